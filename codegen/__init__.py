@@ -1,0 +1,1 @@
+"""Program -> readable Python files."""

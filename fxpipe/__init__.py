@@ -1,0 +1,1 @@
+"""fxpipe: compiles any PyTorch model into a readable pipeline."""

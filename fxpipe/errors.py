@@ -1,0 +1,21 @@
+"""What fxpipe raises. Every message says what is wrong with the value shown, where, and what to write instead."""
+
+
+class FxpipeError(Exception):
+    """The base of all errors of fxpipe."""
+
+
+class CaptureError(FxpipeError):
+    """The model cannot be captured: the message names the user's line and what to write instead."""
+
+
+class PlanError(FxpipeError, ValueError):
+    """The balance, split points or plan asked for cannot be had for this model."""
+
+
+class InputError(FxpipeError, ValueError):
+    """The arguments of a call cannot be cut into micro-batches, or do not fit what was compiled."""
+
+
+class PackageError(FxpipeError):
+    """A saved package does not fit the model, or is damaged."""

@@ -1,0 +1,1 @@
+"""Profile and Cluster -> Plan. No torch."""

@@ -1,0 +1,1 @@
+"""Graph -> Profile: what each op costs, measured or estimated."""

@@ -1,0 +1,1 @@
+"""The bricks that generated code stands on. Nothing here imports the rest of fxpipe."""

@@ -1,0 +1,1 @@
+"""Plan -> Schedule. No torch."""

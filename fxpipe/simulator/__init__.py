@@ -1,0 +1,1 @@
+"""Plan, Schedule and Profile -> Timeline, without running. No torch."""

@@ -1,0 +1,1 @@
+"""Timeline, Schedule and Program -> text, SVG and traces."""

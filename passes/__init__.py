@@ -1,0 +1,1 @@
+"""Program -> Program, one file per pass."""

@@ -1,0 +1,49 @@
+"""Fixtures for all tests: goldens, and one thread per worker."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: OpenMP spins, busy workers become ten times slower
+
+import pytest
+import torch
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden from what the code prints now")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Slow tests run only when asked for by `-m`; tests that need a GPU say so where there is none."""
+    chosen = config.getoption("-m")
+    for item in items:
+        if "slow" in item.keywords and "slow" not in chosen:
+            item.add_marker(pytest.mark.skip(reason="slow: run with -m slow"))
+        if "cuda" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """`golden("unet/stage0.py", text)`: the text equals the committed file; `--update-golden` writes it."""
+    update = request.config.getoption("--update-golden")
+
+    def compare(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if update:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        elif not path.exists():
+            pytest.fail(f"there is no golden {name}; look at the text, then run pytest --update-golden\n\n{text}")
+        assert text == path.read_text(), f"differs from the golden {name}; accept with pytest --update-golden"
+
+    return compare
