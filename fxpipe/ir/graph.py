@@ -244,7 +244,8 @@ def check(graph: Graph) -> None:
     """Raise ValueError, with the op and the user's line, where the graph is not well-formed: a name defined twice or
     not at all, or used before it is defined."""
     known: set[str] = set()
-    for name in graph.types.keys() - {op.name for op in graph.ops}:
+    given = [i.name for i in graph.inputs] + [s.name for s in graph.sizes] + [s.name for s in graph.states]
+    for name in given:
         _define(name, known, "an input, size or state")
     for op in graph.ops:
         for name in (*op.reads, *op.writes):
