@@ -1,0 +1,32 @@
+"""ruff and mypy, as part of the tests, so that one command says whether the project is well."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["ruff", "check", "."],
+        ["ruff", "format", "--check", "."],
+        ["mypy"],
+    ],
+    ids=" ".join,
+)
+def test_checker(command: list[str]) -> None:
+    run = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_the_linked_rooms_are_checked() -> None:
+    """Type checkers skip what they do not see as part of the package, in silence."""
+    run = subprocess.run([sys.executable, "-m", "mypy", "--verbose"], cwd=ROOT, capture_output=True, text=True)
+    for room in ("passes", "codegen"):
+        assert f"fxpipe.{room}" in run.stderr, f"mypy does not look into {room}/"
