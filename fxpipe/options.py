@@ -1,0 +1,102 @@
+"""What a user asks of `fxpipe.compile`, checked at the door."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from .errors import PlanError
+from .ir.plan import CHECKPOINT_MODES, Plan
+
+Checkpoint = str | Collection[int]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `fxpipe.compile`, each as given there but `devices`: one label per stage."""
+
+    devices: tuple[str, ...]
+    chunks: int
+    schedule: str = "gpipe"
+    checkpoint: str | frozenset[int] = "except_last"
+    balance: str | tuple[int, ...] = "time"
+    split_at: tuple[str, ...] | None = None
+    profile: str = "estimate"
+    plan: Plan | None = None
+    batch_dim: int | Mapping[str, int | None] = 0
+    reduce: str | Mapping[str, str] | None = None
+    deferred_batch_norm: bool = False
+    dump: Path | None = None
+
+
+def check(options: Options) -> Options:
+    """The options, if they make sense by themselves; raises PlanError where they do not."""
+    n = len(options.devices)
+    if options.chunks < 1:
+        raise PlanError(f"chunks is {options.chunks}: a batch is cut into at least 1 micro-batch, as in chunks=8")
+    if options.schedule != "gpipe":
+        raise PlanError(f"schedule is {options.schedule!r}: forward() runs the schedule 'gpipe'")
+    if isinstance(options.checkpoint, str):
+        if options.checkpoint not in CHECKPOINT_MODES:
+            modes = ", ".join(map(repr, CHECKPOINT_MODES))
+            raise PlanError(f"checkpoint is {options.checkpoint!r}: write one of {modes}, or a set of stages, as in {{0, 2}}")
+    elif not options.checkpoint <= set(range(n)):
+        unknown = sorted(options.checkpoint - set(range(n)))
+        raise PlanError(f"checkpoint names the stages {unknown}: there are stages 0 to {n - 1}")
+    if options.profile not in ("estimate", "measure"):
+        raise PlanError(f"profile is {options.profile!r}: write 'estimate' or 'measure'")
+    if options.split_at is not None and len(options.split_at) != n - 1:
+        raise PlanError(
+            f"split_at names {len(options.split_at)} cuts, which make {len(options.split_at) + 1} stages, "
+            f"but there are {n} devices: name {n - 1} modules"
+        )
+    return options
+
+
+def checkpoint_of(options: Options, stage: int) -> str:
+    """The checkpoint mode of one stage: stages named in a set always recompute, the others never."""
+    if isinstance(options.checkpoint, str):
+        return options.checkpoint
+    return "always" if stage in options.checkpoint else "never"
+
+
+def with_plan(options: Options, plan: Plan) -> Options:
+    """The options that a plan made by hand implies: its devices and micro-batches instead of those asked for."""
+    return replace(options, plan=plan, devices=tuple(s.device for s in plan.stages), chunks=plan.chunks)
+
+
+def device_labels(devices: int | Sequence[str | torch.device]) -> tuple[str, ...]:
+    """One label per stage. A count takes CUDA devices where there are that many, else CPU workers.
+
+    A bare "cpu" is a worker of its own each time; "cpu:0" twice is one worker with two stages.
+
+    >>> device_labels(["cpu", "cpu"])
+    ('cpu:0', 'cpu:1')
+    """
+    if isinstance(devices, bool) or (isinstance(devices, int) and devices < 1):
+        raise PlanError(f"devices is {devices}: write a count of at least 1, or a list, as in devices=['cuda:0', 'cuda:1']")
+    if isinstance(devices, int):
+        kind = "cuda" if torch.cuda.device_count() >= devices else "cpu"
+        return tuple(f"{kind}:{i}" for i in range(devices))
+    if isinstance(devices, str) or not devices:
+        raise PlanError(f"devices is {devices!r}: write a count, or a list, as in devices=['cuda:0', 'cuda:1']")
+    return tuple(_labels([str(device) for device in devices]))
+
+
+def _labels(names: list[str]) -> list[str]:
+    taken = {name for name in names if ":" in name}
+    free = (f"cpu:{i}" for i in range(2 * len(names)) if f"cpu:{i}" not in taken)
+    return [next(free) if name == "cpu" else _label(name) for name in names]
+
+
+def _label(name: str) -> str:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise PlanError(f"{name!r} in devices is not a device: {error}") from None
+    if device.type == "cuda" and device.index is None:
+        return f"cuda:{torch.cuda.current_device()}"
+    return str(device)

@@ -1,0 +1,47 @@
+"""A module that stands in for the user's model: same parameters, same keys, same hooks, same attributes.
+
+Wrapping a model the usual way (`self.model = model`) puts "model." in front of every key of `state_dict()`. The shell
+instead shares the model's own dicts of parameters, buffers and children, so whatever a user does with a module
+(optimizers before or after, `named_parameters`, `zero_grad`, freezing, hooks on submodules, `load_state_dict`) acts on
+the model itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+from torch import nn
+
+SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+class Shell(nn.Module):
+    """`model` seen through another `forward`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["model"] = model  # past __setattr__, which would register it as a child
+        for name in SHARED:
+            self.__dict__[name] = model.__dict__[name]
+        self.training = model.training
+
+    def __getattr__(self, name: str) -> Any:
+        """What is not the shell's own is the model's: `pipe.config`, `pipe.encoder`."""
+        if name == "model":  # not there yet: in a copy or a pickle under way
+            raise AttributeError(name)
+        return getattr(self.model, name)
+
+    def train(self, mode: bool = True) -> Self:
+        """Switch the model, and all in it, to training or evaluation."""
+        self.model.train(mode)
+        self.training = mode
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own, with its own keys and hooks."""
+        return self.model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Into the model itself."""
+        return self.model.load_state_dict(state_dict, strict=strict, assign=assign)

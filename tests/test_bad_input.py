@@ -1,0 +1,129 @@
+"""Bad input gets an error that shows the value and says what to write; the model stays as it was."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.errors import CaptureError, InputError, PackageError, PlanError
+
+X = torch.randn(6, 4)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"devices": 0}, "devices is 0"),
+        ({"devices": []}, r"devices is \[\]"),
+        ({"devices": ["gpu7"]}, "'gpu7' in devices is not a device"),
+        ({"chunks": 0}, "chunks is 0"),
+        ({"checkpoint": "sometimes"}, "checkpoint is 'sometimes'"),
+        ({"checkpoint": {5}}, r"the stages \[5\]"),
+        ({"split_at": ["encoder.1", "head"]}, "make 3 stages, but there are 2 devices"),
+        ({"schedule": "2f2b"}, "schedule is '2f2b'"),
+    ],
+)
+def test_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        fxpipe.compile(Net(), **{"devices": 2, "chunks": 2} | options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"balance": [1, 1]}, r"adds up to 2"),
+        ({"split_at": ["encoder.9"]}, "'encoder.9' names no module"),
+        ({"devices": 40}, "40 stages"),
+    ],
+)
+def test_plans_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    model = Net()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(PlanError, match=message):
+        fxpipe.compile(model, **{"devices": 2, "chunks": 2, "example_inputs": (X,)} | options)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_a_plan_for_another_model() -> None:
+    plan = fxpipe.compile(Net(), devices=2, chunks=2, example_inputs=(X,)).plan
+    with pytest.raises(PlanError, match="the plan is for another model"):
+        fxpipe.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), plan=plan, example_inputs=(X,))
+
+
+def test_no_common_batch_size() -> None:
+    class Two(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return x * mask
+
+    with pytest.raises(InputError, match=r"x: 6.*mask: 4|mask: 4.*x: 6") as raised:
+        fxpipe.compile(Two(), devices=1, chunks=2)(X, torch.ones(4))
+    assert "batch_dim" in str(raised.value)
+    pipe = fxpipe.compile(Two(), devices=1, chunks=2, batch_dim={"mask": None})
+    assert torch.equal(pipe(X, torch.ones(4)), X)
+
+
+class Centre(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+class Loss(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x**2).mean()
+
+
+class Branch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return x
+        return -x
+
+
+@pytest.mark.parametrize(
+    ("model", "line", "advice"),
+    [
+        (Centre(), "return x - x.mean(0)", "mixes"),
+        (Loss(), r"return \(x\*\*2\).mean\(\)", "reduce"),
+        (Branch(), "if x.sum() > 0:", "torch.where|torch.cond"),
+    ],
+)
+def test_models_that_cannot_be_cut(model: nn.Module, line: str, advice: str) -> None:
+    with pytest.raises(CaptureError, match=advice) as raised:
+        fxpipe.compile(model, devices=1, chunks=2)(X)
+    assert "test_bad_input.py" in str(raised.value)
+    assert line.replace("\\", "") in str(raised.value)
+
+
+def test_a_mean_over_the_batch_when_named() -> None:
+    pipe = fxpipe.compile(Loss(), devices=1, chunks=4, reduce="mean")
+    torch.testing.assert_close(pipe(X), (X**2).mean())
+
+
+def test_a_package_for_another_model(tmp_path: Any) -> None:
+    fxpipe.compile(Net(), devices=2, chunks=2, example_inputs=(X,)).save(tmp_path / "out")
+    with pytest.raises(PackageError, match="head.weight"):
+        fxpipe.load(tmp_path / "out", nn.Sequential(nn.Linear(4, 4)))
+
+
+def test_folders_are_not_overwritten(tmp_path: Any) -> None:
+    pipe = fxpipe.compile(Net(), devices=2, chunks=2, example_inputs=(X,))
+    pipe.save(tmp_path / "out")
+    with pytest.raises(PackageError, match="overwrite=True"):
+        pipe.save(tmp_path / "out")
+    pipe.save(tmp_path / "out", overwrite=True)
