@@ -196,19 +196,22 @@ def refs(nest: Any) -> Iterator[Ref]:
 
 def map_refs(nest: Any, change: Callable[[Ref], Any]) -> Any:
     """The nest with `change(ref)` in place of every `Ref`."""
-    if isinstance(nest, Ref):
-        return change(nest)
+    return map_leaves(nest, lambda leaf: change(leaf) if isinstance(leaf, Ref) else leaf)
+
+
+def map_leaves(nest: Any, change: Callable[[Any], Any]) -> Any:
+    """The nest with `change(leaf)` in place of everything in it that is no tuple, list, dict, slice or `Struct`."""
     if isinstance(nest, tuple) and hasattr(nest, "_fields"):
-        return type(nest)(*(map_refs(item, change) for item in nest))
+        return type(nest)(*(map_leaves(item, change) for item in nest))
     if type(nest) in (tuple, list):
-        return type(nest)(map_refs(item, change) for item in nest)
+        return type(nest)(map_leaves(item, change) for item in nest)
     if isinstance(nest, Mapping):
-        return {key: map_refs(item, change) for key, item in nest.items()}
+        return {key: map_leaves(item, change) for key, item in nest.items()}
     if isinstance(nest, slice):
-        return slice(*(map_refs(item, change) for item in (nest.start, nest.stop, nest.step)))
+        return slice(*(map_leaves(item, change) for item in (nest.start, nest.stop, nest.step)))
     if isinstance(nest, Struct):
-        return replace(nest, fields=tuple((name, map_refs(value, change)) for name, value in nest.fields))
-    return nest
+        return replace(nest, fields=tuple((name, map_leaves(value, change)) for name, value in nest.fields))
+    return change(nest)
 
 
 def rename(op: Op, names: Mapping[str, str]) -> Op:

@@ -1,0 +1,42 @@
+"""Takes the relays out: a value goes straight from the stage that has it to the stages that use it.
+
+    skip  0 -> 1, 1 -> 2, 2 -> 3        becomes        skip  0 -> 3
+
+It goes once to each device. Where several users sit on one device, the first hands it to the others; where the stage
+that made it sits there too, that one does. Inputs come straight from the caller, and outputs go straight back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.program import Move, Program
+from fxpipe.passes.wiring import wire
+
+
+def portals(program: Program, plan: Plan) -> Program:
+    """The program without relays."""
+    n = len(program.stages)
+    homes: dict[str, int] = {}
+    for move in program.moves:
+        homes[move.value] = min(move.source, homes.get(move.value, n))
+    uses: dict[str, list[int]] = {name: [] for name in homes}
+    for stage in program.stages:
+        for name in dict.fromkeys(name for op in stage.ops for name in (*op.reads, *op.writes)):
+            if name in uses and stage.index > homes[name]:
+                uses[name].append(stage.index)
+    moves = [move for name, home in homes.items() for move in _straight(program, name, home, uses[name])]
+    moves += [Move(output.value, homes[output.value], n) for output in program.graph.outputs]
+    return wire(program, [stage.ops for stage in program.stages], moves)
+
+
+def _straight(program: Program, name: str, home: int, users: list[int]) -> Iterator[Move]:
+    devices = program.devices
+    if home < 0:
+        yield from (Move(name, home, user) for user in users)
+        return
+    holders = {devices[home]: home}  # device -> the stage that has the value there
+    for user in users:
+        yield Move(name, holders.get(devices[user], home), user)
+        holders.setdefault(devices[user], user)
