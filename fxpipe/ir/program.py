@@ -21,6 +21,17 @@ from .types import ValueType
 
 
 @dataclass(frozen=True)
+class OwnDevice:
+    """Stands in an op's arguments for the device of the stage that the op runs in."""
+
+    def __repr__(self) -> str:
+        return "own device"
+
+
+OWN_DEVICE = OwnDevice()
+
+
+@dataclass(frozen=True)
 class Move:
     """`value` goes from stage `source` to stage `target`, once per micro-batch."""
 
