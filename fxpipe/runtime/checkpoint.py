@@ -1,0 +1,138 @@
+"""Recompute a task's activations in backward instead of keeping them, and start before the gradient arrives.
+
+torch.utils.checkpoint recomputes when the gradient reaches the task; in a pipeline that is when the device should
+already be busy with the task's backward. So recomputation is an autograd function of its own, on an edge without
+gradient that is walked as soon as the device's previous backward is done, and the two functions share a `Task`:
+
+    tokens    after(i - 1) ──▶ Checkpoint(i) ──▶ Recompute(i) ──▶ after(i) ──▶ Checkpoint(i + 1)
+    values               x ──▶       │       ──▶ y ──▶ next stage
+
+    backward  B(i + 1) is done ──▶ Recompute(i): runs F(i) again, leaves it in the task
+              gradient of y    ──▶ Checkpoint(i): B(i), through what is in the task
+
+Without a token that anyone waits for, Checkpoint recomputes by itself. The stage's own parameters are inputs of
+Checkpoint, and their gradients what its backward returns, so `torch.autograd.grad` sees them and nothing is
+accumulated behind autograd's back.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from .buffers import keep, scratch
+from .context import Context
+from .note import add_note
+from .stage import Stage
+
+# What a recomputation leaves for backward: the outputs with their graph, and the leaves of that graph.
+Recomputed = tuple[tuple[Any, ...], tuple[Tensor, ...]]
+
+
+class Task:
+    """One forward run of a stage on one micro-batch, and how to run it again."""
+
+    def __init__(self, stage: Stage, where: tuple[int, int], context: Context, args: tuple[Any, ...]) -> None:
+        self.stage, self.where, self.context = stage, where, context
+        self.takes = tuple([arg for arg in args if isinstance(arg, Tensor)])
+        self.places = tuple([place for place, arg in enumerate(args) if isinstance(arg, Tensor)])
+        self.others = [None if isinstance(arg, Tensor) else arg for arg in args]
+        self.wanted = tuple([x.requires_grad for x in self.takes])
+        self.parameters = stage.trainable()
+        self.kept = keep(stage) if stage.rereads else {}
+        self.recomputed: Recomputed | None = None
+
+    def run(self, takes: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        """The stage's outputs for these tensors in the places of those it was first called with."""
+        args = self.others.copy()
+        for place, tensor in zip(self.places, takes, strict=True):
+            args[place] = tensor
+        if self.context.autocasts or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            with self.context.enter_autocast():
+                outputs = self.stage.forward(*args)
+        else:
+            outputs = self.stage.forward(*args)
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+
+    def recompute(self, saved: tuple[Tensor, ...]) -> Recomputed:
+        """Run again, with gradients, on leaves that stand for the saved tensors."""
+        takes = tuple([x.detach().requires_grad_(want) for x, want in zip(saved, self.wanted, strict=True)])
+        try:
+            with torch.enable_grad(), scratch(self.stage, self.kept) if self.stage.mutates else nullcontext():
+                outputs = self.run(takes)
+        except Exception as error:
+            add_note(error, self.stage, *self.where)
+            raise
+        return outputs, tuple([x for x in takes if x.requires_grad])
+
+
+class Checkpoint(Function):
+    """F(i) without a graph; backward is B(i). Outputs: those of the stage, then a token for Recompute."""
+
+    @staticmethod
+    def forward(ctx: Any, task: Task, after: Tensor | None, *tensors: Tensor) -> tuple[Any, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.task = task
+        takes = tensors[: len(task.places)]
+        ctx.save_for_backward(*takes)
+        return (*task.run(takes), torch.empty(0, device=task.stage.device))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        task: Task = ctx.task
+        outputs, leaves = task.recomputed or task.recompute(ctx.saved_tensors)
+        task.recomputed = None
+        found = _backward(outputs, grads, leaves + task.parameters)
+        wanted = iter(found)
+        takes = [next(wanted) if want else None for want in task.wanted]
+        return (None, None, *takes, *wanted)
+
+
+class Recompute(Function):
+    """The token's backward runs F(i) again and leaves the graph to Checkpoint."""
+
+    @staticmethod
+    def forward(ctx: Any, task: Task, token: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.task = task
+        ctx.save_for_backward(*task.takes)
+        task.takes = ()  # both functions have saved them: from now on they live as long as the graph needs them
+        return token.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: None) -> tuple[None, None]:
+        ctx.task.recomputed = ctx.task.recompute(ctx.saved_tensors)
+        return None, None
+
+
+def checkpoint(
+    stage: Stage, where: tuple[int, int], context: Context, after: Tensor | None, *args: Any
+) -> tuple[Any, ...]:
+    """`stage.forward(*args)`, computed again in backward: its outputs, and at the end the token for what runs next on
+    this device. `where` is (stage, micro-batch); `after` the token of the task before on this device: `y, after =
+    checkpoint(stage, (1, i), context, after, x)`."""
+    task = Task(stage, where, context, args)
+    *outputs, token = Checkpoint.apply(task, after, *task.takes, *task.parameters)  # type: ignore[no-untyped-call]
+    return (*outputs, Recompute.apply(task, token))  # type: ignore[no-untyped-call]
+
+
+def _backward(
+    outputs: tuple[Any, ...], grads: tuple[Tensor | None, ...], inputs: tuple[Tensor, ...]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the inputs, None where there is none."""
+    pairs = [
+        (output, grad)
+        for output, grad in zip(outputs, grads, strict=False)  # the last grad is the token's
+        if grad is not None and output.requires_grad
+    ]
+    if not pairs or not inputs:
+        return (None,) * len(inputs)
+    roots, given = zip(*pairs, strict=True)
+    return torch.autograd.grad(roots, inputs, given, allow_unused=True)

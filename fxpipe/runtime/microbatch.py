@@ -1,0 +1,57 @@
+"""Cut a mini-batch into micro-batches, and put the outputs together again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class MicroBatch:
+    """The values of one micro-batch while it is under way, as attributes under the model's names."""
+
+    def __getattr__(self, name: str) -> Any:  # for type checkers: any name may be there
+        raise AttributeError(f"the micro-batch has no {name!r} (yet, or any more)")
+
+
+def split_sizes(size: int, chunks: int) -> tuple[int, ...]:
+    """Sizes of min(chunks, size) micro-batches, at least one, as even as possible, the larger ones first.
+
+    >>> split_sizes(8, 3), split_sizes(2, 4), split_sizes(0, 4)
+    ((3, 3, 2), (1, 1), (0,))
+    """
+    count = max(1, min(chunks, size))
+    small, larger = divmod(size, count)
+    return (small + 1,) * larger + (small,) * (count - larger)
+
+
+def scatter(value: Any, dim: int | None, sizes: Sequence[int]) -> Sequence[Any]:
+    """A value for each micro-batch: pieces along `dim`, or with `dim` None the whole for each."""
+    if dim is None or len(sizes) == 1:
+        return [value] * len(sizes)
+    pieces: Sequence[Any] = value.split(list(sizes), dim)
+    return pieces
+
+
+def gather(values: Sequence[Any], dim: int | None, reduce: str | None, sizes: Sequence[int]) -> Any:
+    """The mini-batch's value from those of the micro-batches: concatenated along `dim`, or as `reduce` says.
+
+    >>> gather([1.0, 4.0], None, "mean", (2, 1))
+    2.0
+    """
+    if len(values) == 1 or reduce == "same":
+        return values[0]
+    if reduce is None:
+        return torch.cat(list(values), dim or 0)
+    if reduce == "sum":
+        return _sum(values)
+    total = max(1, sum(sizes))
+    return _sum([value * (size / total) for value, size in zip(values, sizes, strict=True)])
+
+
+def _sum(values: Sequence[Any]) -> Any:
+    if isinstance(values[0], Tensor):
+        return torch.stack(list(values)).sum(0)
+    return sum(values)

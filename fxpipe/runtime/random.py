@@ -1,0 +1,80 @@
+"""Random numbers that depend on the micro-batch and the op, and on nothing else.
+
+torch's default CPU generator is shared by all threads, so whoever draws first would get the first numbers, and saving
+its state per thread would not help. Instead each run has one seed, and each random op of the model a number; the op
+runs with the default generator seeded from (run, micro-batch, op), under a lock, and the generator gets its own state
+back. The numbers are then the same for every number of stages and workers, and again in recomputation.
+"""
+
+from __future__ import annotations
+
+from threading import Lock
+
+import torch
+
+_MASK = (1 << 64) - 1
+_locks: dict[torch.device, Lock] = {}
+
+
+def mix(seed: int, micro_batch: int, draw: int) -> int:
+    """The seed of one random op in one micro-batch: well spread, the same on every machine.
+
+    >>> mix(1, 0, 0) == mix(1, 0, 0)
+    True
+    >>> len({mix(seed, i, k) for seed in range(10) for i in range(10) for k in range(10)})
+    1000
+    """
+    value = seed & _MASK
+    for part in (micro_batch, draw):
+        value = _scramble((value + 0x9E3779B97F4A7C15 * (part + 1)) & _MASK)
+    return value >> 1  # generators take any 64 bits, but a seed that prints as a positive number is easier to pass on
+
+
+def _scramble(value: int) -> int:
+    """The finaliser of splitmix64: every bit of the result depends on every bit of the value."""
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def new_seed() -> int:
+    """The seed of a run, drawn from torch's default CPU generator: `torch.manual_seed` makes the run reproducible."""
+    return int(torch.randint(1 << 62, ()).item())
+
+
+class Draws:
+    """Seeds the random ops of one task. Generated code says `with draw(3): h = F.dropout(h)`."""
+
+    __slots__ = ("device", "micro_batch", "seed")
+
+    def __init__(self, seed: int, micro_batch: int, device: torch.device) -> None:
+        self.seed, self.micro_batch, self.device = seed, micro_batch, device
+
+    def __call__(self, draw: int) -> Draw:
+        return Draw(mix(self.seed, self.micro_batch, draw), self.device)
+
+
+class Draw:
+    """A context in which the device's default generator stands at `seed`; on leaving it stands where it stood
+    before."""
+
+    __slots__ = ("generator", "lock", "seed", "state")
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.seed, self.generator, self.lock = seed, _generator(device), _locks.setdefault(device, Lock())
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+        self.state = self.generator.get_state()
+        self.generator.manual_seed(self.seed)
+
+    def __exit__(self, *error: object) -> None:
+        self.generator.set_state(self.state)
+        self.lock.release()
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator

@@ -1,0 +1,86 @@
+"""The base of generated stages: the model's own tensors, found under the model's own names.
+
+    stage = Stage1({"layers.0.weight": weight}, {}, torch.device("cpu"))
+    stage.layers[0].weight is weight
+
+It holds the very Parameter objects of the model, so optimizers made before or after, hooks and `.grad` need no care.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Scope(nn.Module):
+    """A part of a path: attributes are the model's names, `[0]` and `["a-b"]` those that are no identifiers."""
+
+    def __getitem__(self, key: int | str) -> Any:
+        return self._find(str(key))
+
+    def _find(self, name: str) -> Any:
+        for held in (self._modules, self._parameters, self._buffers):
+            if name in held:
+                return held[name]
+        raise AttributeError(f"{type(self).__name__} has no {name!r}")
+
+    def _hold(self, name: str, value: Tensor | Scope) -> None:
+        """Put a value in, or in another's place, under any name, also one that nn.Module has a use for."""
+        if isinstance(value, nn.Parameter):
+            self._parameters[name] = value
+        elif isinstance(value, Tensor):
+            self._buffers[name] = value
+        else:
+            self._modules[name] = value
+
+
+class Stage(Scope):
+    """`states`: paths of the model's parameters and buffers; `constants`: names of other things it uses. `mutates`:
+    paths of the buffers that forward writes; `rereads`: those of them whose old contents it reads."""
+
+    states: tuple[str, ...] = ()
+    constants: tuple[str, ...] = ()
+    mutates: tuple[str, ...] = ()
+    rereads: tuple[str, ...] = ()
+
+    def __init__(self, tensors: Mapping[str, Tensor], constants: Mapping[str, Any], device: torch.device) -> None:
+        super().__init__()
+        self.device = torch.device(device)
+        for path in self.states:
+            self.put(path, tensors[path])
+        for name in self.constants:
+            object.__setattr__(self, name, constants[name])
+        held = [tensors[path] for path in self.states]
+        held += [constants[name] for name in self.constants if isinstance(constants[name], Tensor)]
+        self._differentiable = tuple([x for x in held if x.is_floating_point() or x.is_complex()])
+
+    def forward(self, *args: Any) -> Any:
+        raise NotImplementedError("generated stages say what they compute")
+
+    def tensor(self, path: str) -> Tensor:
+        """The tensor at a path of the model."""
+        scope, name = self._scope(path)
+        found: Tensor = scope._find(name)
+        return found
+
+    def put(self, path: str, tensor: Tensor) -> None:
+        """Hold another tensor at a path of the model."""
+        scope, name = self._scope(path)
+        scope._hold(name, tensor)
+
+    def trainable(self) -> tuple[Tensor, ...]:
+        """The tensors that need a gradient now: freezing and unfreezing take effect at the next call."""
+        return tuple([x for x in self._differentiable if x.requires_grad])
+
+    def _scope(self, path: str) -> tuple[Scope, str]:
+        """The scope that holds the last part of a path, made where it is missing, and that part."""
+        scope: Scope = self
+        *parts, name = path.split(".")
+        for part in parts:
+            if part not in scope._modules:
+                scope._hold(part, Scope())
+            scope = scope[part]
+        return scope, name

@@ -1,0 +1,62 @@
+"""Named streams, for copies that overlap with compute. The CPU has none: None stands in for its stream.
+
+    streams[stage, i]     carries the copies of micro-batch i into and out of a stage, so that a copy waits for
+                          nothing but the task that made the value
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+Stream = torch.cuda.Stream | None
+
+
+class Streams:
+    """`streams[stage, i]`: made when first asked for, kept as long as the pipe."""
+
+    def __init__(self, devices: tuple[torch.device, ...]) -> None:
+        self._devices = devices
+        self._made: dict[tuple[int, int], Stream] = {}
+
+    def __getitem__(self, key: tuple[int, int]) -> Stream:
+        if key not in self._made:
+            self._made[key] = new_stream(self._devices[key[0]])
+        return self._made[key]
+
+
+def new_stream(device: torch.device) -> Stream:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
+def current_stream(device: torch.device) -> Stream:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+@contextmanager
+def use_stream(stream: Stream) -> Iterator[None]:
+    """Work inside goes to the stream, on the stream's device."""
+    if stream is None:
+        yield
+    else:
+        with torch.cuda.stream(stream):
+            yield
+
+
+def wait_stream(waiting: Stream, done: Stream) -> None:
+    """What comes next on `waiting` starts after what is now on `done`. The CPU waits until it has happened."""
+    if done is None:
+        return  # the CPU works in the order of the program: all of it has happened
+    if waiting is None:
+        done.synchronize()
+    else:
+        waiting.wait_stream(done)
+
+
+def record_stream(tensor: Tensor, stream: Stream) -> None:
+    """Keep the tensor's memory from being reused before what is now on `stream` is done with it."""
+    if stream is not None and tensor.is_cuda:
+        tensor.record_stream(stream)

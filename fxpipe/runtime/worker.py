@@ -1,0 +1,63 @@
+"""Threads that run the stages, one per worker label, alive as long as the pipe.
+
+A stage always runs on the same thread. Autograd numbers its functions per thread and prefers later ones in backward:
+that is what puts B(i) before B(i - 1) in a first stage, whose inputs need no gradient and so cannot be joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+from .context import Context
+from .stream import Stream, use_stream
+
+Compute = Callable[[Any, int], None]
+Task = tuple[int, int]  # micro-batch, stage
+Report = tuple[Task, BaseException] | None  # None: all is well
+Order = tuple[Compute, Any, Task, Context, Stream, "SimpleQueue[Report]"]
+
+
+class Worker:
+    """A thread that carries out orders, one after the other."""
+
+    def __init__(self, label: str) -> None:
+        self.orders: SimpleQueue[Order | None] = SimpleQueue()
+        # A daemon: a program that ends without closing its pipe must end all the same.
+        Thread(target=_work, args=(self.orders,), name=f"fxpipe {label}", daemon=True).start()
+
+    def close(self) -> None:
+        """The thread ends after the orders it has."""
+        self.orders.put(None)
+
+
+def close(workers: Iterable[Worker]) -> None:
+    """End all of them."""
+    for worker in workers:
+        worker.close()
+
+
+def attempt(compute: Compute, m: Any, task: Task) -> Report:
+    """Run a task; what it raises becomes a report."""
+    try:
+        compute(m, task[0])
+    except BaseException as error:
+        return task, error
+    return None
+
+
+def _work(orders: SimpleQueue[Order | None]) -> None:
+    """Carry out orders until there is None. Between orders the thread holds on to nothing of a pipe, so that a pipe
+    that nobody uses is collected, and closes its workers."""
+    while order := orders.get():
+        compute, m, task, context, stream, reports = order
+        if context.plain and stream is None:
+            report = attempt(compute, m, task)
+        else:
+            with context.enter(), use_stream(stream):
+                report = attempt(compute, m, task)
+        del order, compute, m
+        reports.put(report)
+        del report, reports
