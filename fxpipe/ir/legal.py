@@ -1,0 +1,112 @@
+"""Where a model may be cut: what must stay together in one stage, and what crosses a cut.
+
+Positions are op positions: a cut at p lies before op p, so that ops p - 1 and p are in two stages. A value defined at d
+and last read at r crosses every cut p with d < p <= r.
+
+    0  parts = x.chunk(2)        parts is a tuple: its readers are tied to it
+    1  a = parts[0]
+       ---------------- illegal
+    2  b = parts[1]
+       ---------------- legal: a and b cross
+    3  y = a + b
+
+Three things tie ops together: a value that cannot move (a tuple, an object); memory that has several live names and is
+written under one of them; and a buffer that the model changes. A value with one live name may well be written in a
+later stage than the one that made it: there it is written in a copy.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+from .graph import Graph, may_cross, users
+
+
+@dataclass(frozen=True)
+class Tie:
+    """Ops `first` to `last`, by position, must be in one stage, because of the value or state `name`."""
+
+    first: int
+    last: int
+    name: str
+    reason: str
+
+
+def legal_cuts(graph: Graph) -> tuple[bool, ...]:
+    """For each position from 0 to the number of ops, whether a cut may lie before it; the two ends always may."""
+    changes = Counter[int]()
+    for first, last in glued(graph):
+        changes[first + 1] += 1
+        changes[last + 1] -= 1
+    depth = accumulate(changes[position] for position in range(len(graph.ops) + 1))
+    return tuple(count == 0 for count in depth)
+
+
+def glued(graph: Graph) -> tuple[tuple[int, int], ...]:
+    """Spans of positions, (first, last) with both ends included, that no cut may enter: in order and disjoint."""
+    merged: list[tuple[int, int]] = []
+    for first, last in sorted((tie.first, tie.last) for tie in ties(graph)):
+        if merged and first <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
+        elif first < last:
+            merged.append((first, last))
+    return tuple(merged)
+
+
+def spans(graph: Graph) -> dict[str, tuple[int, int]]:
+    """For every input and every op's value: where it is defined (inputs at -1), and where an op last reads it.
+
+    What the caller reads does not count: an output goes straight from its stage to the caller."""
+    defined = {item.name: -1 for item in graph.inputs} | {op.name: at for at, op in enumerate(graph.ops)}
+    readers = users(graph)
+    return {name: (at, max(readers[name], default=at)) for name, at in defined.items()}
+
+
+def ties(graph: Graph) -> tuple[Tie, ...]:
+    """All that ties ops together, each with its reason."""
+    return (*_immovable(graph), *_shared_memory(graph), *_changed_states(graph))
+
+
+def _immovable(graph: Graph) -> Iterator[Tie]:
+    types = graph.types
+    for name, (defined, last) in spans(graph).items():
+        if not may_cross(types[name]) and last > max(defined, 0):
+            reason = f"{name} is {types[name]}, and only tensors and numbers move between stages"
+            yield Tie(max(defined, 0), last, name, reason)
+
+
+def _shared_memory(graph: Graph) -> Iterator[Tie]:
+    """Where memory has several live names, the ops that name it and those that write it stay together, so that a write
+    under one name is seen under the others."""
+    span = spans(graph)
+    returned = {output.value for output in graph.outputs}
+
+    def alive(name: str, at: int) -> bool:
+        return name not in span or name in returned or span[name][1] >= at  # a state lives for ever
+
+    for at, op in enumerate(graph.ops):
+        names = [name for name in op.writes if alive(name, at)]
+        values = [span[name] for name in names if name in span]
+        if len(names) < 2 or not values:
+            continue
+        first = min((defined for defined, _ in values if defined >= 0), default=at)
+        # The caller's memory is not written: who reads an input after the write has to be where the written copy is.
+        last = max([at, *(read for defined, read in values if defined < 0)])
+        yield Tie(first, last, names[0], f"{' and '.join(names)} share memory that {op.name} changes in place")
+
+
+def _changed_states(graph: Graph) -> Iterator[Tie]:
+    paths = {state.name: state.path for state in graph.states}
+    changed = {name for op in graph.ops for name in op.writes if name in paths}
+    touched: dict[str, list[int]] = {}
+    for at, op in enumerate(graph.ops):
+        for name in (*op.reads, *op.writes):
+            if name in changed:
+                touched.setdefault(name, []).append(at)
+    for name, places in touched.items():
+        yield Tie(
+            places[0], places[-1], name, f"{paths[name]} is changed in forward, so all that use it share one stage"
+        )
