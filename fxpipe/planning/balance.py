@@ -92,7 +92,7 @@ def balance(stages: Sequence[StageCosts], allowed: Sequence[Sequence[int]]) -> C
 def _lower_bound(stages: Sequence[StageCosts]) -> int:
     """No cuts do better: each op at its fastest, spread evenly, with the cheapest of transfers."""
     steps = ([b - a for a, b in pairwise(stage.work)] for stage in stages)
-    least = sum(map(min, zip(*steps, strict=True)))
+    least: int = sum(map(min, zip(*steps, strict=True)))
     return least // len(stages) + min(min(stage.enter) + stage.least_leave for stage in stages)
 
 
