@@ -1,0 +1,139 @@
+"""Graph, profile and cluster -> Plan: which ops form which stage, by time or by memory, or as the user says."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+
+from fxpipe.errors import PlanError
+from fxpipe.ir.cluster import Cluster
+from fxpipe.ir.graph import Graph
+from fxpipe.ir.legal import legal_cuts
+from fxpipe.ir.plan import CHECKPOINT_MODES, Plan, StagePlan
+from fxpipe.ir.profile import Profile
+from fxpipe.ir.profile import check as check_profile
+from fxpipe.ir.units import show_bytes
+
+from .balance import Cuts, StageCosts
+from .balance import balance as best_balance
+from .costs import PARAMETER_COPIES, memory_costs, stage_costs
+from .hand import cuts_at, cuts_by_blocks
+from .order import arrange
+
+GOALS = ("time", "memory")
+
+
+def plan(
+    graph: Graph,
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    devices: Sequence[str] | None = None,
+    chunks: int = 1,
+    checkpoint: str | Collection[int] = "except_last",
+    balance: str | Sequence[int] = "time",
+    split_at: Sequence[str] = (),
+    schedule: str = "gpipe",
+    deferred_batch_norm: bool = False,
+    parameter_copies: int = PARAMETER_COPIES,
+) -> Plan:
+    """The plan for one stage on each of `devices`, in this order (all devices of the cluster, where not given).
+
+    `balance` is "time" (the slowest stage is as fast as can be, within memory), "memory" (the fullest stage is as empty
+    as can be), or how many blocks each stage gets: `balance=[5, 3, 7]`. Blocks are what `fxpipe.ir.blocks` says: the
+    children of an `nn.Sequential`; else the layers, as `encoder.layers.3`. `split_at=["encoder.3", ...]` puts the cuts
+    before the first op of these modules. `checkpoint` is a mode for all stages, or the stages that recompute
+    ("except_last"). The profile is that of one micro-batch; it may be of any kind where the user chooses the cuts.
+    """
+    labels = tuple(cluster.labels if devices is None else devices)
+    modes = _checkpoints(checkpoint, len(labels))
+    check_request(graph, profile, cluster, labels, chunks)
+    if split_at:
+        ordered, cuts = graph, cuts_at(graph, split_at, len(labels))
+    elif not isinstance(balance, str):
+        ordered, cuts = graph, cuts_by_blocks(graph, balance, len(labels))
+    elif balance in GOALS:
+        ordered = arrange(graph, {cost.name: cost for cost in profile.ops})
+        costs = stage_costs(ordered, profile, cluster, labels, modes, chunks, parameter_copies)
+        cuts = _best_cuts(ordered, costs, labels, balance, chunks)
+    else:
+        raise PlanError(f"balance is {balance!r}: write one of {GOALS}, or the number of blocks of each stage")
+    return Plan(graph.model, stages(ordered, cuts, labels, modes), chunks, schedule, deferred_batch_norm)
+
+
+def check_request(graph: Graph, profile: Profile, cluster: Cluster, labels: Sequence[str], chunks: int) -> None:
+    """Raise PlanError for what no planner could do."""
+    if chunks < 1:
+        raise PlanError(f"chunks is {chunks}; a plan needs at least one micro-batch")
+    if not labels:
+        raise PlanError("devices is empty; a plan needs at least one device")
+    unknown = [label for label in labels if label not in cluster.labels]
+    if unknown:
+        raise PlanError(f"there is no device {unknown[0]!r} in the cluster; it has {', '.join(cluster.labels)}")
+    if not graph.ops:
+        raise PlanError(f"{graph.model} has no ops: there is nothing to plan")
+    try:
+        check_profile(profile, [op.name for op in graph.ops])
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+
+
+def _checkpoints(checkpoint: str | Collection[int], k: int) -> tuple[str, ...]:
+    """The mode of each of k stages."""
+    if isinstance(checkpoint, str):
+        if checkpoint not in CHECKPOINT_MODES:
+            raise PlanError(f"checkpoint is {checkpoint!r}: write one of {CHECKPOINT_MODES}, or a set of stages")
+        return (checkpoint,) * k
+    wrong = sorted(set(checkpoint) - set(range(k)))
+    if wrong:
+        raise PlanError(f"checkpoint names stage {wrong[0]}, but the stages are 0 to {k - 1}")
+    return tuple("except_last" if s in checkpoint else "never" for s in range(k))
+
+
+def stages(graph: Graph, cuts: Cuts, labels: Sequence[str], modes: Sequence[str]) -> tuple[StagePlan, ...]:
+    """The ops between neighbouring cuts, each run of them on its device."""
+    spans = zip(pairwise(cuts), labels, modes, strict=True)
+    return tuple(StagePlan(tuple(op.name for op in graph.ops[i:j]), label, mode) for (i, j), label, mode in spans)
+
+
+def _best_cuts(graph: Graph, costs: list[StageCosts], labels: Sequence[str], goal: str, chunks: int) -> Cuts:
+    """The exact balance over the legal cuts."""
+    legal = inner_cuts(graph)
+    if len(labels) > len(legal) + 1:
+        raise _too_many(graph, len(labels), legal)
+    allowed = [legal] * (len(labels) - 1)
+    cuts = best_balance(memory_costs(costs) if goal == "memory" else costs, allowed)
+    if cuts is None:
+        raise _too_big(costs, allowed, labels, chunks)
+    return cuts
+
+
+def inner_cuts(graph: Graph) -> list[int]:
+    """The positions of legal cuts that leave ops on both sides."""
+    return [p for p, legal in enumerate(legal_cuts(graph)) if legal and 0 < p < len(graph.ops)]
+
+
+def _too_many(graph: Graph, k: int, legal: Sequence[int]) -> PlanError:
+    most = len(legal) + 1
+    why = f"it has {len(graph.ops)} ops" + ("" if most == len(graph.ops) else ", and some must stay together")
+    return PlanError(f"{graph.model} cannot be cut into {k} stages: {why}. Ask for at most {most}: devices={most}")
+
+
+def _too_big(costs: list[StageCosts], allowed: list[list[int]], labels: Sequence[str], chunks: int) -> PlanError:
+    """Which stage lacks how much in the plan that lacks the least."""
+    n = len(costs[0].work)
+    endless = max(stage.bytes[-1] + max(stage.hold) for stage in costs)
+    lacking = [
+        StageCosts(stage.bytes, stage.hold, [-stage.room] * n, stage.bytes, stage.hold, endless) for stage in costs
+    ]
+    cuts = best_balance(lacking, allowed)
+    if cuts is None:
+        raise AssertionError("legal cuts exist, and memory does not bind")
+    lacks = [stage.load(i, j) for stage, (i, j) in zip(lacking, pairwise(cuts), strict=True)]
+    s = max(range(len(lacks)), key=lambda s: lacks[s])
+    held, room = lacks[s] + costs[s].room, costs[s].room
+    return PlanError(
+        f"the model does not fit: even at the best cuts stage {s} on {labels[s]} needs {show_bytes(held)} of memory "
+        f"and has {show_bytes(room)}, {show_bytes(lacks[s])} too little. Use more devices, a smaller batch, "
+        f"checkpoint='always', or an optimizer that keeps less for each parameter (parameter_copies)"
+    )
