@@ -1,0 +1,30 @@
+"""How bytes and seconds are written everywhere: three figures and a unit, so that tables line up and messages read."""
+
+from __future__ import annotations
+
+
+def show_bytes(count: float) -> str:
+    """Bytes in decimal units, as device makers count them.
+
+    >>> show_bytes(512), show_bytes(1_500_000), show_bytes(-16e9)
+    ('512 B', '1.5 MB', '-16 GB')
+    """
+    return _scaled(count, ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")), "B")
+
+
+def show_seconds(seconds: float) -> str:
+    """A duration.
+
+    >>> show_seconds(0), show_seconds(0.0000123), show_seconds(0.25), show_seconds(90)
+    ('0 s', '12.3 us', '250 ms', '90 s')
+    """
+    if seconds == 0 or abs(seconds) >= 1:
+        return f"{seconds:.3g} s"
+    return _scaled(seconds * 1e9, ((1e6, "ms"), (1e3, "us")), "ns")
+
+
+def _scaled(value: float, units: tuple[tuple[float, str], ...], least: str) -> str:
+    for scale, unit in units:
+        if abs(value) >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value:.3g} {least}"
