@@ -1,0 +1,211 @@
+"""What happened on each device and each link, or would: spans of time, and memory as it rises and falls.
+
+The simulator and a measured run give the same value, so one code draws both and `compare` keeps the simulator honest.
+
+    step 12 ms, bubble 25.0%
+    device    busy   idle   peak memory
+    device 0  9 ms   3 ms   12 MB
+    device 1  9 ms   3 ms   8 MB
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from tabulate import tabulate
+
+from .schedule import KINDS as ACTIONS
+from .schedule import Costs, Schedule, starts
+from .units import show_bytes, show_seconds
+
+KINDS = ACTIONS | {"R": "recompute", "T": "transfer"}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """From `start` to `end`, in seconds, the device or link `where` did one thing: `kind` is a key of `KINDS`. `label`
+    is anything more to say, such as the names of the values that moved."""
+
+    where: str
+    start: float
+    end: float
+    kind: str
+    stage: int
+    micro_batch: int
+    label: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+    def __str__(self) -> str:
+        what = f"{KINDS[self.kind]} of stage {self.stage}, micro-batch {self.micro_batch}"
+        return f"{what}, {show_seconds(self.start)} to {show_seconds(self.end)}"
+
+
+Steps = tuple[tuple[float, int], ...]  # (seconds, bytes from then on), ascending
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The spans of one training step on `devices` and on the `links` between them, in any order. `memory` is, per
+    device, the bytes in use over time; a run that knows only its high-water mark gives one step, one that knows
+    nothing gives none."""
+
+    name: str
+    devices: tuple[str, ...]
+    spans: tuple[Span, ...]
+    links: tuple[str, ...] = ()
+    memory: tuple[Steps, ...] = ()
+
+    def __str__(self) -> str:
+        return show(self)
+
+    @cached_property
+    def start(self) -> float:
+        return min((span.start for span in self.spans), default=0.0)
+
+    @cached_property
+    def end(self) -> float:
+        return max((span.end for span in self.spans), default=0.0)
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first start to the last end."""
+        return self.end - self.start
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Seconds that each device computes."""
+        total = dict.fromkeys(self.devices, 0.0)
+        for span in self.spans:
+            if span.where in total:
+                total[span.where] += span.seconds
+        return tuple(total.values())
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """Seconds that each device waits, from the first start on any device to the last end."""
+        return tuple(self.makespan - busy for busy in self.busy)
+
+    @property
+    def bubble(self) -> float:
+        """The share of the devices' time that is idle."""
+        return 1 - sum(self.busy) / (self.makespan * len(self.devices)) if self.makespan else 0.0
+
+    @cached_property
+    def high_water(self) -> tuple[int, ...]:
+        """The most bytes each device had in use; empty if memory is not known."""
+        return tuple(max((held for _, held in steps), default=0) for steps in self.memory)
+
+    def on(self, where: str) -> tuple[Span, ...]:
+        """The spans of a device or link, by start."""
+        return self._rows.get(where, ())
+
+    @cached_property
+    def _rows(self) -> dict[str, tuple[Span, ...]]:
+        rows: dict[str, list[Span]] = {}
+        for span in sorted(self.spans, key=lambda span: (span.start, span.end)):
+            rows.setdefault(span.where, []).append(span)
+        return {where: tuple(row) for where, row in rows.items()}
+
+
+def even(schedule: Schedule, costs: Costs | None = None, labels: Sequence[str] = ()) -> Timeline:
+    """The timeline of a schedule whose stages are alike and whose values move in no time: what its picture shows. One
+    unit of `costs` becomes one second."""
+    each = costs or Costs()
+    devices = tuple(labels) or tuple(f"device {device}" for device in range(len(schedule.devices)))
+    spans = (
+        Span(devices[schedule.place[action][0]], start, start + each.of(action.kind), *action)
+        for action, start in starts(schedule, each).items()
+    )
+    return Timeline(schedule.name, devices, tuple(sorted(spans, key=lambda span: (span.start, span.where))))
+
+
+def check(timeline: Timeline) -> None:
+    """Raise ValueError if a span ends before it starts, is nowhere, or if a device does two things at once."""
+    known = {*timeline.devices, *timeline.links}
+    for span in timeline.spans:
+        if span.kind not in KINDS or span.where not in known:
+            raise ValueError(f"a span of kind {span.kind!r} on {span.where!r}, which the timeline does not have")
+        if not span.start <= span.end:
+            raise ValueError(f"on {span.where}, a span ends before it starts: {span}")
+    slack = 1e-9 * timeline.makespan  # sums of floating-point durations
+    for device in timeline.devices:
+        for before, after in pairwise(timeline.on(device)):
+            if after.start < before.end - slack:
+                raise ValueError(f"{device} does two things at once: {before}; {after}")
+    if len(timeline.memory) not in (0, len(timeline.devices)):
+        raise ValueError(f"memory of {len(timeline.memory)} devices, for {len(timeline.devices)}")
+
+
+def show(timeline: Timeline) -> str:
+    """A table with a line per device."""
+    head = f"{timeline.name}: {show_seconds(timeline.makespan)}, bubble {timeline.bubble:.1%}"
+    rows = [
+        [device, show_seconds(busy), show_seconds(idle), peak]
+        for device, busy, idle, peak in zip(
+            timeline.devices, timeline.busy, timeline.idle, _peaks(timeline), strict=True
+        )
+    ]
+    return f"{head}\n{_table(rows, ['device', 'busy', 'idle', 'peak memory'])}"
+
+
+def _peaks(timeline: Timeline) -> list[str]:
+    known = timeline.high_water or (None,) * len(timeline.devices)
+    return ["-" if held is None else show_bytes(held) for held in known]
+
+
+def compare(predicted: Timeline, measured: Timeline) -> str:
+    """A table of what the simulator said beside what was, for the same devices; `off` is how far the prediction is
+    from the measurement, in percent of it."""
+    if len(predicted.devices) != len(measured.devices):
+        raise ValueError(f"cannot compare {len(predicted.devices)} devices with {len(measured.devices)}")
+    rows = [
+        _beside("step", predicted.makespan, measured.makespan),
+        ["bubble", f"{predicted.bubble:.1%}", f"{measured.bubble:.1%}", ""],
+    ]
+    for device, *busy in zip(measured.devices, predicted.busy, measured.busy, strict=True):
+        rows.append(_beside(f"{device} busy", *busy))
+    if predicted.memory and measured.memory:
+        for device, *held in zip(measured.devices, predicted.high_water, measured.high_water, strict=True):
+            rows.append([f"{device} peak memory", *map(show_bytes, held), _off(*held)])
+    return _table(rows, ["", "predicted", "measured", "off"])
+
+
+def _beside(name: str, predicted: float, measured: float) -> list[str]:
+    return [name, show_seconds(predicted), show_seconds(measured), _off(predicted, measured)]
+
+
+def _off(predicted: float, measured: float) -> str:
+    return f"{predicted / measured - 1:+.1%}" if measured else ""
+
+
+def _table(rows: Iterable[Sequence[str]], headers: Sequence[str]) -> str:
+    table = tabulate(rows, headers, tablefmt="plain", disable_numparse=True)
+    return "\n".join(line.rstrip() for line in table.splitlines())
+
+
+def dump(timeline: Timeline) -> str:
+    """The timeline as JSON text, one span per line; `load` reads it back."""
+    data: dict[str, Any] = asdict(timeline)
+    spans = ",\n".join("  " + json.dumps(list(span.values())) for span in data.pop("spans"))
+    head = json.dumps(data).removesuffix("}")
+    return f'{head},\n "spans": [\n{spans}\n ]\n}}\n'
+
+
+def load(text: str) -> Timeline:
+    """The timeline that `dump` wrote. Raises ValueError for text that is not one."""
+    try:
+        data = json.loads(text)
+        spans = tuple(Span(*span) for span in data.pop("spans"))
+        memory = tuple(tuple((at, held) for at, held in steps) for steps in data.pop("memory"))
+        devices, links = tuple(data.pop("devices")), tuple(data.pop("links"))
+        return Timeline(devices=devices, links=links, memory=memory, spans=spans, **data)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"not a timeline: {error!r}") from None

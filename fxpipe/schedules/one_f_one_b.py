@@ -1,0 +1,134 @@
+"""Schedules with one stage per device that differ in one thing: how many forwards each device runs ahead.
+
+A device runs its first K micro-batches forward (its warm-up), then one backward and one forward in turns until the
+forwards run out, then the backwards that are left. K is what it keeps in memory at most, whatever the number of
+micro-batches. GPipe is the warm-up of all of them; DAPPLE and PipeDream-Flush start the backward early.
+
+The bubble is the same for all: (n - 1) / (m + n - 1) of the time, where stages are alike (m micro-batches, n stages).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+
+from fxpipe.ir.schedule import Action, Schedule
+
+
+def gpipe(stages: int, chunks: int) -> Schedule:
+    """All forwards, then all backwards, the last micro-batch first.
+
+    >>> print(gpipe(3, 4))
+    gpipe: 3 stages, 4 micro-batches
+    clock      0   1   2   3   4   5   6   7   8   9  10  11
+    device 0  F0  F1  F2  F3                  B3  B2  B1  B0
+    device 1      F0  F1  F2  F3          B3  B2  B1  B0
+    device 2          F0  F1  F2  F3  B3  B2  B1  B0
+    """
+    _at_least_one(stages, chunks)
+    return Schedule("gpipe", tuple(_row(s, chunks, reversed(range(chunks))) for s in range(stages)))
+
+
+def one_f_one_b(stages: int, chunks: int, warmup: Sequence[int] | None = None) -> Schedule:
+    """One forward, one backward: device s starts backward after `warmup[s]` forwards, n - s if not given.
+
+    >>> print(one_f_one_b(3, 4))
+    1f1b: 3 stages, 4 micro-batches
+    clock      0   1   2   3   4   5   6   7   8   9  10  11
+    device 0  F0  F1  F2          B0  F3  B1      B2      B3
+    device 1      F0  F1      B0  F2  B1  F3  B2      B3
+    device 2          F0  B0  F1  B1  F2  B2  F3  B3
+
+    >>> print(one_f_one_b(3, 4, warmup=late(3)))
+    1f1b: 3 stages, 4 micro-batches
+    clock      0   1   2   3   4   5   6   7   8   9  10  11
+    device 0  F0  F1  F2  F3      B0      B1      B2      B3
+    device 1      F0  F1  F2  B0  F3  B1      B2      B3
+    device 2          F0  B0  F1  B1  F2  B2  F3  B3
+    """
+    _at_least_one(stages, chunks)
+    ahead = early(stages) if warmup is None else tuple(warmup)
+    if len(ahead) != stages:
+        raise ValueError(f"warmup has {len(ahead)} numbers; {stages} stages need {stages}")
+    if min(ahead) < 1:
+        raise ValueError(f"warmup is {list(ahead)}; each device runs at least one forward before its first backward")
+    for s in range(1, stages):
+        if min(ahead[s], chunks) > ahead[s - 1]:
+            raise ValueError(
+                f"warmup is {list(ahead)}: device {s} would wait for ever for its forward {ahead[s - 1]}, because "
+                f"device {s - 1} runs only {ahead[s - 1]} ahead; let the numbers fall from device to device"
+            )
+    return Schedule("1f1b", tuple(_row(s, ahead[s], range(chunks)) for s in range(stages)))
+
+
+def forward_only(stages: int, chunks: int) -> Schedule:
+    """Forwards alone, for inference.
+
+    >>> print(forward_only(3, 4))
+    forward only: 3 stages, 4 micro-batches
+    clock      0   1   2   3   4   5
+    device 0  F0  F1  F2  F3
+    device 1      F0  F1  F2  F3
+    device 2          F0  F1  F2  F3
+    """
+    _at_least_one(stages, chunks)
+    rows = (tuple(Action("F", s, i) for i in range(chunks)) for s in range(stages))
+    return Schedule("forward only", tuple(rows))
+
+
+def early(stages: int, limit: int | None = None) -> tuple[int, ...]:
+    """DAPPLE's warm-up P_A, n - s: the least that keeps all devices busy if values move in no time. `limit` is how many
+    micro-batches fit into the memory of a device.
+
+    >>> early(4), early(4, limit=2)
+    ((4, 3, 2, 1), (2, 2, 2, 1))
+    """
+    return tuple(_limited(stages - s, limit) for s in range(stages))
+
+
+def late(stages: int, limit: int | None = None) -> tuple[int, ...]:
+    """DAPPLE's warm-up P_B, 2 (n - s) - 1: further ahead, so that values have time to move.
+
+    >>> late(4), late(4, limit=4)
+    ((7, 5, 3, 1), (4, 4, 3, 1))
+    """
+    return tuple(_limited(2 * (stages - s) - 1, limit) for s in range(stages))
+
+
+def clock_cycles(m: int, n: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """The forward grid column by column: per clock the (micro-batch i, stage j) that run, which have i + j = clock.
+
+    m micro-batches, n stages:
+
+        clock     0   1   2   3
+        stage 0  F0  F1  F2
+        stage 1      F0  F1  F2
+
+    >>> for tick in clock_cycles(m=3, n=2):
+    ...     print(tick)
+    ((0, 0),)
+    ((1, 0), (0, 1))
+    ((2, 0), (1, 1))
+    ((2, 1),)
+    """
+    return tuple(
+        tuple((clock - j, j) for j in range(max(0, clock - m + 1), min(clock + 1, n))) for clock in range(m + n - 1)
+    )
+
+
+def _row(s: int, warmup: int, backwards: Iterable[int]) -> tuple[Action, ...]:
+    """Device s: `warmup` forwards, then the backwards in their order, a forward after each while there are any."""
+    after = [Action("B", s, i) for i in backwards]
+    ahead = [Action("F", s, i) for i in range(len(after))]
+    turns = zip_longest(after, ahead[warmup:])
+    return (*ahead[:warmup], *(action for turn in turns for action in turn if action is not None))
+
+
+def _limited(wanted: int, limit: int | None) -> int:
+    return wanted if limit is None else min(wanted, limit)
+
+
+def _at_least_one(stages: int, chunks: int) -> None:
+    for name, number in (("stages", stages), ("chunks", chunks)):
+        if number < 1:
+            raise ValueError(f"{name} is {number}; a schedule needs at least one")

@@ -1,0 +1,71 @@
+"""From what ops cost and where they run to what stages and the hops between them cost: the simulator's input.
+
+A tensor that several stages share (a loan) goes over once a step, not once per micro-batch: it is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fxpipe.ir.cluster import Cluster, link
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.profile import Profile, total
+from fxpipe.ir.program import Program
+from fxpipe.ir.types import nbytes, tensors
+
+from .simulate import Hop, StageCost
+
+
+def stage_costs(plan: Plan, profile: Profile, taken: Sequence[int] = (), copies: int = 2) -> tuple[StageCost, ...]:
+    """A cost for each stage of `plan`, from a profile taken at the size of its micro-batches.
+
+    `taken` is the bytes each stage takes per micro-batch, as `taken_bytes` tells (none if left out). `copies` is how
+    often a parameter is in memory: 2 for it and its gradient, more with the optimizer's state.
+    """
+    at = {cost.name: cost for cost in profile.ops}
+    costs = []
+    for index, stage in enumerate(plan.stages):
+        own = total([at[op] for op in stage.ops])
+        costs.append(
+            StageCost(
+                own.forward,
+                own.backward,
+                saved=own.saved,
+                taken=taken[index] if taken else 0,
+                fixed=own.parameters * copies,
+                checkpoint=stage.checkpoint,
+            )
+        )
+    return tuple(costs)
+
+
+def taken_bytes(program: Program, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The bytes of what each stage takes, with `sizes` giving the numbers of a micro-batch."""
+    return tuple(sum(nbytes(program.types[name], sizes) for name in stage.takes) for stage in program.stages)
+
+
+def hops(program: Program, sizes: Mapping[str, int], cluster: Cluster) -> tuple[Hop, ...]:
+    """A hop for each pair of stages that values move between: all of them one after the other over the pair's link, and
+    the gradients of those that have one back. The caller's inputs and outputs are not counted: they are there."""
+    moved: dict[tuple[int, int], list[str]] = {}
+    for move in program.moves:
+        if move.source >= 0 and move.target < len(program.stages):
+            moved.setdefault((move.source, move.target), []).append(move.value)
+    return tuple(_hop(program, sizes, cluster, *ends, values) for ends, values in sorted(moved.items()))
+
+
+def _hop(
+    program: Program, sizes: Mapping[str, int], cluster: Cluster, source: int, target: int, values: Sequence[str]
+) -> Hop:
+    types = [tensor for value in values for tensor in tensors(program.types[value])]
+    forward = sum(tensor.nbytes(sizes) for tensor in types)
+    backward = sum(tensor.nbytes(sizes) for tensor in types if tensor.grad)
+
+    def seconds(count: int) -> float:
+        ends = program.stages[source].device, program.stages[target].device
+        if not count or ends[0] == ends[1]:
+            return 0.0
+        way = link(cluster, *ends)
+        return way.latency + count / way.bandwidth
+
+    return Hop(source, target, seconds(forward), seconds(backward), ", ".join(values))
