@@ -111,11 +111,15 @@ def size_of(nest: Any, dim: int) -> int:
 
 
 def scatter(nest: Any, chunks: int, dim: int) -> list[Any]:
-    """The nest for each micro-batch."""
+    """The nest for each micro-batch, with memory of its own: a model may write into its inputs."""
     leaves, spec = pytree.tree_flatten(nest)
     count = min(chunks, size_of(nest, dim))
-    pieces = [leaf.tensor_split(count, dim) if isinstance(leaf, Tensor) else [leaf] * count for leaf in leaves]
+    pieces = [split(leaf, count, dim) if isinstance(leaf, Tensor) else [leaf] * count for leaf in leaves]
     return [pytree.tree_unflatten(list(row), spec) for row in zip(*pieces, strict=True)]
+
+
+def split(x: Tensor, count: int, dim: int) -> list[Tensor]:
+    return [piece.clone() for piece in x.tensor_split(count, dim)]
 
 
 def gather(outputs: Sequence[Any], sizes: Sequence[int], case: Case) -> Any:
