@@ -1,0 +1,1 @@
+"""What fxpipe costs and gains, measured: each script prints one table."""

@@ -1,0 +1,94 @@
+"""The papers' models have exactly the parameters that the papers count, and train at small sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.models import AmoebaNetD, ResNet, UNet, resnet101
+
+
+def parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("blocks", "channels", "count"),
+    [
+        (5, 64, 232_687_328),
+        (6, 72, 362_157_516),
+        (11, 128, 2_213_834_176),
+        (24, 128, 4_993_859_008),
+        (24, 160, 7_802_903_600),
+        (48, 160, 15_822_206_000),
+    ],
+)
+def test_unet_has_the_published_parameters(blocks: int, channels: int, count: int) -> None:
+    with torch.device("meta"):
+        model = UNet(blocks, channels)
+    assert parameters(model) == count
+    assert not list(model.buffers())
+
+
+@pytest.mark.parametrize(
+    ("layers", "filters", "count"),
+    [
+        (18, 208, 81_505_540),
+        (18, 256, 122_470_120),
+        (18, 416, 319_024_120),
+        (18, 544, 542_734_840),
+        (36, 512, 935_798_248),
+        (36, 544, 1_055_832_376),
+        (72, 512, 1_844_858_344),
+    ],
+)
+def test_amoebanet_has_the_published_parameters(layers: int, filters: int, count: int) -> None:
+    with torch.device("meta"):
+        model = AmoebaNetD(layers, filters)
+    assert parameters(model) == count
+
+
+def test_amoebanet_has_the_published_parameters_cell_by_cell() -> None:
+    with torch.device("meta"):
+        model = AmoebaNetD(18, 544)
+    first = [parameters(cell) for cell in model.cells[:5]]
+    assert parameters(model.stem) + parameters(model.stem_bn) == 3_944
+    assert first == [331_704, 1_541_968, 3_042_592, 3_782_432, 4_078_368]
+    assert parameters(model.cells[-1]) == 65_142_912
+    assert parameters(model.classifier) == 8_705_000
+
+
+def test_resnet101_has_the_published_parameters() -> None:
+    with torch.device("meta"):
+        model = resnet101()
+    assert parameters(model) == 44_549_160
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "shape"),
+    [
+        (UNet(2, 4, depth=3), 16, (2, 1, 16, 16)),
+        (UNet(1, 4, depth=2), 11, (2, 1, 11, 11)),
+        (AmoebaNetD(3, 16, classes=7), 32, (2, 7)),
+        (ResNet((1, 2, 1, 1), width=8, classes=7), 32, (2, 7)),
+    ],
+    ids=["unet", "unet, odd sizes", "amoebanet", "resnet"],
+)
+def test_a_small_one_trains(model: nn.Module, size: int, shape: tuple[int, ...]) -> None:
+    y = model(torch.randn(2, 3, size, size))
+    assert y.shape == shape
+    y.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_the_meta_device_runs_the_full_size() -> None:
+    with torch.device("meta"):
+        assert UNet(11, 128)(torch.empty(2, 3, 192, 192)).shape == (2, 1, 192, 192)
+        assert AmoebaNetD(18, 208)(torch.empty(2, 3, 224, 224)).shape == (2, 1000)
+        assert resnet101()(torch.empty(2, 3, 224, 224)).shape == (2, 1000)
+
+
+def test_amoebanet_refuses_uneven_sizes() -> None:
+    with pytest.raises(ValueError, match="multiple of 3"):
+        AmoebaNetD(4, 16)
