@@ -57,8 +57,10 @@ def words(text: str, x: float, y: float, class_: str = "ink", size: float = 12, 
     return tag("text", escape(text, quote=False), x=x, y=y, class_=class_, font_size=size, **attributes)
 
 
-def text_width(text: str, size: float = 12) -> float:
+def text_width(text: str, size: float = 12, mono: bool = False) -> float:
     """About how wide a text is. Fonts differ: rather too wide than too narrow."""
+    if mono:
+        return size * 0.62 * len(text)
     narrow, wide = set("iljtfr.,:;|!'()[] "), set("mwMW@%")
     return size * sum(0.34 if c in narrow else 0.9 if c in wide else 0.61 for c in text)
 

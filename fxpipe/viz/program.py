@@ -18,7 +18,7 @@ from .marks import page, tag, text_width, words
 
 LEVEL, LINE = 26.0, 16.0  # heights: between arcs, of a line in a card
 PILL = 60.0  # the width of what stands for the caller
-MODULES = 5  # as many of a stage's modules as a card names
+MODULES, LONGEST = 5, 26  # as many of a stage's modules, and letters of each, as a card shows
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class _Card:
 
 @dataclass(frozen=True)
 class _Arc:
-    """What goes from one card to another, past those between: drawn at `level`, the lowest nearest to the cards."""
+    """What goes from one card to others, past those between: drawn at `level`, the lowest nearest to the cards."""
 
     source: int
-    target: int
+    targets: tuple[int, ...]
     label: str
     level: int
 
@@ -53,11 +53,8 @@ class _Arc:
 def draw(program: Program, title: str = "", theme: str = "auto") -> str:
     """The picture as the text of an SVG file; `theme` is "light", "dark" or "auto"."""
     between = _values(program)
-    over = _arcs({ends: names for ends, names in between.items() if ends[1] - ends[0] > 1})
-    loans: dict[tuple[int, int], list[str]] = {}
-    for loan in program.loans:
-        loans.setdefault((loan.home, loan.user), []).append(program.state(loan.state).path)
-    under = _arcs(loans)
+    over = _arcs((move.value, move.source, move.target) for move in program.moves if move.portal)
+    under = _arcs((program.state(loan.state).path, loan.home, loan.user) for loan in program.loans)
     cards = _cards(program, between, [*over, *under], top=84 + LEVEL * _levels(over) + (14 if over else 0))
     lines = [words(title or program.graph.model, 24, 36, size=17, font_weight=600)]
     lines.append(words(_facts(program), 24, 57, "soft", 12.5))
@@ -81,13 +78,20 @@ def _values(program: Program) -> dict[tuple[int, int], list[str]]:
     return between
 
 
-def _arcs(names: Mapping[tuple[int, int], Sequence[str]]) -> list[_Arc]:
-    """An arc for each two stages, short ones lowest, as low as nothing is in the way."""
+def _arcs(moves: Iterable[tuple[str, int, int]]) -> list[_Arc]:
+    """Arcs for moves (name, source, target): one for all targets of a value, and for all values that go the same way.
+    Short ones lie lowest, as low as nothing is in the way."""
+    targets: dict[tuple[int, str], list[int]] = {}
+    for name, source, target in moves:
+        targets.setdefault((source, name), []).append(target)
+    names: dict[tuple[int, ...], list[str]] = {}
+    for (source, name), ends in targets.items():
+        names.setdefault((source, *sorted(ends)), []).append(name)
     arcs: list[_Arc] = []
-    for source, target in sorted(names, key=lambda ends: (ends[1] - ends[0], ends)):
-        met = {arc.level for arc in arcs if arc.source < target and source < arc.target}
+    for source, *ends in sorted(names, key=lambda way: (way[-1] - way[0], way)):
+        met = {arc.level for arc in arcs if arc.source < ends[-1] and source < arc.targets[-1]}
         level = next(level for level in range(len(arcs) + 1) if level not in met)
-        arcs.append(_Arc(source, target, _some(names[source, target], 3), level))
+        arcs.append(_Arc(source, tuple(ends), _some(names[source, *ends], 3), level))
     return arcs
 
 
@@ -109,14 +113,14 @@ def _cards(
         width = _card_width(program, program.stages[index]) if 0 <= index < n else PILL
         cards[index] = _Card(index, x, width, top, height)
         names = [*_labels(program, between.get((index, index + 1), [])), *(a.label for a in arcs if a.source == index)]
-        x += width + max([text_width(name, 11) + 30 for name in names], default=40.0)
+        x += width + max([text_width(name, 11, mono=True) + 30 for name in names], default=40.0)
     return cards
 
 
 def _card_width(program: Program, stage: Stage) -> float:
     head = text_width(f"stage {stage.index}", 14) + text_width(stage.device, 11.5) + 24
-    lines = [text_width(line, 11.5) for line in (*_modules(stage), _counts(program, stage), _recompute(stage))]
-    return max(head, *lines) + 32
+    modules = [text_width(name, 11, mono=True) for name in _modules(stage)]
+    return max(head, *modules, *(text_width(s, 11.5) for s in (_counts(program, stage), _recompute(stage)))) + 32
 
 
 def _card(program: Program, stage: Stage, card: _Card) -> Iterator[str]:
@@ -141,6 +145,7 @@ def _modules(stage: Stage) -> list[str]:
         deepest = max(name.count(".") for name in names)
         short = (name.rsplit(".", 1)[0] if name.count(".") == deepest else name for name in names)
         names = list(dict.fromkeys(short))
+    names = [name if len(name) <= LONGEST else "…" + name[-LONGEST + 1 :] for name in names]
     return names if len(names) <= MODULES else [*names[: MODULES - 1], f"… {len(names) - MODULES + 1} more"]
 
 
@@ -204,22 +209,23 @@ def _flow(program: Program, source: _Card, target: _Card, names: Sequence[str]) 
 
 
 def _bow(cards: Mapping[int, _Card], arcs: Sequence[_Arc], arc: _Arc, up: bool) -> Iterator[str]:
-    """An arc over the cards, or under them. Of several at a card the longest leaves at the left and arrives at the
-    right, so that they do not cross there."""
+    """An arc over the cards, or under them, with a branch to each target. Of several at a card the longest leaves at
+    the left and arrives at the right, so that they do not cross there."""
+    source = cards[arc.source]
     leaving = sorted((a for a in arcs if a.source == arc.source), key=lambda a: a.level)
-    arriving = sorted((a for a in arcs if a.target == arc.target), key=lambda a: a.level)
-    source, target = cards[arc.source], cards[arc.target]
     x1 = source.right - 20 - _pitch(source, leaving) * leaving.index(arc)
-    x2 = target.x + 20 + _pitch(target, arriving) * arriving.index(arc)
-    begins, ends = (_edge(card, up) for card in (source, target))
     level, r, back = _level(source, arc, up), 12.0, -1.0 if up else 1.0
-    kind = "arc" if up else "loan"
-    path = (
-        f"M {x1:.2f} {begins + back * 3:.2f} V {level - back * r:.2f} Q {x1:.2f} {level:.2f} {x1 + r:.2f} {level:.2f} "
-        f"H {x2 - r:.2f} Q {x2:.2f} {level:.2f} {x2:.2f} {level - back * r:.2f} V {ends + back * 9:.2f}"
-    )
-    yield tag("path", d=path, class_=f"{kind}-stroke", stroke_width=1.8, stroke_dasharray=None if up else "5 4")
-    yield _head(x2, ends + back * 3, kind, (0, back))
+    kind, dash = ("arc", None) if up else ("loan", "5 4")
+    begin, bend = _edge(source, up) + back * 3, level - back * r
+    path = f"M {x1:.2f} {begin:.2f} V {bend:.2f} Q {x1:.2f} {level:.2f} {x1 + r:.2f} {level:.2f}"
+    for target in (cards[index] for index in arc.targets):
+        arriving = sorted((a for a in arcs if target.index in a.targets), key=lambda a: a.level)
+        x2 = target.x + 20 + _pitch(target, arriving) * arriving.index(arc)
+        end = _edge(target, up)
+        path += f" H {x2 - r:.2f} Q {x2:.2f} {level:.2f} {x2:.2f} {bend:.2f} V {end + back * 9:.2f}"
+        path += "" if target.index == arc.targets[-1] else f" M {x2 - r:.2f} {level:.2f}"  # go on from the branch
+        yield _head(x2, end + back * 3, kind, (0, back))
+    yield tag("path", d=path, class_=f"{kind}-stroke", stroke_width=1.8, stroke_dasharray=dash)
 
 
 def _pitch(card: _Card, arcs: Sequence[_Arc]) -> float:
@@ -231,7 +237,7 @@ def _name(cards: Mapping[int, _Card], arc: _Arc, up: bool) -> Iterator[str]:
     """The name of an arc, in the gap after its source, where no arc goes up or down."""
     source = cards[arc.source]
     middle, level = (source.right + cards[arc.source + 1].x) / 2, _level(source, arc, up)
-    wide = text_width(arc.label, 11) + 12
+    wide = text_width(arc.label, 11, mono=True) + 10
     yield tag("rect", x=middle - wide / 2, y=level - 9, width=wide, height=18, class_="page")
     yield words(arc.label, middle, level + 4, f"{'arc' if up else 'loan'} mono", 11, text_anchor="middle")
 

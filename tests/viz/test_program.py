@@ -83,6 +83,17 @@ def test_arcs() -> None:
     assert level[1] < level[0] < top < level[2]  # skip, mask and the loan; y grows downwards
 
 
+def test_one_arc_for_all_that_go_the_same_way() -> None:
+    """A mask for stages 2 and 3 is one arc with two ends; a second value that goes there too is named on it."""
+    stages = (*STAGES, Stage(3, "cuda:1", (), (), (), ()))
+    moves = (*MOVES[:-2], Move("mask", -1, 2), Move("mask", -1, 3), Move("ids", -1, 2), Move("ids", -1, 3))
+    types = PROGRAM.types | {"ids": VALUES["image"]}
+    picture = draw(Program(PROGRAM.graph, stages, moves, (), types))
+    assert "mask, ids" in texts(picture)
+    arcs = [path.attrib["d"] for path in ET.fromstring(picture).iter(f"{SVG}path")]
+    assert sorted(d.count("V") - 1 for d in arcs) == [1, 2]  # ends: one of the skip, two of the mask
+
+
 def test_one_stage() -> None:
     moves = (Move("image", -1, 0), Move("x", 0, 1))
     program = Program(PROGRAM.graph, STAGES[:1], moves, (), VALUES)
