@@ -8,7 +8,6 @@ that only repeats a default.
 from __future__ import annotations
 
 import enum
-import itertools
 import keyword
 import operator
 import re
@@ -16,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from fxpipe.codegen.lines import Brackets, Doc, Infix, flat, prefix
-from fxpipe.codegen.names import attribute
-from fxpipe.codegen.signatures import PLAIN, REQUIRED, Signature, is_default, of_call, one_number
+from fxpipe.codegen.names import member
+from fxpipe.codegen.signatures import PLAIN, Signature, is_default, of_call, one_number
 from fxpipe.codegen.spelling import Names, modules_of, nest, spell
 from fxpipe.errors import FxpipeError
 from fxpipe.ir.graph import Op, Ref
@@ -38,6 +37,12 @@ _IN_PLACE: dict[Any, Any] = {
     operator.ipow: operator.pow, operator.imatmul: operator.matmul, operator.iand: operator.and_,
     operator.ior: operator.or_, operator.ixor: operator.xor, operator.ilshift: operator.lshift,
     operator.irshift: operator.rshift,
+}  # fmt: skip
+# The methods behind the in-place signs; `@=` is none, it makes a new tensor.
+IN_PLACE_METHODS = {
+    "+=": "add_", "-=": "sub_", "*=": "mul_", "/=": "div_", "//=": "floor_divide_", "%=": "remainder_", "**=": "pow_",
+    "&=": "bitwise_and_", "|=": "bitwise_or_", "^=": "bitwise_xor_", "<<=": "bitwise_left_shift_",
+    ">>=": "bitwise_right_shift_",
 }  # fmt: skip
 _HAVE_SIGNS = frozenset((*_BINARY, *_UNARY, *_IN_PLACE, operator.getitem, getattr))
 
@@ -71,7 +76,7 @@ def _operator(target: Any, args: tuple[Any, ...], names: Names) -> Doc | None:
     if target is operator.getitem and len(args) == 2:
         return subscript(_receiver(args[0], names), args[1], names)
     if target is getattr and len(args) == 2 and isinstance(args[1], str):
-        return attribute(_receiver(args[0], names), args[1]) if "." not in args[1] else None
+        return member(_receiver(args[0], names), args[1])
     if target in _UNARY and len(args) == 1:
         return _UNARY[target] + _receiver(args[0], names)
     if target in _BINARY and len(args) == 2:
@@ -105,7 +110,7 @@ def _receiver(value: Any, names: Names) -> str:
 
 
 def _method(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Names) -> Doc:
-    method = attribute(_receiver(args[0], names), name)
+    method = member(_receiver(args[0], names), name)
     return Brackets(f"{method}(", _arguments(name, name, args, kwargs, names), ")")
 
 
@@ -116,25 +121,23 @@ def _arguments(
     first = 1 if isinstance(target, str) else 0
     signature = of_call(name, target, args)
     if signature is None:
-        positional = [nest(arg, names) for arg in args[first:]]
-    else:
-        positional = list(_named_arguments(signature, args, first, names))
-    defaults = dict(signature or ())
-    given = dict(zip(defaults, args, strict=False)) | dict(kwargs)
-    kept = {k: v for k, v in kwargs.items() if not _redundant(k, v, defaults.get(k, REQUIRED), given)}
-    return (*positional, *_keywords(kept, names))
+        return (*(nest(arg, names) for arg in args[first:]), *_keywords(kwargs, names))
+    given = dict(zip((name for name, _ in signature), args, strict=False)) | dict(kwargs)
+    others = {key: value for key, value in kwargs.items() if key not in dict(signature)}
+    return (*_named_arguments(signature[first:], given, names), *_keywords(others, names))
 
 
-def _named_arguments(signature: Signature, args: tuple[Any, ...], first: int, names: Names) -> Iterator[Doc]:
-    """Positional arguments, from the first literal on that is not plain by their names; defaults are left out."""
+def _named_arguments(signature: Signature, given: Mapping[str, Any], names: Names) -> Iterator[Doc]:
+    """The arguments that the signature knows, in its order; from the first literal on that is not plain, and after
+    the first that is left out, by their names. Defaults are left out."""
     by_name = False
-    given = {name: value for (name, _), value in zip(signature, args, strict=False)}
-    for (name, default), value in itertools.islice(zip(signature, args, strict=False), first, None):
-        if _redundant(name, value, default, given):
+    for position, (name, default) in enumerate(signature):
+        if name not in given or _redundant(name, given[name], default, given):
             by_name = True
             continue
-        value = one_number(value, name)
-        by_name = by_name or (name != signature[0][0] and name not in PLAIN and not _has_ref(value))
+        value = one_number(given[name], name)
+        plain = name in PLAIN or _has_ref(value) or (position == 0 and name == "input")
+        by_name = by_name or not plain
         text = nest(value, names)
         yield prefix(f"{name}=", text) if by_name else text
 
@@ -190,7 +193,8 @@ def in_place_sign(op: Op) -> str | None:
     """`+=` for an op that is an in-place operator on a tensor or list; numbers know no in-place."""
     if isinstance(op.target, str) or op.target not in _IN_PLACE or not op.writes:
         return None
-    return _BINARY[_IN_PLACE[op.target]] + "="
+    sign = _BINARY[_IN_PLACE[op.target]] + "="
+    return sign if sign in IN_PLACE_METHODS else None
 
 
 def modules(op: Op) -> frozenset[str]:

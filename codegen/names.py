@@ -12,9 +12,16 @@ import keyword
 import re
 import unicodedata
 
+from torch import nn
+
 # What generated files themselves call things.
 _OURS = ("self", "draw", "torch", "F", "nn", "math", "operator", "Tensor", "Stage", "Draws", "_")
 RESERVED = frozenset((*_OURS, *keyword.kwlist, *dir(builtins)))
+# What every stage has as an attribute, so that it cannot be the name of a part of the model.
+STAGE_NAMES = frozenset((
+    *dir(nn.Module()), "states", "constants", "mutates", "rereads", "device", "tensor", "put", "trainable", "source",
+    "_find", "_hold", "_scope", "_differentiable",
+))  # fmt: skip
 # Letters that look like digits in most fonts; linters refuse them.
 AMBIGUOUS = frozenset("lOI")
 
@@ -56,22 +63,30 @@ def _escape(char: str, quote: str) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
-def attribute(owner: str, path: str) -> str:
-    """The expression for a dotted path below `owner`: numbers index, names that Python cannot spell use getattr.
+def member(owner: str, name: str) -> str:
+    """The attribute `name` of a value: `x.T`, or getattr for a name that Python cannot spell.
 
-    >>> attribute("self", "layers.0.weight")
-    'self.layers[0].weight'
-    >>> attribute("self", "my-block.class.weight")
-    'getattr(getattr(self, "my-block"), "class").weight'
+    >>> member("x", "shape"), member("x", "my-part")
+    ('x.shape', 'getattr(x, "my-part")')
     """
-    text = owner
+    return f"{owner}.{name}" if _spells(name) else f"getattr({owner}, {string(name)})"
+
+
+def state_path(path: str) -> str:
+    """The expression for a tensor of the model in its stage. Numbers index, and so do names that Python cannot spell
+    or that every stage has already.
+
+    >>> state_path("layers.0.weight"), state_path("my-block.device.weight")
+    ('self.layers[0].weight', 'self["my-block"]["device"].weight')
+    """
+    text = "self"
     for part in path.split("."):
-        if part.isascii() and part.isdigit():
-            text = f"{text}[{part}]" if str(int(part)) == part else f"getattr({text}, {string(part)})"
-        elif _spells(part):
+        if part.isascii() and part.isdigit() and str(int(part)) == part:
+            text = f"{text}[{part}]"
+        elif _spells(part) and part not in STAGE_NAMES:
             text = f"{text}.{part}"
         else:
-            text = f"getattr({text}, {string(part)})"
+            text = f"{text}[{string(part)}]"
     return text
 
 
