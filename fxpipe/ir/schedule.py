@@ -192,6 +192,22 @@ def _live(schedule: Schedule, row: Sequence[Action]) -> Iterator[int]:
         yield len(live)
 
 
+def share(schedule: Schedule, devices: Sequence[str]) -> Schedule:
+    """The schedule with one row for all rows that `devices` gives the same name, in order of first appearance: their
+    actions by clock. What stands at one clock does not depend on each other, so the result runs if `schedule` does.
+
+    >>> print(share(parse("F0 F1 . . B1 B0 \\n . F0 F1 B1 B0", name="gpipe"), ("cuda:0", "cuda:0")))
+    gpipe: 2 stages, 2 micro-batches
+    clock       0    1    2    3    4    5    6    7
+    device 0  0F0  0F1  1F0  1F1  1B1  0B1  1B0  0B0
+    """
+    rows: dict[str, list[tuple[int, Action]]] = {name: [] for name in devices}
+    for name, column, row in zip(devices, clocks(schedule), schedule.devices, strict=True):
+        rows[name] += zip(column, row, strict=True)
+    merged = (sorted(row, key=lambda cell: (cell[0], cell[1].stage)) for row in rows.values())
+    return Schedule(schedule.name, tuple(tuple(action for _, action in row) for row in merged))
+
+
 # The checker ----------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,7 @@
 
 The simulator and a measured run give the same value, so one code draws both and `compare` keeps the simulator honest.
 
-    step 12 ms, bubble 25.0%
+    gpipe: 12 ms, bubble 25.0%
     device    busy   idle   peak memory
     device 0  9 ms   3 ms   12 MB
     device 1  9 ms   3 ms   8 MB

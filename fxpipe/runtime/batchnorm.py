@@ -38,19 +38,16 @@ _pending: Any = WeakIdKeyDictionary()  # Tensor -> Sums; Any, because torch leav
 
 def deferred_batch_norm(
     input: Tensor,
-    running_mean: Tensor | None,
+    running_mean: Tensor,
     running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float | None = 0.1,
-    eps: float = 1e-5,
-    num_batches_tracked: Tensor | None = None,
+    num_batches_tracked: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    momentum: float | None,
+    eps: float,
 ) -> Tensor:
-    """As `F.batch_norm`, with the running statistics left to `commit`. `momentum` None averages over all
-    mini-batches, which `num_batches_tracked` counts; it is counted by `commit` too."""
-    if not training or running_mean is None:
-        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum or 0.0, eps)
+    """Batch norm in training, with the running statistics left to `commit`. It counts in `num_batches_tracked` too;
+    `momentum` None averages over all mini-batches counted there."""
     _add(input.detach(), running_mean, running_var, momentum, num_batches_tracked)
     return F.batch_norm(input, None, None, weight, bias, True, 0.0, eps)
 

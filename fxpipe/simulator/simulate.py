@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from fxpipe.ir.schedule import Action, Schedule, needs, order
+from fxpipe.ir.schedule import Action, Schedule, check, needs, order
 from fxpipe.ir.timeline import Span, Steps, Timeline
 
 
@@ -87,7 +87,7 @@ def simulate(
     hops: Sequence[Hop] = (),
     devices: Sequence[str] = (),
 ) -> Timeline:
-    """The timeline of `schedule`, a sound one, with a cost for each stage. `devices` are names, one per row.
+    """The timeline of `schedule` with a cost for each stage. `devices` are names, one per row.
 
     >>> from fxpipe.ir.schedule import parse
     >>> schedule = parse("F0 F1 . B1 B0 \\n . F0 F1 B1 B0", name="gpipe")
@@ -100,12 +100,17 @@ def simulate(
     names = tuple(devices) or tuple(f"device {device}" for device in range(len(schedule.devices)))
     if len(names) != len(schedule.devices):
         raise ValueError(f"{len(names)} names for the {len(schedule.devices)} devices of the schedule")
+    if len(set(names)) != len(names):
+        raise ValueError(f"devices are {names}: a device has one row; share(schedule, devices) joins its rows")
     if len(costs) != schedule.num_stages:
         raise ValueError(f"costs of {len(costs)} stages for a schedule of {schedule.num_stages}")
     home = [names[device] for _, device in sorted((s, d) for d, row in enumerate(schedule.stages) for s in row)]
     sends = _sends(hops, home)
     clock = _Clock(free=dict.fromkeys(names, 0.0), held={name: [] for name in names})
-    for action in order(schedule)[0]:
+    actions, stuck = order(schedule)
+    if stuck:
+        check(schedule)
+    for action in actions:
         ready = max((clock.ended[need] for need in needs(schedule, action)), default=0.0)
         span = _compute(clock, schedule, action, home[action.stage], costs[action.stage], ready)
         clock.ended[action] = span.end

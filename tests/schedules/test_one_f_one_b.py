@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpipe.ir.schedule import Schedule, bubble, check, clocks, dump_csv, load_csv, parse, peak_live, show
+from fxpipe.ir.schedule import Schedule, bubble, check, clocks, dump_csv, load_csv, parse, peak_live, share, show
 from fxpipe.schedules.one_f_one_b import clock_cycles, early, forward_only, gpipe, late, one_f_one_b
 
 
@@ -129,6 +129,15 @@ def test_memory_limit_holds(stages: int, chunks: int, limit: int) -> None:
 def test_late_is_ahead_of_early_only() -> None:
     assert (early(3), late(3)) == ((3, 2, 1), (5, 3, 1))
     assert early(1) == late(1) == (1,)
+
+
+@given(**SIZES, devices=st.integers(1, 4))
+@settings(max_examples=40, deadline=None)
+def test_stages_may_share_devices(stages: int, chunks: int, devices: int) -> None:
+    for schedule in (gpipe(stages, chunks), one_f_one_b(stages, chunks)):
+        shared = share(schedule, [f"cpu:{s % devices}" for s in range(stages)])
+        legal(shared)
+        assert len(shared.devices) == min(stages, devices)
 
 
 @given(**SIZES)

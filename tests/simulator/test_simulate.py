@@ -127,12 +127,18 @@ def test_idle_time_is_shown() -> None:
     ("costs", "devices", "message"),
     [
         ([StageCost(1, 1)] * 3, (), "costs of 3 stages for a schedule of 2"),
+        ([StageCost(1, 1)] * 2, ("a", "a"), "a device has one row"),
         ([StageCost(1, 1)] * 2, ("a",), "1 names for the 2 devices of the schedule"),
     ],
 )
 def test_refused(costs: list[StageCost], devices: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         simulate(gpipe(2, 2), costs, devices=devices)
+
+
+def test_deadlock_is_refused() -> None:
+    with pytest.raises(ValueError, match="waits for B0 of stage 1 on device 1, which never comes"):
+        simulate(parse("F0 B0 F1 B1 \n F0 F1 B0 B1"), [StageCost(1, 1)] * 2)
 
 
 # A second opinion ------------------------------------------------------------------------------------------------

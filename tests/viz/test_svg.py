@@ -1,0 +1,129 @@
+"""The picture of a timeline: where its boxes stand, what it says, and one golden."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from fxpipe.ir.schedule import parse
+from fxpipe.ir.timeline import Timeline
+from fxpipe.schedules.one_f_one_b import gpipe, one_f_one_b
+from fxpipe.simulator.simulate import Hop, StageCost, simulate
+from fxpipe.viz.marks import SHADES, ink_on, shade
+from fxpipe.viz.svg import draw, ticks
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def step(chunks: int = 4) -> Timeline:
+    costs = [StageCost(0.002, 0.004, saved=4_000_000, taken=500_000, fixed=1_000_000, checkpoint="except_last")] * 3
+    hops = [Hop(0, 1, 0.0005, 0.0005, "x"), Hop(1, 2, 0.0005, 0.0005, "h"), Hop(0, 2, 0.001, 0.001, "skip")]
+    return simulate(gpipe(3, chunks), costs, hops, devices=("cuda:0", "cuda:1", "cuda:2"))
+
+
+def boxes(picture: str) -> list[ET.Element]:
+    """The rectangles of spans: those that say what they are."""
+    return [rect for rect in ET.fromstring(picture).iter(f"{SVG}rect") if rect.find(f"{SVG}title") is not None]
+
+
+def texts(picture: str) -> list[str]:
+    return ["".join(node.itertext()) for node in ET.fromstring(picture).iter(f"{SVG}text")]
+
+
+def test_golden(golden: Callable[[str, str], None]) -> None:
+    golden("viz/gpipe.svg", draw(step(), title="GPipe, 3 stages"))
+
+
+def test_same_bytes_every_time() -> None:
+    assert draw(step()) == draw(step())
+
+
+def test_boxes_are_where_spans_are() -> None:
+    timeline = step()
+    found = boxes(draw(timeline))
+    assert len(found) == len(timeline.spans)
+    first = next(b for b in found if "forward of stage 0, micro-batch 0" in "".join(b.itertext()))
+    last = next(b for b in found if "backward of stage 0, micro-batch 0" in "".join(b.itertext()))
+    scale = float(first.attrib["width"]) + 1  # pixels of 2 ms; a box leaves a pixel to the next
+    x = float(first.attrib["x"]) + scale * (timeline.end - 0.004) / 0.002
+    assert float(last.attrib["x"]) == pytest.approx(x, abs=0.1)
+    assert float(last.attrib["width"]) + 1 == pytest.approx(2 * scale, abs=0.02)
+
+
+def test_what_it_says() -> None:
+    said = texts(draw(step(), title="a <title> & more"))
+    assert said[0] == "a <title> & more"
+    assert said[1].startswith("step 4")
+    for word in ("cuda:0", "cuda:0 → cuda:2", "forward", "backward", "recompute", "transfer"):
+        assert word in said
+    assert "shade and number: micro-batch 0 to 3" in said
+    assert sum(word.endswith(" MB") for word in said) == 3
+
+
+def test_left_out_where_asked_or_not_known() -> None:
+    bare = texts(draw(step(), memory=False, links=False))
+    assert not [word for word in bare if "→" in word or word.endswith(" MB")]
+    assert not [word for word in texts(draw(gpipe(2, 3))) if "→" in word or word.endswith((" MB", " s"))]
+
+
+def test_stage_numbers_where_a_device_has_several() -> None:
+    turn = parse("0F0 3F0 3B0 0B0 \n 1F0 2F0 2B0 1B0", name="turn")
+    said = texts(draw(turn))
+    assert "00" in said  # micro-batch 0, stage 0
+    assert "03" in said
+    assert any("small number: stage" in word for word in said)
+    assert "0" in texts(draw(gpipe(2, 2)))
+
+
+def test_a_measured_run_may_start_at_any_time() -> None:
+    later = [replace(span, start=span.start + 7, end=span.end + 7) for span in step().spans]
+    memory = tuple(tuple((at + 7, held) for at, held in steps) for steps in step().memory)
+    moved = boxes(draw(replace(step(), spans=tuple(later), memory=memory)))
+    for a, b in zip(moved, boxes(draw(step())), strict=True):
+        assert float(a.attrib["x"]) == pytest.approx(float(b.attrib["x"]), abs=0.02)
+
+
+def test_hostile_names() -> None:
+    evil = '"/><script>alert(1)</script>&'
+    timeline = simulate(gpipe(2, 1), [StageCost(1, 2)] * 2, [Hop(0, 1, 1, 1, evil)], devices=(evil, "b"))
+    picture = draw(replace(timeline, name=evil))
+    assert "<script" not in picture
+    assert evil in texts(picture)
+
+
+def test_empty_and_large() -> None:
+    ET.fromstring(draw(Timeline("nothing", (), ())))
+    ET.fromstring(draw(Timeline("nothing", ("a",), ())))
+    assert len(boxes(draw(one_f_one_b(16, 64)))) == 2 * 16 * 64
+
+
+def test_themes() -> None:
+    assert "prefers-color-scheme" in draw(gpipe(2, 2))
+    assert "prefers-color-scheme" not in draw(gpipe(2, 2), theme="dark")
+    assert draw(gpipe(2, 2), theme="dark") != draw(gpipe(2, 2), theme="light")
+
+
+def luminance(color: str) -> float:
+    channels = (int(color[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("kind", SHADES)
+def test_numbers_can_be_read_on_every_shade(kind: str) -> None:
+    """Contrast of at least 4 to 1, by the formula of the Web Content Accessibility Guidelines."""
+    for micro_batch in range(65):
+        color = shade(kind, micro_batch / 64)
+        light, dark = sorted((luminance(color), luminance(ink_on(color))), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 4 or kind == "T"  # transfers have no number
+
+
+def test_ticks() -> None:
+    assert ticks(0, 5) == [0]
+    assert ticks(10, 5) == [0, 2, 4, 6, 8, 10]
+    assert ticks(0.0123, 4) == [0, 0.005, 0.01]
+    assert ticks(1e-7, 4) == [0, 5e-8, 1e-7]
+    assert 3 <= len(ticks(97.3, 8)) <= 9
