@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import operator
-import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from pathlib import PurePath
 
 from fxpipe.codegen.expr import IN_PLACE_METHODS, EmitError, expression, in_place_sign, modules, subscript
 from fxpipe.codegen.header import header
+from fxpipe.codegen.imports import import_blocks
 from fxpipe.codegen.lines import INDENT, WIDTH, Brackets, Doc, flat, layout, prefix
 from fxpipe.codegen.names import STAGE_NAMES, clip, code_comment, identifier, prose, state_path, string
 from fxpipe.codegen.spelling import Names, literal, nest
@@ -87,15 +87,10 @@ def _paths(program: Program, stage: Stage) -> dict[str, str]:
 
 
 def _imports(program: Program, stage: Stage, needed: Collection[str]) -> list[str]:
-    """Import lines in the order of isort: the standard library, others, ours."""
     signature = [program.types[name] for name in (*stage.takes, *stage.borrows, *stage.gives)]
-    lines = {f"import {name}" + (" as F" if name == "torch.nn.functional" else ""): name for name in sorted(needed)}
-    standard = [line for line, name in lines.items() if name.partition(".")[0] in sys.stdlib_module_names]
-    others = [line for line in lines if line not in standard]
-    others += ["from torch import Tensor"] if any(isinstance(kind, TensorType) for kind in signature) else []
+    tensor = ["from torch import Tensor"] if any(isinstance(kind, TensorType) for kind in signature) else []
     draws = "Draws, " if any(op.random for op in stage.ops) else ""
-    ours = [f"from fxpipe.runtime import {draws}Stage"]
-    return "\n\n".join("\n".join(block) for block in (standard, others, ours) if block).split("\n")
+    return import_blocks(needed, tensor, [f"from fxpipe.runtime import {draws}Stage"])
 
 
 def _attributes(program: Program, stage: Stage) -> list[str]:

@@ -4,8 +4,11 @@ shared out to stages by hand, every value moving straight from where it is made 
 from __future__ import annotations
 
 import operator
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,8 +65,12 @@ def graph_of(model: nn.Module, *example: Any, origin: Callable[[fx.Node], Origin
     ops: list[Op] = []
     names: dict[str, str] = {}
     result: Any = None
+
+    def ref(node: fx.Node) -> Any:
+        return Ref(names[node.name])
+
     for node in traced.graph.nodes:
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: Ref(names[n.name]))
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), ref)
         args, kwargs = _plain(args), _plain(kwargs)
         names[node.name] = node.name
         here = origin(node) if origin else Origin("/home/someone/net.py", 1, "y = self(x)", "")
@@ -129,6 +136,32 @@ def cut(graph: Graph, *cuts: int, devices: Sequence[str] = ()) -> Program:
     given = [tuple(dict.fromkeys(move.value for move in moves if move.source == j)) for j in range(n)]
     stages = [replace(stage, gives=given[stage.index]) for stage in stages]
     return Program(graph, tuple(stages), tuple(moves), (), graph.types)
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def lint(*files: Path) -> None:
+    """The linter and the formatter have nothing to say about the files."""
+    names = [str(file) for file in files]
+    options = ["--no-cache", "--config", "pyproject.toml", "--config", "line-length = 110"]
+    for command in (["check"], ["format", "--check", "--diff"]):
+        run = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, *options, *names], cwd=ROOT, capture_output=True, text=True
+        )
+        assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.fixture
+def linted(tmp_path: Path) -> Callable[[str], None]:
+    """`linted(source)`: the source is as the formatter would write it."""
+
+    def check(source: str) -> None:
+        file = tmp_path / "linted.py"
+        file.write_text(source)
+        lint(file)
+
+    return check
 
 
 @pytest.fixture

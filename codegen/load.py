@@ -1,0 +1,126 @@
+"""From files to a pipeline that runs: import the package, give its stages the model's tensors.
+
+What runs is what is shown, so a package is imported from its files by Python's own machinery; tracebacks and pdb
+need no tricks. Two things differ from a plain import: each load is a module of its own, so that packages with the same
+file names live side by side, and no bytecode is cached, because a cache that is told from its source by whole seconds
+and size would run the old code after a quick edit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import sys
+from collections.abc import Mapping
+from importlib.machinery import SOURCE_SUFFIXES, FileFinder, SourceFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.codegen.package import CONSTANTS
+from fxpipe.errors import PackageError
+
+_numbers = itertools.count()
+
+
+class _Uncached(SourceFileLoader):
+    """Compiles the source each time."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        code: CodeType = self.source_to_code(self.get_data(path), path)
+        return code
+
+
+def load_package(folder: str | Path) -> ModuleType:
+    """Import the package in `folder`, as it is on the disk now."""
+    path = Path(folder).resolve()
+    init = path / "__init__.py"
+    if not init.is_file():
+        raise PackageError(f"{folder} is not a package that fxpipe has saved: it has no __init__.py")
+    name = f"fxpipe_package_{next(_numbers)}"
+    # Where Python keeps the finder for a folder: submodules of the package are found by this one.
+    sys.path_importer_cache[str(path)] = FileFinder(str(path), (_Uncached, SOURCE_SUFFIXES))
+    loader = _Uncached(name, str(init))
+    spec = spec_from_file_location(name, init, loader=loader, submodule_search_locations=[str(path)])
+    assert spec is not None  # as a loader is given
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    for file in path.glob("*.py"):
+        linecache.cache.pop(str(file), None)
+    try:
+        loader.exec_module(module)
+    except BaseException:
+        unload(module)
+        raise
+    return module
+
+
+def unload(module: ModuleType) -> None:
+    """Forget a loaded package; what still uses it keeps it alive."""
+    for name in [name for name in sys.modules if name == module.__name__ or name.startswith(f"{module.__name__}.")]:
+        del sys.modules[name]
+
+
+def bind(module: ModuleType, model: nn.Module, constants: Mapping[str, Any] | None = None) -> Any:
+    """The package's scheduler, its stages holding the model's own parameters and buffers, which move to the devices of
+    their stages in place. `constants` come from the folder if they are not given. Raises PackageError, and changes
+    nothing, if the model does not fit."""
+    tensors = _tensors(module, model)
+    held = _load_constants(module) if constants is None else constants
+    stages = []
+    for kind, label in zip(module.STAGES, module.Scheduler.devices, strict=True):
+        device = worker_device(label)
+        for name in kind.constants:
+            if name not in held:
+                raise PackageError(f"the package lacks its constant {name!r}, which {CONSTANTS} should have")
+        values = [tensors[path] for path in kind.states] + [held[name] for name in kind.constants]
+        for value in values:
+            if isinstance(value, Tensor):
+                _move(value, device)
+        stages.append(kind(tensors, held, device))
+    return module.Scheduler(stages)
+
+
+def worker_device(label: str) -> torch.device:
+    """The torch device of a worker: `cpu:0` and `cpu:1` are two workers on the one CPU."""
+    return torch.device("cpu") if label.partition(":")[0] == "cpu" else torch.device(label)
+
+
+def _tensors(module: ModuleType, model: nn.Module) -> dict[str, Tensor]:
+    """The model's tensors by key, checked against those that the package was made for."""
+    found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    found |= dict(model.named_buffers(remove_duplicate=False))
+    faults = [fault for row in module.TENSORS if (fault := _misfit(found.get(row[0]), *row)) is not None]
+    if faults:
+        more = [f"and {len(faults) - 10} more"] if len(faults) > 10 else []
+        lines = "".join(f"\n  {fault}" for fault in [*faults[:10], *more])
+        raise PackageError(f"the package was made for {module.MODEL}; this {type(model).__name__} does not fit:{lines}")
+    return found
+
+
+def _misfit(tensor: Tensor | None, key: str, shape: tuple[int, ...], dtype: str) -> str | None:
+    if tensor is None:
+        return f"{key}: missing"
+    if tensor.is_meta:
+        return f"{key}: has no values, it is on the meta device; call model.to_empty() and load a state_dict first"
+    here = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    return None if here == (shape, dtype) else f"{key}: {here[1]}{list(here[0])}, expected {dtype}{list(shape)}"
+
+
+def _load_constants(module: ModuleType) -> dict[str, Any]:
+    path = Path(next(iter(module.__path__))) / CONSTANTS
+    loaded: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True) if path.exists() else {}
+    return loaded
+
+
+def _move(tensor: Tensor, device: torch.device) -> None:
+    """Move in place: optimizers, hooks and the user's own variables keep the tensor they know."""
+    if tensor.device != device:
+        tensor.data = tensor.data.to(device)
+        if tensor.grad is not None:
+            tensor.grad.data = tensor.grad.data.to(device)

@@ -1,0 +1,155 @@
+"""A program as the files of a Python package, and its way to the disk.
+
+    stage0.py ... stageN.py   what runs on each device
+    scheduler.py              when, and what moves between them
+    plan.json                 the decisions behind both
+    __init__.py               what the package is, the tensors it expects, and the model's own call:
+                              `inputs` takes a call apart, `result` puts the model's result together
+    constants.pt              tensors that the model holds outside its parameters and buffers, if any
+
+So a saved package runs without capturing the model again, and without the compiler.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.codegen.face import face
+from fxpipe.codegen.imports import import_blocks
+from fxpipe.codegen.lines import Brackets, Doc, layout, prefix
+from fxpipe.codegen.names import doc_prose, string
+from fxpipe.codegen.spelling import literal
+from fxpipe.codegen.stage import constant_names, emit_stage
+from fxpipe.errors import PackageError
+from fxpipe.ir.graph import Ref, State, refs
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.plan import dump as dump_plan
+from fxpipe.ir.program import Program
+from fxpipe.ir.types import TensorType
+
+CONSTANTS = "constants.pt"
+DTYPES = {
+    "f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16", "f8_e4m3": "float8_e4m3fn",
+    "f8_e5m2": "float8_e5m2", "i64": "int64", "i32": "int32", "i16": "int16", "i8": "int8", "u64": "uint64",
+    "u32": "uint32", "u16": "uint16", "u8": "uint8", "bool": "bool", "c128": "complex128", "c64": "complex64",
+    "c32": "complex32",
+}  # fmt: skip
+
+
+def package(program: Program, plan: Plan, scheduler_source: str, notes: Sequence[str] = ()) -> dict[str, str]:
+    """The files of the package, by name. `notes` are facts for the header of each stage."""
+    notes = notes or [""] * len(program.stages)
+    stages = {f"stage{j}.py": emit_stage(program, j, note) for j, note in zip(range(len(notes)), notes, strict=True)}
+    others = {"scheduler.py": scheduler_source, "plan.json": dump_plan(plan)}
+    return {"__init__.py": _init(program, plan), **stages, **others}
+
+
+def _init(program: Program, plan: Plan) -> str:
+    functions, modules, call = face(program.graph)
+    n = len(program.stages)
+    names = tuple(f"Stage{j}" for j in range(n))
+    relative = ["from .scheduler import Scheduler", *(f"from .stage{j} import Stage{j}" for j in range(n))]
+    facts: dict[str, Doc] = {
+        "MODEL": string(program.graph.model),
+        "TRAINING": str(program.graph.training),
+        "CHUNKS": str(plan.chunks),
+        "STAGES": Brackets("(", names, ")", "literal"),
+    }
+    lines = [
+        *_docstring(program, call),
+        "",
+        *import_blocks(modules, (), relative),
+        "",
+        *(line for name, doc in facts.items() for line in layout(prefix(f"{name} = ", doc))),
+        "",
+        "# The model's tensors that the stages hold: key, shape, type.",
+        *layout(prefix("TENSORS = ", _tensors(program))),
+        "",
+        "",
+        *functions,
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _docstring(program: Program, call: str) -> list[str]:
+    n = len(program.stages)
+    model = doc_prose(program.graph.model)
+    mode = "training" if program.graph.training else "evaluation"
+    return [
+        f'"""{model} as a pipeline of {n} stage{"" if n == 1 else "s"}, for {mode}.',
+        "",
+        "fxpipe wrote these files; they are plain Python, to be read and edited.",
+        "",
+        f"    model = {model}(...)",
+        "    pipe = fxpipe.load(folder, model)  # the stages hold the model's own parameters",
+        f"    result = pipe{doc_prose(call)}",
+        '"""',
+    ]
+
+
+def _tensors(program: Program) -> Doc:
+    rows = [
+        Brackets("(", (string(state.path), literal(tuple(state.type.shape)), string(DTYPES[state.type.dtype])), ")")
+        for state in program.graph.states
+        if state.kind != "constant" and isinstance(state.type, TensorType)
+    ]
+    return Brackets("(", tuple(rows), ")", "literal")
+
+
+# To the disk ----------------------------------------------------------------------------------------------------------
+
+
+def save(program: Program, files: Mapping[str, str], folder: str | Path) -> None:
+    """Write the package so that it can be loaded in another process. Raises PackageError, and writes nothing, if it
+    holds something that would not be there."""
+    tensors = {name: _savable(program, name, value) for name, value in constants(program).items()}
+    for file, text in files.items():
+        if re.search(r"^import __main__$", text, re.MULTILINE):
+            raise PackageError(
+                f"{file} uses functions or classes of the script that runs now, which no other process can import; "
+                "move them to a module of their own and import them from there"
+            )
+    write(files, folder)
+    target = Path(folder) / CONSTANTS
+    if tensors:
+        torch.save(tensors, target)
+    else:
+        target.unlink(missing_ok=True)
+
+
+def write(files: Mapping[str, str], folder: str | Path) -> None:
+    """Write the files. Stages of an earlier, longer package in the same folder are removed."""
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    for old in path.glob("stage*.py"):
+        if old.name not in files and re.fullmatch(r"stage\d+\.py", old.name):
+            old.unlink()
+    for name, text in files.items():
+        (path / name).write_text(text, encoding="utf-8", newline="\n")
+
+
+def constants(program: Program) -> dict[str, Any]:
+    """What the stages hold besides parameters and buffers, by the name of the attribute."""
+    values = {state.name: state.value for state in program.graph.states}
+    return {name: values[state] for state, name in constant_names(program).items()}
+
+
+def _savable(program: Program, name: str, value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach()
+    state = next(state for state in program.graph.states if constant_names(program).get(state.name) == name)
+    raise PackageError(
+        f"the constant {state.path or state.name!r} is a {type(value).__qualname__}, and only tensors can be saved"
+        f"{_first_use(program, state)}; make it a tensor or a buffer of the model"
+    )
+
+
+def _first_use(program: Program, state: State) -> str:
+    ops = (op for op in program.graph.ops if Ref(state.name) in refs((op.args, dict(op.kwargs))))
+    return next((f"; it is used at {op.origin}" for op in ops), "")
