@@ -1,0 +1,278 @@
+"""Graph -> Profile, by running it: each op on its own, forward and backward, on real tensors.
+
+A profiler on the whole model would tell kernels, not ops, and running the model would change it. Here an op gets its
+inputs as leaves of autograd, so that its backward runs alone, and what it would change it gets as a copy: buffers,
+gradients, random state and the caller's tensors are afterwards as they were.
+
+    values      x ──▶ conv ──▶ h ──▶ relu_ ──▶ y          kept from op to op, freed after the last reader
+                       │               │
+    leaves        conv(x', w')    relu_(clone h')         as often as it takes to time them
+                       ▼               ▼
+                  grad(·, x' w')  grad(·, h')
+
+What autograd keeps is counted by its own hooks, memory by memory: that of parameters and buffers never, any other once,
+at the first op that keeps it. So the sum over all ops is what the whole model keeps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fxpipe.ir.blocks import blocks
+from fxpipe.ir.evaluate import call, enter
+from fxpipe.ir.graph import Graph, Op
+from fxpipe.ir.profile import OpCost, Profile
+
+Values = dict[str, Any]
+T = TypeVar("T")
+
+
+def measure(
+    graph: Graph,
+    inputs: Mapping[str, Any],
+    states: Mapping[str, Any],
+    device: str = "cpu",
+    *,
+    by: str = "op",
+    repeats: int = 5,
+    warmup: int = 1,
+    budget: float = 30.0,
+) -> Profile:
+    """The measured costs of a micro-batch. `inputs` and `states` are by name in the graph, constants may be left out.
+
+    Each op is timed `repeats` times after `warmup` runs, and the median counts; all together take about `budget`
+    seconds, and each op at least one run. With `by="module"` a block (see `fxpipe.ir.blocks`) is timed as one and its
+    time shared among its ops, as one run of each would have it: nearer to the truth where ops are tiny, and quicker.
+    """
+    here = torch.device(device)
+    graph = _on(graph, here)
+    spans = [range(p, p + 1) for p in range(len(graph.ops))]
+    if by == "module":
+        spans = [range(block.first, block.last + 1) for block in blocks(graph)]
+    elif by != "op":
+        raise ValueError(f"by is {by!r}: write 'op' or 'module'")
+    share = budget / max(1, len(spans))
+    costs: list[OpCost] = []
+    devices = [here] if here.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.inference_mode(False), torch.enable_grad():
+        run = _Run.start(graph, inputs, states, here)
+        for span in spans:
+            timing = run.timing(span, warmup, repeats, share)
+            costs += _shared([run.advance(p) for p in span], timing)
+        batch = run.batch
+    return Profile(graph.model, batch, device, "measured", tuple(costs))
+
+
+def _on(graph: Graph, here: torch.device) -> Graph:
+    """The graph with devices in arguments, which are those of capture, replaced by the one to measure on."""
+
+    def moved(nest: Any) -> Any:
+        return tree_map(lambda leaf: here if isinstance(leaf, torch.device) else leaf, nest)
+
+    return replace(
+        graph, ops=tuple(replace(op, args=moved(op.args), kwargs=moved(dict(op.kwargs))) for op in graph.ops)
+    )
+
+
+def _shared(costs: Sequence[OpCost], timing: tuple[float, float]) -> list[OpCost]:
+    """The costs of single ops scaled so that their times add up to those of the block; backward goes by forward."""
+    total = sum(cost.forward for cost in costs)
+    shares = [cost.forward / total if total else 1 / len(costs) for cost in costs]
+    forward, backward = timing
+    return [
+        replace(cost, forward=forward * share, backward=backward * share)
+        for cost, share in zip(costs, shares, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A walk over the graph: the values alive at this moment, and the memory that autograd was seen to keep."""
+
+    graph: Graph
+    here: torch.device
+    batch: int
+    values: Values  # leaves that need gradient where the value does
+    states: frozenset[str]
+    last: Mapping[str, int]  # the position of each name's last reader; far away for outputs
+    fixed: frozenset[int]  # memory of states
+    kept: set[int]  # memory of values that some op has kept so far
+    owners: Counter[int]  # how many values have a memory
+    unused: set[str]  # parameters that no op has used so far
+
+    @classmethod
+    def start(cls, graph: Graph, inputs: Mapping[str, Any], states: Mapping[str, Any], here: torch.device) -> _Run:
+        held = {state.name: state.value for state in graph.states if state.kind == "constant"} | dict(states)
+        written = {name for op in graph.ops for name in op.writes}
+        parameters = {state.name for state in graph.states if state.kind == "parameter"}
+        values = {name: _leaf(value, here, name in written or name not in parameters) for name, value in held.items()}
+        fixed = frozenset(memory for value in values.values() for memory in _memories(value))
+        values |= {name: _leaf(value, here, bool(written)) for name, value in inputs.items()}
+        values |= {size.name: values[size.input].shape[size.dim] for size in graph.sizes}
+        batched = (values[item.name].shape[item.batch_dim] for item in graph.inputs if item.batch_dim is not None)
+        last = {name: position for position, op in enumerate(graph.ops) for name in (*op.reads, *op.writes)}
+        last |= {output.value: len(graph.ops) for output in graph.outputs}
+        owners = Counter(memory for value in values.values() for memory in _memories(value))
+        return cls(graph, here, next(batched, 1), values, frozenset(held), last, fixed, set(), owners, parameters)
+
+    # time ------------------------------------------------------------------------------------
+
+    def timing(self, span: range, warmup: int, repeats: int, budget: float) -> tuple[float, float]:
+        """Median seconds of forward and of backward of the ops at these positions, run as one."""
+        started = time.perf_counter()
+        times: list[tuple[float, float]] = []
+        for attempt in range(warmup + repeats):
+            if attempt == warmup:
+                times.clear()
+            times.append(self.once(span))
+            if time.perf_counter() - started > budget:
+                break
+        return median(forward for forward, _ in times), median(backward for _, backward in times)
+
+    def once(self, span: range) -> tuple[float, float]:
+        """Seconds of one forward and one backward, on leaves of their own."""
+        ops = self.graph.ops[span.start : span.stop]
+        leaves, values, _ = self.copies(ops)
+        _, forward = _timed(self.here, lambda: _forward(ops, values))
+        leaving = [values[op.name] for op in ops if self.last.get(op.name, -1) >= span.stop]
+        results = [t for t in _tensors(leaving) if _differentiable(t, leaves)]
+        if not results or not leaves:
+            return forward, 0.0
+        gradients = [torch.ones_like(t) for t in results]
+        _, backward = _timed(self.here, lambda: torch.autograd.grad(results, leaves, gradients, allow_unused=True))
+        return forward, backward
+
+    def copies(self, ops: Sequence[Op]) -> tuple[list[Tensor], Values, dict[int, int]]:
+        """Leaves for all that the ops read from outside, the values to run on, and for each clone the memory it stands
+        for. A leaf cannot be written in place, so what is written is a clone of a leaf."""
+        names = dict.fromkeys(name for op in ops for name in (*op.reads, *op.writes) if name in self.values)
+        written = {name for op in ops for name in op.writes}
+        leaves = {name: _leaf(self.values[name], self.here) for name in names}
+        values = {name: tree_map(_clone, leaf) if name in written else leaf for name, leaf in leaves.items()}
+        clones = (zip(_memories(values[n]), _memories(leaf), strict=True) for n, leaf in leaves.items() if n in written)
+        needing = [t for leaf in leaves.values() for t in _tensors(leaf) if t.requires_grad]
+        return needing, values, {clone: memory for pairs in clones for clone, memory in pairs}
+
+    # one op ahead ----------------------------------------------------------------------------
+
+    def advance(self, position: int) -> OpCost:
+        """Run the op for its result and count what it keeps. `forward` is the time of this one run."""
+        op = self.graph.ops[position]
+        found, seconds = self.observed(op)
+        new = {memory: size for memory, size in found.items() if memory not in self.fixed and memory not in self.kept}
+        result = self.values[op.name]
+        self.owners.update(_memories(result))
+        self.kept.update(memory for memory in new if self.owners[memory])
+        first_used = self.unused.intersection(op.reads)
+        self.unused.difference_update(first_used)
+        parameters = sum(_size(self.values[name]) for name in first_used)
+        self.free(position)
+        return OpCost(op.name, seconds, saved=sum(new.values()), output=_size(result), parameters=parameters)
+
+    def observed(self, op: Op) -> tuple[dict[int, int], float]:
+        """Run the op and add its result to the values: the bytes that autograd keeps, by memory, and the seconds."""
+        found: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            found[storage._cdata] = storage.nbytes()
+            return tensor
+
+        leaves, values, stands_for = self.copies([op])
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            _, seconds = _timed(self.here, lambda: _forward([op], values))
+        result = values[op.name]
+        grads = [_differentiable(t, leaves) for t in _tensors(result)]
+        if op.writes:  # once more on the values themselves, so that all views of them see it
+            with torch.no_grad():
+                _forward([op], self.values)
+            stands_for |= dict(zip(_memories(result), _memories(self.values[op.name]), strict=True))
+            result = self.values[op.name]
+        self.values[op.name] = _marked(result, grads)
+        return {stands_for.get(memory, memory): size for memory, size in found.items()}, seconds
+
+    def free(self, position: int) -> None:
+        """Forget the values that were read for the last time."""
+        op = self.graph.ops[position]
+        for name in {*op.reads, *op.writes, op.name} - self.states:
+            if self.last.get(name, -1) <= position:
+                for memory in _memories(self.values.pop(name)):
+                    self.owners[memory] -= 1
+                    if not self.owners[memory]:
+                        self.kept.discard(memory)  # its number may come again for other memory
+
+
+def _forward(ops: Sequence[Op], values: Values) -> None:
+    for op in ops:
+        with ExitStack() as contexts:
+            for region in op.regions:
+                contexts.enter_context(enter(region))
+            values[op.name] = call(op, values)
+
+
+def _timed(here: torch.device, work: Callable[[], T]) -> tuple[T, float]:
+    """The result of the work and the seconds it took, on the device's own clock."""
+    if here.type != "cuda":
+        started = time.perf_counter()
+        return work(), time.perf_counter() - started
+    with torch.cuda.device(here):
+        event: Any = torch.cuda.Event
+        start, end = event(enable_timing=True), event(enable_timing=True)
+        start.record()
+        result = work()
+        end.record()
+        end.synchronize()
+    return result, float(start.elapsed_time(end)) / 1e3
+
+
+def _leaf(value: Any, here: torch.device, copied: bool = False) -> Any:
+    """The value with leaves of autograd for its tensors, that share their memory unless `copied`."""
+
+    def one(item: Any) -> Any:
+        if not isinstance(item, Tensor):
+            return item
+        own = item.detach().to(here)
+        own = own.clone() if copied or item.is_inference() else own
+        return own.requires_grad_(item.requires_grad)
+
+    return tree_map(one, value)
+
+
+def _clone(item: Any) -> Any:
+    return item.clone() if isinstance(item, Tensor) else item
+
+
+def _marked(result: Any, grads: Sequence[bool]) -> Any:
+    """The result as leaves, each of which needs gradient or not."""
+    grad = iter(grads)
+    return tree_map(lambda t: t.detach().requires_grad_(next(grad)) if isinstance(t, Tensor) else t, result)
+
+
+def _differentiable(result: Tensor, leaves: Sequence[Tensor]) -> bool:
+    """Whether gradients flow from the result to a leaf. `requires_grad` alone does not tell: it is set on a view made
+    under `no_grad`."""
+    return result.grad_fn is not None or any(result is leaf for leaf in leaves)
+
+
+def _tensors(nest: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor))
+
+
+def _memories(nest: Any) -> list[int]:
+    """A number for the memory of each tensor, its own for as long as that memory is alive."""
+    return [t.untyped_storage()._cdata for t in _tensors(nest)]
+
+
+def _size(nest: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in _tensors(nest))
