@@ -1,1 +1,45 @@
-"""fxpipe: compiles any PyTorch model into a readable pipeline."""
+"""fxpipe: compiles any PyTorch model into a readable pipeline.
+
+The tour, which runs:
+
+>>> import torch, fxpipe
+>>> from torch import nn
+>>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+>>> pipe = fxpipe.compile(model, devices=2, chunks=4, example_inputs=(torch.zeros(8, 8),))
+
+It is called like the model, and has the model's own gradients:
+
+>>> x = torch.randn(8, 8)
+>>> pipe(x).sum().backward()
+>>> gradient = model[0].weight.grad.clone()
+>>> model.zero_grad()
+>>> model(x).sum().backward()
+>>> torch.allclose(gradient, model[0].weight.grad)
+True
+
+What runs can be read:
+
+>>> print(pipe.schedule)
+gpipe: 2 stages, 4 micro-batches
+clock      0   1   2   3   4   5   6   7   8   9
+device 0  F0  F1  F2  F3          B3  B2  B1  B0
+device 1      F0  F1  F2  F3  B3  B2  B1  B0
+>>> pipe.close()
+"""
+
+from .compile import compile, load
+from .errors import CaptureError, FxpipeError, InputError, PackageError, PlanError
+from .ir.plan import Plan
+from .pipe import Pipe
+
+__all__ = [
+    "CaptureError",
+    "FxpipeError",
+    "InputError",
+    "PackageError",
+    "Pipe",
+    "Plan",
+    "PlanError",
+    "compile",
+    "load",
+]

@@ -84,7 +84,8 @@ def load_function(path: str) -> Callable[[], Any]:
     if not Path(file).is_file():
         raise FxpipeError(f"there is no file {file!r}")
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-    assert spec and spec.loader
+    assert spec
+    assert spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     sys.path.insert(0, str(Path(file).resolve().parent))
@@ -104,6 +105,8 @@ def parse_input(text: str) -> torch.Tensor:
     match = re.fullmatch(r"(\w+)\[([\d,\s]*)\]", text)
     if not match or match[1] not in DTYPES:
         known = ", ".join(sorted(DTYPES.keys() & ITEMSIZE.keys()))
-        raise FxpipeError(f"{text!r} is not an input: write element type and shape, as in f32[8,3,32,32]; types: {known}")
+        raise FxpipeError(
+            f"{text!r} is not an input: write element type and shape, as in f32[8,3,32,32]; types: {known}"
+        )
     shape = [int(size) for size in match[2].split(",") if size.strip()]
     return torch.zeros(shape, dtype=DTYPES[match[1]])

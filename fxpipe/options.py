@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from .errors import PlanError
 from .ir.plan import CHECKPOINT_MODES, Plan
-
-Checkpoint = str | Collection[int]
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,7 @@ class Options:
     schedule: str = "gpipe"
     checkpoint: str | frozenset[int] = "except_last"
     balance: str | tuple[int, ...] = "time"
-    split_at: tuple[str, ...] | None = None
+    split_at: tuple[str, ...] = ()
     profile: str = "estimate"
     plan: Plan | None = None
     batch_dim: int | Mapping[str, int | None] = 0
@@ -42,30 +40,20 @@ def check(options: Options) -> Options:
     if isinstance(options.checkpoint, str):
         if options.checkpoint not in CHECKPOINT_MODES:
             modes = ", ".join(map(repr, CHECKPOINT_MODES))
-            raise PlanError(f"checkpoint is {options.checkpoint!r}: write one of {modes}, or a set of stages, as in {{0, 2}}")
+            raise PlanError(
+                f"checkpoint is {options.checkpoint!r}: write one of {modes}, or a set of stages, as in {{0, 2}}"
+            )
     elif not options.checkpoint <= set(range(n)):
         unknown = sorted(options.checkpoint - set(range(n)))
         raise PlanError(f"checkpoint names the stages {unknown}: there are stages 0 to {n - 1}")
     if options.profile not in ("estimate", "measure"):
         raise PlanError(f"profile is {options.profile!r}: write 'estimate' or 'measure'")
-    if options.split_at is not None and len(options.split_at) != n - 1:
+    if options.split_at and len(options.split_at) != n - 1:
         raise PlanError(
             f"split_at names {len(options.split_at)} cuts, which make {len(options.split_at) + 1} stages, "
             f"but there are {n} devices: name {n - 1} modules"
         )
     return options
-
-
-def checkpoint_of(options: Options, stage: int) -> str:
-    """The checkpoint mode of one stage: stages named in a set always recompute, the others never."""
-    if isinstance(options.checkpoint, str):
-        return options.checkpoint
-    return "always" if stage in options.checkpoint else "never"
-
-
-def with_plan(options: Options, plan: Plan) -> Options:
-    """The options that a plan made by hand implies: its devices and micro-batches instead of those asked for."""
-    return replace(options, plan=plan, devices=tuple(s.device for s in plan.stages), chunks=plan.chunks)
 
 
 def device_labels(devices: int | Sequence[str | torch.device]) -> tuple[str, ...]:
@@ -77,7 +65,9 @@ def device_labels(devices: int | Sequence[str | torch.device]) -> tuple[str, ...
     ('cpu:0', 'cpu:1')
     """
     if isinstance(devices, bool) or (isinstance(devices, int) and devices < 1):
-        raise PlanError(f"devices is {devices}: write a count of at least 1, or a list, as in devices=['cuda:0', 'cuda:1']")
+        raise PlanError(
+            f"devices is {devices}: write a count of at least 1, or a list, as in devices=['cuda:0', 'cuda:1']"
+        )
     if isinstance(devices, int):
         kind = "cuda" if torch.cuda.device_count() >= devices else "cpu"
         return tuple(f"{kind}:{i}" for i in range(devices))

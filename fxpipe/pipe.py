@@ -2,7 +2,7 @@
 
     call ─front─▶ a kind seen before? ──yes──▶ its scheduler runs the batch
                         │no
-                        └▶ capture, build the street for it, keep it
+                        └▶ capture, walk the street, keep the build
 
 One pipe holds several builds (train, eval, another number or shape) and one set of parameters: the first build decides
 where each parameter lives, later ones follow.
@@ -11,25 +11,47 @@ where each parameter lives, later ones follow.
 from __future__ import annotations
 
 import copy
-import os
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import torch
 from torch import nn
 
-from . import street
 from .capture import Front
+from .codegen.load import bind, load_package, unload, worker_device
+from .codegen.package import constants, save, write
+from .engines.local import Pipeline
 from .errors import FxpipeError, PackageError
+from .ir.cluster import Cluster
+from .ir.graph import Graph, Ref, Struct
+from .ir.plan import Plan
+from .ir.profile import Profile
+from .ir.program import Program
+from .ir.schedule import Schedule
 from .options import Options
-from .report import explain
+from .planning import homes
+from .profiling import estimate, measure
+from .report import dump, explain
 from .runtime import Stage
+from .runtime.microbatch import scatter, split_sizes
 from .shell import Shell
-from .street import Build
-from .viz.svg import timeline_svg
+from .street import Build, Home, build
+from .viz import svg
+
+
+@dataclass
+class Live:
+    """What runs a build: its package, imported, and the scheduler whose stages hold the model's tensors. `version`
+    tells which of the model's tensors those are: a user may put others in their place."""
+
+    package: ModuleType
+    scheduler: Pipeline
+    version: int
 
 
 class Pipe(Shell):
@@ -37,14 +59,21 @@ class Pipe(Shell):
 
     def __init__(self, model: nn.Module, options: Options) -> None:
         super().__init__(model)
+        sizes = partial(split_sizes, chunks=options.chunks)
         own: dict[str, Any] = {
             "options": options,
-            "_front": Front(model, options.batch_dim, options.reduce, options.chunks),
+            "_front": Front(model, options.batch_dim, reduce=options.reduce, sizes=sizes),
             "_builds": {},
+            "_lives": {},
+            "_last": None,
+            "_home": None,
+            "_closed": False,
             "_lock": threading.RLock(),
             "_folder": tempfile.TemporaryDirectory(prefix="fxpipe-"),
         }
         self.__dict__.update(own)
+
+    # Running ----------------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs for the whole batch, computed in micro-batches by the stages.
@@ -54,3 +83,170 @@ class Pipe(Shell):
         """
         with self._lock:
             return self._front(args, kwargs, self._run)
+
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        """Capture, plan and generate for this kind of call, without running it. The model may be on the meta device."""
+        with self._lock:
+            graph = self._front.capture(args, kwargs)
+            found: dict[str, Any] = {}
+            match(graph.call, (args, kwargs), found)
+            made = self._built(graph, tuple(found[item.name] for item in graph.inputs))
+            if not any(tensor.is_meta for tensor in self.model.state_dict().values()):
+                self._live(made)
+
+    def _run(self, graph: Graph, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The flat outputs for the flat inputs of a call of this kind."""
+        return self._live(self._built(graph, inputs)).scheduler.run(inputs, self.options.chunks)
+
+    def _built(self, graph: Graph, inputs: Sequence[Any]) -> Build:
+        """The build for a kind of call, made if there is none yet."""
+        if self._closed:
+            raise FxpipeError("this pipe is closed; compile the model again")
+        made: Build | None = self._builds.get(id(graph))
+        if made is None:
+            sizes = micro_batch_sizes(graph, inputs, self.options.chunks)
+            made = build(graph, self._profile(graph, inputs, sizes), sizes, self.options, self._home)
+            self._builds[id(graph)] = made
+            if self._home is None:
+                self.__dict__["_home"] = Home(made.plan, homes(graph, made.plan))
+            if self.options.dump is not None:
+                dump(made, self.options.dump, len(self._builds))
+        self.__dict__["_last"] = made
+        return made
+
+    def _profile(self, graph: Graph, inputs: Sequence[Any], sizes: Mapping[str, int]) -> Profile:
+        """What the ops cost for one micro-batch, on the first device."""
+        label = self.options.devices[0]
+        if self.options.profile == "estimate":
+            return estimate(graph, sizes, Cluster.of([label]).device(label))
+        rows = split_sizes(batch_size(graph, inputs), self.options.chunks)
+        pairs = zip(graph.inputs, inputs, strict=True)
+        pieces = {item.name: scatter(value, item.batch_dim, rows)[0] for item, value in pairs}
+        tensors = dict(self.model.named_parameters(remove_duplicate=False))
+        tensors |= dict(self.model.named_buffers(remove_duplicate=False))
+        states = {s.name: s.value if s.kind == "constant" else tensors[s.path] for s in graph.states}
+        return measure(graph, pieces, states, str(worker_device(label)))
+
+    def _live(self, made: Build) -> Live:
+        """The build's package, imported, with the tensors that the model has now."""
+        live: Live | None = self._lives.get(id(made))
+        version = self._front.version
+        if live is None:
+            folder = Path(self._folder.name) / str(len(self._lives))
+            write(made.files, folder)
+            package = load_package(folder)
+            live = Live(package, bind(package, self.model, constants(made.program)), version)
+            self._lives[id(made)] = live
+        elif live.version != version:
+            live.scheduler.close()
+            live.scheduler = bind(live.package, self.model, constants(made.program))
+            live.version = version
+        return live
+
+    def close(self) -> None:
+        """End the worker threads and remove the generated files. A pipe that is garbage collected closes itself."""
+        with self._lock:
+            self.__dict__["_closed"] = True
+            for live in self._lives.values():
+                live.scheduler.close()
+                unload(live.package)
+            self._folder.cleanup()
+
+    # Looking ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def build(self) -> Build:
+        """Everything made for the kind of call that was compiled or run last."""
+        last: Build | None = self._last
+        if last is None:
+            raise FxpipeError("nothing is compiled yet: call the pipe once, or pass example_inputs to fxpipe.compile")
+        return last
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages that run, as modules; `.source` is the text of the file each came from."""
+        return self._live(self.build).scheduler.stages
+
+    @property
+    def scheduler(self) -> Pipeline:
+        """The scheduler that runs; `.source` is the text of the file it came from."""
+        return self._live(self.build).scheduler
+
+    @property
+    def plan(self) -> Plan:
+        """The decisions: which ops form which stage, and where it runs."""
+        return self.build.plan
+
+    @property
+    def schedule(self) -> Schedule:
+        """What each device does when. Prints as a grid."""
+        return self.build.schedule
+
+    @property
+    def files(self) -> Mapping[str, str]:
+        """The generated package: text by file name."""
+        return self.build.files
+
+    @property
+    def trail(self) -> Mapping[str, Program]:
+        """The program after each pass that changed it: `pipe.trail["portals"]`."""
+        return self.build.trail
+
+    def explain(self) -> str:
+        """A table: per stage its ops, parameters, time, memory and traffic; then the portals and shared parameters."""
+        return explain(self.build)
+
+    def picture(self) -> str:
+        """The simulated timeline of one step as SVG text."""
+        return svg.draw(self.build.timeline)
+
+    # Keeping ----------------------------------------------------------------------------------------------------------
+
+    def save(self, folder: str | Path, overwrite: bool = False) -> None:
+        """Write the package of the last kind of call, to be read, edited, and run again by `fxpipe.load`.
+
+        Raises PackageError if the folder has something in it already, unless `overwrite` is true."""
+        path = Path(folder)
+        if path.exists() and any(path.iterdir()) and not overwrite:
+            raise PackageError(f"{path} is not empty; choose another folder, or save(..., overwrite=True)")
+        save(self.build.program, self.build.files, path)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pipe:
+        """A pipe of its own around a copy of the model. It compiles anew at its first call."""
+        return Pipe(copy.deepcopy(self.model, memo), self.options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled is the model and how to compile it."""
+        return Pipe, (self.model, self.options)
+
+
+def micro_batch_sizes(graph: Graph, inputs: Sequence[Any], chunks: int) -> dict[str, int]:
+    """The numbers that the graph's sizes have for the first, largest micro-batch."""
+    rows = split_sizes(batch_size(graph, inputs), chunks)[0]
+    given = {item.name: (item, value) for item, value in zip(graph.inputs, inputs, strict=True)}
+    sizes = {}
+    for size in graph.sizes:
+        item, value = given[size.input]
+        sizes[size.name] = rows if size.dim == item.batch_dim else int(value.shape[size.dim])
+    return sizes
+
+
+def batch_size(graph: Graph, inputs: Sequence[Any]) -> int:
+    """Samples in a batch; 1 where nothing is cut."""
+    pairs = zip(graph.inputs, inputs, strict=True)
+    return next((int(value.shape[item.batch_dim]) for item, value in pairs if item.batch_dim is not None), 1)
+
+
+def match(template: Any, value: Any, found: dict[str, Any]) -> None:
+    """Collect into `found` what stands in `value` where the template has a `Ref`."""
+    if isinstance(template, Ref):
+        found.setdefault(template.name, value)
+    elif isinstance(template, Struct):
+        for name, part in template.fields:
+            match(part, getattr(value, name), found)
+    elif isinstance(template, (tuple, list)):
+        for part, piece in zip(template, value, strict=True):
+            match(part, piece, found)
+    elif isinstance(template, Mapping):
+        for key, part in template.items():
+            match(part, value[key], found)

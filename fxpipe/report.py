@@ -1,12 +1,17 @@
-"""The table of a build: what each stage holds, costs and moves."""
+"""A build for people: the table of what each stage holds, costs and moves, and the folder of all that was made."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from tabulate import tabulate
 
+from .ir.profile import total
 from .ir.program import Program
-from .ir.types import nbytes
+from .ir.types import TensorType, nbytes
+from .ir.units import show_bytes, show_seconds
 from .street import Build
+from .viz import svg
 
 HEADERS = ("stage", "device", "ops", "parameters", "forward", "backward", "keeps", "takes", "gives", "recompute")
 
@@ -24,20 +29,20 @@ def explain(build: Build) -> str:
 
 
 def stage_row(build: Build, index: int) -> tuple[str, ...]:
-    stage = build.program.stages[index]
-    costs = [build.profile.op(op.name) for op in stage.ops if op.name in build.profile.names]
-    parameters = [build.program.state(name) for name in stage.states]
-    sizes = build.profile.sizes
+    stage, planned = build.program.stages[index], set(build.plan.stages[index].ops)
+    cost = total([op for op in build.profile.ops if op.name in planned])
+    owned = [build.program.state(name) for name in stage.states]
+    parameters = [s.type for s in owned if s.kind == "parameter" and isinstance(s.type, TensorType)]
     return (
         str(index),
         stage.device,
         str(len(stage.ops)),
-        f"{sum(s.type.numel(sizes) for s in parameters if s.kind == 'parameter'):,}",
-        seconds(sum(cost.forward for cost in costs)),
-        seconds(sum(cost.backward for cost in costs)),
-        amount(sum(cost.saved for cost in costs)),
-        amount(sum(nbytes(build.program.types[name], sizes) for name in stage.takes)),
-        amount(sum(nbytes(build.program.types[name], sizes) for name in stage.gives)),
+        f"{sum(type.numel({}) for type in parameters):,}",
+        show_seconds(cost.forward),
+        show_seconds(cost.backward),
+        show_bytes(cost.saved),
+        show_bytes(sum(nbytes(build.program.types[name], build.sizes) for name in stage.takes)),
+        show_bytes(sum(nbytes(build.program.types[name], build.sizes) for name in stage.gives)),
         stage.checkpoint,
     )
 
@@ -47,31 +52,24 @@ def portal_lines(program: Program) -> list[str]:
     n = len(program.stages)
     portals = [move for move in program.moves if move.portal and move.source >= 0 and move.target < n]
     lines = [f"portal: {move.value}, from stage {move.source} to stage {move.target}" for move in portals]
-    lines += [f"shared: {loan.state}, at home in stage {loan.home}, used by stage {loan.user}" for loan in program.loans]
+    lines += [
+        f"shared: {loan.state}, at home in stage {loan.home}, used by stage {loan.user}" for loan in program.loans
+    ]
     return ["", *lines] if lines else []
 
 
-def seconds(value: float) -> str:
-    """Three digits and a fitting unit.
-
-    >>> seconds(0.00123)
-    '1.23 ms'
-    """
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if value * factor >= 1 or unit == "us":
-            return f"{value * factor:.3g} {unit}"
-    raise AssertionError
-
-
-def amount(count: int) -> str:
-    """Bytes with a fitting unit, powers of 1,024.
-
-    >>> amount(1536)
-    '1.5 KiB'
-    """
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    raise AssertionError
+def dump(build: Build, folder: Path, number: int) -> None:
+    """Write all values of the build, numbered in the order they were made: `diff 01* 02*` shows what a pass did. The
+    second build of a pipe, and those after it, go into subfolders."""
+    mode = "train" if build.graph.training else "eval"
+    path = folder if number == 1 else folder / f"{number}-{mode}"
+    path.mkdir(parents=True, exist_ok=True)
+    steps = {"capture": build.graph, **build.trail}
+    for at, (name, value) in enumerate(steps.items()):
+        (path / f"{at:02}-{name.replace('_', '-')}.txt").write_text(f"{value}\n")
+    facts = {"profile.txt": build.profile, "schedule.txt": build.schedule, "timeline.txt": build.timeline}
+    for name, fact in facts.items():
+        (path / name).write_text(f"{fact}\n")
+    (path / "timeline.svg").write_text(svg.draw(build.timeline))
+    for name, text in build.files.items():
+        (path / name).write_text(text)

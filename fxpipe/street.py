@@ -1,42 +1,91 @@
 """The street, whole: from a captured graph to generated files that run. Plain functions between frozen values.
 
-    Graph ─estimate─▶ Profile ─plan─▶ Plan ─gpipe─▶ Schedule
-      └────────────lower────────────────┴─▶ Program ─emit─▶ files ─load─▶ scheduler
+Graph ─profile─▶ Profile ─plan─▶ Plan ─gpipe─▶ Schedule ─simulate─▶ Timeline
+  └───────────lower───────────────┴─▶ Program ─emit─▶ files ─load─▶ package
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
-from torch import nn
-
-from .codegen.load import bind, load_package, package, write
-from .ir import graph as graphs
+from .codegen.package import package
+from .codegen.scheduler import emit_scheduler
+from .errors import PlanError
 from .ir import plan as plans
+from .ir.cluster import Cluster
 from .ir.graph import Graph
 from .ir.plan import Plan
 from .ir.profile import Profile
 from .ir.program import Program
 from .ir.schedule import Schedule
+from .ir.timeline import Timeline
 from .options import Options
 from .passes import lower
+from .planning import plan, plan_like
+from .schedules.one_f_one_b import gpipe
+from .simulator.costs import hops, stage_costs, taken_bytes
+from .simulator.simulate import simulate
+
+
+@dataclass(frozen=True)
+class Home:
+    """What the first build of a pipe decides for the later ones: its plan, and the stage where each parameter and
+    buffer lives, by its path."""
+
+    plan: Plan
+    stages: Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class Build:
-    """Everything made for one kind of call, from the capture to the code that runs. `trail` has the program after each
-    pass that changed it, by the pass's name."""
+    """Everything made for one kind of call. `trail` has the program after each pass that changed it, by the pass's
+    name; `sizes` the numbers of the micro-batch that profile and timeline speak of; `files` the generated package."""
 
     graph: Graph
+    sizes: Mapping[str, int]
+    cluster: Cluster
     profile: Profile
     plan: Plan
     schedule: Schedule
     program: Program
     trail: Mapping[str, Program]
+    timeline: Timeline
     files: Mapping[str, str]
-    package: ModuleType
-    scheduler: Any
+
+
+def build(graph: Graph, profile: Profile, sizes: Mapping[str, int], options: Options, home: Home | None) -> Build:
+    """All the values from a graph and its profile on. With a `home`, ops go where their parameters live."""
+    cluster = Cluster.of(options.devices)
+    decided = decide(graph, profile, cluster, options, home)
+    trail: dict[str, Program] = {}
+    program = lower(graph, decided, watch=trail.__setitem__)
+    schedule = gpipe(len(program.stages), decided.chunks)
+    costs = stage_costs(decided, profile, taken_bytes(program, sizes))
+    timeline = simulate(schedule, costs, hops(program, sizes, cluster), program.devices)
+    files = package(program, decided, emit_scheduler(program, decided.chunks))
+    return Build(graph, sizes, cluster, profile, decided, schedule, program, trail, timeline, files)
+
+
+def decide(graph: Graph, profile: Profile, cluster: Cluster, options: Options, home: Home | None) -> Plan:
+    """The plan that was given, the one that follows the first build's, or a new one."""
+    if home is not None:
+        return plan_like(graph, home.stages, home.plan, profile, cluster)
+    if options.plan is not None:
+        try:
+            plans.check(options.plan, [op.name for op in graph.ops])
+        except ValueError as error:
+            raise PlanError(str(error)) from None
+        return options.plan
+    return plan(
+        graph,
+        profile,
+        cluster,
+        devices=options.devices,
+        chunks=options.chunks,
+        checkpoint=options.checkpoint,
+        balance=options.balance,
+        split_at=options.split_at,
+        schedule=options.schedule,
+        deferred_batch_norm=options.deferred_batch_norm,
+    )

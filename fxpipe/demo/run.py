@@ -16,9 +16,9 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ..compile import compile
-from ..errors import FxpipeError
-from ..pipe import Pipe
+from fxpipe.compile import compile
+from fxpipe.errors import FxpipeError
+from fxpipe.pipe import Pipe
 from .transformer import PixelTransformer
 from .unet import UNet
 
@@ -117,4 +117,6 @@ def train(task: Task, pipe: Pipe, plain: nn.Module, steps: int) -> str:
         progress.set_postfix(pipe=f"{losses[0]:.4f}", plain=f"{losses[1]:.4f}")
         if step % (steps // 6 or 1) == 0 or step == steps - 1:
             rows.append((step, *losses, abs(losses[0] - losses[1])))
-    return tabulate(rows, headers=["step", "loss, pipe", "loss, plain", "difference"], floatfmt=("d", ".6f", ".6f", ".0e"))
+    return tabulate(
+        rows, headers=["step", "loss, pipe", "loss, plain", "difference"], floatfmt=("d", ".6f", ".6f", ".0e")
+    )

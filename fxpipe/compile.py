@@ -1,0 +1,125 @@
+"""`fxpipe.compile` and `fxpipe.load`: the two ways to a pipe."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import PlanError
+from .ir import plan as plans
+from .ir.plan import Plan
+from .loaded import Loaded
+from .options import Options, check, device_labels
+from .pipe import Pipe
+
+
+def compile(
+    model: nn.Module,
+    devices: int | Sequence[str | torch.device] | None = None,
+    chunks: int | None = None,
+    *,
+    checkpoint: str | Collection[int] = "except_last",
+    schedule: str = "gpipe",
+    balance: str | Sequence[int] = "time",
+    split_at: Sequence[str] = (),
+    plan: Plan | str | Path | None = None,
+    profile: str = "estimate",
+    batch_dim: int | Mapping[str, int | None] = 0,
+    reduce: str | Mapping[str, str] | None = None,
+    deferred_batch_norm: bool = False,
+    example_inputs: Any = None,
+    dump: str | Path | None = None,
+) -> Pipe:
+    """A module that computes what `model` computes, as a pipeline over `devices`, with the model's own gradients.
+
+    The model is captured, planned and turned into code at the first call of each kind, or at once for `example_inputs`
+    (a tuple of arguments, a dict of keyword arguments, or one tensor).
+
+    - `devices`: a count (CUDA devices where there are that many, else that many CPU workers), or a list with a device
+      for each stage; a device that comes twice has two stages.
+    - `chunks`: how many micro-batches a batch is cut into, at most: a smaller batch makes fewer.
+    - `checkpoint`: which micro-batches are recomputed in backward instead of kept: "never", "except_last", "always";
+      or a set of stages that recompute, the others never.
+    - `balance`: "time" (the slowest stage is as fast as can be), "memory", or the number of layers of each stage;
+      `split_at`: or the modules that begin a stage, as in `["encoder.3", "head"]`.
+    - `plan`: a plan made before, or the path of its JSON file; it decides devices, chunks and stages.
+    - `profile`: "estimate" (from FLOPs and bytes; runs nothing, always the same) or "measure" (times each op).
+    - `batch_dim`: the dimension of all inputs that is cut, or by input, as in `{"mask": None}` for one that each
+      micro-batch gets whole.
+    - `reduce`: how an output without batch dimension is put together, "mean" or "sum", or by output.
+    - `deferred_batch_norm`: running statistics of whole batches instead of micro-batches.
+    - `dump`: a folder for everything made on the way; the environment variable FXPIPE_DUMP does the same.
+
+    Raises PlanError for options that make no sense; at the first call CaptureError or InputError.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    >>> pipe = compile(model, devices=2, chunks=4)
+    >>> x = torch.randn(8, 4)
+    >>> torch.allclose(pipe(x), model(x))
+    True
+    >>> pipe.close()
+    """
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"model is a {type(model).__name__}; fxpipe.compile takes an nn.Module")
+    chosen = read_plan(plan)
+    if chosen is not None:
+        labels, micro_batches = tuple(stage.device for stage in chosen.stages), chosen.chunks
+    elif devices is None or chunks is None:
+        raise PlanError("say how many: fxpipe.compile(model, devices=4, chunks=8)")
+    else:
+        labels, micro_batches = device_labels(devices), chunks
+    folder = dump or os.environ.get("FXPIPE_DUMP")
+    options = Options(
+        devices=labels,
+        chunks=micro_batches,
+        schedule=schedule,
+        checkpoint=checkpoint if isinstance(checkpoint, str) else frozenset(checkpoint),
+        balance=balance if isinstance(balance, str) else tuple(balance),
+        split_at=tuple(split_at),
+        profile=profile,
+        plan=chosen,
+        batch_dim=batch_dim,
+        reduce=reduce,
+        deferred_batch_norm=deferred_batch_norm,
+        dump=Path(folder) if folder else None,
+    )
+    pipe = Pipe(model, check(options))
+    if example_inputs is not None:
+        prepare(pipe, example_inputs)
+    return pipe
+
+
+def read_plan(plan: Plan | str | Path | None) -> Plan | None:
+    """The plan itself, or the one in a file."""
+    if plan is None or isinstance(plan, Plan):
+        return plan
+    try:
+        return plans.load(Path(plan).read_text())
+    except (OSError, ValueError) as error:
+        raise PlanError(f"no plan can be read from {str(plan)!r}: {error}") from None
+
+
+def prepare(pipe: Pipe, example_inputs: Any) -> None:
+    """Compile for a call with these inputs."""
+    if isinstance(example_inputs, Mapping):
+        pipe.prepare(**example_inputs)
+    elif isinstance(example_inputs, tuple):
+        pipe.prepare(*example_inputs)
+    else:
+        pipe.prepare(example_inputs)
+
+
+def load(folder: str | Path, model: nn.Module) -> Loaded:
+    """The pipe in a folder that `pipe.save` wrote, edits included, with the tensors of `model`.
+
+    It is called like the model, in the way it was saved for; nothing is captured. Raises PackageError if the folder is
+    no package or the model does not fit it.
+    """
+    return Loaded(Path(folder), model)
