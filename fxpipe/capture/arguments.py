@@ -8,6 +8,7 @@ micro-batch gets whole.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,11 +45,6 @@ class Call:
     rows: int | None
     names: tuple[str, ...]
 
-    def real(self, path: str, tensor: Tensor) -> Tensor:
-        """The user's tensor for a stand-in, any other tensor as it is."""
-        leaf = self.leaves.get(id(tensor))
-        return tensor if leaf is None else leaf.real
-
 
 class Arguments:
     """Makes a `Call` of each call's arguments. Stand-ins are kept, so that a call that looks like an earlier one costs
@@ -72,7 +68,9 @@ class Arguments:
 
         for name, value in zip(names, (*args, *kwargs.values()), strict=True):
             change(value, note, name)
-        batch = common_size(reals, self.batch_dim)
+        if not isinstance(self.batch_dim, int):
+            check_names(self.batch_dim, [path for path, _, _ in reals], self.signature)
+        batch = common_size(reals)
         # A dimension of size one is not symbolic for Dynamo.
         rows = None if batch is None else max(2, max(self.sizes(batch)))
         leaves: dict[int, Leaf] = {}
@@ -140,7 +138,18 @@ class Arguments:
         return self.named[key]
 
 
-def common_size(tensors: Sequence[tuple[str, Tensor, int | None]], batch_dim: BatchDim) -> int | None:
+def check_names(batch_dim: Mapping[str, int | None], paths: Sequence[str], signature: inspect.Signature) -> None:
+    """Raise InputError for a name that no input can have. One that this call leaves out is fine."""
+    parameters = signature.parameters.values()
+    optional = {p.name for p in parameters}
+    for name in batch_dim:
+        if name not in paths and re.split(r"[.\[]", name)[0] not in optional:
+            if any(p.kind is p.VAR_KEYWORD for p in parameters):
+                continue
+            raise InputError(f"batch_dim names {name!r}, which is no input; the inputs are {', '.join(paths)}")
+
+
+def common_size(tensors: Sequence[tuple[str, Tensor, int | None]]) -> int | None:
     """The size that all tensors have in their batch dimension; None if nothing is cut."""
     sizes = {path: tensor.shape[dim] for path, tensor, dim in tensors if dim is not None}
     if not sizes:

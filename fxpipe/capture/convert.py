@@ -22,7 +22,7 @@ from .effects import Step, memory, steps
 from .explain import at, innermost, parse_stack
 from .hollow import Slot
 from .names import Names
-from .symbols import BATCH, symbol, text, type_of
+from .symbols import BATCH, first_symbols, symbol, text, type_of
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _inputs(build: Builder, placeholders: list[fx.Node], flat: tuple[Any, ...], 
         fakes.append((leaf.path, leaf.twin if node is None else env[node], leaf.batch_dim))
     for path, fake, dim in fakes:
         if dim is not None and (found := symbol(fake.shape[dim])) is not None:
-            build.symbols[found] = BATCH
+            build.symbols |= dict.fromkeys((found, *first_symbols(fake.shape[dim])), BATCH)
         elif dim is not None and fake is not leaf_twins[path]:
             build.baked = path
     batch_names = [build.names(leaf.path) for leaf in build.call.leaves.values()]
@@ -137,7 +137,7 @@ def _number(build: Builder, position: int, node: fx.Node, value: Any, env: dict[
     found = symbol(env[node]) if not isinstance(value, Tensor) else None
     if found is not None and found in build.symbols and not isinstance(where, str):
         build.of_node[node] = build.symbols[found]
-    elif not isinstance(value, Tensor) or _is_boxed(node, value, where):
+    elif not isinstance(value, Tensor) or _is_boxed(build, position, node):
         if not isinstance(where, str):
             base = next((leaf.path for leaf in build.call.leaves.values()), "")
             raise CaptureError(f"a size of {_path(build, where[0])} varies, which is no argument ({base})")
@@ -150,12 +150,9 @@ def _number(build: Builder, position: int, node: fx.Node, value: Any, env: dict[
         build.places[name] = position
 
 
-def _is_boxed(node: fx.Node, value: Any, where: str | tuple[str, int]) -> bool:
-    """Whether Dynamo put a Python float into this tensor: the graph takes it out again."""
-    users = list(node.users)
-    if not (isinstance(value, Tensor) and value.dim() == 0 and value.dtype == torch.float64 and users):
-        return False
-    return node.meta["grapharg"].is_tensor is False and all(user.target == "item" for user in users)
+def _is_boxed(build: Builder, position: int, node: fx.Node) -> bool:
+    """Whether this is a Python float in a tensor, which the graph takes out again."""
+    return build.traced.boxed[position] and all(user.target == "item" for user in node.users)
 
 
 def _path(build: Builder, where: str) -> str:

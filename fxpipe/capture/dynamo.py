@@ -37,11 +37,12 @@ SETTINGS = {
 @dataclass(frozen=True)
 class Traced:
     """What Dynamo traced of one kind of call. `names` says for each placeholder where its value comes from, as Dynamo
-    spells it, with (name, dim) for the size of a tensor."""
+    spells it, with (name, dim) for the size of a tensor; `boxed`, whether it is a Python number put into a tensor."""
 
     module: fx.GraphModule
     mode: FakeTensorMode
     names: tuple[str | tuple[str, int], ...]
+    boxed: tuple[bool, ...]
 
 
 Capture = Callable[[Traced], Callable[..., Any]]
@@ -56,7 +57,7 @@ def dynamo(model: nn.Module, capture: Capture) -> Callable[[tuple[Any, ...], dic
         # Not the tracing context's mode: for the time of the backend that is another one.
         values = [node.meta["example_value"] for node in placeholders]
         mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None) or FakeTensorMode()
-        return capture(Traced(module, mode, tuple(map(_name, placeholders))))
+        return capture(Traced(module, mode, tuple(map(_name, placeholders)), tuple(map(_is_boxed, placeholders))))
 
     context: Any = torch._dynamo.optimize(backend, nopython=True)
     context.callback = _Configured(context.callback)
@@ -114,3 +115,8 @@ def _name(placeholder: fx.Node) -> str | tuple[str, int]:
     if isinstance(source, TensorPropertySource) and source.prop is TensorProperty.SIZE and source.idx is not None:
         return source.base.name, source.idx
     return "" if source is None else str(source.name)
+
+
+def _is_boxed(placeholder: fx.Node) -> bool:
+    argument, value = placeholder.meta.get("grapharg"), placeholder.meta["example_value"]
+    return isinstance(value, FakeTensor) and getattr(argument, "is_tensor", True) is False

@@ -110,8 +110,10 @@ def finish(draft: Draft, hollows: tuple[Any, ...], call: Call, seen: Seen, reduc
         return Ref(of_hollow[id(leaf)]) if known else None
 
     graph = replace(graph, result=template(seen.result, ref), call=template((call.args, call.kwargs), ref))
-    kept = [template(value, ref) for value in seen.touched]
-    values = list(dict.fromkeys(found.name for found in refs((graph.result, kept))))
+    kept: Any = [template(value, ref) for value in seen.touched]
+    lasting = {state.name for state in graph.states} | {item.name for item in graph.inputs}
+    kept_values = [found.name for found in refs(kept) if found.name not in lasting]
+    values = list(dict.fromkeys([found.name for found in refs(graph.result)] + kept_values))
     graph = _with_rebound_buffers(graph, draft, hollows, seen)
     sizes = {
         name: fake for name, fake in zip(draft.outputs, draft.fakes, strict=True) if isinstance(fake, torch.SymInt)

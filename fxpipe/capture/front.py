@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph import Graph
@@ -54,11 +54,20 @@ class Now:
     """The call under way. `snapshot` is of the model before a dry pass touched it; `swapped`: the model is hollow."""
 
     call: Call
+    twins: Twins
     run: Run | None
     kind: Kind | None = None
     snapshot: Snapshot | None = None
     rebound: dict[int, Slot] = field(default_factory=dict)
     swapped: bool = True
+
+    def real(self, path: str, tensor: Tensor) -> Tensor:
+        """The user's or the model's own tensor for a stand-in, any other tensor as it is."""
+        leaf = self.call.leaves.get(id(tensor))
+        if leaf is not None:
+            return leaf.real
+        slot = self.twins.of.get(id(tensor))
+        return tensor if slot is None or slot.real is None else slot.real
 
 
 class Front:
@@ -98,8 +107,8 @@ class Front:
                 raise CaptureError(f"{type(self.model).__name__} changes itself, so that no two calls are of one kind")
             for module, name in kind.touched:
                 if name in module.__dict__:
-                    module.__dict__[name] = change(module.__dict__[name], now.call.real)
-            return change(result, now.call.real)
+                    module.__dict__[name] = change(module.__dict__[name], now.real)
+            return change(result, now.real)
 
     def capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Graph:
         """The graph of this kind of call. Nothing is run, nothing changes."""
@@ -121,7 +130,7 @@ class Front:
         """One call of the route, with everything hollow up to the moment when `run` runs."""
         self.twins.sync()
         # Where the model is, so that the caller may keep the batch anywhere.
-        now = Now(self.arguments.call(args, kwargs, self.twins.device), run)
+        now = Now(self.arguments.call(args, kwargs, self.twins.device), self.twins, run)
         self._now, before = now, self._now
         self.twins.enter()
         try:

@@ -61,13 +61,16 @@ class Slot:
 class Twins:
     """The stand-ins of a model's parameters and buffers.
 
-    They stay on the devices where the model was at first, whatever becomes of the real tensors.
+    They stay on the devices where the model was at first, whatever becomes of the real tensors; `device` is that of all
+    of them, if they share one.
     """
 
     model: nn.Module
     slots: list[Slot] = field(default_factory=list)
     modules: list[dict[str, nn.Module | None]] = field(default_factory=list)
     shape: list[list[nn.Module | None]] = field(default_factory=list)
+    device: torch.device | None = None
+    of: dict[int, Slot] = field(default_factory=dict)  # by the id of the stand-in
 
     def __post_init__(self) -> None:
         self._list()
@@ -110,6 +113,10 @@ class Twins:
                 if id(real) not in twins:
                     twins[id(real)] = hollow(real, slot.device)
                 slot.twin = twins[id(real)]
+        if stale:
+            devices = {slot.device for slot in self.slots if slot.real is not None and slot.real.dim() > 0}
+            self.device = devices.pop() if len(devices) == 1 else None
+            self.of = {id(slot.twin): slot for slot in self.slots if slot.twin is not None}
 
     def enter(self) -> None:
         """Put the stand-ins into the model."""
@@ -120,12 +127,6 @@ class Twins:
         """Put the real tensors back."""
         for slot in self.slots:
             slot.tensors[slot.key] = slot.real
-
-    @property
-    def device(self) -> torch.device | None:
-        """The device of the model, if it has one."""
-        devices = {slot.device for slot in self.slots if slot.real is not None and slot.real.dim() > 0}
-        return devices.pop() if len(devices) == 1 else None
 
     def rebound(self) -> dict[int, Slot]:
         """Slots that hold something else than their stand-in since `enter`, by the id of what they hold."""

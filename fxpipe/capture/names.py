@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import builtins
 import keyword
 import re
 from collections.abc import Iterable
 
-# Names that generated code needs for itself.
+# Names that generated code needs for itself. Of the builtins only those: `input` is what many call their argument.
 OURS = ("F", "Tensor", "draw", "math", "nn", "operator", "self", "torch")
-BUILTINS = (name for name in dir(builtins) if name.islower())
-RESERVED = frozenset((*OURS, *keyword.kwlist, *keyword.softkwlist, *BUILTINS))
+BUILTINS = ("bool", "complex", "dict", "float", "int", "len", "list", "max", "min", "range", "slice", "super", "tuple")
+RESERVED = frozenset((*OURS, *BUILTINS, *keyword.kwlist, *keyword.softkwlist))
 
 
 class Names:

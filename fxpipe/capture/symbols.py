@@ -34,6 +34,11 @@ def symbol(size: Any) -> sympy.Symbol | None:
     return None
 
 
+def first_symbols(size: torch.SymInt) -> set[sympy.Symbol]:
+    """The symbols of a size before it turned out to be equal to another: guards speak of these."""
+    return set(size.node._expr.free_symbols)
+
+
 def text(value: Any, names: Mapping[sympy.Symbol, str]) -> Dim:
     """A size as the graph says it: an int, or an expression over size names."""
     if not isinstance(value, torch.SymInt):
