@@ -1,0 +1,174 @@
+"""The arguments of a call: what they are called, how large the batch is, and their hollow copies.
+
+Every tensor with a dimension is cut along its first one, unless `batch_dim` says otherwise: another dimension for all,
+or a mapping from what an argument is called (`"mask"`, `"batch['ids']"`) to its dimension, or to None for what every
+micro-batch gets whole.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.errors import InputError
+
+from .hollow import hollow
+from .nest import change
+
+BatchDim = int | Mapping[str, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A tensor among the arguments: how the user spells it, the tensor, its stand-in, and its batch dimension."""
+
+    path: str
+    real: Tensor
+    twin: Tensor
+    batch_dim: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call with hollow arguments. `leaves` are by the id of the stand-in, in the order of the arguments."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: dict[int, Leaf]
+    batch: int | None
+    rows: int | None
+    names: tuple[str, ...]
+
+
+class Arguments:
+    """Makes a `Call` of each call's arguments. Stand-ins are kept, so that a call that looks like an earlier one costs
+    little and shows the same tensors to the guards."""
+
+    def __init__(self, model: nn.Module, batch_dim: BatchDim, sizes: Callable[[int], Sequence[int]]) -> None:
+        self.signature = inspect.signature(model.forward)
+        self.batch_dim = batch_dim
+        self.sizes = sizes
+        self.twins: dict[Any, Tensor] = {}
+        self.named: dict[Any, tuple[str, ...]] = {}
+
+    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device | None) -> Call:
+        """The call with every tensor hollow, on `device`, and the batch as large as the first micro-batch."""
+        names = self.names(args, kwargs)
+        reals: list[tuple[str, Tensor, int | None]] = []
+
+        def note(path: str, tensor: Tensor) -> Tensor:
+            reals.append((path, tensor, self.dim(path, tensor)))
+            return tensor
+
+        for name, value in zip(names, (*args, *kwargs.values()), strict=True):
+            change(value, note, name)
+        if not isinstance(self.batch_dim, int):
+            check_names(self.batch_dim, [path for path, _, _ in reals], self.signature)
+        batch = common_size(reals)
+        # A dimension of size one is not symbolic for Dynamo.
+        rows = None if batch is None else max(2, max(self.sizes(batch)))
+        leaves: dict[int, Leaf] = {}
+        by_real: dict[int, Tensor] = {}
+        for position, (path, real, dim) in enumerate(reals):
+            if id(real) not in by_real:
+                by_real[id(real)] = twin = self.twin(position, real, dim, rows, device)
+                leaves[id(twin)] = Leaf(path, real, twin, dim)
+
+        def swap(path: str, tensor: Tensor) -> Tensor:
+            return by_real[id(tensor)]
+
+        return Call(
+            tuple(change(value, swap) for value in args),
+            {key: change(value, swap) for key, value in kwargs.items()},
+            leaves,
+            batch,
+            rows,
+            names,
+        )
+
+    def twin(
+        self, position: int, real: Tensor, dim: int | None, rows: int | None, device: torch.device | None
+    ) -> Tensor:
+        """The stand-in of an argument, with its batch dimension marked as one that varies."""
+        key = (position, real.shape, real.stride(), real.dtype, real.device, real.requires_grad, dim, rows, type(real))
+        made = self.twins.get(key)
+        if made is None:
+            made = hollow(real, device, None if dim is None or rows is None else (dim, rows))
+            if dim is not None:
+                torch._dynamo.maybe_mark_dynamic(made, dim)
+            if len(self.twins) > 1000:
+                self.twins.clear()  # a program whose shapes never repeat
+            self.twins[key] = made
+        return made
+
+    def dim(self, path: str, tensor: Tensor) -> int | None:
+        """The dimension along which an argument is cut."""
+        default = self.batch_dim if isinstance(self.batch_dim, int) else 0
+        dim = default if tensor.dim() else None
+        if not isinstance(self.batch_dim, int):
+            dim = self.batch_dim.get(path, dim)
+        if dim is None:
+            return None
+        if not -tensor.dim() <= dim < tensor.dim():
+            raise InputError(
+                f"{path} has {tensor.dim()} dimensions, so it cannot be cut along dimension {dim}; "
+                f"write batch_dim={{{path!r}: None}} to give it whole to every micro-batch"
+            )
+        return dim % tensor.dim()
+
+    def names(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+        """What each argument is called in the signature of forward."""
+        key = (len(args), *kwargs)
+        if key not in self.named:
+            bound = self.signature.bind(*args, **kwargs)  # TypeError as the model would raise it
+            found: list[str] = []
+            for parameter in self.signature.parameters.values():
+                if parameter.kind is parameter.VAR_POSITIONAL:
+                    extra = bound.arguments.get(parameter.name, ())
+                    found += [f"{parameter.name}[{i}]" for i in range(len(extra))]
+                elif len(found) < len(args):
+                    found.append(parameter.name)
+            self.named[key] = (*found[: len(args)], *kwargs)
+        return self.named[key]
+
+
+def check_names(batch_dim: Mapping[str, int | None], paths: Sequence[str], signature: inspect.Signature) -> None:
+    """Raise InputError for a name that no input can have. One that this call leaves out is fine."""
+    parameters = signature.parameters.values()
+    optional = {p.name for p in parameters}
+    for name in batch_dim:
+        if name not in paths and re.split(r"[.\[]", name)[0] not in optional:
+            if any(p.kind is p.VAR_KEYWORD for p in parameters):
+                continue
+            raise InputError(f"batch_dim names {name!r}, which is no input; the inputs are {', '.join(paths)}")
+
+
+def common_size(tensors: Sequence[tuple[str, Tensor, int | None]]) -> int | None:
+    """The size that all tensors have in their batch dimension; None if nothing is cut."""
+    sizes = {path: tensor.shape[dim] for path, tensor, dim in tensors if dim is not None}
+    if not sizes:
+        return None
+    batch = next(iter(sizes.values()))
+    if batch > 0 and all(size == batch for size in sizes.values()):
+        return batch
+    if all(size == 0 for size in sizes.values()):
+        raise InputError("the batch is empty: " + ", ".join(f"{path} has size 0" for path in sizes))
+    listing = "\n".join(
+        f"    {path}: {size} in dimension {dim} of {tuple(tensor.shape)}"
+        for path, tensor, dim in tensors
+        if dim is not None
+        for size in (tensor.shape[dim],)
+    )
+    counts = list(sizes.values())
+    common = max(set(counts), key=lambda size: (counts.count(size), -counts.index(size)))
+    odd = {path: None for path, size in sizes.items() if size != common}
+    raise InputError(
+        f"the inputs have no common batch size:\n{listing}\n"
+        f"write batch_dim={odd} to give an input whole to every micro-batch, or its dimension in place of None"
+    )

@@ -1,0 +1,274 @@
+"""Whether a batch can be cut: follows the batch through the graph and refuses what mixes its samples.
+
+In every value the batch `b` must be one dimension, or the slowest part of one (`b*t` after a flatten), or absent:
+
+    x            f32[b, 8]      batched
+    x.mean(1)    f32[b]         batched
+    x.t()        f32[8, b]      batched, along dimension 1
+    x.mean(0)    f32[8]         pooled: fine as an output that is reduced, refused where it meets batched values again
+    x @ x.t()    f32[b, b]      refused
+    x.flip(0)    f32[b, 8]      refused: the batch is there, but no sample stays in its place
+
+Ops that are not known here pass if their result has the batch once. Statistics that go into a buffer, batch norm's or
+the model's own, are those of each micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from fxpipe.errors import CaptureError
+from fxpipe.ir.graph import Graph, Op, Output, refs, target_name
+from fxpipe.ir.types import Dim, ScalarType, TensorType, ValueType, dim_names, dim_size, tensors
+
+from .explain import at
+from .symbols import BATCH
+
+Reduce = Mapping[str, str] | str | None
+Sizes = Callable[[Mapping[str, int]], int]
+
+# Ops that compute over the places of a dimension: where in their arguments that dimension is, and its name.
+ALONG = {
+    "softmax": (1, "dim"), "log_softmax": (1, "dim"), "softmin": (1, "dim"), "gumbel_softmax": (3, "dim"),
+    "cumsum": (1, "dim"), "cumprod": (1, "dim"), "cummax": (1, "dim"), "cummin": (1, "dim"), "logcumsumexp": (1, "dim"),
+    "sort": (1, "dim"), "argsort": (1, "dim"), "topk": (2, "dim"), "flip": (1, "dims"), "roll": (2, "dims"),
+    "normalize": (2, "dim"), "diff": (2, "dim"), "glu": (1, "dim"), "renorm": (2, "dim"), "rot90": (2, "dims"),
+}  # fmt: skip
+REARRANGE = {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "contiguous", "view_as", "reshape_as"}
+SPLIT = {"chunk", "split", "tensor_split", "narrow", "select", "unbind", "split_with_sizes"}
+ARITHMETIC = {"add", "sub", "mul", "truediv", "div", "pow", "floordiv", "true_divide", "add_", "sub_", "mul_", "div_",
+              "iadd", "isub", "imul", "itruediv", "rsub", "rtruediv", "floor_divide"}  # fmt: skip
+INDEX = {
+    "getitem",
+    "index_select",
+    "gather",
+    "take_along_dim",
+    "setitem",
+    "scatter",
+    "scatter_",
+    "index_put",
+    "embedding",
+}
+COUNT = {"arange", "linspace"}
+SHUFFLE = {"randperm"}
+
+
+@dataclass
+class Flow:
+    """What is known of each value: whether it depends on the batch's samples, where they were pooled or counted, and
+    how many of a kind stand before the batch in its dimension (1: the batch is the slowest part). `sizes` are numbers
+    that depend on how large the batch is."""
+
+    types: Mapping[str, ValueType]
+    depends: set[str] = field(default_factory=set)
+    pooled: dict[str, Op] = field(default_factory=dict)
+    counted: dict[str, Op] = field(default_factory=dict)
+    outer: dict[str, int] = field(default_factory=dict)
+    sizes: set[str] = field(default_factory=lambda: {BATCH})
+
+
+def check_mixing(graph: Graph) -> Flow:
+    """Raise CaptureError with the user's line where samples of the batch are mixed."""
+    flow = Flow(graph.types)
+    flow.depends |= {item.name for item in graph.inputs if item.batch_dim is not None}
+    states = {state.name for state in graph.states}
+    for op in graph.ops:
+        if not flow.depends:
+            break
+        _follow(op, flow)
+        if op.writes and not set(op.writes) - states:
+            for known in (flow.depends, flow.pooled, flow.counted):
+                known.discard(op.name) if isinstance(known, set) else known.pop(op.name, None)
+    return flow
+
+
+def _follow(op: Op, flow: Flow) -> None:
+    """Check one op and note what its result is."""
+    reads = [name for name in op.reads if name in flow.depends]
+    dims = batch_dims(op.type)
+    if isinstance(op.type, ScalarType) and flow.sizes & set(op.reads):
+        flow.sizes.add(op.name)
+    if not reads:
+        if dims and target_name(op.target) in COUNT | SHUFFLE:
+            flow.counted[op.name] = op
+        _count(op, flow)
+        return
+    flow.depends.add(op.name)
+    _count(op, flow)
+    _check_shape(op, flow)
+    _check_dimension(op, flow)
+    if dims:
+        _check_meeting(op, flow)
+        flow.outer[op.name] = _outer(op, flow)
+    elif any(True for _ in tensors(op.type)) or isinstance(op.type, ScalarType):
+        flow.pooled[op.name] = next((flow.pooled[name] for name in reads if name in flow.pooled), op)
+
+
+def _count(op: Op, flow: Flow) -> None:
+    """Row numbers stay row numbers, until they are used to look something up."""
+    first = next((ref.name for ref in refs(op.args[:1])), None)
+    used = op.reads if target_name(op.target) not in INDEX else [first]
+    found = next((flow.counted[name] for name in used if name in flow.counted), None)
+    if found is not None and batch_dims(op.type):
+        flow.counted.setdefault(op.name, found)
+
+
+def _check_shape(op: Op, flow: Flow) -> None:
+    for kind in tensors(op.type):
+        if len(batch_dims(kind)) > 1:
+            raise refuse(op, f"makes {kind}, in which every sample meets every other")
+        for dim in batch_dims(kind):
+            if multiple(kind.shape[dim]) is None:
+                raise refuse(op, f"takes a part of the batch: {kind}")
+
+
+def _check_dimension(op: Op, flow: Flow) -> None:
+    """Ops over a dimension: it must not be the batch's."""
+    name = target_name(op.target).rstrip("_")
+    first = next((ref.name for ref in refs(op.args[:1])), None)
+    kind = flow.types.get(first or "")
+    if not isinstance(kind, TensorType) or not batch_dims(kind):
+        return
+    batch = batch_dims(kind)[0]
+    if name in ALONG:
+        position, key = ALONG[name]
+        given = op.args[position] if len(op.args) > position else op.kwargs.get(key, "unknown")
+        if given == "unknown":
+            given = {"normalize": 1, "flip": (), "roll": None, "cumsum": 0}.get(name, -1)
+        along = range(len(kind.shape)) if given is None and name == "roll" else _ints(given)
+        if batch in [dim % len(kind.shape) for dim in along]:
+            raise refuse(op, f"{name} runs along the batch, dimension {batch} of {kind}")
+    elif name in SPLIT or name == "getitem":
+        _check_split(op, kind, batch, flow.outer.get(first or "", 1))
+    elif name == "squeeze" and len(op.args) == 1 and not op.kwargs and len(kind.shape) > 1:
+        raise refuse(op, "squeeze without a dimension also takes away a batch of one; name the dimension")
+
+
+def _check_split(op: Op, kind: TensorType, batch: int, outer: int) -> None:
+    """Pieces of a dimension that is more than the batch: they must be whole batches."""
+    pieces = list(tensors(op.type))
+    many = multiple(kind.shape[batch]) or 1
+    for piece in pieces:
+        dims = batch_dims(piece)
+        if dims and multiple(piece.shape[dims[0]]) != many and outer != many:
+            raise refuse(op, f"cuts {kind} along the batch")
+
+
+def _check_meeting(op: Op, flow: Flow) -> None:
+    """What was pooled over the batch must not meet single samples again."""
+    met = next((flow.pooled[name] for name in op.reads if name in flow.pooled), None)
+    if met is not None:
+        raise refuse(met, f"pools the batch into {met.type}, which {op.origin or op.name} uses for single samples")
+    if target_name(op.target) in ARITHMETIC:
+        for name in op.reads:
+            if isinstance(flow.types[name], ScalarType) and name in flow.sizes:
+                raise refuse(op, "computes with the batch size, which is another one in a micro-batch")
+
+
+def _outer(op: Op, flow: Flow) -> int:
+    """How many of a kind stand before the batch in its dimension of the result."""
+    kinds = [kind for kind in tensors(op.type) if batch_dims(kind)]
+    kind = kinds[0]
+    dim = batch_dims(kind)[0]
+    many = multiple(kind.shape[dim]) or 1
+    if many == 1:
+        return 1
+    name = target_name(op.target)
+    sources = [
+        (source, flow.types[source])
+        for source in op.reads
+        if source in flow.depends and isinstance(flow.types[source], TensorType) and batch_dims(flow.types[source])
+    ]
+    if name in ("cat", "concat", "hstack", "vstack", "stack"):
+        return many if len(sources) > 1 else flow.outer.get(sources[0][0], 1)
+    if name in ("repeat", "tile"):
+        return many
+    source, type = sources[0]
+    assert isinstance(type, TensorType)
+    if name in REARRANGE:
+        where = batch_dims(type)[0]
+        before = flow.outer.get(source, 1) * prod(number(size) for size in type.shape[:where])
+        after = prod(number(size) for size in kind.shape[:dim])
+        return max(1, before // after)
+    return max(flow.outer.get(source, 1) for source, _ in sources)
+
+
+def find_outputs(graph: Graph, values: Sequence[str], exact: Mapping[str, Sizes], reduce: Reduce) -> tuple[Output, ...]:
+    """How each returned value is put together again from those of the micro-batches."""
+    flow = check_mixing(graph)
+    by_name = {op.name: op for op in graph.ops}
+    return tuple(_output(value, by_name.get(value), graph, flow, exact, reduce) for value in values)
+
+
+def _output(value: str, op: Op | None, graph: Graph, flow: Flow, exact: Mapping[str, Sizes], reduce: Reduce) -> Output:
+    if value in exact:
+        return Output(value, None, _reduce_size(value, op, graph, exact[value]))
+    kind = flow.types[value]
+    dims = batch_dims(kind)
+    if dims and isinstance(kind, TensorType):
+        if value in flow.counted:
+            raise refuse(flow.counted[value], f"numbers the samples of the batch, and is returned as {value}")
+        if flow.outer.get(value, 1) > 1 or multiple(kind.shape[dims[0]]) is None:
+            raise refuse(op, f"the output {value}, {kind}, has other things before the batch in one dimension")
+        return Output(value, dims[0])
+    if value not in flow.depends:
+        return Output(value, None, "same")
+    how = reduce if isinstance(reduce, str) else (reduce or {}).get(value)
+    if how not in ("mean", "sum"):
+        pooled = flow.pooled.get(value, op)
+        raise refuse(
+            pooled,
+            f"the output {value}, {kind}, is one value over the batch, and each micro-batch has its own",
+            f"say how they are put together: reduce={{{value!r}: 'mean'}} or 'sum'",
+        )
+    return Output(value, None, how)
+
+
+def _reduce_size(value: str, op: Op | None, graph: Graph, compute: Sizes) -> str:
+    """A number made of sizes: the same in all micro-batches, or as many times larger as the batch is."""
+    names = {size.name for size in graph.sizes} | {i.name for i in graph.inputs if isinstance(i.type, ScalarType)}
+    one, two, five = (compute({name: rows if name == BATCH else 7 for name in names}) for rows in (1, 2, 5))
+    if one == two == five:
+        return "same"
+    if (two, five) == (2 * one, 5 * one):
+        return "sum"
+    raise refuse(op, f"the output {value} is a number that depends on the batch size; return the tensor instead")
+
+
+def batch_dims(kind: ValueType) -> tuple[int, ...]:
+    """The dimensions of a type that depend on the batch size; of several tensors, those of the first that has any."""
+    for tensor in tensors(kind):
+        if dims := tuple(i for i, size in enumerate(tensor.shape) if BATCH in dim_names(size)):
+            return dims
+    return ()
+
+
+def multiple(size: Dim) -> int | None:
+    """How many times the batch size a dimension is; None if it is no such thing, as `b - 1`."""
+    one, two, five = (number(size, rows) for rows in (1, 2, 5))
+    return one if one > 0 and (two, five) == (2 * one, 5 * one) else None
+
+
+def number(size: Dim, rows: int = 1) -> int:
+    """A dimension with numbers for its names: primes, lest two of them look alike."""
+    names = dim_names(size)
+    primes = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)
+    values = {name: primes[sum(map(ord, name)) % len(primes)] for name in names}
+    return dim_size(size, values | {BATCH: rows})
+
+
+def _ints(given: Any) -> tuple[int, ...]:
+    if isinstance(given, int):
+        return (given,)
+    return tuple(item for item in given if isinstance(item, int)) if isinstance(given, (tuple, list)) else ()
+
+
+def refuse(op: Op | None, problem: str, advice: str = "") -> CaptureError:
+    """The error about an op: the user's line, the problem, what to write instead."""
+    place = f"{at(op.origin)}\n" if op is not None and op.origin.line else ""
+    return CaptureError(
+        f"{place}{problem}; {advice or 'the batch is cut into micro-batches, which must not depend on each other'}"
+    )

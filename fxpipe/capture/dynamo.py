@@ -1,0 +1,122 @@
+"""The Dynamo route: torch.compile reads the model's bytecode, we take the graph and run it our way.
+
+A route is a function of a model and `capture(traced) -> callable`: it gives back the function to call in place of the
+model. Whenever a call is of a new kind, it hands the graph it traced to `capture` and from then on calls what that
+returned, with the graph's flat arguments, whenever its guards find a call of that kind again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.fx.experimental._config as shape_config
+from torch import fx, nn
+from torch._dynamo.source import TensorProperty, TensorPropertySource
+from torch._subclasses import FakeTensor, FakeTensorMode
+
+from .explain import refusal
+
+SETTINGS = {
+    "allow_rnn": True,  # nn.LSTM and its kind, as one op
+    "allow_unspec_int_on_nn_module": True,  # self.counter += 1: one more capture, not one per call
+    "allow_empty_graphs": True,  # nn.Identity
+    "recompile_limit": 64,
+    "accumulated_recompile_limit": 1024,
+    "ignore_logging_functions": {logging.Logger.debug, logging.Logger.info, logging.Logger.warning},
+    "verbose": False,
+}
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What Dynamo traced of one kind of call. `names` says for each placeholder where its value comes from, as Dynamo
+    spells it, with (name, dim) for the size of a tensor; `boxed`, whether it is a Python number put into a tensor."""
+
+    module: fx.GraphModule
+    mode: FakeTensorMode
+    names: tuple[str | tuple[str, int], ...]
+    boxed: tuple[bool, ...]
+
+
+Capture = Callable[[Traced], Callable[..., Any]]
+numbers = itertools.count()
+
+
+def dynamo(model: nn.Module, capture: Capture) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+    """The function to call with hollow args and kwargs in place of the model."""
+
+    def backend(module: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+        # Not the tracing context's mode: for the time of the backend that is another one.
+        values = [node.meta["example_value"] for node in placeholders]
+        mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None) or FakeTensorMode()
+        return capture(Traced(module, mode, tuple(map(_name, placeholders)), tuple(map(_is_boxed, placeholders))))
+
+    context: Any = torch._dynamo.optimize(backend, nopython=True)
+    context.callback = _Configured(context.callback)
+    run = context(_fresh())
+
+    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return run(model, args, kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            raise refusal(error) from None
+
+    return call
+
+
+def _fresh() -> Callable[..., Any]:
+    """A function of its own for each pipe: Dynamo's cache, its limit and what it learns about sizes go by the code."""
+
+    def call_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return model(*args, **kwargs)
+
+    name = f"call_model_{next(numbers)}"
+    return FunctionType(call_model.__code__.replace(co_name=name), globals(), name)
+
+
+class _Configured:
+    """Dynamo's compiler, under our settings. Calls that were captured before do not pass here."""
+
+    def __init__(self, compile: Callable[..., Any]) -> None:
+        self._torchdynamo_orig_backend = compile  # the name by which Dynamo finds the inner one
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as settings:
+            known = {key: value for key, value in SETTINGS.items() if hasattr(torch._dynamo.config, key)}
+            settings.enter_context(torch._dynamo.config.patch(known))
+            # Else a dimension that happens to equal the batch is taken for it.
+            settings.enter_context(shape_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
+            settings.enter_context(_quiet("torch._subclasses.fake_tensor"))  # our error says it better
+            return self._torchdynamo_orig_backend(*args, **kwargs)
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _name(placeholder: fx.Node) -> str | tuple[str, int]:
+    argument = placeholder.meta.get("grapharg")
+    source = getattr(argument, "source", None)
+    if isinstance(source, TensorPropertySource) and source.prop is TensorProperty.SIZE and source.idx is not None:
+        return source.base.name, source.idx
+    return "" if source is None else str(source.name)
+
+
+def _is_boxed(placeholder: fx.Node) -> bool:
+    argument, value = placeholder.meta.get("grapharg"), placeholder.meta["example_value"]
+    return isinstance(value, FakeTensor) and getattr(argument, "is_tensor", True) is False

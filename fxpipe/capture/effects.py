@@ -1,0 +1,171 @@
+"""Runs a traced graph once more on its fake tensors, to see what Dynamo does not say: what each op writes, and whether
+it draws random numbers.
+
+Names like `add_` tell little: `F.relu(x, inplace=True)`, `x[i] = v`, `torch.add(a, b, out=x)` and `batch_norm` in
+training write too. What counts is what reaches the dispatcher below them: there each primitive op declares what it
+writes and whether it is random, and fake tensors know which of them share memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxpipe.ir.graph import Region
+
+from .dynamo import Traced
+
+# These write their running statistics without declaring it: the places of mean and variance, and of `training`.
+SILENT_WRITES = {
+    "aten::native_batch_norm": ((3, 4), 5),
+    "aten::cudnn_batch_norm": ((3, 4), 5),
+    "aten::miopen_batch_norm": ((3, 4), 5),
+}
+ENTER_GRAD = {torch._C._set_grad_enabled}
+REGION_NAMES = {"_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode"}
+ASSERTIONS = {"_assert_scalar", "_assert_async", "sym_constrain_range", "sym_constrain_range_for_size", "_check"}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One op of the traced graph, as it ran: its value and the type-bearing facts at that time."""
+
+    node: fx.Node
+    value: Any
+    written: frozenset[int]
+    random: bool
+    regions: tuple[Region, ...]
+
+
+class Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the memory that primitive ops write, and whether one is random."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.written: set[int] = set()
+        self.random = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        schema = func._schema
+        for position, argument in enumerate(schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = (
+                    kwargs.get(argument.name) if argument.name in kwargs or position >= len(args) else args[position]
+                )
+                self.written |= set(memory(given))
+        if schema.name in SILENT_WRITES:
+            stats, training = SILENT_WRITES[schema.name]
+            if args[training]:
+                self.written |= {address for position in stats for address in memory(args[position])}
+        if torch.Tag.nondeterministic_seeded in func.tags and not _idle(schema, args, kwargs):
+            self.random = True
+        return func(*args, **kwargs)
+
+
+def _idle(schema: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a random op draws nothing, its probability being zero."""
+    given = {a.name: args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(schema.arguments)}
+    return any(name in ("dropout_p", "dropout") and not given[name] for name in given) or given.get("train") is False
+
+
+def memory(value: Any) -> Iterator[int]:
+    """The storages behind a value."""
+    if isinstance(value, Tensor):
+        yield value.untyped_storage()._cdata
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from memory(item)
+
+
+def steps(traced: Traced) -> tuple[dict[fx.Node, Any], list[Step]]:
+    """The values of all nodes, and a step for each op; contexts that ops enter and exit are on the ops inside."""
+    env: dict[fx.Node, Any] = {}
+    found: list[Step] = []
+    regions: list[tuple[fx.Node | None, Region]] = []
+    grad = torch.is_grad_enabled()
+    with ExitStack() as contexts:
+        contexts.enter_context(torch.inference_mode(False))
+        contexts.enter_context(torch.set_grad_enabled(grad and not torch.is_inference_mode_enabled()))
+        contexts.enter_context(traced.mode)
+        contexts.enter_context(enable_python_dispatcher())  # as Dynamo does: an LSTM in C++ counts to the batch size
+        effects = contexts.enter_context(Effects())
+        ambient = torch.is_grad_enabled()
+        for node in traced.module.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = node.meta["example_value"]
+            elif node.op == "get_attr":
+                env[node] = _attribute(traced.module, node.target)
+            elif node.op == "output":
+                env[node] = fx.map_arg(node.args[0], env.__getitem__)
+            elif _name(node) in REGION_NAMES or node.target in ENTER_GRAD:
+                _region(node, env, regions, ambient)
+            elif _name(node) not in ASSERTIONS and not _is_dead_number(node):
+                effects.written, effects.random = set(), False
+                env[node] = _run(node, env, traced)
+                inside = tuple(region for _, region in regions)
+                found.append(Step(node, env[node], frozenset(effects.written), effects.random, inside))
+    return env, found
+
+
+def _is_dead_number(node: fx.Node) -> bool:
+    """Whether the op computes a Python number or truth that nothing needs: what is left of a check in the model."""
+    numbers = (bool, int, float, torch.SymBool, torch.SymInt, torch.SymFloat)
+    return all(map(_is_dead_number, node.users)) and isinstance(node.meta.get("example_value"), numbers)
+
+
+def _run(node: fx.Node, env: dict[fx.Node, Any], traced: Traced) -> Any:
+    args = fx.map_arg(node.args, env.__getitem__)
+    kwargs = fx.map_arg(node.kwargs, env.__getitem__)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return node.meta["example_value"]
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+def _region(node: fx.Node, env: dict[fx.Node, Any], open: list[tuple[fx.Node | None, Region]], ambient: bool) -> None:
+    """Note a context that opens or closes here, and do to torch what the node does."""
+    name = _name(node)
+    if node.target in ENTER_GRAD:
+        enabled = bool(node.args[0])
+        open[:] = [(key, region) for key, region in open if key is not None or region.kind != "grad"]
+        if enabled != ambient:
+            open.append((None, Region("grad", (enabled,))))
+        torch._C._set_grad_enabled(enabled)
+    elif name == "_enter_autocast":
+        device, dtype, on, cache = (*node.args, None, None, None)[:4]
+        open.append((node, Region("autocast", (device, dtype, True if on is None else on, cache))))
+        env[node] = node.target(*node.args)  # type: ignore[operator]
+    elif name == "_exit_autocast":
+        open[:] = [(key, region) for key, region in open if key is not node.args[0]]
+        node.target(env[node.args[0]])  # type: ignore[operator, index]
+    elif name == "_enter_inference_mode":
+        env[node] = torch.is_grad_enabled()
+        enabled = not node.args[0] and torch.is_grad_enabled()
+        open.append((node, Region("grad", (enabled,))))
+        torch._C._set_grad_enabled(enabled)
+    else:
+        open[:] = [(key, region) for key, region in open if key is not node.args[0]]
+        torch._C._set_grad_enabled(env[node.args[0]])  # type: ignore[index]
+
+
+def _name(node: fx.Node) -> str:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target._opname)
+    return target if isinstance(target, str) else getattr(target, "__name__", "")
+
+
+def _attribute(module: Any, path: Any) -> Any:
+    for name in str(path).split("."):
+        module = getattr(module, name)
+    return module

@@ -1,0 +1,110 @@
+"""Says why a model cannot be captured: the user's line, the reason in one sentence, what to write instead."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import traceback
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fxpipe.errors import CaptureError
+from fxpipe.ir.graph import Origin
+
+TORCH = str(Path(torch.__file__).parent)
+OURS = str(Path(__file__).parent)
+STANDARD = str(Path(linecache.__file__).parent)  # the library of Python, which holds site-packages too
+
+# What Dynamo's message says, what is wrong, what to write instead.
+ADVICE = (
+    (
+        r"[Dd]ata-dependent (branch|jump)|Data-dependent branching",
+        "which way it goes depends on the values of a tensor",
+        "write torch.where(condition, a, b) in place of `if`",
+    ),
+    (
+        r"\.item\(\)|Tensor\.item|to scalar|data-dependent expression|tolist",
+        "it turns a tensor's value into a Python number",
+        "keep it a tensor: the operations take 0-dim tensors too",
+    ),
+    (
+        r"[Dd]ynamic shape operator|[Dd]ynamic output shape|nonzero|masked_select",
+        "the shape of its result depends on the values of a tensor",
+        "write x * mask or torch.where(mask, x, 0) in place of x[mask]",
+    ),
+    (
+        r"`print`|builtin print|[Ll]ogger|logging",
+        "it prints or logs",
+        "take that out of forward, or put it under `if not torch.compiler.is_compiling():`",
+    ),
+    (
+        r"recompile.limit",
+        "the model was captured again and again for calls of different kinds",
+        "pass what changes from call to call as a tensor, or make fewer kinds of calls",
+    ),
+)
+OWN_ERRORS = r"(?:got|raised exception) (\w+)\((['\"])(.*?)\2,?\)"  # what the model itself raised
+
+
+def refusal(error: BaseException) -> CaptureError:
+    """The CaptureError for what Dynamo raised."""
+    chain = [error] + ([error.__cause__] if error.__cause__ is not None else [])
+    text = next((str(e) for e in chain if "ecompile limit exceeded" in str(e)), str(error))
+    stack = next((s for e in chain if (s := getattr(e, "real_stack", None))), None)
+    where = innermost(list(stack or ())) or _in_text(str(error))
+    place = f"{at(where)}\n" if where else ""
+    return CaptureError(f"{place}cannot be captured: {_reason(text)}")
+
+
+def _reason(text: str) -> str:
+    """One sentence, and what to write instead where that is known."""
+    if raised := re.search(OWN_ERRORS, text, re.DOTALL):
+        return f"it raises {raised[1]}: {raised[3]}"
+    said = "\n".join(line for line in text.split("\n") if not line.lstrip().startswith(("Hint:", "from user code")))
+    for pattern, reason, advice in ADVICE:
+        if re.search(pattern, said):
+            return f"{reason}; {advice}"
+    first = text.strip().split("\n", 1)[0]
+    explanation = re.search(r"Explanation: (.*)", text)
+    return f"{first}: {explanation[1].strip()}" if explanation else first
+
+
+def _in_text(text: str) -> Origin | None:
+    return innermost(
+        [
+            traceback.FrameSummary(file, int(line), name, lookup_line=False)
+            for file, line, name in re.findall(r'File "([^"]+)", line (\d+), in (\S+)', text)
+        ]
+    )
+
+
+def innermost(frames: Sequence[traceback.FrameSummary], module: str = "") -> Origin | None:
+    """The user's own innermost line among `frames`: not torch's, unless there is nothing but torch's, nor ours."""
+    others = [frame for frame in frames if not frame.filename.startswith(OURS)]
+    mine = [frame for frame in others if _is_users(frame.filename)] or others
+    if not mine:
+        return None
+    frame = mine[-1]
+    line = frame.lineno or 0
+    code = linecache.getline(frame.filename, line).strip() or (frame.line or "").strip()
+    return Origin(frame.filename, line, code, module)
+
+
+def _is_users(file: str) -> bool:
+    if file.startswith(STANDARD) and "site-packages" not in file and "dist-packages" not in file:
+        return False
+    return not file.startswith((TORCH, "<"))
+
+
+def parse_stack(text: str | None) -> list[traceback.FrameSummary]:
+    """The frames in a node's stack trace."""
+    found: Iterable[Any] = re.finditer(r'File "([^"]+)", line (\d+), in ([^\n]*)(?:\n\s+([^\n]*))?', text or "")
+    return [traceback.FrameSummary(m[1], int(m[2]), m[3], lookup_line=False, line=m[4] or "") for m in found]
+
+
+def at(origin: Origin) -> str:
+    """The line an error is about."""
+    return f"{origin.file}:{origin.line}\n    {origin.code}"

@@ -1,0 +1,218 @@
+"""Completes a graph with what the dry pass shows: where its tensors stand in the result, what else forward changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import Tensor
+
+from fxpipe.errors import CaptureError
+from fxpipe.ir.graph import Graph, Op, Origin, Ref, Region, State, check, refs
+from fxpipe.ir.types import TensorType
+
+from .arguments import Call
+from .batch import Reduce, check_mixing, find_outputs
+from .convert import Draft
+from .explain import at
+from .hollow import Slot
+from .names import Names
+from .nest import template
+from .symbols import type_of
+
+# How the route gets one of its outputs: from the outputs of the graph, the call, and the route's flat arguments.
+Give = Callable[[tuple[Any, ...], Call, tuple[Any, ...]], Any]
+
+
+class Marker(int):
+    """A number among the hollow outputs, known by its identity."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A graph that is complete, what the route is given back, and the place of each constant in its flat arguments."""
+
+    graph: Graph
+    gives: tuple[Give, ...]
+    constants: Mapping[str, int]
+
+    def renewed(self, flat: tuple[Any, ...]) -> Finished:
+        """With the constants of this call: a plain tensor attribute may have been set to another tensor."""
+        old = {state.name: state.value for state in self.graph.states if state.name in self.constants}
+        if all(flat[place] is old[name] for name, place in self.constants.items()):
+            return self
+        states = tuple(
+            replace(state, value=flat[self.constants[state.name]]) if state.name in self.constants else state
+            for state in self.graph.states
+        )
+        return replace(self, graph=replace(self.graph, states=states))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a dry pass showed: the returned object, the buffers that hold something new (by the id of that), what
+    attributes were set to; and all slots."""
+
+    result: Any
+    rebound: Mapping[int, Slot]
+    touched: tuple[Any, ...]
+    slots: list[Slot]
+
+
+def stand_ins(draft: Draft) -> tuple[Any, ...]:
+    """Hollow values for the traced outputs; what the model or the user holds stands for itself."""
+    made: dict[str, Any] = {}
+    for name, fake in zip(draft.outputs, draft.fakes, strict=True):
+        if name not in made:
+            made[name] = draft.held[name] if isinstance(draft.held.get(name), Tensor) else _stand_in(fake)
+    return tuple(made[name] for name in draft.outputs)
+
+
+def _stand_in(fake: Any) -> Any:
+    if isinstance(fake, Tensor):
+        sizes, strides = ([_hint(n) for n in numbers] for numbers in (fake.shape, fake.stride()))
+        made = torch.empty_strided(sizes, strides, dtype=fake.dtype, device=fake.device)
+        if made.dim() and made.device.type != "meta":
+            made.untyped_storage().resize_(0)
+        return made
+    return Marker() if isinstance(fake, (int, float, torch.SymInt, torch.SymFloat)) else fake
+
+
+def _hint(size: Any) -> int:
+    if isinstance(size, torch.SymInt):
+        return int(size.node.hint) if size.node.has_hint() else 1
+    return int(size)
+
+
+def feed(graph: Graph, draft: Draft, call: Call, flat: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The real values of the graph's inputs."""
+    reals = {leaf.path: leaf.real for leaf in call.leaves.values()}
+    values = (flat[draft.places[i.name]] if i.name in draft.places else reals[i.path] for i in graph.inputs)
+    return tuple(
+        value.item() if isinstance(value, Tensor) and item.name in draft.places else value
+        for item, value in zip(graph.inputs, values, strict=True)
+    )
+
+
+def finish(draft: Draft, hollows: tuple[Any, ...], call: Call, seen: Seen, reduce: Reduce) -> Finished:
+    """The complete graph, given the hollow outputs of the dry pass and what came of them."""
+    of_hollow = {id(made): name for made, name in zip(hollows, draft.outputs, strict=True)}
+    of_hollow |= {
+        id(leaf.twin): i.name for leaf in call.leaves.values() for i in draft.graph.inputs if i.path == leaf.path
+    }
+    graph = _with_returned_states(draft.graph, seen, of_hollow)
+
+    def ref(leaf: Any) -> Ref | None:
+        known = isinstance(leaf, (Tensor, Marker)) and id(leaf) in of_hollow
+        return Ref(of_hollow[id(leaf)]) if known else None
+
+    graph = replace(graph, result=template(seen.result, ref), call=template((call.args, call.kwargs), ref))
+    kept: Any = [template(value, ref) for value in seen.touched]
+    lasting = {state.name for state in graph.states} | {item.name for item in graph.inputs}
+    kept_values = [found.name for found in refs(kept) if found.name not in lasting]
+    values = list(dict.fromkeys([found.name for found in refs(graph.result)] + kept_values))
+    graph = _with_rebound_buffers(graph, draft, hollows, seen)
+    sizes = {
+        name: fake for name, fake in zip(draft.outputs, draft.fakes, strict=True) if isinstance(fake, torch.SymInt)
+    }
+    exact = {name: size_function(fake, graph, draft) for name, fake in sizes.items()}
+    check_mixing(graph)
+    graph = replace(graph, outputs=find_outputs(graph, values, exact, reduce))
+    check(graph)
+    places = {output.value: position for position, output in enumerate(graph.outputs)}
+    gives = tuple(
+        _give(made, name, graph, draft, seen, places, exact) for made, name in zip(hollows, draft.outputs, strict=True)
+    )
+    constants = {s.name: draft.places[s.name] for s in graph.states if s.kind == "constant" and s.name in draft.places}
+    return Finished(graph, gives, constants)
+
+
+def _with_returned_states(graph: Graph, seen: Seen, of_hollow: dict[int, str]) -> Graph:
+    """The graph with states for what the model returns without having used it; names for all its stand-ins."""
+    names = Names(graph.types)
+    named = {path: state.name for state in graph.states for path in (state.path, *state.aliases)}
+    found: list[Any] = []
+    template(seen.result, lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None)
+    returned = {id(leaf) for leaf in found}
+    states = list(graph.states)
+    for slot in seen.slots:
+        if slot.twin is None or id(slot.twin) in of_hollow:
+            continue
+        if slot.path not in named and id(slot.twin) in returned:
+            states.append(State(names(slot.path), slot.path, slot.kind, type_of(slot.twin, {})))
+            named[slot.path] = states[-1].name
+        if slot.path in named:
+            of_hollow[id(slot.twin)] = named[slot.path]
+    return replace(graph, states=tuple(states))
+
+
+def _with_rebound_buffers(graph: Graph, draft: Draft, hollows: tuple[Any, ...], seen: Seen) -> Graph:
+    """`self.ema = self.ema * 0.9` makes a new tensor; here it is copied into the buffer, which stays what it is."""
+    names = Names(graph.types)
+    states, ops = {state.path: state for state in graph.states}, list(graph.ops)
+    for made, value in dict(zip(map(id, hollows), draft.outputs, strict=True)).items():
+        slot = seen.rebound.get(made)
+        if slot is None or slot.twin is None or (slot.path in states and states[slot.path].name == value):
+            continue
+        made_by = next((op.origin for op in reversed(ops) if op.name == value), Origin("", 0, "", ""))
+        kind, new = type_of(slot.twin, {}), graph.types[value]
+        if not isinstance(kind, TensorType) or not isinstance(new, TensorType) or kind.shape != new.shape:
+            raise CaptureError(
+                f"{at(made_by)}\nsets the buffer {slot.path}, {kind}, to {new}; a buffer must keep its shape"
+            )
+        if slot.path not in states:
+            states[slot.path] = State(names(slot.path), slot.path, "buffer", kind)
+        name = states[slot.path].name
+        args = (Ref(name), Ref(value))
+        region = (Region("grad", (False,)),)
+        ops.append(Op(names(f"new_{name}"), "copy_", args, {}, kind, made_by, region, (name,)))
+    return replace(graph, states=tuple(states.values()), ops=tuple(ops))
+
+
+def size_function(fake: torch.SymInt, graph: Graph, draft: Draft) -> Callable[[Mapping[str, int]], int]:
+    """The number that a size expression is, given numbers for the names of the graph's sizes and inputs."""
+    expression = fake.node.expr
+
+    def compute(values: Mapping[str, int]) -> int:
+        return int(expression.xreplace({s: sympy.Integer(values[draft.symbols[s]]) for s in expression.free_symbols}))
+
+    return compute
+
+
+def _give(
+    made: Any,
+    name: str,
+    graph: Graph,
+    draft: Draft,
+    seen: Seen,
+    places: Mapping[str, int],
+    exact: Mapping[str, Callable[[Mapping[str, int]], int]],
+) -> Give:
+    """Where the route gets one of its outputs from."""
+    state = next((state for state in graph.states if state.name == name), None)
+    slot = seen.rebound.get(id(made))
+    if slot is None and state is not None:
+        slot = next((slot for slot in seen.slots if slot.path == state.path), None)
+    if slot is not None:
+        return lambda results, call, flat: slot.tensors[slot.key]
+    if name in exact:
+        return lambda results, call, flat: exact[name](numbers(graph, draft, call, flat))
+    if name in draft.places:
+        return lambda results, call, flat: flat[draft.places[name]]
+    path = next((item.path for item in graph.inputs if item.name == name), None)
+    if path is not None:
+        return lambda results, call, flat: next(leaf.real for leaf in call.leaves.values() if leaf.path == path)
+    if name not in places:
+        return lambda results, call, flat: made  # nobody keeps it
+    return lambda results, call, flat: results[places[name]]
+
+
+def numbers(graph: Graph, draft: Draft, call: Call, flat: tuple[Any, ...]) -> dict[str, int]:
+    """The sizes of the whole batch, and the inputs that are numbers."""
+    paths = {item.name: item.path for item in graph.inputs}
+    shapes = {leaf.path: leaf.real.shape for leaf in call.leaves.values()}
+    found = {size.name: shapes[paths[size.input]][size.dim] for size in graph.sizes}
+    return found | {i.name: flat[draft.places[i.name]] for i in graph.inputs if i.name in draft.places}

@@ -1,0 +1,198 @@
+"""The door of capture: a call of the model comes in, its `Graph` and the real inputs go to whoever runs it.
+
+front(args, kwargs, run)
+  1. arguments: one batch size for all; hollow copies of the tensors
+  2. the model's parameters and buffers are swapped for hollow ones, and the route's function is called
+  3. a kind of call not seen before: the route traces it. A dry pass gives back hollow outputs, which shows where
+     they stand in what the model returns; what it did to the model's attributes is undone
+  4. the model has its own tensors again, and `run(graph, real inputs)` computes the outputs
+  5. the route puts them into the object that the model returns
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from fxpipe.errors import CaptureError
+from fxpipe.ir.graph import Graph
+
+from .arguments import Arguments, BatchDim, Call
+from .batch import Reduce
+from .convert import Draft, draft
+from .dynamo import Capture, Traced, dynamo
+from .finish import Finished, Seen, feed, finish, stand_ins
+from .guards import check_sizes
+from .hollow import Changes, Slot, Snapshot, Twins
+from .inline import inline_checkpoints
+from .nest import change
+
+Run = Callable[[Graph, tuple[Any, ...]], tuple[Any, ...]]
+Route = Callable[[nn.Module, Capture], Callable[[tuple[Any, ...], dict[str, Any]], Any]]
+Sizes = Callable[[int], Sequence[int]]
+
+
+@dataclass(eq=False)
+class Kind:
+    """A kind of call: what was traced of it, and, once its dry pass is over, what is run. `touched` are the attributes
+    that forward sets, `fits` the batch sizes that are known to be right for it."""
+
+    traced: Traced
+    drafted: Draft | None = None
+    hollows: tuple[Any, ...] = ()
+    finished: Finished | None = None
+    touched: Changes = field(default_factory=dict)
+    fits: set[int | None] = field(default_factory=set)
+
+
+@dataclass
+class Now:
+    """The call under way. `snapshot` is of the model before a dry pass touched it; `swapped`: the model is hollow."""
+
+    call: Call
+    twins: Twins
+    run: Run | None
+    kind: Kind | None = None
+    snapshot: Snapshot | None = None
+    rebound: dict[int, Slot] = field(default_factory=dict)
+    swapped: bool = True
+
+    def real(self, path: str, tensor: Tensor) -> Tensor:
+        """The user's or the model's own tensor for a stand-in, any other tensor as it is."""
+        leaf = self.call.leaves.get(id(tensor))
+        if leaf is not None:
+            return leaf.real
+        slot = self.twins.of.get(id(tensor))
+        return tensor if slot is None or slot.real is None else slot.real
+
+
+class Front:
+    """Stands in front of a model: `front(args, kwargs, run)` returns what `model(*args, **kwargs)` would, with its
+    arithmetic done by `run(graph, inputs)`, which gets the real values of `graph.inputs` and returns those of
+    `graph.outputs`.
+
+    `sizes(batch)` are the sizes of the micro-batches that a batch is cut into.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch_dim: BatchDim = 0,
+        *,
+        reduce: Reduce = None,
+        sizes: Sizes = lambda batch: (batch,),
+        route: Route = dynamo,
+    ) -> None:
+        self.model = model
+        self.reduce = reduce
+        self.sizes = sizes
+        self.arguments = Arguments(model, batch_dim, sizes)
+        self.twins = Twins(model)
+        self._route = route(model, self._capture)
+        self._now: Now | None = None
+        self._lock = threading.RLock()
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Run) -> Any:
+        with self._lock:
+            now, result = self._pass(args, kwargs, run)
+            if now.snapshot is not None:
+                self._finish(now, result)
+                now, result = self._pass(args, kwargs, run)
+            kind = now.kind
+            if now.snapshot is not None or kind is None:
+                raise CaptureError(f"{type(self.model).__name__} changes itself, so that no two calls are of one kind")
+            for module, name in kind.touched:
+                if name in module.__dict__:
+                    module.__dict__[name] = change(module.__dict__[name], now.real)
+            return change(result, now.real)
+
+    def capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Graph:
+        """The graph of this kind of call. Nothing is run, nothing changes."""
+        with self._lock:
+            now, result = self._pass(args, kwargs, None)
+            return self._finish(now, result).graph
+
+    def _finish(self, now: Now, result: Any) -> Finished:
+        kind = now.kind
+        if kind is None or kind.drafted is None:
+            raise CaptureError(f"{type(self.model).__name__} was not captured: is compilation switched off?")
+        if kind.finished is None:
+            self._check(kind, now.call)
+            seen = Seen(result, now.rebound, tuple(kind.touched.values()), self.twins.slots)
+            kind.finished = finish(kind.drafted, kind.hollows, now.call, seen, self.reduce)
+        return kind.finished
+
+    def _pass(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Run | None) -> tuple[Now, Any]:
+        """One call of the route, with everything hollow up to the moment when `run` runs."""
+        self.twins.sync()
+        # Where the model is, so that the caller may keep the batch anywhere.
+        now = Now(self.arguments.call(args, kwargs, self.twins.device), self.twins, run)
+        self._now, before = now, self._now
+        self.twins.enter()
+        try:
+            result = self._route(now.call.args, now.call.kwargs)
+            if now.snapshot is not None:
+                now.rebound = self.twins.rebound()
+            return now, result
+        finally:
+            self._now = before
+            if now.swapped:
+                self.twins.leave()
+            if now.snapshot is not None and now.kind is not None:
+                now.kind.touched |= now.snapshot.restore()
+
+    def _capture(self, traced: Traced) -> Callable[..., Any]:
+        """What the route is to call for a kind of call that it has just traced."""
+        inline_checkpoints(traced.module)
+        kind = Kind(traced)
+
+        def compute(*flat: Any) -> tuple[Any, ...]:
+            now = self._now
+            assert now is not None
+            now.kind = kind
+            if kind.finished is None or now.run is None:
+                return self._dry(kind, now, flat)
+            assert kind.drafted is not None
+            self._check(kind, now.call)
+            kind.finished = finished = kind.finished.renewed(flat)
+            self.twins.leave()  # whoever runs the graph may look at the model
+            now.swapped = False
+            results = now.run(finished.graph, feed(finished.graph, kind.drafted, now.call, flat))
+            return tuple(give(results, now.call, flat) for give in finished.gives)
+
+        return compute
+
+    def _dry(self, kind: Kind, now: Now, flat: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Hollow outputs, in place of running. The route has not touched the model yet: it does so afterwards."""
+        now.snapshot = Snapshot(self.model)
+        if kind.drafted is None:
+            kind.drafted = draft(self.model, kind.traced, flat, now.call, self.twins.slots)
+            kind.hollows = stand_ins(kind.drafted)
+        return kind.hollows
+
+    def _check(self, kind: Kind, call: Call) -> None:
+        if call.batch not in kind.fits:
+            assert kind.drafted is not None
+            check_sizes(kind.traced, kind.drafted, call, self.sizes)
+            kind.fits.add(call.batch)
+
+
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    batch_dim: BatchDim = 0,
+    *,
+    reduce: Reduce = None,
+) -> Graph:
+    """The graph of `model(*args, **kwargs)`. Nothing is run, nothing changes; the model may be on the meta device.
+
+    >>> from torch import nn, ones
+    >>> print(capture(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), (ones(4, 2),)).inputs[0].type)
+    f32[b, 2]
+    """
+    return Front(model, batch_dim, reduce=reduce).capture(args, kwargs or {})

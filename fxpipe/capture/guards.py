@@ -1,0 +1,64 @@
+"""Whether what was captured holds for every micro-batch: the model may have asked how large the batch is.
+
+A graph is traced at the size of the largest micro-batch. Where forward looked at that size (`if x.shape[0] > 4`), the
+answer is a guard on the symbol of the batch; where it counted to it (`for i in range(x.shape[0])`), the symbol is gone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import PurePath
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+
+from fxpipe.errors import CaptureError
+
+from .arguments import Call
+from .convert import Draft
+from .dynamo import Traced
+from .symbols import BATCH
+
+
+def check_sizes(traced: Traced, draft: Draft, call: Call, sizes: Callable[[int], Sequence[int]]) -> None:
+    """Raise CaptureError, with the user's line, where the graph is not what the model does with a micro-batch."""
+    guards = traced.mode.shape_env.guards if traced.mode.shape_env is not None else []
+    if call.batch is None:
+        return
+    if draft.baked is not None:
+        guard = next((g for g in guards if isinstance(g.expr, sympy.Eq) and call.rows in g.expr.args), None)
+        raise CaptureError(
+            f"{_line(guard) if guard else ''}counts to the batch size, so that the graph would hold for a "
+            f"{draft.baked} of size {call.rows} only; use tensor operations over the whole batch instead"
+        )
+    for guard in guards:
+        batch = [s for s in guard.expr.free_symbols if draft.symbols.get(s) == BATCH]
+        for rows in sorted(set(sizes(call.batch))) if batch else ():
+            if _fails(guard.expr, batch, rows, traced) and (rows > 1 or _asked_by_user(guard)):
+                raise CaptureError(
+                    f"{_line(guard)}looks at the batch size, and does another thing for a micro-batch of {rows} than "
+                    f"for one of {call.rows}; make forward independent of the batch size, or choose chunks so that "
+                    f"all micro-batches are of one size"
+                )
+
+
+def _fails(expression: Any, batch: list[sympy.Symbol], rows: int, traced: Traced) -> bool:
+    """Whether the guard is wrong for a micro-batch of that size; of the other sizes it may say what it likes."""
+    said = expression.xreplace(dict.fromkeys(batch, sympy.Integer(rows)))
+    if said.free_symbols:
+        hints = traced.mode.shape_env.backed_var_to_val if traced.mode.shape_env is not None else {}
+        said = said.xreplace({s: hints[s] for s in said.free_symbols if s in hints})
+    return bool(said == sympy.false)
+
+
+def _asked_by_user(guard: Any) -> bool:
+    """Whether the model's code asked, not an op that tells 1 from other sizes to see whether it broadcasts."""
+    frame = guard.sloc.framework_loc
+    return "_dynamo" in str(getattr(frame, "filename", frame))
+
+
+def _line(guard: Any) -> str:
+    """The user's line that a guard comes from, which torch keeps as `code  # file:line in function`."""
+    found = re.match(r"(.*?)\s*# (.*):(\d+) in ", guard.sloc.maybe_user_loc or "", re.DOTALL)
+    return f"{PurePath(found[2]).name}:{found[3]}\n    {found[1].strip()}\n" if found else ""

@@ -1,0 +1,197 @@
+"""Stand-ins without memory: how a model is traced without being run.
+
+torch's fake tensors would do, if it were not for guards: Dynamo looks at the real arguments of every call to decide
+whether what it captured still holds. So during a call the model's dicts of parameters and buffers hold *hollow* tensors
+of the same size, strides, dtype and device, whose storage has been resized to nothing. Dynamo cannot tell; nothing of
+the model's arithmetic can run; and the real tensors may meanwhile be anywhere, on other devices too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.errors import CaptureError
+
+
+def hollow(real: Tensor, device: torch.device | None = None, batch: tuple[int, int] | None = None) -> Tensor:
+    """A tensor like `real` without memory, on `device`; `batch` is (dimension, size): that dimension has that size.
+
+    >>> twin = hollow(torch.ones(2, 3))
+    >>> twin.shape, twin.untyped_storage().nbytes()
+    (torch.Size([2, 3]), 0)
+    """
+    size, stride = list(real.shape), list(real.stride())
+    if batch is not None and size[batch[0]] != batch[1]:
+        dim, rows = batch
+        # Strides of slower dimensions grow with the batch, so that a transposed batch stays dense.
+        stride = [-(-s * rows // size[dim]) if s > stride[dim] > 0 else s for s in stride]
+        size[dim] = rows
+    with torch.inference_mode(False), torch.no_grad():
+        made = torch.empty_strided(size, stride, dtype=real.dtype, device=device or real.device)
+        if made.dim() == 0:
+            made.zero_()  # Dynamo remembers the item of a 0-dim tensor, so this one has memory
+        elif made.device.type != "meta":
+            made.untyped_storage().resize_(0)
+        if isinstance(real, nn.Parameter):
+            return nn.Parameter(made, requires_grad=real.requires_grad)
+        return made.requires_grad_(real.requires_grad)
+
+
+Changes = dict[tuple[nn.Module, str], Any]  # (module, attribute) to what was set
+
+
+@dataclass
+class Slot:
+    """A parameter or buffer of the model: where it hangs, the real tensor there, and its stand-in."""
+
+    tensors: dict[str, Tensor | None]
+    key: str
+    path: str
+    kind: str
+    device: torch.device
+    real: Tensor | None = None
+    twin: Tensor | None = None
+
+
+@dataclass
+class Twins:
+    """The stand-ins of a model's parameters and buffers.
+
+    They stay on the devices where the model was at first, whatever becomes of the real tensors; `device` is that of all
+    of them, if they share one.
+    """
+
+    model: nn.Module
+    slots: list[Slot] = field(default_factory=list)
+    modules: list[dict[str, nn.Module | None]] = field(default_factory=list)
+    shape: list[list[nn.Module | None]] = field(default_factory=list)
+    device: torch.device | None = None
+    of: dict[int, Slot] = field(default_factory=dict)  # by the id of the stand-in
+
+    def __post_init__(self) -> None:
+        self._list()
+
+    def _list(self) -> None:
+        """Every slot of the model, once per module; called again when modules or slots come or go."""
+        devices = {slot.path: slot.device for slot in self.slots}
+        named = list(self.model.named_modules())
+        self.modules = [module._modules for _, module in named]
+        self.shape = [list(children.values()) for children in self.modules]
+        self.slots = []
+        for prefix, module in named:
+            for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
+                for key, real in tensors.items():
+                    path = f"{prefix}.{key}" if prefix else key
+                    device = devices.get(path) or (real.device if real is not None else torch.device("cpu"))
+                    self.slots.append(Slot(tensors, key, path, kind, device))
+        self.dicts = [d for _, module in named for d in (module._parameters, module._buffers)]
+
+    def sync(self) -> None:
+        """Make the stand-ins say what the real tensors say now: a parameter may have been frozen, replaced or cast."""
+        if sum(map(len, self.dicts)) != len(self.slots) or any(
+            list(now.values()) != was for now, was in zip(self.modules, self.shape, strict=True)
+        ):
+            self._list()
+        twins: dict[int, Tensor] = {}
+        stale: list[Slot] = []
+        for slot in self.slots:
+            real, twin = slot.tensors[slot.key], slot.twin
+            if real is slot.real and (real is None or same(real, twin)):
+                if real is not None and twin is not None:
+                    twins[id(real)] = twin
+            else:
+                stale.append(slot)
+        for slot in stale:
+            slot.real = real = slot.tensors[slot.key]
+            if real is None or real.device.type == "meta":
+                slot.twin = real
+            else:
+                if id(real) not in twins:
+                    twins[id(real)] = hollow(real, slot.device)
+                slot.twin = twins[id(real)]
+        if stale:
+            devices = {slot.device for slot in self.slots if slot.real is not None and slot.real.dim() > 0}
+            self.device = devices.pop() if len(devices) == 1 else None
+            self.of = {id(slot.twin): slot for slot in self.slots if slot.twin is not None}
+
+    def enter(self) -> None:
+        """Put the stand-ins into the model."""
+        for slot in self.slots:
+            slot.tensors[slot.key] = slot.twin
+
+    def leave(self) -> None:
+        """Put the real tensors back."""
+        for slot in self.slots:
+            slot.tensors[slot.key] = slot.real
+
+    def rebound(self) -> dict[int, Slot]:
+        """Slots that hold something else than their stand-in since `enter`, by the id of what they hold."""
+        found: dict[int, Slot] = {}
+        for slot in self.slots:
+            new = slot.tensors.get(slot.key)
+            if new is not slot.twin:
+                if slot.kind == "parameter" or slot.twin is None or new is None:
+                    raise CaptureError(
+                        f"forward sets {slot.path} ({slot.kind}) to {'None' if new is None else 'another tensor'}; "
+                        f"give it its shape in __init__, as a buffer: self.register_buffer({slot.key!r}, ...)"
+                    )
+                found[id(new)] = slot
+        return found
+
+
+def same(real: Tensor, twin: Tensor | None) -> bool:
+    """Whether the stand-in still says what the real tensor says."""
+    return (
+        twin is not None
+        and real.requires_grad == twin.requires_grad
+        and real.dtype == twin.dtype
+        and real.shape == twin.shape
+    )
+
+
+class Snapshot:
+    """The Python attributes of a model's modules as they are now, with the contents of lists, dicts and sets."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.kept = [(module, dict(module.__dict__), _contents(module)) for module in model.modules()]
+
+    def restore(self) -> Changes:
+        """Put everything back; gives what was there instead."""
+        changes: Changes = {}
+        for module, attributes, contents in self.kept:
+            now = module.__dict__
+            for name in list(attributes.keys() | now.keys()):
+                if name not in attributes:
+                    changes[module, name] = now.pop(name)
+                elif name not in now or now[name] is not attributes[name]:
+                    changes[module, name] = now.get(name)
+                    now[name] = attributes[name]
+            for name, (container, kept) in contents.items():
+                if not _identical(container, kept):
+                    changes[module, name] = container.copy()
+                    _refill(container, kept)
+        return changes
+
+
+def _identical(left: Any, right: Any) -> bool:
+    """Whether two lists, dicts or sets hold the very same objects."""
+    pairs = ((c.keys(), c.values()) if isinstance(c, dict) else (c, ()) for c in (left, right))
+    (a, b), (c, d) = ((list(x), list(y)) for x, y in pairs)
+    return list(map(id, a)) == list(map(id, c)) and list(map(id, b)) == list(map(id, d))
+
+
+def _refill(container: Any, kept: Any) -> None:
+    container.clear()
+    (container.extend if isinstance(container, list) else container.update)(kept)
+
+
+def _contents(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """The module's own lists, dicts and sets, each with a copy."""
+    own = {
+        name: value for name, value in module.__dict__.items() if name not in ("_parameters", "_buffers", "_modules")
+    }
+    return {name: (value, value.copy()) for name, value in own.items() if type(value) in (list, dict, set)}

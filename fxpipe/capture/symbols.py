@@ -1,0 +1,68 @@
+"""Symbolic sizes as text, and the types of traced values.
+
+Dynamo gives every dimension that varies a symbol of its own, `s33`. Those of the batch are all called `b`: they are
+equal in every call, which the arguments' check sees to.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import Tensor
+
+from fxpipe.ir.types import Dim, ObjectType, ScalarType, TensorType, TupleType, ValueType
+
+BATCH = "b"
+DTYPES = {
+    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
+    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8",
+    torch.uint64: "u64", torch.uint32: "u32", torch.uint16: "u16", torch.uint8: "u8", torch.bool: "bool",
+    torch.complex128: "c128", torch.complex64: "c64", torch.complex32: "c32",
+    torch.float8_e4m3fn: "f8_e4m3", torch.float8_e5m2: "f8_e5m2",
+}  # fmt: skip
+
+
+def symbol(size: Any) -> sympy.Symbol | None:
+    """The symbol that a size is, if it is one and nothing more."""
+    if isinstance(size, torch.SymInt):
+        expression = size.node.expr
+        return expression if isinstance(expression, sympy.Symbol) else None
+    return None
+
+
+def first_symbols(size: torch.SymInt) -> set[sympy.Symbol]:
+    """The symbols of a size before it turned out to be equal to another: guards speak of these."""
+    return set(size.node._expr.free_symbols)
+
+
+def text(value: Any, names: Mapping[sympy.Symbol, str]) -> Dim:
+    """A size as the graph says it: an int, or an expression over size names."""
+    if not isinstance(value, torch.SymInt):
+        return int(value)
+    expression = value.node.expr
+    if expression.is_number:
+        return int(expression)
+    # Integer symbols, lest sympy rewrite what it took from integers.
+    new = {s: sympy.Symbol(names.get(s, s.name), integer=True) for s in expression.free_symbols}
+    return ast.unparse(ast.parse(str(expression.xreplace(new)), mode="eval"))
+
+
+def type_of(value: Any, names: Mapping[sympy.Symbol, str]) -> ValueType:
+    """The type of a traced value."""
+    if isinstance(value, Tensor):
+        shape = tuple(text(size, names) for size in value.shape)
+        return TensorType(DTYPES.get(value.dtype, str(value.dtype)), shape, str(value.device), value.requires_grad)
+    for kinds, kind in (
+        ((bool, torch.SymBool), "bool"),
+        ((int, torch.SymInt), "int"),
+        ((float, torch.SymFloat), "float"),
+    ):
+        if isinstance(value, kinds):
+            return ScalarType(kind)
+    if isinstance(value, (tuple, list)):
+        return TupleType(tuple(type_of(item, names) for item in value))
+    return ObjectType("None" if value is None else type(value).__name__)
