@@ -80,7 +80,7 @@ class Pipeline:
         m = self.scatter(batch, chunks)
         self.lend(m)
         try:
-            ready = [getattr(self, f"ready_{j}") for j in range(len(self.stages))]
+            ready = [getattr(self, f"ready_{j}", nothing) for j in range(len(self.stages))]
             compute = [getattr(self, f"compute_{j}") for j in range(len(self.stages))]
             for tick in clock(len(m), len(self.stages)):
                 for i, j in tick:
@@ -139,6 +139,10 @@ class Pipeline:
             gather([getattr(micro_batch, name) for micro_batch in m], dim, reduce, m.sizes)
             for name, dim, reduce in self.outputs
         )
+
+
+def nothing(m: Batches, i: int) -> None:
+    """What a stage without `ready_j` needs before it runs."""
 
 
 def clock(m: int, n: int) -> Iterator[Tick]:
