@@ -145,7 +145,7 @@ def _lend(program: Program) -> list[str]:
         why = f"stage {loan.home} owns it, stage {' and '.join(users)} uses it too; their gradients add up"
         source, copied = _owned(program, loan), ""
         if torch_device(program.devices[loan.home]) != torch_device(program.devices[loan.user]):
-            copied = f".to(self.stages[{loan.user}].device, non_blocking=True)"
+            copied = f".to(self.stages[{loan.user}].device{_at_once(program.devices[loan.user])})"
         lines += [f"{INDENT * 2}# {prose(program.state(loan.state).path)}: {why}"]
         lines += layout(f"m.lent.{name} = {source}{copied}", 2)
     return lines
@@ -209,7 +209,7 @@ def _opens(stage: Stage, places: Places) -> list[str]:
     come = [name for name in stage.takes if places.arrives(name, j)]
     for name in come:
         if places.sources[name, j] < 0:
-            lines += layout(f"{places.at(name, j)} = {places.at(name, -1)}.to({here}, non_blocking=True)", 2)
+            lines += layout(f"{places.at(name, j)} = {places.at(name, -1)}.to({here}{_at_once(stage.device)})", 2)
             lines += _del([places.at(name, -1)] if places.done_by_copy(name, -1, j) else [], 2)
     for source in sorted({places.sources[name, j] for name in come} - {-1}):
         for names in _alike([name for name in come if places.sources[name, j] == source], places):
@@ -221,7 +221,7 @@ def _copy(stage: Stage, source: int, names: Sequence[str], places: Places) -> li
     j, devices = stage.index, places.program.devices
     there = [places.at(name, source) for name in names]
     here = [places.at(name, j) for name in names]
-    past = f", past stage {', '.join(map(str, range(source + 1, j)))}" if j - source > 1 else ""
+    past = f", past stage {' and '.join(map(str, range(source + 1, j)))}" if j - source > 1 else ""
     args = (f"self.streams[{source}, i]", f"self.streams[{j}, i]", f"self.stages[{j}].device", *there)
     lines = [f"{INDENT * 2}# {prose(devices[source])} -> {prose(devices[j])}{past}; the copy waits for F(i) alone"]
     lines += _assign(here, Brackets("copy(", args, ")"), 2)
@@ -330,6 +330,11 @@ def _assign(targets: Sequence[str], call: Brackets, depth: int) -> list[str]:
     indent, inner = INDENT * depth, INDENT * (depth + 1)
     first, *rest = layout(prefix(") = ", call), depth)
     return [f"{indent}(", *(f"{inner}{target}," for target in targets), first, *rest]
+
+
+def _at_once(device: str) -> str:
+    """An argument of `.to`: a copy to a GPU need not be waited for, its stream is; a copy to the CPU must be."""
+    return "" if torch_device(device) == "cpu" else ", non_blocking=True"
 
 
 def _del(places: Sequence[str], depth: int, comment: str = "") -> list[str]:

@@ -77,6 +77,8 @@ class Pipeline:
 
     def run(self, batch: Sequence[Any], chunks: int) -> tuple[Any, ...]:
         """The outputs, in order, for the inputs, in order, in at most `chunks` micro-batches."""
+        if not (self._close.alive and all(worker.thread.is_alive() for worker in self._workers.values())):
+            raise RuntimeError("the pipe has no workers: it was closed, or copied into this process by a fork")
         m = self.scatter(batch, chunks)
         self.lend(m)
         try:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxpipe.codegen.scheduler import draw_clock, emit_scheduler
+from fxpipe.codegen.scheduler import emit_scheduler
 from fxpipe.codegen.stage import emit_stage
 from fxpipe.engines.local import Pipeline
 from fxpipe.ir.graph import Op
 from fxpipe.ir.program import Loan, Program, check
-from fxpipe.runtime import Draws, Stage
+from fxpipe.runtime import Stage
 from fxpipe.runtime.random import mix
 
 MakeGraph = Callable[..., Any]
