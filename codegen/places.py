@@ -16,63 +16,73 @@ from fxpipe.ir.types import TensorType
 
 
 class Places:
-    """The places of a program's values. The caller is stage -1 for inputs."""
+    """The places of a program's values. A place is the expression that holds a value of micro-batch i on a device; the
+    caller, from whom inputs come, is stage -1."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.outputs = {output.value for output in program.graph.outputs}
-        self.sources: dict[tuple[str, int], int] = {(m.value, m.target): m.source for m in program.moves}
-        self._homes: dict[str, int] = {}
+        self.sources = {(move.value, move.target): move.source for move in program.moves}
+        given = [item.name for item in program.graph.inputs] + [size.name for size in program.graph.sizes]
+        self._homes = dict.fromkeys(given, -1)
+        for move in program.moves:
+            self._homes[move.value] = min(move.source, self._homes.get(move.value, move.source))
         self._names: dict[str, str] = {}
-        for value, source in [(m.value, m.source) for m in program.moves] + [(s.name, -1) for s in program.graph.sizes]:
-            self._homes[value] = min(source, self._homes.get(value, source))
-            if value not in self._names:
-                self._names[value] = unused(identifier(value), self._names.values())
+        for value in self._homes:
+            self._names[value] = unused(identifier(value), self._names.values())
 
     def name(self, value: str) -> str:
         """The attribute that holds the value where it is made."""
         return self._names[value]
 
     def at(self, value: str, stage: int) -> str:
-        """The expression for the value of micro-batch i where the stage runs."""
-        device = self.device(value, stage)
-        if device == self.device(value, self._homes[value]) or self._leaves(value):
+        """The value's place for a stage."""
+        device = self._device(value, stage)
+        if device == self._device(value, self._homes[value]) or self._leaves_for_good(value):
             return f"m[i].{self._names[value]}"
         return f"m[i].{self._names[value]}_on_{device.replace(':', '')}"
 
-    def device(self, value: str, stage: int) -> str:
-        """The torch device of the value where the stage runs. A number is everywhere."""
-        kind = self.program.types[value]
+    def arrives(self, value: str, stage: int) -> bool:
+        """Whether the value is copied for this stage: it comes once to each device."""
+        device = self._device(value, stage)
+        earlier = (user for user in self._users(value) if user < stage)
+        comes = device != self._device(value, self.sources.get((value, stage), -1))
+        return comes and all(self._device(value, user) != device for user in earlier)
+
+    def leaves(self, value: str, stage: int) -> bool:
+        """Whether the value is copied from this stage to another device."""
+        users = (user for user in self._users(value) if self.sources.get((value, user)) == stage)
+        return any(self.arrives(value, user) for user in users)
+
+    def done(self, value: str, stage: int) -> bool:
+        """Whether the stage, once it has run, is the last that needs the value in its place."""
+        return self._last_use(value, self.at(value, stage)) == (stage, "run")
+
+    def done_by_copy(self, value: str, source: int, stage: int) -> bool:
+        """Whether the copy for the stage is the last that needs the value in the source's place."""
+        return self._last_use(value, self.at(value, source)) == (stage, "copy")
+
+    def _last_use(self, value: str, place: str) -> tuple[int, str]:
+        """The stage and its step, in the order of names: "copy", "run", for ever the caller."""
+        uses = [(user, "run") for user in self._users(value) if self.at(value, user) == place]
+        for user in self._users(value):
+            source = self.sources.get((value, user), -1)
+            if self.arrives(value, user) and place == self.at(value, source) != self.at(value, user):
+                uses.append((user, "copy"))
+        if value in self.outputs and place == self.at(value, self._homes[value]):
+            uses.append((len(self.program.stages), "caller"))
+        return max(uses, default=(-1, "caller"))
+
+    def _device(self, value: str, stage: int) -> str:
+        """The torch device of the value for the stage. A number is everywhere."""
+        kind = self.program.types.get(value)
         if not isinstance(kind, TensorType):
             return "cpu"
         return torch_device(kind.device if stage < 0 else self.program.stages[stage].device)
 
-    def arrives(self, value: str, stage: int) -> bool:
-        """Whether the value comes to the stage's device with this stage: it comes once to each device."""
-        source = self.sources.get((value, stage), -1)
-        device = self.device(value, stage)
-        earlier = (user for user in self._users(value) if user < stage)
-        return device != self.device(value, source) and all(self.device(value, user) != device for user in earlier)
-
-    def leaves(self, value: str, stage: int) -> bool:
-        """Whether the value goes from the stage to another device."""
-        return any(
-            self.arrives(value, user) for user in self._users(value) if self.sources.get((value, user)) == stage
-        )
-
-    def done(self, value: str, stage: int) -> bool:
-        """Whether nobody needs the value any more, in this place, when the stage has run."""
-        at_home = self.at(value, stage) == f"m[i].{self._names[value]}"
-        if value in self.outputs and at_home:
-            return False
-        later = [user for user in self._users(value) if user > stage]
-        reads = [source for user in later if self.arrives(value, user) and (source := self.sources[value, user]) >= -1]
-        here = self.at(value, stage)
-        return all(self.at(value, user) != here for user in later) and all(self.at(value, r) != here for r in reads)
-
-    def _leaves(self, value: str) -> bool:
+    def _leaves_for_good(self, value: str) -> bool:
         """Whether all its users are on one device, and nobody at home needs it."""
-        return value not in self.outputs and len({self.device(value, user) for user in self._users(value)}) == 1
+        return value not in self.outputs and len({self._device(value, user) for user in self._users(value)}) == 1
 
     def _users(self, value: str) -> list[int]:
         return [stage.index for stage in self.program.stages if value in stage.takes]

@@ -10,19 +10,355 @@ copied, and nothing about copies is written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+import re
+from collections.abc import Iterable, Iterator, Sequence
 
-from fxpipe.codegen.lines import INDENT, Brackets, layout
-from fxpipe.codegen.names import clip, doc_prose, prose, state_path, string
-from fxpipe.codegen.places import Places, torch_device
+from fxpipe.codegen.lines import INDENT, WIDTH, Brackets, layout, prefix
+from fxpipe.codegen.names import doc_prose, identifier, prose, state_path, string
+from fxpipe.codegen.places import Places, torch_device, unused
 from fxpipe.codegen.stage import constant_names
 from fxpipe.ir.program import Loan, Program, Stage
 from fxpipe.ir.types import TensorType
 
-WIDTH = 110
+RUNTIME = ("Draws", "checkpoint", "copy", "fork", "join", "wait")  # what the methods may use of fxpipe.runtime
 
 
 def emit_scheduler(program: Program, chunks: int, grid: str | None = None) -> str:
     """The source of `scheduler.py`. `grid` is the schedule as text; without it, GPipe's clock for `chunks`."""
-    return _Emitter(program, chunks, grid).file()
+    places = Places(program)
+    blocks = [_attributes(program, places), _lend(program)]
+    for stage in program.stages:
+        rule = f"{INDENT}# stage {stage.index}, {prose(stage.device)} "
+        methods = [_ready(stage, places), _compute(stage, places)]
+        blocks.append([rule + "-" * (WIDTH - len(rule)), "", *_apart(methods)])
+    blocks.append(_gather(program, places))
+    body = [*_apart(blocks)]
+    return "\n".join([*_docstring(program, chunks, grid), "", *_imports(body), "", "", *body]) + "\n"
+
+
+def _apart(blocks: Iterable[Sequence[str]]) -> list[str]:
+    """The blocks that are not empty, with an empty line between them."""
+    lines = [line for block in blocks if block for line in (*block, "")]
+    return lines[:-1]
+
+
+# The top of the file --------------------------------------------------------------------------------------------------
+
+
+def _docstring(program: Program, chunks: int, grid: str | None) -> list[str]:
+    picture = [INDENT + line for line in (grid or draw_clock(program.devices, chunks)).splitlines()]
+    long = [move for move in program.moves if move.portal and move.source >= 0 and move.target < len(program.stages)]
+    portals = [f"{INDENT}{move.value}  from stage {move.source} to stage {move.target}" for move in long]
+    n, counted = len(program.stages), "stage" if len(program.stages) == 1 else "stages"
+    title = (
+        f'"""{doc_prose(program.graph.model)}, pipelined: {n} {counted}, {chunks} micro-batches{_recompute(program)}.'
+    )
+    order = [
+        "F1 is the forward of micro-batch 1. Backward walks the grid from right to left: on each device the later",
+        "micro-batch goes first. Autograd would not know that by itself: a token, a tensor without elements, goes from",
+        "one micro-batch to the next.",
+    ]
+    past = ["", "Portals, past the stages between:", "", *portals] if portals else []
+    return [title, "", *(line.rstrip() for line in picture), "", *order, *past, '"""']
+
+
+def _recompute(program: Program) -> str:
+    """Which stages are computed again in backward, for the title."""
+    modes = {stage.checkpoint for stage in program.stages}
+    if modes == {"never"}:
+        return ""
+    if modes == {"always"}:
+        return ", recomputed in backward"
+    if modes == {"except_last"}:
+        return ", all but the last recomputed in backward"
+    some = [str(stage.index) for stage in program.stages if stage.checkpoint != "never"]
+    return f", stage{'s' if len(some) > 1 else ''} {', '.join(some)} recomputed in backward"
+
+
+def draw_clock(devices: Sequence[str], chunks: int) -> str:
+    """GPipe's forward as a grid: a row for each stage, a column for each tick of the clock.
+
+    >>> print(draw_clock(["cpu:0", "cpu:1"], 3))
+    clock    0   1   2   3
+    cpu:0   F0  F1  F2
+    cpu:1       F0  F1  F2
+    """
+    shared = len(set(devices)) < len(devices)
+    labels = [f"{device}, stage {j}" if shared else device for j, device in enumerate(devices)]
+    width = max(map(len, ["clock", *labels])) + 1
+    cell = len(str(chunks - 1)) + 3
+    ticks = chunks + len(devices) - 1
+    shown = min(ticks, (WIDTH - len(INDENT) - width - 4) // cell)
+    rows = ["clock".ljust(width) + "".join(str(tick).rjust(cell) for tick in range(shown))]
+    for j, label in enumerate(labels):
+        cells = (f"F{t - j}" if 0 <= t - j < chunks else "" for t in range(shown))
+        rows.append(label.ljust(width) + "".join(text.rjust(cell) for text in cells))
+    more = " ..." if shown < ticks else ""
+    return "\n".join((row + more).rstrip() for row in rows)
+
+
+def _imports(body: Sequence[str]) -> list[str]:
+    text = "\n".join(line for line in body if not line.lstrip().startswith("#"))
+    used = [name for name in RUNTIME if re.search(rf"\b(?<!\.){name}\(", text)]
+    local = ["from fxpipe.engines.local import Batches, Pipeline"]
+    standard = ["from typing import Any", ""] if "Any" in text else []
+    return [*standard, *local, *([f"from fxpipe.runtime import {', '.join(used)}"] if used else [])]
+
+
+def _attributes(program: Program, places: Places) -> list[str]:
+    """The class and what its base wants to know."""
+    sizes = [s for s in program.graph.sizes if any(s.name in stage.takes for stage in program.stages)]
+    values = {
+        "devices": [string(stage.device) for stage in program.stages],
+        "inputs": [_row(places.name(i.name), i.batch_dim) for i in program.graph.inputs],
+        "sizes": [_row(places.name(s.name), places.name(s.input), s.dim) for s in sizes],
+        "outputs": [_row(places.name(o.value), o.batch_dim, o.reduce) for o in program.graph.outputs],
+    }
+    lines = ["class Scheduler(Pipeline):"]
+    for name, rows in values.items():
+        if rows:
+            lines += layout(Brackets(f"{name} = (", tuple(rows), ")", "literal"), 1)
+    if any(op.random for stage in program.stages for op in stage.ops):
+        lines.append(f"{INDENT}random = True")
+    return lines
+
+
+def _row(*items: str | int | None) -> str:
+    return f"({', '.join(string(item) if isinstance(item, str) else repr(item) for item in items)})"
+
+
+# Loans ----------------------------------------------------------------------------------------------------------------
+
+
+def _lend(program: Program) -> list[str]:
+    """The method that lends tensors from one stage to another, once a run."""
+    if not program.loans:
+        return []
+    lines = [f"{INDENT}def lend(self, m: Batches) -> None:"]
+    shown = set()
+    for loan in program.loans:
+        name = lent_name(program, loan)
+        if name in shown:
+            continue
+        shown.add(name)
+        users = [str(other.user) for other in program.loans if lent_name(program, other) == name]
+        why = f"stage {loan.home} owns it, stage {' and '.join(users)} uses it too; their gradients add up"
+        source, copied = _owned(program, loan), ""
+        if torch_device(program.devices[loan.home]) != torch_device(program.devices[loan.user]):
+            copied = f".to(self.stages[{loan.user}].device{_at_once(program.devices[loan.user])})"
+        lines += [f"{INDENT * 2}# {prose(program.state(loan.state).path)}: {why}"]
+        lines += layout(f"m.lent.{name} = {source}{copied}", 2)
+    return lines
+
+
+def lent_name(program: Program, loan: Loan) -> str:
+    """The attribute of `m.lent` that holds the tensor on the borrower's device."""
+    states = [state.name for state in program.graph.states]
+    names: dict[str, str] = {}
+    for state in states:
+        names[state] = unused(identifier(state), names.values())
+    home, user = (torch_device(program.devices[index]) for index in (loan.home, loan.user))
+    return names[loan.state] + ("" if home == user else f"_on_{user.replace(':', '')}")
+
+
+def _owned(program: Program, loan: Loan) -> str:
+    """The tensor in the stage that owns it."""
+    constants = constant_names(program)
+    held = constants.get(loan.state)
+    path = f"self.{held}" if held else state_path(program.state(loan.state).path)
+    return f"self.stages[{loan.home}]" + path.removeprefix("self")
+
+
+# Before a stage runs --------------------------------------------------------------------------------------------------
+
+
+def _ready(stage: Stage, places: Places) -> list[str]:
+    """`ready_j`: copies from other devices, and the edge from micro-batch i to i - 1."""
+    # Copies come first: in backward they then go before the other micro-batch's work, and the neighbour waits less.
+    fork, join = _order(stage, places)
+    body = [*fork, *_opens(stage, places), *join]
+    return [f"{INDENT}def ready_{stage.index}(self, m: Batches, i: int) -> None:", *body] if body else []
+
+
+def _order(stage: Stage, places: Places) -> tuple[list[str], list[str]]:
+    """The statements that make the token of micro-batch i - 1, and those that let micro-batch i take it in."""
+    j = stage.index
+    takes = [places.at(name, j) for name in stage.takes if _differentiable(name, places)]
+    gives = [places.at(name, j).replace("m[i]", "m[i - 1]") for name in stage.gives if _differentiable(name, places)]
+    if not takes or not gives or stage.checkpoint == "always":
+        return [], []  # Checkpoint takes the token itself; without a take there is nothing to join
+    if stage.checkpoint == "except_last":
+        token, condition = f"m.after[{j}]", "if m.grad and i == m.last:"
+        why = f"# {prose(stage.device)} runs B(i), then F(i - 1) again and B(i - 1)"
+        fork = []
+    else:
+        token, condition = "token", "if m.grad and i > 0:"
+        why = f"# {prose(stage.device)} runs B(i) before B(i - 1)"
+        fork = _assign([*gives, "token"], Brackets("fork(", tuple(gives), ")"), 3)
+    join = _assign(takes, Brackets("join(", (token, *takes), ")"), 3)
+    head = [f"{INDENT * 2}{condition}", f"{INDENT * 3}{why}"]
+    if any(places.arrives(name, j) for name in stage.takes) and fork:
+        return [*head, *fork], [f"{INDENT * 2}{condition}", *join]
+    return [], [*head, *fork, *join]
+
+
+def _opens(stage: Stage, places: Places) -> list[str]:
+    """Copies of what comes from other devices, by source."""
+    j, lines = stage.index, []
+    here = f"self.stages[{j}].device"
+    come = [name for name in stage.takes if places.arrives(name, j)]
+    for name in come:
+        if places.sources[name, j] < 0:
+            lines += layout(f"{places.at(name, j)} = {places.at(name, -1)}.to({here}{_at_once(stage.device)})", 2)
+            lines += _del([places.at(name, -1)] if places.done_by_copy(name, -1, j) else [], 2)
+    for source in sorted({places.sources[name, j] for name in come} - {-1}):
+        for names in _alike([name for name in come if places.sources[name, j] == source], places):
+            lines += _copy(stage, source, names, places)
+    return lines
+
+
+def _copy(stage: Stage, source: int, names: Sequence[str], places: Places) -> list[str]:
+    j, devices = stage.index, places.program.devices
+    there = [places.at(name, source) for name in names]
+    here = [places.at(name, j) for name in names]
+    past = f", past stage {' and '.join(map(str, range(source + 1, j)))}" if j - source > 1 else ""
+    args = (f"self.streams[{source}, i]", f"self.streams[{j}, i]", f"self.stages[{j}].device", *there)
+    lines = [f"{INDENT * 2}# {prose(devices[source])} -> {prose(devices[j])}{past}; the copy waits for F(i) alone"]
+    lines += _assign(here, Brackets("copy(", args, ")"), 2)
+    if torch_device(devices[j]) != "cpu":
+        args = (f"m.compute[{j}]", f"self.streams[{j}, i]", *here)
+        lines += _assign(here, Brackets("wait(", args, ")"), 2)
+    gone = [place for name, place in zip(names, there, strict=True) if places.done_by_copy(name, source, j)]
+    return lines + _del(gone, 2)
+
+
+# A stage runs ---------------------------------------------------------------------------------------------------------
+
+
+def _compute(stage: Stage, places: Places) -> list[str]:
+    """`compute_j`: the call, what leaves for other devices, and what is let go."""
+    lines = [f"{INDENT}def compute_{stage.index}(self, m: Batches, i: int) -> None:"]
+    args = _arguments(stage, places)
+    if any(op.random for op in stage.ops):
+        lines.append(f"{INDENT * 2}draw = Draws(m.seed, i, self.stages[{stage.index}].device)")
+    if stage.checkpoint == "never":
+        lines += _call(stage, args, places, 2)
+    else:
+        lines += _checkpointed(stage, args, places)
+    lines += _sends(stage, places)
+    gone = [places.at(name, stage.index) for name in stage.takes if places.done(name, stage.index)]
+    return lines + _del(gone, 2, "  # used for the last time")
+
+
+def _arguments(stage: Stage, places: Places) -> tuple[str, ...]:
+    loans = {loan.state: loan for loan in places.program.loans if loan.user == stage.index}
+    borrowed = (f"m.lent.{lent_name(places.program, loans[name])}" for name in stage.borrows)
+    draw = ("draw",) if any(op.random for op in stage.ops) else ()
+    return (*(places.at(name, stage.index) for name in stage.takes), *borrowed, *draw)
+
+
+def _call(stage: Stage, args: tuple[str, ...], places: Places, depth: int) -> list[str]:
+    gives = [places.at(name, stage.index) for name in stage.gives]
+    return _assign(gives, Brackets(f"self.stages[{stage.index}].forward(", args, ")"), depth)
+
+
+def _checkpointed(stage: Stage, args: tuple[str, ...], places: Places) -> list[str]:
+    """The call that keeps nothing for backward, and the plain one for where backward follows at once, or never."""
+    j = stage.index
+    gives = [places.at(name, j) for name in stage.gives]
+    always = stage.checkpoint == "always"
+    call = Brackets("checkpoint(", (f"self.stages[{j}]", f"({j}, i)", "m.context", f"m.after[{j}]", *args), ")")
+    lines = [f"{INDENT * 2}if m.grad{'' if always else ' and i < m.last'}:"]
+    lines += [
+        f"{INDENT * 3}# {'every micro-batch is' if always else 'all micro-batches but the last are'} computed again"
+    ]
+    lines[-1] += " in backward"
+    lines += _assign([*(gives or ["_"]), f"m.after[{j}]"], call, 3)
+    for name in stage.gives:
+        if _looks_differentiable(name, places):
+            place = places.at(name, j)
+            lines += layout(f"{place} = {place}.detach()  # no gradient goes through it", 3)
+    lines += [f"{INDENT * 2}else:", *_call(stage, args, places, 3)]
+    given = [places.at(name, j) for name in stage.gives if _differentiable(name, places)]
+    if not always and given and not any(_differentiable(name, places) for name in stage.takes):
+        lines += [f"{INDENT * 3}# F(i - 1) again starts with B(i), and before B(i - 1)"]
+        lines += _assign(given, Brackets("join(", (f"m.after[{j}]", *given), ")"), 3)
+    return lines
+
+
+def _sends(stage: Stage, places: Places) -> list[str]:
+    """What leaves a GPU: its copies wait for this task, and in backward this task for its gradients."""
+    if torch_device(stage.device) == "cpu":
+        return []
+    lines = []
+    for names in _alike([name for name in stage.gives if places.leaves(name, stage.index)], places):
+        leaving = [places.at(name, stage.index) for name in names]
+        args = (f"self.streams[{stage.index}, i]", f"m.compute[{stage.index}]", *leaving)
+        lines += _assign(leaving, Brackets("wait(", args, ")"), 2)
+    return [f"{INDENT * 2}# what leaves {prose(stage.device)} is ready once F(i) is done", *lines] if lines else []
+
+
+# After the last tick --------------------------------------------------------------------------------------------------
+
+
+def _gather(program: Program, places: Places) -> list[str]:
+    """The method that starts the recomputation of the last micro-batch, where it is recomputed."""
+    always = [stage.index for stage in program.stages if stage.checkpoint == "always"]
+    outputs = [output.value for output in program.graph.outputs if _differentiable(output.value, places)]
+    if not always or not outputs:
+        return []
+    place = f"m[m.last].{places.name(outputs[-1])}"
+    return [
+        f"{INDENT}def gather(self, m: Batches) -> tuple[Any, ...]:",
+        f"{INDENT * 2}# nothing runs after the last micro-batch: backward starts with computing it again",
+        f"{INDENT * 2}for j in ({', '.join(map(str, always))}{',' if len(always) == 1 else ''}):",
+        f"{INDENT * 3}{place} = join(m.after[j], {place})",
+        f"{INDENT * 2}return super().gather(m)",
+    ]
+
+
+# Statements -----------------------------------------------------------------------------------------------------------
+
+
+def _assign(targets: Sequence[str], call: Brackets, depth: int) -> list[str]:
+    """`targets = call`, or the call alone."""
+    left = ", ".join(targets)
+    if not targets:
+        return layout(call, depth)
+    if len(INDENT * depth + left + " = " + call.head) <= WIDTH:
+        return layout(prefix(f"{left} = ", call), depth)
+    indent, inner = INDENT * depth, INDENT * (depth + 1)
+    first, *rest = layout(prefix(") = ", call), depth)
+    return [f"{indent}(", *(f"{inner}{target}," for target in targets), first, *rest]
+
+
+def _at_once(device: str) -> str:
+    """An argument of `.to`: a copy to a GPU need not be waited for, its stream is; a copy to the CPU must be."""
+    return "" if torch_device(device) == "cpu" else ", non_blocking=True"
+
+
+def _del(places: Sequence[str], depth: int, comment: str = "") -> list[str]:
+    if not places:
+        return []
+    lines = layout(Brackets("del ", tuple(places), "", "bare"), depth)
+    return [lines[0] + comment] if len(lines) == 1 and len(lines[0] + comment) <= WIDTH else lines
+
+
+def _alike(names: Sequence[str], places: Places) -> Iterator[list[str]]:
+    """The tensors with a gradient, and those without, which must not get one by being copied along."""
+    tensors = [name for name in names if isinstance(places.program.types[name], TensorType)]
+    for grad in (True, False):
+        group = [name for name in tensors if _differentiable(name, places) == grad]
+        if group:
+            yield group
+
+
+def _differentiable(name: str, places: Places) -> bool:
+    kind = places.program.types[name]
+    return isinstance(kind, TensorType) and kind.grad
+
+
+def _looks_differentiable(name: str, places: Places) -> bool:
+    """Whether the value has no gradient, but an element type that could have one."""
+    kind = places.program.types[name]
+    return isinstance(kind, TensorType) and not kind.grad and kind.dtype.startswith(("f", "bf", "c"))

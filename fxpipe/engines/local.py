@@ -77,10 +77,12 @@ class Pipeline:
 
     def run(self, batch: Sequence[Any], chunks: int) -> tuple[Any, ...]:
         """The outputs, in order, for the inputs, in order, in at most `chunks` micro-batches."""
+        if not (self._close.alive and all(worker.thread.is_alive() for worker in self._workers.values())):
+            raise RuntimeError("the pipe has no workers: it was closed, or copied into this process by a fork")
         m = self.scatter(batch, chunks)
         self.lend(m)
         try:
-            ready = [getattr(self, f"ready_{j}") for j in range(len(self.stages))]
+            ready = [getattr(self, f"ready_{j}", nothing) for j in range(len(self.stages))]
             compute = [getattr(self, f"compute_{j}") for j in range(len(self.stages))]
             for tick in clock(len(m), len(self.stages)):
                 for i, j in tick:
@@ -139,6 +141,10 @@ class Pipeline:
             gather([getattr(micro_batch, name) for micro_batch in m], dim, reduce, m.sizes)
             for name, dim, reduce in self.outputs
         )
+
+
+def nothing(m: Batches, i: int) -> None:
+    """What a stage without `ready_j` needs before it runs."""
 
 
 def clock(m: int, n: int) -> Iterator[Tick]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,11 @@ from torch import Tensor
 class MicroBatch:
     """The values of one micro-batch while it is under way, as attributes under the model's names."""
 
-    def __getattr__(self, name: str) -> Any:  # for type checkers: any name may be there
+    if TYPE_CHECKING:
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"the micro-batch has no {name!r} (yet, or any more)")
 
 

@@ -16,9 +16,7 @@ _ORIGIN = re.compile(r"\s*# (\S+:\d+  .*)")
 
 
 def add_note(error: BaseException, stage: Stage, index: int, micro_batch: int) -> None:
-    """Say on the exception which task it comes from, once."""
-    if getattr(error, "__notes__", None):
-        return
+    """Say on the exception which task it comes from."""
     origin = user_line(error.__traceback__, stage)
     error.add_note(f"stage {index}, micro-batch {micro_batch}" + (f", at {origin}" if origin else ""))
 

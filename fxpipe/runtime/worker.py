@@ -26,7 +26,8 @@ class Worker:
     def __init__(self, label: str) -> None:
         self.orders: SimpleQueue[Order | None] = SimpleQueue()
         # A daemon: a program that ends without closing its pipe must end all the same.
-        Thread(target=_work, args=(self.orders,), name=f"fxpipe {label}", daemon=True).start()
+        self.thread = Thread(target=_work, args=(self.orders,), name=f"fxpipe {label}", daemon=True)
+        self.thread.start()
 
     def close(self) -> None:
         """The thread ends after the orders it has."""
