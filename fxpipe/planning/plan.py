@@ -48,6 +48,8 @@ def plan(
     labels = tuple(cluster.labels if devices is None else devices)
     modes = _checkpoints(checkpoint, len(labels))
     check_request(graph, profile, cluster, labels, chunks)
+    if split_at and balance != "time":
+        raise PlanError(f"balance={balance!r} and split_at={list(split_at)} both say where to cut: give one of them")
     if split_at:
         ordered, cuts = graph, cuts_at(graph, split_at, len(labels))
     elif not isinstance(balance, str):
