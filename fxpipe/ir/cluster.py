@@ -1,9 +1,9 @@
 """What there is to run on: devices, the servers they sit in, and the links between them. A cluster is data; it is
 written to JSON, edited and compared, and nothing here asks the machine.
 
-    device  server  memory  compute      memory bandwidth
-    cuda:0  local   16 GB   15 Tflop/s   900 GB/s
-    cuda:1  local   16 GB   15 Tflop/s   900 GB/s
+    device  server  memory  compute     memory bandwidth
+    cuda:0  local   16 GB   15 Tflop/s  900 GB/s
+    cuda:1  local   16 GB   15 Tflop/s  900 GB/s
 
     link           bandwidth  latency
     local - local  12 GB/s    10 us

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cached_property
 from pathlib import PurePath
 from typing import Any
 
@@ -91,7 +92,7 @@ class Op:
     def random(self) -> bool:
         return self.draw is not None
 
-    @property
+    @cached_property
     def reads(self) -> tuple[str, ...]:
         """Names of the values and states that the op uses, each once, in order of first use."""
         return tuple(dict.fromkeys(ref.name for ref in refs((self.args, dict(self.kwargs)))))

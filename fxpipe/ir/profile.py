@@ -59,7 +59,8 @@ def check(profile: Profile, ops: Sequence[str]) -> None:
     if profile.batch < 1:
         raise ValueError(f"the profile was taken at a batch of {profile.batch}")
     for cost in profile.ops:
-        if not all(value >= 0 for value in astuple(cost)[1:]):  # not (>= 0) rather than (< 0): NaN is refused too
+        figures = (cost.forward, cost.backward, cost.saved, cost.output, cost.parameters)
+        if not all(value >= 0 for value in figures):  # not (>= 0) rather than (< 0): NaN is refused too
             raise ValueError(f"op {cost.name!r} has a cost below zero: {cost}")
     names = [cost.name for cost in profile.ops]
     if names != list(ops):

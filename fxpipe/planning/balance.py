@@ -12,7 +12,9 @@ which k stages fit, halve an interval of T; for one T, walk over the stages and 
     cut s    j is reached if some reached i < j has  enter[i] - work[i] <= T - work[j] - leave[j]  and fits in memory
 
 Among the starts i, only the one with the least left side matters. `bytes` never falls as j grows, so a start that no
-longer fits in memory never fits again and is thrown away: one pass over the positions for each stage.
+longer fits in memory never fits again and is thrown away: one pass over the positions for each stage. Each T that does
+fit also tells which positions a cut can still take, from the front and from the back, and only those are looked at
+from then on.
 """
 
 from __future__ import annotations
@@ -48,6 +50,12 @@ class StageCosts:
         """Whether the stage between cuts i and j loads at most `bound` and fits in memory."""
         return self.load(i, j) <= bound and self.held(i, j) <= self.room
 
+    def mirrored(self) -> StageCosts:
+        """The same stage for a line of ops that runs backwards, where it holds at most as much."""
+        work, bytes = ([sums[-1] - past for past in reversed(sums)] for sums in (self.work, self.bytes))
+        nothing = [0] * len(work)
+        return StageCosts(work, self.leave[::-1], self.enter[::-1], bytes, nothing, self.room)
+
     @cached_property
     def starts(self) -> list[tuple[int, int]]:
         """For a stage that starts at i: what its load lacks of work[j] + leave[j], and the largest bytes[j] it fits."""
@@ -79,13 +87,16 @@ def balance(stages: Sequence[StageCosts], allowed: Sequence[Sequence[int]]) -> C
     if best is None:
         return None
     high = max(loads(stages, best))
+    mirrors = [stage.mirrored() for stage in reversed(stages)]
+    near = allowed
     while low < high:
         middle = (low + high) // 2
-        found = _within(stages, allowed, middle)
+        found = _within(stages, near, middle)
         if found is None:
             low = middle + 1
         else:
             best, high = found, max(loads(stages, found))
+            near = _still_possible(stages, mirrors, near, high)
     return _evened(stages, allowed, best)
 
 
@@ -103,17 +114,34 @@ def _upper_bound(stages: Sequence[StageCosts]) -> int:
 
 def _within(stages: Sequence[StageCosts], allowed: Sequence[Sequence[int]], bound: int) -> Cuts | None:
     """Cuts for which no load is above `bound`, or None."""
-    n = len(stages[0].work) - 1
-    reached: list[Sequence[int]] = [(0,)]
-    for stage, ends in zip(stages, (*allowed, (n,)), strict=True):
-        reached.append(_reach(stage, reached[-1], ends, bound))
+    reached = _reached(stages, allowed, bound)
     if not reached[-1]:
         return None
-    cuts = [n]
+    cuts = [reached[-1][0]]
     for stage, starts in zip(reversed(stages), reversed(reached[:-1]), strict=True):
         before = starts[: bisect_left(starts, cuts[-1])]
         cuts.append(next(i for i in reversed(before) if stage.fits(i, cuts[-1], bound)))
     return tuple(reversed(cuts))
+
+
+def _still_possible(
+    stages: Sequence[StageCosts], mirrors: Sequence[StageCosts], allowed: Sequence[Sequence[int]], bound: int
+) -> list[list[int]]:
+    """The positions of each inner cut that stages within `bound` reach from the front, and from the back."""
+    n = len(stages[0].work) - 1
+    front = _reached(stages, allowed, bound)[1:-1]
+    backwards = [[n - p for p in reversed(positions)] for positions in reversed(front)]
+    back = _reached(mirrors, backwards, bound)[1:-1]
+    return [[n - p for p in reversed(positions)] for positions in reversed(back)]
+
+
+def _reached(stages: Sequence[StageCosts], allowed: Sequence[Sequence[int]], bound: int) -> list[Sequence[int]]:
+    """The positions that each cut can take, the two ends included, as far as the stages before it can tell."""
+    n = len(stages[0].work) - 1
+    reached: list[Sequence[int]] = [(0,)]
+    for stage, ends in zip(stages, (*allowed, (n,)), strict=True):
+        reached.append(_reach(stage, reached[-1], ends, bound))
+    return reached
 
 
 def _reach(stage: StageCosts, starts: Sequence[int], ends: Sequence[int], bound: int) -> list[int]:

@@ -48,6 +48,8 @@ def plan(
     labels = tuple(cluster.labels if devices is None else devices)
     modes = _checkpoints(checkpoint, len(labels))
     check_request(graph, profile, cluster, labels, chunks)
+    if split_at and balance != "time":
+        raise PlanError(f"balance={balance!r} and split_at={list(split_at)} both say where to cut: give one of them")
     if split_at:
         ordered, cuts = graph, cuts_at(graph, split_at, len(labels))
     elif not isinstance(balance, str):
@@ -55,7 +57,7 @@ def plan(
     elif balance in GOALS:
         ordered = arrange(graph, {cost.name: cost for cost in profile.ops})
         costs = stage_costs(ordered, profile, cluster, labels, modes, chunks, parameter_copies)
-        cuts = _best_cuts(ordered, costs, labels, balance, chunks)
+        cuts = _best_cuts(ordered, costs, labels, balance)
     else:
         raise PlanError(f"balance is {balance!r}: write one of {GOALS}, or the number of blocks of each stage")
     return Plan(graph.model, stages(ordered, cuts, labels, modes), chunks, schedule, deferred_batch_norm)
@@ -96,7 +98,7 @@ def stages(graph: Graph, cuts: Cuts, labels: Sequence[str], modes: Sequence[str]
     return tuple(StagePlan(tuple(op.name for op in graph.ops[i:j]), label, mode) for (i, j), label, mode in spans)
 
 
-def _best_cuts(graph: Graph, costs: list[StageCosts], labels: Sequence[str], goal: str, chunks: int) -> Cuts:
+def _best_cuts(graph: Graph, costs: list[StageCosts], labels: Sequence[str], goal: str) -> Cuts:
     """The exact balance over the legal cuts."""
     legal = inner_cuts(graph)
     if len(labels) > len(legal) + 1:
@@ -104,7 +106,7 @@ def _best_cuts(graph: Graph, costs: list[StageCosts], labels: Sequence[str], goa
     allowed = [legal] * (len(labels) - 1)
     cuts = best_balance(memory_costs(costs) if goal == "memory" else costs, allowed)
     if cuts is None:
-        raise _too_big(costs, allowed, labels, chunks)
+        raise _too_big(costs, allowed, labels)
     return cuts
 
 
@@ -119,7 +121,7 @@ def _too_many(graph: Graph, k: int, legal: Sequence[int]) -> PlanError:
     return PlanError(f"{graph.model} cannot be cut into {k} stages: {why}. Ask for at most {most}: devices={most}")
 
 
-def _too_big(costs: list[StageCosts], allowed: list[list[int]], labels: Sequence[str], chunks: int) -> PlanError:
+def _too_big(costs: list[StageCosts], allowed: list[list[int]], labels: Sequence[str]) -> PlanError:
     """Which stage lacks how much in the plan that lacks the least."""
     n = len(costs[0].work)
     endless = max(stage.bytes[-1] + max(stage.hold) for stage in costs)

@@ -90,6 +90,7 @@ def test_split_at_modules():
         ({"split_at": ["0"]}, "no op between the start and 0"),
         ({"split_at": ["1", "2"]}, "makes 3 stages, but there are 2 devices"),
         ({"split_at": "1"}, r"write a list, split_at=\['1'\]"),
+        ({"split_at": ["1"], "balance": [1, 3]}, "both say where to cut"),
         ({"chunks": 0}, "chunks is 0"),
         ({"devices": []}, "devices is empty"),
         ({"devices": ["cuda:7"]}, "no device 'cuda:7' in the cluster; it has cpu:0"),

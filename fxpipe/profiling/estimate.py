@@ -1,0 +1,174 @@
+"""Graph -> Profile, without running anything: from the types of the ops and the figures of a device.
+
+An op takes as long as its slower half: its operations at the device's speed, or its bytes at the memory's, and the time
+to launch it. Backward of a product is one more product for each operand that needs a gradient; of any other op, about
+half as many bytes again. What autograd keeps goes by kind: some ops keep their result, some nothing, most what they
+read. Each memory counts once, at the first op that keeps it; views and in-place results are the memory they stand in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fxpipe.ir.cluster import Device
+from fxpipe.ir.graph import Graph, Op, Ref, refs
+from fxpipe.ir.profile import OpCost, Profile
+from fxpipe.ir.types import TensorType, TupleType, ValueType, dim_size, nbytes, tensors
+
+from .flops import RECURRENT, VIEWS, op_name, products
+
+LAUNCH = 5e-6  # seconds from one op to the next, at the least
+KEEP_NOTHING = {
+    "add", "argmax", "cat", "clone", "contiguous", "copy", "cumsum", "float", "iadd", "isub", "mean", "neg", "pad",
+    "roll", "stack", "sub", "sum", "to",
+}  # fmt: skip
+KEEP_RESULT = {"elu", "exp", "log_softmax", "relu", "rsqrt", "sigmoid", "softmax", "sqrt", "tanh"}
+POOLS = {"adaptive_max_pool2d", "fn", "max_pool1d", "max_pool2d", "max_pool3d"}  # torch's functional calls its own "fn"
+CELL = 5  # tensors of the size of its result that a recurrent op keeps besides: gates and cell
+
+
+def estimate(graph: Graph, sizes: Mapping[str, int], device: Device) -> Profile:
+    """The estimated costs of a micro-batch, with a number for each of the graph's sizes."""
+    sized = _Sized(graph.types, frozenset(state.name for state in graph.states), sizes, device)
+    unused = {state.name for state in graph.states if state.kind == "parameter"}
+    memory = {name: name for name in sized.types}  # the value in whose memory each value stands
+    kept: set[str] = set()
+    costs = []
+    for op in graph.ops:
+        shared = op.writes[0] if op.writes and op.writes[0] not in sized.states else sized.seen_in(op)
+        memory[op.name] = memory[shared or op.name]
+        new = {memory[name] for name in sized.keeps(op)} - kept - sized.states
+        kept |= new
+        first_used = unused.intersection(op.reads)
+        unused -= first_used
+        costs.append(
+            OpCost(
+                op.name,
+                *sized.seconds(op),
+                saved=sized.bytes(new) + sized.kept_besides(op),
+                output=nbytes(op.type, sizes),
+                parameters=sized.bytes(first_used),
+            )
+        )
+    batch = next((dim_size(i.type.shape[i.batch_dim], sizes) for i in graph.inputs
+                  if isinstance(i.type, TensorType) and i.batch_dim is not None), 1)  # fmt: skip
+    return Profile(graph.model, batch, device.label, "estimated", tuple(costs))
+
+
+@dataclass(frozen=True)
+class _Sized:
+    """The types of all values, with a number for each size: what the questions about an op are asked of."""
+
+    types: Mapping[str, ValueType]
+    states: frozenset[str]
+    sizes: Mapping[str, int]
+    device: Device
+
+    def bytes(self, names: Iterable[str]) -> int:
+        return sum(nbytes(self.types[name], self.sizes) for name in names)
+
+    def shape(self, type: TensorType) -> tuple[int, ...]:
+        return tuple(dim_size(dim, self.sizes) for dim in type.shape)
+
+    def operands(self, op: Op) -> Iterator[tuple[str, TensorType]]:
+        """The tensors that the op reads, in order, by the names they stand under."""
+        for ref in refs((op.args, dict(op.kwargs))):
+            for type in tensors(self.types[ref.name]):
+                yield ref.name, type
+
+    def seen_in(self, op: Op) -> str | None:
+        """The value that the op's result is a view of, if it is one."""
+        name = op_name(op)
+        operands = [arg for arg in op.args if isinstance(arg, Ref)]
+        if not operands:
+            return None
+        first = self.types[operands[0].name]
+        if name == "getitem":
+            plain = isinstance(first, TupleType) or not any(
+                isinstance(self.types[ref.name], TensorType) for ref in refs(op.args[1:])
+            )
+            return operands[0].name if plain else None
+        idle = (name in {"to", "float", "contiguous"} and first == op.type) or (name == "dropout" and not _trains(op))
+        return operands[0].name if name in VIEWS or idle else None
+
+    # time ------------------------------------------------------------------------------------
+
+    def seconds(self, op: Op) -> tuple[float, float]:
+        """Forward and backward."""
+        result = nbytes(op.type, self.sizes)
+        if not any(True for _ in tensors(op.type)) or isinstance(self.types.get(_first(op)), TupleType):
+            return 0.0, 0.0  # arithmetic on sizes, or a tuple unpacked
+        needing = [type for _, type in self.operands(op) if type.grad]
+        gradients = sum(type.nbytes(self.sizes) for type in needing)
+        differentiable = any(type.grad for type in tensors(op.type)) and bool(needing)
+        if self.seen_in(op) is not None:
+            pads = differentiable and gradients > result  # the rest of the gradient is filled with zeros
+            return 0.0, self.roofline(0, gradients) if pads else 0.0
+        read = sum(type.nbytes(self.sizes) for _, type in self.operands(op))
+        if op_name(op) == "embedding":
+            read = result
+        flops = self.products(op)
+        forward = self.roofline(flops or self.elements(op), read + result)
+        if not differentiable:
+            return forward, 0.0
+        if flops:
+            passes = sum(len(type.shape) > 1 for type in needing) or 1
+            return forward, passes * forward
+        return forward, self.roofline(self.elements(op), (read + result) // 2 + gradients)
+
+    def roofline(self, flops: int, moved: int) -> float:
+        return max(flops / self.device.flops, moved / self.device.bandwidth) + LAUNCH
+
+    def elements(self, op: Op) -> int:
+        found = [*tensors(op.type), *(type for _, type in self.operands(op))]
+        return max(type.numel(self.sizes) for type in found)
+
+    def products(self, op: Op) -> int:
+        operands = list(self.operands(op))
+        shapes = [self.shape(type) for _, type in operands]
+        weights = [shape for (name, _), shape in zip(operands, shapes, strict=True) if name in self.states]
+        out = next(tensors(op.type)).numel(self.sizes)
+        return products(op_name(op), op.args, shapes, weights, out)
+
+    # memory ----------------------------------------------------------------------------------
+
+    def keeps(self, op: Op) -> Iterator[str]:
+        """The values whose memory autograd keeps for the op's backward."""
+        name = op_name(op)
+        needing = {read for read, type in self.operands(op) if type.grad}
+        if not needing or not any(type.grad for type in tensors(op.type)) or name in KEEP_NOTHING:
+            return
+        if name in KEEP_RESULT or name == "scaled_dot_product_attention":
+            yield op.name
+        if name in KEEP_RESULT or name == "dropout" or self.seen_in(op) is not None:
+            return
+        product = bool(self.products(op)) or name in {"mul", "imul"}
+        for read, _ in self.operands(op):
+            if not product or needing - {read}:  # of a product, what the gradients of the others are made of
+                yield read
+
+    def kept_besides(self, op: Op) -> int:
+        """Bytes of memory that is neither an operand's nor the result's: masks, indices, gates."""
+        name, found = op_name(op), list(tensors(op.type))
+        if not found or not found[0].grad:
+            return 0
+        size, count = found[0].nbytes(self.sizes), found[0].numel(self.sizes)
+        if name == "dropout" and _trains(op):
+            return size if self.device.label.startswith("cpu") else count  # a mask of numbers, or of booleans
+        if name in POOLS:
+            return 8 * count  # where each maximum came from
+        if name == "cross_entropy":
+            return next((type.nbytes(self.sizes) for _, type in self.operands(op)), 0)  # the log-softmax
+        return CELL * size if name in RECURRENT else 0
+
+
+def _first(op: Op) -> str:
+    return op.args[0].name if op.args and isinstance(op.args[0], Ref) else ""
+
+
+def _trains(op: Op) -> bool:
+    """Whether a dropout drops: its third argument, True if not given."""
+    given: Any = op.args[2] if len(op.args) > 2 else op.kwargs.get("training", True)
+    return bool(given)

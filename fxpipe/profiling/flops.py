@@ -1,0 +1,95 @@
+"""How much an op computes, from the shapes of what it reads and gives. Runs nothing and needs no torch.
+
+The large numbers come from products of matrices, in their many guises; each has its line in `products`. Everything
+else does a few operations for each element and is bounded by memory, so there the elements are all that is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from fxpipe.ir.graph import Op, target_name
+
+Shape = Sequence[int]
+
+# Ops that give another view of memory, or no tensor at all.
+VIEWS = {
+    "broadcast_to", "chunk", "detach", "diagonal", "expand", "expand_as", "flatten", "getattr", "movedim", "narrow",
+    "permute", "reshape", "select", "split", "split_with_sizes", "squeeze", "swapaxes", "t", "tensor_split",
+    "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view", "view_as",
+}  # fmt: skip
+# Ops that multiply every row of their first operand with all their weights.
+RECURRENT = {"gru", "lstm", "multi_head_attention_forward", "rnn_relu", "rnn_tanh"}
+
+
+def op_name(op: Op) -> str:
+    """The name of what the op calls, without the mark of a method or of an in-place op."""
+    name = target_name(op.target).lstrip(".")
+    return name if name.startswith("__") else name.rstrip("_")
+
+
+def products(name: str, args: Sequence[Any], operands: Sequence[Shape], weights: Sequence[Shape], out: int) -> int:
+    """Floating-point operations of an op that multiplies matrices; 0 for any other.
+
+    `operands` are the shapes of all tensors it reads, in order, `weights` of those that are the model's own, `out` the
+    number of elements of its result.
+
+    >>> products("linear", (), [(8, 16), (4, 16), (4,)], [(4, 16), (4,)], 8 * 4)
+    1024
+    """
+    if name in RECURRENT:
+        rows = prod(operands[0][:-1])
+        length = operands[0][0] if name == "multi_head_attention_forward" else 0  # each position meets each other
+        return 2 * rows * sum(prod(w) for w in weights if len(w) > 1) + 4 * prod(operands[0]) * length
+    if name == "einsum" and isinstance(args[0], str):
+        return _einsum(args[0], operands, out)
+    rule = _RULES.get(name)
+    return rule(operands, out) if rule and len(operands) > 1 else 0
+
+
+def _conv(operands: Sequence[Shape], out: int) -> int:
+    weight = operands[1]
+    return 2 * out * prod(weight[1:])
+
+
+def _conv_transpose(operands: Sequence[Shape], out: int) -> int:
+    return 2 * prod(operands[0]) * prod(operands[1][1:])
+
+
+def _matmul(operands: Sequence[Shape], out: int) -> int:
+    return 2 * out * operands[0][-1]
+
+
+def _added_matmul(operands: Sequence[Shape], out: int) -> int:
+    return 2 * out * operands[1][-1]
+
+
+def _bilinear(operands: Sequence[Shape], out: int) -> int:
+    return 2 * out * prod(operands[2][1:])
+
+
+def _attention(operands: Sequence[Shape], out: int) -> int:
+    queries, keys = operands[:2]
+    return 2 * (prod(queries) + out) * keys[-2]
+
+
+def _einsum(equation: str, operands: Sequence[Shape], out: int) -> int:
+    terms = equation.replace(" ", "").split("->")[0].split(",")
+    sizes: Mapping[str, int] = {
+        letter: size
+        for term, shape in zip(terms, operands, strict=False)
+        for letter, size in zip(term, shape, strict=False)
+    }
+    return 2 * (prod(sizes.values()) if "." not in equation else out * operands[0][-1])
+
+
+_RULES: dict[str, Callable[[Sequence[Shape], int], int]] = {
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _conv),
+    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _conv_transpose),
+    **dict.fromkeys(("linear", "matmul", "mm", "bmm", "mv", "dot", "__matmul__"), _matmul),
+    **dict.fromkeys(("addmm", "addmv", "addbmm", "baddbmm"), _added_matmul),
+    "bilinear": _bilinear,
+    "scaled_dot_product_attention": _attention,
+}
