@@ -1100,8 +1100,8 @@ MODELS: dict[str, Case] = {
     "transformer with dropout": case(TransformerDropout, sequences, random=True),
     "experts": case(Experts, sequences),
     "unet": case(lambda: UNet(2, 4, depth=2), images(8), "skips paper", random=True),
-    "amoebanet": case(lambda: AmoebaNetD(3, 16, classes=5), images(32), "skips buffers paper", batch_norm=True),
+    "amoebanet": case(lambda: AmoebaNetD(3, 16, classes=5), images(64), "skips buffers paper", batch_norm=True),
     "resnet": case(
-        lambda: ResNet((1, 2, 1), width=4, classes=5), images(16), "skips in-place buffers paper", batch_norm=True
+        lambda: ResNet((1, 2, 1), width=4, classes=5), images(32), "skips in-place buffers paper", batch_norm=True
     ),
 }

@@ -72,6 +72,14 @@ def check(name: str, config: Config, batches: Collection[int] = BATCHES, trainin
         pipe.close()
 
 
+def test_every_pair_of_settings_occurs() -> None:
+    chosen = [config for index in range(len(MODELS)) for config in configurations(index, heavy=False)]
+    for one, other in [(0, 1), (0, 2), (1, 2)]:
+        settings = (DEVICES, CHUNKS, CHECKPOINTS)
+        wanted = set(product(settings[one], settings[other])) - {(1, (1,))}  # one device has no stage 1
+        assert {(config[one], config[other]) for config in chosen} == wanted
+
+
 @pytest.mark.parametrize(("name", "config"), cases(full=False))
 def test_a_pipeline_is_the_model(name: str, config: Config) -> None:
     check(name, config)
