@@ -404,20 +404,6 @@ class InPlaceFork(nn.Module):
         return self.layers[2](x) + other + kept
 
 
-class InPlaceInput(nn.Module):
-    """Writes into what the caller passed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x.mul_(2.0)
-        y = torch.tanh(self.layers[0](x.sin()))
-        x += 1.0
-        return self.layers[1](y) + x
-
-
 class SetItem(nn.Module):
     """Fills a tensor piece by piece, with layers between the pieces."""
 
@@ -832,7 +818,7 @@ class Counter(nn.Module):
 
 
 class MovingAverage(nn.Module):
-    """Puts a new tensor in a buffer's place at every call, and uses the old and the new one."""
+    """Puts a new tensor in a buffer's place at every call, computed from the old one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -843,7 +829,7 @@ class MovingAverage(nn.Module):
         x = torch.tanh(self.layers[0](x))
         x = self.layers[1](x - self.average)
         self.average = 0.9 * self.average + 0.1 * x.detach().mean(dim=0)
-        return self.layers[2](torch.tanh(x - self.average))
+        return self.layers[2](torch.tanh(x))
 
 
 class RunningMax(nn.Module):
@@ -1057,7 +1043,6 @@ MODELS: dict[str, Case] = {
     "attention dropout": case(AttentionDropout, sequences, random=True),
     "in place": case(InPlace, vectors, "in-place"),
     "in place after a fork": case(InPlaceFork, vectors, "in-place"),
-    "in place on the input": case(InPlaceInput, vectors, "in-place writes-inputs"),
     "set item": case(SetItem, vectors, "in-place views"),
     "views": case(Views, sequences, "in-place views"),
     "indices": case(Indices, vectors, "types"),
@@ -1100,8 +1085,8 @@ MODELS: dict[str, Case] = {
     "transformer with dropout": case(TransformerDropout, sequences, random=True),
     "experts": case(Experts, sequences),
     "unet": case(lambda: UNet(2, 4, depth=2), images(8), "skips paper", random=True),
-    "amoebanet": case(lambda: AmoebaNetD(3, 16, classes=5), images(32), "skips buffers paper", batch_norm=True),
+    "amoebanet": case(lambda: AmoebaNetD(3, 16, classes=5), images(64), "skips buffers paper", batch_norm=True),
     "resnet": case(
-        lambda: ResNet((1, 2, 1), width=4, classes=5), images(16), "skips in-place buffers paper", batch_norm=True
+        lambda: ResNet((1, 2, 1), width=4, classes=5), images(32), "skips in-place buffers paper", batch_norm=True
     ),
 }

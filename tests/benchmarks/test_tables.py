@@ -1,0 +1,59 @@
+"""The benchmark scripts run and print their tables, at sizes that say nothing about speed."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks import compile_time, overhead
+from benchmarks.timing import in_turn, median_difference
+
+
+def test_candidates_take_turns() -> None:
+    calls: list[str] = []
+    seconds = in_turn({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, rounds=2, steps=2)
+    assert "".join(calls) == "aabb" + "aabbaabb"
+    assert [len(times) for times in seconds.values()] == [2, 2]
+
+
+def test_differences_are_taken_round_by_round() -> None:
+    assert median_difference([2.0, 5.0, 9.0], [1.0, 3.0, 1.0]) == 2.0
+
+
+def test_every_candidate_runs() -> None:
+    for step in overhead.candidates().values():
+        step()
+
+
+def test_overhead_prints_parts_of_torchgpipes() -> None:
+    seconds = {
+        overhead.PLAIN: [32e-6] * 3,
+        "torchgpipe, never": [96e-6] * 3,
+        "fxpipe, never": [48e-6, 64e-6, 48e-6],
+    }
+    assert overhead.table(seconds).splitlines()[2:] == [
+        "plain loop                   1.0",
+        "torchgpipe, never            3.0         2.0",
+        "fxpipe, never                1.5         0.5               0.25",
+    ]
+
+
+def test_compile_time_prints_growth() -> None:
+    times = {("capture", 100): 0.5, ("fxpipe", 100): 1.0, ("capture", 1000): 4.0, ("fxpipe", 1000): 8.0}
+    last = compile_time.table(times).splitlines()[-1]
+    assert last.split() == ["1,000", "4.00", "8.00", "2.00", "8.00", "8.0x", "15.0x"]
+
+
+def test_compile_time_measures() -> None:
+    times = compile_time.measure([30], repeats=1)
+    assert times["capture", 30] > 0
+
+
+def test_the_model_has_about_as_many_ops_as_it_says() -> None:
+    counted = []
+
+    def count(graph: torch.fx.GraphModule, _: object) -> object:
+        counted.append(sum(node.op in ("call_function", "call_method") for node in graph.graph.nodes))
+        return graph.forward
+
+    torch.compile(compile_time.Residuals(100), backend=count, fullgraph=True)(torch.randn(2, compile_time.WIDTH))
+    assert 95 <= counted[0] <= 105
