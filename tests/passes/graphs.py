@@ -117,9 +117,9 @@ class _Reading:
         kind = self._type(result)
         regions = ()
         self.ops.append(Op(node.name, target, ref_args, ref_kwargs, kind, origin, regions, writes, draw))
-        for name in {n.name for n in node.all_input_nodes if self.values[n.name] is result and writes}:
-            if self.names[name].name not in {state.name for state in self.states.values()}:
-                self.names[name] = Ref(node.name)
+        if writes:  # all later uses of the tensor have the op's name
+            named = {name for name, ref in self.names.items() if ref.name not in {s.name for s in self.states.values()}}
+            self.names |= {name: Ref(node.name) for name in named if self.values[name] is result}
         self._hold(node.name, node.name, result)
 
     def _output(self, node: fx.Node, position: int) -> None:
