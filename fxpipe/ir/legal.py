@@ -96,7 +96,7 @@ def _shared_memory(graph: Graph) -> Iterator[Tie]:
         first = min((defined for defined, _ in values if defined >= 0), default=at)
         # The caller's memory is not written: who reads an input after the write has to be where the written copy is.
         last = max([at, *(read for defined, read in values if defined < 0)])
-        yield Tie(first, last, names[0], f"{op.name} changes {' and '.join(names)} in place, which others see")
+        yield Tie(first, last, names[0], f"{op.name} changes {', '.join(names)} in place, which others see")
 
 
 def _changed_states(graph: Graph) -> Iterator[Tie]:
