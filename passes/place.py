@@ -38,8 +38,9 @@ def place(program: Program, plan: Plan) -> Program:
 
 
 def _capture_device(graph: Graph) -> str | None:
-    """Where the model was when it was captured: where its tensors are, or else its inputs, or else its values."""
-    for values in (graph.states, graph.inputs, graph.ops):
+    """Where the model was when it was captured: where its parameters are, or else its inputs, or else its values."""
+    parameters = tuple(state for state in graph.states if state.kind == "parameter")
+    for values in (parameters, graph.inputs, graph.states, graph.ops):
         for value in values:
             if isinstance(value.type, TensorType):
                 return value.type.device

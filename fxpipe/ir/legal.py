@@ -84,18 +84,19 @@ def _shared_memory(graph: Graph) -> Iterator[Tie]:
     span = spans(graph)
     returned = {output.value for output in graph.outputs}
 
-    def alive(name: str, at: int) -> bool:
+    def seen(name: str, at: int) -> bool:
         return name not in span or name in returned or span[name][1] >= at  # a state lives for ever
 
     for at, op in enumerate(graph.ops):
-        names = [name for name in op.writes if alive(name, at)]
+        names = [name for name in op.writes if seen(name, at)]
         values = [span[name] for name in names if name in span]
-        if len(names) < 2 or not values:
+        alone = len(names) == 1 and not seen(names[0], at + 1)  # later ops know it by the name of this op
+        if alone or not values:
             continue
         first = min((defined for defined, _ in values if defined >= 0), default=at)
         # The caller's memory is not written: who reads an input after the write has to be where the written copy is.
         last = max([at, *(read for defined, read in values if defined < 0)])
-        yield Tie(first, last, names[0], f"{' and '.join(names)} share memory that {op.name} changes in place")
+        yield Tie(first, last, names[0], f"{op.name} changes {', '.join(names)} in place, which others see")
 
 
 def _changed_states(graph: Graph) -> Iterator[Tie]:

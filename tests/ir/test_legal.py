@@ -81,6 +81,13 @@ def test_a_view_and_what_it_views_stay_with_the_write() -> None:
     assert glued(dead) == ()  # v is never read again
 
 
+def test_a_value_that_is_read_by_its_old_name_stays_with_the_write() -> None:
+    old = graph(op("a", "neg", "x"), op("b", "add_", "a", writes=("a",)), op("y", "mul", "a", "b"))
+    assert glued(old) == ((0, 1),)
+    returned = graph(op("a", "neg", "x"), op("b", "add_", "a", writes=("a",)), outputs=("a",))
+    assert glued(returned) == ((0, 1),)
+
+
 def test_who_reads_an_input_after_a_write_through_its_view_is_where_the_written_copy_is() -> None:
     through = graph(
         op("early", "neg", "x"),

@@ -98,7 +98,7 @@ class _Reading:
 
     def _op(self, node: fx.Node, position: int) -> None:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.values[n.name])
-        before = {name: value._version for name, value in self.held.items()}
+        before = {name: (value._version, value.detach().clone()) for name, value in self.held.items()}
         written_first = args[0] if args else None
         torch.manual_seed(0)
         target: Any = node.target
@@ -107,7 +107,11 @@ class _Reading:
         alive = {self.names[n.name].name for later in self.nodes[position + 1 :] for n in later.all_input_nodes
                  if n.name in self.names}  # fmt: skip
         alive |= {state.name for state in self.states.values()}
-        changed = [name for name, version in before.items() if self.held[name]._version != version]
+        changed = [  # batch norm changes its running statistics without a new version
+            name
+            for name, (version, value) in before.items()
+            if self.held[name]._version != version or not torch.equal(self.held[name], value)
+        ]
         direct = [self.names[n.name].name for n in node.all_input_nodes if self.values[n.name] is result]
         writes = tuple(name for name in changed if name in alive or name in direct)
         refs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.names[n.name])
@@ -117,9 +121,9 @@ class _Reading:
         kind = self._type(result)
         regions = ()
         self.ops.append(Op(node.name, target, ref_args, ref_kwargs, kind, origin, regions, writes, draw))
-        for name in {n.name for n in node.all_input_nodes if self.values[n.name] is result and writes}:
-            if self.names[name].name not in {state.name for state in self.states.values()}:
-                self.names[name] = Ref(node.name)
+        if writes:  # all later uses of the tensor have the op's name
+            named = {name for name, ref in self.names.items() if ref.name not in {s.name for s in self.states.values()}}
+            self.names |= {name: Ref(node.name) for name in named if self.values[name] is result}
         self._hold(node.name, node.name, result)
 
     def _output(self, node: fx.Node, position: int) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import operator
+from dataclasses import replace
+from time import process_time
 
 import pytest
 from torch import nn
 
-from fxpipe.ir.graph import check
+from fxpipe.ir.graph import Output, Ref, check
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.passes import PASSES, lower
@@ -82,3 +85,19 @@ def test_time_per_pass_is_logged(caplog: pytest.LogCaptureFixture) -> None:
         lower(graph, plan(graph, 2, 3))
     assert [record.message.split(":")[0] for record in caplog.records] == list(TRAIL)
     assert caplog.records[-1].message.endswith(" ms, nothing to do")
+
+
+def test_ten_thousand_ops_are_quick() -> None:
+    # tanh of tanh of tanh ..., each also added to the one a hundred before: skips everywhere
+    model, x = make(Chain)
+    graph = trace(model, x)
+    tanh = graph.ops[1]
+    ops = list(graph.ops[:2])
+    for i in range(5_000):
+        far = ops[-100].name if i > 100 else tanh.name
+        ops.append(replace(tanh, name=f"t{i}", args=(Ref(ops[-1].name),)))
+        ops.append(replace(tanh, name=f"a{i}", target=operator.add, args=(Ref(ops[-1].name), Ref(far))))
+    long = replace(graph, ops=tuple(ops), outputs=(Output(ops[-1].name, 0),), result=Ref(ops[-1].name))
+    start = process_time()
+    lower(long, plan(long, *[1250] * 7, len(ops) - 7 * 1250))
+    assert process_time() - start < 5

@@ -1,0 +1,91 @@
+"""Devices: that of capture becomes the stage's own, all others stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fxpipe.ir.graph import Graph, Input, Op, Origin, Output, Ref
+from fxpipe.ir.program import OWN_DEVICE
+from fxpipe.ir.types import TensorType
+from fxpipe.passes import cut
+from fxpipe.passes.place import place
+from tests.passes.graphs import trace
+from tests.passes.nets import Chain, Masked, make, plan
+from tests.passes.same import assert_same, of_graph, of_program
+
+X = Ref("x")
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def placed(captured: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: str = "") -> Op:
+    """The op after `place`, in a model captured on one device, with a result there or on another."""
+    row, out = TensorType("f32", ("b", 4), captured), TensorType("f32", ("b", 4), result or captured)
+    op = Op("y", target, args, kwargs, out, Origin("net.py", 1, "", ""))
+    graph = Graph("Net", True, (Input("x", "x", row, 0),), (), (), (op,), (Output("y", 0),), ((X,), {}), Ref("y"))
+    return place(cut(graph, plan(graph, 1)), plan(graph, 1)).stages[0].ops[0]
+
+
+def cpu() -> torch.device:
+    return torch.device("cpu")
+
+
+FOLLOW = [
+    ("cpu", torch.arange, (4,), {"device": cpu()}, {"device": OWN_DEVICE}),
+    ("cpu", torch.arange, (4,), {"device": "cpu"}, {"device": OWN_DEVICE}),
+    ("cpu", torch.arange, (4,), {"device": None}, {"device": OWN_DEVICE}),
+    ("cpu", torch.zeros, ((4,),), {}, {"device": OWN_DEVICE}),
+    ("cuda:0", torch.zeros, ((4,),), {"device": "cuda"}, {"device": OWN_DEVICE}),
+    ("cuda:0", torch.zeros, ((4,),), {"device": torch.device("cuda:0")}, {"device": OWN_DEVICE}),
+]
+
+
+@pytest.mark.parametrize(("captured", "target", "args", "before", "after"), FOLLOW)
+def test_factory_calls_follow_the_stage(
+    captured: str, target: Any, args: tuple[Any, ...], before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    assert placed(captured, target, args, before).kwargs == after
+
+
+def test_to_follows_the_stage() -> None:
+    assert placed("cpu", "to", (X, cpu()), {}).args == (X, OWN_DEVICE)
+    assert placed("cpu", "to", (X, "cpu", torch.float32), {}).args == (X, OWN_DEVICE, torch.float32)
+    assert placed("cpu", "to", (X,), {"device": cpu(), "dtype": torch.float32}).kwargs["device"] is OWN_DEVICE
+    moved = placed("cuda:0", "cuda", (X,), {"non_blocking": True})
+    assert (moved.target, moved.args, moved.kwargs) == ("to", (X, OWN_DEVICE), {"non_blocking": True})
+
+
+def test_a_device_deep_inside_the_arguments_follows_the_stage() -> None:
+    assert placed("cpu", "use", (X, [{"on": cpu()}]), {}).args == (X, [{"on": OWN_DEVICE}])
+
+
+def test_other_devices_stay() -> None:
+    for args, kwargs in [((4,), {"device": cpu()}), ((4,), {"device": "cpu"}), ((4,), {})]:
+        op = placed("cuda:0", torch.arange, args, kwargs, result="cpu")  # a model on a GPU that wants this on the CPU
+        assert (op.args, op.kwargs) == (args, kwargs)
+    assert placed("cuda:0", "cpu", (X,), {}, result="cpu").target == "cpu"
+    assert placed("cuda:0", "to", (X, "cuda:1"), {}, result="cuda:1").args == (X, "cuda:1")
+    assert placed("cpu", "to", (X, torch.float32), {}).args == (X, torch.float32)
+
+
+def test_numbers() -> None:
+    model, x = make(Masked)
+    graph = trace(model, x)
+    program = place(cut(graph, plan(graph, 8, 8)), plan(graph, 8, 8))
+    assert_same(of_program(program, model, x), of_graph(graph, model, x))
+
+
+def test_without_devices_nothing_changes() -> None:
+    model, x = make(Chain)
+    graph = trace(model, x)
+    before = cut(graph, plan(graph, 2, 3))
+    assert place(before, plan(graph, 2, 3)) is before
+
+
+def test_golden(golden: Callable[[str, str], None]) -> None:
+    model, x = make(Masked)
+    graph = trace(model, x)
+    golden("passes/place.txt", str(place(cut(graph, plan(graph, 16)), plan(graph, 16))))
