@@ -29,7 +29,7 @@ class Loaded(Shell):
         self.train(package.TRAINING)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs for the whole batch. Raises InputError for a call of another kind than it was saved for."""
+        """The model's outputs for the whole batch. Raises InputError for another kind of call than it was saved for."""
         if self.training != self.package.TRAINING:
             kind = "training" if self.package.TRAINING else "evaluation"
             raise InputError(f"this package was saved for {kind}; save another one after pipe.train() or pipe.eval()")

@@ -33,6 +33,7 @@ from .ir.plan import Plan
 from .ir.profile import Profile
 from .ir.program import Program
 from .ir.schedule import Schedule
+from .machine import local_cluster
 from .options import Options
 from .planning import homes
 from .profiling import estimate, measure
@@ -105,7 +106,9 @@ class Pipe(Shell):
         made: Build | None = self._builds.get(id(graph))
         if made is None:
             sizes = micro_batch_sizes(graph, inputs, self.options.chunks)
-            made = build(graph, self._profile(graph, inputs, sizes), sizes, self.options, self._home)
+            cluster = local_cluster(self.options.devices)
+            profile = self._profile(graph, inputs, sizes, cluster)
+            made = build(graph, profile, sizes, cluster, self.options, self._home)
             self._builds[id(graph)] = made
             if self._home is None:
                 self.__dict__["_home"] = Home(made.plan, homes(graph, made.plan))
@@ -114,11 +117,11 @@ class Pipe(Shell):
         self.__dict__["_last"] = made
         return made
 
-    def _profile(self, graph: Graph, inputs: Sequence[Any], sizes: Mapping[str, int]) -> Profile:
+    def _profile(self, graph: Graph, inputs: Sequence[Any], sizes: Mapping[str, int], cluster: Cluster) -> Profile:
         """What the ops cost for one micro-batch, on the first device."""
         label = self.options.devices[0]
         if self.options.profile == "estimate":
-            return estimate(graph, sizes, Cluster.of([label]).device(label))
+            return estimate(graph, sizes, cluster.device(label))
         rows = split_sizes(batch_size(graph, inputs), self.options.chunks)
         pairs = zip(graph.inputs, inputs, strict=True)
         pieces = {item.name: scatter(value, item.batch_dim, rows)[0] for item, value in pairs}
@@ -130,7 +133,7 @@ class Pipe(Shell):
     def _live(self, made: Build) -> Live:
         """The build's package, imported, with the tensors that the model has now."""
         live: Live | None = self._lives.get(id(made))
-        version = self._front.version
+        version = self._front.twins.version
         if live is None:
             folder = Path(self._folder.name) / str(len(self._lives))
             write(made.files, folder)

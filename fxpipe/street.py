@@ -54,9 +54,10 @@ class Build:
     files: Mapping[str, str]
 
 
-def build(graph: Graph, profile: Profile, sizes: Mapping[str, int], options: Options, home: Home | None) -> Build:
+def build(
+    graph: Graph, profile: Profile, sizes: Mapping[str, int], cluster: Cluster, options: Options, home: Home | None
+) -> Build:
     """All the values from a graph and its profile on. With a `home`, ops go where their parameters live."""
-    cluster = Cluster.of(options.devices)
     decided = decide(graph, profile, cluster, options, home)
     trail: dict[str, Program] = {}
     program = lower(graph, decided, watch=trail.__setitem__)

@@ -117,7 +117,7 @@ def test_a_mean_over_the_batch_when_named() -> None:
 
 def test_a_package_for_another_model(tmp_path: Any) -> None:
     fxpipe.compile(Net(), devices=2, chunks=2, example_inputs=(X,)).save(tmp_path / "out")
-    with pytest.raises(PackageError, match="head.weight"):
+    with pytest.raises(PackageError, match=r"head\.weight"):
         fxpipe.load(tmp_path / "out", nn.Sequential(nn.Linear(4, 4)))
 
 

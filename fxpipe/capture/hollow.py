@@ -62,7 +62,7 @@ class Twins:
     """The stand-ins of a model's parameters and buffers.
 
     They stay on the devices where the model was at first, whatever becomes of the real tensors; `device` is that of all
-    of them, if they share one.
+    of them, if they share one. `version` counts how often other tensors than before were found in the model.
     """
 
     model: nn.Module
@@ -71,6 +71,7 @@ class Twins:
     shape: list[list[nn.Module | None]] = field(default_factory=list)
     device: torch.device | None = None
     of: dict[int, Slot] = field(default_factory=dict)  # by the id of the stand-in
+    version: int = 0
 
     def __post_init__(self) -> None:
         self._list()
@@ -105,6 +106,7 @@ class Twins:
                     twins[id(real)] = twin
             else:
                 stale.append(slot)
+        self.version += any(slot.real is not slot.tensors[slot.key] for slot in stale)
         for slot in stale:
             slot.real = real = slot.tensors[slot.key]
             if real is None or real.device.type == "meta":

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from fxpipe.compile import compile
 from fxpipe.errors import FxpipeError
 from fxpipe.pipe import Pipe
+
 from .transformer import PixelTransformer
 from .unet import UNet
 
@@ -71,7 +72,7 @@ def batches(task: Task, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def demo(devices: int = 4, chunks: int = 8, steps: int = 60, out: Path = Path("fxpipe-demo")) -> None:
-    """Train both models for `steps` steps; print plan, code, losses and schedule, and write files and pictures to `out`."""
+    """Train both models for `steps` steps; print plan, losses, schedule and code; files and pictures go to `out`."""
     torch.manual_seed(0)
     images = digits()
     for task in (denoising(images), next_pixel(images)):

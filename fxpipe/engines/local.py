@@ -11,8 +11,10 @@ common. The calling thread, which would only wait, is the worker of the last sta
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -70,6 +72,11 @@ class Pipeline:
         self._mutating = tuple(stage for stage in stages if stage.mutates)
         self._workers = {label: Worker(label) for label in sorted(set(self.devices) - {self.devices[-1]})}
         self._close = weakref.finalize(self, close, tuple(self._workers.values()))
+
+    @property
+    def source(self) -> str:
+        """The text of the file that the scheduler came from."""
+        return Path(inspect.getfile(type(self))).read_text(encoding="utf-8")
 
     def close(self) -> None:
         """End the worker threads. A pipe that is garbage collected closes itself."""

@@ -8,7 +8,9 @@ It holds the very Parameter objects of the model, so optimizers made before or a
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,6 +61,11 @@ class Stage(Scope):
 
     def forward(self, *args: Any) -> Any:
         raise NotImplementedError("generated stages say what they compute")
+
+    @property
+    def source(self) -> str:
+        """The text of the file that the stage came from."""
+        return Path(inspect.getfile(type(self))).read_text(encoding="utf-8")
 
     def tensor(self, path: str) -> Tensor:
         """The tensor at a path of the model."""
