@@ -34,14 +34,43 @@ def defer_batch_norm(program: Program, plan: Plan) -> Program:
         prefix, _, leaf = keys[mean.name].rpartition("running_mean")
         return None if leaf else paths.get(prefix + "num_batches_tracked")
 
+    norms = {op.name: norm for stage in program.stages for op in stage.ops if (norm := training_batch_norm(op))}
+    counters = {name: counter(norm["running_mean"]) for name, norm in norms.items()}
+
     def deferred(stage: Stage) -> Stage:
-        norms = {op.name: norm for op in stage.ops if (norm := training_batch_norm(op))}
-        counters = {name: counter(norm["running_mean"]) for name, norm in norms.items()}
         counts = set(_counts(stage, {name for name in counters.values() if name}))
         ops = (_defer(op, norms[op.name], counters[op.name]) if op.name in norms else op for op in stage.ops)
         return replace(stage, ops=tuple(op for op in ops if op.name not in counts))
 
-    return changed_program(program, map(deferred, program.stages))
+    return _with_counters(changed_program(program, map(deferred, program.stages)), counters)
+
+
+def _with_counters(program: Program, counters: Mapping[str, str | None]) -> Program:
+    """The program in which each counter belongs to the stage of its batch norm; a cut may have come between them."""
+    homes = {counters[op.name]: stage.index for stage in program.stages for op in stage.ops if op.name in counters}
+
+    def owning(stage: Stage) -> Stage:
+        _refuse_readers(stage, homes)
+        gone = {name for name, home in homes.items() if home != stage.index}
+        here = [name for name, home in homes.items() if name and home == stage.index and name not in stage.states]
+        return replace(
+            stage,
+            states=(*(name for name in stage.states if name not in gone), *here),
+            mutates=(*(name for name in stage.mutates if name not in gone), *here),
+            rereads=tuple(name for name in stage.rereads if name not in gone),
+        )
+
+    return changed_program(program, map(owning, program.stages))
+
+
+def _refuse_readers(stage: Stage, homes: Mapping[str | None, int]) -> None:
+    for op in stage.ops:
+        for name in op.reads:
+            if homes.get(name, stage.index) != stage.index:
+                raise PlanError(
+                    f"op {op.name}, at {op.origin}, reads the counter {name} of a deferred batch norm, which is in "
+                    f"stage {homes[name]}; keep both in one stage, or compile without deferred_batch_norm"
+                )
 
 
 def _defer(op: Op, norm: Mapping[str, Any], counter: str | None) -> Op:
