@@ -47,7 +47,7 @@ def test_options(options: dict[str, Any], message: str) -> None:
     ("options", "message"),
     [
         ({"balance": [1, 1]}, r"adds up to 2"),
-        ({"split_at": ["encoder.9"]}, "'encoder.9' names no module"),
+        ({"split_at": ["encoder.9"]}, "'encoder.9', which is no module"),
         ({"devices": 40}, "40 stages"),
     ],
 )
@@ -71,7 +71,7 @@ def test_no_common_batch_size() -> None:
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
             return x * mask
 
-    with pytest.raises(InputError, match=r"x: 6.*mask: 4|mask: 4.*x: 6") as raised:
+    with pytest.raises(InputError, match=r"(?s)x: 6.*mask: 4") as raised:
         fxpipe.compile(Two(), devices=1, chunks=2)(X, torch.ones(4))
     assert "batch_dim" in str(raised.value)
     pipe = fxpipe.compile(Two(), devices=1, chunks=2, batch_dim={"mask": None})
@@ -98,7 +98,7 @@ class Branch(nn.Module):
 @pytest.mark.parametrize(
     ("model", "line", "advice"),
     [
-        (Centre(), "return x - x.mean(0)", "mixes"),
+        (Centre(), "return x - x.mean(0)", "pools the batch"),
         (Loss(), r"return \(x\*\*2\).mean\(\)", "reduce"),
         (Branch(), "if x.sum() > 0:", "torch.where|torch.cond"),
     ],
