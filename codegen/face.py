@@ -13,13 +13,12 @@ so that a loaded package is called like the model, and says so when it is called
 
 from __future__ import annotations
 
-import keyword
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from fxpipe.codegen.lines import INDENT, Brackets, Doc, flat, layout, prefix
-from fxpipe.codegen.names import identifier, member, string
+from fxpipe.codegen.lines import INDENT, Brackets, flat, layout, prefix
+from fxpipe.codegen.names import identifier, member, spells, string
 from fxpipe.codegen.spelling import literal, modules_of, nest
 from fxpipe.errors import PackageError
 from fxpipe.ir.graph import Graph, Ref, Struct, refs
@@ -67,7 +66,7 @@ def _arguments(graph: Graph) -> _Arguments:
 
 
 def _parameter(name: str) -> str:
-    return name if name.isidentifier() and name.isascii() and not keyword.iskeyword(name) else identifier(name)
+    return name if spells(name) else identifier(name)
 
 
 def _inputs(graph: Graph, names: _Arguments, checks: list[str]) -> list[str]:
@@ -80,7 +79,8 @@ def _inputs(graph: Graph, names: _Arguments, checks: list[str]) -> list[str]:
     parameters += [name if any(True for _ in refs(was)) else _with_default(name, was) for name, was in named]
     found = {part.found.name: part.access for part in reversed(list(_parts(names))) if isinstance(part.found, Ref)}
     given = tuple(found[item.name] for item in graph.inputs)
-    returned: Doc = Brackets("return ", given, "", "bare") if given else "return ()"
+    bare = len(given) > 1
+    returned = Brackets("return ", given, "", "bare") if bare else Brackets("return (", given, ")", "literal")
     return [
         *layout(Brackets("def inputs(", tuple(parameters), "):")),
         f'{INDENT}"""The inputs in the order of the scheduler\'s, from a call of the model."""',

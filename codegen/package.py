@@ -40,6 +40,7 @@ DTYPES = {
     "u32": "uint32", "u16": "uint16", "u8": "uint8", "bool": "bool", "c128": "complex128", "c64": "complex64",
     "c32": "complex32",
 }  # fmt: skip
+_PUBLIC = ("CHUNKS", "MODEL", "STAGES", "TENSORS", "TRAINING", "Scheduler", "inputs", "result")
 
 
 def package(program: Program, plan: Plan, scheduler_source: str, notes: Sequence[str] = ()) -> dict[str, str]:
@@ -65,6 +66,8 @@ def _init(program: Program, plan: Plan) -> str:
         *_docstring(program, call),
         "",
         *import_blocks(modules, (), relative),
+        "",
+        *layout(prefix("__all__ = ", Brackets("[", tuple(map(string, _PUBLIC)), "]", "literal"))),
         "",
         *(line for name, doc in facts.items() for line in layout(prefix(f"{name} = ", doc))),
         "",
@@ -95,7 +98,12 @@ def _docstring(program: Program, call: str) -> list[str]:
 
 def _tensors(program: Program) -> Doc:
     rows = [
-        Brackets("(", (string(state.path), literal(tuple(state.type.shape)), string(DTYPES[state.type.dtype])), ")")
+        Brackets(
+            "(",
+            (string(state.path), literal(tuple(state.type.shape)), string(DTYPES[state.type.dtype])),
+            ")",
+            "literal",
+        )
         for state in program.graph.states
         if state.kind != "constant" and isinstance(state.type, TensorType)
     ]

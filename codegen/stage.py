@@ -62,7 +62,8 @@ def _class_name(stage: Stage) -> str:
 
 def constant_names(program: Program) -> dict[str, str]:
     """The attribute that holds each constant of the program: its own name, where no part of the model is called so."""
-    taken = set(STAGE_NAMES) | {state.path.partition(".")[0] for state in program.graph.states}
+    paths = (state.path for state in program.graph.states if state.kind != "constant")
+    taken = set(STAGE_NAMES) | {path.partition(".")[0] for path in paths}
     names = {}
     for state in program.graph.states:
         if state.kind == "constant":
