@@ -123,7 +123,8 @@ def _check(part: _Part) -> list[str]:
         return _refuse(f"len({access}) != {len(found)}", f"{len(found)} items in {access}")
     if isinstance(found, Mapping):
         keys = ", ".join(flat(literal(key)) for key in found)
-        return _refuse(f"list({access}) != [{keys}]", f"the keys {keys} in {access}")
+        wanted = f"{{{keys}}}" if found else "set()"
+        return _refuse(f"set({access}) != {wanted}", f"the keys {keys} in {access}")
     text = _text(found)
     if text is None or found != found:
         return []  # nothing to compare with
@@ -161,8 +162,8 @@ def _result(graph: Graph) -> tuple[list[str], frozenset[str]]:
         parameters.append(name)
         names.setdefault(output.value, name)
     try:
-        returned = layout(prefix("return ", nest(graph.result, names.__getitem__)), 1)
         modules = frozenset(modules_of(graph.result)) - {""}
+        returned = layout(prefix("return ", nest(graph.result, names.__getitem__)), 1)
     except ValueError as error:
         message = string(f"the model's result cannot be put together outside of the process that captured it: {error}")
         returned, modules = layout(Brackets("raise NotImplementedError(", (message,), ")"), 1), frozenset()

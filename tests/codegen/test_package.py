@@ -272,6 +272,7 @@ def test_nested_calls(program: Program, tools: SimpleNamespace, tmp_path: Path) 
     batch = {"ids": 1, "mask": 2}
     assert module.inputs(batch, [3, (4, None)], pair=Pair(5, None)) == (1, 2, 3, 4, 5)
     assert module.inputs(batch, [3, (4, None)], "mean", scale=2.0, pair=Pair(5, None)) == (1, 2, 3, 4, 5)
+    assert module.inputs({"mask": 2, "ids": 1}, [3, (4, None)], pair=Pair(5, None)) == (1, 2, 3, 4, 5)
     wrong: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
         (({"ids": 1}, [3, (4, None)]), {}, "the keys \"ids\", \"mask\" in batch"),
         ((batch, [3]), {}, "2 items in parts"),
@@ -285,6 +286,21 @@ def test_nested_calls(program: Program, tools: SimpleNamespace, tmp_path: Path) 
             module.inputs(*args, **{"pair": Pair(5, None), **kwargs})
 
     assert module.result(1, 2) == {"y": 1, "more": [Output2(y=2, more=(1, 1))]}
+
+
+NASTY = ['"""', "\\", "x\n        import os", "# noqa", "'''", '"); raise SystemExit; ("', "\x00", "\u202e", "{0}"]
+
+
+@pytest.mark.parametrize("text", NASTY)
+def test_nothing_of_the_user_breaks_out(text: str, program: Program, tools: SimpleNamespace, tmp_path: Path) -> None:
+    states = tuple(replace(state, path=text + state.path) for state in program.graph.states)
+    made = with_graph(program, model=text, states=states)
+    module, _ = faced(made, tmp_path, (({text: Ref("x")}, text), {}), {"x": f"batch[{text!r}]"}, {text: Ref("add")})
+    tools.lint(tmp_path / "__init__.py")
+    assert module.MODEL == text
+    assert module.TENSORS[0][0] == states[0].path
+    assert module.inputs({text: 1}, text) == (1,)
+    assert module.result(1, 2) == {text: 1}
 
 
 def test_arguments_keep_the_models_names(program: Program, tmp_path: Path) -> None:
