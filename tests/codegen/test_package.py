@@ -297,7 +297,7 @@ def test_nothing_of_the_user_breaks_out(text: str, program: Program, tools: Simp
     made = with_graph(program, model=text, states=states)
     module, _ = faced(made, tmp_path, (({text: Ref("x")}, text), {}), {"x": f"batch[{text!r}]"}, {text: Ref("add")})
     tools.lint(tmp_path / "__init__.py")
-    assert module.MODEL == text
+    assert text == module.MODEL
     assert module.TENSORS[0][0] == states[0].path
     assert module.inputs({text: 1}, text) == (1,)
     assert module.result(1, 2) == {text: 1}
