@@ -13,6 +13,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+from fxpipe.ir.program import RuntimeCall
+
 REQUIRED = inspect.Parameter.empty
 Signature = tuple[tuple[str, Any], ...]  # (name, default or REQUIRED) of what may be given by position or by name
 
@@ -80,6 +82,9 @@ _FUNCTIONS = {
     "torch.unsqueeze": "input, dim",
     "torch.transpose": "input, dim0, dim1",
 }
+_RUNTIME = {
+    "deferred_batch_norm": "input, running_mean, running_var, num_batches_tracked, weight, bias, momentum, eps",
+}
 # Methods share their arguments with the functions above.
 _METHODS = (
     "flatten", "softmax", "log_softmax", "sum", "mean", "amax", "amin", "argmax", "argmin", "max", "min", "cumsum",
@@ -110,8 +115,9 @@ def _usual_overload(name: str, args: tuple[Any, ...]) -> bool:
 
 @lru_cache(maxsize=1024)
 def _of_function(name: str, target: Callable[..., Any]) -> Signature | None:
-    if name in _FUNCTIONS:
-        return _parse(_FUNCTIONS[name])
+    known = _RUNTIME if isinstance(target, RuntimeCall) else _FUNCTIONS
+    if name in known:
+        return _parse(known[name])
     if not name.startswith("F.") or not inspect.isfunction(target):
         return None
     parameters = inspect.signature(target).parameters.values()

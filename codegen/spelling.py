@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from fxpipe.codegen.lines import Brackets, Doc, flat, prefix
 from fxpipe.codegen.names import string
 from fxpipe.ir.graph import Ref, Struct
-from fxpipe.ir.program import OwnDevice
+from fxpipe.ir.program import OwnDevice, RuntimeCall
 
 Names = Callable[[str], str]  # what a value or state is called in the source: `x_1`, `self.conv.weight`
 
@@ -59,6 +59,8 @@ def spell(target: Any) -> Spelling:
     public = _public_names().get(id(target))
     if public is not None:
         return Spelling(public, _MODULES.get(public.partition(".")[0], "torch"))
+    if isinstance(target, RuntimeCall):
+        return Spelling(target.name, "")  # the stage imports it beside its base class
     if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return Spelling(f"torch.ops.{target}", "torch")
     if isinstance(target, torch._ops.HigherOrderOperator):

@@ -24,7 +24,7 @@ from fxpipe.codegen.names import STAGE_NAMES, clip, code_comment, identifier, pr
 from fxpipe.codegen.spelling import Names, literal, nest
 from fxpipe.codegen.variables import Variables, assign, rebinds
 from fxpipe.ir.graph import Op, Origin, Ref, Region
-from fxpipe.ir.program import Program, Stage
+from fxpipe.ir.program import Program, RuntimeCall, Stage
 from fxpipe.ir.types import TensorType, ValueType, tensors
 
 LARGE = 1 << 16  # elements from which on letting go of a tensor is worth a line
@@ -40,7 +40,7 @@ def emit_stage(program: Program, index: int, notes: str = "") -> str:
     stage = program.stages[index]
     paths = _paths(program, stage)
     needed = {module for op in stage.ops for module in modules(op)} | {"torch" for op in stage.ops if op.regions}
-    taken = {module.partition(".")[0] for module in needed} | {_class_name(stage)}
+    taken = {module.partition(".")[0] for module in needed} | {_class_name(stage), *_runtime_names(stage)}
     variables = assign(stage, program.types, paths, taken)
     lines = [
         *header(program, stage, variables.of, notes),
@@ -90,8 +90,13 @@ def _paths(program: Program, stage: Stage) -> dict[str, str]:
 def _imports(program: Program, stage: Stage, needed: Collection[str]) -> list[str]:
     signature = [program.types[name] for name in (*stage.takes, *stage.borrows, *stage.gives)]
     tensor = ["from torch import Tensor"] if any(isinstance(kind, TensorType) for kind in signature) else []
-    draws = "Draws, " if any(op.random for op in stage.ops) else ""
-    return import_blocks(needed, tensor, [f"from fxpipe.runtime import {draws}Stage"])
+    return import_blocks(needed, tensor, [f"from fxpipe.runtime import {', '.join(_runtime_names(stage))}"])
+
+
+def _runtime_names(stage: Stage) -> list[str]:
+    """What the file takes from fxpipe.runtime: classes, then functions."""
+    draws = ["Draws"] if any(op.random for op in stage.ops) else []
+    return [*draws, "Stage", *sorted({op.target.name for op in stage.ops if isinstance(op.target, RuntimeCall)})]
 
 
 def _attributes(program: Program, stage: Stage) -> list[str]:

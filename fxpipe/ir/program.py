@@ -15,6 +15,7 @@ neighbours is a hand-over; any longer one is a portal. A program says nothing ab
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from .graph import Graph, Op, State, may_cross, show_op
 from .types import ValueType
@@ -29,6 +30,20 @@ class OwnDevice:
 
 
 OWN_DEVICE = OwnDevice()
+
+
+@dataclass(frozen=True)
+class RuntimeCall:
+    """An op's target that passes have put in: the function `name` of fxpipe.runtime."""
+
+    name: str
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(f"{self.name} is a mark for generated code, which calls it in fxpipe.runtime")
 
 
 @dataclass(frozen=True)

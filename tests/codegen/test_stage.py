@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from fxpipe.codegen.expr import EmitError
 from fxpipe.codegen.stage import emit_stage
 from fxpipe.ir.graph import Graph, Input, Op, Origin, Output, Ref, Region, Size, State, check
-from fxpipe.ir.program import Loan, Move, Program, Stage
+from fxpipe.ir.program import Loan, Move, Program, RuntimeCall, Stage
 from fxpipe.ir.types import ObjectType, ScalarType, TensorType, TupleType, ValueType
 from fxpipe.runtime import Draws
 
@@ -283,6 +283,18 @@ def test_nothing_of_the_user_breaks_out(text: str, linted: Callable[[str], None]
     stage = load(source)({weight.path: held}, {}, torch.device("cpu"))
     x = torch.rand(2, 4)
     assert torch.equal(stage(x), x + held)
+
+
+def test_calls_of_the_runtime(linted: Callable[[str], None]) -> None:
+    states = tuple(State(name, name, "buffer", TensorType("f32", (4,), "cpu")) for name in ("mean", "var"))
+    arguments = (X, Ref("mean"), Ref("var"), None, None, None, 0.1, 1e-05)
+    written = ("mean", "var")
+    source = emit_stage(
+        program(op("y", RuntimeCall("deferred_batch_norm"), *arguments, writes=written), states=states), 0
+    )
+    linted(source)
+    assert "from fxpipe.runtime import Stage, deferred_batch_norm\n" in source
+    assert "momentum=0.1" in source
 
 
 def test_regions_that_have_no_context() -> None:
