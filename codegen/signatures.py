@@ -24,7 +24,7 @@ PER_DIMENSION = frozenset(("kernel_size", "stride", "padding", "dilation", "outp
 # Literals that need no name to be understood where they stand.
 PLAIN = frozenset((
     "kernel_size", "output_size", "normalized_shape", "num_groups", "chunks", "split_size_or_sections", "dim0", "dim1",
-    "tensors", "size", "exponent", "equation", "upscale_factor", "num_classes",
+    "tensors", "size", "exponent", "equation", "upscale_factor", "num_classes", "pad",
 ))  # fmt: skip
 
 _POOL = "input, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True"
@@ -53,6 +53,7 @@ _FUNCTIONS = {
     "F.adaptive_max_pool2d": "input, output_size, return_indices=False",
     "F.adaptive_max_pool3d": "input, output_size, return_indices=False",
     "F.pixel_shuffle": "input, upscale_factor",
+    "F.pad": "input, pad, mode='constant', value=None",
     "F.gelu": "input, approximate='none'",
     "F.scaled_dot_product_attention": "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False",
     "torch.lstm": _RECURRENT,

@@ -50,6 +50,7 @@ def _public_names() -> dict[int, str]:
             ours = prefix_ != "F" or not isinstance(item, type)
             if ours and not inspect.ismodule(item):
                 names.setdefault(id(item), f"{prefix_}.{name}")
+    names[id(torch._C._nn.pad)] = "F.pad"  # what F.pad itself calls, and what is captured
     return names
 
 
@@ -72,7 +73,9 @@ def _spell_by_import(target: Any) -> Spelling:
     for module, path in _places(target):
         found = _walk(module, path)
         if found is target or _same_method(found, target):
-            return Spelling(path, "") if module == "builtins" else Spelling(f"{module}.{path}", module)
+            if module == "builtins":
+                return Spelling(path, "")
+            return Spelling(f"{module}.{path}", "torch" if module.startswith("torch._C") else module)
     name = getattr(target, "__qualname__", None) or repr(target)
     raise ValueError(
         f"{name} (in {getattr(target, '__module__', None)}) cannot be imported by its name; "

@@ -284,6 +284,7 @@ def _releases(stage: Stage, variables: Variables, types: Mapping[str, ValueType]
     for name, position in variables.last_use.items():
         dying[position].append(name)
     bound = {position: _bound(op, variables) for position, op in enumerate(stage.ops)}
+    made = defaultdict(int, {op.name: position for position, op in enumerate(stage.ops)})
     holder: dict[str, str] = {}  # the value that each variable holds
     shared: dict[str, list[str]] = defaultdict(list)  # for a view, the values whose memory it keeps alive
     releases = {}
@@ -297,7 +298,7 @@ def _releases(stage: Stage, variables: Variables, types: Mapping[str, ValueType]
                 shared[op.name] += memory
             elif _is_large(types[name]):
                 gone += memory
-        names = ((variables.of.get(value, ""), value) for value in gone)
+        names = ((variables.of.get(value, ""), value) for value in sorted(gone, key=made.__getitem__))
         releases[op.name] = tuple(name for name, value in names if holder.get(name) == value and name not in soon)
     return releases
 

@@ -90,6 +90,7 @@ CASES: list[tuple[Op, str]] = [
     (op(F.gelu, v, approximate="none"), "F.gelu(v)"),
     (op(F.gelu, v, approximate="tanh"), 'F.gelu(v, approximate="tanh")'),
     (op(F.adaptive_avg_pool2d, x, (1, 1)), "F.adaptive_avg_pool2d(x, (1, 1))"),
+    (op(torch._C._nn.pad, x, (0, 1, 0, 1), "constant", None), "F.pad(x, (0, 1, 0, 1))"),
     # torch
     (op(torch.cat, [x, y], dim=1), "torch.cat([x, y], dim=1)"),
     (op(torch.cat, [x, y], 0), "torch.cat([x, y])"),
@@ -174,6 +175,7 @@ SAMPLES: dict[str, tuple[Any, ...]] = {
     "F.pixel_shuffle": (torch.rand(1, 4, 2, 2), 2),
     "F.one_hot": (torch.tensor([0, 1]), 3),
     "F.gelu": (torch.rand(3),),
+    "F.pad": (torch.rand(3), (0, 1)),
     "F.scaled_dot_product_attention": (torch.rand(1, 2, 3, 4),) * 3,
     "torch.transpose": (torch.rand(2, 3), 0, 1),
     "torch.chunk": (torch.rand(4, 3), 2),

@@ -310,6 +310,12 @@ def test_arguments_keep_the_models_names(program: Program, tmp_path: Path) -> No
     assert module.result(1, 2) == 1
 
 
+def test_names_of_positional_arguments_can_be_given(program: Program) -> None:
+    made = with_graph(program, call=((Ref("x"), None), {}))
+    text = package(made, plan_of(made), SCHEDULER, parameters=("image", "mask"))["__init__.py"]
+    assert "def inputs(image, mask=None):" in text
+
+
 def test_a_result_that_cannot_be_written_fails_when_it_is_asked_for(program: Program, tmp_path: Path) -> None:
     @dataclass
     class Local:

@@ -61,7 +61,7 @@ class Stage1(Stage):
 
         # net.py:19  y = torch.cat([q, p], dim=1)
         cat = torch.cat([q, p], dim=1)
-        del log, q, p
+        del log, p, q
 
         # net.py:20  return y @ self.embed.weight.T
         y = F.linear(cat, embed_weight)
