@@ -8,14 +8,13 @@ that only repeats a default.
 from __future__ import annotations
 
 import enum
-import keyword
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from fxpipe.codegen.lines import Brackets, Doc, Infix, flat, prefix
-from fxpipe.codegen.names import member
+from fxpipe.codegen.names import member, spells
 from fxpipe.codegen.signatures import PLAIN, Signature, is_default, of_call, one_number
 from fxpipe.codegen.spelling import Names, modules_of, nest, spell
 from fxpipe.errors import FxpipeError
@@ -63,6 +62,8 @@ def _expression(op: Op, names: Names) -> Doc:
     target, args = _IN_PLACE.get(op.target, op.target) if not isinstance(op.target, str) else op.target, op.args
     if isinstance(target, str):
         return _method(target, args, op.kwargs, names)
+    if target is dict and not args:
+        return nest(dict(op.kwargs), names)
     if not op.kwargs:
         written = _operator(target, args, names)
         if written is not None:
@@ -159,7 +160,7 @@ def _has_ref(value: Any) -> bool:
 
 
 def _keywords(kwargs: Mapping[str, Any], names: Names) -> Iterator[Doc]:
-    plain = {k: v for k, v in kwargs.items() if k.isidentifier() and k.isascii() and not keyword.iskeyword(k)}
+    plain = {k: v for k, v in kwargs.items() if spells(k)}
     for key, value in plain.items():
         yield prefix(f"{key}=", nest(one_number(value, key), names))
     others = {k: v for k, v in kwargs.items() if k not in plain}

@@ -13,13 +13,12 @@ so that a loaded package is called like the model, and says so when it is called
 
 from __future__ import annotations
 
-import keyword
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fxpipe.codegen.lines import INDENT, Brackets, Doc, flat, layout, prefix
-from fxpipe.codegen.names import identifier, member, string
+from fxpipe.codegen.lines import INDENT, Brackets, flat, layout, prefix
+from fxpipe.codegen.names import identifier, member, spells, string
 from fxpipe.codegen.spelling import literal, modules_of, nest
 from fxpipe.errors import PackageError
 from fxpipe.ir.graph import Graph, Ref, Struct, refs
@@ -32,10 +31,11 @@ class _Part(NamedTuple):
     found: Any
 
 
-def face(graph: Graph) -> tuple[list[str], frozenset[str], str]:
+def face(graph: Graph, parameters: Sequence[str] = ()) -> tuple[list[str], frozenset[str], str]:
     """The lines of `inputs` and `result`, the modules they need, and how the pipe is called, such as
-    `(image, mask=None)`."""
-    names = _arguments(graph)
+    `(image, mask=mask)`. `parameters` are the names of positional arguments; where they are not given, an argument is
+    called by the way to its first tensor."""
+    names = _arguments(graph, parameters)
     result, modules = _result(graph)
     call = ", ".join([*(name for name, _ in names[0]), *(f"{name}={name}" for name, _ in names[1])])
     body = [line for part in _parts(names) for line in _check(part)]
@@ -48,13 +48,14 @@ _Arguments = tuple[
 ]  # by position and by name: what each is called, and was
 
 
-def _arguments(graph: Graph) -> _Arguments:
+def _arguments(graph: Graph, parameters: Sequence[str]) -> _Arguments:
     args, kwargs = graph.call
     paths = {item.name: item.path for item in graph.inputs}
     taken: set[str] = set(kwargs)
     positional = []
     for index, template in enumerate(args):
-        roots = (re.match(r"\w+", paths[ref.name]) for ref in refs(template) if ref.name in paths)
+        known = [*parameters[index : index + 1], *(paths[ref.name] for ref in refs(template) if ref.name in paths)]
+        roots = (re.match(r"\w+", path) for path in known)
         name = _parameter(next((root[0] for root in roots if root), f"argument_{index}"))
         while name in taken:
             name += "_"
@@ -67,7 +68,7 @@ def _arguments(graph: Graph) -> _Arguments:
 
 
 def _parameter(name: str) -> str:
-    return name if name.isidentifier() and name.isascii() and not keyword.iskeyword(name) else identifier(name)
+    return name if spells(name) else identifier(name)
 
 
 def _inputs(graph: Graph, names: _Arguments, checks: list[str]) -> list[str]:
@@ -80,7 +81,8 @@ def _inputs(graph: Graph, names: _Arguments, checks: list[str]) -> list[str]:
     parameters += [name if any(True for _ in refs(was)) else _with_default(name, was) for name, was in named]
     found = {part.found.name: part.access for part in reversed(list(_parts(names))) if isinstance(part.found, Ref)}
     given = tuple(found[item.name] for item in graph.inputs)
-    returned: Doc = Brackets("return ", given, "", "bare") if given else "return ()"
+    bare = len(given) > 1
+    returned = Brackets("return ", given, "", "bare") if bare else Brackets("return (", given, ")", "literal")
     return [
         *layout(Brackets("def inputs(", tuple(parameters), "):")),
         f'{INDENT}"""The inputs in the order of the scheduler\'s, from a call of the model."""',
@@ -123,7 +125,8 @@ def _check(part: _Part) -> list[str]:
         return _refuse(f"len({access}) != {len(found)}", f"{len(found)} items in {access}")
     if isinstance(found, Mapping):
         keys = ", ".join(flat(literal(key)) for key in found)
-        return _refuse(f"list({access}) != [{keys}]", f"the keys {keys} in {access}")
+        wanted = f"{{{keys}}}" if found else "set()"
+        return _refuse(f"set({access}) != {wanted}", f"the keys {keys} in {access}")
     text = _text(found)
     if text is None or found != found:
         return []  # nothing to compare with
@@ -161,8 +164,8 @@ def _result(graph: Graph) -> tuple[list[str], frozenset[str]]:
         parameters.append(name)
         names.setdefault(output.value, name)
     try:
-        returned = layout(prefix("return ", nest(graph.result, names.__getitem__)), 1)
         modules = frozenset(modules_of(graph.result)) - {""}
+        returned = layout(prefix("return ", nest(graph.result, names.__getitem__)), 1)
     except ValueError as error:
         message = string(f"the model's result cannot be put together outside of the process that captured it: {error}")
         returned, modules = layout(Brackets("raise NotImplementedError(", (message,), ")"), 1), frozenset()

@@ -30,16 +30,16 @@ def header(program: Program, stage: Stage, variables: Mapping[str, str], notes: 
     """The lines of the docstring. `notes` are facts that others have measured or estimated."""
     rows = [*_takes(program, stage, variables), *_gives(program, stage, variables), *_updates(program, stage)]
     title = f"Stage {stage.index} of {len(program.stages)} on {doc_prose(stage.device)}."
-    facts = textwrap.wrap(doc_prose(_facts(program, stage, notes)), WIDTH - 8)
+    facts = textwrap.wrap(doc_prose(_facts(program, stage, notes)), WIDTH)  # not indented, or formatters dedent all
     table = [*_table(rows), ""] if rows else []
-    return [f'"""{title}', "", *table, *(INDENT + fact for fact in facts), '"""']
+    return [f'"""{title}', "", *table, *facts, '"""']
 
 
 def _takes(program: Program, stage: Stage, variables: Mapping[str, str]) -> Iterator[_Row]:
     moves = {move.value: move for move in program.moves if move.target == stage.index}
     sizes = {size.name: f"{size.input}.shape[{size.dim}]" for size in program.graph.sizes}
     for name in stage.takes:
-        place = _source(moves[name]) if name in moves else f"is {sizes.get(name, 'known to every stage')}"
+        place = _source(moves[name]) if name in moves else sizes.get(name, "known to every stage")
         yield _Row("takes", variables[name], str(program.types[name]), place)
     for loan in program.loans:
         if loan.user == stage.index and loan.state in stage.borrows:

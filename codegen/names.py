@@ -69,7 +69,7 @@ def member(owner: str, name: str) -> str:
     >>> member("x", "shape"), member("x", "my-part")
     ('x.shape', 'getattr(x, "my-part")')
     """
-    return f"{owner}.{name}" if _spells(name) else f"getattr({owner}, {string(name)})"
+    return f"{owner}.{name}" if spells(name) else f"getattr({owner}, {string(name)})"
 
 
 def state_path(path: str) -> str:
@@ -83,17 +83,18 @@ def state_path(path: str) -> str:
     for part in path.split("."):
         if part.isascii() and part.isdigit() and str(int(part)) == part:
             text = f"{text}[{part}]"
-        elif _spells(part) and part not in STAGE_NAMES:
+        elif spells(part) and part not in STAGE_NAMES:
             text = f"{text}.{part}"
         else:
             text = f"{text}[{string(part)}]"
     return text
 
 
-def _spells(part: str) -> bool:
+def spells(part: str) -> bool:
     """Whether `x.part` reads the attribute `part`: inside a class, Python changes `__part`."""
     mangled = part.startswith("__") and not part.endswith("__")
-    return part.isascii() and part.isidentifier() and not keyword.iskeyword(part) and not mangled
+    normal = unicodedata.normalize("NFKC", part) == part  # Python reads `ﬁ` as `fi`
+    return normal and part.isidentifier() and not keyword.iskeyword(part) and not mangled
 
 
 def code_comment(code: str) -> str:

@@ -40,18 +40,26 @@ DTYPES = {
     "u32": "uint32", "u16": "uint16", "u8": "uint8", "bool": "bool", "c128": "complex128", "c64": "complex64",
     "c32": "complex32",
 }  # fmt: skip
+_PUBLIC = ("CHUNKS", "MODEL", "STAGES", "TENSORS", "TRAINING", "Scheduler", "inputs", "result")
 
 
-def package(program: Program, plan: Plan, scheduler_source: str, notes: Sequence[str] = ()) -> dict[str, str]:
-    """The files of the package, by name. `notes` are facts for the header of each stage."""
+def package(
+    program: Program,
+    plan: Plan,
+    scheduler_source: str,
+    notes: Sequence[str] = (),
+    parameters: Sequence[str] = (),
+) -> dict[str, str]:
+    """The files of the package, by name. `notes` are facts for the header of each stage, `parameters` what the model's
+    forward calls its positional arguments."""
     notes = notes or [""] * len(program.stages)
     stages = {f"stage{j}.py": emit_stage(program, j, note) for j, note in zip(range(len(notes)), notes, strict=True)}
     others = {"scheduler.py": scheduler_source, "plan.json": dump_plan(plan)}
-    return {"__init__.py": _init(program, plan), **stages, **others}
+    return {"__init__.py": _init(program, plan, parameters), **stages, **others}
 
 
-def _init(program: Program, plan: Plan) -> str:
-    functions, modules, call = face(program.graph)
+def _init(program: Program, plan: Plan, parameters: Sequence[str]) -> str:
+    functions, modules, call = face(program.graph, parameters)
     n = len(program.stages)
     names = tuple(f"Stage{j}" for j in range(n))
     relative = ["from .scheduler import Scheduler", *(f"from .stage{j} import Stage{j}" for j in range(n))]
@@ -65,6 +73,8 @@ def _init(program: Program, plan: Plan) -> str:
         *_docstring(program, call),
         "",
         *import_blocks(modules, (), relative),
+        "",
+        *layout(prefix("__all__ = ", Brackets("[", tuple(map(string, _PUBLIC)), "]", "literal"))),
         "",
         *(line for name, doc in facts.items() for line in layout(prefix(f"{name} = ", doc))),
         "",
@@ -95,7 +105,12 @@ def _docstring(program: Program, call: str) -> list[str]:
 
 def _tensors(program: Program) -> Doc:
     rows = [
-        Brackets("(", (string(state.path), literal(tuple(state.type.shape)), string(DTYPES[state.type.dtype])), ")")
+        Brackets(
+            "(",
+            (string(state.path), literal(tuple(state.type.shape)), string(DTYPES[state.type.dtype])),
+            ")",
+            "literal",
+        )
         for state in program.graph.states
         if state.kind != "constant" and isinstance(state.type, TensorType)
     ]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from fxpipe.codegen.lines import INDENT, WIDTH, Brackets, layout, prefix
+from fxpipe.codegen.lines import INDENT, WIDTH, Brackets, Doc, layout, prefix
 from fxpipe.codegen.names import doc_prose, identifier, prose, state_path, string
 from fxpipe.codegen.places import Places, torch_device, unused
 from fxpipe.codegen.stage import constant_names
@@ -143,11 +143,8 @@ def _lend(program: Program) -> list[str]:
         shown.add(name)
         users = [str(other.user) for other in program.loans if lent_name(program, other) == name]
         why = f"stage {loan.home} owns it, stage {' and '.join(users)} uses it too; their gradients add up"
-        source, copied = _owned(program, loan), ""
-        if torch_device(program.devices[loan.home]) != torch_device(program.devices[loan.user]):
-            copied = f".to(self.stages[{loan.user}].device{_at_once(program.devices[loan.user])})"
-        lines += [f"{INDENT * 2}# {prose(program.state(loan.state).path)}: {why}"]
-        lines += layout(f"m.lent.{name} = {source}{copied}", 2)
+        lines.append(f"{INDENT * 2}# {prose(program.state(loan.state).path)}: {why}")
+        lines += _assign([f"m.lent.{name}"], _to(_owned(program, loan), program, loan.home, loan.user), 2)
     return lines
 
 
@@ -205,11 +202,11 @@ def _order(stage: Stage, places: Places) -> tuple[list[str], list[str]]:
 def _opens(stage: Stage, places: Places) -> list[str]:
     """Copies of what comes from other devices, by source."""
     j, lines = stage.index, []
-    here = f"self.stages[{j}].device"
     come = [name for name in stage.takes if places.arrives(name, j)]
     for name in come:
         if places.sources[name, j] < 0:
-            lines += layout(f"{places.at(name, j)} = {places.at(name, -1)}.to({here}{_at_once(stage.device)})", 2)
+            call = _moved(places.at(name, -1), j, torch_device(stage.device))
+            lines += _assign([places.at(name, j)], call, 2)
             lines += _del([places.at(name, -1)] if places.done_by_copy(name, -1, j) else [], 2)
     for source in sorted({places.sources[name, j] for name in come} - {-1}):
         for names in _alike([name for name in come if places.sources[name, j] == source], places):
@@ -320,21 +317,32 @@ def _gather(program: Program, places: Places) -> list[str]:
 # Statements -----------------------------------------------------------------------------------------------------------
 
 
-def _assign(targets: Sequence[str], call: Brackets, depth: int) -> list[str]:
+def _assign(targets: Sequence[str], call: Doc, depth: int) -> list[str]:
     """`targets = call`, or the call alone."""
     left = ", ".join(targets)
     if not targets:
         return layout(call, depth)
-    if len(INDENT * depth + left + " = " + call.head) <= WIDTH:
+    if len(INDENT * depth + left + " = (") + _opening(call) <= WIDTH:
         return layout(prefix(f"{left} = ", call), depth)
     indent, inner = INDENT * depth, INDENT * (depth + 1)
     first, *rest = layout(prefix(") = ", call), depth)
     return [f"{indent}(", *(f"{inner}{target}," for target in targets), first, *rest]
 
 
-def _at_once(device: str) -> str:
-    """An argument of `.to`: a copy to a GPU need not be waited for, its stream is; a copy to the CPU must be."""
-    return "" if torch_device(device) == "cpu" else ", non_blocking=True"
+def _opening(call: Doc) -> int:
+    return len(call.head) if isinstance(call, Brackets) else 0
+
+
+def _to(place: str, program: Program, source: int, target: int) -> Doc:
+    """The tensor on the target's device."""
+    here, there = (torch_device(program.devices[index]) for index in (source, target))
+    return place if here == there else _moved(place, target, there)
+
+
+def _moved(place: str, target: int, device: str) -> Brackets:
+    """The tensor copied to the target's device. A GPU's stream waits for the copy; the CPU must be made to."""
+    at_once = ("non_blocking=True",) if device != "cpu" else ()
+    return Brackets(f"{place}.to(", (f"self.stages[{target}].device", *at_once), ")")
 
 
 def _del(places: Sequence[str], depth: int, comment: str = "") -> list[str]:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+from fxpipe.ir.program import RuntimeCall
+
 REQUIRED = inspect.Parameter.empty
 Signature = tuple[tuple[str, Any], ...]  # (name, default or REQUIRED) of what may be given by position or by name
 
@@ -22,7 +24,7 @@ PER_DIMENSION = frozenset(("kernel_size", "stride", "padding", "dilation", "outp
 # Literals that need no name to be understood where they stand.
 PLAIN = frozenset((
     "kernel_size", "output_size", "normalized_shape", "num_groups", "chunks", "split_size_or_sections", "dim0", "dim1",
-    "tensors", "size", "exponent", "equation", "upscale_factor", "num_classes",
+    "tensors", "size", "exponent", "equation", "upscale_factor", "num_classes", "pad",
 ))  # fmt: skip
 
 _POOL = "input, kernel_size, stride=None, padding=0, ceil_mode=False, count_include_pad=True"
@@ -51,6 +53,7 @@ _FUNCTIONS = {
     "F.adaptive_max_pool2d": "input, output_size, return_indices=False",
     "F.adaptive_max_pool3d": "input, output_size, return_indices=False",
     "F.pixel_shuffle": "input, upscale_factor",
+    "F.pad": "input, pad, mode='constant', value=None",
     "F.gelu": "input, approximate='none'",
     "F.scaled_dot_product_attention": "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False",
     "torch.lstm": _RECURRENT,
@@ -79,6 +82,9 @@ _FUNCTIONS = {
     "torch.clamp": "input, min=None, max=None",
     "torch.unsqueeze": "input, dim",
     "torch.transpose": "input, dim0, dim1",
+}
+_RUNTIME = {
+    "deferred_batch_norm": "input, running_mean, running_var, num_batches_tracked, weight, bias, momentum, eps",
 }
 # Methods share their arguments with the functions above.
 _METHODS = (
@@ -110,8 +116,9 @@ def _usual_overload(name: str, args: tuple[Any, ...]) -> bool:
 
 @lru_cache(maxsize=1024)
 def _of_function(name: str, target: Callable[..., Any]) -> Signature | None:
-    if name in _FUNCTIONS:
-        return _parse(_FUNCTIONS[name])
+    known = _RUNTIME if isinstance(target, RuntimeCall) else _FUNCTIONS
+    if name in known:
+        return _parse(known[name])
     if not name.startswith("F.") or not inspect.isfunction(target):
         return None
     parameters = inspect.signature(target).parameters.values()

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from fxpipe.codegen.lines import Brackets, Doc, flat, prefix
 from fxpipe.codegen.names import string
 from fxpipe.ir.graph import Ref, Struct
-from fxpipe.ir.program import OwnDevice
+from fxpipe.ir.program import OwnDevice, RuntimeCall
 
 Names = Callable[[str], str]  # what a value or state is called in the source: `x_1`, `self.conv.weight`
 
@@ -50,6 +50,7 @@ def _public_names() -> dict[int, str]:
             ours = prefix_ != "F" or not isinstance(item, type)
             if ours and not inspect.ismodule(item):
                 names.setdefault(id(item), f"{prefix_}.{name}")
+    names[id(torch._C._nn.pad)] = "F.pad"  # what F.pad itself calls, and what is captured
     return names
 
 
@@ -59,6 +60,8 @@ def spell(target: Any) -> Spelling:
     public = _public_names().get(id(target))
     if public is not None:
         return Spelling(public, _MODULES.get(public.partition(".")[0], "torch"))
+    if isinstance(target, RuntimeCall):
+        return Spelling(target.name, "")  # the stage imports it beside its base class
     if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return Spelling(f"torch.ops.{target}", "torch")
     if isinstance(target, torch._ops.HigherOrderOperator):
@@ -70,7 +73,9 @@ def _spell_by_import(target: Any) -> Spelling:
     for module, path in _places(target):
         found = _walk(module, path)
         if found is target or _same_method(found, target):
-            return Spelling(path, "") if module == "builtins" else Spelling(f"{module}.{path}", module)
+            if module == "builtins":
+                return Spelling(path, "")
+            return Spelling(f"{module}.{path}", "torch" if module.startswith("torch._C") else module)
     name = getattr(target, "__qualname__", None) or repr(target)
     raise ValueError(
         f"{name} (in {getattr(target, '__module__', None)}) cannot be imported by its name; "

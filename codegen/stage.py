@@ -24,7 +24,7 @@ from fxpipe.codegen.names import STAGE_NAMES, clip, code_comment, identifier, pr
 from fxpipe.codegen.spelling import Names, literal, nest
 from fxpipe.codegen.variables import Variables, assign, rebinds
 from fxpipe.ir.graph import Op, Origin, Ref, Region
-from fxpipe.ir.program import Program, Stage
+from fxpipe.ir.program import Program, RuntimeCall, Stage
 from fxpipe.ir.types import TensorType, ValueType, tensors
 
 LARGE = 1 << 16  # elements from which on letting go of a tensor is worth a line
@@ -40,7 +40,7 @@ def emit_stage(program: Program, index: int, notes: str = "") -> str:
     stage = program.stages[index]
     paths = _paths(program, stage)
     needed = {module for op in stage.ops for module in modules(op)} | {"torch" for op in stage.ops if op.regions}
-    taken = {module.partition(".")[0] for module in needed} | {_class_name(stage)}
+    taken = {module.partition(".")[0] for module in needed} | {_class_name(stage), *_runtime_names(stage)}
     variables = assign(stage, program.types, paths, taken)
     lines = [
         *header(program, stage, variables.of, notes),
@@ -62,7 +62,8 @@ def _class_name(stage: Stage) -> str:
 
 def constant_names(program: Program) -> dict[str, str]:
     """The attribute that holds each constant of the program: its own name, where no part of the model is called so."""
-    taken = set(STAGE_NAMES) | {state.path.partition(".")[0] for state in program.graph.states}
+    paths = (state.path for state in program.graph.states if state.kind != "constant")
+    taken = set(STAGE_NAMES) | {path.partition(".")[0] for path in paths}
     names = {}
     for state in program.graph.states:
         if state.kind == "constant":
@@ -89,8 +90,13 @@ def _paths(program: Program, stage: Stage) -> dict[str, str]:
 def _imports(program: Program, stage: Stage, needed: Collection[str]) -> list[str]:
     signature = [program.types[name] for name in (*stage.takes, *stage.borrows, *stage.gives)]
     tensor = ["from torch import Tensor"] if any(isinstance(kind, TensorType) for kind in signature) else []
-    draws = "Draws, " if any(op.random for op in stage.ops) else ""
-    return import_blocks(needed, tensor, [f"from fxpipe.runtime import {draws}Stage"])
+    return import_blocks(needed, tensor, [f"from fxpipe.runtime import {', '.join(_runtime_names(stage))}"])
+
+
+def _runtime_names(stage: Stage) -> list[str]:
+    """What the file takes from fxpipe.runtime: classes, then functions."""
+    draws = ["Draws"] if any(op.random for op in stage.ops) else []
+    return [*draws, "Stage", *sorted({op.target.name for op in stage.ops if isinstance(op.target, RuntimeCall)})]
 
 
 def _attributes(program: Program, stage: Stage) -> list[str]:
@@ -278,6 +284,7 @@ def _releases(stage: Stage, variables: Variables, types: Mapping[str, ValueType]
     for name, position in variables.last_use.items():
         dying[position].append(name)
     bound = {position: _bound(op, variables) for position, op in enumerate(stage.ops)}
+    made = defaultdict(int, {op.name: position for position, op in enumerate(stage.ops)})
     holder: dict[str, str] = {}  # the value that each variable holds
     shared: dict[str, list[str]] = defaultdict(list)  # for a view, the values whose memory it keeps alive
     releases = {}
@@ -291,7 +298,7 @@ def _releases(stage: Stage, variables: Variables, types: Mapping[str, ValueType]
                 shared[op.name] += memory
             elif _is_large(types[name]):
                 gone += memory
-        names = ((variables.of.get(value, ""), value) for value in gone)
+        names = ((variables.of.get(value, ""), value) for value in sorted(gone, key=made.__getitem__))
         releases[op.name] = tuple(name for name, value in names if holder.get(name) == value and name not in soon)
     return releases
 

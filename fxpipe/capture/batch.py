@@ -92,7 +92,7 @@ def _follow(op: Op, flow: Flow) -> None:
     if isinstance(op.type, ScalarType) and flow.sizes & set(op.reads):
         flow.sizes.add(op.name)
     if not reads:
-        if dims and target_name(op.target) in COUNT | SHUFFLE:
+        if dims and called(op) in COUNT | SHUFFLE:
             flow.counted[op.name] = op
         _count(op, flow)
         return
@@ -108,9 +108,13 @@ def _follow(op: Op, flow: Flow) -> None:
 
 
 def _count(op: Op, flow: Flow) -> None:
-    """Row numbers stay row numbers, until they are used to look something up."""
-    first = next((ref.name for ref in refs(op.args[:1])), None)
-    used = op.reads if target_name(op.target) not in INDEX else [first]
+    """Row numbers stay row numbers, until they are used to look something up; an order never does."""
+    first = next((ref.name for ref in refs(op.args[:1])), "")
+    used = (first,) if called(op) in INDEX else op.reads
+    if called(op) in INDEX:
+        order = next((o for name in op.reads if (o := flow.counted.get(name)) and called(o) in SHUFFLE), None)
+        if order is not None:
+            raise refuse(op, "changes the order of the batch")
     found = next((flow.counted[name] for name in used if name in flow.counted), None)
     if found is not None and batch_dims(op.type):
         flow.counted.setdefault(op.name, found)
@@ -127,7 +131,7 @@ def _check_shape(op: Op, flow: Flow) -> None:
 
 def _check_dimension(op: Op, flow: Flow) -> None:
     """Ops over a dimension: it must not be the batch's."""
-    name = target_name(op.target).rstrip("_")
+    name = called(op).rstrip("_")
     first = next((ref.name for ref in refs(op.args[:1])), None)
     kind = flow.types.get(first or "")
     if not isinstance(kind, TensorType) or not batch_dims(kind):
@@ -136,6 +140,8 @@ def _check_dimension(op: Op, flow: Flow) -> None:
     if name in ALONG:
         position, key = ALONG[name]
         given = op.args[position] if len(op.args) > position else op.kwargs.get(key, "unknown")
+        if key == "dims" and isinstance(given, int):
+            given = op.args[position:]  # x.flip(0, 1)
         if given == "unknown":
             given = {"normalize": 1, "flip": (), "roll": None, "cumsum": 0}.get(name, -1)
         along = range(len(kind.shape)) if given is None and name == "roll" else _ints(given)
@@ -162,7 +168,7 @@ def _check_meeting(op: Op, flow: Flow) -> None:
     met = next((flow.pooled[name] for name in op.reads if name in flow.pooled), None)
     if met is not None:
         raise refuse(met, f"pools the batch into {met.type}, which {op.origin or op.name} uses for single samples")
-    if target_name(op.target) in ARITHMETIC:
+    if called(op) in ARITHMETIC:
         for name in op.reads:
             if isinstance(flow.types[name], ScalarType) and name in flow.sizes:
                 raise refuse(op, "computes with the batch size, which is another one in a micro-batch")
@@ -176,14 +182,15 @@ def _outer(op: Op, flow: Flow) -> int:
     many = multiple(kind.shape[dim]) or 1
     if many == 1:
         return 1
-    name = target_name(op.target)
+    name = called(op)
     sources = [
         (source, flow.types[source])
         for source in op.reads
         if source in flow.depends and isinstance(flow.types[source], TensorType) and batch_dims(flow.types[source])
     ]
     if name in ("cat", "concat", "hstack", "vstack", "stack"):
-        return many if len(sources) > 1 else flow.outer.get(sources[0][0], 1)
+        joined = [ref for ref in refs(op.args) if ref.name in dict(sources)]  # the same value may come twice
+        return many if len(joined) > 1 else flow.outer.get(sources[0][0], 1)
     if name in ("repeat", "tile"):
         return many
     source, type = sources[0]
@@ -236,6 +243,11 @@ def _reduce_size(value: str, op: Op | None, graph: Graph, compute: Sizes) -> str
     if (two, five) == (2 * one, 5 * one):
         return "sum"
     raise refuse(op, f"the output {value} is a number that depends on the batch size; return the tensor instead")
+
+
+def called(op: Op) -> str:
+    """The bare name of what an op calls, be it a function or a method."""
+    return target_name(op.target).lstrip(".")
 
 
 def batch_dims(kind: ValueType) -> tuple[int, ...]:

@@ -135,12 +135,9 @@ def _number(build: Builder, position: int, node: fx.Node, value: Any, env: dict[
     """A placeholder that is a number: a size of a tensor, or an input of its own."""
     where = build.traced.names[position]
     found = symbol(env[node]) if not isinstance(value, Tensor) else None
-    if found is not None and found in build.symbols and not isinstance(where, str):
-        build.of_node[node] = build.symbols[found]
+    if not isinstance(where, str):
+        build.of_node[node] = _size_name(build, _path(build, where[0]), where[1], found)
     elif not isinstance(value, Tensor) or _is_boxed(build, position, node):
-        if not isinstance(where, str):
-            base = next((leaf.path for leaf in build.call.leaves.values()), "")
-            raise CaptureError(f"a size of {_path(build, where[0])} varies, which is no argument ({base})")
         name = build.names(_path(build, where))
         if found is not None:
             build.symbols[found] = name
@@ -148,6 +145,18 @@ def _number(build: Builder, position: int, node: fx.Node, value: Any, env: dict[
         build.inputs.append(Input(name, _path(build, where), kind, None))
         build.of_node[node] = name
         build.places[name] = position
+
+
+def _size_name(build: Builder, path: str, dim: int, found: sympy.Symbol | None) -> str:
+    """The name of a size of an argument. The graph may read the size without reading the tensor."""
+    item = next((item for item in build.inputs if item.path == path), None)
+    if item is None or found is None:
+        raise CaptureError(f"the size of {path} in dimension {dim} varies; only those of arguments may")
+    if found not in build.symbols:
+        build.symbols[found] = BATCH if dim == item.batch_dim else build.names(f"{item.name}_{dim}")
+        if build.symbols[found] != BATCH:
+            build.sizes.append(Size(build.symbols[found], item.name, dim))
+    return build.symbols[found]
 
 
 def _is_boxed(build: Builder, position: int, node: fx.Node) -> bool:
@@ -238,7 +247,7 @@ def _op(build: Builder, step: Step, position: int, env: dict[fx.Node, Any]) -> O
     target = build.of_node[owners[0]] if owners else None
     living = {build.of_node[n] for n, name in build.of_node.items() if name in touched and _is_live(build, n, position)}
     writes = {name for name in touched if name in living or name in states or name == target}
-    name = build.names(node.name)
+    name = build.names(_wish(node, target))
     kind = type_of(changed, build.symbols)
     draw = build.draws if step.random else None
     build.draws += step.random
@@ -259,6 +268,15 @@ def _op(build: Builder, step: Step, position: int, env: dict[fx.Node, Any]) -> O
         tuple(n for n in build.memory if n in writes),
         draw,
     )
+
+
+def _wish(node: fx.Node, target: str | None) -> str:
+    """The name for an op: Dynamo's, after the user's variable; for `x.add_(1)` and `x[i] = v`, x again."""
+    called = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place = called.endswith("_") or node.target is operator.setitem
+    if target is not None and in_place and re.sub(r"_*\d*$", "", node.name) == called.rstrip("_"):
+        return re.sub(r"_\d+$", "", target)
+    return node.name
 
 
 def _is_live(build: Builder, node: fx.Node, position: int) -> bool:

@@ -28,4 +28,7 @@ def inline_checkpoints(module: fx.GraphModule) -> None:
                 user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
                 module.graph.erase_node(user)
         if not node.users:
+            source = node.args[0]
             module.graph.erase_node(node)
+            if not source.users:
+                module.graph.erase_node(source)

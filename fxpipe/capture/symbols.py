@@ -6,7 +6,6 @@ equal in every call, which the arguments' check sees to.
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,7 +47,7 @@ def text(value: Any, names: Mapping[sympy.Symbol, str]) -> Dim:
         return int(expression)
     # Integer symbols, lest sympy rewrite what it took from integers.
     new = {s: sympy.Symbol(names.get(s, s.name), integer=True) for s in expression.free_symbols}
-    return ast.unparse(ast.parse(str(expression.xreplace(new)), mode="eval"))
+    return str(expression.xreplace(new))
 
 
 def type_of(value: Any, names: Mapping[sympy.Symbol, str]) -> ValueType:

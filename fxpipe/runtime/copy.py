@@ -29,15 +29,16 @@ class Copy(Function):
         ctx: Any, source: Stream, target: Stream, device: torch.device, *tensors: Tensor
     ) -> Tensor | tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.route = target, source, tensors[0].device
-        moved = move(source, target, device, tensors)
+        home = tensors[0].device
+        ctx.way_back = target, source, home, current_stream(home)
+        moved = move(source, target, device, current_stream(device), tensors)
         return moved[0] if len(moved) == 1 else moved
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        source, target, device = ctx.route
+        source, target, home, user = ctx.way_back
         there = tuple([grad for grad in grads if grad is not None])
-        moved = iter(move(source, target, device, there))
+        moved = iter(move(source, target, home, user, there))
         return (None, None, None, *[None if grad is None else next(moved) for grad in grads])
 
 
@@ -67,18 +68,17 @@ def wait(waiting: Stream, done: Stream, *tensors: Tensor) -> Any:
     return Wait.apply(waiting, done, *tensors)  # type: ignore[no-untyped-call]
 
 
-def move(source: Stream, target: Stream, device: torch.device, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The tensors on `device`, without autograd. Memory that two streams touch is recorded on both."""
-    home = tensors[0].device if tensors else device
+def move(
+    source: Stream, target: Stream, device: torch.device, user: Stream, tensors: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """The tensors on `device`, without autograd, copied on two streams, for use on a third. Memory that several streams
+    touch is recorded on each but the one it was allocated on."""
     moved = []
     with use_stream(source), use_stream(target):
         for x in tensors:
-            # A copy into pageable CPU memory must have arrived before anyone reads it; between GPUs streams see to
-            # that.
-            moved.append(x.to(device, non_blocking=device.type == "cuda"))
-    for x, y in zip(tensors, moved, strict=True):
-        record_stream(x, source)  # allocated on the compute stream of `home`, read on `source`
-        record_stream(y, current_stream(device))  # allocated on `target`, used on the compute stream
-    if home == device:
-        wait_stream(target, source)
+            # A copy into CPU memory must have arrived before anyone reads it; for a GPU, streams see to that.
+            y = x.to(device, non_blocking=device.type == "cuda")
+            record_stream(x, source)
+            record_stream(y, user)
+            moved.append(y)
     return tuple(moved)

@@ -7,15 +7,17 @@ import operator
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from fxpipe.ir.graph import Graph, Input, Op, Origin, Output, Ref, Size, State, refs
+from fxpipe.ir.graph import Graph, Input, Op, Origin, Output, Ref, Size, State, map_refs, refs
 from fxpipe.ir.program import Move, Program, Stage
 from fxpipe.ir.types import ObjectType, ScalarType, TensorType, TupleType, ValueType
 
@@ -164,11 +166,38 @@ def linted(tmp_path: Path) -> Callable[[str], None]:
     return check
 
 
-@pytest.fixture
-def make_graph() -> Callable[..., Graph]:
-    return graph_of
+def run_stages(program: Program, stages: Sequence[Any], *inputs: Any, draws: Any = None) -> tuple[Any, ...]:
+    """The outputs of the stages, one after another, for one micro-batch: what a scheduler does, without the clock."""
+    graph = program.graph
+    values = dict(zip((item.name for item in graph.inputs), inputs, strict=True))
+    values |= {size.name: values[size.input].shape[size.dim] for size in graph.sizes}
+    for stage, emitted in zip(program.stages, stages, strict=True):
+        random = [draws] if any(op.random for op in stage.ops) else []
+        given = emitted(*(values[name] for name in stage.takes), *random)
+        given = given if len(stage.gives) > 1 else (given,)
+        values |= zip(stage.gives, given, strict=False)
+    return tuple(values[output.value] for output in graph.outputs)
+
+
+def evaluate(graph: Graph, model: nn.Module, *inputs: Any, draws: Any = None) -> tuple[Any, ...]:
+    """The outputs of the graph, op by op, without any text."""
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    values = dict(zip((item.name for item in graph.inputs), inputs, strict=True))
+    values |= {size.name: values[size.input].shape[size.dim] for size in graph.sizes}
+    values |= {s.name: s.value if s.kind == "constant" else tensors[s.path] for s in graph.states}
+    for op in graph.ops:
+        args, kwargs = map_refs((op.args, dict(op.kwargs)), lambda ref: values[ref.name])
+        with draws(op.draw) if op.random else nullcontext():
+            if isinstance(op.target, str):
+                values[op.name] = getattr(args[0], op.target)(*args[1:], **kwargs)
+            else:
+                values[op.name] = op.target(*args, **kwargs)
+        if op.target is operator.setitem:
+            values[op.name] = args[0]
+    return tuple(values[output.value] for output in graph.outputs)
 
 
 @pytest.fixture
-def make_program() -> Callable[..., Program]:
-    return cut
+def tools() -> SimpleNamespace:
+    """The functions of this file, for test files beside it."""
+    return SimpleNamespace(graph_of=graph_of, cut=cut, evaluate=evaluate, run_stages=run_stages, lint=lint)

@@ -374,23 +374,19 @@ def test_an_error_in_recomputation(make: Callable[..., Scheduler]) -> None:
 # Threads and memory ---------------------------------------------------------------------------------------------------
 
 
-def workers() -> int:
-    return sum(thread.name.startswith("fxpipe") for thread in threading.enumerate())
-
-
 def test_threads_stay_and_end_with_the_pipe() -> None:
-    before = workers()
+    before = set(threading.enumerate())
     pipe = Scheduler([make_stage(kind, j) for j, kind in enumerate((First, Net, Last))])
-    names = [thread for thread in threading.enumerate() if thread.name.startswith("fxpipe")]
     for _ in range(200):
         pipe.run((ids(),), 3)
-    assert workers() == before + 2
+    workers = set(threading.enumerate()) - before
+    assert sorted(thread.name for thread in workers) == ["fxpipe cpu:0", "fxpipe cpu:1"]
     gc.disable()  # nothing of a pipe is in a cycle
     try:
         del pipe
-        for thread in names[-2:]:
+        for thread in workers:
             thread.join(5)
-        assert workers() == before
+        assert not any(thread.is_alive() for thread in workers)
     finally:
         gc.enable()
 

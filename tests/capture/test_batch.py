@@ -1,0 +1,136 @@
+"""What mixes the samples of a batch is refused, with the user's line; what only looks like it passes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fxpipe.capture import capture
+from fxpipe.capture.batch import multiple, number
+from fxpipe.errors import CaptureError
+
+
+class Body(nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        self.body = body
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("ema", torch.zeros(4))
+
+    def forward(self, x):
+        return self.body(self, x)
+
+
+def outputs(body, x=None, **options):
+    graph = capture(Body(body), (torch.randn(6, 5, 4) if x is None else x,), **options)
+    return [(str(graph.types[o.value]), o.batch_dim, o.reduce) for o in graph.outputs]
+
+
+def test_dimensions():
+    assert [multiple(size) for size in ("b", "5*b", "b*t", "b - 1", "2*(b//2)", 3)] == [
+        1,
+        5,
+        number("t"),
+        None,
+        None,
+        None,
+    ]
+
+
+def update(self, x):
+    self.ema.mul_(0.9).add_(x.detach().mean((0, 1)))
+    return self.norm(x.flatten(0, 1)).unflatten(0, (x.shape[0], 5))
+
+
+def chunked(self, x):
+    left, right = torch.cat([x, x + 1]).chunk(2)
+    return left * right
+
+
+PASSES = {
+    "transposed": (lambda self, x: x.transpose(0, 1), [("f32[5, b, 4]", 1, None)]),
+    "flattened": (lambda self, x: x.flatten(0, 1), [("f32[5*b, 4]", 0, None)]),
+    "flattened and back": (lambda self, x: x.reshape(-1, 4).exp().view(x.shape[0], 20), [("f32[b, 20]", 0, None)]),
+    "other dimensions": (lambda self, x: x.softmax(-1).cumsum(1).flip(1).sort(-1)[0], [("f32[b, 5, 4]", 0, None)]),
+    "attention": (lambda self, x: F.softmax(x @ x.transpose(1, 2), dim=-1) @ x, [("f32[b, 5, 4]", 0, None)]),
+    "sequence first": (lambda self, x: x.transpose(0, 1).cumsum(0)[-1], [("f32[b, 4]", 0, None)]),
+    "masks": (lambda self, x: x.masked_fill(torch.ones(5, 4).tril().bool(), 0.0), [("f32[b, 5, 4]", 0, None)]),
+    "own statistics": (update, [("f32[b, 5, 4]", 0, None)]),
+    "views of two": (chunked, [("f32[b, 5, 4]", 0, None)]),
+    "rows by number": (lambda self, x: x[torch.arange(x.shape[0]), x[:, :, 0].argmax(1)], [("f32[b, 4]", 0, None)]),
+    "independent": (lambda self, x: (x, torch.arange(5)), [("f32[b, 5, 4]", 0, None), ("i64[5]", None, "same")]),
+    "sizes": (lambda self, x: (x, 2 * x.shape[0]), [("f32[b, 5, 4]", 0, None), ("int", None, "sum")]),
+    "einsum": (lambda self, x: torch.einsum("bij,jk->bki", x, torch.ones(4, 3)), [("f32[b, 3, 5]", 0, None)]),
+    "expanded": (lambda self, x: torch.ones(1, 1, 4).expand(x.shape[0], 5, -1) + x, [("f32[b, 5, 4]", 0, None)]),
+    "zeros for a token": (
+        lambda self, x: torch.cat([torch.zeros(1, 1, 4).expand(x.shape[0], -1, -1), x], 1),
+        [("f32[b, 6, 4]", 0, None)],
+    ),
+    "layer norm": (lambda self, x: F.layer_norm(x, (4,)), [("f32[b, 5, 4]", 0, None)]),
+    "conv": (lambda self, x: F.conv1d(x, torch.ones(7, 5, 3)), [("f32[b, 7, 2]", 0, None)]),
+    "sequence first, flattened": (
+        lambda self, x: x.transpose(0, 1).reshape(-1, 4).exp().view(5, x.shape[0], 4),
+        [("f32[5, b, 4]", 1, None)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_passes(name):
+    body, expected = PASSES[name]
+    assert outputs(body) == expected
+
+
+def halves(self, x):
+    a, b = x.flatten(0, 1).chunk(2)
+    return a + b
+
+
+def tail(self, x):
+    return x[1:] - x[:-1]
+
+
+MIXES = {
+    "centred": (lambda self, x: x - x.mean(0), "pools the batch into f32"),
+    "first sample": (lambda self, x: x - x[0], "pools the batch into f32"),
+    "normed": (lambda self, x: x / x.norm(), "pools the batch into f32"),
+    "softmax": (lambda self, x: x.softmax(0), "softmax runs along the batch, dimension 0 of f32"),
+    "function softmax": (
+        lambda self, x: F.softmax(x.transpose(0, 1), dim=1),
+        "softmax runs along the batch, dimension 1",
+    ),
+    "cumsum": (lambda self, x: x.cumsum(dim=0), "cumsum runs along the batch"),
+    "sort": (lambda self, x: torch.sort(x, 0)[0], "sort runs along the batch"),
+    "flip": (lambda self, x: x.flip(1, 0), "flip runs along the batch"),
+    "roll": (lambda self, x: x.roll(1, 0), "roll runs along the batch"),
+    "flat roll": (lambda self, x: x.roll(1), "roll runs along the batch"),
+    "normalize": (lambda self, x: F.normalize(x, dim=0), "normalize runs along the batch"),
+    "similarity": (lambda self, x: x.flatten(1) @ x.flatten(1).t(), "every sample meets every other"),
+    "part": (tail, "takes a part of the batch"),
+    "shuffled": (lambda self, x: x[torch.randperm(x.shape[0])], "changes the order of the batch"),
+    "numbered": (lambda self, x: (x, torch.arange(x.shape[0])), "numbers the samples"),
+    "numbers": (lambda self, x: x + torch.arange(x.shape[0])[:, None, None], "numbers the samples"),
+    "divided": (lambda self, x: x / x.shape[0], "computes with the batch size"),
+    "sequence first": (lambda self, x: x.transpose(0, 1).flatten(0, 1), "other things before the batch"),
+    "both views": (lambda self, x: torch.cat([x, x]), "other things before the batch"),
+    "halves": (halves, "cuts f32.* along the batch|takes a part of the batch"),
+    "squeezed": (lambda self, x: x.squeeze(), "squeeze without a dimension"),
+    "one number": (lambda self, x: x.sum(), "is one value over the batch.*reduce="),
+    "one more": (lambda self, x: (x, x.shape[0] + 1), "a number that depends on the batch size"),
+    "padded": (lambda self, x: F.pad(x, (0, 0, 0, 0, 1, 0)), "takes a part of the batch"),
+    "covariance": (lambda self, x: x @ (x.flatten(0, 1).t() @ x.flatten(0, 1)), "pools the batch into f32"),
+}
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_refuses(name):
+    body, message = MIXES[name]
+    with pytest.raises(CaptureError, match=r"(?s)test_batch.py:\d+\n    .*" + f"({message})"):
+        outputs(body)
+
+
+def test_reduced():
+    def body(self, x):
+        return {"loss": x.mean(), "count": (x > 0).sum()}
+
+    assert outputs(body, reduce={"mean": "mean", "sum_1": "sum"}) == [("f32[]", None, "mean"), ("i64[]", None, "sum")]

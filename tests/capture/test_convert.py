@@ -1,0 +1,113 @@
+"""What a graph says of each op: names, types, writes, regions, lines."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fxpipe.capture import capture
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return F.relu(self.fc(x), inplace=True)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(4, 4)
+        self.head.weight = self.layers[0].fc.weight
+        self.norm = nn.BatchNorm1d(4)
+        self.scale = torch.ones(4)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, lambda_, batch, **more):
+        x = self.layers[1](self.layers[0](lambda_ * self.scale))
+        with torch.no_grad():
+            self.steps += 1
+        early = x[:, 0]
+        x[:, 1] = 2.0
+        x = self.norm(x)
+        x.mul_(2)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = F.dropout(self.head(x), 0.5)
+        return y + batch["ids"] + early[:, None] + more["extra"]
+
+
+def net():
+    x = torch.randn(6, 4)
+    return capture(Net(), (x, {"ids": x.clone()}), {"extra": x.clone()})
+
+
+LISTING = """
+Net, train
+  input   lambda_: f32[b, 4]
+  input   batch_ids: f32[b, 4]
+  input   extra: f32[b, 4]
+  size    b = lambda_.shape[0]
+  constant   scale: f32[4]  scale
+  parameter  layers_0_fc_weight: f32[4, 4]  layers.0.fc.weight = head.weight
+  parameter  layers_0_fc_bias: f32[4]  layers.0.fc.bias
+  parameter  layers_1_fc_weight: f32[4, 4]  layers.1.fc.weight
+  parameter  layers_1_fc_bias: f32[4]  layers.1.fc.bias
+  buffer     steps: f32[]  steps
+  buffer     norm_num_batches_tracked: i64[]  norm.num_batches_tracked
+  buffer     norm_running_mean: f32[4]  norm.running_mean
+  buffer     norm_running_var: f32[4]  norm.running_var
+  parameter  norm_weight: f32[4]  norm.weight
+  parameter  norm_bias: f32[4]  norm.bias
+  parameter  head_bias: f32[4]  head.bias
+  mul = mul(lambda_, scale): f32[b, 4]
+  linear = linear(mul, layers_0_fc_weight, layers_0_fc_bias): f32[b, 4]
+  relu = relu(linear, inplace=True): f32[b, 4]  [writes linear]
+  linear_1 = linear(relu, layers_1_fc_weight, layers_1_fc_bias): f32[b, 4]
+  x = relu(linear_1, inplace=True): f32[b, 4]  [writes linear_1]
+  iadd = iadd(steps, 1): f32[]  [grad(False); writes steps]
+  early = getitem(x, (:, 0)): f32[b]
+  x_1 = setitem(x, (:, 1), 2.0): f32[b, 4]  [writes x, early]
+  norm_num_batches_tracked_1 = .add_(norm_num_batches_tracked, 1): i64[]  [writes norm_num_batches_tracked]
+  x_2 = batch_norm(x_1, norm_running_mean, norm_running_var, norm_weight, norm_bias, True, 0.1, 1e-05): f32[b, 4]
+  x_3 = .mul_(x_2, 2): f32[b, 4]  [writes x_2]
+  linear_2 = linear(x_3, layers_0_fc_weight, head_bias): bf16[b, 4]
+  y = dropout(linear_2, 0.5): bf16[b, 4]  [draw 0]
+  add = add(y, batch_ids): f32[b, 4]
+  getitem_1 = getitem(early, (:, None)): f32[b, 1]
+  add_1 = add(add, getitem_1): f32[b, 4]
+  add_2 = add(add_1, extra): f32[b, 4]
+  output  add_2
+"""
+
+
+def test_listing():
+    marks = "autocast(cpu, torch.bfloat16, True, None)", "writes norm_running_mean, norm_running_var"
+    text = str(net())
+    for mark in marks:
+        assert mark in text
+        text = text.replace(f"  [{mark}]", "").replace(f"[{mark}; ", "[")
+    assert [line.split("  @ ")[0] for line in text.splitlines()] == LISTING.strip("\n").splitlines()
+
+
+def test_origins():
+    origins = {op.name: op.origin for op in net().ops}
+    assert str(origins["relu"]).endswith("return F.relu(self.fc(x), inplace=True)")
+    assert str(origins["y"]).startswith("test_convert.py:")
+    assert [origins[name].module for name in ("linear", "relu", "x_2", "y")] == ["layers.0.fc", "layers.0", "norm", ""]
+    assert origins["linear"].code == "return F.relu(self.fc(x), inplace=True)"
+    assert origins["x_2"].code == "x = self.norm(x)"
+
+
+def test_template_of_the_call():
+    graph = net()
+    assert str(graph.call) == "((lambda_, {'ids': batch_ids}), {'extra': extra})"
+    assert [item.path for item in graph.inputs] == ["lambda_", "batch['ids']", "extra"]
+
+
+def test_types_know_gradients():
+    types = net().types
+    assert not types["mul"].grad
+    assert types["linear"].grad
