@@ -155,10 +155,11 @@ class Grower:
     ) -> str:
         """One more op; its type is that of f64[b, width of the first argument] unless given. Returns its name."""
         name = f"{stem}_{len(self.ops)}"
-        grad = any(carries_gradient(self.types[ref.name]) for ref in refs(args))
+        stopped = bool(regions) or target == "detach"
+        grad = not stopped and any(carries_gradient(self.types[ref.name]) for ref in refs(args))
         type = self.vector(self.pool[args[0].name]) if type is None else type
         if isinstance(type, TensorType) and type.dtype == "f64":
-            type = TensorType(type.dtype, type.shape, type.device, grad and not regions)
+            type = TensorType(type.dtype, type.shape, type.device, grad)
         if isinstance(type, TupleType):
             type = TupleType(tuple(TensorType(t.dtype, t.shape, t.device, grad) for t in type.items))
         origin = Origin("random.py", len(self.ops) + 1, f"{stem}({', '.join(map(str, args))})", "")
