@@ -2,8 +2,8 @@
 
 Memory that comes from outside is never written. A stage that takes a value and changes it, or a view of it, does so in
 a copy of its own: what the neighbour keeps for backward, what other stages take, what a recomputation starts from and
-the caller's batch stay as they were. In the same way, what a stage gives is never a view of a buffer that the next
-micro-batch changes.
+the caller's batch stay as they were. In the same way, what a stage gives, or keeps for backward, is never a buffer that
+the next micro-batch changes, nor a view of one.
 
     takes x                            takes x
                                        x_1 = clone(x)
@@ -24,7 +24,7 @@ from fxpipe.ir.graph import Op, Ref, refs, rename
 from fxpipe.ir.memory import memory
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program, Stage
-from fxpipe.ir.types import TensorType, ValueType
+from fxpipe.ir.types import TensorType, ValueType, tensors
 from fxpipe.passes.batch_norm import training_batch_norm
 from fxpipe.passes.wiring import changed_program, fresh
 
@@ -36,7 +36,8 @@ def mutations(program: Program, plan: Plan) -> Program:
 
     def made_safe(stage: Stage) -> Stage:
         mutated = {name for op in stage.ops for name in op.writes if name in states}
-        stage = _copy_given(_copy_taken(stage, types, names), mutated, types, names)
+        for copy in (_copy_taken, _copy_kept, _copy_given):
+            stage = copy(stage, mutated, types, names)
         rereads = _needed(stage, memory(stage.ops, types)) & mutated
         order = (*stage.states, *stage.borrows)
         return replace(
@@ -48,7 +49,7 @@ def mutations(program: Program, plan: Plan) -> Program:
     return changed_program(program, [made_safe(stage) for stage in program.stages], types=types)
 
 
-def _copy_taken(stage: Stage, types: dict[str, ValueType], names: set[str]) -> Stage:
+def _copy_taken(stage: Stage, mutated: set[str], types: dict[str, ValueType], names: set[str]) -> Stage:
     """Copies at the start of the stage for the values it takes and writes."""
     root = memory(stage.ops, types)
     writers = {root(name): op for op in reversed(stage.ops) for name in op.writes}
@@ -58,6 +59,27 @@ def _copy_taken(stage: Stage, types: dict[str, ValueType], names: set[str]) -> S
             copies[name] = fresh(name, names)
     clones = [_clone(copy, name, writers[root(name)], types) for name, copy in copies.items()]
     return replace(stage, ops=(*clones, *(rename(op, copies) for op in stage.ops))) if copies else stage
+
+
+def _copy_kept(stage: Stage, mutated: set[str], types: dict[str, ValueType], names: set[str]) -> Stage:
+    """Copies before the ops that may keep, for backward, a buffer that a later micro-batch changes."""
+    if not mutated:
+        return stage
+    root = memory(stage.ops, types)
+    buffers = {root(name) for name in mutated}
+    copies: dict[str, str] = {}  # those that still say what the buffer says
+    ops: list[Op] = []
+    for op in stage.ops:
+        written = {root(name) for name in op.writes}
+        if not written & buffers and any(tensor.grad for tensor in tensors(op.type)):
+            for name in op.reads:
+                if root(name) in buffers and isinstance(types[name], TensorType) and name not in copies:
+                    copies[name] = fresh(name, names)
+                    ops.append(_clone(copies[name], name, op, types))
+            op = rename(op, {name: copy for name, copy in copies.items() if name in op.reads})
+        copies = {name: copy for name, copy in copies.items() if root(name) not in written}
+        ops.append(op)
+    return replace(stage, ops=tuple(ops)) if len(ops) > len(stage.ops) else stage
 
 
 def _copy_given(stage: Stage, mutated: set[str], types: dict[str, ValueType], names: set[str]) -> Stage:

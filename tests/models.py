@@ -822,14 +822,14 @@ class MovingAverage(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(5))
         self.register_buffer("average", torch.zeros(8))
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.layers[0](x))
         x = self.layers[1](x - self.average)
         self.average = 0.9 * self.average + 0.1 * x.detach().mean(dim=0)
-        return self.layers[2](torch.tanh(x))
+        return self.layers[4](torch.tanh(self.layers[3](torch.tanh(self.layers[2](torch.tanh(x))))))
 
 
 class RunningMax(nn.Module):

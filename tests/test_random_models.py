@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from fxpipe.ir.graph import map_refs
+from fxpipe.codegen.load import bind, load_package, unload
+from fxpipe.codegen.package import constants, package, write
+from fxpipe.codegen.scheduler import emit_scheduler
 from fxpipe.ir.plan import stage_of
-from fxpipe.runtime.random import new_seed
-from tests.random_models import Example, GraphModel, examples, legal_cuts, run
-from tests.transparency import Seeded, assert_same, build, gather, inputs, plain, scatter, size_of, step
+from fxpipe.passes import lower
+from tests.random_models import Example, GraphModel, examples, legal_cuts
+from tests.transparency import assert_same, build, inputs, plain, step
 
 many = settings(
     max_examples=300, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
@@ -23,33 +26,18 @@ many = settings(
 
 @contextmanager
 def pipeline_of(model: GraphModel, example: Example) -> Iterator[Callable[..., Any]]:
-    """The pipeline of the example's graph and plan, with the model's tensors: called as the model is.
-
-    This one is a stand-in: stages one after the other in this thread, each with nothing but what crosses its cuts.
-    """
-
-    def call(*args: Any) -> Any:
-        seed = new_seed() if example.case.random else 0
-        parts, outputs = scatter(args, example.plan.chunks, dim=0), []
-        for micro_batch, part in enumerate(parts):
-            with torch.random.fork_rng(devices=[]), Seeded(seed, micro_batch):
-                outputs.append(relay(model, example, part))
-        return gather(outputs, [size_of(part, 0) for part in parts], example.case)
-
-    yield call
-
-
-def relay(model: GraphModel, example: Example, args: Any) -> Any:
-    graph, stages = example.graph, stage_of(example.plan)
-    values = {item.name: arg for item, arg in zip(graph.inputs, args, strict=True)}
-    values |= {size.name: values[size.input].shape[size.dim] for size in graph.sizes}
-    here: dict[str, Any] = {}
-    for position, op in enumerate(graph.ops):
-        if position == 0 or stages[op.name] != stages[graph.ops[position - 1].name]:
-            values = {name: value for name, value in values.items() if isinstance(value, (torch.Tensor, int))}
-            here = {state.name: model.tensor(state.path) for state in graph.states}
-        values[op.name] = run(op, {**values, **here})
-    return map_refs(graph.result, lambda ref: values[ref.name])
+    """The pipeline of the example's graph and plan, with the model's tensors: called as the model is."""
+    program = lower(example.graph, example.plan)
+    files = package(program, example.plan, emit_scheduler(program, example.plan.chunks))
+    with TemporaryDirectory() as folder:
+        write(files, folder)
+        module = load_package(folder)
+        scheduler = bind(module, model, constants(program))
+        try:
+            yield lambda *args: module.result(*scheduler.run(args, example.plan.chunks))
+        finally:
+            scheduler.close()
+            unload(module)
 
 
 def check(example: Example) -> None:

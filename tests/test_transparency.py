@@ -26,8 +26,6 @@ Config = tuple[int, int, str | tuple[int, ...]]
 # One device has no stage 1 to recompute.
 ALL: list[Config] = [config for config in product(DEVICES, CHUNKS, CHECKPOINTS) if config[0] > 1 or config[2] != (1,)]
 
-pytestmark = pytest.mark.skipif(not callable(getattr(fxpipe, "compile", None)), reason="nothing to compile with yet")
-
 
 def configurations(index: int, heavy: bool) -> list[Config]:
     """What model number `index` runs: each number of devices once, with the rest going round from model to model."""
