@@ -201,3 +201,13 @@ def evaluate(graph: Graph, model: nn.Module, *inputs: Any, draws: Any = None) ->
 def tools() -> SimpleNamespace:
     """The functions of this file, for test files beside it."""
     return SimpleNamespace(graph_of=graph_of, cut=cut, evaluate=evaluate, run_stages=run_stages, lint=lint)
+
+
+@pytest.fixture
+def make_graph() -> Callable[..., Graph]:
+    return graph_of
+
+
+@pytest.fixture
+def make_program() -> Callable[..., Program]:
+    return cut
