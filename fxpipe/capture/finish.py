@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph import Graph, Op, Origin, Ref, Region, State, check, refs
+from fxpipe.ir.memory import memory
 from fxpipe.ir.types import TensorType
 
 from .arguments import Call
@@ -22,6 +23,8 @@ from .hollow import Slot
 from .names import Names
 from .nest import template
 from .symbols import type_of
+
+NO_GRAD = (Region("grad", (False,)),)
 
 # How the route gets one of its outputs: from the outputs of the graph, the call, and the route's flat arguments.
 Give = Callable[[tuple[Any, ...], Call, tuple[Any, ...]], Any]
@@ -166,10 +169,18 @@ def _with_rebound_buffers(graph: Graph, draft: Draft, hollows: tuple[Any, ...], 
         if slot.path not in states:
             states[slot.path] = State(names(slot.path), slot.path, "buffer", kind)
         name = states[slot.path].name
-        args = (Ref(name), Ref(value))
-        region = (Region("grad", (False,)),)
-        ops.append(Op(names(f"new_{name}"), "copy_", args, {}, kind, made_by, region, (name,)))
+        copied = Op(names(f"new_{name}"), "copy_", (Ref(name), Ref(value)), {}, kind, made_by, NO_GRAD, (name,))
+        ops.insert(_free_from(ops, graph, name, value), copied)
     return replace(graph, states=tuple(states.values()), ops=tuple(ops))
+
+
+def _free_from(ops: Sequence[Op], graph: Graph, buffer: str, value: str) -> int:
+    """The position after `value` is made and the buffer's old contents are read for the last time. The sooner they are
+    written over, the more cuts the model has: all that use a buffer which changes must be in one stage."""
+    root = memory(ops, graph.types)
+    users = [at for at, op in enumerate(ops) if any(root(name) == root(buffer) for name in (*op.reads, *op.writes))]
+    makers = [at for at, op in enumerate(ops) if op.name == value]
+    return max([*users, *makers], default=len(ops) - 1) + 1
 
 
 def size_function(fake: torch.SymInt, graph: Graph, draft: Draft) -> Callable[[Mapping[str, int]], int]:
