@@ -306,7 +306,7 @@ def _gather(program: Program, places: Places) -> list[str]:
     outputs = [output.value for output in program.graph.outputs if _differentiable(output.value, places)]
     if not always or not outputs:
         return []
-    place = f"m[m.last].{places.name(outputs[-1])}"
+    place = f"m[m.last].{places.name(max(outputs, key=places.home))}"
     return [
         f"{INDENT}def gather(self, m: Batches) -> tuple[Any, ...]:",
         f"{INDENT * 2}# nothing runs after the last micro-batch: backward starts with computing it again",

@@ -81,5 +81,5 @@ class Scheduler(Pipeline):
     def gather(self, m: Batches) -> tuple[Any, ...]:
         # nothing runs after the last micro-batch: backward starts with computing it again
         for j in (2,):
-            m[m.last].sigmoid = join(m.after[j], m[m.last].sigmoid)
+            m[m.last].mul_1 = join(m.after[j], m[m.last].mul_1)
         return super().gather(m)
