@@ -35,6 +35,10 @@ class Places:
         """The attribute that holds the value where it is made."""
         return self._names[value]
 
+    def home(self, value: str) -> int:
+        """The stage that makes the value."""
+        return self._homes[value]
+
     def at(self, value: str, stage: int) -> str:
         """The value's place for a stage."""
         device = self._device(value, stage)

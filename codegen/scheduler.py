@@ -186,7 +186,7 @@ def _order(stage: Stage, places: Places) -> tuple[list[str], list[str]]:
         return [], []  # Checkpoint takes the token itself; without a take there is nothing to join
     if stage.checkpoint == "except_last":
         token, condition = f"m.after[{j}]", "if m.grad and i == m.last:"
-        why = f"# {prose(stage.device)} runs B(i), then F(i - 1) again and B(i - 1)"
+        why = f"# {prose(stage.device)} runs B(i), then F(i - 1) again, then B(i - 1)"
         fork = []
     else:
         token, condition = "token", "if m.grad and i > 0:"
@@ -278,7 +278,9 @@ def _checkpointed(stage: Stage, args: tuple[str, ...], places: Places) -> list[s
     lines += [f"{INDENT * 2}else:", *_call(stage, args, places, 3)]
     given = [places.at(name, j) for name in stage.gives if _differentiable(name, places)]
     if not always and given and not any(_differentiable(name, places) for name in stage.takes):
-        lines += [f"{INDENT * 3}# F(i - 1) again starts with B(i), and before B(i - 1)"]
+        lines += [
+            f"{INDENT * 3}# no input has a gradient, so the output takes the token: B(i), F(i - 1) again, B(i - 1)"
+        ]
         lines += _assign(given, Brackets("join(", (f"m.after[{j}]", *given), ")"), 3)
     return lines
 
@@ -304,7 +306,7 @@ def _gather(program: Program, places: Places) -> list[str]:
     outputs = [output.value for output in program.graph.outputs if _differentiable(output.value, places)]
     if not always or not outputs:
         return []
-    place = f"m[m.last].{places.name(outputs[-1])}"
+    place = f"m[m.last].{places.name(max(outputs, key=places.home))}"
     return [
         f"{INDENT}def gather(self, m: Batches) -> tuple[Any, ...]:",
         f"{INDENT * 2}# nothing runs after the last micro-batch: backward starts with computing it again",

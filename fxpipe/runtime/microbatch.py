@@ -47,10 +47,14 @@ def gather(values: Sequence[Any], dim: int | None, reduce: str | None, sizes: Se
     """
     if len(values) == 1 or reduce == "same":
         return values[0]
-    if reduce is None:
-        return torch.cat(list(values), dim or 0)
+    if dim is not None:
+        return torch.cat(list(values), dim)
     if reduce == "sum":
         return _sum(values)
+    if reduce != "mean":
+        raise ValueError(
+            f"nothing says how the numbers of {len(values)} micro-batches become one: reduce is {reduce!r}"
+        )
     total = max(1, sum(sizes))
     return _sum([value * (size / total) for value, size in zip(values, sizes, strict=True)])
 

@@ -40,10 +40,14 @@ def close(workers: Iterable[Worker]) -> None:
         worker.close()
 
 
-def attempt(compute: Compute, m: Any, task: Task) -> Report:
-    """Run a task; what it raises becomes a report."""
+def attempt(compute: Compute, m: Any, task: Task, context: Context | None = None, stream: Stream = None) -> Report:
+    """Run a task, in a context and on a stream if they are given; what it raises becomes a report."""
     try:
-        compute(m, task[0])
+        if context is None:
+            compute(m, task[0])
+        else:
+            with context.enter(), use_stream(stream):
+                compute(m, task[0])
     except BaseException as error:
         return task, error
     return None
@@ -54,11 +58,8 @@ def _work(orders: SimpleQueue[Order | None]) -> None:
     that nobody uses is collected, and closes its workers."""
     while order := orders.get():
         compute, m, task, context, stream, reports = order
-        if context.plain and stream is None:
-            report = attempt(compute, m, task)
-        else:
-            with context.enter(), use_stream(stream):
-                report = attempt(compute, m, task)
+        fresh = context.plain and stream is None  # the thread is in this context already
+        report = attempt(compute, m, task, None if fresh else context, stream)
         del order, compute, m
         reports.put(report)
         del report, reports

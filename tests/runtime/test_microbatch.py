@@ -38,6 +38,8 @@ def test_reductions() -> None:
     assert gather(losses, None, "sum", sizes).item() == 5
     assert gather(losses, None, "same", sizes) is losses[0]
     assert gather([2, 3], None, "sum", sizes) == 5
+    with pytest.raises(ValueError, match="2 micro-batches become one: reduce is None"):
+        gather([2, 3], None, None, sizes)
 
 
 def test_a_value_that_is_not_there_is_named() -> None:

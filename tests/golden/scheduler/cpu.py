@@ -34,7 +34,7 @@ class Scheduler(Pipeline):
             m[i].tanh, m.after[0] = checkpoint(self.stages[0], (0, i), m.context, m.after[0], m[i].image)
         else:
             m[i].tanh = self.stages[0].forward(m[i].image)
-            # F(i - 1) again starts with B(i), and before B(i - 1)
+            # no input has a gradient, so the output takes the token: B(i), F(i - 1) again, B(i - 1)
             m[i].tanh = join(m.after[0], m[i].tanh)
         del m[i].image  # used for the last time
 
@@ -65,7 +65,7 @@ class Scheduler(Pipeline):
 
     def ready_3(self, m: Batches, i: int) -> None:
         if m.grad and i == m.last:
-            # cpu:3 runs B(i), then F(i - 1) again and B(i - 1)
+            # cpu:3 runs B(i), then F(i - 1) again, then B(i - 1)
             m[i].mul, m[i].tanh = join(m.after[3], m[i].mul, m[i].tanh)
 
     def compute_3(self, m: Batches, i: int) -> None:
@@ -81,5 +81,5 @@ class Scheduler(Pipeline):
     def gather(self, m: Batches) -> tuple[Any, ...]:
         # nothing runs after the last micro-batch: backward starts with computing it again
         for j in (2,):
-            m[m.last].sigmoid = join(m.after[j], m[m.last].sigmoid)
+            m[m.last].mul_1 = join(m.after[j], m[m.last].mul_1)
         return super().gather(m)

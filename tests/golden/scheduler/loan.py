@@ -37,7 +37,7 @@ class Scheduler(Pipeline):
             m[i].linear, m.after[0] = checkpoint(self.stages[0], (0, i), m.context, m.after[0], m[i].ids)
         else:
             m[i].linear = self.stages[0].forward(m[i].ids)
-            # F(i - 1) again starts with B(i), and before B(i - 1)
+            # no input has a gradient, so the output takes the token: B(i), F(i - 1) again, B(i - 1)
             m[i].linear = join(m.after[0], m[i].linear)
         # what leaves cuda:0 is ready once F(i) is done
         m[i].linear = wait(self.streams[0, i], m.compute[0], m[i].linear)
@@ -50,7 +50,7 @@ class Scheduler(Pipeline):
         m[i].linear = copy(self.streams[0, i], self.streams[1, i], self.stages[1].device, m[i].linear)
         m[i].linear = wait(m.compute[1], self.streams[1, i], m[i].linear)
         if m.grad and i == m.last:
-            # cuda:1 runs B(i), then F(i - 1) again and B(i - 1)
+            # cuda:1 runs B(i), then F(i - 1) again, then B(i - 1)
             m[i].linear = join(m.after[1], m[i].linear)
 
     def compute_1(self, m: Batches, i: int) -> None:
@@ -73,7 +73,7 @@ class Scheduler(Pipeline):
         m[i].linear_1 = copy(self.streams[1, i], self.streams[2, i], self.stages[2].device, m[i].linear_1)
         m[i].linear_1 = wait(m.compute[2], self.streams[2, i], m[i].linear_1)
         if m.grad and i == m.last:
-            # cuda:2 runs B(i), then F(i - 1) again and B(i - 1)
+            # cuda:2 runs B(i), then F(i - 1) again, then B(i - 1)
             m[i].linear_1 = join(m.after[2], m[i].linear_1)
 
     def compute_2(self, m: Batches, i: int) -> None:
