@@ -70,8 +70,8 @@ class Flow:
     sizes: set[str] = field(default_factory=lambda: {BATCH})
 
 
-def check_mixing(graph: Graph) -> Flow:
-    """Raise CaptureError with the user's line where samples of the batch are mixed."""
+def follow(graph: Graph) -> Flow:
+    """What is known of every value; CaptureError, with the user's line, where samples of the batch are mixed."""
     flow = Flow(graph.types)
     flow.depends |= {item.name for item in graph.inputs if item.batch_dim is not None}
     states = {state.name for state in graph.states}
@@ -205,7 +205,7 @@ def _outer(op: Op, flow: Flow) -> int:
 
 def find_outputs(graph: Graph, values: Sequence[str], exact: Mapping[str, Sizes], reduce: Reduce) -> tuple[Output, ...]:
     """How each returned value is put together again from those of the micro-batches."""
-    flow = check_mixing(graph)
+    flow = follow(graph)
     by_name = {op.name: op for op in graph.ops}
     return tuple(_output(value, by_name.get(value), graph, flow, exact, reduce) for value in values)
 

@@ -61,7 +61,8 @@ class Builder:
     places: dict[str, int] = field(default_factory=dict)
     first: dict[fx.Node, str] = field(default_factory=dict)
     ops: list[Op] = field(default_factory=list)
-    memory: dict[str, frozenset[int]] = field(default_factory=dict)
+    sharing: dict[int, list[str]] = field(default_factory=dict)  # by storage: the names of the values in it
+    state_of: dict[str, State] = field(default_factory=dict)
     last_read: dict[str, int] = field(default_factory=dict)
     baked: str | None = None
     draws: int = 0
@@ -80,6 +81,7 @@ def draft(model: nn.Module, traced: Traced, flat: tuple[Any, ...], call: Call, s
     _inputs(build, placeholders, flat, env)
     _states(build, placeholders, flat, env)
     build.first = dict(build.of_node)
+    build.state_of = {state.name: state for state in build.states}
     _ops(build, found, env)
     results = next(node for node in traced.module.graph.nodes if node.op == "output").args[0]
     outputs = tuple(build.of_node[node] for node in results)
@@ -215,7 +217,8 @@ def _define(build: Builder, node: fx.Node, env: dict[fx.Node, Any], name: str) -
     build.of_node[node] = name
     if isinstance(value, Tensor):
         build.nodes_of.setdefault(id(value), []).append(node)
-    build.memory[name] = frozenset(memory(value))
+    for address in memory(value):
+        build.sharing.setdefault(address, []).append(name)
 
 
 def _ops(build: Builder, found: list[Step], env: dict[fx.Node, Any]) -> None:
@@ -238,15 +241,15 @@ def _op(build: Builder, step: Step, position: int, env: dict[fx.Node, Any]) -> O
         return _size(build, item, origin) if isinstance(item, torch.SymInt) else item
 
     args, kwargs = _nest(node.args, leaf), _nest(node.kwargs, leaf)
-    states = {state.name: state for state in build.states}
-    touched = {name for name, addresses in build.memory.items() if addresses & step.written}
-    _refuse_writes(build, touched, states, origin)
+    states = build.state_of
+    touched = list(dict.fromkeys(name for address in step.written for name in build.sharing.get(address, ())))
+    _refuse_writes(build, touched, origin)
     # What the op changed, where it stands for that: `x += 1` gives back x, `x[i] = v` gives back nothing.
     changed = env[node.args[0]] if node.target is operator.setitem else step.value  # type: ignore[index]
     owners = build.nodes_of.get(id(changed), []) if touched else []
     target = build.of_node[owners[0]] if owners else None
-    living = {build.of_node[n] for n, name in build.of_node.items() if name in touched and _is_live(build, n, position)}
-    writes = {name for name in touched if name in living or name in states or name == target}
+    living = _living(build, touched, position)
+    writes = tuple(name for name in touched if name in living or name in states or name == target)
     name = build.names(_wish(node, target))
     kind = type_of(changed, build.symbols)
     draw = build.draws if step.random else None
@@ -265,7 +268,7 @@ def _op(build: Builder, step: Step, position: int, env: dict[fx.Node, Any]) -> O
         kind,
         origin,
         step.regions,
-        tuple(n for n in build.memory if n in writes),
+        writes,
         draw,
     )
 
@@ -279,24 +282,31 @@ def _wish(node: fx.Node, target: str | None) -> str:
     return node.name
 
 
-def _is_live(build: Builder, node: fx.Node, position: int) -> bool:
-    """Whether a node is read after an op; what is returned is."""
-    return build.last_read.get(node.name, -1) > position or any(user.op == "output" for user in node.users)
+def _living(build: Builder, names: list[str], position: int) -> set[str]:
+    """Those of the names that are read after an op; what is returned is."""
+    if not names:
+        return set()
+    return {
+        name
+        for node, name in build.of_node.items()
+        if name in names
+        and (build.last_read.get(node.name, -1) > position or any(user.op == "output" for user in node.users))
+    }
 
 
-def _refuse_writes(build: Builder, names: set[str], states: Mapping[str, State], origin: Origin) -> None:
-    for item in build.inputs:
+def _refuse_writes(build: Builder, names: list[str], origin: Origin) -> None:
+    for item in build.inputs if names else ():
         if item.name in names:
             raise CaptureError(
                 f"{at(origin)}\nwrites into the input {item.path}, of which every stage has a copy of its own; "
                 f"write {item.name} = {item.name} + 1 in place of {item.name} += 1"
             )
-    for name in names & states.keys():
-        if states[name].kind != "buffer":
-            what = "a plain tensor attribute" if states[name].kind == "constant" else "a parameter"
+    for state in (build.state_of[name] for name in names if name in build.state_of):
+        if state.kind != "buffer":
+            what = "a plain tensor attribute" if state.kind == "constant" else "a parameter"
             raise CaptureError(
-                f"{at(origin)}\nwrites into {states[name].path}, {what}; "
-                f"make it a buffer: self.register_buffer({states[name].path.rsplit('.', 1)[-1]!r}, ...)"
+                f"{at(origin)}\nwrites into {state.path}, {what}; "
+                f"make it a buffer: self.register_buffer({state.path.rsplit('.', 1)[-1]!r}, ...)"
             )
 
 

@@ -29,9 +29,10 @@ SETTINGS = {
     "allow_empty_graphs": True,  # nn.Identity
     "recompile_limit": 64,
     "accumulated_recompile_limit": 1024,
-    "ignore_logging_functions": {logging.Logger.debug, logging.Logger.info, logging.Logger.warning},
     "verbose": False,
 }
+# Methods of loggers that may be left out; libraries hang more of them onto the class.
+LOGGING = ("debug", "info", "warning", "debug_once", "info_once", "warning_once", "warning_advice")
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ class _Configured:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as settings:
             known = {key: value for key, value in SETTINGS.items() if hasattr(torch._dynamo.config, key)}
+            known["ignore_logging_functions"] = {f for name in LOGGING if (f := getattr(logging.Logger, name, None))}
             settings.enter_context(torch._dynamo.config.patch(known))
             # Else a dimension that happens to equal the batch is taken for it.
             settings.enter_context(shape_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]

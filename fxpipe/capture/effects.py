@@ -118,7 +118,7 @@ def steps(traced: Traced) -> tuple[dict[fx.Node, Any], list[Step]]:
 def _is_dead_number(node: fx.Node) -> bool:
     """Whether the op computes a Python number or truth that nothing needs: what is left of a check in the model."""
     numbers = (bool, int, float, torch.SymBool, torch.SymInt, torch.SymFloat)
-    return all(map(_is_dead_number, node.users)) and isinstance(node.meta.get("example_value"), numbers)
+    return isinstance(node.meta.get("example_value"), numbers) and all(map(_is_dead_number, node.users))
 
 
 def _run(node: fx.Node, env: dict[fx.Node, Any], traced: Traced) -> Any:

@@ -16,7 +16,7 @@ from fxpipe.ir.memory import memory
 from fxpipe.ir.types import TensorType
 
 from .arguments import Call
-from .batch import Reduce, check_mixing, find_outputs
+from .batch import Reduce, find_outputs
 from .convert import Draft
 from .explain import at
 from .hollow import Slot
@@ -122,7 +122,6 @@ def finish(draft: Draft, hollows: tuple[Any, ...], call: Call, seen: Seen, reduc
         name: fake for name, fake in zip(draft.outputs, draft.fakes, strict=True) if isinstance(fake, torch.SymInt)
     }
     exact = {name: size_function(fake, graph, draft) for name, fake in sizes.items()}
-    check_mixing(graph)
     graph = replace(graph, outputs=find_outputs(graph, values, exact, reduce))
     check(graph)
     places = {output.value: position for position, output in enumerate(graph.outputs)}
