@@ -22,14 +22,21 @@ def keep(stage: Stage) -> dict[str, Tensor]:
     return {path: stage.tensor(path).detach().clone() for path in stage.rereads}
 
 
+def scratch(stage: Stage, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Scratch tensors for the buffers that the stage writes, by path."""
+    return {
+        path: kept[path].clone() if path in kept else torch.zeros_like(stage.tensor(path)) for path in stage.mutates
+    }
+
+
 @contextmanager
-def scratch(stage: Stage, kept: Mapping[str, Tensor]) -> Iterator[None]:
-    """In this context the stage's `mutates` are scratch tensors; then the real ones are back, untouched."""
-    real = {path: stage.tensor(path) for path in stage.mutates}
-    for path, buffer in real.items():
-        stage.put(path, kept[path].clone() if path in kept else torch.zeros_like(buffer))
+def instead(stage: Stage, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """In this context the stage holds these tensors at these paths; then its own are back, untouched."""
+    own = {path: stage.tensor(path) for path in tensors}
     try:
+        for path, tensor in tensors.items():
+            stage.put(path, tensor)
         yield
     finally:
-        for path, buffer in real.items():
-            stage.put(path, buffer)
+        for path, tensor in own.items():
+            stage.put(path, tensor)

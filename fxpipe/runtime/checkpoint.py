@@ -17,20 +17,21 @@ accumulated behind autograd's back.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from .buffers import keep, scratch
+from .buffers import instead, keep, scratch
 from .context import Context
 from .note import add_note
 from .stage import Stage
 
-# What a recomputation leaves for backward: the outputs with their graph, and the leaves of that graph.
+# What a recomputation leaves for backward: the outputs with their graph, and its leaves: takes, then parameters.
 Recomputed = tuple[tuple[Any, ...], tuple[Tensor, ...]]
 
 
@@ -44,6 +45,7 @@ class Task:
         self.others = [None if isinstance(arg, Tensor) else arg for arg in args]
         self.wanted = tuple([x.requires_grad for x in self.takes])
         self.parameters = stage.trainable()
+        self.versions = [x._version for x in self.parameters]
         self.kept = keep(stage) if stage.rereads else {}
         self.recomputed: Recomputed | None = None
 
@@ -61,14 +63,42 @@ class Task:
 
     def recompute(self, saved: tuple[Tensor, ...]) -> Recomputed:
         """Run again, with gradients, on leaves that stand for the saved tensors."""
+        if self.versions != [x._version for x in self.parameters]:
+            raise RuntimeError(self.changed())
         takes = tuple([x.detach().requires_grad_(want) for x, want in zip(saved, self.wanted, strict=True)])
+        parameters, aliases = self.parameters, {}
+        if any(x._backward_hooks for x in parameters):
+            aliases = self.aliases()
+            parameters = tuple([aliases.get(id(x), x) for x in parameters])
         try:
-            with torch.enable_grad(), scratch(self.stage, self.kept) if self.stage.mutates else nullcontext():
+            with torch.enable_grad(), self.standing_in(aliases):
                 outputs = self.run(takes)
         except Exception as error:
             add_note(error, self.stage, *self.where)
             raise
-        return outputs, tuple([x for x in takes if x.requires_grad])
+        return outputs, (*[x for x in takes if x.requires_grad], *parameters)
+
+    def standing_in(self, aliases: Mapping[int, Tensor]) -> AbstractContextManager[None]:
+        """The stage with what a recomputation must not touch replaced."""
+        if not self.stage.mutates and not aliases:
+            return nullcontext()
+        tensors = scratch(self.stage, self.kept)
+        tensors |= {path: aliases[id(x)] for path in self.stage.states if id(x := self.stage.tensor(path)) in aliases}
+        return instead(self.stage, tensors)
+
+    def aliases(self) -> dict[int, Tensor]:
+        """By the id of each parameter, one with the same memory and no hooks: hooks see the whole gradient, once."""
+        return {id(x): nn.Parameter(x.detach()) for x in self.parameters if isinstance(x, nn.Parameter)}
+
+    def changed(self) -> str:
+        """The message for a parameter that changed between forward and backward: the old values are gone."""
+        own = {id(self.stage.tensor(path)): path for path in self.stage.states}
+        pairs = zip(self.parameters, self.versions, strict=True)
+        paths = [own.get(id(x), "a constant") for x, version in pairs if x._version != version]
+        return (
+            f"{', '.join(paths)} changed in place between forward and backward, and stage {self.where[0]} recomputes "
+            "in backward what it did with the old values; call backward before the optimizer's step"
+        )
 
 
 class Checkpoint(Function):
@@ -88,7 +118,7 @@ class Checkpoint(Function):
         task: Task = ctx.task
         outputs, leaves = task.recomputed or task.recompute(ctx.saved_tensors)
         task.recomputed = None
-        found = _backward(outputs, grads, leaves + task.parameters)
+        found = _backward(outputs, grads, leaves)
         wanted = iter(found)
         takes = [next(wanted) if want else None for want in task.wanted]
         return (None, None, *takes, *wanted)

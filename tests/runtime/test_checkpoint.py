@@ -212,3 +212,29 @@ def test_an_error_in_recomputation_says_where() -> None:
     with pytest.raises(KeyError) as caught:
         y.sum().backward()
     assert caught.value.__notes__ == ["stage 2, micro-batch 5"]
+
+
+def test_a_hook_on_a_parameter_sees_the_whole_gradient_once() -> None:
+    """torch.autograd.grad runs hooks too, so a recomputation must not ask it for the parameters themselves."""
+    stage, x = linear(), torch.randn(2, 3, requires_grad=True)
+    (expected,) = torch.autograd.grad(stage.forward(x).sum(), stage.fc.weight)
+    seen: list[Tensor] = []
+
+    def hook(grad: Tensor) -> Tensor:
+        seen.append(grad.clone())
+        return grad * 10
+
+    stage.fc.weight.register_hook(hook)
+    run(stage, x)[0].sum().backward()
+    assert len(seen) == 1
+    torch.testing.assert_close(seen[0], expected)
+    torch.testing.assert_close(stage.fc.weight.grad, expected * 10)
+
+
+def test_a_parameter_changed_before_backward_is_an_error() -> None:
+    stage = linear()
+    y, _ = run(stage, torch.randn(2, 3, requires_grad=True))
+    with torch.no_grad():
+        stage.fc.bias.add_(1)
+    with pytest.raises(RuntimeError, match=r"fc\.bias changed in place between forward and backward"):
+        y.sum().backward()

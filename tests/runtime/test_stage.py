@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fxpipe.runtime import Stage
-from fxpipe.runtime.buffers import keep, scratch
+from fxpipe.runtime.buffers import instead, keep, scratch
 
 
 class Names(Stage):
@@ -57,7 +57,7 @@ def test_scratch_buffers_stand_in_and_go() -> None:
     stage = Counts({"deep.count": count, "deep.mean": mean}, {}, torch.device("cpu"))
     kept = keep(stage)
     count.add_(10)
-    with scratch(stage, kept):
+    with instead(stage, scratch(stage, kept)):
         assert stage.deep.count.item() == 5
         stage.deep.count.add_(1)
         stage.deep.mean.add_(1)

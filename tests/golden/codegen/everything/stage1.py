@@ -11,9 +11,8 @@
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
 from fxpipe.runtime import Draws, Stage
+from torch import Tensor
 
 
 class Stage1(Stage):

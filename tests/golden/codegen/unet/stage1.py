@@ -7,9 +7,8 @@
 """
 
 import torch.nn.functional as F
-from torch import Tensor
-
 from fxpipe.runtime import Stage
+from torch import Tensor
 
 
 class Stage1(Stage):

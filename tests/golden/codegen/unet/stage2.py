@@ -9,9 +9,8 @@
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
 from fxpipe.runtime import Stage
+from torch import Tensor
 
 
 class Stage2(Stage):
