@@ -80,15 +80,24 @@ def _inputs(graph: Graph, names: _Arguments, checks: list[str]) -> list[str]:
     parameters += ["*"] if named else []
     parameters += [name if any(True for _ in refs(was)) else _with_default(name, was) for name, was in named]
     found = {part.found.name: part.access for part in reversed(list(_parts(names))) if isinstance(part.found, Ref)}
-    given = tuple(found[item.name] for item in graph.inputs)
+    unknown = unreachable(graph)
+    given = tuple(found.get(item.name, "") for item in graph.inputs)
     bare = len(given) > 1
     returned = Brackets("return ", given, "", "bare") if bare else Brackets("return (", given, ")", "literal")
+    if unknown:
+        returned = Brackets("raise NotImplementedError(", (string(f"the model's own {unknown[0]} changes"),), ")")
     return [
         *layout(Brackets("def inputs(", tuple(parameters), "):")),
         f'{INDENT}"""The inputs in the order of the scheduler\'s, from a call of the model."""',
         *checks,
         *layout(returned, 1),
     ]
+
+
+def unreachable(graph: Graph) -> tuple[str, ...]:
+    """Inputs that no call brings: numbers that the model holds and that were seen to change, such as `self.step`."""
+    reached = {ref.name for ref in refs(graph.call)}
+    return tuple(item.path for item in graph.inputs if item.name not in reached)
 
 
 def _with_default(name: str, was: Any) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.codegen.face import face
+from fxpipe.codegen.face import face, unreachable
 from fxpipe.codegen.imports import import_blocks
 from fxpipe.codegen.lines import Brackets, Doc, layout, prefix
 from fxpipe.codegen.names import doc_prose, string
@@ -130,6 +130,11 @@ def save(program: Program, files: Mapping[str, str], folder: str | Path) -> None
                 f"{file} uses functions or classes of the script that runs now, which no other process can import; "
                 "move them to a module of their own and import them from there"
             )
+    if unknown := unreachable(program.graph):
+        raise PackageError(
+            f"{', '.join(unknown)} changes between calls of the model, and a saved package would not see it; "
+            "pass it as an argument, or make it a buffer"
+        )
     write(files, folder)
     target = Path(folder) / CONSTANTS
     if tensors:

@@ -91,7 +91,9 @@ class _Configured:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as settings:
-            known = {key: value for key, value in SETTINGS.items() if hasattr(torch._dynamo.config, key)}
+            known: dict[str, Any] = {
+                key: value for key, value in SETTINGS.items() if hasattr(torch._dynamo.config, key)
+            }
             known["ignore_logging_functions"] = {f for name in LOGGING if (f := getattr(logging.Logger, name, None))}
             settings.enter_context(torch._dynamo.config.patch(known))
             # Else a dimension that happens to equal the batch is taken for it.

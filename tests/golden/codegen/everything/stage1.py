@@ -11,8 +11,9 @@
 
 import torch
 import torch.nn.functional as F
-from fxpipe.runtime import Draws, Stage
 from torch import Tensor
+
+from fxpipe.runtime import Draws, Stage
 
 
 class Stage1(Stage):

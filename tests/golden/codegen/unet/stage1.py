@@ -7,8 +7,9 @@
 """
 
 import torch.nn.functional as F
-from fxpipe.runtime import Stage
 from torch import Tensor
+
+from fxpipe.runtime import Stage
 
 
 class Stage1(Stage):

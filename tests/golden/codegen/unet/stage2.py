@@ -9,8 +9,9 @@
 
 import torch
 import torch.nn.functional as F
-from fxpipe.runtime import Stage
 from torch import Tensor
+
+from fxpipe.runtime import Stage
 
 
 class Stage2(Stage):
