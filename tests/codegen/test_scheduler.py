@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fxpipe.codegen.clock import draw_clock
 from fxpipe.codegen.places import torch_device
-from fxpipe.codegen.scheduler import draw_clock, emit_scheduler
+from fxpipe.codegen.scheduler import emit_scheduler
 from fxpipe.codegen.stage import emit_stage
 from fxpipe.engines.local import Pipeline
 from fxpipe.ir.graph import Op
