@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from fxpipe.codegen.clock import docstring
 from fxpipe.codegen.lines import INDENT, WIDTH, Brackets, layout
@@ -27,6 +28,7 @@ RUNTIME = ("Draws", "checkpoint", "copy", "fork", "join", "wait")  # what the me
 
 def emit_scheduler(program: Program, chunks: int, grid: str | None = None) -> str:
     """The source of `scheduler.py`. `grid` is the schedule as text; without it, GPipe's clock for `chunks`."""
+    program = _keep_dead_ends(program)
     places = Places(program)
     blocks = [_attributes(program, places), lend(program)]
     for stage in program.stages:
@@ -36,6 +38,18 @@ def emit_scheduler(program: Program, chunks: int, grid: str | None = None) -> st
     blocks.append(_gather(program, places))
     body = [*_apart(blocks)]
     return "\n".join([*docstring(program, chunks, grid), "", *_imports(body), "", "", *body]) + "\n"
+
+
+def _keep_dead_ends(program: Program) -> Program:
+    """Nothing recomputed in stages that give nothing with a gradient: no backward ever comes to them, and a token must
+    not lead it there."""
+
+    def kept(stage: Stage) -> Stage:
+        kinds = [program.types[name] for name in stage.gives]
+        live = any(isinstance(kind, TensorType) and kind.grad for kind in kinds)
+        return stage if live else replace(stage, checkpoint="never")
+
+    return replace(program, stages=tuple(map(kept, program.stages)))
 
 
 def _apart(blocks: Iterable[Sequence[str]]) -> list[str]:
