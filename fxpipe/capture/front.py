@@ -12,6 +12,7 @@ front(args, kwargs, run)
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,7 +94,9 @@ class Front:
         self.sizes = sizes
         self.arguments = Arguments(model, batch_dim, sizes)
         self.twins = Twins(model)
-        self._route = route(model, self._capture)
+        # Weak, for torch keeps every backend it has seen, and would keep the model with it.
+        capture = weakref.WeakMethod(self._capture)
+        self._route = route(model, lambda traced: capture()(traced))  # type: ignore[misc]
         self._now: Now | None = None
         self._lock = threading.RLock()
 
@@ -160,8 +163,11 @@ class Front:
         """What the route is to call for a kind of call that it has just traced."""
         inline_checkpoints(traced.module)
         kind = Kind(traced)
+        front = weakref.ref(self)
 
         def compute(*flat: Any) -> tuple[Any, ...]:
+            self = front()
+            assert self is not None
             now = self._now
             assert now is not None
             now.kind = kind

@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import gc
+import weakref
 
 import pytest
 import torch
@@ -405,3 +407,13 @@ def test_loss_of_a_function():
         capture(WithLoss(), (x, target))
     graph = capture(WithLoss(), (x, target), reduce="mean")
     assert [(o.batch_dim, o.reduce) for o in graph.outputs] == [(0, None), (None, "mean")]
+
+
+def test_a_front_that_is_dropped_is_freed_with_its_model():
+    model = nn.Linear(4, 4)
+    front = Front(model)
+    front.capture((torch.randn(6, 4),), {})
+    left = weakref.ref(front), weakref.ref(model)
+    del front, model
+    gc.collect()
+    assert [ref() for ref in left] == [None, None]
