@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fxpipe.errors import InputError
 
-from .hollow import hollow
+from .hollow import dense, hollow
 from .nest import change
 
 BatchDim = int | Mapping[str, int | None]
@@ -102,7 +102,7 @@ class Arguments:
         key = (position, real.shape, real.stride(), real.dtype, real.device, real.requires_grad, dim, rows, type(real))
         made = self.twins.get(key)
         if made is None:
-            made = hollow(real, device, None if dim is None or rows is None else (dim, rows))
+            made = hollow(dense(real), device, None if dim is None or rows is None else (dim, rows))
             if dim is not None:
                 torch._dynamo.maybe_mark_dynamic(made, dim)
             if len(self.twins) > 1000:
