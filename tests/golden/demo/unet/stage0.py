@@ -5,7 +5,8 @@
     gives  skip2  f32[b, 32, 8, 8]    to stage 1
     sends  skip2  f32[b, 32, 8, 8]    to stage 2, through a portal
 
-11 ops, 16,416 parameters; recomputed in backward, except the last micro-batch
+11 ops, 16,416 parameters; recomputed in backward, except the last micro-batch; forward 675 us, backward 1.17
+ms, keeps 696 kB (estimated, b = 8)
 """
 
 import torch.nn.functional as F

@@ -3,7 +3,8 @@
     takes  skip2     f32[b, 32, 8, 8]  from stage 0
     gives  conv2d_8  f32[b, 32, 4, 4]  to stage 2
 
-15 ops, 166,272 parameters; recomputed in backward, except the last micro-batch
+15 ops, 166,272 parameters; recomputed in backward, except the last micro-batch; forward 695 us, backward 1.29
+ms, keeps 262 kB (estimated, b = 8)
 """
 
 import torch

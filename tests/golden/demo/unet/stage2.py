@@ -5,7 +5,8 @@
     takes  conv2d_8  f32[b, 32, 4, 4]    from stage 1
     gives  cat_2     f32[b, 32, 16, 16]  to stage 3
 
-13 ops, 20,880 parameters; recomputed in backward, except the last micro-batch
+13 ops, 20,880 parameters; recomputed in backward, except the last micro-batch; forward 481 us, backward 772
+us, keeps 279 kB (estimated, b = 8)
 """
 
 import torch
