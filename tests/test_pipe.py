@@ -209,6 +209,15 @@ def test_attribute_of_the_model_changes(pipe: fxpipe.Pipe, model: nn.Module, x: 
     close(pipe(x), model(x))
 
 
+def test_attributes_are_set_on_the_model(pipe: fxpipe.Pipe, model: nn.Module, x: Tensor) -> None:
+    pipe(x)
+    pipe.scale = 5.0
+    pipe.norm = nn.Identity()
+    assert model.scale == 5.0
+    assert isinstance(model.norm, nn.Identity)
+    close(pipe(x), model(x))
+
+
 def test_two_pipes_of_one_class(model: nn.Module, x: Tensor) -> None:
     other = Net().double()
     a, b = fxpipe.compile(model, devices=2, chunks=2), fxpipe.compile(other, devices=3, chunks=4)
