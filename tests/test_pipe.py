@@ -281,3 +281,14 @@ def test_closed_pipe(pipe: fxpipe.Pipe, x: Tensor) -> None:
     pipe.close()
     with pytest.raises(fxpipe.FxpipeError, match="closed"):
         pipe(x)
+
+
+def test_devices_as_a_cluster_and_a_profile_made_before(model: nn.Module, x: Tensor) -> None:
+    cluster = fxpipe.Cluster.of(["cpu:0", "cpu:1"])
+    first = fxpipe.compile(model, devices=cluster, chunks=2, example_inputs=x)
+    assert first.build.cluster == cluster
+    again = fxpipe.compile(model, devices=cluster, chunks=2, profile=first.build.profile)
+    close(again(x), model(x))
+    assert again.plan == first.plan
+    first.close()
+    again.close()
