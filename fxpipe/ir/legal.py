@@ -97,7 +97,7 @@ def _shared_memory(graph: Graph) -> Iterator[Tie]:
             continue
         # Views on the way from one of the names to another are memory of the same stage, even if nobody sees them now.
         behind = [_views_behind(name, made) for name in names]
-        linked = (set.union(*behind) - set.intersection(*behind)) | set(names)
+        linked = (behind[0].union(*behind) - behind[0].intersection(*behind)) | set(names)
         first = min((span[name][0] for name in linked if name in made), default=at)
         # The caller's memory is not written: who reads an input after the write has to be where the written copy is.
         last = max([at, *(read for defined, read in values if defined < 0)])
