@@ -55,13 +55,14 @@ class Pipeline:
 
     `devices`: a worker label for each stage; `inputs`: the name and batch dimension (None: whole) of each; `sizes`: the
     name, input and dimension of the numbers known from shapes; `outputs`: the name, batch dimension and reduction of
-    each; `random`: whether any stage draws random numbers.
+    each; `detached`: the inputs that no gradient comes back to; `random`: whether any stage draws random numbers.
     """
 
     devices: tuple[str, ...] = ()
     inputs: tuple[tuple[str, int | None], ...] = ()
     sizes: tuple[tuple[str, str, int], ...] = ()
     outputs: tuple[tuple[str, int | None, str | None], ...] = ()
+    detached: tuple[str, ...] = ()
     random: bool = False
 
     def __init__(self, stages: Sequence[Stage]) -> None:
@@ -108,6 +109,7 @@ class Pipeline:
             raise ValueError(f"the inputs do not have a common batch size, but {sorted(total)}")
         m = Batches(split_sizes(total.pop(), chunks) if total else (1,), self.stages, self.random)
         for value, (name, dim) in zip(batch, self.inputs, strict=True):
+            value = value.detach() if name in self.detached else value
             for micro_batch, piece in zip(m, scatter(value, dim, m.sizes), strict=True):
                 setattr(micro_batch, name, piece)
         for name, source, dim in self.sizes:

@@ -1,8 +1,13 @@
-"""Graphs for the tests of passes, from plain modules: traced by torch.fx, typed and aliased by one real run."""
+"""Graphs for the tests of passes, from plain modules: traced by torch.fx, typed and aliased by one real run.
+
+As in a captured graph, a type says whether the tensor had a gradient in the end: a write through a view may bring one.
+"""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,12 +67,16 @@ class _Reading:
         sizes = (Size("b", self.inputs[0].name, 0),) if self.sized else ()
         call = (tuple(Ref(i.name) for i in self.inputs), {})
         name = type(self.model).__name__
-        states, ops = tuple(self.states.values()), tuple(self.ops)
-        outputs = tuple(self.outputs)
-        return Graph(name, self.model.training, tuple(self.inputs), sizes, states, ops, outputs, call, self.result)
+        inputs, states, ops = map(self._typed_at_last, (self.inputs, self.states.values(), self.ops))
+        return Graph(name, self.model.training, inputs, sizes, states, ops, tuple(self.outputs), call, self.result)
+
+    def _typed_at_last(self, items: Iterable[Any]) -> tuple[Any, ...]:
+        return tuple(
+            replace(item, type=self._type(self.held[item.name])) if item.name in self.held else item for item in items
+        )
 
     def _placeholder(self, node: fx.Node, position: int) -> None:
-        value = next(self.waiting).detach().clone()
+        value = next(self.waiting).clone()
         self._hold(node.name, node.name, value)
         batched = value.shape[:1] == (self.batch,)
         self.inputs.append(Input(node.name, node.name, self._type(value), 0 if batched else None))
