@@ -4,6 +4,8 @@
     mask    on cuda:0 and on cuda:1, used on both        m[i].mask and m[i].mask_on_cuda1
 
 A value that leaves its device for good keeps its name. CPU workers share one memory, so between them nothing moves.
+Nobody knows where the caller will have the batch. With a stage on the CPU it is brought there first; else GPUs copy it
+from wherever it is.
 """
 
 from __future__ import annotations
@@ -82,7 +84,9 @@ class Places:
         kind = self.program.types.get(value)
         if not isinstance(kind, TensorType):
             return "cpu"
-        return torch_device(kind.device if stage < 0 else self.program.stages[stage].device)
+        if stage >= 0:
+            return torch_device(self.program.stages[stage].device)
+        return "cpu" if "cpu" in map(torch_device, self.program.devices) else "anywhere"
 
     def _leaves_for_good(self, value: str) -> bool:
         """Whether all its users are on one device, and nobody at home needs it."""
