@@ -41,7 +41,8 @@ def compile(
     (a tuple of arguments, a dict of keyword arguments, or one tensor).
 
     - `devices`: a count (CUDA devices where there are that many, else that many CPU workers), or a list with a device
-      for each stage; a device that comes twice has two stages.
+      for each stage; a device that comes twice has two stages. Inputs may be on any device; an output is on the
+      device of the stage that makes it.
     - `chunks`: how many micro-batches a batch is cut into, at most: a smaller batch makes fewer.
     - `checkpoint`: which micro-batches are recomputed in backward instead of kept: "never", "except_last", "always";
       or a set of stages that recompute, the others never.
