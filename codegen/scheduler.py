@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
-from fxpipe.codegen.lines import INDENT, WIDTH, Brackets, Doc, layout, prefix
-from fxpipe.codegen.names import doc_prose, identifier, prose, state_path, string
-from fxpipe.codegen.places import Places, torch_device, unused
-from fxpipe.codegen.stage import constant_names
-from fxpipe.ir.program import Loan, Program, Stage
+from fxpipe.codegen.clock import docstring
+from fxpipe.codegen.lines import INDENT, WIDTH, Brackets, layout
+from fxpipe.codegen.loans import lend, lent_name
+from fxpipe.codegen.names import prose, string
+from fxpipe.codegen.places import Places, torch_device
+from fxpipe.codegen.statements import assign, delete
+from fxpipe.ir.program import Program, Stage
 from fxpipe.ir.types import TensorType
 
 RUNTIME = ("Draws", "checkpoint", "copy", "fork", "join", "wait")  # what the methods may use of fxpipe.runtime
@@ -25,15 +28,28 @@ RUNTIME = ("Draws", "checkpoint", "copy", "fork", "join", "wait")  # what the me
 
 def emit_scheduler(program: Program, chunks: int, grid: str | None = None) -> str:
     """The source of `scheduler.py`. `grid` is the schedule as text; without it, GPipe's clock for `chunks`."""
+    program = _keep_dead_ends(program)
     places = Places(program)
-    blocks = [_attributes(program, places), _lend(program)]
+    blocks = [_attributes(program, places), lend(program)]
     for stage in program.stages:
         rule = f"{INDENT}# stage {stage.index}, {prose(stage.device)} "
         methods = [_ready(stage, places), _compute(stage, places)]
         blocks.append([rule + "-" * (WIDTH - len(rule)), "", *_apart(methods)])
     blocks.append(_gather(program, places))
     body = [*_apart(blocks)]
-    return "\n".join([*_docstring(program, chunks, grid), "", *_imports(body), "", "", *body]) + "\n"
+    return "\n".join([*docstring(program, chunks, grid), "", *_imports(body), "", "", *body]) + "\n"
+
+
+def _keep_dead_ends(program: Program) -> Program:
+    """Nothing recomputed in stages that give nothing with a gradient: no backward ever comes to them, and a token must
+    not lead it there."""
+
+    def kept(stage: Stage) -> Stage:
+        kinds = [program.types[name] for name in stage.gives]
+        live = any(isinstance(kind, TensorType) and kind.grad for kind in kinds)
+        return stage if live else replace(stage, checkpoint="never")
+
+    return replace(program, stages=tuple(map(kept, program.stages)))
 
 
 def _apart(blocks: Iterable[Sequence[str]]) -> list[str]:
@@ -43,58 +59,6 @@ def _apart(blocks: Iterable[Sequence[str]]) -> list[str]:
 
 
 # The top of the file --------------------------------------------------------------------------------------------------
-
-
-def _docstring(program: Program, chunks: int, grid: str | None) -> list[str]:
-    picture = [INDENT + line for line in (grid or draw_clock(program.devices, chunks)).splitlines()]
-    long = [move for move in program.moves if move.portal and move.source >= 0 and move.target < len(program.stages)]
-    portals = [f"{INDENT}{move.value}  from stage {move.source} to stage {move.target}" for move in long]
-    n, counted = len(program.stages), "stage" if len(program.stages) == 1 else "stages"
-    title = (
-        f'"""{doc_prose(program.graph.model)}, pipelined: {n} {counted}, {chunks} micro-batches{_recompute(program)}.'
-    )
-    order = [
-        "F1 is the forward of micro-batch 1. Backward walks the grid from right to left: on each device the later",
-        "micro-batch goes first. Autograd would not know that by itself: a token, a tensor without elements, goes from",
-        "one micro-batch to the next.",
-    ]
-    past = ["", "Portals, past the stages between:", "", *portals] if portals else []
-    return [title, "", *(line.rstrip() for line in picture), "", *order, *past, '"""']
-
-
-def _recompute(program: Program) -> str:
-    """Which stages are computed again in backward, for the title."""
-    modes = {stage.checkpoint for stage in program.stages}
-    if modes == {"never"}:
-        return ""
-    if modes == {"always"}:
-        return ", recomputed in backward"
-    if modes == {"except_last"}:
-        return ", all but the last recomputed in backward"
-    some = [str(stage.index) for stage in program.stages if stage.checkpoint != "never"]
-    return f", stage{'s' if len(some) > 1 else ''} {', '.join(some)} recomputed in backward"
-
-
-def draw_clock(devices: Sequence[str], chunks: int) -> str:
-    """GPipe's forward as a grid: a row for each stage, a column for each tick of the clock.
-
-    >>> print(draw_clock(["cpu:0", "cpu:1"], 3))
-    clock    0   1   2   3
-    cpu:0   F0  F1  F2
-    cpu:1       F0  F1  F2
-    """
-    shared = len(set(devices)) < len(devices)
-    labels = [f"{device}, stage {j}" if shared else device for j, device in enumerate(devices)]
-    width = max(map(len, ["clock", *labels])) + 1
-    cell = len(str(chunks - 1)) + 3
-    ticks = chunks + len(devices) - 1
-    shown = min(ticks, (WIDTH - len(INDENT) - width - 4) // cell)
-    rows = ["clock".ljust(width) + "".join(str(tick).rjust(cell) for tick in range(shown))]
-    for j, label in enumerate(labels):
-        cells = (f"F{t - j}" if 0 <= t - j < chunks else "" for t in range(shown))
-        rows.append(label.ljust(width) + "".join(text.rjust(cell) for text in cells))
-    more = " ..." if shown < ticks else ""
-    return "\n".join((row + more).rstrip() for row in rows)
 
 
 def _imports(body: Sequence[str]) -> list[str]:
@@ -127,45 +91,6 @@ def _row(*items: str | int | None) -> str:
     return f"({', '.join(string(item) if isinstance(item, str) else repr(item) for item in items)})"
 
 
-# Loans ----------------------------------------------------------------------------------------------------------------
-
-
-def _lend(program: Program) -> list[str]:
-    """The method that lends tensors from one stage to another, once a run."""
-    if not program.loans:
-        return []
-    lines = [f"{INDENT}def lend(self, m: Batches) -> None:"]
-    shown = set()
-    for loan in program.loans:
-        name = lent_name(program, loan)
-        if name in shown:
-            continue
-        shown.add(name)
-        users = [str(other.user) for other in program.loans if lent_name(program, other) == name]
-        why = f"stage {loan.home} owns it, stage {' and '.join(users)} uses it too; their gradients add up"
-        lines.append(f"{INDENT * 2}# {prose(program.state(loan.state).path)}: {why}")
-        lines += _assign([f"m.lent.{name}"], _to(_owned(program, loan), program, loan.home, loan.user), 2)
-    return lines
-
-
-def lent_name(program: Program, loan: Loan) -> str:
-    """The attribute of `m.lent` that holds the tensor on the borrower's device."""
-    states = [state.name for state in program.graph.states]
-    names: dict[str, str] = {}
-    for state in states:
-        names[state] = unused(identifier(state), names.values())
-    home, user = (torch_device(program.devices[index]) for index in (loan.home, loan.user))
-    return names[loan.state] + ("" if home == user else f"_on_{user.replace(':', '')}")
-
-
-def _owned(program: Program, loan: Loan) -> str:
-    """The tensor in the stage that owns it."""
-    constants = constant_names(program)
-    held = constants.get(loan.state)
-    path = f"self.{held}" if held else state_path(program.state(loan.state).path)
-    return f"self.stages[{loan.home}]" + path.removeprefix("self")
-
-
 # Before a stage runs --------------------------------------------------------------------------------------------------
 
 
@@ -191,8 +116,8 @@ def _order(stage: Stage, places: Places) -> tuple[list[str], list[str]]:
     else:
         token, condition = "token", "if m.grad and i > 0:"
         why = f"# {prose(stage.device)} runs B(i) before B(i - 1)"
-        fork = _assign([*gives, "token"], Brackets("fork(", tuple(gives), ")"), 3)
-    join = _assign(takes, Brackets("join(", (token, *takes), ")"), 3)
+        fork = assign([*gives, "token"], Brackets("fork(", tuple(gives), ")"), 3)
+    join = assign(takes, Brackets("join(", (token, *takes), ")"), 3)
     head = [f"{INDENT * 2}{condition}", f"{INDENT * 3}{why}"]
     if any(places.arrives(name, j) for name in stage.takes) and fork:
         return [*head, *fork], [f"{INDENT * 2}{condition}", *join]
@@ -216,9 +141,9 @@ def _input(stage: Stage, name: str, places: Places) -> list[str]:
     """The copy of an input, which may be on any device. It waits for nothing."""
     j, here = stage.index, places.at(name, stage.index)
     args = ("None", f"self.streams[{j}, i]", f"self.stages[{j}].device", places.at(name, -1))
-    lines = _assign([here], Brackets("copy(", args, ")"), 2)
-    lines += _assign([here], _wait(j, [here]), 2)
-    return lines + _del([places.at(name, -1)] if places.done_by_copy(name, -1, j) else [], 2)
+    lines = assign([here], Brackets("copy(", args, ")"), 2)
+    lines += assign([here], _wait(j, [here]), 2)
+    return lines + delete([places.at(name, -1)] if places.done_by_copy(name, -1, j) else [], 2)
 
 
 def _wait(stage: int, here: Sequence[str]) -> Brackets:
@@ -232,11 +157,11 @@ def _copy(stage: Stage, source: int, names: Sequence[str], places: Places) -> li
     past = f", past stage {' and '.join(map(str, range(source + 1, j)))}" if j - source > 1 else ""
     args = (f"self.streams[{source}, i]", f"self.streams[{j}, i]", f"self.stages[{j}].device", *there)
     lines = [f"{INDENT * 2}# {prose(devices[source])} -> {prose(devices[j])}{past}; the copy waits for F(i) alone"]
-    lines += _assign(here, Brackets("copy(", args, ")"), 2)
+    lines += assign(here, Brackets("copy(", args, ")"), 2)
     if torch_device(devices[j]) != "cpu":
-        lines += _assign(here, _wait(j, here), 2)
+        lines += assign(here, _wait(j, here), 2)
     gone = [place for name, place in zip(names, there, strict=True) if places.done_by_copy(name, source, j)]
-    return lines + _del(gone, 2)
+    return lines + delete(gone, 2)
 
 
 # A stage runs ---------------------------------------------------------------------------------------------------------
@@ -254,7 +179,7 @@ def _compute(stage: Stage, places: Places) -> list[str]:
         lines += _checkpointed(stage, args, places)
     lines += _sends(stage, places)
     gone = [places.at(name, stage.index) for name in stage.takes if places.done(name, stage.index)]
-    return lines + _del(gone, 2, "  # used for the last time")
+    return lines + delete(gone, 2, "  # used for the last time")
 
 
 def _arguments(stage: Stage, places: Places) -> tuple[str, ...]:
@@ -266,7 +191,7 @@ def _arguments(stage: Stage, places: Places) -> tuple[str, ...]:
 
 def _call(stage: Stage, args: tuple[str, ...], places: Places, depth: int) -> list[str]:
     gives = [places.at(name, stage.index) for name in stage.gives]
-    return _assign(gives, Brackets(f"self.stages[{stage.index}].forward(", args, ")"), depth)
+    return assign(gives, Brackets(f"self.stages[{stage.index}].forward(", args, ")"), depth)
 
 
 def _checkpointed(stage: Stage, args: tuple[str, ...], places: Places) -> list[str]:
@@ -280,7 +205,7 @@ def _checkpointed(stage: Stage, args: tuple[str, ...], places: Places) -> list[s
         f"{INDENT * 3}# {'every micro-batch is' if always else 'all micro-batches but the last are'} computed again"
     ]
     lines[-1] += " in backward"
-    lines += _assign([*(gives or ["_"]), f"m.after[{j}]"], call, 3)
+    lines += assign([*(gives or ["_"]), f"m.after[{j}]"], call, 3)
     for name in stage.gives:
         if _looks_differentiable(name, places):
             place = places.at(name, j)
@@ -291,7 +216,7 @@ def _checkpointed(stage: Stage, args: tuple[str, ...], places: Places) -> list[s
         lines += [
             f"{INDENT * 3}# no input has a gradient, so the output takes the token: B(i), F(i - 1) again, B(i - 1)"
         ]
-        lines += _assign(given, Brackets("join(", (f"m.after[{j}]", *given), ")"), 3)
+        lines += assign(given, Brackets("join(", (f"m.after[{j}]", *given), ")"), 3)
     return lines
 
 
@@ -323,42 +248,7 @@ def _gather(program: Program, places: Places) -> list[str]:
     ]
 
 
-# Statements -----------------------------------------------------------------------------------------------------------
-
-
-def _assign(targets: Sequence[str], call: Doc, depth: int) -> list[str]:
-    """`targets = call`, or the call alone."""
-    left = ", ".join(targets)
-    if not targets:
-        return layout(call, depth)
-    if len(INDENT * depth + left + " = (") + _opening(call) <= WIDTH:
-        return layout(prefix(f"{left} = ", call), depth)
-    indent, inner = INDENT * depth, INDENT * (depth + 1)
-    first, *rest = layout(prefix(") = ", call), depth)
-    return [f"{indent}(", *(f"{inner}{target}," for target in targets), first, *rest]
-
-
-def _opening(call: Doc) -> int:
-    return len(call.head) if isinstance(call, Brackets) else 0
-
-
-def _to(place: str, program: Program, source: int, target: int) -> Doc:
-    """The tensor on the target's device."""
-    here, there = (torch_device(program.devices[index]) for index in (source, target))
-    return place if here == there else _moved(place, target, there)
-
-
-def _moved(place: str, target: int, device: str) -> Brackets:
-    """The tensor copied to the target's device. A GPU's stream waits for the copy; the CPU must be made to."""
-    at_once = ("non_blocking=True",) if device != "cpu" else ()
-    return Brackets(f"{place}.to(", (f"self.stages[{target}].device", *at_once), ")")
-
-
-def _del(places: Sequence[str], depth: int, comment: str = "") -> list[str]:
-    if not places:
-        return []
-    lines = layout(Brackets("del ", tuple(places), "", "bare"), depth)
-    return [lines[0] + comment] if len(lines) == 1 and len(lines[0] + comment) <= WIDTH else lines
+# Kinds of values -----------------------------------------------------------------------------------------------------
 
 
 def _alike(names: Sequence[str], places: Places) -> Iterator[list[str]]:

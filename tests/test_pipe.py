@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -52,6 +53,26 @@ def pipe(model: nn.Module) -> Iterator[fxpipe.Pipe]:
 
 def close(a: Tensor, b: Tensor) -> None:
     torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("devices", [["cpu:0"] * 3, ["cpu:0", "cpu:1", "cpu:0"], ["cpu:0", "cpu:0", "cpu"]], ids=str)
+def test_a_device_may_have_several_stages(model: nn.Module, x: Tensor, devices: list[str], checkpoint: str) -> None:
+    plain = copy.deepcopy(model)
+    with contextlib.closing(fxpipe.compile(model, devices=devices, chunks=4, checkpoint=checkpoint)) as pipe:
+        y, expected = pipe(x), plain(x)
+        close(y, expected)
+        y.sum().backward()
+        expected.sum().backward()
+        same_gradients(pipe, plain)
+        assert len(pipe.schedule.devices) == len(set(devices))
+
+
+def test_a_device_that_is_not_there_is_named(model: nn.Module, x: Tensor) -> None:
+    with contextlib.closing(fxpipe.compile(model, devices=["cpu", "cuda:99"], chunks=4)) as pipe:
+        with pytest.raises(fxpipe.PlanError, match="stage 1 is planned on cuda:99, and this machine has"):
+            pipe(x)
+    assert next(model.parameters()).device.type == "cpu"
 
 
 def same_gradients(pipe: nn.Module, plain: nn.Module) -> None:
@@ -209,6 +230,15 @@ def test_attribute_of_the_model_changes(pipe: fxpipe.Pipe, model: nn.Module, x: 
     close(pipe(x), model(x))
 
 
+def test_attributes_are_set_on_the_model(pipe: fxpipe.Pipe, model: nn.Module, x: Tensor) -> None:
+    pipe(x)
+    pipe.scale = 5.0
+    pipe.norm = nn.Identity()
+    assert model.scale == 5.0
+    assert isinstance(model.norm, nn.Identity)
+    close(pipe(x), model(x))
+
+
 def test_two_pipes_of_one_class(model: nn.Module, x: Tensor) -> None:
     other = Net().double()
     a, b = fxpipe.compile(model, devices=2, chunks=2), fxpipe.compile(other, devices=3, chunks=4)
@@ -272,3 +302,14 @@ def test_closed_pipe(pipe: fxpipe.Pipe, x: Tensor) -> None:
     pipe.close()
     with pytest.raises(fxpipe.FxpipeError, match="closed"):
         pipe(x)
+
+
+def test_devices_as_a_cluster_and_a_profile_made_before(model: nn.Module, x: Tensor) -> None:
+    cluster = fxpipe.Cluster.of(["cpu:0", "cpu:1"])
+    first = fxpipe.compile(model, devices=cluster, chunks=2, example_inputs=x)
+    assert first.build.cluster == cluster
+    again = fxpipe.compile(model, devices=cluster, chunks=2, profile=first.build.profile)
+    close(again(x), model(x))
+    assert again.plan == first.plan
+    first.close()
+    again.close()

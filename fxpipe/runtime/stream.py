@@ -1,7 +1,9 @@
-"""Named streams, for copies that overlap with compute. The CPU has none: None stands in for its stream.
+"""Named streams, for copies that overlap with compute.
 
-streams[stage, i]     carries the copies of micro-batch i into and out of a stage, so that a copy waits for
-                      nothing but the task that made the value
+    streams[stage, i]     carries the copies of micro-batch i into and out of a stage, so that a copy waits for
+                          nothing but the task that made the value
+
+The CPU has none: None stands in for its stream.
 """
 
 from __future__ import annotations

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fxpipe.codegen.clock import draw_clock
 from fxpipe.codegen.places import torch_device
-from fxpipe.codegen.scheduler import draw_clock, emit_scheduler
+from fxpipe.codegen.scheduler import emit_scheduler
 from fxpipe.codegen.stage import emit_stage
 from fxpipe.engines.local import Pipeline
 from fxpipe.ir.graph import Op
@@ -331,3 +332,24 @@ def test_values_without_gradient_do_not_get_one(make_graph: MakeGraph, make_prog
     assert y.requires_grad
     assert not mask.requires_grad
     pipe.close()
+
+
+def test_a_stage_that_backward_never_reaches_is_not_recomputed(
+    make_graph: MakeGraph, make_program: MakeProgram
+) -> None:
+    class Dead(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = self.fc(x)
+            index = h.argmax(1)
+            return torch.tanh(h), index
+
+    program = make_program(make_graph(Dead(), torch.ones(2, 4)), 1, 2)
+    text = emit_scheduler(with_checkpoint(program, "always"), 2)
+    assert [stage.gives for stage in program.stages] == [("linear",), ("argmax",), ("tanh",)]
+    assert "checkpoint(self.stages[0]" in text
+    assert "m[i].argmax = self.stages[1].forward(m[i].linear)" in text
+    assert "for j in (0, 2):" in text

@@ -391,6 +391,19 @@ def test_threads_stay_and_end_with_the_pipe() -> None:
         gc.enable()
 
 
+def test_stages_of_a_tick_run_at_once(make: Callable[..., Scheduler]) -> None:
+    pipe, meeting = make(), threading.Barrier(2)
+
+    def meet(h: Tensor, i: int, j: int) -> Tensor:
+        if (i, j) in ((1, 0), (0, 1)):
+            meeting.wait(timeout=10)  # each waits for the other: one after the other would not do
+        return h
+
+    for stage in pipe.stages:
+        stage.hook = lambda h, i, j=stage.index: meet(h, i, j)
+    pipe.run((ids(),), 3)
+
+
 def test_a_closed_pipe_says_so(make: Callable[..., Scheduler]) -> None:
     pipe = make()
     pipe.close()

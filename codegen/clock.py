@@ -1,0 +1,68 @@
+"""The docstring of a scheduler file: the schedule as a grid, how to read it, and the portals.
+
+    clock    0   1   2   3
+    cpu:0   F0  F1  F2
+    cpu:1       F0  F1  F2
+
+The grid is for people; `fxpipe.engines.local.clock` is what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fxpipe.codegen.lines import INDENT, WIDTH
+from fxpipe.codegen.names import clip, doc_prose
+from fxpipe.ir.program import Program
+
+
+def docstring(program: Program, chunks: int, grid: str | None) -> list[str]:
+    """The lines of the docstring, with `grid` or else GPipe's clock as the picture."""
+    picture = [INDENT + line for line in (grid or draw_clock(program.devices, chunks)).splitlines()]
+    n = len(program.stages)
+    long = [move for move in program.moves if move.portal and move.source >= 0 and move.target < n]
+    portals = [f"{INDENT}{doc_prose(m.value)}  from stage {m.source} to stage {m.target}" for m in long]
+    facts = f"{n} {'stages' if n > 1 else 'stage'}, {chunks} micro-batches{_recompute(program)}"
+    title = clip(f'"""{doc_prose(program.graph.model)}, pipelined: {facts}.', WIDTH)
+    order = [
+        "F1 is the forward of micro-batch 1. Backward walks the grid from right to left: on each device the later",
+        "micro-batch goes first. Autograd would not know that by itself: a token, a tensor without elements, goes from",
+        "one micro-batch to the next.",
+    ]
+    past = ["", "Portals, past the stages between:", "", *portals] if portals else []
+    return [title, "", *(line.rstrip() for line in picture), "", *order, *past, '"""']
+
+
+def _recompute(program: Program) -> str:
+    """Which stages are computed again in backward, for the title."""
+    modes = {stage.checkpoint for stage in program.stages}
+    if modes == {"never"}:
+        return ""
+    if modes == {"always"}:
+        return ", recomputed in backward"
+    if modes == {"except_last"}:
+        return ", all but the last recomputed in backward"
+    some = [str(stage.index) for stage in program.stages if stage.checkpoint != "never"]
+    return f", stage{'s' if len(some) > 1 else ''} {', '.join(some)} recomputed in backward"
+
+
+def draw_clock(devices: Sequence[str], chunks: int) -> str:
+    """GPipe's forward as a grid: a row for each stage, a column for each tick of the clock.
+
+    >>> print(draw_clock(["cpu:0", "cpu:1"], 3))
+    clock    0   1   2   3
+    cpu:0   F0  F1  F2
+    cpu:1       F0  F1  F2
+    """
+    shared = len(set(devices)) < len(devices)
+    labels = [f"{device}, stage {j}" if shared else device for j, device in enumerate(devices)]
+    width = max(map(len, ["clock", *labels])) + 1
+    cell = len(str(chunks - 1)) + 3
+    ticks = chunks + len(devices) - 1
+    shown = min(ticks, (WIDTH - len(INDENT) - width - 4) // cell)
+    rows = ["clock".ljust(width) + "".join(str(tick).rjust(cell) for tick in range(shown))]
+    for j, label in enumerate(labels):
+        cells = (f"F{t - j}" if 0 <= t - j < chunks else "" for t in range(shown))
+        rows.append(label.ljust(width) + "".join(text.rjust(cell) for text in cells))
+    more = " ..." if shown < ticks else ""
+    return "\n".join((row + more).rstrip() for row in rows)
