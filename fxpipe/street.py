@@ -18,7 +18,7 @@ from .ir.graph import Graph
 from .ir.plan import Plan
 from .ir.profile import Profile
 from .ir.program import Program
-from .ir.schedule import Schedule
+from .ir.schedule import Schedule, share
 from .ir.timeline import Timeline
 from .options import Options
 from .passes import lower
@@ -61,9 +61,9 @@ def build(
     decided = decide(graph, profile, cluster, options, home)
     trail: dict[str, Program] = {}
     program = lower(graph, decided, watch=trail.__setitem__)
-    schedule = gpipe(len(program.stages), decided.chunks)
+    schedule = share(gpipe(len(program.stages), decided.chunks), program.devices)
     costs = stage_costs(decided, profile, taken_bytes(program, sizes))
-    timeline = simulate(schedule, costs, hops(program, sizes, cluster), program.devices)
+    timeline = simulate(schedule, costs, hops(program, sizes, cluster), tuple(dict.fromkeys(program.devices)))
     files = package(program, decided, emit_scheduler(program, decided.chunks))
     return Build(graph, sizes, cluster, profile, decided, schedule, program, trail, timeline, files)
 
