@@ -23,11 +23,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Slow tests run only when asked for by `-m`; tests that need a GPU say so where there is none."""
-    chosen = config.getoption("-m")
+    """Slow tests are there only when asked for by `-m`; tests that need a GPU say so where there is none."""
+    if "slow" not in config.getoption("-m"):
+        slow = [item for item in items if "slow" in item.keywords]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if "slow" not in item.keywords]
     for item in items:
-        if "slow" in item.keywords and "slow" not in chosen:
-            item.add_marker(pytest.mark.skip(reason="slow: run with -m slow"))
         if "cuda" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 

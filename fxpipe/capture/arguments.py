@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fxpipe.errors import InputError
 
-from .hollow import hollow
+from .hollow import dense, hollow
 from .nest import change
 
 BatchDim = int | Mapping[str, int | None]
@@ -57,8 +57,11 @@ class Arguments:
         self.twins: dict[Any, Tensor] = {}
         self.named: dict[Any, tuple[str, ...]] = {}
 
-    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device | None) -> Call:
-        """The call with every tensor hollow, on `device`, and the batch as large as the first micro-batch."""
+    def call(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device | None, rows: int | None = None
+    ) -> Call:
+        """The call with every tensor hollow, on `device`, and `rows` in the batch: as many as in the first micro-batch,
+        if nothing else is asked for."""
         names = self.names(args, kwargs)
         reals: list[tuple[str, Tensor, int | None]] = []
 
@@ -72,7 +75,7 @@ class Arguments:
             check_names(self.batch_dim, [path for path, _, _ in reals], self.signature)
         batch = common_size(reals)
         # A dimension of size one is not symbolic for Dynamo.
-        rows = None if batch is None else max(2, max(self.sizes(batch)))
+        rows = None if batch is None else rows or max(2, max(self.sizes(batch)))
         leaves: dict[int, Leaf] = {}
         by_real: dict[int, Tensor] = {}
         for position, (path, real, dim) in enumerate(reals):
@@ -99,7 +102,7 @@ class Arguments:
         key = (position, real.shape, real.stride(), real.dtype, real.device, real.requires_grad, dim, rows, type(real))
         made = self.twins.get(key)
         if made is None:
-            made = hollow(real, device, None if dim is None or rows is None else (dim, rows))
+            made = hollow(dense(real), device, None if dim is None or rows is None else (dim, rows))
             if dim is not None:
                 torch._dynamo.maybe_mark_dynamic(made, dim)
             if len(self.twins) > 1000:

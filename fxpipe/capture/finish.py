@@ -19,7 +19,7 @@ from .arguments import Call
 from .batch import Reduce, find_outputs
 from .convert import Draft
 from .explain import at
-from .hollow import Slot
+from .hollow import Slot, dense
 from .names import Names
 from .nest import template
 from .symbols import type_of
@@ -92,7 +92,7 @@ def _hint(size: Any) -> int:
 
 def feed(graph: Graph, draft: Draft, call: Call, flat: tuple[Any, ...]) -> tuple[Any, ...]:
     """The real values of the graph's inputs."""
-    reals = {leaf.path: leaf.real for leaf in call.leaves.values()}
+    reals = {leaf.path: dense(leaf.real) for leaf in call.leaves.values()}
     values = (flat[draft.places[i.name]] if i.name in draft.places else reals[i.path] for i in graph.inputs)
     return tuple(
         value.item() if isinstance(value, Tensor) and item.name in draft.places else value

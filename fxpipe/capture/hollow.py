@@ -41,6 +41,26 @@ def hollow(real: Tensor, device: torch.device | None = None, batch: tuple[int, i
         return made.requires_grad_(real.requires_grad)
 
 
+def dense(real: Tensor) -> Tensor:
+    """The tensor itself if its elements lie without gaps, in any order of dimensions; else a copy without gaps.
+    They, as in `x[:, :-1]`, would become numbers in the graph that depend on how the caller made the tensor.
+
+    >>> whole = torch.ones(2, 3)
+    >>> dense(whole.t()).stride(), dense(whole[:, :2]).stride()
+    ((1, 3), (2, 1))
+    """
+    if real.layout is not torch.strided or real.is_contiguous():
+        return real
+    length = 1
+    for stride, size in sorted(zip(real.stride(), real.shape, strict=True)):
+        if stride == 0 or size == 1:  # an expanded dimension has no elements of its own
+            continue
+        if stride != length:
+            return real.contiguous()
+        length *= size
+    return real
+
+
 Changes = dict[tuple[nn.Module, str], Any]  # (module, attribute) to what was set
 
 

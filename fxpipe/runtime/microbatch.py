@@ -32,11 +32,14 @@ def split_sizes(size: int, chunks: int) -> tuple[int, ...]:
 
 
 def scatter(value: Any, dim: int | None, sizes: Sequence[int]) -> Sequence[Any]:
-    """A value for each micro-batch: pieces along `dim`, or with `dim` None the whole for each."""
+    """A value for each micro-batch: pieces along `dim`, or with `dim` None the whole for each.
+
+    Pieces along an inner dimension of a contiguous tensor are copied: the model may take them for contiguous too.
+    """
     if dim is None or len(sizes) == 1:
         return [value] * len(sizes)
-    pieces: Sequence[Any] = value.split(list(sizes), dim)
-    return pieces
+    pieces: Sequence[Tensor] = value.split(list(sizes), dim)
+    return [piece.contiguous() for piece in pieces] if dim != 0 and value.is_contiguous() else pieces
 
 
 def gather(values: Sequence[Any], dim: int | None, reduce: str | None, sizes: Sequence[int]) -> Any:
