@@ -14,7 +14,7 @@ so that a loaded package is called like the model, and says so when it is called
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from fxpipe.codegen.lines import INDENT, Brackets, flat, layout, prefix
@@ -31,11 +31,10 @@ class _Part(NamedTuple):
     found: Any
 
 
-def face(graph: Graph, parameters: Sequence[str] = ()) -> tuple[list[str], frozenset[str], str]:
+def face(graph: Graph) -> tuple[list[str], frozenset[str], str]:
     """The lines of `inputs` and `result`, the modules they need, and how the pipe is called, such as
-    `(image, mask=mask)`. `parameters` are the names of positional arguments; where they are not given, an argument is
-    called by the way to its first tensor."""
-    names = _arguments(graph, parameters)
+    `(image, mask=mask)`. An argument whose name the graph does not know is called by the way to its first tensor."""
+    names = _arguments(graph)
     result, modules = _result(graph)
     call = ", ".join([*(name for name, _ in names[0]), *(f"{name}={name}" for name, _ in names[1])])
     body = [line for part in _parts(names) for line in _check(part)]
@@ -48,13 +47,13 @@ _Arguments = tuple[
 ]  # by position and by name: what each is called, and was
 
 
-def _arguments(graph: Graph, parameters: Sequence[str]) -> _Arguments:
+def _arguments(graph: Graph) -> _Arguments:
     args, kwargs = graph.call
     paths = {item.name: item.path for item in graph.inputs}
     taken: set[str] = set(kwargs)
     positional = []
     for index, template in enumerate(args):
-        known = [*parameters[index : index + 1], *(paths[ref.name] for ref in refs(template) if ref.name in paths)]
+        known = [*graph.arguments[index : index + 1], *(paths[ref.name] for ref in refs(template) if ref.name in paths)]
         roots = (re.match(r"\w+", path) for path in known)
         name = _parameter(next((root[0] for root in roots if root), f"argument_{index}"))
         while name in taken:

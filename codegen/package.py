@@ -43,23 +43,16 @@ DTYPES = {
 _PUBLIC = ("CHUNKS", "MODEL", "STAGES", "TENSORS", "TRAINING", "Scheduler", "inputs", "result")
 
 
-def package(
-    program: Program,
-    plan: Plan,
-    scheduler_source: str,
-    notes: Sequence[str] = (),
-    parameters: Sequence[str] = (),
-) -> dict[str, str]:
-    """The files of the package, by name. `notes` are facts for the header of each stage, `parameters` what the model's
-    forward calls its positional arguments."""
+def package(program: Program, plan: Plan, scheduler_source: str, notes: Sequence[str] = ()) -> dict[str, str]:
+    """The files of the package, by name. `notes` are facts for the header of each stage."""
     notes = notes or [""] * len(program.stages)
     stages = {f"stage{j}.py": emit_stage(program, j, note) for j, note in zip(range(len(notes)), notes, strict=True)}
     others = {"scheduler.py": scheduler_source, "plan.json": dump_plan(plan)}
-    return {"__init__.py": _init(program, plan, parameters), **stages, **others}
+    return {"__init__.py": _init(program, plan), **stages, **others}
 
 
-def _init(program: Program, plan: Plan, parameters: Sequence[str]) -> str:
-    functions, modules, call = face(program.graph, parameters)
+def _init(program: Program, plan: Plan) -> str:
+    functions, modules, call = face(program.graph)
     n = len(program.stages)
     names = tuple(f"Stage{j}" for j in range(n))
     relative = ["from .scheduler import Scheduler", *(f"from .stage{j} import Stage{j}" for j in range(n))]

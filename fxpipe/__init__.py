@@ -29,17 +29,21 @@ device 1      F0  F1  F2  F3  B3  B2  B1  B0
 
 from .compile import compile, load
 from .errors import CaptureError, FxpipeError, InputError, PackageError, PlanError
+from .ir.cluster import Cluster
 from .ir.plan import Plan
+from .ir.profile import Profile
 from .pipe import Pipe
 
 __all__ = [
     "CaptureError",
+    "Cluster",
     "FxpipeError",
     "InputError",
     "PackageError",
     "Pipe",
     "Plan",
     "PlanError",
+    "Profile",
     "compile",
     "load",
 ]

@@ -12,7 +12,9 @@ from torch import nn
 
 from .errors import PlanError
 from .ir import plan as plans
+from .ir.cluster import Cluster
 from .ir.plan import Plan
+from .ir.profile import Profile
 from .loaded import Loaded
 from .options import Options, check, device_labels
 from .pipe import Pipe
@@ -20,7 +22,7 @@ from .pipe import Pipe
 
 def compile(
     model: nn.Module,
-    devices: int | Sequence[str | torch.device] | None = None,
+    devices: int | Sequence[str | torch.device] | Cluster | None = None,
     chunks: int | None = None,
     *,
     checkpoint: str | Collection[int] = "except_last",
@@ -28,7 +30,7 @@ def compile(
     balance: str | Sequence[int] = "time",
     split_at: Sequence[str] = (),
     plan: Plan | str | Path | None = None,
-    profile: str = "estimate",
+    profile: str | Profile = "estimate",
     batch_dim: int | Mapping[str, int | None] = 0,
     reduce: str | Mapping[str, str] | None = None,
     deferred_batch_norm: bool = False,
@@ -41,14 +43,15 @@ def compile(
     (a tuple of arguments, a dict of keyword arguments, or one tensor).
 
     - `devices`: a count (CUDA devices where there are that many, else that many CPU workers), or a list with a device
-      for each stage; a device that comes twice has two stages.
+      for each stage; a device that comes twice has two stages; or a `Cluster`, with a stage for each of its devices.
     - `chunks`: how many micro-batches a batch is cut into, at most: a smaller batch makes fewer.
     - `checkpoint`: which micro-batches are recomputed in backward instead of kept: "never", "except_last", "always";
       or a set of stages that recompute all but the last, the others never.
     - `balance`: "time" (the slowest stage is as fast as can be), "memory", or the number of layers of each stage;
       `split_at`: or the modules that begin a stage, as in `["encoder.3", "head"]`.
     - `plan`: a plan made before, or the path of its JSON file; it decides devices, chunks and stages.
-    - `profile`: "estimate" (from FLOPs and bytes; runs nothing, always the same) or "measure" (times each op).
+    - `profile`: "estimate" (from FLOPs and bytes; runs nothing, always the same), "measure" (times each op), or one
+      made before.
     - `batch_dim`: the dimension of all inputs that is cut, or by input, as in `{"mask": None}` for one that each
       micro-batch gets whole.
     - `reduce`: how an output without batch dimension is put together, "mean" or "sum", or by output.
@@ -74,7 +77,8 @@ def compile(
     elif devices is None or chunks is None:
         raise PlanError("say how many: fxpipe.compile(model, devices=4, chunks=8)")
     else:
-        labels, micro_batches = device_labels(devices), chunks
+        labels = devices.labels if isinstance(devices, Cluster) else device_labels(devices)
+        micro_batches = chunks
     folder = dump or os.environ.get("FXPIPE_DUMP")
     options = Options(
         devices=labels,
@@ -84,6 +88,7 @@ def compile(
         balance=balance if isinstance(balance, str) else tuple(balance),
         split_at=tuple(split_at),
         profile=profile,
+        cluster=devices if isinstance(devices, Cluster) else None,
         plan=chosen,
         batch_dim=batch_dim,
         reduce=reduce,

@@ -9,12 +9,15 @@ from pathlib import Path
 import torch
 
 from .errors import PlanError
+from .ir.cluster import Cluster
 from .ir.plan import CHECKPOINT_MODES, Plan
+from .ir.profile import Profile
 
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of `fxpipe.compile`, each as given there but `devices`: one label per stage."""
+    """The arguments of `fxpipe.compile`, each as given there but `devices`: one label per stage, and the cluster that
+    they are in, if one was given."""
 
     devices: tuple[str, ...]
     chunks: int
@@ -22,7 +25,8 @@ class Options:
     checkpoint: str | frozenset[int] = "except_last"
     balance: str | tuple[int, ...] = "time"
     split_at: tuple[str, ...] = ()
-    profile: str = "estimate"
+    profile: str | Profile = "estimate"
+    cluster: Cluster | None = None
     plan: Plan | None = None
     batch_dim: int | Mapping[str, int | None] = 0
     reduce: str | Mapping[str, str] | None = None
@@ -46,8 +50,8 @@ def check(options: Options) -> Options:
     elif not options.checkpoint <= set(range(n)):
         unknown = sorted(options.checkpoint - set(range(n)))
         raise PlanError(f"checkpoint names the stages {unknown}: there are stages 0 to {n - 1}")
-    if options.profile not in ("estimate", "measure"):
-        raise PlanError(f"profile is {options.profile!r}: write 'estimate' or 'measure'")
+    if isinstance(options.profile, str) and options.profile not in ("estimate", "measure"):
+        raise PlanError(f"profile is {options.profile!r}: write 'estimate' or 'measure', or give a Profile")
     if options.split_at and len(options.split_at) != n - 1:
         raise PlanError(
             f"split_at names {len(options.split_at)} cuts, which make {len(options.split_at) + 1} stages, "

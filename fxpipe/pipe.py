@@ -107,7 +107,7 @@ class Pipe(Shell):
         made: Build | None = self._builds.get(id(graph))
         if made is None:
             sizes = micro_batch_sizes(graph, inputs, self.options.chunks)
-            cluster = local_cluster(self.options.devices)
+            cluster = self.options.cluster or local_cluster(self.options.devices)
             profile = self._profile(graph, inputs, sizes, cluster)
             made = build(graph, profile, sizes, cluster, self.options, self._home)
             self._builds[id(graph)] = made
@@ -121,7 +121,9 @@ class Pipe(Shell):
     def _profile(self, graph: Graph, inputs: Sequence[Any], sizes: Mapping[str, int], cluster: Cluster) -> Profile:
         """What the ops cost for one micro-batch, on the first device."""
         label = self.options.devices[0]
-        if self.options.profile == "estimate":
+        if isinstance(self.options.profile, Profile) and self._home is None:
+            return self.options.profile
+        if self.options.profile != "measure":  # or a profile that was given, which speaks of the first kind of call
             return estimate(graph, sizes, cluster.device(label))
         rows = split_sizes(batch_size(graph, inputs), self.options.chunks)
         pairs = zip(graph.inputs, inputs, strict=True)

@@ -32,6 +32,13 @@ class Shell(nn.Module):
             raise AttributeError(name)
         return getattr(self.model, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What is set, is set on the model: `pipe.temperature = 0.5`, `pipe.head = nn.Linear(8, 4)`."""
+        if "model" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.model, name, value)
+
     def train(self, mode: bool = True) -> Self:
         """Switch the model, and all in it, to training or evaluation."""
         self.model.train(mode)

@@ -6,7 +6,7 @@ Graph ─profile─▶ Profile ─plan─▶ Plan ─gpipe─▶ Schedule ─sim
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .codegen.package import package
@@ -16,10 +16,11 @@ from .ir import plan as plans
 from .ir.cluster import Cluster
 from .ir.graph import Graph
 from .ir.plan import Plan
-from .ir.profile import Profile
+from .ir.profile import Profile, total
 from .ir.program import Program
 from .ir.schedule import Schedule, share
 from .ir.timeline import Timeline
+from .ir.units import show_bytes, show_seconds
 from .options import Options
 from .passes import lower
 from .planning import plan, plan_like
@@ -64,8 +65,19 @@ def build(
     schedule = share(gpipe(len(program.stages), decided.chunks), program.devices)
     costs = stage_costs(decided, profile, taken_bytes(program, sizes))
     timeline = simulate(schedule, costs, hops(program, sizes, cluster), tuple(dict.fromkeys(program.devices)))
-    files = package(program, decided, emit_scheduler(program, decided.chunks))
+    notes = [note(profile, stage.ops) for stage in decided.stages]
+    files = package(program, decided, emit_scheduler(program, decided.chunks), notes)
     return Build(graph, sizes, cluster, profile, decided, schedule, program, trail, timeline, files)
+
+
+def note(profile: Profile, ops: Sequence[str]) -> str:
+    """What the ops of a stage cost, for the header of its file."""
+    names = set(ops)
+    cost = total([cost for cost in profile.ops if cost.name in names])
+    facts = (
+        f"forward {show_seconds(cost.forward)}, backward {show_seconds(cost.backward)}, keeps {show_bytes(cost.saved)}"
+    )
+    return f"{facts} ({profile.source}, b = {profile.batch})"
 
 
 def decide(graph: Graph, profile: Profile, cluster: Cluster, options: Options, home: Home | None) -> Plan:

@@ -209,6 +209,15 @@ def test_attribute_of_the_model_changes(pipe: fxpipe.Pipe, model: nn.Module, x: 
     close(pipe(x), model(x))
 
 
+def test_attributes_are_set_on_the_model(pipe: fxpipe.Pipe, model: nn.Module, x: Tensor) -> None:
+    pipe(x)
+    pipe.scale = 5.0
+    pipe.norm = nn.Identity()
+    assert model.scale == 5.0
+    assert isinstance(model.norm, nn.Identity)
+    close(pipe(x), model(x))
+
+
 def test_two_pipes_of_one_class(model: nn.Module, x: Tensor) -> None:
     other = Net().double()
     a, b = fxpipe.compile(model, devices=2, chunks=2), fxpipe.compile(other, devices=3, chunks=4)
@@ -285,3 +294,14 @@ def test_several_stages_on_one_device(model: nn.Module, x: Tensor, devices: list
     assert len(pipe.schedule.devices) == len(set(devices))
     assert len(pipe.build.timeline.devices) == len(set(devices))
     pipe.close()
+
+
+def test_devices_as_a_cluster_and_a_profile_made_before(model: nn.Module, x: Tensor) -> None:
+    cluster = fxpipe.Cluster.of(["cpu:0", "cpu:1"])
+    first = fxpipe.compile(model, devices=cluster, chunks=2, example_inputs=x)
+    assert first.build.cluster == cluster
+    again = fxpipe.compile(model, devices=cluster, chunks=2, profile=first.build.profile)
+    close(again(x), model(x))
+    assert again.plan == first.plan
+    first.close()
+    again.close()

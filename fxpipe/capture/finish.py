@@ -112,7 +112,12 @@ def finish(draft: Draft, hollows: tuple[Any, ...], call: Call, seen: Seen, reduc
         known = isinstance(leaf, (Tensor, Marker)) and id(leaf) in of_hollow
         return Ref(of_hollow[id(leaf)]) if known else None
 
-    graph = replace(graph, result=template(seen.result, ref), call=template((call.args, call.kwargs), ref))
+    graph = replace(
+        graph,
+        result=template(seen.result, ref),
+        call=template((call.args, call.kwargs), ref),
+        arguments=call.names[: len(call.args)],
+    )
     kept: Any = [template(value, ref) for value in seen.touched]
     lasting = {state.name for state in graph.states} | {item.name for item in graph.inputs}
     kept_values = [found.name for found in refs(kept) if found.name not in lasting]

@@ -151,7 +151,8 @@ class Graph:
     """What a model computes, for one kind of call. Check with `check`, print with `str`.
 
     `call` is (args, kwargs) and `result` the returned object, both as nests of tuples, lists, dicts and `Struct` with
-    `Ref` for the tensors. Every Ref in `result` is an output's value.
+    `Ref` for the tensors. Every Ref in `result` is an output's value. `arguments` is what the model calls those of its
+    arguments that were passed by position.
     """
 
     model: str
@@ -163,6 +164,7 @@ class Graph:
     outputs: tuple[Output, ...]
     call: tuple[Any, Any]
     result: Any
+    arguments: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return show(self)

@@ -311,8 +311,8 @@ def test_arguments_keep_the_models_names(program: Program, tmp_path: Path) -> No
 
 
 def test_names_of_positional_arguments_can_be_given(program: Program) -> None:
-    made = with_graph(program, call=((Ref("x"), None), {}))
-    text = package(made, plan_of(made), SCHEDULER, parameters=("image", "mask"))["__init__.py"]
+    made = with_graph(program, call=((Ref("x"), None), {}), arguments=("image", "mask"))
+    text = package(made, plan_of(made), SCHEDULER)["__init__.py"]
     assert "def inputs(image, mask=None):" in text
 
 

@@ -53,7 +53,7 @@ def test_gradients_are_the_models_own(model: nn.Module, inputs: torch.Tensor) ->
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    demo(devices=2, chunks=4, steps=2, out=tmp_path)
+    demo(devices=4, chunks=4, steps=2, out=tmp_path)
     printed = capsys.readouterr().out
     assert "loss, pipe" in printed
     assert "portal: skip" in printed

@@ -13,6 +13,7 @@ one micro-batch to the next.
 Portals, past the stages between:
 
     skip1  from stage 0 to stage 2
+    skip2  from stage 0 to stage 2
 """
 
 from fxpipe.engines.local import Batches, Pipeline
@@ -29,47 +30,44 @@ class Scheduler(Pipeline):
     def compute_0(self, m: Batches, i: int) -> None:
         if m.grad and i < m.last:
             # all micro-batches but the last are computed again in backward
-            m[i].skip1, m[i].conv2d_3, m.after[0] = checkpoint(
+            m[i].skip1, m[i].skip2, m.after[0] = checkpoint(
                 self.stages[0], (0, i), m.context, m.after[0], m[i].image
             )
         else:
-            m[i].skip1, m[i].conv2d_3 = self.stages[0].forward(m[i].image)
+            m[i].skip1, m[i].skip2 = self.stages[0].forward(m[i].image)
             # no input has a gradient, so the output takes the token: B(i), F(i - 1) again, B(i - 1)
-            m[i].skip1, m[i].conv2d_3 = join(m.after[0], m[i].skip1, m[i].conv2d_3)
+            m[i].skip1, m[i].skip2 = join(m.after[0], m[i].skip1, m[i].skip2)
 
     # stage 1, cpu:1 -----------------------------------------------------------------------------------------
 
     def ready_1(self, m: Batches, i: int) -> None:
         if m.grad and i == m.last:
             # cpu:1 runs B(i), then F(i - 1) again, then B(i - 1)
-            m[i].conv2d_3 = join(m.after[1], m[i].conv2d_3)
+            m[i].skip2 = join(m.after[1], m[i].skip2)
 
     def compute_1(self, m: Batches, i: int) -> None:
         if m.grad and i < m.last:
             # all micro-batches but the last are computed again in backward
-            m[i].skip2, m[i].cat, m.after[1] = checkpoint(
-                self.stages[1], (1, i), m.context, m.after[1], m[i].conv2d_3
-            )
+            m[i].conv2d_8, m.after[1] = checkpoint(self.stages[1], (1, i), m.context, m.after[1], m[i].skip2)
         else:
-            m[i].skip2, m[i].cat = self.stages[1].forward(m[i].conv2d_3)
-        del m[i].conv2d_3  # used for the last time
+            m[i].conv2d_8 = self.stages[1].forward(m[i].skip2)
 
     # stage 2, cpu:2 -----------------------------------------------------------------------------------------
 
     def ready_2(self, m: Batches, i: int) -> None:
         if m.grad and i == m.last:
             # cpu:2 runs B(i), then F(i - 1) again, then B(i - 1)
-            m[i].skip1, m[i].skip2, m[i].cat = join(m.after[2], m[i].skip1, m[i].skip2, m[i].cat)
+            m[i].skip1, m[i].skip2, m[i].conv2d_8 = join(m.after[2], m[i].skip1, m[i].skip2, m[i].conv2d_8)
 
     def compute_2(self, m: Batches, i: int) -> None:
         if m.grad and i < m.last:
             # all micro-batches but the last are computed again in backward
             m[i].cat_2, m.after[2] = checkpoint(
-                self.stages[2], (2, i), m.context, m.after[2], m[i].skip1, m[i].skip2, m[i].cat
+                self.stages[2], (2, i), m.context, m.after[2], m[i].skip1, m[i].skip2, m[i].conv2d_8
             )
         else:
-            m[i].cat_2 = self.stages[2].forward(m[i].skip1, m[i].skip2, m[i].cat)
-        del m[i].skip1, m[i].skip2, m[i].cat  # used for the last time
+            m[i].cat_2 = self.stages[2].forward(m[i].skip1, m[i].skip2, m[i].conv2d_8)
+        del m[i].skip1, m[i].skip2, m[i].conv2d_8  # used for the last time
 
     # stage 3, cpu:3 -----------------------------------------------------------------------------------------
 

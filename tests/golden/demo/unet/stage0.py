@@ -1,10 +1,12 @@
 """Stage 0 of 4 on cpu:0.
 
-    takes  image     f32[b, 1, 16, 16]   from the caller
-    sends  skip1     f32[b, 16, 16, 16]  to stage 2, through a portal
-    gives  conv2d_3  f32[b, 32, 8, 8]    to stage 1
+    takes  image  f32[b, 1, 16, 16]   from the caller
+    sends  skip1  f32[b, 16, 16, 16]  to stage 2, through a portal
+    gives  skip2  f32[b, 32, 8, 8]    to stage 1
+    sends  skip2  f32[b, 32, 8, 8]    to stage 2, through a portal
 
-10 ops, 16,416 parameters; recomputed in backward, except the last micro-batch
+11 ops, 16,416 parameters; recomputed in backward, except the last micro-batch; forward 675 us, backward 1.17
+ms, keeps 696 kB (estimated, b = 8)
 """
 
 import torch.nn.functional as F
@@ -46,10 +48,10 @@ class Stage0(Stage):
         conv2d = F.conv2d(max_pool2d, self.down2.conv1.weight, padding=1)
         del max_pool2d
         group_norm = F.group_norm(conv2d, 4, self.down2.norm.weight, self.down2.norm.bias)
-        del conv2d
         x = F.relu(group_norm)
         del group_norm
 
-        # unet.py:19  down2.conv2  return F.relu(self.conv2(x))
-        conv2d_3 = F.conv2d(x, self.down2.conv2.weight, self.down2.conv2.bias, padding=1)
-        return skip1, conv2d_3
+        # unet.py:19  down2  return F.relu(self.conv2(x))
+        conv2d = F.conv2d(x, self.down2.conv2.weight, self.down2.conv2.bias, padding=1)
+        skip2 = F.relu(conv2d)
+        return skip1, skip2

@@ -1,10 +1,10 @@
 """Stage 1 of 4 on cpu:1.
 
-    takes  conv2d_3  f32[b, 32, 8, 8]   from stage 0
-    gives  skip2     f32[b, 32, 8, 8]   to stage 2
-    gives  cat       f32[b, 128, 4, 4]  to stage 2
+    takes  skip2     f32[b, 32, 8, 8]  from stage 0
+    gives  conv2d_8  f32[b, 32, 4, 4]  to stage 2
 
-15 ops, 129,408 parameters; recomputed in backward, except the last micro-batch
+15 ops, 166,272 parameters; recomputed in backward, except the last micro-batch; forward 695 us, backward 1.29
+ms, keeps 262 kB (estimated, b = 8)
 """
 
 import torch
@@ -26,12 +26,10 @@ class Stage1(Stage):
         "middle.norm.bias",
         "middle.conv2.weight",
         "middle.conv2.bias",
+        "up3.conv1.weight",
     )
 
-    def forward(self, conv2d_3: Tensor) -> tuple[Tensor, Tensor]:
-        # unet.py:19  down2  return F.relu(self.conv2(x))
-        skip2 = F.relu(conv2d_3)
-
+    def forward(self, skip2: Tensor) -> Tensor:
         # unet.py:40  skip3 = self.down3(F.max_pool2d(skip2, 2))
         max_pool2d = F.max_pool2d(skip2, 2)
 
@@ -64,5 +62,10 @@ class Stage1(Stage):
 
         # unet.py:42  x = self.up3(torch.cat([F.interpolate(x, scale_factor=2), skip3], dim=1))
         interpolate = F.interpolate(x, scale_factor=2)
+        del x
         cat = torch.cat([interpolate, skip3], dim=1)
-        return skip2, cat
+        del skip3, interpolate
+
+        # unet.py:18  up3.conv1  x = F.relu(self.norm(self.conv1(x)))
+        conv2d_8 = F.conv2d(cat, self.up3.conv1.weight, padding=1)
+        return conv2d_8

@@ -1,11 +1,12 @@
 """Stage 2 of 4 on cpu:2.
 
-    takes  skip1  f32[b, 16, 16, 16]  from stage 0, through a portal
-    takes  skip2  f32[b, 32, 8, 8]    from stage 1
-    takes  cat    f32[b, 128, 4, 4]   from stage 1
-    gives  cat_2  f32[b, 32, 16, 16]  to stage 3
+    takes  skip1     f32[b, 16, 16, 16]  from stage 0, through a portal
+    takes  skip2     f32[b, 32, 8, 8]    from stage 0, through a portal
+    takes  conv2d_8  f32[b, 32, 4, 4]    from stage 1
+    gives  cat_2     f32[b, 32, 16, 16]  to stage 3
 
-14 ops, 57,744 parameters; recomputed in backward, except the last micro-batch
+13 ops, 20,880 parameters; recomputed in backward, except the last micro-batch; forward 481 us, backward 772
+us, keeps 279 kB (estimated, b = 8)
 """
 
 import torch
@@ -17,7 +18,6 @@ from fxpipe.runtime import Stage
 
 class Stage2(Stage):
     states = (
-        "up3.conv1.weight",
         "up3.norm.weight",
         "up3.norm.bias",
         "up3.conv2.weight",
@@ -29,10 +29,9 @@ class Stage2(Stage):
         "up2.conv2.bias",
     )
 
-    def forward(self, skip1: Tensor, skip2: Tensor, cat: Tensor) -> Tensor:
+    def forward(self, skip1: Tensor, skip2: Tensor, conv2d_8: Tensor) -> Tensor:
         # unet.py:18  up3  x = F.relu(self.norm(self.conv1(x)))
-        conv2d = F.conv2d(cat, self.up3.conv1.weight, padding=1)
-        group_norm = F.group_norm(conv2d, 4, self.up3.norm.weight, self.up3.norm.bias)
+        group_norm = F.group_norm(conv2d_8, 4, self.up3.norm.weight, self.up3.norm.bias)
         x = F.relu(group_norm)
         del group_norm
 

@@ -4,7 +4,8 @@
     takes  cat_2  f32[b, 32, 16, 16]  from stage 2
     gives  sub    f32[b, 1, 16, 16]   to the caller
 
-7 ops, 6,977 parameters; recomputed in backward, except the last micro-batch
+7 ops, 6,977 parameters; recomputed in backward, except the last micro-batch; forward 696 us, backward 1.29
+ms, keeps 655 kB (estimated, b = 8)
 """
 
 import torch.nn.functional as F
