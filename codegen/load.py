@@ -64,7 +64,10 @@ def load_package(folder: str | Path) -> ModuleType:
 def unload(module: ModuleType) -> None:
     """Forget a loaded package; what still uses it keeps it alive."""
     for name in [name for name in sys.modules if name == module.__name__ or name.startswith(f"{module.__name__}.")]:
+        linecache.cache.pop(sys.modules[name].__file__ or "", None)
         del sys.modules[name]
+    for folder in module.__path__:
+        sys.path_importer_cache.pop(folder, None)
 
 
 def bind(module: ModuleType, model: nn.Module, constants: Mapping[str, Any] | None = None) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import tempfile
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -140,6 +141,7 @@ class Pipe(Shell):
             folder = Path(self._folder.name) / str(len(self._lives))
             write(made.files, folder)
             package = load_package(folder)
+            weakref.finalize(self, unload, package)
             live = Live(package, bind(package, self.model, constants(made.program)), version)
             self._lives[id(made)] = live
         elif live.version != version:

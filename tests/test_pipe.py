@@ -304,6 +304,19 @@ def test_closed_pipe(pipe: fxpipe.Pipe, x: Tensor) -> None:
         pipe(x)
 
 
+@pytest.mark.parametrize("devices", [["cpu:0", "cpu:1", "cpu:1"], ["cpu:0", "cpu:1", "cpu:0"], ["cpu:0"] * 3])
+def test_several_stages_on_one_device(model: nn.Module, x: Tensor, devices: list[str]) -> None:
+    plain = copy.deepcopy(model)
+    pipe = fxpipe.compile(model, devices=devices, chunks=4)
+    for net in (pipe, plain):
+        net(x).square().sum().backward()
+    same_gradients(pipe, plain)
+    assert len(pipe.stages) == pipe.schedule.num_stages == 3
+    assert len(pipe.schedule.devices) == len(set(devices))
+    assert len(pipe.build.timeline.devices) == len(set(devices))
+    pipe.close()
+
+
 def test_devices_as_a_cluster_and_a_profile_made_before(model: nn.Module, x: Tensor) -> None:
     cluster = fxpipe.Cluster.of(["cpu:0", "cpu:1"])
     first = fxpipe.compile(model, devices=cluster, chunks=2, example_inputs=x)
