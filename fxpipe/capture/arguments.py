@@ -57,8 +57,11 @@ class Arguments:
         self.twins: dict[Any, Tensor] = {}
         self.named: dict[Any, tuple[str, ...]] = {}
 
-    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device | None) -> Call:
-        """The call with every tensor hollow, on `device`, and the batch as large as the first micro-batch."""
+    def call(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device | None, rows: int | None = None
+    ) -> Call:
+        """The call with every tensor hollow, on `device`, and `rows` in the batch: as many as in the first micro-batch,
+        if nothing else is asked for."""
         names = self.names(args, kwargs)
         reals: list[tuple[str, Tensor, int | None]] = []
 
@@ -72,7 +75,7 @@ class Arguments:
             check_names(self.batch_dim, [path for path, _, _ in reals], self.signature)
         batch = common_size(reals)
         # A dimension of size one is not symbolic for Dynamo.
-        rows = None if batch is None else max(2, max(self.sizes(batch)))
+        rows = None if batch is None else rows or max(2, max(self.sizes(batch)))
         leaves: dict[int, Leaf] = {}
         by_real: dict[int, Tensor] = {}
         for position, (path, real, dim) in enumerate(reals):

@@ -54,6 +54,7 @@ INDEX = {
 }
 COUNT = {"arange", "linspace"}
 SHUFFLE = {"randperm"}
+SIZES = {"size", "getattr", "numel", "dim", "sym_size", "sym_numel", "ndimension", "stride", "__get__"}
 
 
 @dataclass
@@ -89,8 +90,10 @@ def _follow(op: Op, flow: Flow) -> None:
     """Check one op and note what its result is."""
     reads = [name for name in op.reads if name in flow.depends]
     dims = batch_dims(op.type)
-    if isinstance(op.type, ScalarType) and flow.sizes & set(op.reads):
+    asks = called(op) in SIZES and not any(tensors(op.type))
+    if asks or (isinstance(op.type, ScalarType) and flow.sizes & set(op.reads)):
         flow.sizes.add(op.name)
+        return
     if not reads:
         if dims and called(op) in COUNT | SHUFFLE:
             flow.counted[op.name] = op
@@ -184,18 +187,17 @@ def _outer(op: Op, flow: Flow) -> int:
         return 1
     name = called(op)
     sources = [
-        (source, flow.types[source])
-        for source in op.reads
-        if source in flow.depends and isinstance(flow.types[source], TensorType) and batch_dims(flow.types[source])
+        (source, flow.types[source]) for source in op.reads if source in flow.depends and batch_dims(flow.types[source])
     ]
     if name in ("cat", "concat", "hstack", "vstack", "stack"):
         joined = [ref for ref in refs(op.args) if ref.name in dict(sources)]  # the same value may come twice
         return many if len(joined) > 1 else flow.outer.get(sources[0][0], 1)
     if name in ("repeat", "tile"):
         return many
+    if not sources:
+        return 1
     source, type = sources[0]
-    assert isinstance(type, TensorType)
-    if name in REARRANGE:
+    if name in REARRANGE and isinstance(type, TensorType):
         where = batch_dims(type)[0]
         before = flow.outer.get(source, 1) * prod(number(size) for size in type.shape[:where])
         after = prod(number(size) for size in kind.shape[:dim])

@@ -23,7 +23,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 
 from .explain import refusal
 
-SETTINGS = {
+SETTINGS: dict[str, object] = {
     "allow_rnn": True,  # nn.LSTM and its kind, as one op
     "allow_unspec_int_on_nn_module": True,  # self.counter += 1: one more capture, not one per call
     "allow_empty_graphs": True,  # nn.Identity

@@ -22,6 +22,7 @@ from fxpipe.errors import CaptureError
 from fxpipe.ir.graph import Graph
 
 from .arguments import Arguments, BatchDim, Call
+from .baked import merge
 from .batch import Reduce
 from .convert import Draft, draft
 from .dynamo import Capture, Traced, dynamo
@@ -100,7 +101,7 @@ class Front:
         with self._lock:
             now, result = self._pass(args, kwargs, run)
             if now.snapshot is not None:
-                self._finish(now, result)
+                self._finish(now, result, args, kwargs)
                 now, result = self._pass(args, kwargs, run)
             kind = now.kind
             if now.snapshot is not None or kind is None:
@@ -114,23 +115,33 @@ class Front:
         """The graph of this kind of call. Nothing is run, nothing changes."""
         with self._lock:
             now, result = self._pass(args, kwargs, None)
-            return self._finish(now, result).graph
+            return self._finish(now, result, args, kwargs).graph
 
-    def _finish(self, now: Now, result: Any) -> Finished:
+    def _finish(self, now: Now, result: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Finished:
+        """Complete the graph of the kind of call that a dry pass has shown."""
         kind = now.kind
         if kind is None or kind.drafted is None:
             raise CaptureError(f"{type(self.model).__name__} was not captured: is compilation switched off?")
         if kind.finished is None:
             self._check(kind, now.call)
+            drafted = kind.drafted
+            if drafted.baked is not None and now.call.rows is not None:
+                rows = now.call.rows, now.call.rows + 1
+                other, result_of_other = self._pass(args, kwargs, None, rows[1])
+                assert other.kind is not None
+                assert other.kind.drafted is not None
+                drafted = merge(drafted, other.kind.drafted, rows, (result, result_of_other))
             seen = Seen(result, now.rebound, tuple(kind.touched.values()), self.twins.slots)
-            kind.finished = finish(kind.drafted, kind.hollows, now.call, seen, self.reduce)
+            kind.finished = finish(drafted, kind.hollows, now.call, seen, self.reduce)
         return kind.finished
 
-    def _pass(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Run | None) -> tuple[Now, Any]:
+    def _pass(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Run | None, rows: int | None = None
+    ) -> tuple[Now, Any]:
         """One call of the route, with everything hollow up to the moment when `run` runs."""
         self.twins.sync()
         # Where the model is, so that the caller may keep the batch anywhere.
-        now = Now(self.arguments.call(args, kwargs, self.twins.device), self.twins, run)
+        now = Now(self.arguments.call(args, kwargs, self.twins.device, rows), self.twins, run)
         self._now, before = now, self._now
         self.twins.enter()
         try:

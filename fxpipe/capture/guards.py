@@ -26,11 +26,12 @@ def check_sizes(traced: Traced, draft: Draft, call: Call, sizes: Callable[[int],
     guards = traced.mode.shape_env.guards if traced.mode.shape_env is not None else []
     if call.batch is None:
         return
-    if draft.baked is not None:
+    if draft.baked is not None and set(sizes(call.batch)) != {call.rows}:
         guard = next((g for g in guards if isinstance(g.expr, sympy.Eq) and call.rows in g.expr.args), None)
         raise CaptureError(
-            f"{_line(guard) if guard else ''}counts to the batch size, so that the graph would hold for a "
-            f"{draft.baked} of size {call.rows} only; use tensor operations over the whole batch instead"
+            f"{_line(guard) if guard else ''}counts to the batch size, so that the graph holds for a {draft.baked} of "
+            f"size {call.rows} only; use tensor operations over the whole batch instead, or choose chunks so that all "
+            f"micro-batches are of one size above 1"
         )
     for guard in guards:
         batch = [s for s in guard.expr.free_symbols if draft.symbols.get(s) == BATCH]

@@ -111,3 +111,13 @@ def test_types_know_gradients():
     types = net().types
     assert not types["mul"].grad
     assert types["linear"].grad
+
+
+def test_an_argument_that_is_called_b():
+    class Named(nn.Module):
+        def forward(self, b, self_):
+            return b.view(b.shape[0], 2, 2) * 2, self_
+
+    graph = capture(Named(), (torch.randn(6, 4), torch.randn(6)))
+    assert [(item.name, item.path) for item in graph.inputs] == [("b_1", "b"), ("self_", "self_")]
+    assert [size.name for size in graph.sizes] == ["b"]

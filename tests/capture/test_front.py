@@ -281,15 +281,32 @@ def test_a_batch_of_one_is_cut_like_any_other():
     assert calls.kinds == 1
 
 
-def test_a_model_that_counts_to_the_batch_size():
-    class Loop(nn.Module):
-        def forward(self, x):
-            return torch.stack([x[i] * 2 for i in range(x.shape[0])])
+class Loop(nn.Module):
+    def forward(self, x):
+        return torch.stack([x[i] * 2 for i in range(x.shape[0])])
 
-    with pytest.raises(
-        CaptureError, match=r"(?s)test_front.py:\d+.*in range\(x.shape\[0\]\).*counts to the batch size"
-    ):
+
+class Baked(nn.Module):
+    def forward(self, x):
+        return x.reshape(len(range(x.shape[0])), 2, 2) * 2, x.mean(1)
+
+
+def test_a_model_that_counts_to_the_batch_size():
+    with pytest.raises(CaptureError, match="another number of things"):
         capture(Loop(), (torch.randn(6, 4),))
+    seen = []
+    front = Front(Baked(), sizes={8: (4, 4), 6: (3, 3), 7: (4, 3)}.__getitem__)
+    for rows in (8, 6):
+        x = torch.randn(rows, 4)
+
+        def in_halves(graph, inputs):
+            parts = [run_on(front.model, seen)(graph, half) for half in zip(*(i.chunk(2) for i in inputs), strict=True)]
+            return tuple(torch.cat(values) for values in zip(*parts, strict=True))
+
+        torch.testing.assert_close(front((x,), {}, in_halves), front.model(x))
+    assert [str(op.type) for op in seen[0].ops] == ["f32[b, 2, 2]", "f32[b, 2, 2]", "f32[b]"]
+    with pytest.raises(CaptureError, match=r"(?s)len\(range\(x.shape\[0\]\)\).*counts to the batch size"):
+        front((torch.randn(7, 4),), {}, in_halves)
 
 
 class Body(nn.Module):

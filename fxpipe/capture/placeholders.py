@@ -1,0 +1,169 @@
+"""Where each flat argument of a traced graph comes from: the user passed it or its tensor, or the model holds it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+from torch import Tensor, fx, nn
+
+from fxpipe.errors import CaptureError
+from fxpipe.ir.graph import Input, Op, Size, State
+from fxpipe.ir.types import ScalarType, TensorType, ValueType
+
+from .arguments import Call
+from .dynamo import Traced
+from .effects import memory
+from .hollow import Slot
+from .names import Names
+from .symbols import BATCH, first_symbols, symbol, type_of
+
+
+@dataclass
+class Builder:
+    """What is known while a graph is built: the present name of every node's value, and the nodes of every tensor."""
+
+    model: nn.Module
+    traced: Traced
+    call: Call
+    slots: Mapping[int, list[Slot]]
+    modules: Mapping[str, str]
+    names: Names = field(default_factory=Names)
+    of_node: dict[fx.Node, str] = field(default_factory=dict)
+    nodes_of: dict[int, list[fx.Node]] = field(default_factory=dict)  # by the id of the tensor object
+    symbols: dict[sympy.Symbol, str] = field(default_factory=dict)
+    inputs: list[Input] = field(default_factory=list)
+    states: list[State] = field(default_factory=list)
+    sizes: list[Size] = field(default_factory=list)
+    places: dict[str, int] = field(default_factory=dict)
+    first: dict[fx.Node, str] = field(default_factory=dict)
+    ops: list[Op] = field(default_factory=list)
+    sharing: dict[int, list[str]] = field(default_factory=dict)  # by storage: the names of the values in it
+    state_of: dict[str, State] = field(default_factory=dict)
+    last_read: dict[str, int] = field(default_factory=dict)
+    baked: str | None = None
+    draws: int = 0
+
+
+def add_inputs(build: Builder, placeholders: list[fx.Node], flat: tuple[Any, ...], env: dict[fx.Node, Any]) -> None:
+    """Every tensor the user passed, whether the graph reads it or not, then numbers that vary; and the sizes."""
+    at_leaf = {id(value): node for node, value in zip(placeholders, flat, strict=True) if isinstance(value, Tensor)}
+    fakes: list[tuple[str, Any, int | None]] = []
+    leaf_twins = {leaf.path: leaf.twin for leaf in build.call.leaves.values()}
+    for leaf in build.call.leaves.values():
+        node = at_leaf.get(id(leaf.twin))
+        fakes.append((leaf.path, leaf.twin if node is None else env[node], leaf.batch_dim))
+    for path, fake, dim in fakes:
+        if dim is not None and (found := symbol(fake.shape[dim])) is not None:
+            build.symbols |= dict.fromkeys((found, *first_symbols(fake.shape[dim])), BATCH)
+        elif dim is not None and fake is not leaf_twins[path]:
+            build.baked = path
+    build.names.used.add(BATCH)
+    batch_names = [build.names(leaf.path) for leaf in build.call.leaves.values()]
+    for name, (path, fake, dim), leaf in zip(batch_names, fakes, build.call.leaves.values(), strict=True):
+        for position, size in enumerate(fake.shape):
+            found = symbol(size)
+            if position == dim and not any(s.name == BATCH for s in build.sizes):
+                build.sizes.append(Size(BATCH, name, position))
+            elif found is not None and found not in build.symbols:
+                build.symbols[found] = build.names(f"{name}_{position}")
+                build.sizes.append(Size(build.symbols[found], name, position))
+        kind = type_of(fake, build.symbols)
+        if dim is not None and id(leaf.twin) not in at_leaf and isinstance(kind, TensorType):
+            kind = TensorType(kind.dtype, (*kind.shape[:dim], BATCH, *kind.shape[dim + 1 :]), kind.device, kind.grad)
+        build.inputs.append(Input(name, path, kind, dim))
+        if id(leaf.twin) in at_leaf:
+            define(build, at_leaf[id(leaf.twin)], env, name)
+    for position, (node, value) in enumerate(zip(placeholders, flat, strict=True)):
+        _number(build, position, node, value, env)
+
+
+def _number(build: Builder, position: int, node: fx.Node, value: Any, env: dict[fx.Node, Any]) -> None:
+    """A placeholder that is a number: a size of a tensor, or an input of its own."""
+    where = build.traced.names[position]
+    found = symbol(env[node]) if not isinstance(value, Tensor) else None
+    if not isinstance(where, str):
+        build.of_node[node] = _size_name(build, _path(build, where[0]), where[1], found)
+    elif not isinstance(value, Tensor) or _is_boxed(build, position, node):
+        name = build.names(_path(build, where))
+        if found is not None:
+            build.symbols[found] = name
+        kind: ValueType = ScalarType("float" if isinstance(value, Tensor) else type(value).__name__)
+        build.inputs.append(Input(name, _path(build, where), kind, None))
+        build.of_node[node] = name
+        build.places[name] = position
+
+
+def _size_name(build: Builder, path: str, dim: int, found: sympy.Symbol | None) -> str:
+    """The name of a size of an argument. The graph may read the size without reading the tensor."""
+    item = next((item for item in build.inputs if item.path == path), None)
+    if item is None or found is None:
+        raise CaptureError(f"the size of {path} in dimension {dim} varies; only those of arguments may")
+    if found not in build.symbols:
+        build.symbols[found] = BATCH if dim == item.batch_dim else build.names(f"{item.name}_{dim}")
+        if build.symbols[found] != BATCH:
+            build.sizes.append(Size(build.symbols[found], item.name, dim))
+    return build.symbols[found]
+
+
+def _is_boxed(build: Builder, position: int, node: fx.Node) -> bool:
+    """Whether this is a Python float in a tensor, which the graph takes out again."""
+    return build.traced.boxed[position] and all(user.target == "item" for user in node.users)
+
+
+def _path(build: Builder, where: str) -> str:
+    """How the user spells what Dynamo calls L['args'][0] or L['model'].scale."""
+    found = re.match(r"L\['(args|kwargs|model)'\](?:\[('[^']*'|\d+)\])?(.*)", where, re.DOTALL)
+    if found is None:
+        return where
+    root, first, rest = found.groups()
+    if root == "model":
+        path = re.sub(r"\.?(__dict__\[')?_(modules|parameters|buffers)('\])?", "", rest)
+        return "self" + re.sub(r"\['(\w+)'\]", r".\1", path)
+    positional = len(build.call.args)
+    key = (first or "").strip("'")
+    return (build.call.names[int(key)] if root == "args" and int(key) < positional else key) + rest
+
+
+def add_states(build: Builder, placeholders: list[fx.Node], flat: tuple[Any, ...], env: dict[fx.Node, Any]) -> None:
+    """Placeholders that are the model's own: parameters, buffers, and whatever else it holds."""
+    for position, (node, value) in enumerate(zip(placeholders, flat, strict=True)):
+        if node in build.of_node or not isinstance(value, Tensor):
+            continue
+        if slots := build.slots.get(id(value)):
+            define(build, node, env, add_state(build, slots, type_of(env[node], build.symbols)))
+        else:
+            where = build.traced.names[position]
+            path = _path(build, where if isinstance(where, str) else where[0])
+            name = build.names(path.removeprefix("self."))
+            kind = type_of(env[node], build.symbols)
+            build.states.append(State(name, path.removeprefix("self."), "constant", kind, value=value))
+            build.places[name] = position
+            define(build, node, env, name)
+    for node in build.traced.module.graph.nodes:
+        if node.op == "get_attr":
+            name = build.names(str(node.target))
+            kind = type_of(env[node], build.symbols)
+            value = getattr(build.traced.module, str(node.target))
+            build.states.append(State(name, name, "constant", kind, value=value))
+            define(build, node, env, name)
+
+
+def add_state(build: Builder, slots: list[Slot], kind: ValueType) -> str:
+    """The state of a parameter or buffer, under its first path."""
+    first, *others = slots
+    name = build.names(first.path)
+    build.states.append(State(name, first.path, first.kind, kind, tuple(slot.path for slot in others)))
+    return name
+
+
+def define(build: Builder, node: fx.Node, env: dict[fx.Node, Any], name: str) -> None:
+    value = env[node]
+    build.of_node[node] = name
+    if isinstance(value, Tensor):
+        build.nodes_of.setdefault(id(value), []).append(node)
+    for address in memory(value):
+        build.sharing.setdefault(address, []).append(name)
