@@ -14,8 +14,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from fxpipe.codegen.lines import INDENT, WIDTH, Brackets, Doc, layout, prefix
-from fxpipe.codegen.names import doc_prose, identifier, prose, state_path, string
-from fxpipe.codegen.places import Places, torch_device, unused
+from fxpipe.codegen.names import doc_prose, prose, state_path, string
+from fxpipe.codegen.places import Places, torch_device
 from fxpipe.codegen.stage import constant_names
 from fxpipe.ir.program import Loan, Program, Stage
 from fxpipe.ir.types import TensorType
@@ -26,7 +26,7 @@ RUNTIME = ("Draws", "checkpoint", "copy", "fork", "join", "wait")  # what the me
 def emit_scheduler(program: Program, chunks: int, grid: str | None = None) -> str:
     """The source of `scheduler.py`. `grid` is the schedule as text; without it, GPipe's clock for `chunks`."""
     places = Places(program)
-    blocks = [_attributes(program, places), _lend(program)]
+    blocks = [_attributes(program, places), _lend(program, places)]
     for stage in program.stages:
         rule = f"{INDENT}# stage {stage.index}, {prose(stage.device)} "
         methods = [_ready(stage, places), _compute(stage, places)]
@@ -130,32 +130,22 @@ def _row(*items: str | int | None) -> str:
 # Loans ----------------------------------------------------------------------------------------------------------------
 
 
-def _lend(program: Program) -> list[str]:
+def _lend(program: Program, places: Places) -> list[str]:
     """The method that lends tensors from one stage to another, once a run."""
     if not program.loans:
         return []
     lines = [f"{INDENT}def lend(self, m: Batches) -> None:"]
     shown = set()
     for loan in program.loans:
-        name = lent_name(program, loan)
+        name = places.lent(loan)
         if name in shown:
             continue
         shown.add(name)
-        users = [str(other.user) for other in program.loans if lent_name(program, other) == name]
+        users = [str(other.user) for other in program.loans if places.lent(other) == name]
         why = f"stage {loan.home} owns it, stage {' and '.join(users)} uses it too; their gradients add up"
         lines.append(f"{INDENT * 2}# {prose(program.state(loan.state).path)}: {why}")
         lines += _assign([f"m.lent.{name}"], _to(_owned(program, loan), program, loan.home, loan.user), 2)
     return lines
-
-
-def lent_name(program: Program, loan: Loan) -> str:
-    """The attribute of `m.lent` that holds the tensor on the borrower's device."""
-    states = [state.name for state in program.graph.states]
-    names: dict[str, str] = {}
-    for state in states:
-        names[state] = unused(identifier(state), names.values())
-    home, user = (torch_device(program.devices[index]) for index in (loan.home, loan.user))
-    return names[loan.state] + ("" if home == user else f"_on_{user.replace(':', '')}")
 
 
 def _owned(program: Program, loan: Loan) -> str:
@@ -249,7 +239,7 @@ def _compute(stage: Stage, places: Places) -> list[str]:
 
 def _arguments(stage: Stage, places: Places) -> tuple[str, ...]:
     loans = {loan.state: loan for loan in places.program.loans if loan.user == stage.index}
-    borrowed = (f"m.lent.{lent_name(places.program, loans[name])}" for name in stage.borrows)
+    borrowed = (f"m.lent.{places.lent(loans[name])}" for name in stage.borrows)
     draw = ("draw",) if any(op.random for op in stage.ops) else ()
     return (*(places.at(name, stage.index) for name in stage.takes), *borrowed, *draw)
 
