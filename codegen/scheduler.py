@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from fxpipe.codegen.clock import docstring
 from fxpipe.codegen.lines import INDENT, WIDTH, Brackets, layout
-from fxpipe.codegen.loans import lend, lent_name
+from fxpipe.codegen.loans import lend
 from fxpipe.codegen.names import prose, string
 from fxpipe.codegen.places import Places, torch_device
 from fxpipe.codegen.statements import assign, delete
@@ -30,7 +30,7 @@ def emit_scheduler(program: Program, chunks: int, grid: str | None = None) -> st
     """The source of `scheduler.py`. `grid` is the schedule as text; without it, GPipe's clock for `chunks`."""
     program = _keep_dead_ends(program)
     places = Places(program)
-    blocks = [_attributes(program, places), lend(program)]
+    blocks = [_attributes(program, places), lend(program, places)]
     for stage in program.stages:
         rule = f"{INDENT}# stage {stage.index}, {prose(stage.device)} "
         methods = [_ready(stage, places), _compute(stage, places)]
@@ -184,7 +184,7 @@ def _compute(stage: Stage, places: Places) -> list[str]:
 
 def _arguments(stage: Stage, places: Places) -> tuple[str, ...]:
     loans = {loan.state: loan for loan in places.program.loans if loan.user == stage.index}
-    borrowed = (f"m.lent.{lent_name(places.program, loans[name])}" for name in stage.borrows)
+    borrowed = (f"m.lent.{places.lent(loans[name])}" for name in stage.borrows)
     draw = ("draw",) if any(op.random for op in stage.ops) else ()
     return (*(places.at(name, stage.index) for name in stage.takes), *borrowed, *draw)
 
