@@ -55,8 +55,11 @@ def _source(move: Move) -> str:
 
 def _gives(program: Program, stage: Stage, variables: Mapping[str, str]) -> Iterator[_Row]:
     n = len(program.stages)
-    for name in stage.gives:
-        moves = [move for move in program.moves if move.value == name and move.source == stage.index]
+    leaving: dict[str, list[Move]] = {name: [] for name in stage.gives}
+    for move in program.moves:
+        if move.source == stage.index:
+            leaving[move.value].append(move)
+    for name, moves in leaving.items():
         near = [move for move in moves if move.target == n or not move.portal]
         far = [move for move in moves if move not in near]
         kind = str(program.types[name])

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.codegen.package import CONSTANTS
-from fxpipe.errors import PackageError
+from fxpipe.codegen.places import torch_device
+from fxpipe.errors import PackageError, PlanError
 
 _numbers = itertools.count()
 
@@ -63,13 +64,18 @@ def load_package(folder: str | Path) -> ModuleType:
 def unload(module: ModuleType) -> None:
     """Forget a loaded package; what still uses it keeps it alive."""
     for name in [name for name in sys.modules if name == module.__name__ or name.startswith(f"{module.__name__}.")]:
+        linecache.cache.pop(sys.modules[name].__file__ or "", None)
         del sys.modules[name]
+    for folder in module.__path__:
+        sys.path_importer_cache.pop(folder, None)
 
 
 def bind(module: ModuleType, model: nn.Module, constants: Mapping[str, Any] | None = None) -> Any:
     """The package's scheduler, its stages holding the model's own parameters and buffers, which move to the devices of
-    their stages in place. `constants` come from the folder if they are not given. Raises PackageError, and changes
-    nothing, if the model does not fit."""
+    their stages in place. `constants` come from the folder if they are not given; what lies on another device is
+    copied. Raises PackageError, and changes nothing, if the model does not fit, PlanError if a device is not there."""
+    for stage, label in enumerate(module.Scheduler.devices):
+        _check_device(stage, worker_device(label))
     tensors = _tensors(module, model)
     held = _load_constants(module) if constants is None else constants
     stages = []
@@ -78,17 +84,22 @@ def bind(module: ModuleType, model: nn.Module, constants: Mapping[str, Any] | No
         for name in kind.constants:
             if name not in held:
                 raise PackageError(f"the package lacks its constant {name!r}, which {CONSTANTS} should have")
-        values = [tensors[path] for path in kind.states] + [held[name] for name in kind.constants]
-        for value in values:
-            if isinstance(value, Tensor):
-                _move(value, device)
+        for path in kind.states:
+            _move(tensors[path], device)
         stages.append(kind(tensors, held, device))
     return module.Scheduler(stages)
 
 
 def worker_device(label: str) -> torch.device:
     """The torch device of a worker: `cpu:0` and `cpu:1` are two workers on the one CPU."""
-    return torch.device("cpu") if label.partition(":")[0] == "cpu" else torch.device(label)
+    return torch.device(torch_device(label))
+
+
+def _check_device(stage: int, device: torch.device) -> None:
+    count = torch.cuda.device_count() if device.type == "cuda" else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        there = "no CUDA device" if count == 0 else f"{count} CUDA device{'s' if count > 1 else ''}"
+        raise PlanError(f"stage {stage} is planned on {device}, and this machine has {there}")
 
 
 def _tensors(module: ModuleType, model: nn.Module) -> dict[str, Tensor]:

@@ -7,39 +7,29 @@ gradient, summed over the micro-batches, comes back once.
 from __future__ import annotations
 
 from fxpipe.codegen.lines import INDENT, WIDTH, Doc
-from fxpipe.codegen.names import clip, identifier, prose, state_path
-from fxpipe.codegen.places import torch_device, unused
+from fxpipe.codegen.names import clip, prose, state_path
+from fxpipe.codegen.places import Places, torch_device
 from fxpipe.codegen.stage import constant_names
 from fxpipe.codegen.statements import assign, moved
 from fxpipe.ir.program import Loan, Program
 
 
-def lend(program: Program) -> list[str]:
+def lend(program: Program, places: Places) -> list[str]:
     """The method that lends tensors from one stage to another, once a run."""
     if not program.loans:
         return []
     lines = [f"{INDENT}def lend(self, m: Batches) -> None:"]
     shown = set()
     for loan in program.loans:
-        name = lent_name(program, loan)
+        name = places.lent(loan)
         if name in shown:
             continue
         shown.add(name)
-        users = [str(other.user) for other in program.loans if lent_name(program, other) == name]
+        users = [str(other.user) for other in program.loans if places.lent(other) == name]
         why = f"stage {loan.home} owns it, stage {' and '.join(users)} uses it too; their gradients add up"
         lines.append(clip(f"{INDENT * 2}# {prose(program.state(loan.state).path)}: {why}", WIDTH))
         lines += assign([f"m.lent.{name}"], _carried(program, loan), 2)
     return lines
-
-
-def lent_name(program: Program, loan: Loan) -> str:
-    """The attribute of `m.lent` that holds the tensor on the borrower's device."""
-    states = [state.name for state in program.graph.states]
-    names: dict[str, str] = {}
-    for state in states:
-        names[state] = unused(identifier(state), names.values())
-    home, user = (torch_device(program.devices[index]) for index in (loan.home, loan.user))
-    return names[loan.state] + ("" if home == user else f"_on_{user.replace(':', '')}")
 
 
 def _owned(program: Program, loan: Loan) -> str:

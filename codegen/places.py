@@ -4,14 +4,16 @@
     mask    on cuda:0 and on cuda:1, used on both        m[i].mask and m[i].mask_on_cuda1
 
 A value that leaves its device for good keeps its name. CPU workers share one memory, so between them nothing moves.
+Nobody knows where the caller will have the batch. With a stage on the CPU it is brought there first; else GPUs copy it
+from wherever it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
 
 from fxpipe.codegen.names import identifier
-from fxpipe.ir.program import Program
+from fxpipe.ir.program import Loan, Program
 from fxpipe.ir.types import TensorType
 
 
@@ -27,13 +29,21 @@ class Places:
         self._homes = dict.fromkeys(given, -1)
         for move in program.moves:
             self._homes[move.value] = min(move.source, self._homes.get(move.value, move.source))
-        self._names: dict[str, str] = {}
-        for value in self._homes:
-            self._names[value] = unused(identifier(value), self._names.values())
+        self._names = attributes(self._homes)
+        self._lent = attributes(state.name for state in program.graph.states)
+        self._takers: dict[str, list[int]] = {}
+        for stage in program.stages:
+            for value in stage.takes:
+                self._takers.setdefault(value, []).append(stage.index)
 
     def name(self, value: str) -> str:
         """The attribute that holds the value where it is made."""
         return self._names[value]
+
+    def lent(self, loan: Loan) -> str:
+        """The attribute of `m.lent` that holds the tensor on the borrower's device."""
+        home, user = (torch_device(self.program.devices[index]) for index in (loan.home, loan.user))
+        return self._lent[loan.state] + ("" if home == user else f"_on_{user.replace(':', '')}")
 
     def home(self, value: str) -> int:
         """The stage that makes the value."""
@@ -82,14 +92,16 @@ class Places:
         kind = self.program.types.get(value)
         if not isinstance(kind, TensorType):
             return "cpu"
-        return torch_device(kind.device if stage < 0 else self.program.stages[stage].device)
+        if stage >= 0:
+            return torch_device(self.program.stages[stage].device)
+        return "cpu" if "cpu" in map(torch_device, self.program.devices) else "anywhere"
 
     def _leaves_for_good(self, value: str) -> bool:
         """Whether all its users are on one device, and nobody at home needs it."""
         return value not in self.outputs and len({self._device(value, user) for user in self._users(value)}) == 1
 
     def _users(self, value: str) -> list[int]:
-        return [stage.index for stage in self.program.stages if value in stage.takes]
+        return self._takers.get(value, [])
 
 
 def torch_device(label: str) -> str:
@@ -102,8 +114,14 @@ def torch_device(label: str) -> str:
     return "cpu" if kind == "cpu" else f"{kind}:{index or 0}"
 
 
-def unused(name: str, taken: Collection[str]) -> str:
-    """The name, with as many underscores behind it as it takes to be new."""
-    while name in taken:
-        name += "_"
-    return name
+def attributes(names: Iterable[str]) -> dict[str, str]:
+    """An attribute for each name: its own, with as many underscores behind it as it takes to be new."""
+    found: dict[str, str] = {}
+    taken: set[str] = set()
+    for name in names:
+        attribute = identifier(name)
+        while attribute in taken:
+            attribute += "_"
+        taken.add(attribute)
+        found[name] = attribute
+    return found

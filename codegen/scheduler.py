@@ -16,10 +16,10 @@ from dataclasses import replace
 
 from fxpipe.codegen.clock import docstring
 from fxpipe.codegen.lines import INDENT, WIDTH, Brackets, layout
-from fxpipe.codegen.loans import lend, lent_name
+from fxpipe.codegen.loans import lend
 from fxpipe.codegen.names import prose, string
 from fxpipe.codegen.places import Places, torch_device
-from fxpipe.codegen.statements import assign, delete, moved
+from fxpipe.codegen.statements import assign, delete
 from fxpipe.ir.program import Program, Stage
 from fxpipe.ir.types import TensorType
 
@@ -30,7 +30,7 @@ def emit_scheduler(program: Program, chunks: int, grid: str | None = None) -> st
     """The source of `scheduler.py`. `grid` is the schedule as text; without it, GPipe's clock for `chunks`."""
     program = _keep_dead_ends(program)
     places = Places(program)
-    blocks = [_attributes(program, places), lend(program)]
+    blocks = [_attributes(program, places), lend(program, places)]
     for stage in program.stages:
         rule = f"{INDENT}# stage {stage.index}, {prose(stage.device)} "
         methods = [_ready(stage, places), _compute(stage, places)]
@@ -132,13 +132,24 @@ def _opens(stage: Stage, places: Places) -> list[str]:
     come = [name for name in stage.takes if places.arrives(name, j)]
     for name in come:
         if places.sources[name, j] < 0:
-            call = moved(places.at(name, -1), j, torch_device(stage.device))
-            lines += assign([places.at(name, j)], call, 2)
-            lines += delete([places.at(name, -1)] if places.done_by_copy(name, -1, j) else [], 2)
+            lines += _input(stage, name, places)
     for source in sorted({places.sources[name, j] for name in come} - {-1}):
         for names in _alike([name for name in come if places.sources[name, j] == source], places):
             lines += _copy(stage, source, names, places)
     return lines
+
+
+def _input(stage: Stage, name: str, places: Places) -> list[str]:
+    """The copy of an input, which may be on any device. It waits for nothing."""
+    j, here = stage.index, places.at(name, stage.index)
+    args = ("None", f"self.streams[{j}, i]", f"self.stages[{j}].device", places.at(name, -1))
+    lines = assign([here], Brackets("copy(", args, ")"), 2)
+    lines += assign([here], _wait(j, [here]), 2)
+    return lines + delete([places.at(name, -1)] if places.done_by_copy(name, -1, j) else [], 2)
+
+
+def _wait(stage: int, here: Sequence[str]) -> Brackets:
+    return Brackets("wait(", (f"m.compute[{stage}]", f"self.streams[{stage}, i]", *here), ")")
 
 
 def _copy(stage: Stage, source: int, names: Sequence[str], places: Places) -> list[str]:
@@ -150,8 +161,7 @@ def _copy(stage: Stage, source: int, names: Sequence[str], places: Places) -> li
     lines = [f"{INDENT * 2}# {prose(devices[source])} -> {prose(devices[j])}{past}; the copy waits for F(i) alone"]
     lines += assign(here, Brackets("copy(", args, ")"), 2)
     if torch_device(devices[j]) != "cpu":
-        args = (f"m.compute[{j}]", f"self.streams[{j}, i]", *here)
-        lines += assign(here, Brackets("wait(", args, ")"), 2)
+        lines += assign(here, _wait(j, here), 2)
     gone = [place for name, place in zip(names, there, strict=True) if places.done_by_copy(name, source, j)]
     return lines + delete(gone, 2)
 
@@ -176,7 +186,7 @@ def _compute(stage: Stage, places: Places) -> list[str]:
 
 def _arguments(stage: Stage, places: Places) -> tuple[str, ...]:
     loans = {loan.state: loan for loan in places.program.loans if loan.user == stage.index}
-    borrowed = (f"m.lent.{lent_name(places.program, loans[name])}" for name in stage.borrows)
+    borrowed = (f"m.lent.{places.lent(loans[name])}" for name in stage.borrows)
     draw = ("draw",) if any(op.random for op in stage.ops) else ()
     return (*(places.at(name, stage.index) for name in stage.takes), *borrowed, *draw)
 
@@ -213,15 +223,12 @@ def _checkpointed(stage: Stage, args: tuple[str, ...], places: Places) -> list[s
 
 
 def _sends(stage: Stage, places: Places) -> list[str]:
-    """What leaves a GPU: its copies wait for this task, and in backward this task for its gradients."""
-    if torch_device(stage.device) == "cpu":
+    """What leaves a GPU waits for this task, and for no later one, even if it is copied much later."""
+    j = stage.index
+    if torch_device(stage.device) == "cpu" or not any(places.leaves(name, j) for name in stage.gives):
         return []
-    lines = []
-    for names in _alike([name for name in stage.gives if places.leaves(name, stage.index)], places):
-        leaving = [places.at(name, stage.index) for name in names]
-        args = (f"self.streams[{stage.index}, i]", f"m.compute[{stage.index}]", *leaving)
-        lines += assign(leaving, Brackets("wait(", args, ")"), 2)
-    return [f"{INDENT * 2}# what leaves {prose(stage.device)} is ready once F(i) is done", *lines] if lines else []
+    comment = f"{INDENT * 2}# what leaves {prose(stage.device)} may go once F(i) is done"
+    return [comment, f"{INDENT * 2}self.streams[{j}, i].wait_stream(m.compute[{j}])"]
 
 
 # After the last tick --------------------------------------------------------------------------------------------------

@@ -45,7 +45,9 @@ def parser() -> argparse.ArgumentParser:
     show.add_argument("inputs", nargs="*", help="inputs, if the function returns none: f32[8,3,32,32] i64[8,128]")
     demo_or_show = (demo, show)
     for command in demo_or_show:
-        command.add_argument("--devices", type=int, default=4, help="stages")
+        command.add_argument(
+            "--devices", type=parse_devices, default=4, help="how many, or one for each stage: cuda:0,cuda:0,cpu"
+        )
         command.add_argument("--chunks", type=int, default=8, help="micro-batches")
     show.add_argument("--save", type=Path, help="write the package to this folder instead of printing it")
     show.set_defaults(run=run_show)
@@ -94,6 +96,15 @@ def load_function(path: str) -> Callable[[], Any]:
         raise FxpipeError(f"{file} has no function {name!r}")
     function: Callable[[], Any] = getattr(module, name)
     return function
+
+
+def parse_devices(text: str) -> int | list[str]:
+    """A count, or devices.
+
+    >>> parse_devices("4"), parse_devices("cuda:0,cuda:0,cpu")
+    (4, ['cuda:0', 'cuda:0', 'cpu'])
+    """
+    return int(text) if text.strip().isdecimal() else [name.strip() for name in text.split(",")]
 
 
 def parse_input(text: str) -> torch.Tensor:

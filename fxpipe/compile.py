@@ -44,9 +44,10 @@ def compile(
 
     - `devices`: a count (CUDA devices where there are that many, else that many CPU workers), or a list with a device
       for each stage; a device that comes twice has two stages; or a `Cluster`, with a stage for each of its devices.
+      Inputs may be on any device; an output is on the device of the stage that makes it.
     - `chunks`: how many micro-batches a batch is cut into, at most: a smaller batch makes fewer.
     - `checkpoint`: which micro-batches are recomputed in backward instead of kept: "never", "except_last", "always";
-      or a set of stages that recompute, the others never.
+      or a set of stages that recompute all but the last, the others never.
     - `balance`: "time" (the slowest stage is as fast as can be), "memory", or the number of layers of each stage;
       `split_at`: or the modules that begin a stage, as in `["encoder.3", "head"]`.
     - `plan`: a plan made before, or the path of its JSON file; it decides devices, chunks and stages.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ class Loaded(Shell):
     def __init__(self, folder: Path, model: nn.Module) -> None:
         super().__init__(model)
         package = load_package(folder)
+        forget = weakref.finalize(self, unload, package)
         try:
             scheduler = bind(package, model)
         except BaseException:
-            unload(package)
+            forget()
             raise
-        self.__dict__.update(package=package, scheduler=scheduler)
+        self.__dict__.update(package=package, scheduler=scheduler, _forget=forget)
         self.train(package.TRAINING)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -46,5 +48,6 @@ class Loaded(Shell):
         return scheduler.stages
 
     def close(self) -> None:
-        """End the worker threads."""
+        """End the worker threads. A pipe that is garbage collected closes itself."""
         self.scheduler.close()
+        self._forget()

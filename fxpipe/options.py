@@ -92,5 +92,5 @@ def _label(name: str) -> str:
     except RuntimeError as error:
         raise PlanError(f"{name!r} in devices is not a device: {error}") from None
     if device.type == "cuda" and device.index is None:
-        return f"cuda:{torch.cuda.current_device()}"
+        return f"cuda:{torch.cuda.current_device() if torch.cuda.is_available() else 0}"
     return str(device)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import tempfile
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,7 @@ from typing import Any
 from torch import nn
 
 from .capture import Front
+from .clock import timed
 from .codegen.load import bind, load_package, unload, worker_device
 from .codegen.package import constants, save, write
 from .engines.local import Pipeline
@@ -88,7 +90,8 @@ class Pipe(Shell):
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Capture, plan and generate for this kind of call, without running it. The model may be on the meta device."""
         with self._lock:
-            graph = self._front.capture(args, kwargs)
+            with timed("capture"):
+                graph = self._front.capture(args, kwargs)
             found: dict[str, Any] = {}
             match(graph.call, (args, kwargs), found)
             made = self._built(graph, tuple(found[item.name] for item in graph.inputs))
@@ -107,7 +110,8 @@ class Pipe(Shell):
         if made is None:
             sizes = micro_batch_sizes(graph, inputs, self.options.chunks)
             cluster = self.options.cluster or local_cluster(self.options.devices)
-            profile = self._profile(graph, inputs, sizes, cluster)
+            with timed("profiling"):
+                profile = self._profile(graph, inputs, sizes, cluster)
             made = build(graph, profile, sizes, cluster, self.options, self._home)
             self._builds[id(graph)] = made
             if self._home is None:
@@ -138,9 +142,11 @@ class Pipe(Shell):
         version = self._front.twins.version
         if live is None:
             folder = Path(self._folder.name) / str(len(self._lives))
-            write(made.files, folder)
-            package = load_package(folder)
-            live = Live(package, bind(package, self.model, constants(made.program)), version)
+            with timed("loading"):
+                write(made.files, folder)
+                package = load_package(folder)
+                weakref.finalize(self, unload, package)
+                live = Live(package, bind(package, self.model, constants(made.program)), version)
             self._lives[id(made)] = live
         elif live.version != version:
             live.scheduler.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from .clock import timed
 from .codegen.package import package
 from .codegen.scheduler import emit_scheduler
 from .errors import PlanError
@@ -18,7 +19,7 @@ from .ir.graph import Graph
 from .ir.plan import Plan
 from .ir.profile import Profile, total
 from .ir.program import Program
-from .ir.schedule import Schedule
+from .ir.schedule import Schedule, share
 from .ir.timeline import Timeline
 from .ir.units import show_bytes, show_seconds
 from .options import Options
@@ -59,14 +60,18 @@ def build(
     graph: Graph, profile: Profile, sizes: Mapping[str, int], cluster: Cluster, options: Options, home: Home | None
 ) -> Build:
     """All the values from a graph and its profile on. With a `home`, ops go where their parameters live."""
-    decided = decide(graph, profile, cluster, options, home)
+    with timed("planning"):
+        decided = decide(graph, profile, cluster, options, home)
     trail: dict[str, Program] = {}
-    program = lower(graph, decided, watch=trail.__setitem__)
-    schedule = gpipe(len(program.stages), decided.chunks)
-    costs = stage_costs(decided, profile, taken_bytes(program, sizes))
-    timeline = simulate(schedule, costs, hops(program, sizes, cluster), program.devices)
-    notes = [note(profile, stage.ops) for stage in decided.stages]
-    files = package(program, decided, emit_scheduler(program, decided.chunks), notes)
+    with timed("passes"):
+        program = lower(graph, decided, watch=trail.__setitem__)
+    with timed("simulator"):
+        schedule = share(gpipe(len(program.stages), decided.chunks), program.devices)
+        costs = stage_costs(decided, profile, taken_bytes(program, sizes))
+        timeline = simulate(schedule, costs, hops(program, sizes, cluster), tuple(dict.fromkeys(program.devices)))
+    with timed("codegen"):
+        notes = [note(profile, stage.ops) for stage in decided.stages]
+        files = package(program, decided, emit_scheduler(program, decided.chunks), notes)
     return Build(graph, sizes, cluster, profile, decided, schedule, program, trail, timeline, files)
 
 

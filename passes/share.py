@@ -22,7 +22,8 @@ def share(program: Program, plan: Plan) -> Program:
     if not lent:
         return program
     loans = tuple(Loan(move.value, homes[move.value], move.target) for move in lent)
-    moves = (move for move in program.moves if move not in set(lent))
+    gone = set(lent)
+    moves = (move for move in program.moves if move not in gone)
     wired = wire(program, [stage.ops for stage in program.stages], moves)
     borrows = {stage.index: tuple(loan.state for loan in loans if loan.user == stage.index) for stage in wired.stages}
     stages = tuple(replace(stage, borrows=borrows[stage.index]) for stage in wired.stages)

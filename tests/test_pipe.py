@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -52,6 +53,26 @@ def pipe(model: nn.Module) -> Iterator[fxpipe.Pipe]:
 
 def close(a: Tensor, b: Tensor) -> None:
     torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("devices", [["cpu:0"] * 3, ["cpu:0", "cpu:1", "cpu:0"], ["cpu:0", "cpu:0", "cpu"]], ids=str)
+def test_a_device_may_have_several_stages(model: nn.Module, x: Tensor, devices: list[str], checkpoint: str) -> None:
+    plain = copy.deepcopy(model)
+    with contextlib.closing(fxpipe.compile(model, devices=devices, chunks=4, checkpoint=checkpoint)) as pipe:
+        y, expected = pipe(x), plain(x)
+        close(y, expected)
+        y.sum().backward()
+        expected.sum().backward()
+        same_gradients(pipe, plain)
+        assert len(pipe.schedule.devices) == len(set(devices))
+
+
+def test_a_device_that_is_not_there_is_named(model: nn.Module, x: Tensor) -> None:
+    with contextlib.closing(fxpipe.compile(model, devices=["cpu", "cuda:99"], chunks=4)) as pipe:
+        with pytest.raises(fxpipe.PlanError, match="stage 1 is planned on cuda:99, and this machine has"):
+            pipe(x)
+    assert next(model.parameters()).device.type == "cpu"
 
 
 def same_gradients(pipe: nn.Module, plain: nn.Module) -> None:
@@ -281,6 +302,19 @@ def test_closed_pipe(pipe: fxpipe.Pipe, x: Tensor) -> None:
     pipe.close()
     with pytest.raises(fxpipe.FxpipeError, match="closed"):
         pipe(x)
+
+
+@pytest.mark.parametrize("devices", [["cpu:0", "cpu:1", "cpu:1"], ["cpu:0", "cpu:1", "cpu:0"], ["cpu:0"] * 3])
+def test_several_stages_on_one_device(model: nn.Module, x: Tensor, devices: list[str]) -> None:
+    plain = copy.deepcopy(model)
+    pipe = fxpipe.compile(model, devices=devices, chunks=4)
+    for net in (pipe, plain):
+        net(x).square().sum().backward()
+    same_gradients(pipe, plain)
+    assert len(pipe.stages) == pipe.schedule.num_stages == 3
+    assert len(pipe.schedule.devices) == len(set(devices))
+    assert len(pipe.build.timeline.devices) == len(set(devices))
+    pipe.close()
 
 
 def test_devices_as_a_cluster_and_a_profile_made_before(model: nn.Module, x: Tensor) -> None:

@@ -55,8 +55,10 @@ def draft(model: nn.Module, traced: Traced, flat: tuple[Any, ...], call: Call, s
     add_states(build, placeholders, flat, env)
     build.first = dict(build.of_node)
     build.state_of = {state.name: state for state in build.states}
-    _ops(build, found, env)
     results = next(node for node in traced.module.graph.nodes if node.op == "output").args[0]
+    build.last_read = {node: i for i, step in enumerate(found) for node in step.node.all_input_nodes}
+    build.last_read |= dict.fromkeys(results, len(found))
+    _ops(build, found, env)
     outputs = tuple(build.of_node[node] for node in results)
     graph = Graph(
         type(model).__name__,
@@ -74,7 +76,6 @@ def draft(model: nn.Module, traced: Traced, flat: tuple[Any, ...], call: Call, s
 
 
 def _ops(build: Builder, found: list[Step], env: dict[fx.Node, Any]) -> None:
-    build.last_read |= {node.name: i for i, step in enumerate(found) for node in step.node.all_input_nodes}
     for position, step in enumerate(found):
         first = step.node.args[0] if step.node.args else None
         if step.node.target == "item" and isinstance(first, fx.Node) and build.of_node.get(first) in build.places:
@@ -94,13 +95,14 @@ def _op(build: Builder, step: Step, position: int, env: dict[fx.Node, Any]) -> O
 
     args, kwargs = _nest(node.args, leaf), _nest(node.kwargs, leaf)
     states = build.state_of
-    touched = list(dict.fromkeys(name for address in step.written for name in build.sharing.get(address, ())))
+    sharing = [node for address in step.written for node in build.sharing.get(address, ())]
+    touched = list(dict.fromkeys(build.of_node[node] for node in sharing))
     _refuse_writes(build, touched, origin)
     # What the op changed, where it stands for that: `x += 1` gives back x, `x[i] = v` gives back nothing.
     changed = env[node.args[0]] if node.target is operator.setitem else step.value  # type: ignore[index]
     owners = build.nodes_of.get(id(changed), []) if touched else []
     target = build.of_node[owners[0]] if owners else None
-    living = _living(build, touched, position)
+    living = {build.of_node[node] for node in sharing if build.last_read.get(node, -1) > position}
     writes = tuple(name for name in touched if name in living or name in states or name == target)
     name = build.names(_wish(node, target))
     kind = type_of(changed, build.symbols)
@@ -132,18 +134,6 @@ def _wish(node: fx.Node, target: str | None) -> str:
     if target is not None and in_place and re.sub(r"_*\d*$", "", node.name) == called.rstrip("_"):
         return re.sub(r"_\d+$", "", target)
     return node.name
-
-
-def _living(build: Builder, names: list[str], position: int) -> set[str]:
-    """Those of the names that are read after an op; what is returned is."""
-    if not names:
-        return set()
-    return {
-        name
-        for node, name in build.of_node.items()
-        if name in names
-        and (build.last_read.get(node.name, -1) > position or any(user.op == "output" for user in node.users))
-    }
 
 
 def _refuse_writes(build: Builder, names: list[str], origin: Origin) -> None:

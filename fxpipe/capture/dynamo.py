@@ -7,8 +7,10 @@ returned, with the graph's flat arguments, whenever its guards find a call of th
 
 from __future__ import annotations
 
+import builtins
 import itertools
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 import torch.fx.experimental._config as shape_config
 from torch import fx, nn
+from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.source import TensorProperty, TensorPropertySource
 from torch._subclasses import FakeTensor, FakeTensorMode
 
@@ -62,7 +65,8 @@ def dynamo(model: nn.Module, capture: Capture) -> Callable[[tuple[Any, ...], dic
 
     context: Any = torch._dynamo.optimize(backend, nopython=True)
     context.callback = _Configured(context.callback)
-    run = context(_fresh())
+    fresh = _fresh()
+    run = context(fresh)
 
     def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -70,17 +74,21 @@ def dynamo(model: nn.Module, capture: Capture) -> Callable[[tuple[Any, ...], dic
         except torch._dynamo.exc.TorchDynamoException as error:
             raise refusal(error) from None
 
+    # Dynamo's table from compiled to original code keeps both alive, and with them all that was captured.
+    weakref.finalize(call, reset_code, fresh.__code__).atexit = False
     return call
 
 
 def _fresh() -> Callable[..., Any]:
-    """A function of its own for each pipe: Dynamo's cache, its limit and what it learns about sizes go by the code."""
+    """A function of its own for each pipe: Dynamo's cache, its limit and what it learns about sizes go by the code; and
+    with globals of its own, for among them Dynamo puts what it compiles."""
 
     def call_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return model(*args, **kwargs)
 
     name = f"call_model_{next(numbers)}"
-    return FunctionType(call_model.__code__.replace(co_name=name), globals(), name)
+    own = {"__name__": __name__, "__builtins__": builtins}
+    return FunctionType(call_model.__code__.replace(co_name=name), own, name)
 
 
 class _Configured:

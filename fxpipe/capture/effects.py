@@ -90,6 +90,7 @@ def steps(traced: Traced) -> tuple[dict[fx.Node, Any], list[Step]]:
     env: dict[fx.Node, Any] = {}
     found: list[Step] = []
     regions: list[tuple[fx.Node | None, Region]] = []
+    dead = _dead_numbers(traced.module.graph)
     grad = torch.is_grad_enabled()
     with ExitStack() as contexts:
         contexts.enter_context(torch.inference_mode(False))
@@ -107,7 +108,7 @@ def steps(traced: Traced) -> tuple[dict[fx.Node, Any], list[Step]]:
                 env[node] = fx.map_arg(node.args[0], env.__getitem__)
             elif _name(node) in REGION_NAMES or node.target in ENTER_GRAD:
                 _region(node, env, regions, ambient)
-            elif _name(node) not in ASSERTIONS and not _is_dead_number(node):
+            elif _name(node) not in ASSERTIONS and node not in dead:
                 effects.written, effects.random = set(), False
                 env[node] = _run(node, env, traced)
                 inside = tuple(region for _, region in regions)
@@ -115,10 +116,14 @@ def steps(traced: Traced) -> tuple[dict[fx.Node, Any], list[Step]]:
     return env, found
 
 
-def _is_dead_number(node: fx.Node) -> bool:
-    """Whether the op computes a Python number or truth that nothing needs: what is left of a check in the model."""
+def _dead_numbers(graph: fx.Graph) -> set[fx.Node]:
+    """The ops that compute Python numbers or truths that nothing needs: what is left of checks in the model."""
     numbers = (bool, int, float, torch.SymBool, torch.SymInt, torch.SymFloat)
-    return isinstance(node.meta.get("example_value"), numbers) and all(map(_is_dead_number, node.users))
+    dead: set[fx.Node] = set()
+    for node in reversed(graph.nodes):  # users first
+        if isinstance(node.meta.get("example_value"), numbers) and dead.issuperset(node.users):
+            dead.add(node)
+    return dead
 
 
 def _run(node: fx.Node, env: dict[fx.Node, Any], traced: Traced) -> Any:

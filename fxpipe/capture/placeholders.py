@@ -41,9 +41,9 @@ class Builder:
     places: dict[str, int] = field(default_factory=dict)
     first: dict[fx.Node, str] = field(default_factory=dict)
     ops: list[Op] = field(default_factory=list)
-    sharing: dict[int, list[str]] = field(default_factory=dict)  # by storage: the names of the values in it
+    sharing: dict[int, list[fx.Node]] = field(default_factory=dict)  # by storage: the nodes whose values are in it
     state_of: dict[str, State] = field(default_factory=dict)
-    last_read: dict[str, int] = field(default_factory=dict)
+    last_read: dict[fx.Node, int] = field(default_factory=dict)  # the position of the last reader; returned: the end
     baked: str | None = None
     draws: int = 0
 
@@ -166,4 +166,4 @@ def define(build: Builder, node: fx.Node, env: dict[fx.Node, Any], name: str) ->
     if isinstance(value, Tensor):
         build.nodes_of.setdefault(id(value), []).append(node)
     for address in memory(value):
-        build.sharing.setdefault(address, []).append(name)
+        build.sharing.setdefault(address, []).append(node)

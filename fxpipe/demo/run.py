@@ -6,7 +6,7 @@ Nothing is downloaded: the images are the 1,797 handwritten digits that come wit
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,7 +71,7 @@ def batches(task: Task, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield task.inputs[chosen], task.targets[chosen]
 
 
-def demo(devices: int = 4, chunks: int = 8, steps: int = 60, out: Path = Path("fxpipe-demo")) -> None:
+def demo(devices: int | Sequence[str] = 4, chunks: int = 8, steps: int = 60, out: Path = Path("fxpipe-demo")) -> None:
     """Train both models for `steps` steps; print plan, losses, schedule and code; files and pictures go to `out`."""
     torch.manual_seed(0)
     images = digits()
@@ -85,7 +85,8 @@ def demo(devices: int = 4, chunks: int = 8, steps: int = 60, out: Path = Path("f
         pipe.save(folder / "package", overwrite=True)
         (folder / "schedule.svg").write_text(pipe.picture())
         print(f"\n{pipe.schedule}\n")
-        print(f"stage 1 as generated, in {folder / 'package'} with the others:\n\n{pipe.stages[1].source}")
+        shown = min(1, len(pipe.stages) - 1)
+        print(f"stage {shown} as generated, in {folder / 'package'} with the others:\n\n{pipe.stages[shown].source}")
         print(f"the schedule as a picture: {folder / 'schedule.svg'}")
         pipe.close()
 
@@ -94,12 +95,19 @@ def compare_gradients(task: Task, pipe: Pipe, plain: nn.Module) -> str:
     """One batch through both: the largest relative difference of any parameter's gradient."""
     inputs, targets = next(batches(task, 1))
     for model in (pipe, plain):
-        task.loss(model(inputs), targets).backward()
+        loss_of(task, model, inputs, targets).backward()
     pairs = zip(pipe.parameters(), plain.parameters(), strict=True)
-    worst = max(float((a.grad - b.grad).norm() / b.grad.norm()) for a, b in pairs if a.grad is not None is not b.grad)
+    gradients = [(a.grad.cpu(), b.grad) for a, b in pairs if a.grad is not None is not b.grad]
+    worst = max(float((a - b).norm() / b.norm()) for a, b in gradients)
     for model in (pipe, plain):
         model.zero_grad()
     return f"gradients, pipe against plain model: largest relative difference {worst:.0e} (float32)\n"
+
+
+def loss_of(task: Task, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """A pipe's output is on the device of its last stage, and there the targets must be."""
+    output = model(inputs)
+    return task.loss(output, targets.to(output.device))
 
 
 def train(task: Task, pipe: Pipe, plain: nn.Module, steps: int) -> str:
@@ -111,7 +119,7 @@ def train(task: Task, pipe: Pipe, plain: nn.Module, steps: int) -> str:
         losses = []
         for model, optimizer in zip((pipe, plain), optimizers, strict=True):
             optimizer.zero_grad()
-            loss = task.loss(model(inputs), targets)
+            loss = loss_of(task, model, inputs, targets)
             loss.backward()
             optimizer.step()
             losses.append(loss.item())

@@ -18,6 +18,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from torch import Tensor
+
 from fxpipe.runtime import MicroBatch, Stage
 from fxpipe.runtime.batchnorm import commit, discard
 from fxpipe.runtime.context import current_context
@@ -71,6 +73,8 @@ class Pipeline:
         self.stages = tuple(stages)
         self.streams = Streams(tuple(stage.device for stage in stages))
         self._mutating = tuple(stage for stage in stages if stage.mutates)
+        self._copying = tuple(stage for stage in stages if stage.copies)
+        self._on_cpu = any(stage.device.type == "cpu" for stage in stages)
         self._workers = {label: Worker(label) for label in sorted(set(self.devices) - {self.devices[-1]})}
         self._close = weakref.finalize(self, close, tuple(self._workers.values()))
 
@@ -87,6 +91,8 @@ class Pipeline:
         """The outputs, in order, for the inputs, in order, in at most `chunks` micro-batches."""
         if not (self._close.alive and all(worker.thread.is_alive() for worker in self._workers.values())):
             raise RuntimeError("the pipe has no workers: it was closed, or copied into this process by a fork")
+        for stage in self._copying:
+            stage.refresh()
         m = self.scatter(batch, chunks)
         self.lend(m)
         try:
@@ -107,6 +113,8 @@ class Pipeline:
         total = {value.shape[dim] for value, (_, dim) in zip(batch, self.inputs, strict=True) if dim is not None}
         if len(total) > 1:
             raise ValueError(f"the inputs do not have a common batch size, but {sorted(total)}")
+        if self._on_cpu:  # a stage on the CPU finds its inputs there; the others copy them from there
+            batch = [value.cpu() if isinstance(value, Tensor) else value for value in batch]
         m = Batches(split_sizes(total.pop(), chunks) if total else (1,), self.stages, self.random)
         for value, (name, dim) in zip(batch, self.inputs, strict=True):
             value = value.detach() if name in self.detached else value
@@ -132,7 +140,7 @@ class Pipeline:
                 ours.append(task)
             else:
                 worker.orders.put((compute[j], m, task, m.context, m.compute[j], reports))
-        done = [attempt(compute[j], m, (i, j)) for i, j in ours]
+        done = [attempt(compute[j], m, (i, j), stream=m.compute[j]) for i, j in ours]
         done += [reports.get() for _ in range(len(tick) - len(ours))]
         failed = [report for report in done if report is not None]
         if failed:

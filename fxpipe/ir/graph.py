@@ -178,7 +178,11 @@ class Graph:
         return named | {op.name: op.type for op in self.ops}
 
     def state(self, name: str) -> State:
-        return next(state for state in self.states if state.name == name)
+        return self._states[name]
+
+    @cached_property
+    def _states(self) -> dict[str, State]:
+        return {state.name: state for state in self.states}
 
 
 def refs(nest: Any) -> Iterator[Ref]:
@@ -235,15 +239,6 @@ def rename(op: Op, names: Mapping[str, str]) -> Op:
 def may_cross(type: ValueType) -> bool:
     """Whether a value of this type may move from one stage to another: tensors and plain numbers may."""
     return isinstance(type, (TensorType, ScalarType))
-
-
-def users(graph: Graph) -> dict[str, tuple[int, ...]]:
-    """For every name, the positions of the ops that read it."""
-    positions: dict[str, list[int]] = {name: [] for name in graph.types}
-    for position, op in enumerate(graph.ops):
-        for name in op.reads:
-            positions[name].append(position)
-    return {name: tuple(found) for name, found in positions.items()}
 
 
 def check(graph: Graph) -> None:

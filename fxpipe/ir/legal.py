@@ -22,8 +22,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-from .graph import Graph, Op, may_cross, users
+from .graph import Graph, Op, may_cross
 from .memory import shares
+
+Spans = dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -57,32 +59,34 @@ def glued(graph: Graph) -> tuple[tuple[int, int], ...]:
     return tuple(merged)
 
 
-def spans(graph: Graph) -> dict[str, tuple[int, int]]:
+def spans(graph: Graph) -> Spans:
     """For every input and every op's value: where it is defined (inputs at -1), and where an op last reads it.
 
     What the caller reads does not count: an output goes straight from its stage to the caller."""
     defined = {item.name: -1 for item in graph.inputs} | {op.name: at for at, op in enumerate(graph.ops)}
-    readers = users(graph)
-    return {name: (at, max(readers[name], default=at)) for name, at in defined.items()}
+    last = dict(defined)
+    for at, op in enumerate(graph.ops):
+        last.update((name, at) for name in op.reads if name in defined)
+    return {name: (at, last[name]) for name, at in defined.items()}
 
 
 def ties(graph: Graph) -> tuple[Tie, ...]:
     """All that ties ops together, each with its reason."""
-    return (*_immovable(graph), *_shared_memory(graph), *_changed_states(graph))
+    span = spans(graph)
+    return (*_immovable(graph, span), *_shared_memory(graph, span), *_changed_states(graph))
 
 
-def _immovable(graph: Graph) -> Iterator[Tie]:
+def _immovable(graph: Graph, span: Spans) -> Iterator[Tie]:
     types = graph.types
-    for name, (defined, last) in spans(graph).items():
+    for name, (defined, last) in span.items():
         if not may_cross(types[name]) and last > max(defined, 0):
             reason = f"{name} is {types[name]}, and only tensors and numbers move between stages"
             yield Tie(max(defined, 0), last, name, reason)
 
 
-def _shared_memory(graph: Graph) -> Iterator[Tie]:
+def _shared_memory(graph: Graph, span: Spans) -> Iterator[Tie]:
     """Where memory has several live names, the ops that name it and those that write it stay together, so that a write
     under one name is seen under the others."""
-    span = spans(graph)
     made = {op.name: op for op in graph.ops}
     returned = {output.value for output in graph.outputs}
 

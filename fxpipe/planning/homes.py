@@ -1,8 +1,8 @@
 """A later capture of a model (another mode, other inputs) is cut so that each op meets its parameters where they are.
 
-The first plan gave every parameter a home: the first stage that uses it. In a later graph an op that uses parameters
-belongs to the stage of its largest one, unless it depends on an op of a later stage: values only move forward, so it
-goes there and borrows. Between the ops that have such a place, the cuts are free, and balanced. A stage that would be
+The first plan gave every parameter a home: the first stage that uses it. In a later graph the first op that uses a
+parameter belongs there (with several parameters, to the largest), unless it depends on an op of a later stage: values
+only move forward, so it goes there and borrows. Ops that use the parameter again borrow it from wherever they are. Between the ops that have such a place, the cuts are free, and balanced. A stage that would be
 empty is left out. Memory is not asked: the first plan has decided where the parameters live.
 """
 
@@ -58,11 +58,12 @@ def plan_like(graph: Graph, homes: Mapping[str, int], first: Plan, profile: Prof
 
 
 def _pins(graph: Graph, homes: Mapping[str, int]) -> list[int | None]:
-    """For each op the home of its largest parameter or buffer, None if it has none."""
+    """For each op the home of the largest parameter or buffer that it is the first to use, None if there is none.
+    Later users may borrow, and be anywhere."""
     sizes = {s.name: (nbytes(s.type, {}), homes[s.path]) for s in graph.states if s.path in homes}
     pins: list[int | None] = []
     for op in graph.ops:
-        found = [sizes[name] for name in dict.fromkeys((*op.reads, *op.writes)) if name in sizes]
+        found = [sizes.pop(name) for name in dict.fromkeys((*op.reads, *op.writes)) if name in sizes]
         pins.append(max(found, key=lambda one: one[0])[1] if found else None)
     return pins
 

@@ -30,6 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fxpipe.ir.blocks import blocks
+from fxpipe.ir.devices import capture_device, relocate
 from fxpipe.ir.evaluate import call, enter
 from fxpipe.ir.graph import Graph, Op
 from fxpipe.ir.profile import OpCost, Profile
@@ -75,14 +76,11 @@ def measure(
 
 
 def _on(graph: Graph, here: torch.device) -> Graph:
-    """The graph with devices in arguments, which are those of capture, replaced by the one to measure on."""
-
-    def moved(nest: Any) -> Any:
-        return tree_map(lambda leaf: here if isinstance(leaf, torch.device) else leaf, nest)
-
-    return replace(
-        graph, ops=tuple(replace(op, args=moved(op.args), kwargs=moved(dict(op.kwargs))) for op in graph.ops)
-    )
+    """The graph with the device of capture replaced by the one to measure on."""
+    captured = capture_device(graph)
+    if captured is None:
+        return graph
+    return replace(graph, ops=tuple(relocate(op, captured, here, here.type) for op in graph.ops))
 
 
 def _shared(costs: Sequence[OpCost], timing: tuple[float, float]) -> list[OpCost]:

@@ -5,9 +5,12 @@
     stream 1,i        └x┐                    ┌gx┘
     compute 1           F(0) F(1)       B(2)─┘
 
-Three steps: the copy stream waits for compute (`wait`), the value goes over (`copy`), compute on the other device
-waits for the copy (`wait`). They are separate functions because in backward the work between them is what should not
-wait: the recomputation of a task starts while its gradient is still on the way.
+    forward     stream 0,i waits for compute 0 ─▶ copy ─▶ wait: compute 1 waits for stream 1,i
+    backward    leave: compute 0 waits for stream 0,i ◀─ copy ◀─ wait: stream 1,i waits for compute 1
+
+In backward each step is a function of its own, because the thread of the device that it concerns must take it, between
+that device's tasks: did the copy itself make compute 0 wait, it would do so in the middle of B(2). And a value may have
+other users at home: their gradients and the copied one are added up where `leave` has its result, after the wait.
 
 Between CPU workers there is nothing to copy, and generated code does not.
 """
@@ -21,6 +24,21 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .stream import Stream, current_stream, record_stream, use_stream, wait_stream
+
+
+class Leave(Function):
+    """Aliases for the way to another device. In backward, their gradients have come home before anybody uses them."""
+
+    @staticmethod
+    def forward(ctx: Any, compute: Stream, source: Stream, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.route = compute, source
+        return tuple([x.detach() for x in tensors])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        wait_stream(*ctx.route)
+        return (None, None, *grads)
 
 
 class Copy(Function):
@@ -59,7 +77,18 @@ class Wait(Function):
 
 
 def copy(source: Stream, target: Stream, device: torch.device, *tensors: Tensor) -> Any:
-    """The tensors on `device`, copied on the two streams: `x = copy(streams[0, i], streams[1, i], device, x)`."""
+    """The tensors on `device`, copied on the two streams: `x = copy(streams[0, i], streams[1, i], device, x)`.
+
+    The first must already wait for what made the tensors, which are all on one device. Without it, they come from the
+    caller: where they are there already, nothing is done.
+    """
+    home = tensors[0].device
+    if source is not None:
+        tensors = Leave.apply(current_stream(home), source, *tensors)  # type: ignore[no-untyped-call]
+    elif home == device:
+        return tensors[0] if len(tensors) == 1 else tensors
+    else:
+        source = current_stream(home)
     return Copy.apply(source, target, device, *tensors)  # type: ignore[no-untyped-call]
 
 
@@ -76,9 +105,15 @@ def move(
     moved = []
     with use_stream(source), use_stream(target):
         for x in tensors:
-            # A copy into CPU memory must have arrived before anyone reads it; for a GPU, streams see to that.
-            y = x.to(device, non_blocking=device.type == "cuda")
+            y = x.to(device, non_blocking=may_run_on(x, device))
             record_stream(x, source)
             record_stream(y, user)
             moved.append(y)
     return tuple(moved)
+
+
+def may_run_on(x: Tensor, device: torch.device) -> bool:
+    """Whether the program may go on before the copy has arrived. CPU memory must have its contents before anybody reads
+    them. Pinned memory is read by the GPU when its turn comes, and the caller may have put the next batch there; from
+    other memory the driver has taken a copy before it returns."""
+    return device.type == "cuda" and (x.is_cuda or not x.is_pinned())

@@ -41,7 +41,8 @@ class Scope(nn.Module):
 
 class Stage(Scope):
     """`states`: paths of the model's parameters and buffers; `constants`: names of other things it uses. `mutates`:
-    paths of the buffers that forward writes; `rereads`: those of them whose old contents it reads."""
+    paths of the buffers that forward writes; `rereads`: those of them whose old contents it reads. `copies` are the
+    constants that belong on another device, as they are there, with the version that was copied."""
 
     states: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
@@ -53,11 +54,10 @@ class Stage(Scope):
         self.device = torch.device(device)
         for path in self.states:
             self.put(path, tensors[path])
+        self.copies: dict[str, tuple[Tensor, int]] = {}
         for name in self.constants:
-            object.__setattr__(self, name, constants[name])
-        held = [tensors[path] for path in self.states]
-        held += [constants[name] for name in self.constants if isinstance(constants[name], Tensor)]
-        self._differentiable = tuple([x for x in held if x.is_floating_point() or x.is_complex()])
+            self._put_constant(name, constants[name])
+        self._find_differentiable()
 
     def forward(self, *args: Any) -> Any:
         raise NotImplementedError("generated stages say what they compute")
@@ -78,6 +78,28 @@ class Stage(Scope):
         scope, name = self._scope(path)
         scope._hold(name, tensor)
 
+    def refresh(self) -> None:
+        """Copy again the constants that were changed in place since."""
+        changed = {name: value for name, (value, version) in self.copies.items() if version_of(value) != version}
+        for name, value in changed.items():
+            self._put_constant(name, value)
+        if changed:
+            self._find_differentiable()
+
+    def _put_constant(self, name: str, value: Any) -> None:
+        """Hold a constant. One on another device stays there, where the model and other stages know it, and the stage
+        has a copy; gradients go back through it."""
+        if isinstance(value, Tensor) and value.device != self.device:
+            self.copies[name] = value, version_of(value)
+            with torch.inference_mode(False), torch.enable_grad():
+                value = value.to(self.device)
+        object.__setattr__(self, name, value)
+
+    def _find_differentiable(self) -> None:
+        held = [self.tensor(path) for path in self.states]
+        held += [value for name in self.constants if isinstance(value := getattr(self, name), Tensor)]
+        self._differentiable = tuple([x for x in held if x.is_floating_point() or x.is_complex()])
+
     def trainable(self) -> tuple[Tensor, ...]:
         """The tensors that need a gradient now: freezing and unfreezing take effect at the next call."""
         return tuple([x for x in self._differentiable if x.requires_grad])
@@ -91,3 +113,8 @@ class Stage(Scope):
                 scope._hold(part, Scope())
             scope = scope[part]
         return scope, name
+
+
+def version_of(tensor: Tensor) -> int:
+    """A number that changes when the tensor is written in place; tensors made in inference mode have none."""
+    return 0 if tensor.is_inference() else tensor._version

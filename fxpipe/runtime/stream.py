@@ -25,9 +25,10 @@ class Streams:
         self._made: dict[tuple[int, int], Stream] = {}
 
     def __getitem__(self, key: tuple[int, int]) -> Stream:
-        if key not in self._made:
-            self._made[key] = new_stream(self._devices[key[0]])
-        return self._made[key]
+        try:
+            return self._made[key]
+        except KeyError:  # two threads may come here at once, and must get the same stream
+            return self._made.setdefault(key, new_stream(self._devices[key[0]]))
 
 
 def new_stream(device: torch.device) -> Stream:

@@ -7,6 +7,7 @@ that is what puts B(i) before B(i - 1) in a first stage, whose inputs need no gr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -41,12 +42,12 @@ def close(workers: Iterable[Worker]) -> None:
 
 
 def attempt(compute: Compute, m: Any, task: Task, context: Context | None = None, stream: Stream = None) -> Report:
-    """Run a task, in a context and on a stream if they are given; what it raises becomes a report."""
+    """Run a task, in a context and on a stream (and its device) if they are given; what it raises becomes a report."""
     try:
-        if context is None:
+        if context is None and stream is None:
             compute(m, task[0])
         else:
-            with context.enter(), use_stream(stream):
+            with nullcontext() if context is None else context.enter(), use_stream(stream):
                 compute(m, task[0])
     except BaseException as error:
         return task, error

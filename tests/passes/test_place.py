@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from fxpipe.ir.graph import Graph, Input, Op, Origin, Output, Ref
+from fxpipe.ir.graph import Graph, Input, Op, Origin, Output, Ref, Region
 from fxpipe.ir.program import OWN_DEVICE
 from fxpipe.ir.types import TensorType
 from fxpipe.passes import cut
@@ -40,6 +41,9 @@ FOLLOW = [
     ("cpu", torch.zeros, ((4,),), {}, {"device": OWN_DEVICE}),
     ("cuda:0", torch.zeros, ((4,),), {"device": "cuda"}, {"device": OWN_DEVICE}),
     ("cuda:0", torch.zeros, ((4,),), {"device": torch.device("cuda:0")}, {"device": OWN_DEVICE}),
+    ("cuda:0", torch.zeros, ((4,),), {"device": 0}, {"device": OWN_DEVICE}),
+    ("cpu", torch.as_tensor, (4,), {}, {"device": OWN_DEVICE}),
+    ("cpu", torch.fft.fftfreq, (4,), {}, {"device": OWN_DEVICE}),
 ]
 
 
@@ -60,6 +64,21 @@ def test_to_follows_the_stage() -> None:
 
 def test_a_device_deep_inside_the_arguments_follows_the_stage() -> None:
     assert placed("cpu", "use", (X, [{"on": cpu()}]), {}).args == (X, [{"on": OWN_DEVICE}])
+
+
+@pytest.mark.parametrize(
+    ("captured", "named", "label", "after"),
+    [("cpu", "cpu", "cuda:1", "cuda"), ("cuda:0", "cuda", "cpu:2", "cpu"), ("cpu", "cuda", "cpu:0", "cuda")],
+)
+def test_autocast_follows_the_stage(captured: str, named: str, label: str, after: str) -> None:
+    row = TensorType("f32", ("b", 4), captured)
+    region = Region("autocast", (named, torch.bfloat16, True, None))
+    op = Op("y", "relu", (X,), {}, row, Origin("net.py", 1, "", ""), regions=(region,))
+    graph = Graph("Net", True, (Input("x", "x", row, 0),), (), (), (op,), (Output("y", 0),), ((X,), {}), Ref("y"))
+    one = plan(graph, 1)
+    one = replace(one, stages=tuple(replace(stage, device=label) for stage in one.stages))
+    (placed,) = place(cut(graph, one), one).stages[0].ops
+    assert placed.regions == (Region("autocast", (after, torch.bfloat16, True, None)),)
 
 
 def test_other_devices_stay() -> None:

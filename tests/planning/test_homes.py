@@ -62,6 +62,12 @@ def test_values_move_forward_so_the_early_parameter_is_borrowed():
     assert found.stages[-1].device == "cpu:2"
 
 
+def test_a_parameter_that_is_used_again_is_borrowed():
+    # A tied embedding at both ends once held everything between in the first stage.
+    made = graph("a = linear(x, w0)", "c = relu(a)", "y = linear(c, w0)")
+    assert [stage.ops for stage in like(made).stages] == [("a",), ("c",), ("y",)]
+
+
 def test_no_parameters_at_all():
     made = graph("a = relu(x)", "c = relu(a)", "y = relu(c)")
     assert [len(stage.ops) for stage in like(made).stages] == [1, 1, 1]

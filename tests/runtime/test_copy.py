@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fxpipe.runtime import copy, wait
+from fxpipe.runtime.copy import Copy, Leave
 from fxpipe.runtime.stream import Streams, current_stream, new_stream
 
 CPU = torch.device("cpu")
@@ -13,7 +14,7 @@ CPU = torch.device("cpu")
 
 def test_gradients_go_back() -> None:
     x, y = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
-    a, b = copy(None, None, CPU, *wait(None, None, x, y))
+    a, b = wait(None, None, *Copy.apply(None, None, CPU, *Leave.apply(None, None, x, y)))
     (a * 2 + b * 3).sum().backward()
     assert x.grad.tolist() == [2] * 3
     assert y.grad.tolist() == [3] * 3
@@ -21,9 +22,15 @@ def test_gradients_go_back() -> None:
 
 def test_a_tensor_without_gradient_in_backward() -> None:
     x, y = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
-    a, _ = copy(None, None, CPU, x, y)
+    a, _ = Copy.apply(None, None, CPU, *Leave.apply(None, None, x, y))
     wait(None, None, a).sum().backward()
     assert y.grad is None
+
+
+def test_what_is_there_is_not_copied() -> None:
+    x, y = torch.randn(3), torch.randn(3)
+    assert copy(None, None, CPU, x) is x
+    assert copy(None, None, CPU, x, y) == (x, y)
 
 
 def test_the_cpu_has_no_streams() -> None:
@@ -39,7 +46,8 @@ def test_a_copy_waits_for_the_task_before() -> None:
     x = torch.zeros(1 << 20, device=gpu, requires_grad=True)
     torch.cuda._sleep(50_000_000)
     y = x + 1
-    y = copy(source, target, CPU, wait(source, compute, y))
+    source.wait_stream(compute)
+    y = copy(source, None, CPU, y)
     assert y.device == CPU
     assert y.sum().item() == 1 << 20
     back = copy(None, target, gpu, y)

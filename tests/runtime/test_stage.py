@@ -46,6 +46,35 @@ def test_a_name_that_is_not_there() -> None:
         names()[0]["nothing"]
 
 
+class Constants(Stage):
+    constants = ("pos", "scale")
+
+
+def test_a_constant_on_another_device_is_copied_and_followed() -> None:
+    pos, scale = torch.zeros(2), torch.ones(2, requires_grad=True)
+    stage = Constants({}, {"pos": pos, "scale": scale}, torch.device("meta"))
+    assert stage.pos.is_meta
+    assert stage.scale.is_meta
+    assert stage.trainable() == (stage.scale,)
+    assert not pos.is_meta
+    before = stage.pos, stage.scale
+    stage.refresh()
+    assert (stage.pos, stage.scale) == before
+    with torch.no_grad():
+        scale.add_(1)
+    stage.refresh()
+    assert stage.pos is before[0]
+    assert stage.trainable() == (stage.scale,)
+    assert stage.scale is not before[1]
+
+
+def test_a_constant_on_the_stage_s_device_is_itself() -> None:
+    pos, scale = torch.zeros(2), torch.ones(2)
+    stage = Constants({}, {"pos": pos, "scale": scale}, torch.device("cpu"))
+    assert stage.pos is pos
+    assert not stage.copies
+
+
 class Counts(Stage):
     states = ("deep.count", "deep.mean")
     mutates = ("deep.count", "deep.mean")

@@ -27,12 +27,13 @@ class Scheduler(Pipeline):
     # stage 0, cuda:0 ----------------------------------------------------------------------------------------
 
     def ready_0(self, m: Batches, i: int) -> None:
-        m[i].image = m[i].image.to(self.stages[0].device, non_blocking=True)
+        m[i].image = copy(None, self.streams[0, i], self.stages[0].device, m[i].image)
+        m[i].image = wait(m.compute[0], self.streams[0, i], m[i].image)
 
     def compute_0(self, m: Batches, i: int) -> None:
         m[i].tanh = self.stages[0].forward(m[i].image)
-        # what leaves cuda:0 is ready once F(i) is done
-        m[i].tanh = wait(self.streams[0, i], m.compute[0], m[i].tanh)
+        # what leaves cuda:0 may go once F(i) is done
+        self.streams[0, i].wait_stream(m.compute[0])
         del m[i].image  # used for the last time
 
     # stage 1, cuda:1 ----------------------------------------------------------------------------------------
@@ -49,8 +50,8 @@ class Scheduler(Pipeline):
 
     def compute_1(self, m: Batches, i: int) -> None:
         m[i].linear_1 = self.stages[1].forward(m[i].tanh_on_cuda1)
-        # what leaves cuda:1 is ready once F(i) is done
-        m[i].linear_1 = wait(self.streams[1, i], m.compute[1], m[i].linear_1)
+        # what leaves cuda:1 may go once F(i) is done
+        self.streams[1, i].wait_stream(m.compute[1])
         del m[i].tanh_on_cuda1  # used for the last time
 
     # stage 2, cuda:0 ----------------------------------------------------------------------------------------
@@ -67,8 +68,8 @@ class Scheduler(Pipeline):
 
     def compute_2(self, m: Batches, i: int) -> None:
         m[i].mul, m[i].sigmoid = self.stages[2].forward(m[i].linear_1)
-        # what leaves cuda:0 is ready once F(i) is done
-        m[i].mul = wait(self.streams[2, i], m.compute[2], m[i].mul)
+        # what leaves cuda:0 may go once F(i) is done
+        self.streams[2, i].wait_stream(m.compute[2])
         del m[i].linear_1  # used for the last time
 
     # stage 3, cpu:0 -----------------------------------------------------------------------------------------

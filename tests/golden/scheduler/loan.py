@@ -29,7 +29,8 @@ class Scheduler(Pipeline):
     # stage 0, cuda:0 ----------------------------------------------------------------------------------------
 
     def ready_0(self, m: Batches, i: int) -> None:
-        m[i].ids = m[i].ids.to(self.stages[0].device, non_blocking=True)
+        m[i].ids = copy(None, self.streams[0, i], self.stages[0].device, m[i].ids)
+        m[i].ids = wait(m.compute[0], self.streams[0, i], m[i].ids)
 
     def compute_0(self, m: Batches, i: int) -> None:
         if m.grad and i < m.last:
@@ -39,8 +40,8 @@ class Scheduler(Pipeline):
             m[i].linear = self.stages[0].forward(m[i].ids)
             # no input has a gradient, so the output takes the token: B(i), F(i - 1) again, B(i - 1)
             m[i].linear = join(m.after[0], m[i].linear)
-        # what leaves cuda:0 is ready once F(i) is done
-        m[i].linear = wait(self.streams[0, i], m.compute[0], m[i].linear)
+        # what leaves cuda:0 may go once F(i) is done
+        self.streams[0, i].wait_stream(m.compute[0])
         del m[i].ids  # used for the last time
 
     # stage 1, cuda:1 ----------------------------------------------------------------------------------------
@@ -62,8 +63,8 @@ class Scheduler(Pipeline):
             )
         else:
             m[i].linear_1 = self.stages[1].forward(m[i].linear, draw)
-        # what leaves cuda:1 is ready once F(i) is done
-        m[i].linear_1 = wait(self.streams[1, i], m.compute[1], m[i].linear_1)
+        # what leaves cuda:1 may go once F(i) is done
+        self.streams[1, i].wait_stream(m.compute[1])
         del m[i].linear  # used for the last time
 
     # stage 2, cuda:2 ----------------------------------------------------------------------------------------

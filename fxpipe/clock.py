@@ -1,0 +1,18 @@
+"""How long each room takes, in the log at debug level: `logging.getLogger("fxpipe").setLevel(logging.DEBUG)`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+
+log = logging.getLogger("fxpipe")
+
+
+@contextmanager
+def timed(room: str) -> Iterator[None]:
+    """Logs what the block took, if nothing went wrong."""
+    start = perf_counter()
+    yield
+    log.debug("%s: %.1f ms", room, 1e3 * (perf_counter() - start))

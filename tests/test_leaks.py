@@ -1,0 +1,179 @@
+"""Training for long, and making pipe after pipe: nothing is left behind. No tensors, threads, files, modules."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import tempfile
+import threading
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+
+import fxpipe
+from fxpipe.demo.transformer import PixelTransformer
+from fxpipe.demo.unet import UNet
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the process holds on to."""
+
+    tensors: int  # fake ones apart, which torch caches when it traces
+    threads: int
+    files: int
+    modules: int
+    folders: int
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Temporary folders go where no other process makes any."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+
+
+def held() -> Held:
+    gc.collect()
+    files = Path("/proc/self/fd")
+    return Held(
+        tensors=sum(issubclass(type(one), Tensor) and type(one) is not FakeTensor for one in gc.get_objects()),
+        threads=threading.active_count(),
+        files=len(os.listdir(files)) if files.exists() else 0,
+        modules=len(sys.modules),
+        folders=len(list(Path(tempfile.gettempdir()).glob("fxpipe-*"))),
+    )
+
+
+def resident() -> int:
+    """Bytes of memory that the process has."""
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def train(model: nn.Module, x: Tensor, y: Tensor, loss: Callable[[Tensor, Tensor], Tensor], steps: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+
+
+def token_loss(scores: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+
+DEMOS = {
+    "unet": (lambda: UNet(4), torch.zeros(8, 1, 16, 16), torch.ones(8, 1, 16, 16), F.mse_loss),
+    "transformer": (
+        lambda: PixelTransformer(width=16),
+        torch.arange(8 * 20).view(8, 20) % 17,
+        torch.arange(8 * 20).view(8, 20) % 16,
+        token_loss,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DEMOS)
+def test_steps_leave_nothing(name: str) -> None:
+    make, x, y, loss = DEMOS[name]
+    pipe = fxpipe.compile(make(), devices=4, chunks=4)
+    train(pipe, x, y, loss, 10)
+    before, objects = held(), len(gc.get_objects())
+    train(pipe, x, y, loss, 60)
+    assert held() == before
+    assert len(gc.get_objects()) - objects < 20
+    pipe.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DEMOS)
+def test_a_thousand_steps_leave_nothing(name: str) -> None:
+    make, x, y, loss = DEMOS[name]
+    pipe = fxpipe.compile(make(), devices=4, chunks=4)
+    tracemalloc.start()
+    # Python and torch keep lists of freed objects for later, which fill up in the first few hundred steps.
+    train(pipe, x, y, loss, 500)
+    before, objects, traced, memory = held(), len(gc.get_objects()), tracemalloc.get_traced_memory()[0], resident()
+    train(pipe, x, y, loss, 1000)
+    assert held() == before
+    assert len(gc.get_objects()) - objects < 20
+    assert tracemalloc.get_traced_memory()[0] - traced < 30_000
+    assert resident() - memory < 20e6
+    tracemalloc.stop()
+    pipe.close()
+
+
+def test_steps_leave_no_cycles() -> None:
+    # What is in a cycle lives until Python happens to collect it: activations would pile up.
+    make, x, y, loss = DEMOS["unet"]
+    pipe = fxpipe.compile(make(), devices=4, chunks=4)
+    train(pipe, x, y, loss, 3)
+    gc.collect()
+    gc.disable()
+    try:
+        train(pipe, x, y, loss, 3)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        left = [type(one).__name__ for one in gc.garbage if isinstance(one, Tensor) or "Function" in type(one).__name__]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert left == []
+    pipe.close()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "dropped"])
+def test_pipes_leave_nothing(closed: bool) -> None:
+    def once(x: Tensor) -> None:
+        pipe = fxpipe.compile(Net(), devices=2, chunks=2)
+        pipe(x).sum().backward()
+        pipe.eval()
+        pipe(x)
+        if closed:
+            pipe.close()
+
+    x = torch.ones(4, 4)
+    for _ in range(2):
+        once(x)
+    before = held()
+    for _ in range(20):
+        once(x)
+    assert held() == before
+
+
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "dropped"])
+def test_loaded_packages_leave_nothing(tmp_path: Path, closed: bool) -> None:
+    def once(x: Tensor) -> None:
+        loaded = fxpipe.load(tmp_path / "out", Net())
+        loaded(x).sum().backward()
+        if closed:
+            loaded.close()
+
+    x = torch.ones(4, 4)
+    pipe = fxpipe.compile(Net(), devices=2, chunks=2, example_inputs=x)
+    pipe.save(tmp_path / "out")
+    once(x)
+    before = held()
+    for _ in range(20):
+        once(x)
+    assert held() == before
+    pipe.close()
