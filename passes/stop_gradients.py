@@ -50,12 +50,13 @@ def stop_gradients(program: Program, plan: Plan) -> Program:
 
 def _wanted(program: Program, ops: Sequence[Op], root: Callable[[str], str]) -> set[str]:
     """The memory into which gradients come back, if they come from all outputs."""
-    types, states = program.types, {state.name for state in program.graph.states}
+    types, made = program.types, {op.name for op in ops}
     wanted = {root(output.value) for output in program.graph.outputs}
     for op in reversed(ops):
         results = (op.name, *op.writes)
         if any(root(name) in wanted for name in results) and any(carries_gradient(types[name]) for name in results):
-            wanted |= {root(name) for name in op.reads if carries_gradient(types[name]) or name in states}
+            # The type of an input or a state does not tell what ops have written into it.
+            wanted |= {root(name) for name in op.reads if name not in made or carries_gradient(types[name])}
     return wanted
 
 

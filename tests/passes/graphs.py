@@ -1,12 +1,11 @@
 """Graphs for the tests of passes, from plain modules: traced by torch.fx, typed and aliased by one real run.
 
-As in a captured graph, a type says whether the tensor had a gradient in the end: a write through a view may bring one.
+As in a captured graph, an op's type says whether the tensor had a gradient in the end: a write through a view may bring one.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -67,13 +66,9 @@ class _Reading:
         sizes = (Size("b", self.inputs[0].name, 0),) if self.sized else ()
         call = (tuple(Ref(i.name) for i in self.inputs), {})
         name = type(self.model).__name__
-        inputs, states, ops = map(self._typed_at_last, (self.inputs, self.states.values(), self.ops))
-        return Graph(name, self.model.training, inputs, sizes, states, ops, tuple(self.outputs), call, self.result)
-
-    def _typed_at_last(self, items: Iterable[Any]) -> tuple[Any, ...]:
-        return tuple(
-            replace(item, type=self._type(self.held[item.name])) if item.name in self.held else item for item in items
-        )
+        inputs, states, outputs = tuple(self.inputs), tuple(self.states.values()), tuple(self.outputs)
+        ops = tuple(replace(op, type=self._type(self.values[op.name])) for op in self.ops)
+        return Graph(name, self.model.training, inputs, sizes, states, ops, outputs, call, self.result)
 
     def _placeholder(self, node: fx.Node, position: int) -> None:
         value = next(self.waiting).clone()
