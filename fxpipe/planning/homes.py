@@ -2,8 +2,9 @@
 
 The first plan gave every parameter a home: the first stage that uses it. In a later graph the first op that uses a
 parameter belongs there (with several parameters, to the largest), unless it depends on an op of a later stage: values
-only move forward, so it goes there and borrows. Ops that use the parameter again borrow it from wherever they are. Between the ops that have such a place, the cuts are free, and balanced. A stage that would be
-empty is left out. Memory is not asked: the first plan has decided where the parameters live.
+only move forward, so it goes there and borrows. Ops that use the parameter again borrow it from wherever they are.
+Between the ops that have such a place, the cuts are free, and balanced. A stage that would be empty is left out. Memory
+is not asked: the first plan has decided where the parameters live.
 """
 
 from __future__ import annotations
