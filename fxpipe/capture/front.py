@@ -103,12 +103,16 @@ class Front:
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Run) -> Any:
         with self._lock:
             now, result = self._pass(args, kwargs, run)
-            if now.snapshot is not None:
-                self._finish(now, result, args, kwargs)
-                now, result = self._pass(args, kwargs, run)
+            for _ in range(2):  # a hook that fills a dict makes the second call of another kind than the first
+                if now.snapshot is not None:
+                    self._finish(now, result, args, kwargs)
+                    now, result = self._pass(args, kwargs, run)
             kind = now.kind
             if now.snapshot is not None or kind is None:
-                raise CaptureError(f"{type(self.model).__name__} changes itself, so that no two calls are of one kind")
+                raise CaptureError(
+                    f"{type(self.model).__name__}, or a hook on it, changes what it depends on, so that no two calls "
+                    "are of one kind; does it append to a list? Put values into a dict, or return them, instead"
+                )
             for module, name in kind.touched:
                 if name in module.__dict__:
                     module.__dict__[name] = change(module.__dict__[name], now.real)
