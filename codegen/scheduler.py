@@ -72,11 +72,13 @@ def _imports(body: Sequence[str]) -> list[str]:
 def _attributes(program: Program, places: Places) -> list[str]:
     """The class and what its base wants to know."""
     sizes = [s for s in program.graph.sizes if any(s.name in stage.takes for stage in program.stages)]
+    inputs = program.graph.inputs
     values = {
         "devices": [string(stage.device) for stage in program.stages],
-        "inputs": [_row(places.name(i.name), i.batch_dim) for i in program.graph.inputs],
+        "inputs": [_row(places.name(i.name), i.batch_dim) for i in inputs],
         "sizes": [_row(places.name(s.name), places.name(s.input), s.dim) for s in sizes],
         "outputs": [_row(places.name(o.value), o.batch_dim, o.reduce) for o in program.graph.outputs],
+        "detached": [string(places.name(i.name)) for i in inputs if program.types[i.name] != i.type],
     }
     lines = ["class Scheduler(Pipeline):"]
     for name, rows in values.items():

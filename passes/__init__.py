@@ -22,12 +22,22 @@ from fxpipe.passes.portals import portals
 from fxpipe.passes.recompute import recompute
 from fxpipe.passes.recompute_cheap import recompute_cheap
 from fxpipe.passes.share import share
+from fxpipe.passes.stop_gradients import stop_gradients
 
 __all__ = ["PASSES", "Pass", "cut", "lower"]
 
 Pass = Callable[[Program, Plan], Program]
 
-PASSES: tuple[Pass, ...] = (portals, recompute_cheap, share, place, mutations, recompute, defer_batch_norm)
+PASSES: tuple[Pass, ...] = (
+    portals,
+    recompute_cheap,
+    share,
+    place,
+    stop_gradients,
+    mutations,
+    recompute,
+    defer_batch_norm,
+)
 
 log = logging.getLogger("fxpipe")
 

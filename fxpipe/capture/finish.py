@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import CaptureError
+from fxpipe.ir.dead import without_dead_ops
 from fxpipe.ir.graph import Graph, Op, Origin, Ref, Region, State, check, refs
 from fxpipe.ir.memory import memory
 from fxpipe.ir.types import TensorType
@@ -137,6 +138,7 @@ def finish(draft: Draft, hollows: tuple[Any, ...], call: Call, seen: Seen, reduc
     gives = tuple(
         _give(made, name, graph, draft, seen, places, exact) for made, name in zip(hollows, draft.outputs, strict=True)
     )
+    graph = without_dead_ops(graph)
     constants = {s.name: draft.places[s.name] for s in graph.states if s.kind == "constant" and s.name in draft.places}
     return Finished(graph, gives, constants)
 

@@ -57,13 +57,14 @@ class Pipeline:
 
     `devices`: a worker label for each stage; `inputs`: the name and batch dimension (None: whole) of each; `sizes`: the
     name, input and dimension of the numbers known from shapes; `outputs`: the name, batch dimension and reduction of
-    each; `random`: whether any stage draws random numbers.
+    each; `detached`: the inputs that no gradient comes back to; `random`: whether any stage draws random numbers.
     """
 
     devices: tuple[str, ...] = ()
     inputs: tuple[tuple[str, int | None], ...] = ()
     sizes: tuple[tuple[str, str, int], ...] = ()
     outputs: tuple[tuple[str, int | None, str | None], ...] = ()
+    detached: tuple[str, ...] = ()
     random: bool = False
 
     def __init__(self, stages: Sequence[Stage]) -> None:
@@ -116,6 +117,7 @@ class Pipeline:
             batch = [value.cpu() if isinstance(value, Tensor) else value for value in batch]
         m = Batches(split_sizes(total.pop(), chunks) if total else (1,), self.stages, self.random)
         for value, (name, dim) in zip(batch, self.inputs, strict=True):
+            value = value.detach() if name in self.detached else value
             for micro_batch, piece in zip(m, scatter(value, dim, m.sizes), strict=True):
                 setattr(micro_batch, name, piece)
         for name, source, dim in self.sizes:

@@ -18,11 +18,12 @@ later stage than the one that made it: there it is written in a copy.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-from .graph import Graph, may_cross
+from .graph import Graph, Op, may_cross
+from .memory import shares
 
 Spans = dict[str, tuple[int, int]]
 
@@ -86,6 +87,7 @@ def _immovable(graph: Graph, span: Spans) -> Iterator[Tie]:
 def _shared_memory(graph: Graph, span: Spans) -> Iterator[Tie]:
     """Where memory has several live names, the ops that name it and those that write it stay together, so that a write
     under one name is seen under the others."""
+    made = {op.name: op for op in graph.ops}
     returned = {output.value for output in graph.outputs}
 
     def seen(name: str, at: int) -> bool:
@@ -97,10 +99,24 @@ def _shared_memory(graph: Graph, span: Spans) -> Iterator[Tie]:
         alone = len(names) == 1 and not seen(names[0], at + 1)  # later ops know it by the name of this op
         if alone or not values:
             continue
-        first = min((defined for defined, _ in values if defined >= 0), default=at)
+        # Views on the way from one of the names to another are memory of the same stage, even if nobody sees them now.
+        behind = [_views_behind(name, made) for name in names]
+        linked = (behind[0].union(*behind) - behind[0].intersection(*behind)) | set(names)
+        first = min((span[name][0] for name in linked if name in made), default=at)
         # The caller's memory is not written: who reads an input after the write has to be where the written copy is.
         last = max([at, *(read for defined, read in values if defined < 0)])
         yield Tie(first, last, names[0], f"{op.name} changes {', '.join(names)} in place, which others see")
+
+
+def _views_behind(name: str, made: Mapping[str, Op]) -> set[str]:
+    """The value, what it may be a view of, what that may be a view of, and so on."""
+    found, waiting = set[str](), [name]
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += (*shares(made[name]), *made[name].writes) if name in made else ()
+    return found
 
 
 def _changed_states(graph: Graph) -> Iterator[Tie]:

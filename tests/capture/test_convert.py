@@ -121,3 +121,18 @@ def test_an_argument_that_is_called_b():
     graph = capture(Named(), (torch.randn(6, 4), torch.randn(6)))
     assert [(item.name, item.path) for item in graph.inputs] == [("b_1", "b"), ("self_", "self_")]
     assert [size.name for size in graph.sizes] == ["b"]
+
+
+def test_what_nobody_uses_is_left_out():
+    class Wasteful(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.spare = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            F.dropout(self.spare(x), 0.5)
+            return F.dropout(self.fc(x), 0.5)
+
+    graph = capture(Wasteful(), (torch.randn(6, 4),))
+    assert [(op.name, op.draw) for op in graph.ops] == [("linear_1", None), ("dropout_1", 1)]
+    assert [state.path for state in graph.states] == ["fc.weight", "fc.bias"]

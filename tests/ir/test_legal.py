@@ -100,6 +100,30 @@ def test_who_reads_an_input_after_a_write_through_its_view_is_where_the_written_
     assert glued(through) == ((1, 4),)
 
 
+def test_a_view_of_a_view_of_an_input_is_where_the_written_copy_is() -> None:
+    """Cut before `w`, the stage would write a copy of `v`, and read `x` in a copy that nobody wrote."""
+    through = graph(
+        op("early", "neg", "x"),
+        op("v", "view", "x"),
+        op("w", "select", "v"),
+        op("z", "add_", "w", writes=("w", "x")),
+        op("y", "mul", "z", "x"),
+    )
+    assert glued(through) == ((1, 4),)
+
+
+def test_two_views_of_memory_that_has_no_other_name() -> None:
+    siblings = graph(
+        op("a", "neg", "x"),
+        op("v", "view", "a"),
+        op("u", "view", "a"),
+        op("w", "select", "v"),
+        op("z", "add_", "w", writes=("w", "u")),
+        op("y", "mul", "z", "u"),
+    )
+    assert glued(siblings) == ((1, 4),)  # a may cross: both views are then of one copy of it
+
+
 def test_a_changed_buffer_keeps_all_its_users_in_one_stage() -> None:
     counted = graph(
         op("a", "neg", "x"),

@@ -1,8 +1,12 @@
-"""Graphs for the tests of passes, from plain modules: traced by torch.fx, typed and aliased by one real run."""
+"""Graphs for the tests of passes, from plain modules: traced by torch.fx, typed and aliased by one real run.
+
+As in a captured graph, an op's type says whether the tensor had a gradient in the end: a write through a view may bring one.
+"""
 
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,12 +66,12 @@ class _Reading:
         sizes = (Size("b", self.inputs[0].name, 0),) if self.sized else ()
         call = (tuple(Ref(i.name) for i in self.inputs), {})
         name = type(self.model).__name__
-        states, ops = tuple(self.states.values()), tuple(self.ops)
-        outputs = tuple(self.outputs)
-        return Graph(name, self.model.training, tuple(self.inputs), sizes, states, ops, outputs, call, self.result)
+        inputs, states, outputs = tuple(self.inputs), tuple(self.states.values()), tuple(self.outputs)
+        ops = tuple(replace(op, type=self._type(self.values[op.name])) for op in self.ops)
+        return Graph(name, self.model.training, inputs, sizes, states, ops, outputs, call, self.result)
 
     def _placeholder(self, node: fx.Node, position: int) -> None:
-        value = next(self.waiting).detach().clone()
+        value = next(self.waiting).clone()
         self._hold(node.name, node.name, value)
         batched = value.shape[:1] == (self.batch,)
         self.inputs.append(Input(node.name, node.name, self._type(value), 0 if batched else None))

@@ -1,0 +1,68 @@
+"""Lets values whose gradient nobody asks for leave their stage without one.
+
+Backward goes through a stage as a whole: all that it gives must be back before the micro-batch before has its turn. So
+a value from which no gradient comes back (a later stage detaches it, or reads it under `no_grad`) would still lead
+autograd to the ops that made it, where the model itself never goes, and where what they kept may be written over.
+
+    stage 0   h = linear(x, weight)    gives h        h_1 = linear(x, weight)    h = detach(h_1)    gives h
+    stage 1   mean = h.detach().mean()                mean = h.detach().mean()
+
+It also spares the stage the memory behind that value. An input that is used so is cut off before the first stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from fxpipe.ir.graph import Op, Ref, rename
+from fxpipe.ir.memory import memory
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.program import Program, Stage
+from fxpipe.ir.types import TensorType, ValueType, tensors
+from fxpipe.passes.wiring import fresh
+
+
+def stop_gradients(program: Program, plan: Plan) -> Program:
+    """The program in which a value that moves has a gradient only if one comes back."""
+    ops = [op for stage in program.stages for op in stage.ops]
+    root = memory(ops, program.types)
+    wanted = _wanted(program, ops, root)
+    types, names = dict(program.types), set(program.types)
+
+    def unasked(name: str) -> bool:
+        return carries_gradient(types[name]) and root(name) not in wanted
+
+    def stopped(stage: Stage) -> Stage:
+        made = {op.name: op for op in stage.ops}
+        inner = {name: fresh(name, names) for name in stage.gives if name in made and unasked(name)}
+        detached = []
+        for name, source in inner.items():
+            types[source], types[name] = types[name], without_gradient(types[name])
+            detached.append(Op(name, "detach", (Ref(source),), {}, types[name], made[name].origin))
+        return replace(stage, ops=(*(rename(op, inner) for op in stage.ops), *detached)) if inner else stage
+
+    stages = tuple(map(stopped, program.stages))
+    inputs = {move.value for move in program.moves if move.source < 0}
+    types |= {name: without_gradient(types[name]) for name in inputs if unasked(name)}
+    return program if types == program.types else replace(program, stages=stages, types=types)
+
+
+def _wanted(program: Program, ops: Sequence[Op], root: Callable[[str], str]) -> set[str]:
+    """The memory into which gradients come back, if they come from all outputs."""
+    types, made = program.types, {op.name for op in ops}
+    wanted = {root(output.value) for output in program.graph.outputs}
+    for op in reversed(ops):
+        results = (op.name, *op.writes)
+        if any(root(name) in wanted for name in results) and any(carries_gradient(types[name]) for name in results):
+            # The type of an input or a state does not tell what ops have written into it.
+            wanted |= {root(name) for name in op.reads if name not in made or carries_gradient(types[name])}
+    return wanted
+
+
+def carries_gradient(type: ValueType) -> bool:
+    return any(tensor.grad for tensor in tensors(type))
+
+
+def without_gradient(type: ValueType) -> ValueType:
+    return replace(type, grad=False) if isinstance(type, TensorType) else type

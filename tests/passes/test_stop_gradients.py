@@ -1,0 +1,96 @@
+"""What no gradient comes back for leaves its stage without one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.ir.program import Program
+from fxpipe.ir.types import tensors
+from fxpipe.passes import cut, lower
+from fxpipe.passes.stop_gradients import stop_gradients
+from tests.passes.graphs import trace
+from tests.passes.nets import Chain, make, plan
+from tests.passes.same import assert_same, of_graph, of_program
+
+
+class Watched(nn.Module):
+    """The first value is measured and written over, the second one is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x * self.scale
+        seen = self.a(h)
+        h.add_(1)
+        mean = seen.detach().mean()
+        return self.b(h) * mean
+
+
+def stopped(model: nn.Module, x: Tensor, *sizes: int) -> Program:
+    graph = trace(model, x)
+    chosen = plan(graph, *sizes)
+    return stop_gradients(cut(graph, chosen), chosen)
+
+
+def gradients(program: Program) -> dict[str, bool]:
+    return {name: any(tensor.grad for tensor in tensors(type)) for name, type in program.types.items()}
+
+
+def test_a_value_that_is_only_measured_is_detached_where_it_was_made() -> None:
+    program = stopped(*make(Watched), 3, 2, 2)  # mul linear add_ | detach mean | linear mul
+    assert [str(op.target) for op in program.stages[0].ops][-1] == "detach"
+    assert program.stages[0].ops[-1].reads == ("linear_2",)
+    grads = gradients(program)
+    assert (grads["add_"], grads["linear"], grads["linear_2"]) == (True, False, True)
+
+
+def test_where_every_gradient_comes_back_nothing_changes() -> None:
+    model, x = make(Chain)
+    graph = trace(model, x)
+    before = cut(graph, plan(graph, 2, 3))
+    assert stop_gradients(before, plan(graph, 2, 3)) is before
+
+
+def test_a_write_through_a_view_brings_gradients_back() -> None:
+    class Filled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 2), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            half = self.a(x)
+            whole = torch.zeros_like(x)
+            whole[:, :2].mul_(half)
+            return self.b(whole)
+
+    program = stopped(*make(Filled), 1, 4)  # linear | zeros_like getitem mul_ linear
+    assert gradients(program)["linear"]
+
+
+def test_an_input_that_is_only_measured() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x.detach())
+
+    model, x = make(Scaled)
+    graph = trace(model, x.requires_grad_())
+    before = cut(graph, plan(graph, 1, 1))
+    after = stop_gradients(before, plan(graph, 1, 1))
+    assert gradients(before)["x"]
+    assert not gradients(after)["x"]
+
+
+def test_numbers() -> None:
+    model, x = make(Watched)
+    graph = trace(model, x)
+    expected = of_graph(graph, model, x)
+    for sizes in ((2, 5), (3, 4), (3, 2, 2), (1, 1, 1, 1, 1, 1, 1)):
+        assert_same(of_program(lower(graph, plan(graph, *sizes, checkpoint="always")), model, x), expected)
