@@ -109,9 +109,10 @@ class Front:
             kind = now.kind
             if now.snapshot is not None or kind is None:
                 raise CaptureError(f"{type(self.model).__name__} changes itself, so that no two calls are of one kind")
-            for module, name in kind.touched:
-                if name in module.__dict__:
-                    module.__dict__[name] = change(module.__dict__[name], now.real)
+            for (_, name), touched in kind.touched.items():
+                attributes = vars(touched.holder)
+                if name in attributes:
+                    attributes[name] = change(attributes[name], now.real)
             return change(result, now.real)
 
     def capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Graph:
@@ -134,7 +135,7 @@ class Front:
                 assert other.kind is not None
                 assert other.kind.drafted is not None
                 drafted = merge(drafted, other.kind.drafted, rows, (result, result_of_other))
-            seen = Seen(result, now.rebound, tuple(kind.touched.values()), self.twins.slots)
+            seen = Seen(result, now.rebound, tuple(touched.value for touched in kind.touched.values()), self.twins.slots)
             kind.finished = finish(drafted, kind.hollows, now.call, seen, self.reduce)
         return kind.finished
 
@@ -185,10 +186,10 @@ class Front:
 
     def _dry(self, kind: Kind, now: Now, flat: tuple[Any, ...]) -> tuple[Any, ...]:
         """Hollow outputs, in place of running. The route has not touched the model yet: it does so afterwards."""
-        now.snapshot = Snapshot(self.model)
         if kind.drafted is None:
             kind.drafted = draft(self.model, kind.traced, flat, now.call, self.twins.slots)
             kind.hollows = stand_ins(kind.drafted)
+        now.snapshot = Snapshot(self.model)  # not sooner, lest it undo what other threads do
         return kind.hollows
 
     def _check(self, kind: Kind, call: Call) -> None:

@@ -146,6 +146,31 @@ def test_capture_has_no_side_effects():
     assert model.norm.num_batches_tracked == 2
 
 
+def test_what_forward_sets_on_objects_of_the_model_is_set_once():
+    class Settings:
+        def __init__(self):
+            self.kind, self.calls, self.last = None, 0, None
+
+    class Decides(nn.Module):
+        """As models do that choose their loss at the first call, and remember the choice in their configuration."""
+
+        def __init__(self):
+            super().__init__()
+            self.settings, self.fc = Settings(), nn.Linear(4, 4)
+
+        def forward(self, x):
+            if self.settings.kind is None:
+                self.settings.kind = "regression"
+            self.settings.calls += 1
+            self.settings.last = x
+            return self.fc(x) * self.settings.calls
+
+    calls, x = Calls(Decides()), torch.randn(6, 4)
+    for count in (1, 2, 3):
+        calls(x)
+        assert vars(calls.model.settings) == {"kind": "regression", "calls": count, "last": x}
+
+
 def test_nothing_changes_when_the_model_is_refused_or_the_run_fails():
     class Refused(nn.Module):
         def __init__(self):
