@@ -28,7 +28,7 @@ from .batch import Reduce
 from .convert import Draft, draft
 from .dynamo import Capture, Traced, dynamo
 from .finish import Finished, Seen, feed, finish, stand_ins
-from .guards import check_sizes
+from .guards import check_outputs, check_sizes
 from .hollow import Changes, Slot, Snapshot, Twins
 from .inline import inline_checkpoints
 from .nest import change
@@ -135,7 +135,9 @@ class Front:
                 assert other.kind is not None
                 assert other.kind.drafted is not None
                 drafted = merge(drafted, other.kind.drafted, rows, (result, result_of_other))
-            seen = Seen(result, now.rebound, tuple(touched.value for touched in kind.touched.values()), self.twins.slots)
+            seen = Seen(
+                result, now.rebound, tuple(touched.value for touched in kind.touched.values()), self.twins.slots
+            )
             kind.finished = finish(drafted, kind.hollows, now.call, seen, self.reduce)
         return kind.finished
 
@@ -196,7 +198,9 @@ class Front:
         if call.batch not in kind.fits:
             assert kind.drafted is not None
             check_sizes(kind.traced, kind.drafted, call, self.sizes)
-            kind.fits.add(call.batch)
+            if kind.finished is not None:
+                check_outputs(kind.finished.graph, call, self.sizes)
+                kind.fits.add(call.batch)
 
 
 def capture(

@@ -398,6 +398,17 @@ def test_refused_with_the_line(body, caplog):
         capture(Body(body), (torch.randn(6, 4),))
 
 
+def test_all_pairs_of_a_batch_cannot_be_joined_from_unequal_pieces():
+    class Pairs(nn.Module):
+        def forward(self, x):
+            return x @ x.t()
+
+    front = Front(Pairs(), reduce={"matmul": "cat"}, sizes=lambda batch: (3, batch - 3))
+    assert front((torch.ones(6, 4),), {}, lambda graph, inputs: inputs).shape == (6, 4)
+    with pytest.raises(CaptureError, match=r"matmul, f32\[b, b\], cannot be joined.*the sizes 3, 2"):
+        front((torch.ones(5, 4),), {}, lambda graph, inputs: inputs)
+
+
 def test_two_fronts_of_one_class_share_nothing():
     for rows in (3, 5, 7):
         graph = capture(Flags(), (torch.randn(6, rows, 4),))
