@@ -28,7 +28,7 @@ from .batch import Reduce
 from .convert import Draft, draft
 from .dynamo import Capture, Traced, dynamo
 from .finish import Finished, Seen, feed, finish, stand_ins
-from .guards import check_sizes
+from .guards import check_outputs, check_sizes
 from .hollow import Changes, Slot, Snapshot, Twins
 from .inline import inline_checkpoints
 from .nest import change
@@ -113,9 +113,10 @@ class Front:
                     f"{type(self.model).__name__}, or a hook on it, changes what it depends on, so that no two calls "
                     "are of one kind; does it append to a list? Put values into a dict, or return them, instead"
                 )
-            for module, name in kind.touched:
-                if name in module.__dict__:
-                    module.__dict__[name] = change(module.__dict__[name], now.real)
+            for (_, name), touched in kind.touched.items():
+                attributes = vars(touched.holder)
+                if name in attributes:
+                    attributes[name] = change(attributes[name], now.real)
             return change(result, now.real)
 
     def capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Graph:
@@ -138,7 +139,9 @@ class Front:
                 assert other.kind is not None
                 assert other.kind.drafted is not None
                 drafted = merge(drafted, other.kind.drafted, rows, (result, result_of_other))
-            seen = Seen(result, now.rebound, tuple(kind.touched.values()), self.twins.slots)
+            seen = Seen(
+                result, now.rebound, tuple(touched.value for touched in kind.touched.values()), self.twins.slots
+            )
             kind.finished = finish(drafted, kind.hollows, now.call, seen, self.reduce)
         return kind.finished
 
@@ -189,17 +192,19 @@ class Front:
 
     def _dry(self, kind: Kind, now: Now, flat: tuple[Any, ...]) -> tuple[Any, ...]:
         """Hollow outputs, in place of running. The route has not touched the model yet: it does so afterwards."""
-        now.snapshot = Snapshot(self.model)
         if kind.drafted is None:
             kind.drafted = draft(self.model, kind.traced, flat, now.call, self.twins.slots)
             kind.hollows = stand_ins(kind.drafted)
+        now.snapshot = Snapshot(self.model)  # not sooner, lest it undo what other threads do
         return kind.hollows
 
     def _check(self, kind: Kind, call: Call) -> None:
         if call.batch not in kind.fits:
             assert kind.drafted is not None
             check_sizes(kind.traced, kind.drafted, call, self.sizes)
-            kind.fits.add(call.batch)
+            if kind.finished is not None:
+                check_outputs(kind.finished.graph, call, self.sizes)
+                kind.fits.add(call.batch)
 
 
 def capture(
