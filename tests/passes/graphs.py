@@ -1,6 +1,7 @@
 """Graphs for the tests of passes, from plain modules: traced by torch.fx, typed and aliased by one real run.
 
-As in a captured graph, an op's type says whether the tensor had a gradient in the end: a write through a view may bring one.
+As in a captured graph, an op's type says whether the tensor had a gradient in the end: a write through a view may bring
+one.
 """
 
 from __future__ import annotations
