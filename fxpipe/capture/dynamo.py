@@ -30,7 +30,6 @@ SETTINGS: dict[str, object] = {
     "allow_rnn": True,  # nn.LSTM and its kind, as one op
     "allow_unspec_int_on_nn_module": True,  # self.counter += 1: one more capture, not one per call
     "allow_empty_graphs": True,  # nn.Identity
-    "skip_nnmodule_hook_guards": False,  # a hook registered later must not be forgotten
     "recompile_limit": 64,
     "accumulated_recompile_limit": 1024,
     "verbose": False,
