@@ -15,7 +15,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -50,8 +50,9 @@ from .viz import svg
 @dataclass
 class Live:
     """What runs a build: its package, imported, and the scheduler whose stages hold the model's tensors. `version`
-    tells which of the model's tensors those are: a user may put others in their place."""
+    tells which of the model's tensors those are: a user may put others in their place. Constants are the build's."""
 
+    build: Build
     package: ModuleType
     scheduler: Pipeline
     version: int
@@ -106,18 +107,27 @@ class Pipe(Shell):
         """The build for a kind of call, made if there is none yet."""
         if self._closed:
             raise FxpipeError("this pipe is closed; compile the model again")
-        made: Build | None = self._builds.get(id(graph))
+        # Kinds of calls that differ in constants alone, as in `model.mask = mask`, have the same ops.
+        key = id(graph.ops), self.model.training
+        made: Build | None = self._builds.get(key)
         if made is None:
+            graph = replace(graph, training=self.model.training)
             sizes = micro_batch_sizes(graph, inputs, self.options.chunks)
             cluster = self.options.cluster or local_cluster(self.options.devices)
             with timed("profiling"):
                 profile = self._profile(graph, inputs, sizes, cluster)
             made = build(graph, profile, sizes, cluster, self.options, self._home)
-            self._builds[id(graph)] = made
+            self._builds[key] = made
             if self._home is None:
                 self.__dict__["_home"] = Home(made.plan, homes(graph, made.plan))
             if self.options.dump is not None:
                 dump(made, self.options.dump, len(self._builds))
+        elif made.graph.states is not graph.states:
+            ordered = replace(made.program.graph, states=graph.states)
+            made = replace(
+                made, graph=replace(made.graph, states=graph.states), program=replace(made.program, graph=ordered)
+            )
+            self._builds[key] = made
         self.__dict__["_last"] = made
         return made
 
@@ -138,7 +148,8 @@ class Pipe(Shell):
 
     def _live(self, made: Build) -> Live:
         """The build's package, imported, with the tensors that the model has now."""
-        live: Live | None = self._lives.get(id(made))
+        key = id(made.graph.ops), made.graph.training
+        live: Live | None = self._lives.get(key)
         version = self._front.twins.version
         if live is None:
             folder = Path(self._folder.name) / str(len(self._lives))
@@ -146,12 +157,12 @@ class Pipe(Shell):
                 write(made.files, folder)
                 package = load_package(folder)
                 weakref.finalize(self, unload, package)
-                live = Live(package, bind(package, self.model, constants(made.program)), version)
-            self._lives[id(made)] = live
-        elif live.version != version:
+                live = Live(made, package, bind(package, self.model, constants(made.program)), version)
+            self._lives[key] = live
+        elif live.version != version or live.build is not made:
             live.scheduler.close()
             live.scheduler = bind(live.package, self.model, constants(made.program))
-            live.version = version
+            live.version, live.build = version, made
         return live
 
     def close(self) -> None:

@@ -221,6 +221,12 @@ def test_a_long_value_passes_through_no_stage_between(make: Make) -> None:
             assert not re.search(r"\bfar\b", re.sub("#.*", "", text))
 
 
+class Named(tuple[int, int]):
+    """Stands for a stream: stage and micro-batch."""
+
+    def wait_stream(self, other: object) -> None: ...
+
+
 @pytest.mark.parametrize("mode", ["never", "except_last", "always"])
 def test_a_value_is_copied_once_to_each_device(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The scheduler for three GPUs, two stages on the last, run with stages that are all on the CPU.
@@ -236,7 +242,9 @@ def test_a_value_is_copied_once_to_each_device(mode: str, tmp_path: Path, monkey
     scheduler: Pipeline = package.Scheduler([kind(tensors, {}, torch.device("cpu")) for kind in package.STAGES])
     moved: list[tuple[str, int, int, int, int]] = []
 
-    def counted(source: tuple[int, int], target: tuple[int, int], device: torch.device, *values: Tensor) -> Any:
+    def counted(source: Any, target: tuple[int, int], device: torch.device, *values: Tensor) -> Any:
+        if source is None:  # the caller's batch
+            return copy_on_streams(None, None, device, *values)
         (j, i), (k, _) = source, target
         moved.append(("there", j, k, i, len(values)))
         found = copy_on_streams(None, None, device, *values)
@@ -245,7 +253,7 @@ def test_a_value_is_copied_once_to_each_device(mode: str, tmp_path: Path, monkey
         return found
 
     module = sys.modules[type(scheduler).__module__]
-    monkeypatch.setattr(scheduler, "streams", {(j, i): (j, i) for j in range(4) for i in range(CHUNKS)})
+    monkeypatch.setattr(scheduler, "streams", {(j, i): Named((j, i)) for j in range(4) for i in range(CHUNKS)})
     monkeypatch.setattr(module, "copy", counted)
     monkeypatch.setattr(module, "wait", lambda to, after, *values: values[0] if len(values) == 1 else values)
     (y,) = scheduler.run((x,), CHUNKS)

@@ -326,3 +326,18 @@ def test_devices_as_a_cluster_and_a_profile_made_before(model: nn.Module, x: Ten
     assert again.plan == first.plan
     first.close()
     again.close()
+
+
+def test_a_constant_that_changes_at_every_call(x: Tensor) -> None:
+    class Scaled(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * self.mask)
+
+    # The mask is a plain attribute, not a buffer. Each other one was once planned and generated for anew.
+    model = Scaled().double()
+    pipe = fxpipe.compile(model, devices=2, chunks=4)
+    for step in range(4):
+        model.mask = torch.full((8,), float(step), dtype=torch.float64)
+        close(pipe(x), model(x))
+    assert len(pipe._builds) == len(pipe._lives) == 1
+    pipe.close()

@@ -11,10 +11,14 @@ In every value the batch `b` must be one dimension, or the slowest part of one (
 
 Ops that are not known here pass if their result has the batch once. Statistics that go into a buffer, batch norm's or
 the model's own, are those of each micro-batch.
+
+What is refused is not the op but the output that comes of it, and only where nobody said how to put it together:
+`reduce` tells that each micro-batch may be a batch of its own.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -60,19 +64,20 @@ SIZES = {"size", "getattr", "numel", "dim", "sym_size", "sym_numel", "ndimension
 @dataclass
 class Flow:
     """What is known of each value: whether it depends on the batch's samples, where they were pooled or counted, and
-    how many of a kind stand before the batch in its dimension (1: the batch is the slowest part). `sizes` are numbers
-    that depend on how large the batch is."""
+    how many of a kind stand before the batch in its dimension (1: the batch is the slowest part). `mixed` has the
+    errors about values in which samples met; `sizes` are numbers that depend on how large the batch is."""
 
     types: Mapping[str, ValueType]
     depends: set[str] = field(default_factory=set)
     pooled: dict[str, Op] = field(default_factory=dict)
     counted: dict[str, Op] = field(default_factory=dict)
     outer: dict[str, int] = field(default_factory=dict)
+    mixed: dict[str, CaptureError] = field(default_factory=dict)
     sizes: set[str] = field(default_factory=lambda: {BATCH})
 
 
 def follow(graph: Graph) -> Flow:
-    """What is known of every value; CaptureError, with the user's line, where samples of the batch are mixed."""
+    """What is known of every value."""
     flow = Flow(graph.types)
     flow.depends |= {item.name for item in graph.inputs if item.batch_dim is not None}
     states = {state.name for state in graph.states}
@@ -80,14 +85,21 @@ def follow(graph: Graph) -> Flow:
         if not flow.depends:
             break
         _follow(op, flow)
-        if op.writes and not set(op.writes) - states:
-            for known in (flow.depends, flow.pooled, flow.counted):
+        written = set(op.writes)
+        if written and not written - states:
+            for known in (flow.depends, flow.pooled, flow.counted, flow.mixed):
                 known.discard(op.name) if isinstance(known, set) else known.pop(op.name, None)
+        elif written and op.name in flow.depends:  # what shares its memory is now as it is
+            flow.depends |= written - states
+            if op.name in flow.pooled:
+                flow.pooled |= dict.fromkeys(written - states, flow.pooled[op.name])
+            if op.name in flow.mixed:
+                flow.mixed |= dict.fromkeys(written - states, flow.mixed[op.name])
     return flow
 
 
 def _follow(op: Op, flow: Flow) -> None:
-    """Check one op and note what its result is."""
+    """Note what the result of one op is."""
     reads = [name for name in op.reads if name in flow.depends]
     dims = batch_dims(op.type)
     asks = called(op) in SIZES and not any(tensors(op.type))
@@ -97,17 +109,27 @@ def _follow(op: Op, flow: Flow) -> None:
     if not reads:
         if dims and called(op) in COUNT | SHUFFLE:
             flow.counted[op.name] = op
-        _count(op, flow)
+        _check(op, flow, (_count,))
         return
     flow.depends.add(op.name)
-    _count(op, flow)
-    _check_shape(op, flow)
-    _check_dimension(op, flow)
+    _check(op, flow, (_count, _check_shape, _check_dimension, _check_meeting))
     if dims:
-        _check_meeting(op, flow)
         flow.outer[op.name] = _outer(op, flow)
     elif any(True for _ in tensors(op.type)) or isinstance(op.type, ScalarType):
         flow.pooled[op.name] = next((flow.pooled[name] for name in reads if name in flow.pooled), op)
+
+
+def _check(op: Op, flow: Flow, checks: Sequence[Callable[[Op, Flow], None]]) -> None:
+    """Note it if the op mixes samples, or reads what does."""
+    met = next((flow.mixed[name] for name in op.reads if name in flow.mixed), None)
+    if met is not None:
+        flow.mixed[op.name] = met
+        return
+    try:
+        for check in checks:
+            check(op, flow)
+    except CaptureError as error:
+        flow.mixed[op.name] = error
 
 
 def _count(op: Op, flow: Flow) -> None:
@@ -168,6 +190,8 @@ def _check_split(op: Op, kind: TensorType, batch: int, outer: int) -> None:
 
 def _check_meeting(op: Op, flow: Flow) -> None:
     """What was pooled over the batch must not meet single samples again."""
+    if not batch_dims(op.type):
+        return
     met = next((flow.pooled[name] for name in op.reads if name in flow.pooled), None)
     if met is not None:
         raise refuse(met, f"pools the batch into {met.type}, which {op.origin or op.name} uses for single samples")
@@ -217,6 +241,13 @@ def _output(value: str, op: Op | None, graph: Graph, flow: Flow, exact: Mapping[
         return Output(value, None, _reduce_size(value, op, graph, exact[value]))
     kind = flow.types[value]
     dims = batch_dims(kind)
+    how = reduce if isinstance(reduce, str) else (reduce or {}).get(value)
+    if value in flow.mixed:
+        if how is None:
+            consent = f"reduce={{{value!r}: {'cat' if dims else 'mean'!r}}}"
+            raise CaptureError(f"{flow.mixed[value]}; if each may be a batch of its own, write {consent}")
+        if isinstance(reduce, str):
+            warnings.warn(f"{flow.mixed[value]}; the output {value} is now that of each micro-batch", stacklevel=2)
     if dims and isinstance(kind, TensorType):
         if value in flow.counted:
             raise refuse(flow.counted[value], f"numbers the samples of the batch, and is returned as {value}")
@@ -225,7 +256,6 @@ def _output(value: str, op: Op | None, graph: Graph, flow: Flow, exact: Mapping[
         return Output(value, dims[0])
     if value not in flow.depends:
         return Output(value, None, "same")
-    how = reduce if isinstance(reduce, str) else (reduce or {}).get(value)
     if how not in ("mean", "sum"):
         pooled = flow.pooled.get(value, op)
         raise refuse(

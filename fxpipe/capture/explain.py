@@ -41,6 +41,11 @@ ADVICE = (
         "take that out of forward, or put it under `if not torch.compiler.is_compiling():`",
     ),
     (
+        r"[Mm]odule-level backwards? hooks",
+        "a module in the model has a backward hook, which would not run",
+        "put the hook on a parameter or a tensor, as in weight.register_hook(...), or on the pipe itself",
+    ),
+    (
         r"recompile.limit",
         "the model was captured again and again for calls of different kinds",
         "pass what changes from call to call as a tensor, or make fewer kinds of calls",

@@ -122,6 +122,10 @@ def finish(draft: Draft, hollows: tuple[Any, ...], call: Call, seen: Seen, reduc
     kept: Any = [template(value, ref) for value in seen.touched]
     lasting = {state.name for state in graph.states} | {item.name for item in graph.inputs}
     kept_values = [found.name for found in refs(kept) if found.name not in lasting]
+    # What is not in the result and not in the model's attributes went elsewhere: a hook has put it into a dict.
+    traced = zip(hollows, draft.outputs, strict=True)
+    gone = [name for made, name in traced if isinstance(made, Tensor) and id(made) not in seen.rebound]
+    kept_values += [name for name in gone if any(op.name == name for op in graph.ops)]
     values = list(dict.fromkeys([found.name for found in refs(graph.result)] + kept_values))
     graph = _with_rebound_buffers(graph, draft, hollows, seen)
     sizes = {

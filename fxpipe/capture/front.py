@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from .batch import Reduce
 from .convert import Draft, draft
 from .dynamo import Capture, Traced, dynamo
 from .finish import Finished, Seen, feed, finish, stand_ins
-from .guards import check_sizes
+from .guards import check_outputs, check_sizes
 from .hollow import Changes, Slot, Snapshot, Twins
 from .inline import inline_checkpoints
 from .nest import change
@@ -96,22 +97,28 @@ class Front:
         self.twins = Twins(model)
         # Weak, for torch keeps every backend it has seen, and would keep the model with it.
         capture = weakref.WeakMethod(self._capture)
-        self._route = route(model, lambda traced: capture()(traced))  # type: ignore[misc]
+        self._begin = partial(route, model, lambda traced: capture()(traced))  # type: ignore[misc]
+        self._route, self._hooks = self._begin(), self.twins.hooks()
         self._now: Now | None = None
         self._lock = threading.RLock()
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Run) -> Any:
         with self._lock:
             now, result = self._pass(args, kwargs, run)
-            if now.snapshot is not None:
-                self._finish(now, result, args, kwargs)
-                now, result = self._pass(args, kwargs, run)
+            for _ in range(2):  # a hook that fills a dict makes the second call of another kind than the first
+                if now.snapshot is not None:
+                    self._finish(now, result, args, kwargs)
+                    now, result = self._pass(args, kwargs, run)
             kind = now.kind
             if now.snapshot is not None or kind is None:
-                raise CaptureError(f"{type(self.model).__name__} changes itself, so that no two calls are of one kind")
-            for module, name in kind.touched:
-                if name in module.__dict__:
-                    module.__dict__[name] = change(module.__dict__[name], now.real)
+                raise CaptureError(
+                    f"{type(self.model).__name__}, or a hook on it, changes what it depends on, so that no two calls "
+                    "are of one kind; does it append to a list? Put values into a dict, or return them, instead"
+                )
+            for (_, name), touched in kind.touched.items():
+                attributes = vars(touched.holder)
+                if name in attributes:
+                    attributes[name] = change(attributes[name], now.real)
             return change(result, now.real)
 
     def capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Graph:
@@ -134,7 +141,9 @@ class Front:
                 assert other.kind is not None
                 assert other.kind.drafted is not None
                 drafted = merge(drafted, other.kind.drafted, rows, (result, result_of_other))
-            seen = Seen(result, now.rebound, tuple(kind.touched.values()), self.twins.slots)
+            seen = Seen(
+                result, now.rebound, tuple(touched.value for touched in kind.touched.values()), self.twins.slots
+            )
             kind.finished = finish(drafted, kind.hollows, now.call, seen, self.reduce)
         return kind.finished
 
@@ -143,6 +152,9 @@ class Front:
     ) -> tuple[Now, Any]:
         """One call of the route, with everything hollow up to the moment when `run` runs."""
         self.twins.sync()
+        if self._hooks != (hooks := self.twins.hooks()):
+            # Dynamo has guards for hooks, too, but they would double what all guards of a call take (torch 2.13).
+            self._route, self._hooks = self._begin(), hooks
         # Where the model is, so that the caller may keep the batch anywhere.
         now = Now(self.arguments.call(args, kwargs, self.twins.device, rows), self.twins, run)
         self._now, before = now, self._now
@@ -185,17 +197,19 @@ class Front:
 
     def _dry(self, kind: Kind, now: Now, flat: tuple[Any, ...]) -> tuple[Any, ...]:
         """Hollow outputs, in place of running. The route has not touched the model yet: it does so afterwards."""
-        now.snapshot = Snapshot(self.model)
         if kind.drafted is None:
             kind.drafted = draft(self.model, kind.traced, flat, now.call, self.twins.slots)
             kind.hollows = stand_ins(kind.drafted)
+        now.snapshot = Snapshot(self.model)  # not sooner, lest it undo what other threads do
         return kind.hollows
 
     def _check(self, kind: Kind, call: Call) -> None:
         if call.batch not in kind.fits:
             assert kind.drafted is not None
             check_sizes(kind.traced, kind.drafted, call, self.sizes)
-            kind.fits.add(call.batch)
+            if kind.finished is not None:
+                check_outputs(kind.finished.graph, call, self.sizes)
+                kind.fits.add(call.batch)
 
 
 def capture(

@@ -14,8 +14,10 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 
 from fxpipe.errors import CaptureError
+from fxpipe.ir.graph import Graph
 
 from .arguments import Call
+from .batch import batch_dims
 from .convert import Draft
 from .dynamo import Traced
 from .symbols import BATCH
@@ -42,6 +44,19 @@ def check_sizes(traced: Traced, draft: Draft, call: Call, sizes: Callable[[int],
                     f"for one of {call.rows}; make forward independent of the batch size, or choose chunks so that "
                     f"all micro-batches are of one size"
                 )
+
+
+def check_outputs(graph: Graph, call: Call, sizes: Callable[[int], Sequence[int]]) -> None:
+    """Raise CaptureError for an output of `b` times `b` where the micro-batches differ in size: nothing joins those."""
+    if call.batch is None or len(set(sizes(call.batch))) == 1:
+        return
+    for output in graph.outputs:
+        kind = graph.types[output.value]
+        if output.batch_dim is not None and len(batch_dims(kind)) > 1:
+            raise CaptureError(
+                f"the output {output.value}, {kind}, cannot be joined from micro-batches of the sizes "
+                f"{', '.join(map(str, sizes(call.batch)))}; choose chunks so that all are of one size"
+            )
 
 
 def _fails(expression: Any, batch: list[sympy.Symbol], rows: int, traced: Traced) -> bool:

@@ -8,6 +8,7 @@ the model's arithmetic can run; and the real tensors may meanwhile be anywhere, 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import CaptureError
+
+from .nest import ATOMS
 
 
 def hollow(real: Tensor, device: torch.device | None = None, batch: tuple[int, int] | None = None) -> Tensor:
@@ -61,7 +64,20 @@ def dense(real: Tensor) -> Tensor:
     return real
 
 
-Changes = dict[tuple[nn.Module, str], Any]  # (module, attribute) to what was set
+SLOTS = ("_parameters", "_buffers", "_modules")  # what hangs there is looked at in other ways
+DEPTH = 3  # how far from a module an object may be that forward is expected to change
+MOST_ITEMS = 1000  # longer lists hold data, not parts of the model
+
+
+@dataclass(frozen=True)
+class Change:
+    """What an attribute of `holder` was set to."""
+
+    holder: Any
+    value: Any
+
+
+Changes = dict[tuple[int, str], Change]  # by the id of the holder and the attribute
 
 
 @dataclass
@@ -110,6 +126,20 @@ class Twins:
                     device = devices.get(path) or (real.device if real is not None else torch.device("cpu"))
                     self.slots.append(Slot(tensors, key, path, kind, device))
         self.dicts = [d for _, module in named for d in (module._parameters, module._buffers)]
+        self.hook_dicts = [
+            hooks
+            for _, module in named
+            for hooks in (
+                module._forward_pre_hooks,
+                module._forward_hooks,
+                module._backward_pre_hooks,
+                module._backward_hooks,
+            )
+        ]
+
+    def hooks(self) -> list[tuple[int, ...]]:
+        """The numbers of all hooks on the model's modules; torch gives none twice."""
+        return [tuple(hooks) for hooks in self.hook_dicts if hooks]
 
     def sync(self) -> None:
         """Make the stand-ins say what the real tensors say now: a parameter may have been frozen, replaced or cast."""
@@ -176,27 +206,55 @@ def same(real: Tensor, twin: Tensor | None) -> bool:
 
 
 class Snapshot:
-    """The Python attributes of a model's modules as they are now, with the contents of lists, dicts and sets."""
+    """The Python attributes of a model's modules as they are now, and of the plain objects that hang on them, such as a
+    configuration; with the contents of lists, dicts and sets."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.kept = [(module, dict(module.__dict__), _contents(module)) for module in model.modules()]
+        self.kept = [(holder, dict(vars(holder)), _contents(holder)) for holder in holders(model)]
 
     def restore(self) -> Changes:
         """Put everything back; gives what was there instead."""
         changes: Changes = {}
-        for module, attributes, contents in self.kept:
-            now = module.__dict__
+        for holder, attributes, contents in self.kept:
+            now = vars(holder)
             for name in list(attributes.keys() | now.keys()):
                 if name not in attributes:
-                    changes[module, name] = now.pop(name)
+                    changes[id(holder), name] = Change(holder, now.pop(name))
                 elif name not in now or now[name] is not attributes[name]:
-                    changes[module, name] = now.get(name)
+                    changes[id(holder), name] = Change(holder, now.get(name))
                     now[name] = attributes[name]
             for name, (container, kept) in contents.items():
                 if not _identical(container, kept):
-                    changes[module, name] = container.copy()
+                    changes[id(holder), name] = Change(holder, container.copy())
                     _refill(container, kept)
         return changes
+
+
+def holders(model: nn.Module) -> list[Any]:
+    """The modules, and the objects with attributes that they hold, directly or in others."""
+    found: dict[int, Any] = {id(module): module for module in model.modules()}
+    level = list(found.values())
+    for _ in range(DEPTH):
+        held = [value for holder in level for value in _held(holder) if _has_attributes(value)]
+        level = [value for key, value in {id(value): value for value in held}.items() if key not in found]
+        found |= {id(value): value for value in level}
+    return list(found.values())
+
+
+def _held(holder: Any) -> Iterator[Any]:
+    for name, value in vars(holder).items():
+        if name in SLOTS or type(value) in ATOMS:
+            continue
+        if type(value) in (list, tuple, dict) and len(value) <= MOST_ITEMS:
+            yield from value.values() if type(value) is dict else value
+        else:
+            yield value
+
+
+def _has_attributes(value: Any) -> bool:
+    if type(value) in ATOMS or isinstance(value, (Tensor, nn.Module, type)):
+        return False
+    return type(getattr(value, "__dict__", None)) is dict
 
 
 def _identical(left: Any, right: Any) -> bool:
@@ -211,9 +269,7 @@ def _refill(container: Any, kept: Any) -> None:
     (container.extend if isinstance(container, list) else container.update)(kept)
 
 
-def _contents(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """The module's own lists, dicts and sets, each with a copy."""
-    own = {
-        name: value for name, value in module.__dict__.items() if name not in ("_parameters", "_buffers", "_modules")
-    }
+def _contents(holder: Any) -> dict[str, tuple[Any, Any]]:
+    """The holder's own lists, dicts and sets, each with a copy."""
+    own = {name: value for name, value in vars(holder).items() if name not in SLOTS}
     return {name: (value, value.copy()) for name, value in own.items() if type(value) in (list, dict, set)}

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from .buffers import instead, keep, scratch
 from .context import Context
@@ -63,6 +62,12 @@ class Task:
 
     def recompute(self, saved: tuple[Tensor, ...]) -> Recomputed:
         """Run again, with gradients, on leaves that stand for the saved tensors."""
+        if torch.is_grad_enabled():
+            # torch's once_differentiable would leave terms out without a word where autograd.grad is given inputs.
+            raise RuntimeError(
+                f"stage {self.where[0]} recomputes in backward, and there is no backward of that: compile with "
+                'checkpoint="never" to use create_graph=True'
+            )
         if self.versions != [x._version for x in self.parameters]:
             raise RuntimeError(self.changed())
         takes = tuple([x.detach().requires_grad_(want) for x, want in zip(saved, self.wanted, strict=True)])
@@ -113,7 +118,6 @@ class Checkpoint(Function):
         return (*task.run(takes), torch.empty(0, device=task.stage.device))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         task: Task = ctx.task
         outputs, leaves = task.recomputed or task.recompute(ctx.saved_tensors)
@@ -136,7 +140,6 @@ class Recompute(Function):
         return token.detach()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: None) -> tuple[None, None]:
         ctx.task.recomputed = ctx.task.recompute(ctx.saved_tensors)
         return None, None

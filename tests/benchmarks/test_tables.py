@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch import nn
 
-from benchmarks import compile_time, overhead
+from benchmarks import compile_time, one_gpu, overhead
 from benchmarks.timing import in_turn, median_difference
 
 
@@ -38,14 +40,17 @@ def test_overhead_prints_parts_of_torchgpipes() -> None:
 
 
 def test_compile_time_prints_growth() -> None:
-    times = {("capture", 100): 0.5, ("fxpipe", 100): 1.0, ("capture", 1000): 4.0, ("fxpipe", 1000): 8.0}
-    last = compile_time.table(times).splitlines()[-1]
-    assert last.split() == ["1,000", "4.00", "8.00", "2.00", "8.00", "8.0x", "15.0x"]
+    seconds = {(100, "capture"): 0.5, (100, "fxpipe"): 1.0, (1000, "capture"): 4.0, (1000, "fxpipe"): 8.0}
+    runs = {("chain", ops, route): compile_time.Run(ops, time, {}) for (ops, route), time in seconds.items()}
+    last = compile_time.table(runs).splitlines()[-1]
+    assert last.split() == ["chain", "1,000", "4.00", "8.00", "2.00", "8.00", "8.0x", "15.0x"]
 
 
-def test_compile_time_measures() -> None:
-    times = compile_time.measure([30], repeats=1)
-    assert times["capture", 30] > 0
+def test_compile_time_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_time, "MODELS", dict(list(compile_time.MODELS.items())[:1]))
+    runs = compile_time.measure([30], repeats=1)
+    assert {route for _, _, route in runs} == {"capture", "fxpipe"}
+    assert all(run.seconds > 0 for run in runs.values())
 
 
 def test_the_model_has_about_as_many_ops_as_it_says() -> None:
@@ -57,3 +62,26 @@ def test_the_model_has_about_as_many_ops_as_it_says() -> None:
 
     torch.compile(compile_time.Residuals(100), backend=count, fullgraph=True)(torch.randn(2, compile_time.WIDTH))
     assert 95 <= counted[0] <= 105
+
+
+def test_one_gpu_says_so_where_there_is_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    one_gpu.main([])
+    assert capsys.readouterr().out == "There is no GPU here; nothing was measured.\n"
+
+
+def test_one_gpu_steps_run() -> None:
+    layers = [nn.Linear(4, 4) for _ in range(8)]
+    for step in one_gpu.candidates(lambda: nn.Sequential(*layers), lambda: torch.randn(16, 4), "cpu:0").values():
+        step()
+
+
+def test_one_gpu_prints_time_and_memory() -> None:
+    seconds = {one_gpu.PLAIN: [0.010, 0.012, 0.010], "fxpipe, never": [0.011, 0.013, 0.011]}
+    rows = one_gpu.table(seconds, {one_gpu.PLAIN: 2_000_000, "fxpipe, never": 1_000_000}).splitlines()[2:]
+    assert [row.split() for row in rows] == [
+        ["plain", "loop", "10.00", "2", "MB"],
+        ["fxpipe,", "never", "11.00", "+10.0%", "1", "MB"],
+    ]

@@ -129,6 +129,41 @@ def test_refuses(name):
         outputs(body)
 
 
+def test_what_mixes_is_refused_only_where_it_comes_out():
+    assert outputs(lambda self, x: ((x @ x.flatten(0, 1).t()).sum(), x.exp())[1]) == [("f32[b, 5, 4]", 0, None)]
+
+
+def pairs(self, x):
+    h = x.mean(1)
+    return {"pairs": h @ h.t(), "centred": x - x.mean(0), "same": h}
+
+
+@pytest.mark.filterwarnings(r"ignore:[\s\S]*the output sub:UserWarning")
+def test_each_micro_batch_is_a_batch_of_its_own_where_that_is_said():
+    with pytest.raises(CaptureError, match=r"reduce={'matmul': 'cat'}"):
+        outputs(pairs)
+    with pytest.raises(CaptureError, match=r"reduce={'sub': 'cat'}"):
+        outputs(pairs, reduce={"matmul": "cat"})
+    found = [("f32[b, b]", 0, None), ("f32[b, 5, 4]", 0, None), ("f32[b, 4]", 0, None)]
+    assert outputs(pairs, reduce={"matmul": "cat", "sub": "cat"}) == found
+    with pytest.warns(UserWarning, match=r"(?s)h @ h.t\(\).*the output matmul is now that of each micro-batch"):
+        assert outputs(pairs, reduce="mean") == found
+    with pytest.warns(UserWarning, match="takes a part"), pytest.raises(CaptureError, match="has other things before"):
+        outputs(lambda self, x: x[1:], reduce="mean")
+
+
+def through_a_view(self, x):
+    total = torch.zeros(4, 1)
+    row = total.view(1, 4)
+    total += x.sum((0, 1)).unsqueeze(1)
+    return row
+
+
+def test_what_is_written_through_another_name():
+    with pytest.raises(CaptureError, match="one value over the batch"):
+        outputs(through_a_view)
+
+
 def test_reduced():
     def body(self, x):
         return {"loss": x.mean(), "count": (x > 0).sum()}

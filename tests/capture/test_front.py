@@ -146,6 +146,31 @@ def test_capture_has_no_side_effects():
     assert model.norm.num_batches_tracked == 2
 
 
+def test_what_forward_sets_on_objects_of_the_model_is_set_once():
+    class Settings:
+        def __init__(self):
+            self.kind, self.calls, self.last = None, 0, None
+
+    class Decides(nn.Module):
+        """As models do that choose their loss at the first call, and remember the choice in their configuration."""
+
+        def __init__(self):
+            super().__init__()
+            self.settings, self.fc = Settings(), nn.Linear(4, 4)
+
+        def forward(self, x):
+            if self.settings.kind is None:
+                self.settings.kind = "regression"
+            self.settings.calls += 1
+            self.settings.last = x
+            return self.fc(x) * self.settings.calls
+
+    calls, x = Calls(Decides()), torch.randn(6, 4)
+    for count in (1, 2, 3):
+        calls(x)
+        assert vars(calls.model.settings) == {"kind": "regression", "calls": count, "last": x}
+
+
 def test_nothing_changes_when_the_model_is_refused_or_the_run_fails():
     class Refused(nn.Module):
         def __init__(self):
@@ -371,6 +396,34 @@ REFUSED = {
 def test_refused_with_the_line(body, caplog):
     with pytest.raises(CaptureError, match=r"(?s)test_front.py:\d+\n    .*" + REFUSED[body]):
         capture(Body(body), (torch.randn(6, 4),))
+
+
+def test_all_pairs_of_a_batch_cannot_be_joined_from_unequal_pieces():
+    class Pairs(nn.Module):
+        def forward(self, x):
+            return x @ x.t()
+
+    front = Front(Pairs(), reduce={"matmul": "cat"}, sizes=lambda batch: (3, batch - 3))
+    assert front((torch.ones(6, 4),), {}, lambda graph, inputs: inputs).shape == (6, 4)
+    with pytest.raises(CaptureError, match=r"matmul, f32\[b, b\], cannot be joined.*the sizes 3, 2"):
+        front((torch.ones(5, 4),), {}, lambda graph, inputs: inputs)
+
+
+def test_functions_that_dynamo_passes_over_are_read():
+    class Scripted(nn.Module):
+        """As libraries write that can be scripted too."""
+
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x, skip=None):
+            x = self.fc(x)
+            return x + skip if torch.jit.isinstance(skip, torch.Tensor) else x
+
+    calls = Calls(Scripted())
+    calls(torch.ones(6, 4), torch.ones(6, 4))
+    calls(torch.ones(6, 4))
 
 
 def test_two_fronts_of_one_class_share_nothing():
