@@ -20,7 +20,6 @@ from tests.random_models import Draw, grown, leaves, sample
 from tests.random_source import Writer, load
 from tests.transparency import assert_same, build, inputs, plain, step
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:(?s).*computes with the batch size")
 
 
