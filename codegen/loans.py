@@ -6,6 +6,8 @@ gradient, summed over the micro-batches, comes back once.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from fxpipe.codegen.lines import INDENT, WIDTH, Doc
 from fxpipe.codegen.names import clip, prose, state_path
 from fxpipe.codegen.places import Places, torch_device
@@ -18,30 +20,31 @@ def lend(program: Program, places: Places) -> list[str]:
     """The method that lends tensors from one stage to another, once a run."""
     if not program.loans:
         return []
+    constants = constant_names(program)
+    users: dict[str, list[int]] = {}
+    for loan in program.loans:
+        users.setdefault(places.lent(loan), []).append(loan.user)
     lines = [f"{INDENT}def lend(self, m: Batches) -> None:"]
-    shown = set()
     for loan in program.loans:
         name = places.lent(loan)
-        if name in shown:
+        if loan.user != users[name][0]:
             continue
-        shown.add(name)
-        users = [str(other.user) for other in program.loans if places.lent(other) == name]
-        why = f"stage {loan.home} owns it, stage {' and '.join(users)} uses it too; their gradients add up"
+        stages = " and ".join(map(str, users[name]))
+        why = f"stage {loan.home} owns it, stage {stages} uses it too; their gradients add up"
         lines.append(clip(f"{INDENT * 2}# {prose(program.state(loan.state).path)}: {why}", WIDTH))
-        lines += assign([f"m.lent.{name}"], _carried(program, loan), 2)
+        lines += assign([f"m.lent.{name}"], _carried(program, loan, constants), 2)
     return lines
 
 
-def _owned(program: Program, loan: Loan) -> str:
+def _owned(program: Program, loan: Loan, constants: Mapping[str, str]) -> str:
     """The tensor in the stage that owns it."""
-    constants = constant_names(program)
     held = constants.get(loan.state)
     path = f"self.{held}" if held else state_path(program.state(loan.state).path)
     return f"self.stages[{loan.home}]" + path.removeprefix("self")
 
 
-def _carried(program: Program, loan: Loan) -> Doc:
+def _carried(program: Program, loan: Loan, constants: Mapping[str, str]) -> Doc:
     """The tensor on the borrower's device."""
     here, there = (torch_device(program.devices[index]) for index in (loan.home, loan.user))
-    owned = _owned(program, loan)
+    owned = _owned(program, loan, constants)
     return owned if here == there else moved(owned, loan.user, there)
