@@ -6,7 +6,7 @@ gradient, summed over the micro-batches, comes back once.
 
 from __future__ import annotations
 
-from fxpipe.codegen.lines import INDENT, WIDTH, Doc
+from fxpipe.codegen.lines import INDENT, WIDTH
 from fxpipe.codegen.names import clip, identifier, prose, state_path
 from fxpipe.codegen.places import torch_device, unused
 from fxpipe.codegen.stage import constant_names
@@ -28,8 +28,21 @@ def lend(program: Program) -> list[str]:
         users = [str(other.user) for other in program.loans if lent_name(program, other) == name]
         why = f"stage {loan.home} owns it, stage {' and '.join(users)} uses it too; their gradients add up"
         lines.append(clip(f"{INDENT * 2}# {prose(program.state(loan.state).path)}: {why}", WIDTH))
-        lines += assign([f"m.lent.{name}"], _carried(program, loan), 2)
+        lines += _lend(f"m.lent.{name}", _owned(program, loan), *_devices(program, loan), loan.user)
     return lines
+
+
+def _lend(place: str, owned: str, here: str, there: str, user: int) -> list[str]:
+    """The tensor on the borrower's device; a path that is too long for the line gets one of its own."""
+    if here != there:
+        return assign([place], moved(owned, user, there), 2)
+    if len(f"{INDENT * 2}{place} = {owned}") <= WIDTH:
+        return assign([place], owned, 2)
+    return [*assign(["owned"], owned, 2), *assign([place], "owned", 2)]
+
+
+def _devices(program: Program, loan: Loan) -> tuple[str, str]:
+    return torch_device(program.devices[loan.home]), torch_device(program.devices[loan.user])
 
 
 def lent_name(program: Program, loan: Loan) -> str:
@@ -38,7 +51,7 @@ def lent_name(program: Program, loan: Loan) -> str:
     names: dict[str, str] = {}
     for state in states:
         names[state] = unused(identifier(state), names.values())
-    home, user = (torch_device(program.devices[index]) for index in (loan.home, loan.user))
+    home, user = _devices(program, loan)
     return names[loan.state] + ("" if home == user else f"_on_{user.replace(':', '')}")
 
 
@@ -48,10 +61,3 @@ def _owned(program: Program, loan: Loan) -> str:
     held = constants.get(loan.state)
     path = f"self.{held}" if held else state_path(program.state(loan.state).path)
     return f"self.stages[{loan.home}]" + path.removeprefix("self")
-
-
-def _carried(program: Program, loan: Loan) -> Doc:
-    """The tensor on the borrower's device."""
-    here, there = (torch_device(program.devices[index]) for index in (loan.home, loan.user))
-    owned = _owned(program, loan)
-    return owned if here == there else moved(owned, loan.user, there)
