@@ -26,6 +26,11 @@ from .symbols import type_of
 
 NO_GRAD = (Region("grad", (False,)),)
 
+PURE = frozenset((
+    "torch", "torch.functional", "torch.nn.functional", "torch._C._nn", "torch._C._fft", "torch._C._linalg",
+    "torch._C._special", "_operator", "math",
+))  # fmt: skip
+
 # How the route gets one of its outputs: from the outputs of the graph, the call, and the route's flat arguments.
 Give = Callable[[tuple[Any, ...], Call, tuple[Any, ...]], Any]
 
@@ -127,7 +132,7 @@ def finish(draft: Draft, hollows: tuple[Any, ...], call: Call, seen: Seen, reduc
         name: fake for name, fake in zip(draft.outputs, draft.fakes, strict=True) if isinstance(fake, torch.SymInt)
     }
     exact = {name: size_function(fake, graph, draft) for name, fake in sizes.items()}
-    graph = replace(graph, outputs=find_outputs(graph, values, exact, reduce))
+    graph = without_dead_ops(replace(graph, outputs=find_outputs(graph, values, exact, reduce)))
     check(graph)
     places = {output.value: position for position, output in enumerate(graph.outputs)}
     gives = tuple(
@@ -185,6 +190,26 @@ def _free_from(ops: Sequence[Op], graph: Graph, buffer: str, value: str) -> int:
     users = [at for at, op in enumerate(ops) if any(root(name) == root(buffer) for name in (*op.reads, *op.writes))]
     makers = [at for at, op in enumerate(ops) if op.name == value]
     return max([*users, *makers], default=len(ops) - 1) + 1
+
+
+def without_dead_ops(graph: Graph) -> Graph:
+    """The graph without torch's own ops whose results nobody needs, such as the half of a mask that a library computes
+    for models of another kind. What writes, draws, or is not torch's stays."""
+    needed = {output.value for output in graph.outputs}
+    kept: list[Op] = []
+    for op in reversed(graph.ops):
+        if op.name in needed or op.writes or op.random or not _is_pure(op.target):
+            kept.append(op)
+            needed |= {*op.reads, *op.writes}
+    return graph if len(kept) == len(graph.ops) else replace(graph, ops=tuple(reversed(kept)))
+
+
+def _is_pure(target: Any) -> bool:
+    """Whether all that a call does is its result: tensors' own methods that change nothing, operators, and the torch
+    functions that compute."""
+    if isinstance(target, str):
+        return not target.endswith("_") and not target.startswith(("register_", "retain_", "backward"))
+    return getattr(target, "__module__", None) in PURE or target is torch._C._log_api_usage_once
 
 
 def size_function(fake: torch.SymInt, graph: Graph, draft: Draft) -> Callable[[Mapping[str, int]], int]:

@@ -121,3 +121,17 @@ def test_an_argument_that_is_called_b():
     graph = capture(Named(), (torch.randn(6, 4), torch.randn(6)))
     assert [(item.name, item.path) for item in graph.inputs] == [("b_1", "b"), ("self_", "self_")]
     assert [size.name for size in graph.sizes] == ["b"]
+
+
+def test_what_nobody_needs_is_left_out():
+    class Dead(nn.Module):
+        def forward(self, x):
+            unused = torch.arange(x.shape[1]).float() + 1
+            seen = x.clone()
+            seen.register_hook(lambda grad: grad * 2)
+            noise = torch.rand(4)
+            unused.sum(), noise
+            return seen * 2
+
+    graph = capture(Dead(), (torch.randn(6, 4, requires_grad=True),))
+    assert [op.name for op in graph.ops] == ["seen", "register_hook", "noise", "mul"]
