@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise, takewhile
 from pathlib import PurePath
 
@@ -27,6 +28,8 @@ from fxpipe.ir.graph import Op, Origin, Ref, Region
 from fxpipe.ir.program import Program, RuntimeCall, Stage
 from fxpipe.ir.types import TensorType, ValueType, tensors
 
+LONG_PATH = 80  # characters from which on a path of the model is written in two steps
+_OWNER = re.compile(r"(self\..*\]\.\w+|self\..*)((?:\.\w+)+)")  # up to the last index, if there is one; the rest
 LARGE = 1 << 16  # elements from which on letting go of a tensor is worth a line
 VIEWS = frozenset((
     "view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "permute",
@@ -250,7 +253,37 @@ def _context(region: Region, op: Op) -> Doc:
 
 
 def _statements(op: Op, variables: Variables) -> Iterator[Doc]:
-    """`x = f(y)`, or what Python has for an op that changes its first argument."""
+    """`x = f(y)`, or what Python has for an op that changes its first argument. Where a path of the model is too long,
+    the module that holds the tensor gets a variable first."""
+    taken = {text.partition(".")[0] for text in variables.of.values()}
+    modules: dict[str, str] = {}
+    paths: dict[str, str] = {}
+    for path in _long_paths(op, variables):
+        owner, rest = _OWNER.fullmatch(path).groups()  # type: ignore[union-attr]
+        if owner not in modules:
+            modules[owner] = identifier(re.findall(r"\w+", owner)[-1])
+            while modules[owner] in taken:
+                modules[owner] += "_"
+            taken.add(modules[owner])
+            yield f"{modules[owner]} = {owner}"
+        paths[path] = modules[owner] + rest
+    of = {name: paths.get(text, text) for name, text in variables.of.items()} if paths else variables.of
+    yield from _statement(op, replace(variables, of=of))
+
+
+def _long_paths(op: Op, variables: Variables) -> list[str]:
+    """The model's tensors whose path is too long for the op's statement: on its own, or as what is indexed or called
+    when the statement has to be broken."""
+    used = [variables.of[name] for name in dict.fromkeys(op.reads)]
+    paths = [path for path in used if _OWNER.fullmatch(path)]
+    first = variables.of[op.args[0].name] if op.args and isinstance(op.args[0], Ref) else ""
+    chained = first in paths and "[" in first and (isinstance(op.target, str) or op.target is operator.getitem)
+    if chained and any(len(flat(doc)) > WIDTH - 3 * len(INDENT) for doc in _statement(op, variables)):
+        return paths
+    return [path for path in paths if len(path) > LONG_PATH]
+
+
+def _statement(op: Op, variables: Variables) -> Iterator[Doc]:
     names = variables.of.__getitem__
     if not rebinds(op):
         yield _assignment(op, variables, names)

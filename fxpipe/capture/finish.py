@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -125,7 +125,8 @@ def finish(draft: Draft, hollows: tuple[Any, ...], call: Call, seen: Seen, reduc
     # What is not in the result and not in the model's attributes went elsewhere: a hook has put it into a dict.
     traced = zip(hollows, draft.outputs, strict=True)
     gone = [name for made, name in traced if isinstance(made, Tensor) and id(made) not in seen.rebound]
-    kept_values += [name for name in gone if any(op.name == name for op in graph.ops)]
+    results = {op.name for op in graph.ops}
+    kept_values += [name for name in gone if name in results]
     values = list(dict.fromkeys([found.name for found in refs(graph.result)] + kept_values))
     graph = _with_rebound_buffers(graph, draft, hollows, seen)
     sizes = {
@@ -135,8 +136,11 @@ def finish(draft: Draft, hollows: tuple[Any, ...], call: Call, seen: Seen, reduc
     graph = replace(graph, outputs=find_outputs(graph, values, exact, reduce))
     check(graph)
     places = {output.value: position for position, output in enumerate(graph.outputs)}
+    slots = {slot.path: slot for slot in seen.slots}
+    held = {state.name: slots[state.path] for state in graph.states if state.path in slots}
     gives = tuple(
-        _give(made, name, graph, draft, seen, places, exact) for made, name in zip(hollows, draft.outputs, strict=True)
+        _give(made, name, graph, draft, seen.rebound.get(id(made), held.get(name)), places, exact)
+        for made, name in zip(hollows, draft.outputs, strict=True)
     )
     graph = without_dead_ops(graph)
     constants = {s.name: draft.places[s.name] for s in graph.states if s.kind == "constant" and s.name in draft.places}
@@ -163,34 +167,37 @@ def _with_returned_states(graph: Graph, seen: Seen, of_hollow: dict[int, str]) -
 
 
 def _with_rebound_buffers(graph: Graph, draft: Draft, hollows: tuple[Any, ...], seen: Seen) -> Graph:
-    """`self.ema = self.ema * 0.9` makes a new tensor; here it is copied into the buffer, which stays what it is."""
-    names = Names(graph.types)
-    states, ops = {state.path: state for state in graph.states}, list(graph.ops)
+    """`self.ema = self.ema * 0.9` makes a new tensor; here it is copied into the buffer, which stays what it is.
+
+    The copy comes once the value is made and the buffer's old contents are read for the last time. The sooner they are
+    written over, the more cuts the model has: all that use a buffer which changes must be in one stage."""
+    names, types = Names(graph.types), graph.types
+    states = {state.path: state for state in graph.states}
+    held = {state.name for state in graph.states}
+    made_at = {op.name: position for position, op in enumerate(graph.ops)}
+    root = memory(graph.ops, types)
+    last_use = {root(name): at for at, op in enumerate(graph.ops) for name in (*op.reads, *op.writes)}
+    copies: dict[int, list[Op]] = {}  # by the position of the op that they come after
     for made, value in dict(zip(map(id, hollows), draft.outputs, strict=True)).items():
         slot = seen.rebound.get(made)
         if slot is None or slot.twin is None or (slot.path in states and states[slot.path].name == value):
             continue
-        made_by = next((op.origin for op in reversed(ops) if op.name == value), Origin("", 0, "", ""))
-        kind, new = type_of(slot.twin, {}), graph.types[value]
+        origin = graph.ops[made_at[value]].origin if value in made_at else Origin("", 0, "", "")
+        kind, new = type_of(slot.twin, {}), types[value]
         if not isinstance(kind, TensorType) or not isinstance(new, TensorType) or kind.shape != new.shape:
             raise CaptureError(
-                f"{at(made_by)}\nsets the buffer {slot.path}, {kind}, to {new}; a buffer must keep its shape"
+                f"{at(origin)}\nsets the buffer {slot.path}, {kind}, to {new}; a buffer must keep its shape"
             )
         if slot.path not in states:
             states[slot.path] = State(names(slot.path), slot.path, "buffer", kind)
         name = states[slot.path].name
-        copied = Op(names(f"new_{name}"), "copy_", (Ref(name), Ref(value)), {}, kind, made_by, NO_GRAD, (name,))
-        ops.insert(_free_from(ops, graph, name, value), copied)
+        copied = Op(names(f"new_{name}"), "copy_", (Ref(name), Ref(value)), {}, kind, origin, NO_GRAD, (name,))
+        ready = made_at.get(value, len(graph.ops) - 1 if value in held else -1)  # another buffer may still be written
+        place = max(ready, last_use.get(root(name), -1))
+        copies.setdefault(place, []).append(copied)
+        last_use |= {root(name): place, root(value): max(place, last_use.get(root(value), -1))}
+    ops = [*copies.get(-1, ()), *(o for p, op in enumerate(graph.ops) for o in (op, *copies.get(p, ())))]
     return replace(graph, states=tuple(states.values()), ops=tuple(ops))
-
-
-def _free_from(ops: Sequence[Op], graph: Graph, buffer: str, value: str) -> int:
-    """The position after `value` is made and the buffer's old contents are read for the last time. The sooner they are
-    written over, the more cuts the model has: all that use a buffer which changes must be in one stage."""
-    root = memory(ops, graph.types)
-    users = [at for at, op in enumerate(ops) if any(root(name) == root(buffer) for name in (*op.reads, *op.writes))]
-    makers = [at for at, op in enumerate(ops) if op.name == value]
-    return max([*users, *makers], default=len(ops) - 1) + 1
 
 
 def size_function(fake: torch.SymInt, graph: Graph, draft: Draft) -> Callable[[Mapping[str, int]], int]:
@@ -208,15 +215,11 @@ def _give(
     name: str,
     graph: Graph,
     draft: Draft,
-    seen: Seen,
+    slot: Slot | None,
     places: Mapping[str, int],
     exact: Mapping[str, Callable[[Mapping[str, int]], int]],
 ) -> Give:
-    """Where the route gets one of its outputs from."""
-    state = next((state for state in graph.states if state.name == name), None)
-    slot = seen.rebound.get(id(made))
-    if slot is None and state is not None:
-        slot = next((slot for slot in seen.slots if slot.path == state.path), None)
+    """Where the route gets one of its outputs from; `slot`: it is what the model holds there."""
     if slot is not None:
         return lambda results, call, flat: slot.tensors[slot.key]
     if name in exact:
