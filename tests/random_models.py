@@ -452,14 +452,15 @@ def count(g: Grower) -> None:
     g.give(g.add("add", operator.add, Ref(x), Ref(buffer)), g.pool[x], writable=True)
 
 
-STEPS = (
+Step = Callable[[Grower], None]
+STEPS: tuple[Step, ...] = (
     linear, linear, elementwise, residual, residual, product, scale, pieces, join, in_place, in_place, compare,
     mask_of_sizes, where, fold, average, without_gradient, dropout, count, view, write_through_a_view,
     write_through_a_view, read_a_view, measured,
 )  # fmt: skip
 
 
-def grown(draw: Draw, *, changes_inputs: bool = True) -> Graph:
+def grown(draw: Draw, steps: Sequence[Step] = STEPS, *, changes_inputs: bool = True) -> Graph:
     g = Grower(draw)
     inputs = []
     for name, width in (("x", 8), ("y", draw(WIDTHS)))[: draw(range(1, 3))]:
@@ -474,7 +475,7 @@ def grown(draw: Draw, *, changes_inputs: bool = True) -> Graph:
     if draw((False, True)):
         view(g)
     for _ in range(draw(range(2, 22))):
-        draw(STEPS)(g)
+        draw(steps)(g)
     head(g)
     return finish(g, tuple(inputs), draw)
 
