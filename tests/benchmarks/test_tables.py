@@ -40,25 +40,23 @@ def test_overhead_prints_parts_of_torchgpipes() -> None:
 
 
 def test_compile_time_prints_growth() -> None:
-    times = {("capture", 100): 0.5, ("fxpipe", 100): 1.0, ("capture", 1000): 4.0, ("fxpipe", 1000): 8.0}
-    last = compile_time.table(times).splitlines()[-1]
-    assert last.split() == ["1,000", "4.00", "8.00", "2.00", "8.00", "8.0x", "15.0x"]
+    runs = {
+        ("chain", 100, "capture"): compile_time.Run(100, 0.5, {}),
+        ("chain", 100, "fxpipe"): compile_time.Run(100, 1.0, {}),
+        ("chain", 1000, "capture"): compile_time.Run(1000, 4.0, {}),
+        ("chain", 1000, "fxpipe"): compile_time.Run(1000, 8.0, dict.fromkeys(compile_time.ROOMS, 1.0)),
+    }
+    last = compile_time.table(runs).splitlines()[-1]
+    assert last.split() == ["chain", "1,000", "4.00", "8.00", "2.00", "8.00", "8.0x", "15.0x"]
 
 
-def test_compile_time_measures() -> None:
-    times = compile_time.measure([30], repeats=1)
-    assert times["capture", 30] > 0
-
-
-def test_the_model_has_about_as_many_ops_as_it_says() -> None:
-    counted = []
-
-    def count(graph: torch.fx.GraphModule, _: object) -> object:
-        counted.append(sum(node.op in ("call_function", "call_method") for node in graph.graph.nodes))
-        return graph.forward
-
-    torch.compile(compile_time.Residuals(100), backend=count, fullgraph=True)(torch.randn(2, compile_time.WIDTH))
-    assert 95 <= counted[0] <= 105
+@pytest.mark.parametrize("kind", compile_time.MODELS)
+def test_compile_time_counts_the_same_ops_in_both_routes_and_all_the_time(kind: str) -> None:
+    alone, pipe = (compile_time.run(route, kind, 58) for route in ("capture", "fxpipe"))
+    assert alone.ops == pipe.ops
+    assert pipe.ops == pytest.approx(58, abs=5)
+    assert pipe.rooms.keys() == set(compile_time.ROOMS)
+    assert sum(pipe.rooms.values()) == pytest.approx(pipe.seconds, rel=0.05)
 
 
 def test_one_gpu_says_so_where_there_is_none(
