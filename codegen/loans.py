@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fxpipe.codegen.lines import INDENT, WIDTH, Doc
+from fxpipe.codegen.lines import INDENT, WIDTH
 from fxpipe.codegen.names import clip, prose, state_path
 from fxpipe.codegen.places import Places, torch_device
 from fxpipe.codegen.stage import constant_names
@@ -32,8 +32,18 @@ def lend(program: Program, places: Places) -> list[str]:
         stages = " and ".join(map(str, users[name]))
         why = f"stage {loan.home} owns it, stage {stages} uses it too; their gradients add up"
         lines.append(clip(f"{INDENT * 2}# {prose(program.state(loan.state).path)}: {why}", WIDTH))
-        lines += assign([f"m.lent.{name}"], _carried(program, loan, constants), 2)
+        here, there = (torch_device(program.devices[index]) for index in (loan.home, loan.user))
+        lines += _lend(f"m.lent.{name}", _owned(program, loan, constants), here, there, loan.user)
     return lines
+
+
+def _lend(place: str, owned: str, here: str, there: str, user: int) -> list[str]:
+    """The tensor on the borrower's device; a path that is too long for the line gets one of its own."""
+    if here != there:
+        return assign([place], moved(owned, user, there), 2)
+    if len(f"{INDENT * 2}{place} = {owned}") <= WIDTH:
+        return assign([place], owned, 2)
+    return [*assign(["owned"], owned, 2), *assign([place], "owned", 2)]
 
 
 def _owned(program: Program, loan: Loan, constants: Mapping[str, str]) -> str:
@@ -41,10 +51,3 @@ def _owned(program: Program, loan: Loan, constants: Mapping[str, str]) -> str:
     held = constants.get(loan.state)
     path = f"self.{held}" if held else state_path(program.state(loan.state).path)
     return f"self.stages[{loan.home}]" + path.removeprefix("self")
-
-
-def _carried(program: Program, loan: Loan, constants: Mapping[str, str]) -> Doc:
-    """The tensor on the borrower's device."""
-    here, there = (torch_device(program.devices[index]) for index in (loan.home, loan.user))
-    owned = _owned(program, loan, constants)
-    return owned if here == there else moved(owned, loan.user, there)

@@ -36,8 +36,8 @@ def identifier(name: str) -> str:
     ('x_1', 'input_', 'class_', 'h', 'l_')
     """
     plain = unicodedata.normalize("NFKC", name).lstrip("_")
-    plain = re.sub(r"\W", "_", plain)
-    if not plain or plain[0].isdigit():
+    plain = "".join(char if f"v{char}".isidentifier() else "_" for char in plain)
+    if not plain.isidentifier():
         plain = f"v{plain}"
     return plain + "_" if plain in RESERVED or plain in AMBIGUOUS else plain
 

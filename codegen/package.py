@@ -13,6 +13,7 @@ So a saved package runs without capturing the model again, and without the compi
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from fxpipe.codegen.face import face, unreachable
 from fxpipe.codegen.imports import import_blocks
-from fxpipe.codegen.lines import Brackets, Doc, layout, prefix
+from fxpipe.codegen.lines import WIDTH, Brackets, Doc, layout, prefix
 from fxpipe.codegen.names import doc_prose, string
 from fxpipe.codegen.spelling import literal
 from fxpipe.codegen.stage import constant_names, emit_stage
@@ -91,9 +92,19 @@ def _docstring(program: Program, call: str) -> list[str]:
         "",
         f"    model = {model}(...)",
         "    pipe = fxpipe.load(folder, model)  # the stages hold the model's own parameters",
-        f"    result = pipe{doc_prose(call)}",
+        *_wrapped(f"    result = pipe{doc_prose(call)}"),
         '"""',
     ]
+
+
+def _wrapped(call: str) -> list[str]:
+    """A call whose arguments are all simple, in lines that are not too long."""
+    if len(call) <= WIDTH:
+        return [call]
+    head, _, arguments = call.partition("(")
+    indent = " " * 8
+    inner = textwrap.wrap(arguments.removesuffix(")") + ",", WIDTH, initial_indent=indent, subsequent_indent=indent)
+    return [f"{head}(", *inner, "    )"]
 
 
 def _tensors(program: Program) -> Doc:

@@ -26,6 +26,14 @@ from fxpipe.ir.program import OwnDevice, RuntimeCall
 Names = Callable[[str], str]  # what a value or state is called in the source: `x_1`, `self.conv.weight`
 
 
+# Numbers that nobody knows by heart: masks are filled with them.
+LIMITS = {
+    getattr(torch.finfo(dtype), end): f"torch.finfo({dtype}).{end}"
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    for end in ("min", "max")
+}
+
+
 class Spelling(NamedTuple):
     """How an object is written, and the module that the file must import for it ("" for none)."""
 
@@ -193,9 +201,15 @@ def _torch_literal(value: Any) -> str:
 
 
 def _float(value: float) -> str:
+    if value in LIMITS:
+        return LIMITS[value]
     if math.isfinite(value):
-        return float.__repr__(value)
+        return float.__repr__(value).replace("e+", "e")
     return f'float("{float.__repr__(value)}")'
+
+
+def _is_limit(value: Any) -> bool:
+    return isinstance(value, float) and value in LIMITS
 
 
 def _enum(value: enum.Enum) -> str:
@@ -208,7 +222,7 @@ def modules_of(value: Any) -> Iterator[str]:
     if isinstance(value, Struct):
         yield spell(value.cls).module
         yield from modules_of([item for _, item in value.fields])
-    elif isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
+    elif isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)) or _is_limit(value):
         yield "torch"
     elif isinstance(value, (tuple, list, set, frozenset)):
         if isinstance(value, torch.Size) or hasattr(value, "_fields"):

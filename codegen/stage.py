@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from fxpipe.ir.graph import Op, Origin, Ref, Region
 from fxpipe.ir.program import Program, RuntimeCall, Stage
 from fxpipe.ir.types import TensorType, ValueType, tensors
 
+LONG_PATH = 80  # characters from which on a path of the model is written in two steps
+_OWNER = re.compile(r"(self\..*\]\.\w+|self\..*)((?:\.\w+)+)")  # up to the last index, if there is one; the rest
 LARGE = 1 << 16  # elements from which on letting go of a tensor is worth a line
 VIEWS = frozenset((
     "view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "permute",
@@ -196,8 +199,9 @@ def _steps(program: Program, stage: Stage, variables: Variables) -> list[_Step]:
     ops = [op for op in stage.ops if op.name not in variables.folded]
     lines = [(op.origin.file, op.origin.line, op.origin.code) for op in ops]
     groups = list(accumulate((new != old for old, new in pairwise(lines)), initial=0))
+    taken = {text.partition(".")[0] for text in variables.of.values()}
     return [
-        _Step(op, tuple(_statements(op, variables)), releases[op.name] if group < groups[-1] else (), group)
+        _Step(op, tuple(_statements(op, variables, taken)), releases[op.name] if group < groups[-1] else (), group)
         for op, group in zip(ops, groups, strict=False)
     ]
 
@@ -249,9 +253,37 @@ def _context(region: Region, op: Op) -> Doc:
 # Statements -----------------------------------------------------------------------------------------------------------
 
 
-def _statements(op: Op, variables: Variables) -> Iterator[Doc]:
-    """`x = f(y)`, or what Python has for an op that changes its first argument."""
-    names = variables.of.__getitem__
+def _statements(op: Op, variables: Variables, taken: Collection[str]) -> Iterator[Doc]:
+    """`x = f(y)`, or what Python has for an op that changes its first argument. Where a path of the model is too long,
+    the module that holds the tensor gets a variable first, of a name that is not `taken`."""
+    modules: dict[str, str] = {}
+    paths: dict[str, str] = {}
+    for path in _long_paths(op, variables):
+        owner, rest = _OWNER.fullmatch(path).groups()  # type: ignore[union-attr]
+        if owner not in modules:
+            name = identifier(re.findall(r"\w+", owner)[-1])
+            while name in taken or name in modules.values():
+                name += "_"
+            modules[owner] = name
+            yield f"{name} = {owner}"
+        paths[path] = modules[owner] + rest
+    yield from _statement(op, variables, lambda name: paths.get(variables.of[name], variables.of[name]))
+
+
+def _long_paths(op: Op, variables: Variables) -> list[str]:
+    """The model's tensors whose path is too long for the op's statement: on its own, or as what is indexed or called
+    when the statement has to be broken."""
+    used = [variables.of[name] for name in dict.fromkeys(op.reads)]
+    paths = [path for path in used if _OWNER.fullmatch(path)]
+    first = variables.of[op.args[0].name] if op.args and isinstance(op.args[0], Ref) else ""
+    if first in paths and "[" in first and (isinstance(op.target, str) or op.target is operator.getitem):
+        statement = _statement(op, variables, variables.of.__getitem__)
+        if any(len(flat(doc)) > WIDTH - 3 * len(INDENT) for doc in statement):
+            return paths
+    return [path for path in paths if len(path) > LONG_PATH]
+
+
+def _statement(op: Op, variables: Variables, names: Names) -> Iterator[Doc]:
     if not rebinds(op):
         yield _assignment(op, variables, names)
         return

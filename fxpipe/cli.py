@@ -16,6 +16,7 @@ from torch import nn
 from .compile import compile
 from .errors import FxpipeError
 from .ir.types import ITEMSIZE
+from .progress import progress
 
 DTYPES = {"f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 DTYPES |= {"i64": torch.int64, "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8}
@@ -67,7 +68,8 @@ def run_show(options: argparse.Namespace) -> None:
         raise FxpipeError(f"{options.model} returned a {type(model).__name__}, not an nn.Module or (nn.Module, inputs)")
     if not inputs:
         raise FxpipeError(f"{options.model} returned no inputs: give them as types, as in 'f32[8,3,32,32]'")
-    pipe = compile(model, devices=options.devices, chunks=options.chunks, example_inputs=inputs)
+    with progress("compiling"):
+        pipe = compile(model, devices=options.devices, chunks=options.chunks, example_inputs=inputs)
     print(pipe.explain())
     if options.save:
         pipe.save(options.save, overwrite=True)

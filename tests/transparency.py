@@ -57,12 +57,14 @@ def build(case: Case, *, training: bool = True) -> nn.Module:
 
 
 def inputs(case: Case, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The case's inputs, the same at every call; gradients are wanted for all that can have them."""
+    """The case's inputs, the same at every call; gradients are wanted for all that can have them, unless the case makes
+    its inputs as it wants them."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(batch)
         made = case.inputs(batch)
-    wanted = "writes-inputs" not in case.traits
-    return pytree.tree_map_only(Tensor, lambda x: x.requires_grad_(wanted and x.is_floating_point()), made)
+    if "own-gradients" in case.traits:
+        return made
+    return pytree.tree_map_only(Tensor, lambda x: x.requires_grad_(x.is_floating_point()), made)
 
 
 def plain(case: Case, model: nn.Module, args: Any, kwargs: Any, chunks: int, *, deferred: bool = False) -> Result:

@@ -30,11 +30,11 @@ SETTINGS: dict[str, object] = {
     "allow_rnn": True,  # nn.LSTM and its kind, as one op
     "allow_unspec_int_on_nn_module": True,  # self.counter += 1: one more capture, not one per call
     "allow_empty_graphs": True,  # nn.Identity
-    "skip_nnmodule_hook_guards": False,  # a hook registered later must not be forgotten
     "recompile_limit": 64,
     "accumulated_recompile_limit": 1024,
     "verbose": False,
 }
+SKIPPED = "Attempted to call function marked as skipped"
 # Methods of loggers that may be left out; libraries hang more of them onto the class.
 LOGGING = ("debug", "info", "warning", "debug_once", "info_once", "warning_once", "warning_advice")
 
@@ -65,7 +65,7 @@ def dynamo(model: nn.Module, capture: Capture) -> Callable[[tuple[Any, ...], dic
         return capture(Traced(module, mode, tuple(map(_name, placeholders)), tuple(map(_is_boxed, placeholders))))
 
     context: Any = torch._dynamo.optimize(backend, nopython=True)
-    context.callback = _Configured(context.callback)
+    context.callback = configured = _Configured(context.callback)
     fresh = _fresh()
     run = context(fresh)
 
@@ -73,7 +73,15 @@ def dynamo(model: nn.Module, capture: Capture) -> Callable[[tuple[Any, ...], dic
         try:
             return run(model, args, kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
-            raise refusal(error) from None
+            if configured.deep or SKIPPED not in str(error):
+                raise refusal(error) from None
+            refused = refusal(error)
+        configured.deep = True
+        try:
+            return run(model, args, kwargs)
+        except torch._dynamo.exc.TorchDynamoException:
+            configured.deep = False
+            raise refused from None
 
     # Dynamo's table from compiled to original code keeps both alive, and with them all that was captured.
     weakref.finalize(call, reset_code, fresh.__code__).atexit = False
@@ -93,10 +101,12 @@ def _fresh() -> Callable[..., Any]:
 
 
 class _Configured:
-    """Dynamo's compiler, under our settings. Calls that were captured before do not pass here."""
+    """Dynamo's compiler, under our settings. Calls that were captured before do not pass here. `deep`: it also reads
+    functions that Dynamo passes over because it takes them for Python's or torch's own business."""
 
     def __init__(self, compile: Callable[..., Any]) -> None:
         self._torchdynamo_orig_backend = compile  # the name by which Dynamo finds the inner one
+        self.deep = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as settings:
@@ -104,6 +114,8 @@ class _Configured:
                 key: value for key, value in SETTINGS.items() if hasattr(torch._dynamo.config, key)
             }
             known["ignore_logging_functions"] = {f for name in LOGGING if (f := getattr(logging.Logger, name, None))}
+            if self.deep and hasattr(torch._dynamo.config, "dont_skip_tracing"):
+                known["dont_skip_tracing"] = True
             settings.enter_context(torch._dynamo.config.patch(known))
             # Else a dimension that happens to equal the batch is taken for it.
             settings.enter_context(shape_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]

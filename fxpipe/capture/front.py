@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -96,7 +97,8 @@ class Front:
         self.twins = Twins(model)
         # Weak, for torch keeps every backend it has seen, and would keep the model with it.
         capture = weakref.WeakMethod(self._capture)
-        self._route = route(model, lambda traced: capture()(traced))  # type: ignore[misc]
+        self._begin = partial(route, model, lambda traced: capture()(traced))  # type: ignore[misc]
+        self._route, self._hooks = self._begin(), self.twins.hooks()
         self._now: Now | None = None
         self._lock = threading.RLock()
 
@@ -150,6 +152,9 @@ class Front:
     ) -> tuple[Now, Any]:
         """One call of the route, with everything hollow up to the moment when `run` runs."""
         self.twins.sync()
+        if self._hooks != (hooks := self.twins.hooks()):
+            # Dynamo has guards for hooks, too, but they would double what all guards of a call take (torch 2.13).
+            self._route, self._hooks = self._begin(), hooks
         # Where the model is, so that the caller may keep the batch anywhere.
         now = Now(self.arguments.call(args, kwargs, self.twins.device, rows), self.twins, run)
         self._now, before = now, self._now

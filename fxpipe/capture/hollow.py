@@ -126,6 +126,20 @@ class Twins:
                     device = devices.get(path) or (real.device if real is not None else torch.device("cpu"))
                     self.slots.append(Slot(tensors, key, path, kind, device))
         self.dicts = [d for _, module in named for d in (module._parameters, module._buffers)]
+        self.hook_dicts = [
+            hooks
+            for _, module in named
+            for hooks in (
+                module._forward_pre_hooks,
+                module._forward_hooks,
+                module._backward_pre_hooks,
+                module._backward_hooks,
+            )
+        ]
+
+    def hooks(self) -> list[tuple[int, ...]]:
+        """The numbers of all hooks on the model's modules; torch gives none twice."""
+        return [tuple(hooks) for hooks in self.hook_dicts if hooks]
 
     def sync(self) -> None:
         """Make the stand-ins say what the real tensors say now: a parameter may have been frozen, replaced or cast."""

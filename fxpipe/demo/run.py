@@ -19,6 +19,7 @@ from tqdm import tqdm
 from fxpipe.compile import compile
 from fxpipe.errors import FxpipeError
 from fxpipe.pipe import Pipe
+from fxpipe.progress import progress
 
 from .transformer import PixelTransformer
 from .unet import UNet
@@ -78,7 +79,8 @@ def demo(devices: int | Sequence[str] = 4, chunks: int = 8, steps: int = 60, out
     for task in (denoising(images), next_pixel(images)):
         folder = out / type(task.model).__name__.lower()
         plain = copy.deepcopy(task.model)
-        pipe = compile(task.model, devices=devices, chunks=chunks, example_inputs=(task.inputs[:BATCH],))
+        with progress("compiling"):
+            pipe = compile(task.model, devices=devices, chunks=chunks, example_inputs=(task.inputs[:BATCH],))
         print(f"\n== {task.name} ==\n\n{pipe.explain()}\n")
         print(compare_gradients(task, pipe, plain))
         print(train(task, pipe, plain, steps))

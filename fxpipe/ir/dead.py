@@ -16,23 +16,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .graph import Graph, Op, target_name
-from .memory import known, memory
+from .memory import known
 from .types import ObjectType
 
 
 def without_dead_ops(graph: Graph) -> Graph:
     """The graph without ops that have no part in its outputs, in its states, or in anything else one could see, and
     without states that then nobody uses; the same object if there are none."""
-    root = memory(graph.ops, graph.types)
     outputs = {output.value for output in graph.outputs}
     read = set(outputs)
-    alive = {root(name) for name in (*outputs, *(state.name for state in graph.states))}
+    seen = outputs | {state.name for state in graph.states}  # where a write is not lost
     kept: list[Op] = []
     for op in reversed(graph.ops):
-        if op.name in read or _has_effects(op) or any(root(name) in alive for name in op.writes):
+        if op.name in read or _has_effects(op) or not seen.isdisjoint(op.writes):
             kept.append(op)
             read.update(op.reads, op.writes)
-            alive.update(map(root, (op.name, *op.reads)))
+            seen.update(op.reads)
     if len(kept) == len(graph.ops):
         return graph
     states = tuple(state for state in graph.states if state.name in read)
@@ -42,6 +41,8 @@ def without_dead_ops(graph: Graph) -> Graph:
 def _has_effects(op: Op) -> bool:
     """Whether the op may do more than give a result and write what it says. Of functions that are not torch's own,
     nobody knows."""
+    if target_name(op.target) == "_log_api_usage_once":  # torch counts for itself who uses what
+        return False
     module = getattr(op.target, "__module__", None) or ""
     registered = module.startswith(("torch._ops.", "torch.ops.", "torch._library.")) and module != "torch._ops.aten"
     checks = "assert" in target_name(op.target) or isinstance(op.type, ObjectType)

@@ -42,7 +42,7 @@ def plan_like(graph: Graph, homes: Mapping[str, int], first: Plan, profile: Prof
     would have no ops."""
     labels = [stage.device for stage in first.stages]
     check_request(graph, profile, cluster, labels, first.chunks)
-    graph = arrange(graph, {cost.name: cost for cost in profile.ops})
+    captured, graph = graph, arrange(graph, {cost.name: cost for cost in profile.ops})
     pins = _pins(graph, homes)
     places, pinned = _places(graph, pins)
     order = sorted(range(len(graph.ops)), key=lambda p: (places[p], p))
@@ -54,7 +54,7 @@ def plan_like(graph: Graph, homes: Mapping[str, int], first: Plan, profile: Prof
         cuts = _cuts(graph, profile, cluster, chosen, first.chunks, _allowed(used, some, legal, len(graph.ops)))
         if cuts is not None:
             devices, modes = [stage.device for stage in chosen], [stage.checkpoint for stage in chosen]
-            return replace(first, model=graph.model, stages=stages(graph, cuts, devices, modes))
+            return replace(first, model=graph.model, stages=stages(captured, graph, cuts, devices, modes))
     raise AssertionError("one stage is always possible")
 
 

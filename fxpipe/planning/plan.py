@@ -66,7 +66,7 @@ def plan(
             cuts = _settled(ordered, profile, costs, cuts, slack)
     else:
         raise PlanError(f"balance is {balance!r}: write one of {GOALS}, or the number of blocks of each stage")
-    return Plan(graph.model, stages(ordered, cuts, labels, modes), chunks, schedule, deferred_batch_norm)
+    return Plan(graph.model, stages(graph, ordered, cuts, labels, modes), chunks, schedule, deferred_batch_norm)
 
 
 def check_request(graph: Graph, profile: Profile, cluster: Cluster, labels: Sequence[str], chunks: int) -> None:
@@ -98,10 +98,17 @@ def _checkpoints(checkpoint: str | Collection[int], k: int) -> tuple[str, ...]:
     return tuple("except_last" if s in checkpoint else "never" for s in range(k))
 
 
-def stages(graph: Graph, cuts: Cuts, labels: Sequence[str], modes: Sequence[str]) -> tuple[StagePlan, ...]:
-    """The ops between neighbouring cuts, each run of them on its device."""
+def stages(
+    graph: Graph, ordered: Graph, cuts: Cuts, labels: Sequence[str], modes: Sequence[str]
+) -> tuple[StagePlan, ...]:
+    """The ops between neighbouring cuts of `ordered`, each run of them on its device. The other order has done its work
+    when it is cut: within a stage the user's own reads better, and gradients add up in it as the model's do."""
+    captured = {op.name: position for position, op in enumerate(graph.ops)}
+    names = [op.name for op in ordered.ops]
     spans = zip(pairwise(cuts), labels, modes, strict=True)
-    return tuple(StagePlan(tuple(op.name for op in graph.ops[i:j]), label, mode) for (i, j), label, mode in spans)
+    return tuple(
+        StagePlan(tuple(sorted(names[i:j], key=captured.__getitem__)), label, mode) for (i, j), label, mode in spans
+    )
 
 
 def _best_cuts(graph: Graph, costs: list[StageCosts], labels: Sequence[str], goal: str) -> Cuts:

@@ -136,3 +136,17 @@ def test_what_nobody_uses_is_left_out():
     graph = capture(Wasteful(), (torch.randn(6, 4),))
     assert [(op.name, op.draw) for op in graph.ops] == [("linear_1", None), ("dropout_1", 1)]
     assert [state.path for state in graph.states] == ["fc.weight", "fc.bias"]
+
+
+def test_what_nobody_needs_is_left_out():
+    class Dead(nn.Module):
+        def forward(self, x):
+            unused = torch.arange(x.shape[1]).float() + 1
+            seen = x.clone()
+            seen.register_hook(lambda grad: grad * 2)
+            noise = torch.rand(4)
+            unused.sum(), noise
+            return seen * 2
+
+    graph = capture(Dead(), (torch.randn(6, 4, requires_grad=True),))
+    assert [op.name for op in graph.ops] == ["seen", "register_hook", "mul"]

@@ -409,6 +409,23 @@ def test_all_pairs_of_a_batch_cannot_be_joined_from_unequal_pieces():
         front((torch.ones(5, 4),), {}, lambda graph, inputs: inputs)
 
 
+def test_functions_that_dynamo_passes_over_are_read():
+    class Scripted(nn.Module):
+        """As libraries write that can be scripted too."""
+
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x, skip=None):
+            x = self.fc(x)
+            return x + skip if torch.jit.isinstance(skip, torch.Tensor) else x
+
+    calls = Calls(Scripted())
+    calls(torch.ones(6, 4), torch.ones(6, 4))
+    calls(torch.ones(6, 4))
+
+
 def test_two_fronts_of_one_class_share_nothing():
     for rows in (3, 5, 7):
         graph = capture(Flags(), (torch.randn(6, rows, 4),))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.codegen.load import bind, load_package, unload, worker_device
-from fxpipe.codegen.package import constants, package, save, write
+from fxpipe.codegen.package import _wrapped, constants, package, save, write
 from fxpipe.errors import PackageError
 from fxpipe.ir.graph import Input, Output, Ref, State, Struct
 from fxpipe.ir.plan import Plan, StagePlan
@@ -186,6 +186,15 @@ def test_a_model_that_does_not_fit_is_refused_untouched(program: Program, tmp_pa
         bind(module, nn.Linear(2, 2))
     with pytest.raises(PackageError, match="it is on the meta device"):
         bind(module, Net().to("meta"))
+
+
+def test_a_long_call_is_shown_in_lines() -> None:
+    names = ", ".join(f"argument_{n}={{'a': 1}}" for n in range(8))
+    lines = _wrapped(f"    result = pipe({names})")
+    assert lines[0] == "    result = pipe("
+    assert lines[-1] == "    )"
+    assert " ".join(line.strip() for line in lines[1:-1]) == names + ","
+    assert max(map(len, lines)) <= 110
 
 
 def test_shorter_packages_replace_longer_ones(program: Program, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpipe.codegen.lines import flat
-from fxpipe.codegen.spelling import literal, spell
+from fxpipe.codegen.spelling import literal, modules_of, spell
 from fxpipe.ir.program import OWN_DEVICE
 
 Point = namedtuple("Point", "x y")
@@ -81,6 +81,12 @@ def assert_same(a: Any, b: Any) -> None:
 def test_sets_are_sorted() -> None:
     assert flat(literal({3, 1, 2})) == "{1, 2, 3}"
     assert flat(literal(frozenset())) == "frozenset()"
+
+
+def test_numbers_that_nobody_knows_by_heart() -> None:
+    assert flat(literal(torch.finfo(torch.float32).min)) == "torch.finfo(torch.float32).min"
+    assert flat(literal(1e38)) == "1e38"
+    assert set(modules_of([-65504.0])) == {"torch"}
 
 
 def test_own_device() -> None:

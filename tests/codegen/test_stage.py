@@ -229,6 +229,29 @@ def test_tuples_are_taken_apart_only_if_every_item_is_read_once() -> None:
     )
 
 
+def test_long_paths_are_written_in_two_steps(linted: Callable[[str], None]) -> None:
+    long = "swin.encoder.layers.0.blocks.1.attention.relative_position_bias"
+    held = TensorType("f32", (4, 4), "cpu")
+    table = State("table", f"{long}.relative_position_bias_table", "parameter", held)
+    index = State("index", f"{long}.relative_position_index", "buffer", held)
+    short = State("short", "encoder.layers.0.blocks.1.attention.bias", "buffer", held)
+    made = program(
+        op("attention", torch.add, X, X),
+        op("bias", operator.getitem, Ref("table"), Ref("index"), line=2),
+        op("count", operator.iadd, Ref("index"), 1, line=3, writes=("index",)),
+        op("view", "view", Ref("short"), 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, line=4),
+        gives=("attention", "bias", "view"),
+        states=(table, index, short),
+    )
+    source = emit_stage(made, 0)
+    linted(source)
+    written = [line.strip() for line in body(made).splitlines()]
+    assert "attention_ = self.swin.encoder.layers[0].blocks[1].attention" in written
+    assert "bias = attention_.relative_position_bias.relative_position_bias_table[" in written
+    assert "attention_.relative_position_bias.relative_position_index.add_(1)" in written
+    assert any(line.startswith("view = attention_.bias.view(1, 2") for line in written)
+
+
 def test_names_that_python_or_the_file_need() -> None:
     made = program(
         op("input", "relu", X),

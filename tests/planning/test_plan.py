@@ -43,6 +43,16 @@ def test_by_time():
     assert (found.chunks, found.schedule, found.model) == (4, "gpipe", "Net")
 
 
+def test_within_a_stage_ops_keep_the_order_of_the_user():
+    made = graph(
+        "a1 = relu(x)", "b1 = relu(x)", "a2 = relu(a1)", "b2 = relu(b1)", "y = add(a2, b2)", "z = relu(y)"
+    )  # arranged: a1 a2 b1 b2 y z
+    found = plan(made, flat(made), CPUS, devices=["cpu:0", "cpu:1", "cpu:2"], slack=0)
+    assert [stage.ops for stage in found.stages] == [("a1", "a2"), ("b1", "b2"), ("y", "z")]
+    whole = plan(made, flat(made), CPUS, devices=["cpu:0"])
+    assert whole.stages[0].ops == ("a1", "b1", "a2", "b2", "y", "z")
+
+
 def test_by_memory():
     made = line(*"abcdef")
     profile = flat(made, saved={"y5": 800}, forward={"y0": 10.0})
