@@ -146,6 +146,7 @@ class Grower:
     writable: set[str] = field(default_factory=set)
     views: dict[str, str] = field(default_factory=dict)
     changed: set[str] = field(default_factory=set)  # values that have been written through a view
+    warm: set[str] = field(default_factory=set)  # and those that have got a gradient so
     draws: int = 0
     given: tuple[str, ...] = ()  # the inputs
 
@@ -170,7 +171,7 @@ class Grower:
         """One more op; its type is that of f64[b, width of the first argument] unless given. Returns its name."""
         name = f"{stem}_{len(self.ops)}"
         stopped = bool(regions) or target == "detach"
-        grad = not stopped and any(carries_gradient(self.types[ref.name]) for ref in refs(args))
+        grad = not stopped and any(self.carries_gradient(ref.name) for ref in refs(args))
         type = self.vector(self.pool[args[0].name]) if type is None else type
         if isinstance(type, TensorType) and type.dtype == "f64":
             type = TensorType(type.dtype, type.shape, type.device, grad)
@@ -206,12 +207,15 @@ class Grower:
         return (x, *(view for view, base in self.views.items() if base == x))
 
     def brings_gradient(self, x: str) -> None:
-        """A gradient has come into the memory of `x` and its views: in the end, their types say so."""
+        """A gradient has come into the memory of `x` and its views: in the end, the types say so, but for inputs."""
         for name in self.names(x):
             kind = self.types[name]
             assert isinstance(kind, TensorType)
-            if not any(item == name for item in self.given):
-                self.types[name] = replace(kind, grad=True)
+            self.types[name] = replace(kind, grad=kind.grad or name not in self.given)
+            self.warm.add(name)
+
+    def carries_gradient(self, name: str) -> bool:
+        return name in self.warm or carries_gradient(self.types[name])
 
     def vector(self, width: int) -> TensorType:
         return TensorType("f64", ("b", width), "cpu")
@@ -455,13 +459,13 @@ STEPS = (
 )  # fmt: skip
 
 
-def grown(draw: Draw) -> Graph:
+def grown(draw: Draw, *, changes_inputs: bool = True) -> Graph:
     g = Grower(draw)
     inputs = []
     for name, width in (("x", 8), ("y", draw(WIDTHS)))[: draw(range(1, 3))]:
         g.types[name] = TensorType("f64", ("b", width), "cpu", grad=draw(range(3)) > 0)
         inputs.append(Input(name, name, g.types[name], 0))
-        g.give(name, width, writable=draw((False, True)))
+        g.give(name, width, writable=changes_inputs and draw((False, True)))
     if draw((False, True)):
         inputs.append(Input("mask", "mask", TensorType("bool", ("b", 1), "cpu"), 0))
         g.types["mask"], g.masks["mask"] = inputs[-1].type, 0

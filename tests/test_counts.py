@@ -76,6 +76,8 @@ DATA = {
 SPLIT = ["second", "third", "fourth"]
 APART = ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
 TWO_ON_ONE = ["cpu:0", "cpu:1", "cpu:2", "cpu:2"]
+IN_TURNS = ["cpu:0", "cpu:1", "cpu:0", "cpu:1"]
+SPREAD = {"apart": APART, "two on one": TWO_ON_ONE, "in turns": IN_TURNS, "all on one": ["cpu:0"] * 4}
 
 
 @pytest.fixture
@@ -169,7 +171,7 @@ def recomputed(mode: str | set[int], stage: int) -> list[int]:
     return list(reversed(range(count)))
 
 
-@pytest.mark.parametrize("devices", [APART, TWO_ON_ONE, ["cpu:0"] * 4], ids=["apart", "two on one", "all on one"])
+@pytest.mark.parametrize("devices", SPREAD.values(), ids=SPREAD)
 @pytest.mark.parametrize("data", DATA)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_the_way_back(

@@ -404,6 +404,22 @@ def test_stages_of_a_tick_run_at_once(make: Callable[..., Scheduler]) -> None:
     pipe.run((ids(),), 3)
 
 
+def test_a_device_is_one_worker_wherever_its_stages_are(make: Callable[..., Scheduler]) -> None:
+    """Stages 0 and 2 are never at work at once, and within a tick the earlier stage goes first."""
+    pipe, seen = make(devices=("cpu:0", "cpu:1", "cpu:0")), list[tuple[str, int, int]]()
+
+    def note(h: Tensor, i: int, j: int) -> Tensor:
+        seen.append((threading.current_thread().name, j, i))
+        return h
+
+    for stage in pipe.stages:
+        stage.hook = lambda h, i, j=stage.index: note(h, i, j)
+    pipe.run((ids(),), 4)
+    workers = {j: {name for name, stage, _ in seen if stage == j} for j in range(3)}
+    assert workers[0] == workers[2] != workers[1]
+    assert [f"{j}F{i}" for _, j, i in seen if j != 1] == ["0F0", "0F1", "0F2", "2F0", "0F3", "2F1", "2F2", "2F3"]
+
+
 def test_a_closed_pipe_says_so(make: Callable[..., Scheduler]) -> None:
     pipe = make()
     pipe.close()
