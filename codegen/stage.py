@@ -13,7 +13,7 @@ import operator
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise, takewhile
 from pathlib import PurePath
 
@@ -199,8 +199,9 @@ def _steps(program: Program, stage: Stage, variables: Variables) -> list[_Step]:
     ops = [op for op in stage.ops if op.name not in variables.folded]
     lines = [(op.origin.file, op.origin.line, op.origin.code) for op in ops]
     groups = list(accumulate((new != old for old, new in pairwise(lines)), initial=0))
+    taken = {text.partition(".")[0] for text in variables.of.values()}
     return [
-        _Step(op, tuple(_statements(op, variables)), releases[op.name] if group < groups[-1] else (), group)
+        _Step(op, tuple(_statements(op, variables, taken)), releases[op.name] if group < groups[-1] else (), group)
         for op, group in zip(ops, groups, strict=False)
     ]
 
@@ -252,23 +253,21 @@ def _context(region: Region, op: Op) -> Doc:
 # Statements -----------------------------------------------------------------------------------------------------------
 
 
-def _statements(op: Op, variables: Variables) -> Iterator[Doc]:
+def _statements(op: Op, variables: Variables, taken: Collection[str]) -> Iterator[Doc]:
     """`x = f(y)`, or what Python has for an op that changes its first argument. Where a path of the model is too long,
-    the module that holds the tensor gets a variable first."""
-    taken = {text.partition(".")[0] for text in variables.of.values()}
+    the module that holds the tensor gets a variable first, of a name that is not `taken`."""
     modules: dict[str, str] = {}
     paths: dict[str, str] = {}
     for path in _long_paths(op, variables):
         owner, rest = _OWNER.fullmatch(path).groups()  # type: ignore[union-attr]
         if owner not in modules:
-            modules[owner] = identifier(re.findall(r"\w+", owner)[-1])
-            while modules[owner] in taken:
-                modules[owner] += "_"
-            taken.add(modules[owner])
-            yield f"{modules[owner]} = {owner}"
+            name = identifier(re.findall(r"\w+", owner)[-1])
+            while name in taken or name in modules.values():
+                name += "_"
+            modules[owner] = name
+            yield f"{name} = {owner}"
         paths[path] = modules[owner] + rest
-    of = {name: paths.get(text, text) for name, text in variables.of.items()} if paths else variables.of
-    yield from _statement(op, replace(variables, of=of))
+    yield from _statement(op, variables, lambda name: paths.get(variables.of[name], variables.of[name]))
 
 
 def _long_paths(op: Op, variables: Variables) -> list[str]:
@@ -277,14 +276,14 @@ def _long_paths(op: Op, variables: Variables) -> list[str]:
     used = [variables.of[name] for name in dict.fromkeys(op.reads)]
     paths = [path for path in used if _OWNER.fullmatch(path)]
     first = variables.of[op.args[0].name] if op.args and isinstance(op.args[0], Ref) else ""
-    chained = first in paths and "[" in first and (isinstance(op.target, str) or op.target is operator.getitem)
-    if chained and any(len(flat(doc)) > WIDTH - 3 * len(INDENT) for doc in _statement(op, variables)):
-        return paths
+    if first in paths and "[" in first and (isinstance(op.target, str) or op.target is operator.getitem):
+        statement = _statement(op, variables, variables.of.__getitem__)
+        if any(len(flat(doc)) > WIDTH - 3 * len(INDENT) for doc in statement):
+            return paths
     return [path for path in paths if len(path) > LONG_PATH]
 
 
-def _statement(op: Op, variables: Variables) -> Iterator[Doc]:
-    names = variables.of.__getitem__
+def _statement(op: Op, variables: Variables, names: Names) -> Iterator[Doc]:
     if not rebinds(op):
         yield _assignment(op, variables, names)
         return

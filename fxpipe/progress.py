@@ -32,7 +32,7 @@ class _Bar(logging.Handler):
 def progress(title: str) -> Iterator[None]:
     """Shows, on standard error, how far the compilation in this block is; nothing stays of it."""
     level, propagate = log.level, log.propagate
-    with tqdm(total=STEPS, desc=title, leave=False) as bar:
+    with tqdm(total=STEPS, desc=title, leave=False, disable=None) as bar:  # a terminal alone has a use for it
         handler = _Bar(bar)
         log.addHandler(handler)
         log.setLevel(logging.DEBUG)
