@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import tempfile
-import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -72,7 +71,6 @@ class Pipe(Shell):
             "_last": None,
             "_home": None,
             "_closed": False,
-            "_lock": threading.RLock(),
             "_folder": tempfile.TemporaryDirectory(prefix="fxpipe-"),
         }
         self.__dict__.update(own)

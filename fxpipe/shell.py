@@ -3,12 +3,13 @@
 Wrapping a model the usual way (`self.model = model`) puts "model." in front of every key of `state_dict()`. The shell
 instead shares the model's own dicts of parameters, buffers and children, so whatever a user does with a module
 (optimizers before or after, `named_parameters`, `zero_grad`, freezing, hooks on submodules, `load_state_dict`) acts on
-the model itself.
+the model itself. Reads and writes of tensors wait while another thread captures: then the dicts hold hollow ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 from torch import nn
@@ -24,6 +25,7 @@ class Shell(nn.Module):
         self.__dict__["model"] = model  # past __setattr__, which would register it as a child
         for name in SHARED:
             self.__dict__[name] = model.__dict__[name]
+        self.__dict__["_lock"] = threading.RLock()
         self.training = model.training
 
     def __getattr__(self, name: str) -> Any:
@@ -45,10 +47,22 @@ class Shell(nn.Module):
         self.training = mode
         return self
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """The model's own, with its own keys."""
+        with self._lock:
+            return iter(list(super().named_parameters(*args, **kwargs)))
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """The model's own, with its own keys."""
+        with self._lock:
+            return iter(list(super().named_buffers(*args, **kwargs)))
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own, with its own keys and hooks."""
-        return self.model.state_dict(*args, **kwargs)
+        with self._lock:
+            return self.model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Into the model itself."""
-        return self.model.load_state_dict(state_dict, strict=strict, assign=assign)
+        with self._lock:
+            return self.model.load_state_dict(state_dict, strict=strict, assign=assign)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxpipe
+from fxpipe.capture.hollow import Twins
 from fxpipe.errors import CaptureError, PackageError
 
 MODES = ["never", "except_last", "always"]
@@ -280,6 +281,32 @@ def test_two_threads(make: Make, shared: bool) -> None:
         thread.join(60)
         assert not thread.is_alive()
     assert not errors, errors[0]
+
+
+def test_another_thread_looks_while_the_model_is_captured(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    # During a capture the model's own dicts hold tensors without values. An optimizer made then must not get those.
+    pipe, _ = make()
+    own = [id(x) for x in pipe.parameters()]
+    inside, looked = threading.Event(), threading.Event()
+    seen: list[list[int]] = []
+    leave = Twins.leave
+
+    def hesitate(self: Twins) -> None:
+        inside.set()
+        looked.wait(0.5)  # times out: who looks must wait until the capture is over
+        leave(self)
+
+    def look() -> None:
+        inside.wait(60)
+        seen.append([id(x) for x in pipe.parameters()])
+        looked.set()
+
+    monkeypatch.setattr(Twins, "leave", hesitate)
+    thread = threading.Thread(target=look)
+    thread.start()
+    pipe(X)
+    thread.join(60)
+    assert seen == [own]
 
 
 # Backward -------------------------------------------------------------------------------------------------------------
