@@ -153,6 +153,10 @@ class Graph:
     `call` is (args, kwargs) and `result` the returned object, both as nests of tuples, lists, dicts and `Struct` with
     `Ref` for the tensors. Every Ref in `result` is an output's value. `arguments` is what the model calls those of its
     arguments that were passed by position.
+
+    A graph that is trained in one go names its `loss`, one of the outputs. `totals` is a graph of its own, or None: it
+    computes from the inputs of the whole batch what each micro-batch must know about all of it, such as how many labels
+    count. Its outputs are inputs of this graph that nobody cuts, and whose path is empty.
     """
 
     model: str
@@ -165,6 +169,8 @@ class Graph:
     call: tuple[Any, Any]
     result: Any
     arguments: tuple[str, ...] = ()
+    loss: str | None = None
+    totals: Graph | None = None
 
     def __str__(self) -> str:
         return show(self)
@@ -257,6 +263,10 @@ def check(graph: Graph) -> None:
         if output.value not in known:
             raise ValueError(f"the output {output.value!r} is not defined")
     results = {output.value for output in graph.outputs}
+    if graph.loss is not None and graph.loss not in results:
+        raise ValueError(f"the loss {graph.loss!r} is not an output")
+    if graph.totals is not None:
+        check(graph.totals)
     for ref in refs(graph.result):
         if ref.name not in results:
             raise ValueError(f"the result uses {ref.name!r}, which is not an output")
@@ -279,6 +289,8 @@ def show(graph: Graph) -> str:
     lines += [f"  {s.kind:<9}  {s.name}: {s.type}  {' = '.join((s.path, *s.aliases))}" for s in graph.states]
     lines += [f"  {show_op(op)}" for op in graph.ops]
     lines += [f"  output  {o.value}" + (f" by {o.reduce}" if o.reduce else _dim(o.batch_dim)) for o in graph.outputs]
+    lines += [f"  loss    {graph.loss}"] if graph.loss is not None else []
+    lines += ["of the whole batch", *show(graph.totals).splitlines()[1:]] if graph.totals is not None else []
     return "\n".join(lines)
 
 
