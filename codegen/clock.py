@@ -20,20 +20,25 @@ def docstring(program: Program, chunks: int, grid: str | None) -> list[str]:
     """The lines of the docstring, with `grid` or else GPipe's clock as the picture."""
     picture = [INDENT + line for line in (grid or draw_clock(program.devices, chunks)).splitlines()]
     n = len(program.stages)
-    long = [move for move in program.moves if move.portal and move.source >= 0 and move.target < n]
-    portals = [f"{INDENT}{doc_prose(m.value)}  from stage {m.source} to stage {m.target}" for m in long]
-    facts = f"{n} {'stages' if n > 1 else 'stage'}, {chunks} micro-batches{_recompute(program)}"
+    facts = f"{n} {'stages' if n > 1 else 'stage'}, {chunks} micro-batches{recomputed(program)}"
     title = clip(f'"""{doc_prose(program.graph.model)}, pipelined: {facts}.', WIDTH)
     order = [
         "F1 is the forward of micro-batch 1. Backward walks the grid from right to left: on each device the later",
         "micro-batch goes first. Autograd would not know that by itself: a token, a tensor without elements, goes from",
         "one micro-batch to the next.",
     ]
-    past = ["", "Portals, past the stages between:", "", *portals] if portals else []
-    return [title, "", *(line.rstrip() for line in picture), "", *order, *past, '"""']
+    return [title, "", *(line.rstrip() for line in picture), "", *order, *portals(program), '"""']
 
 
-def _recompute(program: Program) -> str:
+def portals(program: Program) -> list[str]:
+    """The values that go past stages, for the end of a docstring."""
+    n = len(program.stages)
+    long = [move for move in program.moves if move.portal and move.source >= 0 and move.target < n]
+    lines = [f"{INDENT}{doc_prose(m.value)}  from stage {m.source} to stage {m.target}" for m in long]
+    return ["", "Portals, past the stages between:", "", *lines] if lines else []
+
+
+def recomputed(program: Program) -> str:
     """Which stages are computed again in backward, for the title."""
     modes = {stage.checkpoint for stage in program.stages}
     if modes == {"never"}:

@@ -33,7 +33,7 @@ def lend(program: Program, places: Places) -> list[str]:
         why = f"stage {loan.home} owns it, stage {stages} uses it too; their gradients add up"
         lines.append(clip(f"{INDENT * 2}# {prose(program.state(loan.state).path)}: {why}", WIDTH))
         here, there = (torch_device(program.devices[index]) for index in (loan.home, loan.user))
-        lines += _lend(f"m.lent.{name}", _owned(program, loan, constants), here, there, loan.user)
+        lines += _lend(f"m.lent.{name}", owned(program, loan, constants), here, there, loan.user)
     return lines
 
 
@@ -46,7 +46,7 @@ def _lend(place: str, owned: str, here: str, there: str, user: int) -> list[str]
     return [*assign(["owned"], owned, 2), *assign([place], "owned", 2)]
 
 
-def _owned(program: Program, loan: Loan, constants: Mapping[str, str]) -> str:
+def owned(program: Program, loan: Loan, constants: Mapping[str, str]) -> str:
     """The tensor in the stage that owns it."""
     held = constants.get(loan.state)
     path = f"self.{held}" if held else state_path(program.state(loan.state).path)

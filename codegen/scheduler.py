@@ -11,13 +11,13 @@ copied, and nothing about copies is written.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 
+from fxpipe.codegen.attributes import apart, attributes, differentiable, keep_dead_ends
 from fxpipe.codegen.clock import docstring
 from fxpipe.codegen.lines import INDENT, WIDTH, Brackets, layout
 from fxpipe.codegen.loans import lend
-from fxpipe.codegen.names import prose, string
+from fxpipe.codegen.names import prose
 from fxpipe.codegen.places import Places, torch_device
 from fxpipe.codegen.statements import assign, delete
 from fxpipe.ir.program import Program, Stage
@@ -28,34 +28,16 @@ RUNTIME = ("Draws", "checkpoint", "copy", "fork", "join", "wait")  # what the me
 
 def emit_scheduler(program: Program, chunks: int, grid: str | None = None) -> str:
     """The source of `scheduler.py`. `grid` is the schedule as text; without it, GPipe's clock for `chunks`."""
-    program = _keep_dead_ends(program)
+    program = keep_dead_ends(program)
     places = Places(program)
-    blocks = [_attributes(program, places), lend(program, places)]
+    blocks = [attributes(program, places, "Pipeline"), lend(program, places)]
     for stage in program.stages:
         rule = f"{INDENT}# stage {stage.index}, {prose(stage.device)} "
         methods = [_ready(stage, places), _compute(stage, places)]
-        blocks.append([rule + "-" * (WIDTH - len(rule)), "", *_apart(methods)])
+        blocks.append([rule + "-" * (WIDTH - len(rule)), "", *apart(methods)])
     blocks.append(_gather(program, places))
-    body = [*_apart(blocks)]
+    body = [*apart(blocks)]
     return "\n".join([*docstring(program, chunks, grid), "", *_imports(body), "", "", *body]) + "\n"
-
-
-def _keep_dead_ends(program: Program) -> Program:
-    """Nothing recomputed in stages that give nothing with a gradient: no backward ever comes to them, and a token must
-    not lead it there."""
-
-    def kept(stage: Stage) -> Stage:
-        kinds = [program.types[name] for name in stage.gives]
-        live = any(isinstance(kind, TensorType) and kind.grad for kind in kinds)
-        return stage if live else replace(stage, checkpoint="never")
-
-    return replace(program, stages=tuple(map(kept, program.stages)))
-
-
-def _apart(blocks: Iterable[Sequence[str]]) -> list[str]:
-    """The blocks that are not empty, with an empty line between them."""
-    lines = [line for block in blocks if block for line in (*block, "")]
-    return lines[:-1]
 
 
 # The top of the file --------------------------------------------------------------------------------------------------
@@ -67,30 +49,6 @@ def _imports(body: Sequence[str]) -> list[str]:
     local = ["from fxpipe.engines.local import Batches, Pipeline"]
     standard = ["from typing import Any", ""] if "Any" in text else []
     return [*standard, *local, *([f"from fxpipe.runtime import {', '.join(used)}"] if used else [])]
-
-
-def _attributes(program: Program, places: Places) -> list[str]:
-    """The class and what its base wants to know."""
-    sizes = [s for s in program.graph.sizes if any(s.name in stage.takes for stage in program.stages)]
-    inputs = program.graph.inputs
-    values = {
-        "devices": [string(stage.device) for stage in program.stages],
-        "inputs": [_row(places.name(i.name), i.batch_dim) for i in inputs],
-        "sizes": [_row(places.name(s.name), places.name(s.input), s.dim) for s in sizes],
-        "outputs": [_row(places.name(o.value), o.batch_dim, o.reduce) for o in program.graph.outputs],
-        "detached": [string(places.name(i.name)) for i in inputs if program.types[i.name] != i.type],
-    }
-    lines = ["class Scheduler(Pipeline):"]
-    for name, rows in values.items():
-        if rows:
-            lines += layout(Brackets(f"{name} = (", tuple(rows), ")", "literal"), 1)
-    if any(op.random for stage in program.stages for op in stage.ops):
-        lines.append(f"{INDENT}random = True")
-    return lines
-
-
-def _row(*items: str | int | None) -> str:
-    return f"({', '.join(string(item) if isinstance(item, str) else repr(item) for item in items)})"
 
 
 # Before a stage runs --------------------------------------------------------------------------------------------------
@@ -107,8 +65,10 @@ def _ready(stage: Stage, places: Places) -> list[str]:
 def _order(stage: Stage, places: Places) -> tuple[list[str], list[str]]:
     """The statements that make the token of micro-batch i - 1, and those that let micro-batch i take it in."""
     j = stage.index
-    takes = [places.at(name, j) for name in stage.takes if _differentiable(name, places)]
-    gives = [places.at(name, j).replace("m[i]", "m[i - 1]") for name in stage.gives if _differentiable(name, places)]
+    takes = [places.at(name, j) for name in stage.takes if differentiable(name, places.program)]
+    gives = [
+        places.at(name, j).replace("m[i]", "m[i - 1]") for name in stage.gives if differentiable(name, places.program)
+    ]
     if not takes or not gives or stage.checkpoint == "always":
         return [], []  # Checkpoint takes the token itself; without a take there is nothing to join
     if stage.checkpoint == "except_last":
@@ -213,8 +173,8 @@ def _checkpointed(stage: Stage, args: tuple[str, ...], places: Places) -> list[s
             place = places.at(name, j)
             lines += layout(f"{place} = {place}.detach()  # no gradient goes through it", 3)
     lines += [f"{INDENT * 2}else:", *_call(stage, args, places, 3)]
-    given = [places.at(name, j) for name in stage.gives if _differentiable(name, places)]
-    if not always and given and not any(_differentiable(name, places) for name in stage.takes):
+    given = [places.at(name, j) for name in stage.gives if differentiable(name, places.program)]
+    if not always and given and not any(differentiable(name, places.program) for name in stage.takes):
         lines += [
             f"{INDENT * 3}# no input has a gradient, so the output takes the token: B(i), F(i - 1) again, B(i - 1)"
         ]
@@ -237,7 +197,7 @@ def _sends(stage: Stage, places: Places) -> list[str]:
 def _gather(program: Program, places: Places) -> list[str]:
     """The method that starts the recomputation of the last micro-batch, where it is recomputed."""
     always = [stage.index for stage in program.stages if stage.checkpoint == "always"]
-    outputs = [output.value for output in program.graph.outputs if _differentiable(output.value, places)]
+    outputs = [output.value for output in program.graph.outputs if differentiable(output.value, places.program)]
     if not always or not outputs:
         return []
     place = f"m[m.last].{places.name(max(outputs, key=places.home))}"
@@ -257,14 +217,9 @@ def _alike(names: Sequence[str], places: Places) -> Iterator[list[str]]:
     """The tensors with a gradient, and those without, which must not get one by being copied along."""
     tensors = [name for name in names if isinstance(places.program.types[name], TensorType)]
     for grad in (True, False):
-        group = [name for name in tensors if _differentiable(name, places) == grad]
+        group = [name for name in tensors if differentiable(name, places.program) == grad]
         if group:
             yield group
-
-
-def _differentiable(name: str, places: Places) -> bool:
-    kind = places.program.types[name]
-    return isinstance(kind, TensorType) and kind.grad
 
 
 def _looks_differentiable(name: str, places: Places) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from .clock import timed
 from .codegen.package import package
 from .codegen.scheduler import emit_scheduler
+from .codegen.steps import emit_steps
 from .errors import PlanError
 from .ir import plan as plans
 from .ir.cluster import Cluster
@@ -25,7 +26,7 @@ from .ir.units import show_bytes, show_seconds
 from .options import Options
 from .passes import lower
 from .planning import plan, plan_like
-from .schedules.one_f_one_b import gpipe
+from .schedules.one_f_one_b import gpipe, one_f_one_b
 from .simulator.costs import hops, stage_costs, taken_bytes
 from .simulator.simulate import simulate
 
@@ -66,13 +67,21 @@ def build(
     with timed("passes"):
         program = lower(graph, decided, watch=trail.__setitem__)
     with timed("simulator"):
-        schedule = share(gpipe(len(program.stages), decided.chunks), program.devices)
+        schedule = schedule_of(program, decided)
         costs = stage_costs(decided, profile, taken_bytes(program, sizes))
         timeline = simulate(schedule, costs, hops(program, sizes, cluster), tuple(dict.fromkeys(program.devices)))
     with timed("codegen"):
         notes = [note(profile, stage.ops) for stage in decided.stages]
-        files = package(program, decided, emit_scheduler(program, decided.chunks), notes)
+        emitted = emit_scheduler(program, decided.chunks) if graph.loss is None else emit_steps(program, schedule)
+        files = package(program, decided, emitted, notes)
     return Build(graph, sizes, cluster, profile, decided, schedule, program, trail, timeline, files)
+
+
+def schedule_of(program: Program, plan: Plan) -> Schedule:
+    """The order of a step; what forward() alone runs is GPipe's."""
+    n = len(program.stages)
+    made = gpipe(n, plan.chunks) if program.graph.loss is None else one_f_one_b(n, plan.chunks)
+    return share(made, program.devices)
 
 
 def note(profile: Profile, ops: Sequence[str]) -> str:

@@ -52,6 +52,7 @@ class Engine:
     outputs: tuple[tuple[str, int | None, str | None], ...] = ()
     detached: tuple[str, ...] = ()
     random: bool = False
+    batches: type[Batches] = Batches
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         if len(stages) != len(self.devices):
@@ -89,7 +90,7 @@ class Engine:
             raise ValueError(f"the inputs do not have a common batch size, but {sorted(total)}")
         if self._on_cpu:  # a stage on the CPU finds its inputs there; the others copy them from there
             batch = [value.cpu() if isinstance(value, Tensor) else value for value in batch]
-        m = Batches(split_sizes(total.pop(), chunks) if total else (1,), self.stages, self.random)
+        m = self.batches(split_sizes(total.pop(), chunks) if total else (1,), self.stages, self.random)
         for value, (name, dim) in zip(batch, self.inputs, strict=True):
             value = value.detach() if name in self.detached else value
             for micro_batch, piece in zip(m, scatter(value, dim, m.sizes), strict=True):

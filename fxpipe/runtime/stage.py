@@ -9,7 +9,7 @@ It holds the very Parameter objects of the model, so optimizers made before or a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,16 @@ class Stage(Scope):
             with torch.inference_mode(False), torch.enable_grad():
                 value = value.to(self.device)
         object.__setattr__(self, name, value)
+
+    @property
+    def slots(self) -> Sequence[tuple[dict[str, Any], str]]:
+        """Where the tensors that may need a gradient are held: the dict and the key of each."""
+        found: list[tuple[dict[str, Any], str]] = []
+        for path in self.states:
+            scope, name = self._scope(path)
+            found.append((scope._parameters if name in scope._parameters else scope._buffers, name))
+        found += [(self.__dict__, name) for name in self.constants if isinstance(self.__dict__[name], Tensor)]
+        return [(held, name) for held, name in found if held[name].is_floating_point() or held[name].is_complex()]
 
     def _find_differentiable(self) -> None:
         held = [self.tensor(path) for path in self.states]

@@ -1,0 +1,264 @@
+"""The scheduler of a program that is trained in one go, as a Python file: a row of actions for each worker, and for
+each stage what an action takes, computes and sends.
+
+    class Scheduler(Stepper):
+        rows                                      the schedule
+        forward_1(m, i)                           stage 1 on micro-batch i
+        backward_1(m, i)                          or in two halves:
+        input_gradient_1(m, i), weight_gradient_1(m, i)
+
+Micro-batches are not unrolled, so the file grows with the stages, and only the rows with the micro-batches.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from fxpipe.codegen.attributes import apart, attributes, differentiable, keep_dead_ends, row
+from fxpipe.codegen.clock import portals, recomputed
+from fxpipe.codegen.lines import INDENT, WIDTH, Brackets, layout
+from fxpipe.codegen.loans import owned
+from fxpipe.codegen.names import clip, doc_prose, identifier, prose, string
+from fxpipe.codegen.places import Places
+from fxpipe.codegen.stage import constant_names
+from fxpipe.codegen.statements import assign
+from fxpipe.ir.program import Loan, Program, Stage
+from fxpipe.ir.schedule import Schedule, plain, show
+
+TAKEN = frozenset(("self", "m", "i", "draw", "forward"))  # what the methods themselves call things
+
+
+def emit_steps(program: Program, schedule: Schedule) -> str:
+    """The source of `scheduler.py`. The rows of `schedule` are the program's devices in order of first appearance."""
+    program = keep_dead_ends(program)
+    places = Places(program)
+    kinds = {action.kind for action in schedule.place}
+    blocks = [[*attributes(program, places, "Stepper"), *_attributes(program, places, schedule)], _lend(program)]
+    for stage in program.stages:
+        rule = f"{INDENT}# stage {stage.index}, {prose(stage.device)} "
+        methods = [_forward(stage, places), *_backward(stage, places, kinds)]
+        blocks.append([rule + "-" * (WIDTH - len(rule)), "", *apart(methods)])
+    body = apart(blocks)
+    draws = ["from fxpipe.runtime import Draws"] if any("Draws(" in line for line in body) else []
+    imports = ["from fxpipe.engines.step import Step, Stepper", *draws]
+    return "\n".join([*_docstring(program, schedule), "", *imports, "", "", *body]) + "\n"
+
+
+# The top of the file --------------------------------------------------------------------------------------------------
+
+
+def _docstring(program: Program, schedule: Schedule) -> list[str]:
+    """The schedule as a grid, and how to read it."""
+    labels = tuple(dict.fromkeys(program.devices))
+    grid = show(schedule, labels).splitlines()[1:]
+    n, facts = len(program.stages), recomputed(program)
+    count = f"{n} {'stages' if n > 1 else 'stage'}, {schedule.chunks} micro-batches"
+    kinds = {action.kind for action in schedule.place}
+    cell = "F1" if plain(schedule) else "2F1"
+    back = "I1 and W1 the two halves of its backward, for what it takes and for its weights"
+    what = "" if plain(schedule) else " on stage 2"
+    order = (
+        f"{cell} is the forward of micro-batch 1{what}, {'B1 its backward' if 'B' in kinds else back}. Each device "
+        "runs its row in this order: an action starts when the one before it is done and what it takes has arrived, "
+        "and waits for nothing else."
+    )
+    return [
+        clip(f'"""{doc_prose(program.graph.model)}, trained: {count}, {doc_prose(schedule.name)}{facts}.', WIDTH),
+        "",
+        *(_clipped(INDENT + line) for line in grid),
+        "",
+        *textwrap.wrap(order, WIDTH),
+        *portals(program),
+        '"""',
+    ]
+
+
+def _clipped(line: str) -> str:
+    """A line of the grid, as much as fits."""
+    return line if len(line) <= WIDTH else line[: WIDTH - 4].rsplit(" ", 1)[0].rstrip() + " ..."
+
+
+def _attributes(program: Program, places: Places, schedule: Schedule) -> list[str]:
+    feeds = [
+        row(places.name(name), stage.index)
+        for stage in program.stages
+        for name in stage.takes
+        if _fed(name, stage, places)
+    ]
+    gradients = [f"({_places(stage.takes, program)}, {_places(stage.gives, program)})" for stage in program.stages]
+    lines = layout(Brackets("feeds = (", tuple(feeds), ")", "literal"), 1) if feeds else []
+    lines += [f"{INDENT}# of each stage, the places of what it takes and of what it gives that have a gradient"]
+    lines += layout(Brackets("gradients = (", tuple(gradients), ")", "literal"), 1)
+    loss = next((output for output in program.graph.outputs if output.value == program.graph.loss), None)
+    if loss is not None and loss.reduce is not None:
+        lines += [f"{INDENT}loss_reduce = {string(loss.reduce)}"]
+    labels = tuple(dict.fromkeys(program.devices))
+    width = max(map(len, labels)) + 2
+    lines += [f'{INDENT}rows = """']
+    bare = plain(schedule)
+    for label, actions in zip(labels, schedule.devices, strict=True):
+        text = " ".join(action.short if bare else str(action) for action in actions)
+        first, rest = INDENT + label.ljust(width), INDENT + " " * width
+        lines += textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=rest)
+    return [*lines, f'{INDENT}"""']
+
+
+def _places(names: Sequence[str], program: Program) -> str:
+    found = [str(place) for place, name in enumerate(names) if differentiable(name, program)]
+    return f"({', '.join(found)}{',' if len(found) == 1 else ''})"
+
+
+def _lend(program: Program) -> list[str]:
+    """The method that lends tensors from one stage to another, once a step."""
+    if not program.loans:
+        return []
+    constants = constant_names(program)
+    lines = [f"{INDENT}def lend(self, m: Step) -> None:"]
+    for loan in program.loans:
+        path = prose(program.state(loan.state).path)
+        why = f"{path}: stage {loan.home} owns it, stage {loan.user} uses it too; their gradients add up"
+        lines.append(clip(f"{INDENT * 2}# {why}", WIDTH))
+        call = Brackets("m.lend(", (str(loan.user), owned(program, loan, constants)), ")")
+        lines += assign([f"m.lent.{_lent(loan)}"], call, 2)
+    return lines
+
+
+def _lent(loan: Loan) -> str:
+    """The attribute of `m.lent` that holds the tensor for its user."""
+    return f"{identifier(loan.state)}_for_{loan.user}"
+
+
+# Forward --------------------------------------------------------------------------------------------------------------
+
+
+def _forward(stage: Stage, places: Places) -> list[str]:
+    j, program = stage.index, places.program
+    lines = [f"{INDENT}def forward_{j}(self, m: Step, i: int) -> None:"]
+    arriving = [name for name in stage.takes if (name, j) in places.sources]
+    if arriving:
+        lines += _sources(stage, places)
+        messages = (str(j), "i", *(string(places.name(name)) for name in arriving))
+        lines += assign([_variable(name, places) for name in arriving], Brackets("m.receive(", messages, ")"), 2)
+    draw = any(op.random for op in stage.ops)
+    if draw:
+        lines.append(f"{INDENT * 2}draw = Draws(m.seed, i, self.stages[{j}].device)")
+    loans = {loan.state: loan for loan in program.loans if loan.user == j}
+    takes = (_variable(name, places) if name in arriving else f"m[i].{places.name(name)}" for name in stage.takes)
+    borrowed = (f"m.lent.{_lent(loans[name])}" for name in stage.borrows)
+    args = (str(j), "i", *takes, *borrowed, *(("draw",) if draw else ()))
+    call = "m.forward("
+    if stage.checkpoint == "always":
+        call = "m.forward_to_recompute("
+    elif stage.checkpoint == "except_last":
+        lines.append(f"{INDENT * 2}# all micro-batches but the last are computed again in backward")
+        lines.append(f"{INDENT * 2}forward = m.forward if i == m.last else m.forward_to_recompute")
+        call = "forward("
+    lines += assign([_variable(name, places) for name in stage.gives], Brackets(call, args, ")"), 2)
+    for name in stage.gives:
+        for target in _targets(name, stage, program):
+            if target == len(program.stages):
+                place = f"m[i].{places.name(name)}"
+                lines += layout(f"{place} = {_variable(name, places)}.detach()", 2)
+            else:
+                args = (str(j), "i", str(target), string(places.name(name)), _variable(name, places))
+                lines += layout(Brackets("m.send(", args, ")"), 2)
+    return lines
+
+
+def _sources(stage: Stage, places: Places) -> list[str]:
+    """A comment: where what the stage takes comes from."""
+    sources = dict.fromkeys(places.sources[name, stage.index] for name in stage.takes if not _own(name, stage, places))
+    if set(sources) <= {-1}:
+        return []
+    known = (f"stage {source}" if source >= 0 else "the batch" for source in sources)
+    return [f"{INDENT * 2}# from {', '.join(known)}"]
+
+
+def _own(name: str, stage: Stage, places: Places) -> bool:
+    """Whether the value is a size, which every stage knows."""
+    return (name, stage.index) not in places.sources
+
+
+def _fed(name: str, stage: Stage, places: Places) -> bool:
+    return places.sources.get((name, stage.index)) == -1
+
+
+def _targets(name: str, stage: Stage, program: Program) -> list[int]:
+    """The stages that the value goes to, the caller last."""
+    return sorted(move.target for move in program.moves if move.value == name and move.source == stage.index)
+
+
+def _variable(name: str, places: Places) -> str:
+    variable = places.name(name)
+    return f"{variable}_" if variable in TAKEN else variable
+
+
+# Backward -------------------------------------------------------------------------------------------------------------
+
+
+def _backward(stage: Stage, places: Places, kinds: Iterable[str]) -> list[list[str]]:
+    """The methods for the kinds of actions that the schedule has."""
+    j, methods = stage.index, []
+    for kind, method in (("B", "backward"), ("I", "input_gradient")):
+        if kind in kinds:
+            head = f"{INDENT}def {method}_{j}(self, m: Step, i: int) -> None:"
+            methods.append([head, *_gradients(stage, places, f"m.{method}(")])
+    if "W" in kinds:
+        head = f"{INDENT}def weight_gradient_{j}(self, m: Step, i: int) -> None:"
+        methods.append([head, f"{INDENT * 2}m.weight_gradient({j}, i)"])
+    return methods
+
+
+def _gradients(stage: Stage, places: Places, call: str) -> list[str]:
+    """Gradients of what the stage gives arrive, those of what it takes leave."""
+    j, program = stage.index, places.program
+    lines = [f"{INDENT * 2}m.recompute({j}, i)  # while the gradients are on their way"]
+    if stage.checkpoint == "never":
+        lines = []
+    roots = []
+    for place, name in enumerate(stage.gives):
+        if differentiable(name, program):
+            lines += _root(name, place, stage, places)
+            roots.append(_gradient(name, places))
+    takes = [name for name in stage.takes if differentiable(name, program)]
+    sent = [name for name in takes if places.sources[name, j] >= 0]
+    found = [_gradient(name, places) if name in sent else "_" for name in takes]
+    lines += assign(found if sent else [], Brackets(call, (str(j), "i", *roots), ")"), 2)
+    for name in sent:
+        args = (str(j), "i", str(places.sources[name, j]), string(_message(name, j, places)), _gradient(name, places))
+        lines += layout(Brackets("m.send_gradient(", args, ")"), 2)
+    return lines
+
+
+def _root(name: str, place: int, stage: Stage, places: Places) -> list[str]:
+    """The gradient of a value that the stage gives: the sum of what comes from all who take it."""
+    j, program = stage.index, places.program
+    targets = [target for target in _targets(name, stage, program) if target < len(program.stages)]
+    variable, lines = _gradient(name, places), []
+    messages = tuple(string(_message(name, target, places)) for target in targets)
+    received = Brackets("m.receive(", (str(j), "i", *messages), ")")
+    root = f"m.root({j}, i, {place})"
+    if name == program.graph.loss:
+        lines += assign([variable], root, 2)
+        if targets:
+            parts = [f"{variable}_from_{target}" for target in targets]
+            lines += assign(parts, received, 2)
+            lines += assign([variable], Brackets("m.add(", (variable, *parts), ")"), 2)
+    elif not targets:
+        lines += [f"{INDENT * 2}{variable} = None  # for the caller alone"]
+    elif len(targets) == 1:
+        lines += assign([variable], received, 2)
+    else:
+        parts = [f"{variable}_from_{target}" for target in targets]
+        lines += assign(parts, received, 2)
+        lines += assign([variable], Brackets("m.add(", tuple(parts), ")"), 2)
+    return lines
+
+
+def _message(name: str, user: int, places: Places) -> str:
+    return f"gradient of {places.name(name)} from stage {user}"
+
+
+def _gradient(name: str, places: Places) -> str:
+    return f"d{places.name(name)}"

@@ -1,0 +1,345 @@
+"""Run generated stages in this process, forward and backward of a whole batch in one go, in the order of a schedule.
+
+    cpu:0   F0  F1  F2          B0  F3  B1      B2      B3      every worker runs its own row. An action starts when
+    cpu:1       F0  F1      B0  F2  B1  F3  B2      B3          the row comes to it and what it takes has arrived
+    cpu:2           F0  B0  F1  B1  F2  B2  F3  B3
+
+Autograd's graph ends at the borders of a stage: what arrives is a leaf, and its gradient is sent back to where it came
+from. So backward of each stage and micro-batch is a run of autograd of its own, on the worker of the stage, and its
+order is the schedule's.
+
+Values travel as messages. To send puts one into the box of the worker that runs the target, and never waits; to receive
+takes it from one's own box, and waits if it is not there. A generated scheduler is a `Stepper` with `forward_j`,
+`backward_j` and so on for each stage j.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.ir.schedule import Action, parse
+from fxpipe.runtime import Stage
+from fxpipe.runtime.aliases import Pair, alias, commit_gradients, standing_in
+from fxpipe.runtime.batchnorm import commit, discard
+from fxpipe.runtime.buffers import instead, keep, scratch
+from fxpipe.runtime.note import add_note
+from fxpipe.runtime.stream import use_stream
+from fxpipe.runtime.worker import Report
+
+from .engine import Batches, Engine
+
+METHODS = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradient"}
+LOST = 1.0  # seconds without a message after which a worker asks whether the others are alive
+Method = Callable[["Stepper", "Step", int], None]
+Row = tuple[tuple[Action, Method], ...]
+Key = tuple[int, int, str]  # stage, micro-batch, name
+
+
+class Stopped(BaseException):
+    """Another worker has failed. Never leaves this file."""
+
+
+class Box:
+    """What has arrived for a worker."""
+
+    def __init__(self) -> None:
+        self.queue: SimpleQueue[tuple[Key, Any] | None] = SimpleQueue()
+        self.arrived: dict[Key, Any] = {}
+
+    def wait(self, check: Callable[[], None]) -> None:
+        """Until one more message is there."""
+        while True:
+            try:
+                message = self.queue.get(timeout=LOST)
+            except Empty:
+                check()
+                continue
+            if message is None:
+                raise Stopped
+            self.arrived[message[0]] = message[1]
+            return
+
+
+class Step(Batches):
+    """One step under way: the micro-batches, the messages, and what forward keeps for backward.
+
+    `kept`: by stage and micro-batch, the arguments and results of a forward run; `pairs`: what the model holds, and the
+    aliases that collect its gradients; `failed`: the errors, in the order in which they happened.
+    """
+
+    def begin(self, engine: Stepper, pairs: list[Pair], scale: Tensor | None) -> None:
+        """Make ready: boxes, and in them the pieces of the batch."""
+        self.engine, self.stages, self.pairs, self.scale = engine, engine.stages, pairs, scale
+        boxes = {label: Box() for label in engine.devices}
+        self.boxes = tuple([boxes[label] for label in engine.devices])
+        self.kept: dict[tuple[int, int], Kept] = {}
+        self.failed: list[BaseException] = []
+        self.leaves: dict[str, list[list[Tensor]]] = {}
+        total = max(1, sum(self.sizes))
+        self.shares = tuple([size / total for size in self.sizes])
+        for name, j in engine.feeds:
+            self.feed(name, j)
+
+    # Messages ---------------------------------------------------------------------------------------------------------
+
+    def feed(self, name: str, j: int) -> None:
+        """The pieces of an input, for stage j."""
+        arrived = self.boxes[j].arrived
+        for i, micro_batch in enumerate(self):
+            piece = getattr(micro_batch, name)
+            if isinstance(piece, Tensor) and piece.requires_grad:
+                piece = alias(piece)
+                self.leaves.setdefault(name, [[] for _ in self])[i].append(piece)
+            arrived[j, i, name] = piece
+
+    def receive(self, j: int, i: int, *names: str) -> Any:
+        """What has been sent to stage j for micro-batch i under these names, one by itself, else a tuple."""
+        box = self.boxes[j]
+        arrived, values = box.arrived, []
+        for name in names:
+            key = (j, i, name)
+            while key not in arrived:
+                box.wait(self.engine.check_alive)
+            values.append(arrived.pop(key))
+        return values[0] if len(values) == 1 else values
+
+    def send(self, j: int, i: int, target: int, name: str, value: Any) -> None:
+        """A result of stage j, as a leaf of the stage that takes it."""
+        if isinstance(value, Tensor):
+            value = alias(value) if value.requires_grad else value.detach()
+        self.send_gradient(j, i, target, name, value)
+
+    def send_gradient(self, j: int, i: int, target: int, name: str, value: Any) -> None:
+        """A gradient, or None where there is none, back to the stage that sent the value."""
+        box = self.boxes[target]
+        if box is self.boxes[j]:
+            box.arrived[target, i, name] = value
+        else:
+            box.queue.put(((target, i, name), value))
+
+    def lend(self, j: int, tensor: Tensor) -> Tensor:
+        """A tensor that another stage owns, for stage j, with a gradient of its own."""
+        device = self.stages[j].device
+        if not tensor.requires_grad:
+            return tensor.to(device)
+        lent = tensor.detach().to(device).requires_grad_()
+        owner = next((held for held, stand_in in self.pairs if stand_in is tensor), tensor)
+        self.pairs.append((owner, lent))
+        return lent
+
+    def add(self, *grads: Tensor | None) -> Tensor | None:
+        """The sum of the gradients that are there, in this order, whichever came first."""
+        found = [grad for grad in grads if grad is not None]
+        return sum(found[1:], start=found[0]) if found else None
+
+    def stop(self, error: BaseException) -> None:
+        """Something failed: nobody starts anything more."""
+        self.failed.append(error)
+        for box in set(self.boxes):
+            box.queue.put(None)
+
+    # What an action computes ------------------------------------------------------------------------------------------
+
+    def forward(self, j: int, i: int, *args: Any) -> Any:
+        """Run stage j on micro-batch i; its graph is kept for backward."""
+        results = self.stages[j].forward(*args)
+        self.kept[j, i] = Kept(args, results if isinstance(results, tuple) else (results,))
+        return results
+
+    def forward_to_recompute(self, j: int, i: int, *args: Any) -> Any:
+        """Run stage j on micro-batch i and keep what it takes alone."""
+        stage = self.stages[j]
+        kept = Kept(args, None, keep(stage) if stage.rereads else {})
+        with torch.no_grad():
+            results = stage.forward(*args)
+        self.kept[j, i] = kept
+        takes, gives = self.engine.gradients[j]
+        if not (any(args[place].requires_grad for place in takes) or stage.trainable()):
+            return results
+        several = results if isinstance(results, tuple) else (results,)
+        marked = tuple([alias(y) if place in gives else y for place, y in enumerate(several)])
+        return marked if isinstance(results, tuple) else marked[0]
+
+    def recompute(self, j: int, i: int) -> None:
+        """Run stage j on micro-batch i again, with its graph, and without counting twice in its buffers."""
+        stage, kept = self.stages[j], self.kept[j, i]
+        if kept.results is not None:
+            return
+        if stage.mutates:
+            with instead(stage, scratch(stage, kept.buffers)):
+                results = stage.forward(*kept.args)
+        else:
+            results = stage.forward(*kept.args)
+        kept.results = results if isinstance(results, tuple) else (results,)
+
+    def root(self, j: int, i: int, place: int) -> Tensor:
+        """The gradient that backward begins with, for the loss, result number `place` of stage j."""
+        results = self.kept[j, i].results
+        assert results is not None
+        loss = results[place].detach()
+        share = 1.0 if self.engine.loss_reduce in ("sum", None) else self.shares[i]
+        root = torch.full_like(loss, share)
+        return root if self.scale is None else root * self.scale.to(root.device)
+
+    def backward(self, j: int, i: int, *grads: Tensor | None) -> Any:
+        """Backward of stage j and micro-batch i, given the gradients of its results: those of what it takes."""
+        kept = self.kept.pop((j, i))
+        roots, given = kept.roots(grads, self.engine.gradients[j][1])
+        if roots:
+            # torch.autograd.backward without its checks, which take as long as the rest for a small stage.
+            engine = torch.autograd.Variable._execution_engine
+            engine.run_backward(roots, given, False, False, (), allow_unreachable=True, accumulate_grad=True)
+        found = [kept.args[place].grad for place in self.engine.gradients[j][0]]
+        return found[0] if len(found) == 1 else found
+
+
+class Kept:
+    """What forward of one stage and micro-batch keeps: its arguments, its results with their graph (None: to be
+    computed again), and what its buffers held."""
+
+    __slots__ = ("args", "buffers", "results")
+
+    def __init__(
+        self, args: tuple[Any, ...], results: tuple[Any, ...] | None, buffers: dict[str, Tensor] | None = None
+    ) -> None:
+        self.args, self.results, self.buffers = args, results, buffers or {}
+
+    def roots(
+        self, grads: Sequence[Tensor | None], places: Sequence[int]
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """The results that have a gradient to pass on, and it."""
+        results = self.results
+        assert results is not None
+        pairs = [
+            (results[place], grad)
+            for place, grad in zip(places, grads, strict=True)
+            if grad is not None and results[place].requires_grad
+        ]
+        return tuple([y for y, _ in pairs]), tuple([grad for _, grad in pairs])
+
+
+class Stepper(Engine):
+    """The base of schedulers that run forward and backward.
+
+    `rows`: the schedule as text, for each worker its label and then its actions; `feeds`: the inputs and the stages
+    that take them; `gradients`: for each stage, the places of its arguments and of its results
+    that have one; `loss_reduce`: how the losses of micro-batches become that of the batch, as in `outputs`.
+    """
+
+    rows: str = ""
+    feeds: tuple[tuple[str, int], ...] = ()
+    gradients: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+    loss_reduce: str | None = None
+    batches = Step
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        super().__init__(stages)
+        self._rows = {
+            label: tuple((action, getattr(type(self), f"{METHODS[action.kind]}_{action.stage}")) for action in row)
+            for label, row in read_rows(self.rows).items()
+        }
+
+    def run(self, batch: Sequence[Any], chunks: int, scale: Tensor | None = None) -> tuple[Any, ...]:
+        """The outputs, in order, for the inputs, in order, in at most `chunks` micro-batches; gradients, multiplied by
+        `scale`, are added to those of the model and of the inputs. If anything fails, none are."""
+        self.check_alive()
+        for stage in self._copying:
+            stage.refresh()
+        m = self.scatter(batch, chunks)
+        assert isinstance(m, Step)
+        with standing_in(self.stages) as pairs:
+            m.begin(self, pairs, scale)
+            self.lend(m)
+            self._run(m)
+        if m.failed:
+            discard(self._mutating)
+            raise m.failed[0]
+        commit(self._mutating)
+        outputs = tuple([x.detach() if isinstance(x, Tensor) else x for x in self.gather(m)])
+        commit_gradients([*m.pairs, *self._inputs(m, batch)])
+        return outputs
+
+    def _run(self, m: Step) -> None:
+        """Every worker its row; back when all are done or have stopped."""
+        reports: SimpleQueue[Report] = SimpleQueue()
+        *others, ours = [*self._workers, self.devices[-1]]
+        home = {label: j for j, label in enumerate(self.devices)}
+        for label in others:
+            j = home[label]
+            self._workers[label].orders.put((self._row, m, (j, j), m.context, m.compute[j], reports))
+        with use_stream(m.compute[home[ours]]):
+            self._row(m, home[ours])
+        for _ in others:
+            self._await(reports, m)
+
+    def _await(self, reports: SimpleQueue[Report], m: Step) -> None:
+        """Until one more worker is done. It reports its failures to the step, not here."""
+        while True:
+            try:
+                reports.get(timeout=LOST)
+                return
+            except Empty:
+                try:
+                    self.check_alive()
+                except RuntimeError as error:
+                    m.stop(error)
+                    return
+            except BaseException as error:  # Ctrl-C
+                m.stop(error)
+
+    def _row(self, m: Step, j: int) -> None:
+        """The row of the worker of stage j."""
+        row, last, failed = self._rows[self.devices[j]], m.last, m.failed
+        action = None
+        try:
+            for action, method in row:
+                if action.micro_batch <= last:
+                    if failed:
+                        return
+                    method(self, m, action.micro_batch)
+        except Stopped:
+            return
+        except BaseException as error:
+            if action is not None:
+                add_note(error, self.stages[action.stage], action.stage, action.micro_batch)
+            m.stop(error)
+
+    def _inputs(self, m: Step, batch: Sequence[Any]) -> list[Pair]:
+        """The inputs that need a gradient, with leaves that hold it."""
+        pairs = []
+        for value, (name, dim) in zip(batch, self.inputs, strict=True):
+            if name in m.leaves:
+                pieces = [_sum([leaf.grad for leaf in leaves], leaves[0]) for leaves in m.leaves[name]]
+                whole = alias(value)
+                found = torch.stack(pieces).sum(0) if dim is None else torch.cat(pieces, dim)
+                whole.grad = found.to(value.device)
+                pairs.append((value, whole))
+        return pairs
+
+
+def _sum(grads: Sequence[Tensor | None], like: Tensor) -> Tensor:
+    found = [grad for grad in grads if grad is not None]
+    return torch.stack(found).sum(0) if found else torch.zeros_like(like)
+
+
+def read_rows(text: str) -> dict[str, tuple[Action, ...]]:
+    """The actions of each worker.
+
+    >>> rows = read_rows("cpu:0  0F0 0F1\\n       0B0 0B1\\ncpu:1  1F0 1B0 1F1 1B1")
+    >>> {label: [str(action) for action in row] for label, row in rows.items()}
+    {'cpu:0': ['0F0', '0F1', '0B0', '0B1'], 'cpu:1': ['1F0', '1B0', '1F1', '1B1']}
+    """
+    words: dict[str, list[str]] = {}
+    for word in text.split():
+        if re.fullmatch(r"\d*[A-Z]\d+", word):
+            words[next(reversed(words))].append(word)
+        else:
+            words[word] = []
+    schedule = parse("\n".join(" ".join(row) for row in words.values()))
+    return dict(zip(words, schedule.devices, strict=True))

@@ -1,0 +1,66 @@
+"""Stand-ins for the model's parameters during a step, so that a step happens wholly or not at all.
+
+A step runs backward once per micro-batch and stage, on several threads. Were gradients added to the model's parameters
+as they come, a step that fails half way would leave half of them, a weight that two stages share would get them in any
+order, and a hook on a parameter would see pieces. So each stage computes with aliases, leaves that share the
+parameter's memory. They collect its gradients; at the end these are added to the parameters, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from .stage import Stage
+
+Pair = tuple[Tensor, Tensor]  # what the model holds, and its alias
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """A leaf with the same memory."""
+    return tensor.detach().requires_grad_()
+
+
+@contextmanager
+def standing_in(stages: Sequence[Stage]) -> Iterator[list[Pair]]:
+    """In this context the stages hold aliases of all tensors that need a gradient; gives the pairs."""
+    pairs: list[Pair] = []
+    swapped = []
+    try:
+        for stage in stages:
+            for held, name in stage.slots:
+                tensor = held[name]
+                if tensor.requires_grad:
+                    held[name] = stand_in = alias(tensor)
+                    swapped.append((held, name, tensor))
+                    pairs.append((tensor, stand_in))
+        yield pairs
+    finally:
+        for held, name, tensor in swapped:
+            held[name] = tensor
+
+
+def commit_gradients(pairs: Sequence[Pair]) -> None:
+    """Add what the aliases have collected to the gradients of the model's tensors. Hooks see all of it, once; a tensor
+    that was computed outside of the model passes it on."""
+    found: dict[int, Pair] = {}
+    for tensor, stand_in in pairs:
+        grad = stand_in.grad
+        if grad is None:
+            continue
+        grad = grad if grad.device == tensor.device else grad.to(tensor.device)
+        known = found.get(id(tensor))
+        found[id(tensor)] = tensor, grad if known is None else known[1] + grad
+    backward = []
+    for tensor, grad in found.values():
+        hooks = tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)
+        if tensor.is_leaf and tensor.grad is None and not hooks:
+            tensor.grad = grad  # autograd would copy it
+        else:
+            backward.append((tensor, grad))
+    if backward:
+        tensors, grads = zip(*backward, strict=True)
+        torch.autograd.backward(tensors, grads)
