@@ -208,6 +208,22 @@ def share(schedule: Schedule, devices: Sequence[str]) -> Schedule:
     return Schedule(schedule.name, tuple(tuple(action for _, action in row) for row in merged))
 
 
+def only(schedule: Schedule, chunks: int) -> Schedule:
+    """The schedule without the micro-batches from number `chunks` on, for a batch too small for all of them. It runs if
+    `schedule` does, because no action needs one of another micro-batch.
+
+    >>> print(only(parse("F0 F1 . B0 F2 B1 . B2 \\n . F0 B0 F1 B1 F2 B2", name="1f1b"), chunks=2))
+    1f1b: 2 stages, 2 micro-batches
+    clock      0   1   2   3   4   5
+    device 0  F0  F1      B0      B1
+    device 1      F0  B0  F1  B1
+    """
+    if chunks < 1:
+        raise ValueError(f"chunks is {chunks}; a schedule needs at least one")
+    rows = (tuple(action for action in row if action.micro_batch < chunks) for row in schedule.devices)
+    return Schedule(schedule.name, tuple(rows))
+
+
 # The checker ----------------------------------------------------------------------------------------------------
 
 

@@ -10,9 +10,10 @@ The bubble is the same for all: (n - 1) / (m + n - 1) of the time, where stages 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import zip_longest
 
 from fxpipe.ir.schedule import Action, Schedule
+
+from .rows import at_least_one, turns
 
 
 def gpipe(stages: int, chunks: int) -> Schedule:
@@ -25,7 +26,7 @@ def gpipe(stages: int, chunks: int) -> Schedule:
     device 1      F0  F1  F2  F3          B3  B2  B1  B0
     device 2          F0  F1  F2  F3  B3  B2  B1  B0
     """
-    _at_least_one(stages, chunks)
+    at_least_one(stages=stages, chunks=chunks)
     return Schedule("gpipe", tuple(_row(s, chunks, reversed(range(chunks))) for s in range(stages)))
 
 
@@ -46,7 +47,7 @@ def one_f_one_b(stages: int, chunks: int, warmup: Sequence[int] | None = None) -
     device 1      F0  F1  F2  B0  F3  B1      B2      B3
     device 2          F0  B0  F1  B1  F2  B2  F3  B3
     """
-    _at_least_one(stages, chunks)
+    at_least_one(stages=stages, chunks=chunks)
     ahead = early(stages) if warmup is None else tuple(warmup)
     if len(ahead) != stages:
         raise ValueError(f"warmup has {len(ahead)} numbers; {stages} stages need {stages}")
@@ -71,7 +72,7 @@ def forward_only(stages: int, chunks: int) -> Schedule:
     device 1      F0  F1  F2  F3
     device 2          F0  F1  F2  F3
     """
-    _at_least_one(stages, chunks)
+    at_least_one(stages=stages, chunks=chunks)
     rows = (tuple(Action("F", s, i) for i in range(chunks)) for s in range(stages))
     return Schedule("forward only", tuple(rows))
 
@@ -119,16 +120,8 @@ def clock_cycles(m: int, n: int) -> tuple[tuple[tuple[int, int], ...], ...]:
 def _row(s: int, warmup: int, backwards: Iterable[int]) -> tuple[Action, ...]:
     """Device s: `warmup` forwards, then the backwards in their order, a forward after each while there are any."""
     after = [Action("B", s, i) for i in backwards]
-    ahead = [Action("F", s, i) for i in range(len(after))]
-    turns = zip_longest(after, ahead[warmup:])
-    return (*ahead[:warmup], *(action for turn in turns for action in turn if action is not None))
+    return turns([Action("F", s, i) for i in range(len(after))], after, warmup)
 
 
 def _limited(wanted: int, limit: int | None) -> int:
     return wanted if limit is None else min(wanted, limit)
-
-
-def _at_least_one(stages: int, chunks: int) -> None:
-    for name, number in (("stages", stages), ("chunks", chunks)):
-        if number < 1:
-            raise ValueError(f"{name} is {number}; a schedule needs at least one")
