@@ -1,0 +1,120 @@
+"""How long messages take that share a network: what a stage of several replicas sends to the next, and how replicas add
+up their gradients.
+
+Both grow in a straight line with the bytes, so a `Rate` says all: it is worked out once for two sets of devices and
+serves every size. A rate adds up, for each port and link, the share of the bytes that crosses it; the slowest of them
+sets the pace, because messages move at the same time.
+
+    senders 0, 1 (server a)     0 --half--> 2     inside server a half of the bytes cross the ports of 0 and 2,
+    receivers 2 (a), 3 (b)      1 --half--> 3     and the other half the network cards of a and b
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from .cluster import Cluster, Link, Switch, link, meeting
+
+Key = tuple[str, str, str]  # a switch or link, who is behind the port, which way
+Use = tuple[Key, float]  # and the bytes per second of that port
+
+
+class Rate(NamedTuple):
+    """Seconds for some bytes: `latency + count * per_byte`; nothing for no bytes."""
+
+    latency: float
+    per_byte: float
+
+    def seconds(self, count: float) -> float:
+        return self.latency + count * self.per_byte if count else 0.0
+
+
+def split_concat(cluster: Cluster, senders: Sequence[int], receivers: Sequence[int]) -> Rate:
+    """The rate at which a micro-batch goes from the replicas of one stage to those of another; devices by position.
+
+    Each of r senders, ascending, has an equal slice of the samples, and each receiver needs one; those whose slices
+    overlap exchange the overlap. What stays on a device does not move.
+    """
+    shares: dict[Key, float] = {}
+    latency = slowest = 0.0
+    for sender, receiver, share in slices(sorted(senders), sorted(receivers)):
+        if sender == receiver:
+            continue
+        a, b = cluster.labels[sender], cluster.labels[receiver]
+        for key, bandwidth in way(cluster, a, b):
+            shares[key] = shares.get(key, 0.0) + share / bandwidth
+        latency = max(latency, link(cluster, a, b).latency)
+    slowest = max(shares.values(), default=0.0)
+    return Rate(latency, slowest)
+
+
+def slices(senders: Sequence[int], receivers: Sequence[int]) -> Iterator[tuple[int, int, float]]:
+    """Which sender has what share of the samples for which receiver.
+
+    >>> list(slices([0, 1], [2, 3, 4, 5]))
+    [(0, 2, 0.25), (0, 3, 0.25), (1, 4, 0.25), (1, 5, 0.25)]
+    """
+    r, q = len(senders), len(receivers)
+    i = j = at = 0  # `at` in parts of 1 / (r * q)
+    while i < r and j < q:
+        end = min((i + 1) * q, (j + 1) * r)
+        yield senders[i], receivers[j], (end - at) / (r * q)
+        at = end
+        i, j = i + (end == (i + 1) * q), j + (end == (j + 1) * r)
+
+
+def way(cluster: Cluster, a: str, b: str) -> Iterator[Use]:
+    """The ports, or the link, that a message from `a` to `b` crosses."""
+    between = link(cluster, a, b)
+    if between in cluster.links:
+        yield from _along(cluster, between, a, b)
+        return
+    top = meeting(cluster, a, b)
+    assert top is not None
+    for switch, member in _up(cluster, a, top):
+        yield (switch.name, member, "out"), switch.bandwidth
+    for switch, member in _up(cluster, b, top):
+        yield (switch.name, member, "into"), switch.receiving
+
+
+def _along(cluster: Cluster, between: Link, a: str, b: str) -> Iterator[Use]:
+    """A link within a server is a port for each device; one between servers is shared by all of them."""
+    name = " - ".join(between.ends)
+    servers = cluster.device(a).server, cluster.device(b).server
+    if set(between.ends) == {a, b} or servers[0] == servers[1]:
+        yield (name, a, "out"), between.bandwidth
+        yield (name, b, "into"), between.bandwidth
+    else:
+        yield (name, servers[0], "out"), between.bandwidth
+
+
+def _up(cluster: Cluster, label: str, top: Switch) -> Iterator[tuple[Switch, str]]:
+    for switch, member in cluster.ports[label]:
+        if switch.name == top.name or switch.through:
+            yield switch, member
+        if switch.name == top.name:
+            return
+
+
+def all_reduce(cluster: Cluster, devices: Sequence[int]) -> Rate:
+    """The rate at which replicas add up their gradients, in a ring: each sends 2 (r - 1) parts of 1 / r."""
+    r = len(devices)
+    if r == 1:
+        return Rate(0.0, 0.0)
+    bandwidth, latency = ring(cluster, tuple(sorted(devices)))
+    return Rate(2 * (r - 1) * latency, 2 * (r - 1) / r / bandwidth)
+
+
+def ring(cluster: Cluster, devices: Sequence[int]) -> tuple[float, float]:
+    """The narrowest bandwidth and the longest latency between neighbours in the ring of these devices."""
+    steps = [_step(cluster, a, b) for a, b in zip(devices, (*devices[1:], devices[0]), strict=True)]
+    return min(bandwidth for bandwidth, _ in steps), max(latency for _, latency in steps)
+
+
+def _step(cluster: Cluster, i: int, j: int) -> tuple[float, float]:
+    a, b = cluster.labels[i], cluster.labels[j]
+    between = link(cluster, a, b)
+    top = None if between in cluster.links else meeting(cluster, a, b)
+    faster = top.all_reduce if top is not None else None
+    return between.bandwidth if faster is None else faster, between.latency
