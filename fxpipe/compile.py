@@ -16,8 +16,9 @@ from .ir.cluster import Cluster
 from .ir.plan import Plan
 from .ir.profile import Profile
 from .loaded import Loaded
-from .options import Options, check, device_labels
+from .options import Options, check, device_labels, stage_devices
 from .pipe import Pipe
+from .schedules.make import Own
 
 
 def compile(
@@ -26,7 +27,9 @@ def compile(
     chunks: int | None = None,
     *,
     checkpoint: str | Collection[int] = "except_last",
-    schedule: str = "gpipe",
+    schedule: Own = "gpipe",
+    stages_per_device: int | None = None,
+    warmup: Sequence[int] | None = None,
     balance: str | Sequence[int] = "time",
     split_at: Sequence[str] = (),
     plan: Plan | str | Path | None = None,
@@ -50,6 +53,12 @@ def compile(
       or a set of stages that recompute all but the last, the others never.
     - `balance`: "time" (the slowest stage is as fast as can be), "memory", or the number of layers of each stage;
       `split_at`: or the modules that begin a stage, as in `["encoder.3", "head"]`.
+    - `schedule`: the order of `step()`: "gpipe", "1f1b" (early backward; "1f1b-late" runs further ahead), "zb-h1" and
+      "zb-h2" (backward in two halves), with several stages on each device "interleaved", "looped-bfs", "zb-v",
+      "dualpipe-v"; or your own: a grid or CSV as text, a `Schedule`, or a function of (stages, chunks). Calling the
+      pipe runs GPipe's order, which autograd can follow.
+    - `stages_per_device`: for "interleaved" and "looped-bfs", 2 if not given; `warmup`: for "1f1b", how many forwards
+      each stage runs ahead.
     - `plan`: a plan made before, or the path of its JSON file; it decides devices, chunks and stages.
     - `profile`: "estimate" (from FLOPs and bytes; runs nothing, always the same), "measure" (times each op), or one
       made before.
@@ -81,12 +90,14 @@ def compile(
         raise PlanError("say how many: fxpipe.compile(model, devices=4, chunks=8)")
     else:
         labels = devices.labels if isinstance(devices, Cluster) else device_labels(devices)
+        labels = stage_devices(labels, schedule, stages_per_device)
         micro_batches = chunks
     folder = dump or os.environ.get("FXPIPE_DUMP")
     options = Options(
         devices=labels,
         chunks=micro_batches,
-        schedule=schedule,
+        schedule=schedule if chosen is None else chosen.schedule,
+        warmup=None if warmup is None else tuple(warmup),
         checkpoint=checkpoint if isinstance(checkpoint, str) else frozenset(checkpoint),
         balance=balance if isinstance(balance, str) else tuple(balance),
         split_at=tuple(split_at),

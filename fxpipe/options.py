@@ -12,6 +12,8 @@ from .errors import PlanError
 from .ir.cluster import Cluster
 from .ir.plan import CHECKPOINT_MODES, Plan
 from .ir.profile import Profile
+from .ir.schedule import Schedule
+from .schedules.make import SCHEDULES, Own, make, placement
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class Options:
 
     devices: tuple[str, ...]
     chunks: int
-    schedule: str = "gpipe"
+    schedule: Own = "gpipe"
+    warmup: tuple[int, ...] | None = None
     checkpoint: str | frozenset[int] = "except_last"
     balance: str | tuple[int, ...] = "time"
     split_at: tuple[str, ...] = ()
@@ -39,8 +42,12 @@ def check(options: Options) -> Options:
     n = len(options.devices)
     if options.chunks < 1:
         raise PlanError(f"chunks is {options.chunks}: a batch is cut into at least 1 micro-batch, as in chunks=8")
-    if options.schedule != "gpipe":
-        raise PlanError(f"schedule is {options.schedule!r}: forward() runs the schedule 'gpipe'")
+    if not (isinstance(options.schedule, (str, Schedule)) or callable(options.schedule)):
+        kind = type(options.schedule).__name__
+        raise PlanError(
+            f"schedule is of type {kind}: write a name, such as '1f1b', a grid, a Schedule, or a function that makes "
+            "one"
+        )
     if isinstance(options.checkpoint, str):
         if options.checkpoint not in CHECKPOINT_MODES:
             modes = ", ".join(map(repr, CHECKPOINT_MODES))
@@ -57,7 +64,31 @@ def check(options: Options) -> Options:
             f"split_at names {len(options.split_at)} cuts, which make {len(options.split_at) + 1} stages, "
             f"but there are {n} devices: name {n - 1} modules"
         )
+    make_schedule(options, options.devices, options.chunks)
     return options
+
+
+def stage_devices(labels: tuple[str, ...], schedule: Own, stages_per_device: int | None) -> tuple[str, ...]:
+    """The device of each stage, as the schedule deals them: `labels` are devices, or already those of the stages."""
+    if not isinstance(schedule, str) or schedule not in SCHEDULES:
+        return labels * (stages_per_device or 1)
+    if len(set(labels)) < len(labels) and stages_per_device is None:
+        return labels  # dealt by hand
+    try:
+        return placement(schedule, labels, stages_per_device)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+
+
+def make_schedule(options: Options, devices: Sequence[str], chunks: int) -> Schedule:
+    """The schedule that was asked for, over stages on these devices."""
+    try:
+        made = make(options.schedule, devices, chunks, options.warmup)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+    if all(action.kind == "F" for action in made.place):
+        raise PlanError(f"the schedule {made.name!r} has no backward, and step() trains; call the pipe to run forward")
+    return made
 
 
 def device_labels(devices: int | Sequence[str | torch.device]) -> tuple[str, ...]:

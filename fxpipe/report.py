@@ -23,7 +23,7 @@ def explain(build: Build) -> str:
     table = tabulate(rows, headers=HEADERS, disable_numparse=True, colalign=("right", "left", *["right"] * 7, "left"))
     head = (
         f"{build.graph.model}: {len(build.program.stages)} stages, {build.plan.chunks} micro-batches, "
-        f"{build.plan.schedule}; times {build.profile.source} for a micro-batch of {build.profile.batch}"
+        f"{build.schedule.name}; times {build.profile.source} for a micro-batch of {build.profile.batch}"
     )
     return "\n".join([head, "", table, *portal_lines(build.program)])
 

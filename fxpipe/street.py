@@ -23,10 +23,10 @@ from .ir.program import Program
 from .ir.schedule import Schedule, share
 from .ir.timeline import Timeline
 from .ir.units import show_bytes, show_seconds
-from .options import Options
+from .options import Options, make_schedule
 from .passes import lower
 from .planning import plan, plan_like
-from .schedules.one_f_one_b import gpipe, one_f_one_b
+from .schedules.one_f_one_b import gpipe
 from .simulator.costs import hops, stage_costs, taken_bytes
 from .simulator.simulate import simulate
 
@@ -67,7 +67,7 @@ def build(
     with timed("passes"):
         program = lower(graph, decided, watch=trail.__setitem__)
     with timed("simulator"):
-        schedule = schedule_of(program, decided)
+        schedule = schedule_of(program, decided, options)
         costs = stage_costs(decided, profile, taken_bytes(program, sizes))
         timeline = simulate(schedule, costs, hops(program, sizes, cluster), tuple(dict.fromkeys(program.devices)))
     with timed("codegen"):
@@ -77,11 +77,18 @@ def build(
     return Build(graph, sizes, cluster, profile, decided, schedule, program, trail, timeline, files)
 
 
-def schedule_of(program: Program, plan: Plan) -> Schedule:
+def schedule_of(program: Program, plan: Plan, options: Options) -> Schedule:
     """The order of a step; what forward() alone runs is GPipe's."""
-    n = len(program.stages)
-    made = gpipe(n, plan.chunks) if program.graph.loss is None else one_f_one_b(n, plan.chunks)
-    return share(made, program.devices)
+    if program.graph.loss is None:
+        return share(gpipe(len(program.stages), plan.chunks), program.devices)
+    return make_schedule(options, program.devices, plan.chunks)
+
+
+def schedule_text(options: Options) -> str:
+    """The schedule for the plan: its name, or all of it."""
+    if isinstance(options.schedule, str) and options.warmup is None:
+        return options.schedule
+    return str(make_schedule(options, options.devices, options.chunks))
 
 
 def note(profile: Profile, ops: Sequence[str]) -> str:
@@ -113,6 +120,6 @@ def decide(graph: Graph, profile: Profile, cluster: Cluster, options: Options, h
         checkpoint=options.checkpoint,
         balance=options.balance,
         split_at=options.split_at,
-        schedule=options.schedule,
+        schedule=schedule_text(options),
         deferred_batch_norm=options.deferred_batch_norm,
     )

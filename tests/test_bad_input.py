@@ -35,7 +35,7 @@ class Net(nn.Module):
         ({"checkpoint": "sometimes"}, "checkpoint is 'sometimes'"),
         ({"checkpoint": {5}}, r"the stages \[5\]"),
         ({"split_at": ["encoder.1", "head"]}, "make 3 stages, but there are 2 devices"),
-        ({"schedule": "2f2b"}, "schedule is '2f2b'"),
+        ({"schedule": "2f2b"}, "there is no schedule '2f2b'"),
     ],
 )
 def test_options(options: dict[str, Any], message: str) -> None:

@@ -29,7 +29,10 @@ from fxpipe.runtime.aliases import Pair, alias, commit_gradients, standing_in
 from fxpipe.runtime.batchnorm import commit, discard
 from fxpipe.runtime.buffers import instead, keep, scratch
 from fxpipe.runtime.note import add_note
+from fxpipe.runtime.parcel import Parcel, pack, unpack
+from fxpipe.runtime.split import Weights, input_gradient, weight_gradient
 from fxpipe.runtime.stream import use_stream
+from fxpipe.runtime.unshare import unshare
 from fxpipe.runtime.worker import Report
 
 from .engine import Batches, Engine
@@ -69,22 +72,28 @@ class Box:
 class Step(Batches):
     """One step under way: the micro-batches, the messages, and what forward keeps for backward.
 
-    `kept`: by stage and micro-batch, the arguments and results of a forward run; `pairs`: what the model holds, and the
-    aliases that collect its gradients; `failed`: the errors, in the order in which they happened.
+    `kept`: by stage and micro-batch, the arguments and results of a forward run; `weights`: what is left of a backward
+    whose first half is done; `pairs`: of each stage, what the model holds, and the aliases that collect its gradients;
+    `fresh`: those that have none yet; `failed`: the errors, in the order in which they happened.
     """
 
-    def begin(self, engine: Stepper, pairs: list[Pair], scale: Tensor | None) -> None:
+    def begin(self, engine: Stepper, pairs: list[list[Pair]], scale: Tensor | None) -> None:
         """Make ready: boxes, and in them the pieces of the batch."""
         self.engine, self.stages, self.pairs, self.scale = engine, engine.stages, pairs, scale
         boxes = {label: Box() for label in engine.devices}
         self.boxes = tuple([boxes[label] for label in engine.devices])
         self.kept: dict[tuple[int, int], Kept] = {}
+        self.weights: dict[tuple[int, int], Weights] = {}
         self.failed: list[BaseException] = []
+        self.fresh: list[list[Tensor]] = [[] for _ in self.stages]
         self.leaves: dict[str, list[list[Tensor]]] = {}
         total = max(1, sum(self.sizes))
         self.shares = tuple([size / total for size in self.sizes])
         for name, j in engine.feeds:
             self.feed(name, j)
+        engine.lend(self)
+        for fresh, own in zip(self.fresh, pairs, strict=True):
+            fresh += [stand_in for _, stand_in in own]
 
     # Messages ---------------------------------------------------------------------------------------------------------
 
@@ -93,9 +102,15 @@ class Step(Batches):
         arrived = self.boxes[j].arrived
         for i, micro_batch in enumerate(self):
             piece = getattr(micro_batch, name)
-            if isinstance(piece, Tensor) and piece.requires_grad:
-                piece = alias(piece)
-                self.leaves.setdefault(name, [[] for _ in self])[i].append(piece)
+            if isinstance(piece, Tensor):
+                wanted, piece = piece.requires_grad, piece.detach()
+                if piece.device != self.stages[j].device:
+                    source, target = None, self.engine.streams[j, i]
+                    parcel = pack(piece, source, target, self.stages[j].device, self.compute[j], False)
+                    piece = unpack(parcel, self.compute[j])
+                if wanted:
+                    piece = piece.requires_grad_()
+                    self.leaves.setdefault(name, [[] for _ in self])[i].append(piece)
             arrived[j, i, name] = piece
 
     def receive(self, j: int, i: int, *names: str) -> Any:
@@ -106,17 +121,29 @@ class Step(Batches):
             key = (j, i, name)
             while key not in arrived:
                 box.wait(self.engine.check_alive)
-            values.append(arrived.pop(key))
+            value = arrived.pop(key)
+            values.append(unpack(value, self.compute[j]) if isinstance(value, Parcel) else value)
         return values[0] if len(values) == 1 else values
 
     def send(self, j: int, i: int, target: int, name: str, value: Any) -> None:
         """A result of stage j, as a leaf of the stage that takes it."""
+        grad = isinstance(value, Tensor) and value.requires_grad
         if isinstance(value, Tensor):
-            value = alias(value) if value.requires_grad else value.detach()
-        self.send_gradient(j, i, target, name, value)
+            value = value.detach()
+        self._post(j, i, target, name, value, grad)
 
     def send_gradient(self, j: int, i: int, target: int, name: str, value: Any) -> None:
         """A gradient, or None where there is none, back to the stage that sent the value."""
+        self._post(j, i, target, name, value, False)
+
+    def _post(self, j: int, i: int, target: int, name: str, value: Any, grad: bool) -> None:
+        """Put a message into the box of the target's worker, on the way to its device if that is another."""
+        there = self.stages[target].device
+        if isinstance(value, Tensor) and self.stages[j].device != there:
+            streams = self.engine.streams
+            value = pack(value, streams[j, i], streams[target, i], there, self.compute[target], grad)
+        elif grad:
+            value.requires_grad_()
         box = self.boxes[target]
         if box is self.boxes[j]:
             box.arrived[target, i, name] = value
@@ -129,8 +156,8 @@ class Step(Batches):
         if not tensor.requires_grad:
             return tensor.to(device)
         lent = tensor.detach().to(device).requires_grad_()
-        owner = next((held for held, stand_in in self.pairs if stand_in is tensor), tensor)
-        self.pairs.append((owner, lent))
+        owner = next((held for pairs in self.pairs for held, stand_in in pairs if stand_in is tensor), tensor)
+        self.pairs[j].append((owner, lent))
         return lent
 
     def add(self, *grads: Tensor | None) -> Tensor | None:
@@ -195,8 +222,33 @@ class Step(Batches):
             # torch.autograd.backward without its checks, which take as long as the rest for a small stage.
             engine = torch.autograd.Variable._execution_engine
             engine.run_backward(roots, given, False, False, (), allow_unreachable=True, accumulate_grad=True)
+        if self.fresh[j]:
+            self.settle(j)
         found = [kept.args[place].grad for place in self.engine.gradients[j][0]]
         return found[0] if len(found) == 1 else found
+
+    def input_gradient(self, j: int, i: int, *grads: Tensor | None) -> Any:
+        """The half of backward that other stages wait for: the gradients of what stage j takes."""
+        kept, (takes, gives) = self.kept.pop((j, i)), self.engine.gradients[j]
+        assert kept.results is not None
+        results = [kept.results[place] for place in gives]
+        leaves = [kept.args[place] for place in takes]
+        found, self.weights[j, i] = input_gradient(results, grads, leaves)
+        if self.leaves:  # inputs with a gradient
+            for leaf, grad in zip(leaves, found, strict=True):
+                leaf.grad = grad
+        return found[0] if len(found) == 1 else found
+
+    def weight_gradient(self, j: int, i: int) -> None:
+        """The other half: the gradients of the parameters of stage j."""
+        weight_gradient(self.weights.pop((j, i)))
+        if self.fresh[j]:
+            self.settle(j)
+
+    def settle(self, j: int) -> None:
+        """The first gradients of parameters of stage j are there: more will be added to them in place."""
+        unshare(self.fresh[j])
+        self.fresh[j] = [stand_in for stand_in in self.fresh[j] if stand_in.grad is None]
 
 
 class Kept:
@@ -255,14 +307,13 @@ class Stepper(Engine):
         assert isinstance(m, Step)
         with standing_in(self.stages) as pairs:
             m.begin(self, pairs, scale)
-            self.lend(m)
             self._run(m)
         if m.failed:
             discard(self._mutating)
             raise m.failed[0]
         commit(self._mutating)
         outputs = tuple([x.detach() if isinstance(x, Tensor) else x for x in self.gather(m)])
-        commit_gradients([*m.pairs, *self._inputs(m, batch)])
+        commit_gradients([*(pair for pairs in m.pairs for pair in pairs), *self._inputs(m, batch)])
         return outputs
 
     def _run(self, m: Step) -> None:

@@ -23,7 +23,8 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The stages in pipeline order, the number of micro-batches and the schedule, for the model named `model`."""
+    """The stages in pipeline order, the number of micro-batches and the schedule, by name or as a grid, for the model
+    named `model`."""
 
     model: str
     stages: tuple[StagePlan, ...]
@@ -73,7 +74,8 @@ def _same_ops(planned: Collection[str], captured: Collection[str]) -> None:
 
 def show(plan: Plan) -> str:
     """One stage per line."""
-    head = f"{plan.model}: {len(plan.stages)} stages, {plan.chunks} micro-batches, {plan.schedule}"
+    schedule = plan.schedule.split(":")[0]
+    head = f"{plan.model}: {len(plan.stages)} stages, {plan.chunks} micro-batches, {schedule}"
     lines = [
         f"  stage {index} on {stage.device}: {len(stage.ops)} ops, {stage.ops[0]} .. {stage.ops[-1]}, "
         f"recompute {stage.checkpoint}"

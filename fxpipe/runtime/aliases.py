@@ -25,19 +25,19 @@ def alias(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def standing_in(stages: Sequence[Stage]) -> Iterator[list[Pair]]:
-    """In this context the stages hold aliases of all tensors that need a gradient; gives the pairs."""
-    pairs: list[Pair] = []
+def standing_in(stages: Sequence[Stage]) -> Iterator[list[list[Pair]]]:
+    """In this context the stages hold aliases of all tensors that need a gradient; gives the pairs of each stage."""
+    found: list[list[Pair]] = [[] for _ in stages]
     swapped = []
     try:
-        for stage in stages:
+        for stage, pairs in zip(stages, found, strict=True):
             for held, name in stage.slots:
                 tensor = held[name]
                 if tensor.requires_grad:
                     held[name] = stand_in = alias(tensor)
                     swapped.append((held, name, tensor))
                     pairs.append((tensor, stand_in))
-        yield pairs
+        yield found
     finally:
         for held, name, tensor in swapped:
             held[name] = tensor
