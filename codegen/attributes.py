@@ -12,10 +12,11 @@ from fxpipe.ir.program import Program, Stage
 from fxpipe.ir.types import TensorType
 
 
-def attributes(program: Program, places: Places, base: str) -> list[str]:
-    """The class and what its base wants to know."""
-    sizes = [s for s in program.graph.sizes if any(s.name in stage.takes for stage in program.stages)]
-    inputs = program.graph.inputs
+def attributes(program: Program, places: Places, base: str, totals: Program | None = None) -> list[str]:
+    """The class and what its base wants to know. `totals`, of one stage, runs before the batch is cut."""
+    takes = () if totals is None else totals.stages[0].takes
+    sizes = [s for s in program.graph.sizes if any(s.name in (*stage.takes, *takes) for stage in program.stages)]
+    inputs = [item for item in program.graph.inputs if item.path]
     values = {
         "devices": [string(stage.device) for stage in program.stages],
         "inputs": [row(places.name(i.name), i.batch_dim) for i in inputs],
@@ -27,6 +28,12 @@ def attributes(program: Program, places: Places, base: str) -> list[str]:
     for name, rows in values.items():
         if rows:
             lines += layout(Brackets(f"{name} = (", tuple(rows), ")", "literal"), 1)
+    if totals is not None:
+        taken = tuple(string(places.name(name)) for name in takes)
+        given = tuple(string(places.name(name)) for name in totals.stages[0].gives)
+        lines += [f"{INDENT}# what is computed from the whole batch, and from what of it"]
+        pair = Brackets("(", given, ")", "literal"), Brackets("(", taken, ")", "literal")
+        lines += layout(Brackets("totals = (", pair, ")", "literal"), 1)
     if any(op.random for stage in program.stages for op in stage.ops):
         lines.append(f"{INDENT}random = True")
     return lines

@@ -26,10 +26,9 @@ class _Row(NamedTuple):
     place: str
 
 
-def header(program: Program, stage: Stage, variables: Mapping[str, str], notes: str) -> list[str]:
+def header(program: Program, stage: Stage, variables: Mapping[str, str], title: str, notes: str) -> list[str]:
     """The lines of the docstring. `notes` are facts that others have measured or estimated."""
     rows = [*_takes(program, stage, variables), *_gives(program, stage, variables), *_updates(program, stage)]
-    title = f"Stage {stage.index} of {len(program.stages)} on {doc_prose(stage.device)}."
     facts = textwrap.wrap(doc_prose(_facts(program, stage, notes)), WIDTH)  # not indented, or formatters dedent all
     table = [*_table(rows), ""] if rows else []
     return [f'"""{title}', "", *table, *facts, '"""']

@@ -70,16 +70,24 @@ def unload(module: ModuleType) -> None:
         sys.path_importer_cache.pop(folder, None)
 
 
-def bind(module: ModuleType, model: nn.Module, constants: Mapping[str, Any] | None = None) -> Any:
+def bind(
+    module: ModuleType,
+    model: nn.Module,
+    constants: Mapping[str, Any] | None = None,
+    others: Mapping[str, Tensor] | None = None,
+) -> Any:
     """The package's scheduler, its stages holding the model's own parameters and buffers, which move to the devices of
     their stages in place. `constants` come from the folder if they are not given; what lies on another device is
-    copied. Raises PackageError, and changes nothing, if the model does not fit, PlanError if a device is not there."""
+    copied. `others` are the tensors of a loss function, by path. Raises PackageError, and changes nothing, if the model
+    does not fit, PlanError if a device is not there."""
     for stage, label in enumerate(module.Scheduler.devices):
         _check_device(stage, worker_device(label))
-    tensors = _tensors(module, model)
+    tensors = _tensors(module, model, others or {})
     held = _load_constants(module) if constants is None else constants
     stages = []
-    for kind, label in zip(module.STAGES, module.Scheduler.devices, strict=True):
+    devices = module.Scheduler.devices
+    totals = getattr(module, "TOTALS", ())
+    for kind, label in zip([*module.STAGES, *totals], [*devices, *(devices[-1] for _ in totals)], strict=True):
         device = worker_device(label)
         for name in kind.constants:
             if name not in held:
@@ -87,7 +95,7 @@ def bind(module: ModuleType, model: nn.Module, constants: Mapping[str, Any] | No
         for path in kind.states:
             _move(tensors[path], device)
         stages.append(kind(tensors, held, device))
-    return module.Scheduler(stages)
+    return module.Scheduler(stages, stages.pop()) if totals else module.Scheduler(stages)
 
 
 def worker_device(label: str) -> torch.device:
@@ -102,10 +110,11 @@ def _check_device(stage: int, device: torch.device) -> None:
         raise PlanError(f"stage {stage} is planned on {device}, and this machine has {there}")
 
 
-def _tensors(module: ModuleType, model: nn.Module) -> dict[str, Tensor]:
+def _tensors(module: ModuleType, model: nn.Module, others: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The model's tensors by key, checked against those that the package was made for."""
     found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     found |= dict(model.named_buffers(remove_duplicate=False))
+    found |= others
     faults = [fault for row in module.TENSORS if (fault := _misfit(found.get(row[0]), *row)) is not None]
     if faults:
         more = [f"and {len(faults) - 10} more"] if len(faults) > 10 else []

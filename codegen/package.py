@@ -26,7 +26,7 @@ from fxpipe.codegen.imports import import_blocks
 from fxpipe.codegen.lines import WIDTH, Brackets, Doc, layout, prefix
 from fxpipe.codegen.names import doc_prose, string
 from fxpipe.codegen.spelling import literal
-from fxpipe.codegen.stage import constant_names, emit_stage
+from fxpipe.codegen.stage import constant_names, emit_stage, emit_totals
 from fxpipe.errors import PackageError
 from fxpipe.ir.graph import Ref, State, refs
 from fxpipe.ir.plan import Plan
@@ -44,25 +44,31 @@ DTYPES = {
 _PUBLIC = ("CHUNKS", "MODEL", "STAGES", "TENSORS", "TRAINING", "Scheduler", "inputs", "result")
 
 
-def package(program: Program, plan: Plan, scheduler_source: str, notes: Sequence[str] = ()) -> dict[str, str]:
-    """The files of the package, by name. `notes` are facts for the header of each stage."""
+def package(
+    program: Program, plan: Plan, scheduler_source: str, notes: Sequence[str] = (), totals: Program | None = None
+) -> dict[str, str]:
+    """The files of the package, by name. `notes` are facts for the header of each stage; `totals` computes what the
+    micro-batches must know of the whole batch, in one stage."""
     notes = notes or [""] * len(program.stages)
     stages = {f"stage{j}.py": emit_stage(program, j, note) for j, note in zip(range(len(notes)), notes, strict=True)}
     others = {"scheduler.py": scheduler_source, "plan.json": dump_plan(plan)}
-    return {"__init__.py": _init(program, plan), **stages, **others}
+    others |= {} if totals is None else {"totals.py": emit_totals(totals)}
+    return {"__init__.py": _init(program, plan, totals), **stages, **others}
 
 
-def _init(program: Program, plan: Plan) -> str:
+def _init(program: Program, plan: Plan, totals: Program | None) -> str:
     functions, modules, call = face(program.graph)
     n = len(program.stages)
     names = tuple(f"Stage{j}" for j in range(n))
     relative = ["from .scheduler import Scheduler", *(f"from .stage{j} import Stage{j}" for j in range(n))]
+    relative += [] if totals is None else ["from .totals import Totals"]
     facts: dict[str, Doc] = {
         "MODEL": string(program.graph.model),
         "TRAINING": str(program.graph.training),
         "CHUNKS": str(plan.chunks),
         "STAGES": Brackets("(", names, ")", "literal"),
     }
+    facts |= {} if totals is None else {"TOTALS": "(Totals,)  # what micro-batches must know of the whole batch"}
     lines = [
         *_docstring(program, call),
         "",
@@ -73,7 +79,7 @@ def _init(program: Program, plan: Plan) -> str:
         *(line for name, doc in facts.items() for line in layout(prefix(f"{name} = ", doc))),
         "",
         "# The model's tensors that the stages hold: key, shape, type.",
-        *layout(prefix("TENSORS = ", _tensors(program))),
+        *layout(prefix("TENSORS = ", _tensors(program, totals))),
         "",
         "",
         *functions,
@@ -107,7 +113,8 @@ def _wrapped(call: str) -> list[str]:
     return [f"{head}(", *inner, "    )"]
 
 
-def _tensors(program: Program) -> Doc:
+def _tensors(program: Program, totals: Program | None) -> Doc:
+    states = {state.path: state for part in (program, totals) if part is not None for state in part.graph.states}
     rows = [
         Brackets(
             "(",
@@ -115,7 +122,7 @@ def _tensors(program: Program) -> Doc:
             ")",
             "literal",
         )
-        for state in program.graph.states
+        for state in states.values()
         if state.kind != "constant" and isinstance(state.type, TensorType)
     ]
     return Brackets("(", tuple(rows), ")", "literal")
@@ -151,8 +158,8 @@ def write(files: Mapping[str, str], folder: str | Path) -> None:
     """Write the files. Stages of an earlier, longer package in the same folder are removed."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    for old in path.glob("stage*.py"):
-        if old.name not in files and re.fullmatch(r"stage\d+\.py", old.name):
+    for old in path.glob("*.py"):
+        if old.name not in files and re.fullmatch(r"stage\d+\.py|totals\.py", old.name):
             old.unlink()
     for name, text in files.items():
         (path / name).write_text(text, encoding="utf-8", newline="\n")

@@ -21,7 +21,7 @@ from fxpipe.codegen.expr import IN_PLACE_METHODS, EmitError, expression, in_plac
 from fxpipe.codegen.header import header
 from fxpipe.codegen.imports import import_blocks
 from fxpipe.codegen.lines import INDENT, WIDTH, Brackets, Doc, flat, layout, prefix
-from fxpipe.codegen.names import STAGE_NAMES, clip, code_comment, identifier, prose, state_path, string
+from fxpipe.codegen.names import STAGE_NAMES, clip, code_comment, doc_prose, identifier, prose, state_path, string
 from fxpipe.codegen.spelling import Names, literal, nest
 from fxpipe.codegen.variables import Variables, assign, rebinds
 from fxpipe.ir.graph import Op, Origin, Ref, Region
@@ -38,29 +38,36 @@ VIEWS = frozenset((
 ))  # fmt: skip
 
 
+def emit_totals(program: Program) -> str:
+    """The source of `totals.py`: what micro-batches must know of the whole batch. `program` has one stage."""
+    title = "What each micro-batch has to know of the whole batch: computed once, before it is cut."
+    return _emit(program, program.stages[0], "Totals", title, "")
+
+
 def emit_stage(program: Program, index: int, notes: str = "") -> str:
     """The source of `stage<index>.py`. `notes` are facts for its header, such as measured times."""
     stage = program.stages[index]
+    title = f"Stage {index} of {len(program.stages)} on {doc_prose(stage.device)}."
+    return _emit(program, stage, f"Stage{index}", title, notes)
+
+
+def _emit(program: Program, stage: Stage, name: str, title: str, notes: str) -> str:
     paths = _paths(program, stage)
     needed = {module for op in stage.ops for module in modules(op)} | {"torch" for op in stage.ops if op.regions}
-    taken = {module.partition(".")[0] for module in needed} | {_class_name(stage), *_runtime_names(stage)}
+    taken = {module.partition(".")[0] for module in needed} | {name, *_runtime_names(stage)}
     variables = assign(stage, program.types, paths, taken)
     lines = [
-        *header(program, stage, variables.of, notes),
+        *header(program, stage, variables.of, title, notes),
         "",
         *_imports(program, stage, needed),
         "",
         "",
-        f"class {_class_name(stage)}(Stage):",
+        f"class {name}(Stage):",
         *_attributes(program, stage),
         *_signature(program, stage, variables),
         *_body(program, stage, variables),
     ]
     return "\n".join(lines) + "\n"
-
-
-def _class_name(stage: Stage) -> str:
-    return f"Stage{stage.index}"
 
 
 def constant_names(program: Program) -> dict[str, str]:

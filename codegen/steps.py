@@ -29,12 +29,14 @@ from fxpipe.ir.schedule import Schedule, plain, show
 TAKEN = frozenset(("self", "m", "i", "draw", "forward"))  # what the methods themselves call things
 
 
-def emit_steps(program: Program, schedule: Schedule) -> str:
-    """The source of `scheduler.py`. The rows of `schedule` are the program's devices in order of first appearance."""
+def emit_steps(program: Program, schedule: Schedule, totals: Program | None = None) -> str:
+    """The source of `scheduler.py`. The rows of `schedule` are the program's devices in order of first appearance;
+    `totals`, of one stage, computes what the micro-batches must know of the whole batch."""
     program = keep_dead_ends(program)
     places = Places(program)
     kinds = {action.kind for action in schedule.place}
-    blocks = [[*attributes(program, places, "Stepper"), *_attributes(program, places, schedule)], _lend(program)]
+    head = [*attributes(program, places, "Stepper", totals), *_attributes(program, places, schedule)]
+    blocks = [head, _lend(program)]
     for stage in program.stages:
         rule = f"{INDENT}# stage {stage.index}, {prose(stage.device)} "
         methods = [_forward(stage, places), *_backward(stage, places, kinds)]

@@ -17,7 +17,7 @@ from .errors import PlanError
 from .ir import plan as plans
 from .ir.cluster import Cluster
 from .ir.graph import Graph
-from .ir.plan import Plan
+from .ir.plan import Plan, StagePlan
 from .ir.profile import Profile, total
 from .ir.program import Program
 from .ir.schedule import Schedule, share
@@ -66,14 +66,17 @@ def build(
     trail: dict[str, Program] = {}
     with timed("passes"):
         program = lower(graph, decided, watch=trail.__setitem__)
+        totals = None if graph.totals is None else lower(graph.totals, whole_plan(graph.totals, decided))
     with timed("simulator"):
         schedule = schedule_of(program, decided, options)
         costs = stage_costs(decided, profile, taken_bytes(program, sizes))
         timeline = simulate(schedule, costs, hops(program, sizes, cluster), tuple(dict.fromkeys(program.devices)))
     with timed("codegen"):
         notes = [note(profile, stage.ops) for stage in decided.stages]
-        emitted = emit_scheduler(program, decided.chunks) if graph.loss is None else emit_steps(program, schedule)
-        files = package(program, decided, emitted, notes)
+        emitted = (
+            emit_scheduler(program, decided.chunks) if graph.loss is None else emit_steps(program, schedule, totals)
+        )
+        files = package(program, decided, emitted, notes, totals)
     return Build(graph, sizes, cluster, profile, decided, schedule, program, trail, timeline, files)
 
 
@@ -82,6 +85,12 @@ def schedule_of(program: Program, plan: Plan, options: Options) -> Schedule:
     if program.graph.loss is None:
         return share(gpipe(len(program.stages), plan.chunks), program.devices)
     return make_schedule(options, program.devices, plan.chunks)
+
+
+def whole_plan(totals: Graph, plan: Plan) -> Plan:
+    """All in one stage, on the device where the pipeline ends, for that is where the loss is."""
+    stage = StagePlan(tuple(op.name for op in totals.ops), plan.stages[-1].device, "never")
+    return Plan(totals.model, (stage,), 1)
 
 
 def schedule_text(options: Options) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fxpipe.runtime import MicroBatch, Stage
@@ -43,7 +44,8 @@ class Engine:
 
     `devices`: a worker label for each stage; `inputs`: the name and batch dimension (None: whole) of each; `sizes`: the
     name, input and dimension of the numbers known from shapes; `outputs`: the name, batch dimension and reduction of
-    each; `detached`: the inputs that no gradient comes back to; `random`: whether any stage draws random numbers.
+    each; `detached`: the inputs that no gradient comes back to; `totals`: the names of what is computed from the whole
+    batch, and of what it is computed from; `random`: whether any stage draws random numbers.
     """
 
     devices: tuple[str, ...] = ()
@@ -51,13 +53,15 @@ class Engine:
     sizes: tuple[tuple[str, str, int], ...] = ()
     outputs: tuple[tuple[str, int | None, str | None], ...] = ()
     detached: tuple[str, ...] = ()
+    totals: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     random: bool = False
     batches: type[Batches] = Batches
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
+    def __init__(self, stages: Sequence[Stage], whole: Stage | None = None) -> None:
         if len(stages) != len(self.devices):
             raise ValueError(f"the scheduler is for {len(self.devices)} stages, not {len(stages)}")
         self.stages = tuple(stages)
+        self.whole = whole
         self.streams = Streams(tuple(stage.device for stage in stages))
         self._mutating = tuple(stage for stage in stages if stage.mutates)
         self._copying = tuple(stage for stage in stages if stage.copies)
@@ -91,6 +95,9 @@ class Engine:
         if self._on_cpu:  # a stage on the CPU finds its inputs there; the others copy them from there
             batch = [value.cpu() if isinstance(value, Tensor) else value for value in batch]
         m = self.batches(split_sizes(total.pop(), chunks) if total else (1,), self.stages, self.random)
+        for name, value in self.compute_totals(batch).items():
+            for micro_batch in m:
+                setattr(micro_batch, name, value)
         for value, (name, dim) in zip(batch, self.inputs, strict=True):
             value = value.detach() if name in self.detached else value
             for micro_batch, piece in zip(m, scatter(value, dim, m.sizes), strict=True):
@@ -99,6 +106,18 @@ class Engine:
             for micro_batch in m:
                 setattr(micro_batch, name, getattr(micro_batch, source).shape[dim])
         return m
+
+    def compute_totals(self, batch: Sequence[Any]) -> dict[str, Any]:
+        """What each micro-batch has to know of the whole batch."""
+        if self.whole is None:
+            return {}
+        known = {name: value for (name, _), value in zip(self.inputs, batch, strict=True)}
+        known |= {name: known[source].shape[dim] for name, source, dim in self.sizes}
+        device, (gives, takes) = self.whole.device, self.totals
+        args = [known[name].to(device) if isinstance(known[name], Tensor) else known[name] for name in takes]
+        with torch.no_grad():
+            found = self.whole.forward(*args)
+        return dict(zip(gives, (found,) if len(gives) == 1 else found, strict=True))
 
     def gather(self, m: Batches) -> tuple[Any, ...]:
         """The outputs of the mini-batch."""

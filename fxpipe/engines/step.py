@@ -290,8 +290,8 @@ class Stepper(Engine):
     loss_reduce: str | None = None
     batches = Step
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
-        super().__init__(stages)
+    def __init__(self, stages: Sequence[Stage], whole: Stage | None = None) -> None:
+        super().__init__(stages, whole)
         self._rows = {
             label: tuple((action, getattr(type(self), f"{METHODS[action.kind]}_{action.stage}")) for action in row)
             for label, row in read_rows(self.rows).items()
