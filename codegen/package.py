@@ -131,10 +131,12 @@ def _tensors(program: Program, totals: Program | None) -> Doc:
 # To the disk ----------------------------------------------------------------------------------------------------------
 
 
-def save(program: Program, files: Mapping[str, str], folder: str | Path) -> None:
+def save(
+    program: Program, files: Mapping[str, str], folder: str | Path, totals: Program | None = None
+) -> None:
     """Write the package so that it can be loaded in another process. Raises PackageError, and writes nothing, if it
     holds something that would not be there."""
-    tensors = {name: _savable(program, name, value) for name, value in constants(program).items()}
+    tensors = {name: _savable(program, name, value) for name, value in constants(program, totals).items()}
     for file, text in files.items():
         if re.search(r"^import __main__$", text, re.MULTILINE):
             raise PackageError(
@@ -165,10 +167,14 @@ def write(files: Mapping[str, str], folder: str | Path) -> None:
         (path / name).write_text(text, encoding="utf-8", newline="\n")
 
 
-def constants(program: Program) -> dict[str, Any]:
+def constants(program: Program, totals: Program | None = None) -> dict[str, Any]:
     """What the stages hold besides parameters and buffers, by the name of the attribute."""
-    values = {state.name: state.value for state in program.graph.states}
-    return {name: values[state] for state, name in constant_names(program).items()}
+    found: dict[str, Any] = {}
+    for part in (program, totals):
+        if part is not None:
+            values = {state.name: state.value for state in part.graph.states}
+            found |= {name: values[state] for state, name in constant_names(part).items()}
+    return found
 
 
 def _savable(program: Program, name: str, value: Any) -> Tensor:

@@ -13,23 +13,24 @@ from __future__ import annotations
 import copy
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from .capture import Front
+from .capture import NO_TARGET, Front, Stepper
 from .clock import timed
 from .codegen.load import bind, load_package, unload, worker_device
 from .codegen.package import constants, save, write
 from .engines.local import Pipeline
 from .errors import FxpipeError, PackageError
 from .ir.cluster import Cluster
-from .ir.graph import Graph, Ref, Struct
+from .ir.graph import Graph, Input, Ref, Struct
 from .ir.plan import Plan
 from .ir.profile import Profile
 from .ir.program import Program
@@ -66,6 +67,7 @@ class Pipe(Shell):
         own: dict[str, Any] = {
             "options": options,
             "_front": Front(model, options.batch_dim, reduce=options.reduce, sizes=sizes),
+            "_stepper": Stepper(model, options.batch_dim, reduce=options.reduce, sizes=sizes),
             "_builds": {},
             "_lives": {},
             "_last": None,
@@ -85,6 +87,46 @@ class Pipe(Shell):
         """
         with self._lock:
             return self._front(args, kwargs, self._run)
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = NO_TARGET,
+        loss_fn: Callable[..., Any] | None = None,
+        outputs: bool = False,
+        scaler: torch.amp.GradScaler | None = None,
+        timeline: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Forward and backward of a whole batch, in the order of the schedule: the loss of the batch, detached; the
+        gradients are added to the parameters', as `loss.backward()` would.
+
+        - `args`, `kwargs`: the model's own; `target`: any nest of tensors, cut like them; what the model's forward
+          calls `target`, `loss_fn` and so on goes by position.
+        - `loss_fn(output, target)`, or of the output alone where there is no target, returns one number, whose mean or
+          sum over the samples is told from its ops (else say `reduce=` in `fxpipe.compile`), or one for each sample:
+          then the gradients are those of their sum. Without it the model returns its loss, or an object with `.loss`.
+        - `outputs`: return (loss, what the model returns), detached.
+        - `scaler`: multiplies the gradients with the scale of a `torch.amp.GradScaler`, as `scaler.scale(loss)` does.
+        - `timeline`: note when each action ran; `pipe.timeline` has it then.
+
+        A step is all or nothing: if anything fails, no gradient is added, and the error says where. Raises InputError,
+        CaptureError, and whatever the model or the loss raises, with a note of stage, micro-batch and line.
+        """
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            raise FxpipeError("step() computes gradients, which are switched off here; call the pipe to run forward")
+        scale = None
+        if scaler is not None:
+            scale = scaler.scale(torch.ones((), device=worker_device(self.options.devices[-1])))
+
+        def run(graph: Graph, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            scheduler = self._live(self._built(graph, inputs)).scheduler
+            found: tuple[Any, ...] = scheduler.run(inputs, self.options.chunks, scale, timeline)
+            return found
+
+        with self._lock:
+            loss, output = self._stepper.step(args, kwargs, target, loss_fn, outputs, run)
+        return (loss, output) if outputs else loss
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Capture, plan and generate for this kind of call, without running it. The model may be on the meta device."""
@@ -137,8 +179,7 @@ class Pipe(Shell):
         if self.options.profile != "measure":  # or a profile that was given, which speaks of the first kind of call
             return estimate(graph, sizes, cluster.device(label))
         rows = split_sizes(batch_size(graph, inputs), self.options.chunks)
-        pairs = zip(graph.inputs, inputs, strict=True)
-        pieces = {item.name: scatter(value, item.batch_dim, rows)[0] for item, value in pairs}
+        pieces = {item.name: scatter(value, item.batch_dim, rows)[0] for item, value in given(graph, inputs)}
         tensors = dict(self.model.named_parameters(remove_duplicate=False))
         tensors |= dict(self.model.named_buffers(remove_duplicate=False))
         states = {s.name: s.value if s.kind == "constant" else tensors[s.path] for s in graph.states}
@@ -148,18 +189,21 @@ class Pipe(Shell):
         """The build's package, imported, with the tensors that the model has now."""
         key = id(made.graph.ops), made.graph.training
         live: Live | None = self._lives.get(key)
+        others: dict[str, Tensor] = {}
         version = self._front.twins.version
+        if made.graph.loss is not None:
+            others, version = self._stepper.tensors, self._stepper.version
         if live is None:
             folder = Path(self._folder.name) / str(len(self._lives))
             with timed("loading"):
                 write(made.files, folder)
                 package = load_package(folder)
                 weakref.finalize(self, unload, package)
-                live = Live(made, package, bind(package, self.model, constants(made.program)), version)
+                live = Live(made, package, bind(package, self.model, constants(made.program, made.totals), others), version)
             self._lives[key] = live
         elif live.version != version or live.build is not made:
             live.scheduler.close()
-            live.scheduler = bind(live.package, self.model, constants(made.program))
+            live.scheduler = bind(live.package, self.model, constants(made.program, made.totals), others)
             live.version, live.build = version, made
         return live
 
@@ -229,7 +273,7 @@ class Pipe(Shell):
         path = Path(folder)
         if path.exists() and any(path.iterdir()) and not overwrite:
             raise PackageError(f"{path} is not empty; choose another folder, or save(..., overwrite=True)")
-        save(self.build.program, self.build.files, path)
+        save(self.build.program, self.build.files, path, self.build.totals)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipe:
         """A pipe of its own around a copy of the model. It compiles anew at its first call."""
@@ -243,18 +287,23 @@ class Pipe(Shell):
 def micro_batch_sizes(graph: Graph, inputs: Sequence[Any], chunks: int) -> dict[str, int]:
     """The numbers that the graph's sizes have for the first, largest micro-batch."""
     rows = split_sizes(batch_size(graph, inputs), chunks)[0]
-    given = {item.name: (item, value) for item, value in zip(graph.inputs, inputs, strict=True)}
+    known = {item.name: (item, value) for item, value in given(graph, inputs)}
     sizes = {}
     for size in graph.sizes:
-        item, value = given[size.input]
+        item, value = known[size.input]
         sizes[size.name] = rows if size.dim == item.batch_dim else int(value.shape[size.dim])
     return sizes
 
 
 def batch_size(graph: Graph, inputs: Sequence[Any]) -> int:
     """Samples in a batch; 1 where nothing is cut."""
-    pairs = zip(graph.inputs, inputs, strict=True)
-    return next((int(value.shape[item.batch_dim]) for item, value in pairs if item.batch_dim is not None), 1)
+    cut = (value.shape[item.batch_dim] for item, value in given(graph, inputs) if item.batch_dim is not None)
+    return next(map(int, cut), 1)
+
+
+def given(graph: Graph, inputs: Sequence[Any]) -> Iterator[tuple[Input, Any]]:
+    """The inputs that the caller gives, and their values."""
+    return zip((item for item in graph.inputs if item.path), inputs, strict=True)
 
 
 def match(template: Any, value: Any, found: dict[str, Any]) -> None:

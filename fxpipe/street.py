@@ -43,7 +43,8 @@ class Home:
 @dataclass(frozen=True)
 class Build:
     """Everything made for one kind of call. `trail` has the program after each pass that changed it, by the pass's
-    name; `sizes` the numbers of the micro-batch that profile and timeline speak of; `files` the generated package."""
+    name; `sizes` the numbers of the micro-batch that profile and timeline speak of; `files` the generated package; `totals` what
+    runs before the batch is cut."""
 
     graph: Graph
     sizes: Mapping[str, int]
@@ -55,6 +56,7 @@ class Build:
     trail: Mapping[str, Program]
     timeline: Timeline
     files: Mapping[str, str]
+    totals: Program | None = None
 
 
 def build(
@@ -77,7 +79,7 @@ def build(
             emit_scheduler(program, decided.chunks) if graph.loss is None else emit_steps(program, schedule, totals)
         )
         files = package(program, decided, emitted, notes, totals)
-    return Build(graph, sizes, cluster, profile, decided, schedule, program, trail, timeline, files)
+    return Build(graph, sizes, cluster, profile, decided, schedule, program, trail, timeline, files, totals)
 
 
 def schedule_of(program: Program, plan: Plan, options: Options) -> Schedule:
