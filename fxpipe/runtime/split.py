@@ -20,6 +20,7 @@ again further down is not counted twice. Autograd Functions written in Python ha
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +29,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, Node
+
+from .saved import Saved
 
 Grads = tuple[Tensor | None, ...]
 Root = tuple[Tensor | GradientEdge, Tensor]  # where to start, and the gradient there
@@ -52,12 +55,13 @@ class Weights:
 
 
 def input_gradient(
-    outputs: Sequence[Any], grads: Sequence[Tensor | None], leaves: Sequence[Tensor]
+    outputs: Sequence[Any], grads: Sequence[Tensor | None], leaves: Sequence[Tensor], saved: Saved | None = None
 ) -> tuple[Grads, Weights]:
     """The gradients of the leaves, None where there is none, and what is left for `weight_gradient`.
 
-    `leaves` are the task's takes; all else that needs a gradient is a parameter. Both halves run on the stream of
-    forward. Nobody may write to `grads` before `weight_gradient` has run: they may be among what is kept.
+    `leaves` are the task's takes; all else that needs a gradient is a parameter. If forward ran under `saved`, what the
+    second half has no use for is freed. Both halves run on the stream of forward. Nobody may write to `grads` before
+    the second has run: they may be among what is kept.
     """
     wanted = {id(leaf): leaf for leaf in leaves if leaf.requires_grad}
     pairs = [(y, grad) for y, grad in zip(outputs, grads, strict=True) if grad is not None and y.requires_grad]
@@ -70,8 +74,10 @@ def input_gradient(
     weights = Weights(later, border, keep(border), users, owners)
     if not first:
         return (None,) * len(leaves), weights
-    found = dict(zip(wanted, run(first, tuple(wanted.values()), keep_graph=bool(border)), strict=True))
-    return tuple([found.get(id(leaf)) for leaf in leaves]), weights
+    with nullcontext() if saved is None else saved.letting_go({node for node, _ in border}):
+        found = run(first, tuple(wanted.values()), keep_graph=bool(border))
+    by_leaf = dict(zip(wanted, found, strict=True))
+    return tuple([by_leaf.get(id(leaf)) for leaf in leaves]), weights
 
 
 def weight_gradient(weights: Weights) -> None:

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.runtime import split
+from fxpipe.runtime.saved import Saved
 from fxpipe.runtime.split import input_gradient, weight_gradient
 
 Task = Callable[..., Any]  # takes, then parameters
@@ -51,15 +53,18 @@ def same(a: Tensor | None, b: Tensor | None) -> None:
         torch.testing.assert_close(a.to_dense(), b.to_dense(), rtol=1e-12, atol=1e-12)
 
 
-def check(task: Task, takes: Sequence[Tensor], parameters: Sequence[Tensor], times: int = 2) -> None:
+def check(
+    task: Task, takes: Sequence[Tensor], parameters: Sequence[Tensor], times: int = 2, saved: Saved | None = None
+) -> None:
     """The halves give what the whole gives, `times` micro-batches of it, with all first halves before the second."""
     expected_takes, expected = whole(task, takes, parameters)
     parameters = leaves(*parameters)
     left = []
     for _ in range(times):
         own = leaves(*takes)
-        outputs, grads = outputs_of(task, own, parameters)
-        found, weights = input_gradient(outputs, grads, own)
+        with saved or nullcontext():
+            outputs, grads = outputs_of(task, own, parameters)
+        found, weights = input_gradient(outputs, grads, own, saved)
         for a, b in zip(found, expected_takes, strict=True):
             same(a, b)
         assert all(x.grad is None for x in own)
@@ -71,6 +76,8 @@ def check(task: Task, takes: Sequence[Tensor], parameters: Sequence[Tensor], tim
         weight_gradient(weights)
     for x, b in zip(parameters, expected, strict=True):
         same(x.grad, None if b is None else b * times)
+    del own, weights, left
+    assert saved is None or saved.now == 0
 
 
 def rand(*shape: int, grad: bool = True, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -234,6 +241,11 @@ CASES: dict[str, tuple[Task, tuple[Tensor, ...], tuple[Tensor, ...]]] = {
 def test_equals_one_backward(case: str, enough: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split, "ENOUGH", enough)
     check(*CASES[case])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_one_backward_where_the_first_half_lets_go(case: str) -> None:
+    check(*CASES[case], saved=Saved())
 
 
 def test_outputs_without_incoming_gradient() -> None:
@@ -463,8 +475,13 @@ STEPS = st.lists(st.tuples(st.integers(0, len(BINARY) + len(UNARY) - 1), st.inte
 
 
 @settings(max_examples=150, deadline=None)
-@given(steps=STEPS, outputs=st.lists(st.integers(0, 99), min_size=1, max_size=3), enough=st.sampled_from([0, 1 << 20]))
-def test_random_graphs(steps: list[tuple[int, int, int]], outputs: list[int], enough: int) -> None:
+@given(
+    steps=STEPS,
+    outputs=st.lists(st.integers(0, 99), min_size=1, max_size=3),
+    enough=st.sampled_from([0, 1 << 20]),
+    letting_go=st.booleans(),
+)
+def test_random_graphs(steps: list[tuple[int, int, int]], outputs: list[int], enough: int, letting_go: bool) -> None:
     def task(*values: Tensor) -> tuple[Tensor, ...]:
         found = list(values)
         for op, a, b in steps:
@@ -479,6 +496,6 @@ def test_random_graphs(steps: list[tuple[int, int, int]], outputs: list[int], en
     before, split.ENOUGH = split.ENOUGH, enough
     try:
         if any(y.requires_grad for y in task(*takes, *parameters)):
-            check(task, takes, parameters)
+            check(task, takes, parameters, saved=Saved() if letting_go else None)
     finally:
         split.ENOUGH = before
