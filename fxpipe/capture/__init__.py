@@ -1,5 +1,7 @@
-"""From a model and a call to a `Graph`: `capture` for one graph, `Front` for a module that calls stand behind."""
+"""From a model and a call to a `Graph`: `capture` for one graph, `Front` for a module that calls stand behind,
+`Stepper` for a model with its loss."""
 
 from .front import Front, capture
+from .step import NO_TARGET, Stepper
 
-__all__ = ["Front", "capture"]
+__all__ = ["NO_TARGET", "Front", "Stepper", "capture"]

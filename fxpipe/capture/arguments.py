@@ -35,15 +35,29 @@ class Leaf:
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """A call as the user makes it. A step has besides: `targets`, the target or nothing, and whatever else the captured
+    function takes."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    targets: tuple[Any, ...] | None = None
+    rest: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
-    """A call with hollow arguments. `leaves` are by the id of the stand-in, in the order of the arguments."""
+    """A call with hollow arguments. `leaves` are by the id of the stand-in, in the order of the arguments; `given` is
+    what the captured function gets besides the model; `target` has the target, if there is one, by its name."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    given: tuple[Any, ...]
     leaves: dict[int, Leaf]
     batch: int | None
     rows: int | None
     names: tuple[str, ...]
+    target: Mapping[str, Any]
 
 
 class Arguments:
@@ -56,12 +70,13 @@ class Arguments:
         self.sizes = sizes
         self.twins: dict[Any, Tensor] = {}
         self.named: dict[Any, tuple[str, ...]] = {}
+        self.open = any(p.kind is p.VAR_KEYWORD for p in self.signature.parameters.values())
+        self.target = "loss_target" if "target" in self.signature.parameters else "target"
 
-    def call(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device | None, rows: int | None = None
-    ) -> Call:
+    def call(self, asked: Asked, device: torch.device | None, rows: int | None = None) -> Call:
         """The call with every tensor hollow, on `device`, and `rows` in the batch: as many as in the first micro-batch,
         if nothing else is asked for."""
+        args, kwargs, targets = asked.args, asked.kwargs, asked.targets or ()
         names = self.names(args, kwargs)
         reals: list[tuple[str, Tensor, int | None]] = []
 
@@ -69,10 +84,14 @@ class Arguments:
             reals.append((path, tensor, self.dim(path, tensor)))
             return tensor
 
-        for name, value in zip(names, (*args, *kwargs.values()), strict=True):
+        for name, value in zip(
+            (*names, *(self.target for _ in targets)), (*args, *kwargs.values(), *targets), strict=True
+        ):
             change(value, note, name)
         if not isinstance(self.batch_dim, int):
-            check_names(self.batch_dim, [path for path, _, _ in reals], self.signature)
+            check_names(
+                self.batch_dim, [path for path, _, _ in reals], (*self.signature.parameters, self.target), self.open
+            )
         batch = common_size(reals)
         # A dimension of size one is not symbolic for Dynamo.
         rows = None if batch is None else rows or max(2, max(self.sizes(batch)))
@@ -86,14 +105,14 @@ class Arguments:
         def swap(path: str, tensor: Tensor) -> Tensor:
             return by_real[id(tensor)]
 
-        return Call(
-            tuple(change(value, swap) for value in args),
-            {key: change(value, swap) for key, value in kwargs.items()},
-            leaves,
-            batch,
-            rows,
-            names,
-        )
+        def hollowed(values: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(change(value, swap) for value in values)
+
+        new, named = hollowed(args), {key: change(value, swap) for key, value in kwargs.items()}
+        aims = hollowed(targets)
+        beside = () if asked.targets is None else (aims, *asked.rest)
+        target = dict(zip((self.target,), aims, strict=False))
+        return Call(new, named, (new, named, *beside), leaves, batch, rows, names, target)
 
     def twin(
         self, position: int, real: Tensor, dim: int | None, rows: int | None, device: torch.device | None
@@ -141,14 +160,11 @@ class Arguments:
         return self.named[key]
 
 
-def check_names(batch_dim: Mapping[str, int | None], paths: Sequence[str], signature: inspect.Signature) -> None:
-    """Raise InputError for a name that no input can have. One that this call leaves out is fine."""
-    parameters = signature.parameters.values()
-    optional = {p.name for p in parameters}
+def check_names(batch_dim: Mapping[str, int | None], paths: Sequence[str], optional: Sequence[str], open: bool) -> None:
+    """Raise InputError for a name that no input can have. One that this call leaves out is fine; `open`: forward takes
+    arguments of any name."""
     for name in batch_dim:
-        if name not in paths and re.split(r"[.\[]", name)[0] not in optional:
-            if any(p.kind is p.VAR_KEYWORD for p in parameters):
-                continue
+        if name not in paths and re.split(r"[.\[]", name)[0] not in optional and not open:
             raise InputError(f"batch_dim names {name!r}, which is no input; the inputs are {', '.join(paths)}")
 
 

@@ -12,27 +12,23 @@ In every value the batch `b` must be one dimension, or the slowest part of one (
 Ops that are not known here pass if their result has the batch once. Statistics that go into a buffer, batch norm's or
 the model's own, are those of each micro-batch.
 
-What is refused is not the op but the output that comes of it, and only where nobody said how to put it together:
-`reduce` tells that each micro-batch may be a batch of its own.
+What is refused is not the op but the output that comes of it (`outputs.py`), and only where nobody said how to put it
+together.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 from fxpipe.errors import CaptureError
-from fxpipe.ir.graph import Graph, Op, Output, refs, target_name
+from fxpipe.ir.graph import Graph, Op, refs, target_name
 from fxpipe.ir.types import Dim, ScalarType, TensorType, ValueType, dim_names, dim_size, tensors
 
 from .explain import at
 from .symbols import BATCH
-
-Reduce = Mapping[str, str] | str | None
-Sizes = Callable[[Mapping[str, int]], int]
 
 # Ops that compute over the places of a dimension: where in their arguments that dimension is, and its name.
 ALONG = {
@@ -65,7 +61,8 @@ SIZES = {"size", "getattr", "numel", "dim", "sym_size", "sym_numel", "ndimension
 class Flow:
     """What is known of each value: whether it depends on the batch's samples, where they were pooled or counted, and
     how many of a kind stand before the batch in its dimension (1: the batch is the slowest part). `mixed` has the
-    errors about values in which samples met; `sizes` are numbers that depend on how large the batch is."""
+    errors about values in which samples met, `scaled` those about values that are more or less for a larger batch;
+    `sizes` are numbers that depend on how large the batch is."""
 
     types: Mapping[str, ValueType]
     depends: set[str] = field(default_factory=set)
@@ -73,6 +70,7 @@ class Flow:
     counted: dict[str, Op] = field(default_factory=dict)
     outer: dict[str, int] = field(default_factory=dict)
     mixed: dict[str, CaptureError] = field(default_factory=dict)
+    scaled: dict[str, CaptureError] = field(default_factory=dict)
     sizes: set[str] = field(default_factory=lambda: {BATCH})
 
 
@@ -87,7 +85,7 @@ def follow(graph: Graph) -> Flow:
         _follow(op, flow)
         written = set(op.writes)
         if written and not written - states:
-            for known in (flow.depends, flow.pooled, flow.counted, flow.mixed):
+            for known in (flow.depends, flow.pooled, flow.counted, flow.mixed, flow.scaled):
                 known.discard(op.name) if isinstance(known, set) else known.pop(op.name, None)
         elif written and op.name in flow.depends:  # what shares its memory is now as it is
             flow.depends |= written - states
@@ -113,6 +111,7 @@ def _follow(op: Op, flow: Flow) -> None:
         return
     flow.depends.add(op.name)
     _check(op, flow, (_count, _check_shape, _check_dimension, _check_meeting))
+    _note_scale(op, flow)
     if dims:
         flow.outer[op.name] = _outer(op, flow)
     elif any(True for _ in tensors(op.type)) or isinstance(op.type, ScalarType):
@@ -195,10 +194,17 @@ def _check_meeting(op: Op, flow: Flow) -> None:
     met = next((flow.pooled[name] for name in op.reads if name in flow.pooled), None)
     if met is not None:
         raise refuse(met, f"pools the batch into {met.type}, which {op.origin or op.name} uses for single samples")
-    if called(op) in ARITHMETIC:
-        for name in op.reads:
-            if isinstance(flow.types[name], ScalarType) and name in flow.sizes:
-                raise refuse(op, "computes with the batch size, which is another one in a micro-batch")
+
+
+def _note_scale(op: Op, flow: Flow) -> None:
+    """Note it if single samples are computed with the batch size, which is another one in a micro-batch."""
+    if not batch_dims(op.type):
+        return
+    sizes = [name for name in op.reads if isinstance(flow.types[name], ScalarType) and name in flow.sizes]
+    if sizes and called(op) in ARITHMETIC:
+        flow.scaled[op.name] = refuse(op, "computes with the batch size, which is another one in a micro-batch")
+    elif met := next((flow.scaled[name] for name in op.reads if name in flow.scaled), None):
+        flow.scaled[op.name] = met
 
 
 def _outer(op: Op, flow: Flow) -> int:
@@ -227,54 +233,6 @@ def _outer(op: Op, flow: Flow) -> int:
         after = prod(number(size) for size in kind.shape[:dim])
         return max(1, before // after)
     return max(flow.outer.get(source, 1) for source, _ in sources)
-
-
-def find_outputs(graph: Graph, values: Sequence[str], exact: Mapping[str, Sizes], reduce: Reduce) -> tuple[Output, ...]:
-    """How each returned value is put together again from those of the micro-batches."""
-    flow = follow(graph)
-    by_name = {op.name: op for op in graph.ops}
-    return tuple(_output(value, by_name.get(value), graph, flow, exact, reduce) for value in values)
-
-
-def _output(value: str, op: Op | None, graph: Graph, flow: Flow, exact: Mapping[str, Sizes], reduce: Reduce) -> Output:
-    if value in exact:
-        return Output(value, None, _reduce_size(value, op, graph, exact[value]))
-    kind = flow.types[value]
-    dims = batch_dims(kind)
-    how = reduce if isinstance(reduce, str) else (reduce or {}).get(value)
-    if value in flow.mixed:
-        if how is None:
-            consent = f"reduce={{{value!r}: {'cat' if dims else 'mean'!r}}}"
-            raise CaptureError(f"{flow.mixed[value]}; if each may be a batch of its own, write {consent}")
-        if isinstance(reduce, str):
-            warnings.warn(f"{flow.mixed[value]}; the output {value} is now that of each micro-batch", stacklevel=2)
-    if dims and isinstance(kind, TensorType):
-        if value in flow.counted:
-            raise refuse(flow.counted[value], f"numbers the samples of the batch, and is returned as {value}")
-        if flow.outer.get(value, 1) > 1 or multiple(kind.shape[dims[0]]) is None:
-            raise refuse(op, f"the output {value}, {kind}, has other things before the batch in one dimension")
-        return Output(value, dims[0])
-    if value not in flow.depends:
-        return Output(value, None, "same")
-    if how not in ("mean", "sum"):
-        pooled = flow.pooled.get(value, op)
-        raise refuse(
-            pooled,
-            f"the output {value}, {kind}, is one value over the batch, and each micro-batch has its own",
-            f"say how they are put together: reduce={{{value!r}: 'mean'}} or 'sum'",
-        )
-    return Output(value, None, how)
-
-
-def _reduce_size(value: str, op: Op | None, graph: Graph, compute: Sizes) -> str:
-    """A number made of sizes: the same in all micro-batches, or as many times larger as the batch is."""
-    names = {size.name for size in graph.sizes} | {i.name for i in graph.inputs if isinstance(i.type, ScalarType)}
-    one, two, five = (compute({name: rows if name == BATCH else 7 for name in names}) for rows in (1, 2, 5))
-    if one == two == five:
-        return "same"
-    if (two, five) == (2 * one, 5 * one):
-        return "sum"
-    raise refuse(op, f"the output {value} is a number that depends on the batch size; return the tensor instead")
 
 
 def called(op: Op) -> str:

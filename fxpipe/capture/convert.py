@@ -10,7 +10,7 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
-from torch import fx, nn
+from torch import fx
 
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph import Graph, Op, Origin, Ref
@@ -19,7 +19,7 @@ from .arguments import Call
 from .dynamo import Traced
 from .effects import Step, steps
 from .explain import at, innermost, parse_stack
-from .hollow import Slot
+from .hollow import Slot, Twins
 from .placeholders import Builder, add_inputs, add_states, define
 from .symbols import text, type_of
 
@@ -41,13 +41,14 @@ class Draft:
     baked: str | None  # an input whose batch size became a plain number
 
 
-def draft(model: nn.Module, traced: Traced, flat: tuple[Any, ...], call: Call, slots: list[Slot]) -> Draft:
+def draft(twins: Twins, traced: Traced, flat: tuple[Any, ...], call: Call) -> Draft:
     """The graph of what was traced; `flat` are the (hollow) arguments it was first called with."""
     by_id: dict[int, list[Slot]] = {}
-    for slot in slots:
+    for slot in twins.slots:
         if slot.twin is not None:
             by_id.setdefault(id(slot.twin), []).append(slot)
-    modules = {str(id(module)): path for path, module in model.named_modules()}
+    model = twins.roots[""]
+    modules = {str(id(module)): path for path, module in twins.named()}
     build = Builder(model, traced, call, by_id, modules)
     env, found = steps(traced)
     placeholders = [node for node in traced.module.graph.nodes if node.op == "placeholder"]

@@ -1,8 +1,9 @@
 """The Dynamo route: torch.compile reads the model's bytecode, we take the graph and run it our way.
 
-A route is a function of a model and `capture(traced) -> callable`: it gives back the function to call in place of the
-model. Whenever a call is of a new kind, it hands the graph it traced to `capture` and from then on calls what that
-returned, with the graph's flat arguments, whenever its guards find a call of that kind again.
+A route is a function of a model, of a function of the model and of what else it is given, and of `capture(traced) ->
+callable`: it gives back what to call in place of that function, the model left out. Whenever a call is of a new kind,
+it hands the graph it traced to `capture` and from then on calls what that returned, with the graph's flat arguments,
+whenever its guards find a call of that kind again.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ Capture = Callable[[Traced], Callable[..., Any]]
 numbers = itertools.count()
 
 
-def dynamo(model: nn.Module, capture: Capture) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-    """The function to call with hollow args and kwargs in place of the model."""
+def dynamo(model: nn.Module, function: Callable[..., Any], capture: Capture) -> Callable[..., Any]:
+    """What to call with hollow arguments in place of `function(model, *arguments)`."""
 
     def backend(module: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -66,19 +67,19 @@ def dynamo(model: nn.Module, capture: Capture) -> Callable[[tuple[Any, ...], dic
 
     context: Any = torch._dynamo.optimize(backend, nopython=True)
     context.callback = configured = _Configured(context.callback)
-    fresh = _fresh()
+    fresh = _fresh(function)
     run = context(fresh)
 
-    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(*given: Any) -> Any:
         try:
-            return run(model, args, kwargs)
+            return run(model, *given)
         except torch._dynamo.exc.TorchDynamoException as error:
             if configured.deep or SKIPPED not in str(error):
                 raise refusal(error) from None
             refused = refusal(error)
         configured.deep = True
         try:
-            return run(model, args, kwargs)
+            return run(model, *given)
         except torch._dynamo.exc.TorchDynamoException:
             configured.deep = False
             raise refused from None
@@ -88,16 +89,15 @@ def dynamo(model: nn.Module, capture: Capture) -> Callable[[tuple[Any, ...], dic
     return call
 
 
-def _fresh() -> Callable[..., Any]:
+def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of its own for each pipe: Dynamo's cache, its limit and what it learns about sizes go by the code; and
     with globals of its own, for among them Dynamo puts what it compiles."""
-
-    def call_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return model(*args, **kwargs)
-
-    name = f"call_model_{next(numbers)}"
-    own = {"__name__": __name__, "__builtins__": builtins}
-    return FunctionType(call_model.__code__.replace(co_name=name), own, name)
+    assert isinstance(function, FunctionType)
+    code, known = function.__code__, function.__globals__
+    name = f"{code.co_name}_{next(numbers)}"
+    own = {"__name__": function.__module__, "__builtins__": builtins}
+    own |= {used: known[used] for used in code.co_names if used in known}
+    return FunctionType(code.replace(co_name=name), own, name)
 
 
 class _Configured:

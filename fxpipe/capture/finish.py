@@ -17,13 +17,15 @@ from fxpipe.ir.memory import memory
 from fxpipe.ir.types import TensorType
 
 from .arguments import Call
-from .batch import Reduce, find_outputs
 from .convert import Draft
 from .explain import at
 from .hollow import Slot, dense
+from .loss import name_loss
 from .names import Names
 from .nest import template
+from .outputs import Reduce, find_outputs
 from .symbols import type_of
+from .totals import spread
 
 NO_GRAD = (Region("grad", (False,)),)
 
@@ -45,14 +47,20 @@ class Finished:
 
     def renewed(self, flat: tuple[Any, ...]) -> Finished:
         """With the constants of this call: a plain tensor attribute may have been set to another tensor."""
-        old = {state.name: state.value for state in self.graph.states if state.name in self.constants}
+        totals = self.graph.totals
+        states = (*self.graph.states, *(totals.states if totals is not None else ()))
+        old = {state.name: state.value for state in states if state.name in self.constants}
         if all(flat[place] is old[name] for name, place in self.constants.items()):
             return self
+        new = self._with_constants(self.graph, flat)
+        return replace(self, graph=replace(new, totals=totals and self._with_constants(totals, flat)))
+
+    def _with_constants(self, graph: Graph, flat: tuple[Any, ...]) -> Graph:
         states = tuple(
             replace(state, value=flat[self.constants[state.name]]) if state.name in self.constants else state
-            for state in self.graph.states
+            for state in graph.states
         )
-        return replace(self, graph=replace(self.graph, states=states))
+        return replace(graph, states=states)
 
 
 @dataclass(frozen=True)
@@ -92,17 +100,21 @@ def _hint(size: Any) -> int:
 
 
 def feed(graph: Graph, draft: Draft, call: Call, flat: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The real values of the graph's inputs."""
+    """The real values of the graph's inputs, those left out that are known once the whole batch is."""
     reals = {leaf.path: dense(leaf.real) for leaf in call.leaves.values()}
-    values = (flat[draft.places[i.name]] if i.name in draft.places else reals[i.path] for i in graph.inputs)
+    inputs = [item for item in graph.inputs if item.path]
+    values = (flat[draft.places[i.name]] if i.name in draft.places else reals[i.path] for i in inputs)
     return tuple(
         value.item() if isinstance(value, Tensor) and item.name in draft.places else value
-        for item, value in zip(graph.inputs, values, strict=True)
+        for item, value in zip(inputs, values, strict=True)
     )
 
 
-def finish(draft: Draft, hollows: tuple[Any, ...], call: Call, seen: Seen, reduce: Reduce) -> Finished:
-    """The complete graph, given the hollow outputs of the dry pass and what came of them."""
+def finish(
+    draft: Draft, hollows: tuple[Any, ...], call: Call, seen: Seen, reduce: Reduce, loss: bool = False
+) -> Finished:
+    """The complete graph, given the hollow outputs of the dry pass and what came of them; `loss`: the first thing
+    returned is one."""
     of_hollow = {id(made): name for made, name in zip(hollows, draft.outputs, strict=True)}
     of_hollow |= {
         id(leaf.twin): i.name for leaf in call.leaves.values() for i in draft.graph.inputs if i.path == leaf.path
@@ -116,7 +128,7 @@ def finish(draft: Draft, hollows: tuple[Any, ...], call: Call, seen: Seen, reduc
     graph = replace(
         graph,
         result=template(seen.result, ref),
-        call=template((call.args, call.kwargs), ref),
+        call=template((call.args, {**call.kwargs, **call.target}), ref),
         arguments=call.names[: len(call.args)],
     )
     kept: Any = [template(value, ref) for value in seen.touched]
@@ -133,6 +145,8 @@ def finish(draft: Draft, hollows: tuple[Any, ...], call: Call, seen: Seen, reduc
         name: fake for name, fake in zip(draft.outputs, draft.fakes, strict=True) if isinstance(fake, torch.SymInt)
     }
     exact = {name: size_function(fake, graph, draft) for name, fake in sizes.items()}
+    if loss:
+        graph = spread(name_loss(graph, own=call.given[3] is None), values, reduce)
     graph = replace(graph, outputs=find_outputs(graph, values, exact, reduce))
     check(graph)
     places = {output.value: position for position, output in enumerate(graph.outputs)}
@@ -143,7 +157,8 @@ def finish(draft: Draft, hollows: tuple[Any, ...], call: Call, seen: Seen, reduc
         for made, name in zip(hollows, draft.outputs, strict=True)
     )
     graph = without_dead_ops(graph)
-    constants = {s.name: draft.places[s.name] for s in graph.states if s.kind == "constant" and s.name in draft.places}
+    states = (*graph.states, *(graph.totals.states if graph.totals is not None else ()))
+    constants = {s.name: draft.places[s.name] for s in states if s.kind == "constant" and s.name in draft.places}
     return Finished(graph, gives, constants)
 
 

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph import Graph
 
-from .arguments import Arguments, BatchDim, Call
+from .arguments import Arguments, Asked, BatchDim, Call
 from .baked import merge
-from .batch import Reduce
 from .convert import Draft, draft
 from .dynamo import Capture, Traced, dynamo
 from .finish import Finished, Seen, feed, finish, stand_ins
@@ -33,10 +32,16 @@ from .guards import check_outputs, check_sizes
 from .hollow import Changes, Slot, Snapshot, Twins
 from .inline import inline_checkpoints
 from .nest import change
+from .outputs import Reduce
 
 Run = Callable[[Graph, tuple[Any, ...]], tuple[Any, ...]]
-Route = Callable[[nn.Module, Capture], Callable[[tuple[Any, ...], dict[str, Any]], Any]]
+Route = Callable[[nn.Module, Callable[..., Any], Capture], Callable[..., Any]]
 Sizes = Callable[[int], Sequence[int]]
+
+
+def call_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What is captured of a model where nothing else is said."""
+    return model(*args, **kwargs)
 
 
 @dataclass(eq=False)
@@ -78,7 +83,9 @@ class Front:
     arithmetic done by `run(graph, inputs)`, which gets the real values of `graph.inputs` and returns those of
     `graph.outputs`.
 
-    `sizes(batch)` are the sizes of the micro-batches that a batch is cut into.
+    `sizes(batch)` are the sizes of the micro-batches that a batch is cut into. With a `function`, the front stands for
+    that instead: a plain function of the model, args, kwargs, and what else `Asked` brings, which uses nothing but its
+    arguments and what is global in its module. If `loss` is true, it returns a loss and something else.
     """
 
     def __init__(
@@ -88,27 +95,34 @@ class Front:
         *,
         reduce: Reduce = None,
         sizes: Sizes = lambda batch: (batch,),
+        function: Callable[..., Any] = call_model,
+        loss: bool = False,
         route: Route = dynamo,
     ) -> None:
         self.model = model
         self.reduce = reduce
         self.sizes = sizes
+        self.loss = loss
         self.arguments = Arguments(model, batch_dim, sizes)
-        self.twins = Twins(model)
+        self.twins = Twins({"": model})
         # Weak, for torch keeps every backend it has seen, and would keep the model with it.
         capture = weakref.WeakMethod(self._capture)
-        self._begin = partial(route, model, lambda traced: capture()(traced))  # type: ignore[misc]
+        self._begin = partial(route, model, function, lambda traced: capture()(traced))  # type: ignore[misc]
         self._route, self._hooks = self._begin(), self.twins.hooks()
         self._now: Now | None = None
         self._lock = threading.RLock()
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Run) -> Any:
+        return self.run(Asked(args, kwargs), run)
+
+    def run(self, asked: Asked, run: Run) -> Any:
+        """What the captured function returns."""
         with self._lock:
-            now, result = self._pass(args, kwargs, run)
+            now, result = self._pass(asked, run)
             for _ in range(2):  # a hook that fills a dict makes the second call of another kind than the first
                 if now.snapshot is not None:
-                    self._finish(now, result, args, kwargs)
-                    now, result = self._pass(args, kwargs, run)
+                    self._finish(now, result, asked)
+                    now, result = self._pass(asked, run)
             kind = now.kind
             if now.snapshot is not None or kind is None:
                 raise CaptureError(
@@ -123,11 +137,15 @@ class Front:
 
     def capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Graph:
         """The graph of this kind of call. Nothing is run, nothing changes."""
-        with self._lock:
-            now, result = self._pass(args, kwargs, None)
-            return self._finish(now, result, args, kwargs).graph
+        return self.graph(Asked(args, kwargs))
 
-    def _finish(self, now: Now, result: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Finished:
+    def graph(self, asked: Asked) -> Graph:
+        """The graph of this kind of call of the captured function."""
+        with self._lock:
+            now, result = self._pass(asked, None)
+            return self._finish(now, result, asked).graph
+
+    def _finish(self, now: Now, result: Any, asked: Asked) -> Finished:
         """Complete the graph of the kind of call that a dry pass has shown."""
         kind = now.kind
         if kind is None or kind.drafted is None:
@@ -137,30 +155,28 @@ class Front:
             drafted = kind.drafted
             if drafted.baked is not None and now.call.rows is not None:
                 rows = now.call.rows, now.call.rows + 1
-                other, result_of_other = self._pass(args, kwargs, None, rows[1])
+                other, result_of_other = self._pass(asked, None, rows[1])
                 assert other.kind is not None
                 assert other.kind.drafted is not None
                 drafted = merge(drafted, other.kind.drafted, rows, (result, result_of_other))
             seen = Seen(
                 result, now.rebound, tuple(touched.value for touched in kind.touched.values()), self.twins.slots
             )
-            kind.finished = finish(drafted, kind.hollows, now.call, seen, self.reduce)
+            kind.finished = finish(drafted, kind.hollows, now.call, seen, self.reduce, self.loss)
         return kind.finished
 
-    def _pass(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Run | None, rows: int | None = None
-    ) -> tuple[Now, Any]:
+    def _pass(self, asked: Asked, run: Run | None, rows: int | None = None) -> tuple[Now, Any]:
         """One call of the route, with everything hollow up to the moment when `run` runs."""
         self.twins.sync()
         if self._hooks != (hooks := self.twins.hooks()):
             # Dynamo has guards for hooks, too, but they would double what all guards of a call take (torch 2.13).
             self._route, self._hooks = self._begin(), hooks
         # Where the model is, so that the caller may keep the batch anywhere.
-        now = Now(self.arguments.call(args, kwargs, self.twins.device, rows), self.twins, run)
+        now = Now(self.arguments.call(asked, self.twins.device, rows), self.twins, run)
         self._now, before = now, self._now
         self.twins.enter()
         try:
-            result = self._route(now.call.args, now.call.kwargs)
+            result = self._route(*now.call.given)
             if now.snapshot is not None:
                 now.rebound = self.twins.rebound()
             return now, result
@@ -198,9 +214,11 @@ class Front:
     def _dry(self, kind: Kind, now: Now, flat: tuple[Any, ...]) -> tuple[Any, ...]:
         """Hollow outputs, in place of running. The route has not touched the model yet: it does so afterwards."""
         if kind.drafted is None:
-            kind.drafted = draft(self.model, kind.traced, flat, now.call, self.twins.slots)
+            kind.drafted = draft(self.twins, kind.traced, flat, now.call)
             kind.hollows = stand_ins(kind.drafted)
-        now.snapshot = Snapshot(self.model)  # not sooner, lest it undo what other threads do
+        now.snapshot = Snapshot(
+            module for _, module in self.twins.named()
+        )  # not sooner, lest it undo what other threads do
         return kind.hollows
 
     def _check(self, kind: Kind, call: Call) -> None:

@@ -8,7 +8,7 @@ the model's arithmetic can run; and the real tensors may meanwhile be anywhere, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,6 +78,7 @@ class Change:
 
 
 Changes = dict[tuple[int, str], Change]  # by the id of the holder and the attribute
+Roots = Mapping[str, nn.Module]  # by what the paths of their tensors begin with: "" for the model
 
 
 @dataclass
@@ -95,13 +96,14 @@ class Slot:
 
 @dataclass
 class Twins:
-    """The stand-ins of a model's parameters and buffers.
+    """The stand-ins of the parameters and buffers of modules: of the model, and of what computes its loss. `roots` says
+    what the paths of each module's tensors begin with; what hangs in two of them belongs to the first.
 
     They stay on the devices where the model was at first, whatever becomes of the real tensors; `device` is that of all
     of them, if they share one. `version` counts how often other tensors than before were found in the model.
     """
 
-    model: nn.Module
+    roots: Roots
     slots: list[Slot] = field(default_factory=list)
     modules: list[dict[str, nn.Module | None]] = field(default_factory=list)
     shape: list[list[nn.Module | None]] = field(default_factory=list)
@@ -112,19 +114,39 @@ class Twins:
     def __post_init__(self) -> None:
         self._list()
 
+    def watch(self, roots: Roots) -> None:
+        """Take these modules instead."""
+        if list(map(id, roots.values())) != list(map(id, self.roots.values())) or list(roots) != list(self.roots):
+            self.roots = roots
+            self._list()
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The real tensors, by path."""
+        return {slot.path: slot.real for slot in self.slots if slot.real is not None}
+
+    def named(self) -> list[tuple[str, nn.Module]]:
+        """All modules, each under its first path."""
+        seen: set[nn.Module] = set()
+        return [pair for prefix, root in self.roots.items() for pair in root.named_modules(seen, prefix)]
+
     def _list(self) -> None:
         """Every slot of the model, once per module; called again when modules or slots come or go."""
         devices = {slot.path: slot.device for slot in self.slots}
-        named = list(self.model.named_modules())
+        before = {(id(slot.tensors), slot.key, slot.path): slot for slot in self.slots}
+        named = self.named()
         self.modules = [module._modules for _, module in named]
         self.shape = [list(children.values()) for children in self.modules]
         self.slots = []
         for prefix, module in named:
-            for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
+            dicts: dict[str, dict[str, Any]] = {"parameter": module._parameters, "buffer": module._buffers}
+            for kind, tensors in dicts.items():
                 for key, real in tensors.items():
                     path = f"{prefix}.{key}" if prefix else key
                     device = devices.get(path) or (real.device if real is not None else torch.device("cpu"))
-                    self.slots.append(Slot(tensors, key, path, kind, device))
+                    known = before.get((id(tensors), key, path))
+                    self.slots.append(known or Slot(tensors, key, path, kind, device))
+        self.of = {id(slot.twin): slot for slot in self.slots if slot.twin is not None}
         self.dicts = [d for _, module in named for d in (module._parameters, module._buffers)]
         self.hook_dicts = [
             hooks
@@ -166,7 +188,12 @@ class Twins:
                     twins[id(real)] = hollow(real, slot.device)
                 slot.twin = twins[id(real)]
         if stale:
-            devices = {slot.device for slot in self.slots if slot.real is not None and slot.real.dim() > 0}
+            beside = tuple(f"{prefix}." for prefix in self.roots if prefix)
+            devices = {
+                slot.device
+                for slot in self.slots
+                if slot.real is not None and slot.real.dim() > 0 and not slot.path.startswith(beside)
+            }
             self.device = devices.pop() if len(devices) == 1 else None
             self.of = {id(slot.twin): slot for slot in self.slots if slot.twin is not None}
 
@@ -206,11 +233,11 @@ def same(real: Tensor, twin: Tensor | None) -> bool:
 
 
 class Snapshot:
-    """The Python attributes of a model's modules as they are now, and of the plain objects that hang on them, such as a
+    """The Python attributes of modules as they are now, and of the plain objects that hang on them, such as a
     configuration; with the contents of lists, dicts and sets."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.kept = [(holder, dict(vars(holder)), _contents(holder)) for holder in holders(model)]
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.kept = [(holder, dict(vars(holder)), _contents(holder)) for holder in holders(modules)]
 
     def restore(self) -> Changes:
         """Put everything back; gives what was there instead."""
@@ -230,9 +257,9 @@ class Snapshot:
         return changes
 
 
-def holders(model: nn.Module) -> list[Any]:
+def holders(modules: Iterable[nn.Module]) -> list[Any]:
     """The modules, and the objects with attributes that they hold, directly or in others."""
-    found: dict[int, Any] = {id(module): module for module in model.modules()}
+    found: dict[int, Any] = {id(module): module for module in modules}
     level = list(found.values())
     for _ in range(DEPTH):
         held = [value for holder in level for value in _held(holder) if _has_attributes(value)]

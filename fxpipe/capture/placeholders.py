@@ -116,10 +116,16 @@ def _is_boxed(build: Builder, position: int, node: fx.Node) -> bool:
 
 def _path(build: Builder, where: str) -> str:
     """How the user spells what Dynamo calls L['args'][0] or L['model'].scale."""
-    found = re.match(r"L\['(args|kwargs|model)'\](?:\[('[^']*'|\d+)\])?(.*)", where, re.DOTALL)
+    found = re.match(r"L\['(args|kwargs|model|targets|loss_fn)'\](?:\[('[^']*'|\d+)\])?(.*)", where, re.DOTALL)
     if found is None:
         return where
     root, first, rest = found.groups()
+    if root == "targets":
+        return next(iter(build.call.target), "target") + rest
+    if root == "loss_fn":
+        return "loss_fn" + re.sub(
+            r"\.__closure__\[(\d+)\]\.cell_contents", r".closure[\1]", where[len("L['loss_fn']") :]
+        )
     if root == "model":
         path = re.sub(r"\.?(__dict__\[')?_(modules|parameters|buffers)('\])?", "", rest)
         return "self" + re.sub(r"\['(\w+)'\]", r".\1", path)

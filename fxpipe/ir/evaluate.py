@@ -47,6 +47,14 @@ def evaluate(
     return values
 
 
+def with_totals(graph: Graph, inputs: Mapping[str, Any], states: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs of the whole batch, and with them what each micro-batch must know about all of it."""
+    if graph.totals is None:
+        return dict(inputs)
+    values = evaluate(graph.totals, inputs, states)
+    return {**inputs, **{output.value: values[output.value] for output in graph.totals.outputs}}
+
+
 def call(op: Op, values: Mapping[str, Any]) -> Any:
     """The op's result, given the values it reads. `x[i] = v` stands for the `x` that it changed."""
     args, kwargs = map_refs((op.args, dict(op.kwargs)), lambda ref: values[ref.name])

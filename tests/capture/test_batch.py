@@ -115,7 +115,7 @@ MIXES = {
     "both views": (lambda self, x: torch.cat([x, x]), "other things before the batch"),
     "halves": (halves, "cuts f32.* along the batch|takes a part of the batch"),
     "squeezed": (lambda self, x: x.squeeze(), "squeeze without a dimension"),
-    "one number": (lambda self, x: x.sum(), "is one value over the batch.*reduce="),
+    "one number": (lambda self, x: x.max(), "is one value over the batch.*reduce="),
     "one more": (lambda self, x: (x, x.shape[0] + 1), "a number that depends on the batch size"),
     "padded": (lambda self, x: F.pad(x, (0, 0, 0, 0, 1, 0)), "takes a part of the batch"),
     "covariance": (lambda self, x: x @ (x.flatten(0, 1).t() @ x.flatten(0, 1)), "pools the batch into f32"),

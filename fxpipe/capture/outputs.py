@@ -1,0 +1,99 @@
+"""How what the model returns is put together again from what it returns for each micro-batch.
+
+What is refused is an output that cannot be put together, and only where nobody said how: `reduce` tells that each
+micro-batch may be a batch of its own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+
+from fxpipe.errors import CaptureError
+from fxpipe.ir.graph import Graph, Op, Output
+from fxpipe.ir.types import ScalarType, TensorType
+
+from .batch import Flow, batch_dims, follow, multiple, refuse
+from .reductions import SAME, Kind, kinds
+from .symbols import BATCH
+
+Reduce = Mapping[str, str] | str | None
+Sizes = Callable[[Mapping[str, int]], int]
+
+
+def find_outputs(graph: Graph, values: Sequence[str], exact: Mapping[str, Sizes], reduce: Reduce) -> tuple[Output, ...]:
+    """How each returned value is put together again from those of the micro-batches."""
+    flow = follow(graph)
+    found = kinds(graph, flow)
+    by_name = {op.name: op for op in graph.ops}
+
+    def output(value: str) -> Output:
+        op, kind, how = by_name.get(value), found[value], said(graph, value, reduce)
+        if value in exact:
+            return Output(value, None, _reduce_size(value, op, graph, exact[value]))
+        _check_mixed(value, graph, flow, how, loud=isinstance(reduce, str))
+        if batch_dims(flow.types[value]):
+            return _samples(value, op, graph, flow)
+        if kind == SAME and value not in flow.depends:
+            return Output(value, None, "same")
+        return Output(value, None, _pooled(value, op, graph, flow, kind, how))
+
+    return tuple(map(output, values))
+
+
+def said(graph: Graph, value: str, reduce: Reduce) -> str | None:
+    """What the user says about an output. The loss of a step may be called just that."""
+    if reduce is None or isinstance(reduce, str):
+        return reduce
+    return reduce.get(value) or (reduce.get("loss") if value == graph.loss else None)
+
+
+def _check_mixed(value: str, graph: Graph, flow: Flow, how: str | None, loud: bool) -> None:
+    """Refuse an output in which samples met, unless the user said that this is meant: about this one, or about all."""
+    dims = batch_dims(flow.types[value])
+    error = flow.mixed.get(value) or (flow.scaled.get(value) if dims else None)
+    name = "loss" if value == graph.loss else value
+    if error is not None and how is None:
+        consent = f"reduce={{{name!r}: {'cat' if dims else 'mean'!r}}}"
+        raise CaptureError(f"{error}; if each may be a batch of its own, write {consent}")
+    if error is not None and loud:
+        warnings.warn(f"{error}; the output {name} is now that of each micro-batch", stacklevel=2)
+
+
+def _samples(value: str, op: Op | None, graph: Graph, flow: Flow) -> Output:
+    """An output with a dimension for the batch: micro-batches are joined along it."""
+    kind = flow.types[value]
+    dim = batch_dims(kind)[0]
+    if value in flow.counted:
+        raise refuse(flow.counted[value], f"numbers the samples of the batch, and is returned as {value}")
+    whole = isinstance(kind, TensorType) and multiple(kind.shape[dim]) is not None
+    if not whole or (flow.outer.get(value, 1) > 1 and value != graph.loss):  # a loss is summed: order does not matter
+        raise refuse(op, f"the output {value}, {kind}, has other things before the batch in one dimension")
+    return Output(value, dim)
+
+
+def _pooled(value: str, op: Op | None, graph: Graph, flow: Flow, kind: Kind, how: str | None) -> str:
+    """How one value over the batch is made of those of the micro-batches."""
+    if how in ("mean", "sum"):
+        return how
+    if kind.reduce is not None:
+        return kind.reduce
+    what, name = ("the loss", "loss") if value == graph.loss else (f"the output {value}", value)
+    why = kind.why or "no sum or mean over its samples"
+    raise refuse(
+        kind.blame or flow.pooled.get(value, op),
+        f"{what}, {flow.types[value]}, is one value over the batch, and {why}",
+        f"if each micro-batch may have one of its own, to be averaged, write reduce={{{name!r}: 'mean'}}"
+        + (" or reduce='mean'" if value == graph.loss else ""),
+    )
+
+
+def _reduce_size(value: str, op: Op | None, graph: Graph, compute: Sizes) -> str:
+    """A number made of sizes: the same in all micro-batches, or as many times larger as the batch is."""
+    names = {size.name for size in graph.sizes} | {i.name for i in graph.inputs if isinstance(i.type, ScalarType)}
+    one, two, five = (compute({name: rows if name == BATCH else 7 for name in names}) for rows in (1, 2, 5))
+    if one == two == five:
+        return "same"
+    if (two, five) == (2 * one, 5 * one):
+        return "sum"
+    raise refuse(op, f"the output {value} is a number that depends on the batch size; return the tensor instead")
