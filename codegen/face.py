@@ -80,7 +80,7 @@ def _inputs(graph: Graph, names: _Arguments, checks: list[str]) -> list[str]:
     parameters += [name if any(True for _ in refs(was)) else _with_default(name, was) for name, was in named]
     found = {part.found.name: part.access for part in reversed(list(_parts(names))) if isinstance(part.found, Ref)}
     unknown = unreachable(graph)
-    given = tuple(found.get(item.name, "") for item in graph.inputs)
+    given = tuple(found.get(item.name, "") for item in graph.inputs if item.path)
     bare = len(given) > 1
     returned = Brackets("return ", given, "", "bare") if bare else Brackets("return (", given, ")", "literal")
     if unknown:
@@ -96,7 +96,7 @@ def _inputs(graph: Graph, names: _Arguments, checks: list[str]) -> list[str]:
 def unreachable(graph: Graph) -> tuple[str, ...]:
     """Inputs that no call brings: numbers that the model holds and that were seen to change, such as `self.step`."""
     reached = {ref.name for ref in refs(graph.call)}
-    return tuple(item.path for item in graph.inputs if item.name not in reached)
+    return tuple(item.path for item in graph.inputs if item.path and item.name not in reached)
 
 
 def _with_default(name: str, was: Any) -> str:

@@ -91,6 +91,7 @@ def _docstring(program: Program, call: str) -> list[str]:
     n = len(program.stages)
     model = doc_prose(program.graph.model)
     mode = "training" if program.graph.training else "evaluation"
+    run = "result = pipe" if program.graph.loss is None else "loss, output = pipe.step"
     return [
         f'"""{model} as a pipeline of {n} stage{"" if n == 1 else "s"}, for {mode}.',
         "",
@@ -98,7 +99,7 @@ def _docstring(program: Program, call: str) -> list[str]:
         "",
         f"    model = {model}(...)",
         "    pipe = fxpipe.load(folder, model)  # the stages hold the model's own parameters",
-        *_wrapped(f"    result = pipe{doc_prose(call)}"),
+        *_wrapped(f"    {run}{doc_prose(call)}"),
         '"""',
     ]
 
@@ -131,9 +132,7 @@ def _tensors(program: Program, totals: Program | None) -> Doc:
 # To the disk ----------------------------------------------------------------------------------------------------------
 
 
-def save(
-    program: Program, files: Mapping[str, str], folder: str | Path, totals: Program | None = None
-) -> None:
+def save(program: Program, files: Mapping[str, str], folder: str | Path, totals: Program | None = None) -> None:
     """Write the package so that it can be loaded in another process. Raises PackageError, and writes nothing, if it
     holds something that would not be there."""
     tensors = {name: _savable(program, name, value) for name, value in constants(program, totals).items()}

@@ -28,6 +28,8 @@ from .clock import timed
 from .codegen.load import bind, load_package, unload, worker_device
 from .codegen.package import constants, save, write
 from .engines.local import Pipeline
+from .engines.step import Step
+from .engines.timed import TimedStep
 from .errors import FxpipeError, PackageError
 from .ir.cluster import Cluster
 from .ir.graph import Graph, Input, Ref, Struct
@@ -71,6 +73,7 @@ class Pipe(Shell):
             "_builds": {},
             "_lives": {},
             "_last": None,
+            "timeline": None,
             "_home": None,
             "_closed": False,
             "_folder": tempfile.TemporaryDirectory(prefix="fxpipe-"),
@@ -120,8 +123,12 @@ class Pipe(Shell):
             scale = scaler.scale(torch.ones((), device=worker_device(self.options.devices[-1])))
 
         def run(graph: Graph, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            scheduler = self._live(self._built(graph, inputs)).scheduler
-            found: tuple[Any, ...] = scheduler.run(inputs, self.options.chunks, scale, timeline)
+            made = self._built(graph, inputs)
+            scheduler: Any = self._live(made).scheduler
+            found: tuple[Any, ...]
+            found, done = scheduler.step(inputs, self.options.chunks, scale, TimedStep if timeline else Step)
+            if timeline:
+                self.__dict__["timeline"] = done.timeline(made.schedule.name)
             return found
 
         with self._lock:
@@ -199,7 +206,9 @@ class Pipe(Shell):
                 write(made.files, folder)
                 package = load_package(folder)
                 weakref.finalize(self, unload, package)
-                live = Live(made, package, bind(package, self.model, constants(made.program, made.totals), others), version)
+                live = Live(
+                    made, package, bind(package, self.model, constants(made.program, made.totals), others), version
+                )
             self._lives[key] = live
         elif live.version != version or live.build is not made:
             live.scheduler.close()

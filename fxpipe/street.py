@@ -43,8 +43,8 @@ class Home:
 @dataclass(frozen=True)
 class Build:
     """Everything made for one kind of call. `trail` has the program after each pass that changed it, by the pass's
-    name; `sizes` the numbers of the micro-batch that profile and timeline speak of; `files` the generated package; `totals` what
-    runs before the batch is cut."""
+    name; `sizes` the numbers of the micro-batch that profile and timeline speak of; `files` the generated package;
+    `totals` what runs before the batch is cut."""
 
     graph: Graph
     sizes: Mapping[str, int]

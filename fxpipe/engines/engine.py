@@ -6,7 +6,7 @@ import inspect
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,6 +39,9 @@ class Batches(list[MicroBatch]):
         self.compute: tuple[Stream, ...] = tuple([current_stream(stage.device) for stage in stages])
 
 
+B = TypeVar("B", bound=Batches)
+
+
 class Engine:
     """The base of generated schedulers.
 
@@ -55,7 +58,6 @@ class Engine:
     detached: tuple[str, ...] = ()
     totals: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     random: bool = False
-    batches: type[Batches] = Batches
 
     def __init__(self, stages: Sequence[Stage], whole: Stage | None = None) -> None:
         if len(stages) != len(self.devices):
@@ -87,14 +89,14 @@ class Engine:
     def lend(self, m: Batches) -> None:
         """Put what stages borrow from each other into `m.lent`."""
 
-    def scatter(self, batch: Sequence[Any], chunks: int) -> Batches:
+    def scatter(self, batch: Sequence[Any], chunks: int, kind: type[B]) -> B:
         """At most `chunks` micro-batches, with their inputs and sizes."""
         total = {value.shape[dim] for value, (_, dim) in zip(batch, self.inputs, strict=True) if dim is not None}
         if len(total) > 1:
             raise ValueError(f"the inputs do not have a common batch size, but {sorted(total)}")
         if self._on_cpu:  # a stage on the CPU finds its inputs there; the others copy them from there
             batch = [value.cpu() if isinstance(value, Tensor) else value for value in batch]
-        m = self.batches(split_sizes(total.pop(), chunks) if total else (1,), self.stages, self.random)
+        m = kind(split_sizes(total.pop(), chunks) if total else (1,), self.stages, self.random)
         for name, value in self.compute_totals(batch).items():
             for micro_batch in m:
                 setattr(micro_batch, name, value)

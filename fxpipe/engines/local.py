@@ -34,7 +34,7 @@ class Pipeline(Engine):
         self.check_alive()
         for stage in self._copying:
             stage.refresh()
-        m = self.scatter(batch, chunks)
+        m = self.scatter(batch, chunks, Batches)
         self.lend(m)
         try:
             ready = [getattr(self, f"ready_{j}", nothing) for j in range(len(self.stages))]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -251,6 +251,9 @@ class Step(Batches):
         self.fresh[j] = [stand_in for stand_in in self.fresh[j] if stand_in.grad is None]
 
 
+S = TypeVar("S", bound=Step)
+
+
 class Kept:
     """What forward of one stage and micro-batch keeps: its arguments, its results with their graph (None: to be
     computed again), and what its buffers held."""
@@ -288,7 +291,6 @@ class Stepper(Engine):
     feeds: tuple[tuple[str, int], ...] = ()
     gradients: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
     loss_reduce: str | None = None
-    batches = Step
 
     def __init__(self, stages: Sequence[Stage], whole: Stage | None = None) -> None:
         super().__init__(stages, whole)
@@ -300,11 +302,14 @@ class Stepper(Engine):
     def run(self, batch: Sequence[Any], chunks: int, scale: Tensor | None = None) -> tuple[Any, ...]:
         """The outputs, in order, for the inputs, in order, in at most `chunks` micro-batches; gradients, multiplied by
         `scale`, are added to those of the model and of the inputs. If anything fails, none are."""
+        return self.step(batch, chunks, scale, Step)[0]
+
+    def step(self, batch: Sequence[Any], chunks: int, scale: Tensor | None, kind: type[S]) -> tuple[tuple[Any, ...], S]:
+        """`run`, by a step of some kind, which is returned too."""
         self.check_alive()
         for stage in self._copying:
             stage.refresh()
-        m = self.scatter(batch, chunks)
-        assert isinstance(m, Step)
+        m = self.scatter(batch, chunks, kind)
         with standing_in(self.stages) as pairs:
             m.begin(self, pairs, scale)
             self._run(m)
@@ -314,7 +319,7 @@ class Stepper(Engine):
         commit(self._mutating)
         outputs = tuple([x.detach() if isinstance(x, Tensor) else x for x in self.gather(m)])
         commit_gradients([*(pair for pairs in m.pairs for pair in pairs), *self._inputs(m, batch)])
-        return outputs
+        return outputs, m
 
     def _run(self, m: Step) -> None:
         """Every worker its row; back when all are done or have stopped."""

@@ -11,8 +11,8 @@ stream of their own, and backward, which goes through the saved tensors in the o
     with side:                          # around each forward of the stage
         y = stage.forward(x)
 
-A tensor that two ops save is moved twice. As with all such hooks autograd does not notice when a saved tensor is written
-to afterwards; a model that it accepts without them does not do that.
+A tensor that two ops save is moved twice. As with all such hooks autograd does not notice when a saved tensor is
+written to afterwards; a model that it accepts without them does not do that.
 """
 
 from __future__ import annotations

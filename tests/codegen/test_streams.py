@@ -91,8 +91,8 @@ def watched(program: Program, model: Skip, chunks: int, monkeypatch: pytest.Monk
     pipe.streams = Streams(compute)
     scatter = pipe.scatter
 
-    def scattered(batch: Any, count: int) -> Any:
-        m = scatter(batch, count)
+    def scattered(batch: Any, count: int, kind: Any) -> Any:
+        m = scatter(batch, count, kind)
         m.compute = tuple(compute)
         return m
 

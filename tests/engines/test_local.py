@@ -500,8 +500,10 @@ def test_dropout_is_the_same_for_all_modes_and_devices(
         seeds: list[int] = []
         scatter = pipe.scatter
 
-        def noted(batch: Any, chunks: int, scatter: Any = scatter, seeds: list[int] = seeds) -> Batches:
-            m = scatter(batch, chunks)
+        def noted(
+            batch: Any, chunks: int, kind: type[Batches], scatter: Any = scatter, seeds: list[int] = seeds
+        ) -> Batches:
+            m = scatter(batch, chunks, kind)
             seeds.append(m.seed)
             return m
 
