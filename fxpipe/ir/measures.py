@@ -1,0 +1,77 @@
+"""How good a schedule is, counted as the papers count, so that their figures can be held against it.
+
+`bubble` and `peak_live` (in `schedule`) look at the whole step, until the last device is done, and at numbers of
+micro-batches. Here is the time that each device is idle in all, or between its own first and last action, which is what
+counts where a device goes on with its next step before the others are done; and memory in bytes.
+
+    zb-h2      first to last: no gap       whole step: idle 1
+    device 0  F0  F1  F2  I0  W0  F3  I1  W1  I2  W2  I3  W3   .
+    device 1   .  F0  I0  F1  I1  F2  I2  W0  F3  I3  W1  W2  W3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from .schedule import Action, Costs, Schedule, starts
+
+
+def idle(schedule: Schedule, costs: Costs | None = None) -> tuple[float, ...]:
+    """Per device the time that it does not compute, until the last device is done."""
+    spans = _spans(schedule, costs or Costs())
+    end = max((last for _, last, _ in spans), default=0.0)
+    return tuple(end - busy for _, _, busy in spans)
+
+
+def gaps(schedule: Schedule, costs: Costs | None = None) -> tuple[float, ...]:
+    """Per device the time that it does not compute between its first action and its last."""
+    return tuple(last - first - busy for first, last, busy in _spans(schedule, costs or Costs()))
+
+
+def rolling_bubble(schedule: Schedule, costs: Costs | None = None) -> float:
+    """The share of idle time where every device goes on with its next step at once: of the longest time from first to
+    last action on any device, what the devices do not compute. It is how the zero bubble paper counts."""
+    spans = _spans(schedule, costs or Costs())
+    longest = max((last - first for first, last, _ in spans), default=0.0)
+    return 1 - sum(busy for _, _, busy in spans) / (longest * len(spans)) if longest else 0.0
+
+
+def _spans(schedule: Schedule, costs: Costs) -> list[tuple[float, float, float]]:
+    """Per device its first start, its last end, and how long it computes."""
+    start = starts(schedule, costs)
+    return [
+        (start[row[0]], start[row[-1]] + costs.of(row[-1].kind), sum(costs.of(action.kind) for action in row))
+        if row
+        else (0.0, 0.0, 0.0)
+        for row in schedule.devices
+    ]
+
+
+class Kept(NamedTuple):
+    """The bytes that one micro-batch of a stage keeps: `whole` from its forward until its B or I is done, and `half`
+    from its I until its W."""
+
+    whole: int
+    half: int
+
+
+def peak_bytes(schedule: Schedule, kept: Sequence[Kept]) -> tuple[int, ...]:
+    """Per device the most bytes that it keeps at once, if each stage keeps what `kept` says. A forward without a
+    backward keeps nothing.
+
+    >>> from .schedule import parse
+    >>> peak_bytes(parse("F0 F1 I0 I1 W0 W1"), [Kept(whole=10, half=6)])
+    (20,)
+    """
+    return tuple(max(_bytes(schedule, row, kept), default=0) for row in schedule.devices)
+
+
+def _bytes(schedule: Schedule, row: Sequence[Action], kept: Sequence[Kept]) -> Iterator[int]:
+    """What the device keeps after each of its actions. While an action runs it still has all that was there before."""
+    now = 0
+    for kind, s, i in row:
+        trains = Action("B", s, i) in schedule.place or Action("W", s, i) in schedule.place
+        whole, half = kept[s]
+        now += {"F": whole if trains else 0, "B": -whole, "I": half - whole, "W": -half}[kind]
+        yield now

@@ -1,0 +1,291 @@
+"""Sends and receives of a schedule: two devices by hand, random programs under every schedule, and every fault."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from textwrap import dedent
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxpipe.ir.graph import Graph
+from fxpipe.ir.program import Loan, Move, Program, Stage
+from fxpipe.ir.schedule import Action, Schedule, parse
+from fxpipe.ir.transfers import DevicePrograms, Message, Step, add_transfers, check, show
+from fxpipe.ir.types import TensorType, ValueType
+from fxpipe.passes import lower
+from fxpipe.schedules.make import SCHEDULES, make, placement
+from tests.random_models import example_of
+
+GRAPH = Graph("model", True, (), (), (), (), (), ((), {}), None)
+TENSOR = TensorType("f32", ("b", 4), "cpu", grad=True)
+MASK = TensorType("bool", ("b", 4), "cpu")
+
+EARLY = parse("F0 F1 B0 B1 \n F0 B0 F1 B1", name="1f1b")
+
+
+def program(
+    devices: Sequence[str],
+    moves: Sequence[Move],
+    loans: Sequence[Loan] = (),
+    masks: Sequence[str] = (),
+    checkpoint: str = "never",
+) -> Program:
+    stages = tuple(Stage(s, device, (), (), (), (), checkpoint=checkpoint) for s, device in enumerate(devices))
+    names = [move.value for move in moves] + [loan.state for loan in loans]
+    types: dict[str, ValueType] = {name: MASK if name in masks else TENSOR for name in names}
+    return Program(GRAPH, stages, tuple(moves), tuple(loans), types)
+
+
+TWO = program(
+    devices=("cuda:0", "cuda:1"),
+    moves=[Move("image", -1, 0), Move("target", -1, 1), Move("x", 0, 1), Move("mask", 0, 1), Move("y", 1, 2)],
+    loans=[Loan("w", 0, 1)],
+    masks=["mask"],
+    checkpoint="except_last",
+)
+
+LISTING = """
+    1f1b on 2 devices
+    cuda:0
+      send     w  0 -> 1
+      run      0F0
+      send     x[0]  0 -> 1
+      send     mask[0]  0 -> 1
+      run      0F1
+      receive  gradient of x[0]  1 -> 0
+      send     x[1]  0 -> 1
+      send     mask[1]  0 -> 1
+      run      0R0
+      run      0B0
+      receive  gradient of x[1]  1 -> 0
+      receive  gradient of w  1 -> 0
+      run      0B1
+      reduce   gradient of w  1 -> 0
+    cuda:1
+      receive  w  0 -> 1
+      receive  x[0]  0 -> 1
+      receive  mask[0]  0 -> 1
+      run      1F0
+      receive  x[1]  0 -> 1
+      receive  mask[1]  0 -> 1
+      run      1R0
+      run      1B0
+      send     gradient of x[0]  1 -> 0
+      run      1F1
+      run      1B1
+      send     gradient of x[1]  1 -> 0
+      send     gradient of w  1 -> 0
+"""
+
+
+def test_listing() -> None:
+    programs = add_transfers(EARLY, TWO)
+    assert show(programs) == str(programs) == dedent(LISTING).strip()
+    check(programs)
+
+
+def test_nothing_moves_within_a_device() -> None:
+    alone = replace(TWO, stages=tuple(replace(stage, device="cpu:0") for stage in TWO.stages))
+    (row,) = add_transfers(make("1f1b", alone.devices, 1), alone).rows
+    loan = Message("w", 1, 0, None, gradient=True)
+    assert [str(step.what) for step in row] == ["0F0", "1F0", "1B0", "0B0", str(loan)]
+    assert row[-1] == Step("reduce", loan)  # the gradient is there already; it has to be added all the same
+
+
+def test_portals_go_straight_and_come_back_straight() -> None:
+    skip = program("abc", [Move("x", 0, 1), Move("y", 1, 2), Move("skip", 0, 2)])
+    a, b, c = add_transfers(make("gpipe", "abc", 1), skip).rows
+    assert [str(step) for step in a] == [
+        "run      0F0",
+        "receive  gradient of skip[0]  2 -> 0",  # made before that of x, by the device after next
+        "receive  gradient of x[0]  1 -> 0",
+        "send     x[0]  0 -> 1",
+        "send     skip[0]  0 -> 2",
+        "run      0B0",
+    ]
+    assert not any("skip" in str(step) for step in b)
+    assert sum("skip" in str(step) for step in c) == 2
+
+
+def test_no_gradients_without_a_backward() -> None:
+    programs = add_transfers(make("forward-only", ("cuda:0", "cuda:1"), 3), TWO)
+    check(programs)
+    assert "gradient" not in str(programs)
+    assert "R" not in {step.what.kind for row in programs.rows for step in row if isinstance(step.what, Action)}
+
+
+def test_gradients_leave_after_the_input_gradient() -> None:
+    _, second = add_transfers(make("zb-h1", ("cuda:0", "cuda:1"), 1), TWO).rows
+    assert [str(step) for step in second[-5:]] == [
+        "run      1F0",
+        "run      1I0",
+        "send     gradient of x[0]  1 -> 0",
+        "run      1W0",
+        "send     gradient of w  1 -> 0",  # the last weight gradient is in it
+    ]
+
+
+# Every schedule -------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def programs_of(draw: st.DrawFn, devices: Sequence[str]) -> Program:
+    """A program of these devices whose values go from any stage to any later one, some without a gradient, with loans
+    between any two stages."""
+    n = len(devices)
+    ends = st.tuples(st.integers(-1, n), st.integers(-1, n)).map(sorted).filter(lambda pair: pair[0] < pair[1])
+    far = draw(st.lists(ends, max_size=6))
+    moves = [Move(f"x{s}", s, s + 1) for s in range(-1, n)] + [Move(f"v{k}", *pair) for k, pair in enumerate(far)]
+    borrowed = draw(
+        st.lists(st.tuples(*[st.integers(0, n - 1)] * 2).filter(lambda pair: pair[0] != pair[1]), max_size=3)
+    )
+    loans = [Loan(f"w{k}", *pair) for k, pair in enumerate(borrowed if n > 1 else [])]
+    masks = draw(st.lists(st.sampled_from([m.value for m in moves] + [loan.state for loan in loans]), max_size=4))
+    return program(devices, moves, loans, masks, draw(st.sampled_from(["never", "except_last", "always"])))
+
+
+@given(data=st.data(), name=st.sampled_from(sorted(SCHEDULES)), n=st.integers(1, 5), chunks=st.integers(1, 9))
+@settings(max_examples=60, deadline=None)
+def test_random_programs_under_every_schedule(data: st.DataObject, name: str, n: int, chunks: int) -> None:
+    devices = placement(name, [f"cuda:{d}" for d in range(n)])
+    schedule, of_devices = make(name, devices, chunks), data.draw(programs_of(devices))
+    programs = add_transfers(schedule, of_devices)
+    check(programs)
+    _everything_arrives(programs, schedule, of_devices)
+
+
+@given(data=st.data(), name=st.sampled_from(["gpipe", "1f1b", "1f1b-late", "zb-h1", "zb-h2"]))
+@settings(max_examples=30, deadline=None)
+def test_any_placement(data: st.DataObject, name: str) -> None:
+    devices = data.draw(st.lists(st.sampled_from("abc"), min_size=1, max_size=6))
+    schedule = make(name, devices, data.draw(st.integers(1, 5)))
+    check(add_transfers(schedule, data.draw(programs_of(devices))))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_real_programs(seed: int) -> None:
+    example = example_of(seed)
+    lowered = lower(example.graph, example.plan)
+    for name in ("gpipe", "1f1b", "zb-h2"):
+        schedule = make(name, lowered.devices, 3)
+        programs = add_transfers(schedule, lowered)
+        check(programs)
+        _everything_arrives(programs, schedule, lowered)
+
+
+def _everything_arrives(programs: DevicePrograms, schedule: Schedule, program: Program) -> None:
+    """The actions are the schedule's, in its order, and before each stands a receive of all that it takes from
+    elsewhere; recomputation is right before the backward."""
+    device = [stage.device for stage in program.stages]
+    for row, actions in zip(programs.rows, schedule.devices, strict=True):
+        runs = [step.what for step in row if step.do == "run" and isinstance(step.what, Action)]
+        assert tuple(run for run in runs if run.kind != "R") == actions
+        here: set[object] = set()
+        for step in row:
+            if step.do == "receive":
+                here.add(step.what)
+            if step.do == "run" and isinstance(step.what, Action):
+                kind, s, i = step.what
+                for move in program.moves:
+                    if min(move.source, move.target) < 0 or move.target == len(device):
+                        continue
+                    if device[move.source] == device[move.target]:
+                        continue
+                    if kind == "F" and move.target == s:
+                        assert Message(move.value, move.source, s, i) in here
+                    if kind in "BI" and move.source == s and program.types[move.value] == TENSOR:
+                        assert Message(move.value, move.target, s, i, gradient=True) in here
+        again = [(run.stage, run.micro_batch) for run in runs if run.kind == "R"]
+        assert again == [
+            (s, i)
+            for kind, s, i in actions
+            if kind in "BI"
+            and program.stages[s].checkpoint in ("always", "except_last")
+            and not (program.stages[s].checkpoint == "except_last" and i + 1 == schedule.chunks)
+        ]
+
+
+# Faults ---------------------------------------------------------------------------------------------------------
+
+
+def changed(device: int, change: object) -> DevicePrograms:
+    """The programs of `TWO` with the row of one device changed."""
+    programs = add_transfers(EARLY, TWO)
+    rows = list(programs.rows)
+    rows[device] = tuple(change(list(rows[device])))  # type: ignore[operator]
+    return replace(programs, rows=tuple(rows))
+
+
+def without(text: str) -> object:
+    return lambda row: [step for step in row if str(step) != text]
+
+
+def moved(text: str, to: int) -> object:
+    def change(row: list[Step]) -> list[Step]:
+        step = next(step for step in row if str(step) == text)
+        row.remove(step)
+        row.insert(to, step)
+        return row
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("device", "change", "message"),
+    [
+        (1, without("receive  x[1]  0 -> 1"), r"cuda:0: nobody receives x\[1\]  0 -> 1"),
+        (0, without("send     mask[0]  0 -> 1"), r"cuda:1: nobody sends mask\[0\]  0 -> 1"),
+        (0, lambda row: [*row, row[0]], "cuda:0: nobody receives w  0 -> 1"),
+        (
+            1,
+            moved("receive  mask[0]  0 -> 1", 1),
+            r"cuda:1: receives mask\[0\]  0 -> 1, but cuda:0 sends x\[0\]  0 -> 1 f",
+        ),
+        (
+            0,
+            moved("receive  gradient of x[0]  1 -> 0", 9),
+            r"receives gradient of x\[0\]  1 -> 0 after 0B0, which takes",
+        ),
+        (
+            1,
+            lambda row: [Step("send", Message("z", 0, 1, 0)), *row],
+            r"stage 0, which sends z\[0\]  0 -> 1, is not here",
+        ),
+        (1, lambda row: [Step("send", Message("z", 1, 7, 0)), *row], "for stage 7, which no device runs"),
+        (0, moved("send     x[0]  0 -> 1", 12), "first"),
+    ],
+)
+def test_faults(device: int, change: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(changed(device, change))
+
+
+def test_deadlock_is_shown_in_the_list() -> None:
+    """Each of two devices sends before it has reached its receive: a channel with room for none would block both."""
+    one, two = Message("x", 0, 1, 1), Message("x", 1, 0, 0, gradient=True)
+    rows = (
+        (Step("run", Action("F", 0, 1)), Step("send", one), Step("receive", two), Step("run", Action("B", 0, 0))),
+        (Step("run", Action("B", 1, 0)), Step("send", two), Step("receive", one), Step("run", Action("F", 1, 1))),
+    )
+    with pytest.raises(ValueError, match="cannot run") as error:
+        check(DevicePrograms("crossed", ("a", "b"), rows))
+    assert (
+        str(error.value).split("\n", 1)[1]
+        == dedent("""
+        a
+          run      0F1
+          send     x[1]  0 -> 1  <-- waits for ever for x[1]  0 -> 1
+          receive  gradient of x[0]  1 -> 0
+          run      0B0
+    """).strip()
+    )
+
+
+def test_another_programs_schedule_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"rows of the stages \[\(0,\), \(1,\), \(2,\)\], but cuda:0 runs the stages"):
+        add_transfers(make("gpipe", "abc", 2), TWO)
+    with pytest.raises(ValueError, match="cannot run"):
+        add_transfers(parse("F0 B0 \n B0 F0"), TWO)
