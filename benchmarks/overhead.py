@@ -4,7 +4,8 @@
 
 Four tiny stages, eight micro-batches, forward and backward on CPU workers. The plain loop does the same work one
 micro-batch after another; what a pipeline takes beyond that is its overhead. (With recomputation the pipelines also
-run seven of eight forward passes twice.)
+run seven of eight forward passes twice.) The first table is of calls, with autograd's backward; the second of whole
+training steps with a loss, `pipe.step` and its peers.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from statistics import median
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: OpenMP spins, and busy workers become ten times slower
@@ -22,13 +23,16 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 import fxpipe
+from benchmarks.throughput import measure
 from benchmarks.timing import in_turn, median_difference
+from benchmarks.trainers import PIPELINING, TORCHGPIPE, Workload
 
 STAGES = 4
 CHUNKS = 8
 WIDTH = 16
 PLAIN = "plain loop"
 MODES = ("never", "except_last")
+TINY = Workload(stages=STAGES, chunks=CHUNKS, rows=4, width=WIDTH, depth=1)
 Step = Callable[[], object]
 
 
@@ -96,13 +100,33 @@ def table(seconds: dict[str, list[float]]) -> str:
     return tabulate(rows, headers, colalign=("left", "right", "right", "right"), disable_numparse=True)
 
 
+def step_table(work: Workload, seconds: Mapping[str, list[float]]) -> str:
+    """Microseconds of a training step per stage and micro-batch, overhead over the plain loop, and for fxpipe how much
+    of each peer's time it takes: of torch.distributed.pipelining's, the faster schedule's."""
+    tasks = work.stages * work.chunks
+    peers = {
+        peer: min((median(times) for name, times in seconds.items() if name.startswith(peer)), default=0.0)
+        for peer in (TORCHGPIPE, PIPELINING)
+    }
+    rows = []
+    for name, times in seconds.items():
+        over = f"{median_difference(times, seconds[PLAIN]) / tasks * 1e6:.1f}" if name != PLAIN else ""
+        parts = [f"{median(times) / peer:.2f}" if peer and name.startswith("fxpipe") else "" for peer in peers.values()]
+        rows.append((name, f"{median(times) / tasks * 1e6:.1f}", over, *parts))
+    headers = ("", "us per task", "overhead", "of torchgpipe's time", "of pipelining's")
+    return tabulate(rows, headers, colalign=("left", *["right"] * 4), disable_numparse=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Host time per stage and micro-batch, forward and backward.")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--steps", type=int, default=10, help="training steps of each candidate in a round")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    print("forward and backward\n")
     print(table(in_turn(candidates(), options.rounds, options.steps)))
+    print("\ntraining step\n")
+    print(step_table(TINY, measure(TINY, options.rounds, options.steps)))
 
 
 if __name__ == "__main__":
