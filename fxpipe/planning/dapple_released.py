@@ -25,7 +25,7 @@ from math import inf
 from fxpipe.ir.chain import Chain
 from fxpipe.ir.hybrid import HybridPlan, HybridStage
 
-Counts = tuple[int, ...]  # devices per server
+from .placement import Counts, minus, placements, plus
 
 
 @dataclass(frozen=True)
@@ -132,56 +132,15 @@ def best(job: Job) -> Candidate:
     return candidates(job)[0]
 
 
-# Placement ------------------------------------------------------------------------------------------------------
-
-
-def placements(servers: Counts, used: Counts, need: int) -> list[Counts]:
-    """Devices per server by each of three policies, where it can be had, without repeats: fresh first (servers of which
-    nothing is used), append first (those that are in use), scatter first (one from each in turn).
-
-    >>> placements((8, 8), (3, 0), 4)
-    [(0, 4), (4, 0), (2, 2)]
-    """
-    free = tuple(a - b for a, b in zip(servers, used, strict=True))
-    fresh = _fill(tuple(f if u == 0 else 0 for f, u in zip(free, used, strict=True)), need)
-    append = _fill(tuple(f if u else 0 for f, u in zip(free, used, strict=True)), need)
-    found = [fresh, append, _scatter(free, need)]
-    return list(dict.fromkeys(one for one in found if one is not None))
-
-
-def _fill(free: Counts, need: int) -> Counts | None:
-    given = []
-    for room in free:
-        given.append(min(room, need))
-        need -= given[-1]
-    return None if need else tuple(given)
-
-
-def _scatter(free: Counts, need: int) -> Counts | None:
-    given = [0] * len(free)
-    if need > sum(free):
-        return None
-    while need:
-        for server, room in enumerate(free):
-            if need and given[server] < room:
-                given[server] += 1
-                need -= 1
-    return tuple(given)
+# The dynamic programming ----------------------------------------------------------------------------------------
 
 
 def _replicated(servers: Counts, used: Counts, need: int, pipelines: int) -> set[Counts]:
     """The devices of one stage in all pipelines, which are placed one after the other."""
     reached = {used}
     for _ in range(pipelines):
-        reached = {_plus(at, one) for at in reached for one in placements(servers, at, need)}
-    return {tuple(a - b for a, b in zip(at, used, strict=True)) for at in reached}
-
-
-def _plus(a: Counts, b: Counts) -> Counts:
-    return tuple(x + y for x, y in zip(a, b, strict=True))
-
-
-# The dynamic programming ----------------------------------------------------------------------------------------
+        reached = {plus(at, one) for at in reached for one in placements(servers, at, need, pure=True)}
+    return {minus(at, used) for at in reached}
 
 
 @dataclass
@@ -206,7 +165,7 @@ class _Tables:
         self.rows = [{} for _ in range(self.size + 1)]
         none = (0,) * len(self.job.machine.servers)
         for m in range(1, (1 if self.straight else self.size) + 1):
-            first = placements(self.job.machine.servers, none, m * self.pipelines)[0]
+            first = placements(self.job.machine.servers, none, m * self.pipelines, pure=True)[0]
             block = [inf] + [max(0.0, time) / (m * self.pipelines) for time in self.job.times[1:]]
             self.rows[m][first] = _Row(block, [(0, m, none, first)] * len(block))
         for m in range(2, self.size + 1):
@@ -218,7 +177,7 @@ class _Tables:
         servers = self.job.machine.servers
         for used, row in self.rows[m - more].items():
             for counts in sorted(_replicated(servers, used, more, self.pipelines), reverse=True):
-                taken = _plus(used, counts)
+                taken = plus(used, counts)
                 n = len(row.block)
                 target = self.rows[m].setdefault(taken, _Row([inf] * n, [None] * n))
                 self._stage(row, target, used, counts, more)
@@ -269,8 +228,8 @@ def _halves(job: Job) -> Iterator[Candidate]:
     servers, times = job.machine.servers, job.times
     none, n = (0,) * len(servers), len(times) - 1
     for r in range(1, sum(servers)):
-        for first in placements(servers, none, r):
-            for second in placements(servers, first, sum(servers) - r):
+        for first in placements(servers, none, r, pure=True):
+            for second in placements(servers, first, sum(servers) - r, pure=True):
                 per_byte = job.machine.receive(first, second)
                 for cut in range(1, n):
                     block = max(times[cut] / r, (times[n] - times[cut]) / sum(second), job.crossing[cut] * per_byte)

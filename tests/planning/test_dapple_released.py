@@ -19,17 +19,9 @@ from fxpipe.planning.dapple_released import (
     candidates,
     data_parallel_time,
     hybrid_plan,
-    placements,
 )
 
 with_figures = pytest.mark.skipif(folder() is None, reason=MISSING)
-
-
-def test_the_three_policies():
-    assert placements((4, 4), (0, 0), 2) == [(2, 0), (1, 1)]  # nothing is in use: nothing to append to
-    assert placements((4, 4), (3, 0), 2) == [(0, 2), (1, 1)]  # one more fits on the first: no room to append both
-    assert placements((4, 4), (2, 2), 3) == [(2, 1)]
-    assert placements((1, 1, 1), (1, 0, 0), 2) == [(0, 1, 1)]
 
 
 def test_transfers_and_rings():
