@@ -1,7 +1,7 @@
 """A model as planners of whole clusters see it: a line of layers, with what each costs for one micro-batch.
 
-Ops are too many and cross each other in too many ways for a search over stages, replicas and devices. A chain has only
-the places where a model may be cut. It says nothing of where it comes from: a profile of ops, or somebody's own file.
+Ops are too many, and cross each other in too many ways, for a search over stages, replicas and devices. A chain has
+only the places where a model may be cut. It says nothing of where it comes from: a profile of ops, or somebody's file.
 
 VGG-19, 25 layers, batch 32
 layer        forward  backward  parameters  saved   cut

@@ -35,8 +35,7 @@ Devices = tuple[int, ...]
 class StageTimes(NamedTuple):
     """What a stage costs by itself: seconds for the forward, the recomputation (0 without) and the backward of a
     micro-batch, and for what is left of the all-reduce after the last backward. In bytes per device: `fixed`, `kept`
-    for each micro-batch from its forward to its backward, `once` more while a backward runs, and the `room` that there
-    is."""
+    for each micro-batch from its forward to its backward, `once` more while a backward runs, and the `room` for it."""
 
     forward: float
     again: float
