@@ -65,6 +65,8 @@ def input_gradient(
     """
     wanted = {id(leaf): leaf for leaf in leaves if leaf.requires_grad}
     pairs = [(y, grad) for y, grad in zip(outputs, grads, strict=True) if grad is not None and y.requires_grad]
+    if not wanted:
+        return (None,) * len(leaves), Weights([*pairs], [], [], {}, [])
     users, reaching, border = walk([y.grad_fn for y, _ in pairs], wanted)
     first: list[Root] = []
     later: list[Root] = []
@@ -81,7 +83,10 @@ def input_gradient(
 
 
 def weight_gradient(weights: Weights) -> None:
-    """Add the parameters' gradients to their `.grad`. It can be done once: then the graph is gone."""
+    """Add the parameters' gradients to their `.grad`. It can be done once: then the graph is gone.
+
+    As after any backward, a first gradient may share its memory with one that was passed on: see `unshare`.
+    """
     if weights.border:
         cross(weights)
     if weights.roots:

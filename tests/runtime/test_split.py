@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxpipe.runtime import split
 from fxpipe.runtime.saved import Saved
 from fxpipe.runtime.split import input_gradient, weight_gradient
+from fxpipe.runtime.unshare import unshare
 
 Task = Callable[..., Any]  # takes, then parameters
 
@@ -353,6 +354,34 @@ def test_what_is_kept_stays_as_it_was() -> None:
             same(one, two)
     weight_gradient(weights)
     same(w.grad, torch.full((2, 3), 6.0, dtype=torch.float64))
+
+
+def test_what_was_passed_on_stays_as_it_was() -> None:
+    # the gradients of x and w are one piece of memory, and that of x is under way while w's is added up
+    w, sent = rand(4), []
+    for _ in range(3):
+        x = rand(2, 2)
+        (gx,), weights = input_gradient((x.view(4) + w.view(4),), (torch.ones_like(w),), (x,))
+        weight_gradient(weights)
+        unshare([w])
+        sent.append(gx)
+    for gx in sent:
+        assert torch.equal(gx, torch.ones_like(x))
+    assert torch.equal(w.grad, torch.full_like(w, 3.0))
+
+
+def test_autocast_shares_its_casts_between_micro_batches() -> None:
+    takes = [torch.randn(2, 3, requires_grad=True) for _ in range(2)]
+    w = torch.randn(3, 3, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = [F.linear(F.linear(x, w), w) for x in takes]
+    grads = [torch.ones_like(y) for y in outputs]
+    expected = torch.autograd.grad(outputs, [*takes, w], grads, retain_graph=True)
+    halves = [input_gradient((y,), (g,), (x,)) for y, g, x in zip(outputs, grads, takes, strict=True)]
+    for ((gx,), weights), b in zip(halves, expected, strict=False):
+        assert torch.equal(gx, b)
+        weight_gradient(weights)
+    torch.testing.assert_close(w.grad, expected[-1], rtol=0.02, atol=0.05)
 
 
 class Token:
