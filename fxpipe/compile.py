@@ -30,6 +30,7 @@ def compile(
     schedule: Own = "gpipe",
     stages_per_device: int | None = None,
     warmup: Sequence[int] | None = None,
+    offload: Collection[int] = (),
     balance: str | Sequence[int] = "time",
     split_at: Sequence[str] = (),
     plan: Plan | str | Path | None = None,
@@ -51,6 +52,7 @@ def compile(
     - `chunks`: how many micro-batches a batch is cut into, at most: a smaller batch makes fewer.
     - `checkpoint`: which micro-batches are recomputed in backward instead of kept: "never", "except_last", "always";
       or a set of stages that recompute all but the last, the others never.
+    - `offload`: the stages on CUDA devices whose activations wait in host memory, in `step()`.
     - `balance`: "time" (the slowest stage is as fast as can be), "memory", or the number of layers of each stage;
       `split_at`: or the modules that begin a stage, as in `["encoder.3", "head"]`.
     - `schedule`: the order of `step()`: "gpipe", "1f1b" (early backward; "1f1b-late" runs further ahead), "zb-h1" and
@@ -99,6 +101,7 @@ def compile(
         schedule=schedule if chosen is None else chosen.schedule,
         warmup=None if warmup is None else tuple(warmup),
         checkpoint=checkpoint if isinstance(checkpoint, str) else frozenset(checkpoint),
+        offload=frozenset(offload),
         balance=balance if isinstance(balance, str) else tuple(balance),
         split_at=tuple(split_at),
         profile=profile,

@@ -26,6 +26,7 @@ class Options:
     schedule: Own = "gpipe"
     warmup: tuple[int, ...] | None = None
     checkpoint: str | frozenset[int] = "except_last"
+    offload: frozenset[int] = frozenset()
     balance: str | tuple[int, ...] = "time"
     split_at: tuple[str, ...] = ()
     profile: str | Profile = "estimate"
@@ -57,6 +58,14 @@ def check(options: Options) -> Options:
     elif not options.checkpoint <= set(range(n)):
         unknown = sorted(options.checkpoint - set(range(n)))
         raise PlanError(f"checkpoint names the stages {unknown}: there are stages 0 to {n - 1}")
+    for s in sorted(options.offload):
+        if not 0 <= s < n:
+            raise PlanError(f"offload names stage {s}: there are stages 0 to {n - 1}")
+        if not options.devices[s].startswith("cuda"):
+            raise PlanError(
+                f"offload names stage {s}, which is on {options.devices[s]}: what a stage keeps is moved from a CUDA "
+                "device to host memory; leave it out, or recompute with checkpoint="
+            )
     if isinstance(options.profile, str) and options.profile not in ("estimate", "measure"):
         raise PlanError(f"profile is {options.profile!r}: write 'estimate' or 'measure', or give a Profile")
     if options.split_at and len(options.split_at) != n - 1:

@@ -7,7 +7,7 @@ Graph ─profile─▶ Profile ─plan─▶ Plan ─gpipe─▶ Schedule ─sim
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .clock import timed
 from .codegen.package import package
@@ -76,7 +76,9 @@ def build(
     with timed("codegen"):
         notes = [note(profile, stage.ops) for stage in decided.stages]
         emitted = (
-            emit_scheduler(program, decided.chunks) if graph.loss is None else emit_steps(program, schedule, totals)
+            emit_scheduler(program, decided.chunks)
+            if graph.loss is None
+            else emit_steps(program, schedule, decided, totals)
         )
         files = package(program, decided, emitted, notes, totals)
     return Build(graph, sizes, cluster, profile, decided, schedule, program, trail, timeline, files, totals)
@@ -122,7 +124,7 @@ def decide(graph: Graph, profile: Profile, cluster: Cluster, options: Options, h
         except ValueError as error:
             raise PlanError(str(error)) from None
         return options.plan
-    return plan(
+    decided = plan(
         graph,
         profile,
         cluster,
@@ -134,3 +136,5 @@ def decide(graph: Graph, profile: Profile, cluster: Cluster, options: Options, h
         schedule=schedule_text(options),
         deferred_batch_norm=options.deferred_batch_norm,
     )
+    stages = enumerate(decided.stages)
+    return replace(decided, stages=tuple(replace(stage, offload=s in options.offload) for s, stage in stages))

@@ -8,8 +8,8 @@ that is never idle once it has begun (M micro-batches; F, B and A the forward, b
       + end               max over s of  A(s) + B(s) + ... + B(Q)              for s <= Q
                                          A(s) - (B(Q + 1) + ... + B(s - 1))    for s > Q
 
-As printed, the first sum of the end leaves out B(Q): a plan of one stage would do without its last backward. Stages after
-the pivot come before it in time and have finished their part.
+As printed, the first sum of the end leaves out B(Q): a plan of one stage would do without its last backward. Stages
+after the pivot come before it in time and have finished their part.
 
 The search places layers from the first to the last. It remembers one prefix for each (layers done, devices in use): the
 one that is best if all that is left were one more stage. That is quick, and not an exact dynamic programming: which
