@@ -16,8 +16,8 @@ A schedule says which stage computes what and when; a program says which values 
 
 A send stands after the action that makes the value. A receive stands as early as it helps: where its device is, by the
 clocks, when the value is made. Nobody waits there: from then on the value may arrive while the device computes, and the
-action that takes it waits until it has. On each pair of devices messages are received in the order in which they are sent, as
-channels want it.
+action that takes it waits until it has. On each pair of devices messages are received in the order in which they are
+sent, as channels want it.
 
 Nothing can deadlock, even where a send waits until the receive has been reached. Let a run and the receives after it
 count as the moment when the run starts, and a send as the moment when its value is made: whatever waits, waits for

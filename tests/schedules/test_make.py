@@ -30,7 +30,7 @@ def test_placement() -> None:
 
 
 @given(name=st.sampled_from(NAMES), n=st.integers(1, 8), chunks=st.integers(1, 24), fewer=st.integers(1, 24))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_every_name_runs_where_it_is_placed(name: str, n: int, chunks: int, fewer: int) -> None:
     stage_devices = placement(name, labels(n))
     schedule = make(name, stage_devices, chunks)
@@ -43,7 +43,7 @@ def test_every_name_runs_where_it_is_placed(name: str, n: int, chunks: int, fewe
 
 
 @given(data=st.data(), chunks=st.integers(1, 24))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_straight_schedules_run_on_any_devices(data: st.DataObject, chunks: int) -> None:
     name = data.draw(st.sampled_from([name for name in NAMES if SCHEDULES[name].shape in ("straight", "any")]))
     stage_devices = data.draw(st.lists(st.sampled_from("abcd"), min_size=1, max_size=9))
