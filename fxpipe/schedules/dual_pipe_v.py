@@ -64,6 +64,8 @@ def idle_in_pairs(stages: int, chunks: int, pair: float, costs: Costs | None = N
     >>> idle_in_pairs(stages=8, chunks=8, pair=3)  # (4 - 1) (3 + 2 - 3)
     (6, 6, 6, 6)
     """
+    if chunks < stages:
+        raise ValueError(f"{chunks} micro-batches are too few for pairs in {stages} stages; the form needs {stages}")
     each, schedule = costs or Costs(), dual_pipe_v(stages, chunks)
     rows = [deque(_pairs(row)) for row in schedule.devices]
     seconds = [[pair if len(cell) == 2 else each.of(cell[0].kind) for cell in row] for row in rows]

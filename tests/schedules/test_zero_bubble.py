@@ -100,6 +100,16 @@ def test_few_micro_batches_take_no_more_memory(n: int, chunks: int) -> None:
     assert max(peak_live(dual_pipe_v(2 * n, chunks))) <= min(2 * n + 1, 2 * chunks)
 
 
+@given(n=st.integers(1, 16), chunks=st.integers(1, 32))
+@settings(max_examples=15, deadline=None)
+def test_few_micro_batches_are_no_slower_than_1f1b(n: int, chunks: int) -> None:
+    bar = max(idle(one_f_one_b(n, chunks)))
+    for schedule in (zb_h1(n, chunks), zb_h2(n, chunks)):
+        assert max(idle(schedule)) <= bar
+    for schedule in (zb_v(2 * n, chunks), dual_pipe_v(2 * n, chunks)):
+        assert max(idle(schedule)) <= 2 * bar  # a stage is half of one there
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("n", range(1, 17))
 def test_every_size(n: int) -> None:
@@ -114,3 +124,8 @@ def test_every_size(n: int) -> None:
 def test_odd_stages_make_no_v(generate: Generate) -> None:
     with pytest.raises(ValueError, match="3 stages do not make a V; it needs two for each device"):
         generate(3, 4)
+
+
+def test_too_few_for_pairs() -> None:
+    with pytest.raises(ValueError, match="3 micro-batches are too few for pairs in 4 stages"):
+        idle_in_pairs(4, 3, pair=3)
