@@ -110,16 +110,6 @@ def test_few_micro_batches_are_no_slower_than_1f1b(n: int, chunks: int) -> None:
         assert max(idle(schedule)) <= 2 * bar  # a stage is half of one there
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("n", range(1, 17))
-def test_every_size(n: int) -> None:
-    for chunks in range(1, 65):
-        for generate in STRAIGHT:
-            check(generate(n, chunks))
-        for generate in V:
-            check(generate(2 * n, chunks))
-
-
 @pytest.mark.parametrize("generate", V)
 def test_odd_stages_make_no_v(generate: Generate) -> None:
     with pytest.raises(ValueError, match="3 stages do not make a V; it needs two for each device"):
