@@ -57,8 +57,9 @@ def compile(
       `split_at`: or the modules that begin a stage, as in `["encoder.3", "head"]`.
     - `schedule`: the order of `step()`: "gpipe", "1f1b" (early backward; "1f1b-late" runs further ahead), "zb-h1" and
       "zb-h2" (backward in two halves), with several stages on each device "interleaved", "looped-bfs", "zb-v",
-      "dualpipe-v"; or your own: a grid or CSV as text, a `Schedule`, or a function of (stages, chunks). Calling the
-      pipe runs GPipe's order, which autograd can follow.
+      "dualpipe-v"; "auto", the fastest of these that fits into memory, as simulated; or your own: a grid or CSV as
+      text, a `Schedule`, or a function of (stages, chunks). Calling the pipe runs GPipe's order, which autograd can
+      follow.
     - `stages_per_device`: for "interleaved" and "looped-bfs", 2 if not given; `warmup`: for "1f1b", how many forwards
       each stage runs ahead.
     - `plan`: a plan made before, or the path of its JSON file; it decides devices, chunks and stages.
