@@ -20,13 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
 from fxpipe.errors import PlanError
 from fxpipe.ir.hybrid import HybridPlan, HybridStage
 
+from .data_parallel import one_each, whole
 from .event_time import Problem, fits
 from .placement import Counts, minus, placements, plus, positions, servers
 
@@ -133,10 +133,9 @@ class _Search:
 
     def run(self) -> tuple[HybridStage, ...]:
         none = (0,) * len(self.sizes)
-        everything = positions(self.groups, none, self.sizes)
-        whole = (HybridStage(0, self.layers, everything),)
-        self._consider(whole, plan_latency(self.problem, whole))
-        self._consider_straight(everything)
+        for stages in (whole(self.problem), one_each(self.problem)):
+            if stages:
+                self._consider(stages, plan_latency(self.problem, stages))
         self.open[0][none] = _Prefix((True, inf), (), (), 0.0, 0.0)
         for first in range(self.layers):
             for used, prefix in sorted(self.open[first].items()):
@@ -151,19 +150,6 @@ class _Search:
         if score < self.best[0]:
             self.best = score, stages
         return score
-
-    def _consider_straight(self, devices: Sequence[int]) -> None:
-        """One device per stage, layers spread evenly by time."""
-        count, work = len(devices), self.work
-        if count > self.layers:
-            return
-        cuts = [0]
-        for s in range(1, count):
-            choices = range(cuts[-1] + 1, self.layers - count + s + 1)
-            cuts.append(min(choices, key=lambda p: abs(work[p] - work[-1] * s / count)))
-        ends = pairwise([*cuts, self.layers])
-        stages = tuple(HybridStage(a, b, (device,)) for (a, b), device in zip(ends, devices, strict=True))
-        self._consider(stages, plan_latency(self.problem, stages))
 
     def _extend(self, first: int, used: Counts, prefix: _Prefix) -> None:
         """One more stage after a prefix, of every size and on devices by every policy."""
