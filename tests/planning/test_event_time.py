@@ -193,3 +193,15 @@ def test_a_plan_may_have_its_own_micro_batches():
     assert plan_time(problem, HybridPlan("m", stages, 8, "late", "overlap")) == event_time(
         replace(problem, micro_batches=8, warmup="late", all_reduce="overlap"), stages
     )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_limit_is_met_or_exceeded(seed):
+    rng = random.Random(seed)
+    chain = random_chain(rng, 8)
+    problem = Problem(chain, servers(2, 3, 1e10, rng.uniform(2e8, 5e9), 0), rng.choice([2, 16, 128]), "late")
+    stages = random_stages(rng, 8, 6)
+    seconds = event_time(problem, stages)
+    assert event_time(problem, stages, limit=seconds * 1.001) == seconds
+    assert event_time(problem, stages, limit=seconds * 0.999) == inf
+    assert event_time(problem, stages, limit=seconds / 3) == inf

@@ -22,7 +22,7 @@ def test_agrees_with_the_event_time(seed):
     chain = random_chain(rng, rng.randint(2, 9))
     cluster = servers(2, 3, rng.uniform(1e9, 1e11), rng.uniform(2e8, 5e9), rng.choice([0.0, 1e-4]))
     stages = tuple(replace(e, recompute=rng.random() < 0.3) for e in random_stages(rng, len(chain), 6))
-    m, warmup, mode = rng.choice([1, 2, 5, 16]), rng.choice(["early", "late"]), rng.choice(["end", "overlap"])
+    m, warmup, mode = rng.choice([1, 2, 5, 16, 100]), rng.choice(["early", "late"]), rng.choice(["end", "overlap"])
     plan = HybridPlan("m", stages, m, warmup, mode)
     problem = Problem(chain, cluster, m, warmup, mode)
     timeline = simulate_hybrid(chain, cluster, plan, one_f_one_b(len(stages), m, warmups(plan)))
