@@ -50,6 +50,12 @@ class StageTimes(NamedTuple):
         """The bytes each device has in use at most."""
         return self.fixed + warmup * self.kept + self.once
 
+    @property
+    def most(self) -> float:
+        """How many micro-batches may be between their forward and their backward, DAPPLE's D; below 1, none."""
+        left = self.room - self.fixed - self.once
+        return left // self.kept if self.kept else inf if left >= 0 else 0.0
+
 
 @dataclass(frozen=True)
 class Problem:

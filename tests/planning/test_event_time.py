@@ -186,6 +186,16 @@ def test_recompute_runs_before_the_gradient_arrives():
     assert problem.stage(1, 2, (1,), True).held(3) == 3 * 1 + 10
 
 
+def test_how_many_micro_batches_memory_lets_wait():
+    chain = Chain("m", 1, (Layer("a", 1, 2, 5, 10), Layer("b", 1, 2, 5, 10)))
+    problem = Problem(chain, servers(1, 2, 1, 1, 0, memory=75), 8, copies=2)
+    cost = problem.stage(0, 2, (0,))
+    assert cost.most == 2
+    assert cost.held(2) <= cost.room < cost.held(3)
+    assert problem.stage(0, 2, (0, 1)).most == 5
+    assert problem.stage(0, 2, (0,), True).most == inf  # the first stage keeps nothing of its own
+
+
 def test_a_plan_may_have_its_own_micro_batches():
     chain = random_chain(random.Random(0), 4)
     problem = Problem(chain, servers(1, 2, 1e9, 1e9, 0), 4)
