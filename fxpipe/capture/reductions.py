@@ -95,8 +95,8 @@ def kinds(graph: Graph, flow: Flow) -> dict[str, Kind]:
         elif op.writes and states.issuperset(op.writes):
             kind = SAME  # statistics of each micro-batch
         known[op.name] = kind
-        # What else is in the memory that was written is of the same kind now, or nobody knows; what was written into has
-        # the op's name from here on.
+        # What was written into has the op's name from here on. What else is in that memory is of the same kind now, or
+        # nobody knows.
         for name in set(op.writes) - states - set(op.reads[:1]):
             if known[name] != kind and (known[name].what, kind.what) != ("samples", "samples"):
                 known[name] = Kind("unknown", blame=op)
@@ -117,7 +117,7 @@ def summands(op: Op) -> tuple[Any, ...]:
     """The arguments that an op adds up, or treats alike in another way."""
     name = called(op).rstrip("_")
     if name in JOIN:
-        return tuple(refs(op.args[:1]))
+        return tuple(refs((op.args[:1], dict(op.kwargs))))
     return op.args[:2] if name in ADD else op.args[1:3] if name == "where" else ()
 
 
@@ -225,7 +225,7 @@ class Follow:
 
     def _arithmetic(self, name: str) -> Kind:
         op = self.op
-        if len(op.args) < 2 or op.kwargs.get("rounding_mode") is not None or "out" in op.kwargs:
+        if len(op.args) < 2 or not self._plain(op.kwargs):
             return self.unknown()
         one, other = self._of(op.args[0]), self._of(op.args[1])
         if name in ADD:
@@ -237,6 +237,12 @@ class Follow:
         if other.what == "pooled" or (one.what == "pooled" and other.what == "samples"):
             return self.unknown("it divides by a value over the batch")
         return Kind(max((one.what, other.what), key=ORDER.index), one.power - other.power)
+
+    @staticmethod
+    def _plain(kwargs: Mapping[str, Any]) -> bool:
+        """Whether what stands beside the operands changes nothing."""
+        number = isinstance(kwargs.get("alpha", 1), (int, float))
+        return kwargs.keys() <= {"alpha", "rounding_mode"} and kwargs.get("rounding_mode") is None and number
 
     def _samples(self, name: str, read: Sequence[Kind]) -> Kind:
         """The result has the batch in it, so it is made of single samples; of their number it may not know much."""
@@ -302,7 +308,7 @@ class Follow:
     def _contraction(self, name: str) -> Kind:
         """A product of tensors that sums over the batch."""
         op = self.op
-        operands = [ref.name for ref in refs(op.args)]
+        operands = [ref.name for ref in refs((op.args, dict(op.kwargs)))]
         read = [self.known[operand] for operand in operands]
         product = reduce(self._product, read)
         if product.what != "samples":

@@ -232,6 +232,8 @@ LOSSES = {
     "labels and mean": (Y, lambda o, t: F.cross_entropy(o, t) + F.l1_loss(o, -o) + F.nll_loss(o, t), "sum"),
     "labels, mean and number": (Y, lambda o, t: 1.0 + sum([F.cross_entropy(o, t), o.mean(), 0.5]), "sum"),
     "stack of sum and mean": (Z, lambda o, t: torch.stack([(o - t).abs().sum(), o.mean()]).mean(), "sum"),
+    "stack by name": (Z, lambda o, t: torch.stack(tensors=[(o - t).abs().sum(), o.sum()]).sum(), "sum"),
+    "linear of a mean": (Z, lambda o, t: F.linear(o.mean((0, 2)), WEIGHT, bias=torch.ones_like(WEIGHT[0])), "mean"),
     "into a mean": (Z, into_a_mean, "sum"),
     "output alone": (NO_TARGET, lambda o: o.square().mean(), "mean"),
     "several": (
@@ -296,6 +298,8 @@ REFUSED = {
     "broadcast": (lambda o, t: F.mse_loss(o[..., 0].mean(1, keepdim=True), t[:, 0, 0]), "broadcast"),
     "classes along the batch": (lambda o, t: F.cross_entropy(o[..., 0].t(), t[0, :, 0].long()), "along the batch"),
     "product of sums": (lambda o, t: torch.einsum("bi,cj->", o[..., 0], t[..., 0]), "no sum or mean"),
+    "linear of a sum": (lambda o, t: F.linear(o.sum((0, 2)), WEIGHT, bias=WEIGHT[0]), "no sum or mean"),
+    "a part": (lambda o, t: (o - t)[0].sum() + (o - t).sum(), "no sum or mean"),
     "squared size": (lambda o, t: (o - t).abs().sum() * len(o), "no sum or mean"),
     "centred": (lambda o, t: (o - o.mean(0)).square().mean(), "pools the batch"),
     "contrast": (lambda o, t: F.cross_entropy(o[..., 0] @ t[..., 0].t(), torch.arange(len(o))), "meets every other"),
