@@ -67,9 +67,10 @@ def compile(
       made before.
     - `batch_dim`: the dimension of all inputs that is cut, or by input, as in `{"mask": None}` for one that each
       micro-batch gets whole.
-    - `reduce`: how an output without batch dimension is put together, "mean" or "sum", or by output. It also says that
-      each micro-batch may be a batch of its own for the outputs that mix samples; those with a batch dimension ("cat",
-      by output) are joined along it.
+    - `reduce`: how an output without batch dimension is put together, "mean" or "sum", or by output ("loss" for that of
+      a step). Sums and means over the samples are known as such without. It also says that each micro-batch
+      may be a batch of its own for the outputs that mix samples; those with a batch dimension ("cat", by output) are
+      joined along it.
     - `deferred_batch_norm`: running statistics of whole batches instead of micro-batches.
     - `dump`: a folder for everything made on the way; the environment variable FXPIPE_DUMP does the same.
 
