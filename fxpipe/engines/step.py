@@ -28,6 +28,7 @@ from fxpipe.runtime import Stage
 from fxpipe.runtime.aliases import Pair, alias, commit_gradients, standing_in
 from fxpipe.runtime.batchnorm import commit, discard
 from fxpipe.runtime.buffers import instead, keep, scratch
+from fxpipe.runtime.context import Context
 from fxpipe.runtime.note import add_note
 from fxpipe.runtime.offload import Offload, offload
 from fxpipe.runtime.parcel import Parcel, pack, unpack
@@ -41,6 +42,7 @@ from .engine import Batches, Engine
 
 METHODS = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradient"}
 LOST = 1.0  # seconds without a message after which a worker asks whether the others are alive
+HERE = Context(grad=True, inference=False, autocasts=())  # the modes that a worker is in
 Method = Callable[["Stepper", "Step", int], None]
 Row = tuple[tuple[Action, Method], ...]
 Key = tuple[int, int, str]  # stage, micro-batch, name
@@ -356,9 +358,8 @@ class Stepper(Engine):
         home = {label: j for j, label in enumerate(self.devices)}
         for label in others:
             j = home[label]
-            self._workers[label].orders.put((self._row, m, (j, j), m.context, m.compute[j], reports))
-        with use_stream(m.compute[home[ours]]):
-            self._row(m, home[ours])
+            self._workers[label].orders.put((self._work, m, (j, j), HERE, None, reports))
+        self._row(m, home[ours])
         for _ in others:
             self._await(reports, m)
 
@@ -377,16 +378,25 @@ class Stepper(Engine):
             except BaseException as error:  # Ctrl-C
                 m.stop(error)
 
+    def _work(self, m: Step, j: int) -> None:
+        """The row of the worker of stage j, in the caller's modes."""
+        try:
+            with m.context.enter():
+                self._row(m, j)
+        except BaseException as error:
+            m.stop(error)
+
     def _row(self, m: Step, j: int) -> None:
         """The row of the worker of stage j."""
         row, last, failed = self._rows[self.devices[j]], m.last, m.failed
         action = None
         try:
-            for action, method in row:
-                if action.micro_batch <= last:
-                    if failed:
-                        return
-                    method(self, m, action.micro_batch)
+            with use_stream(m.compute[j]):
+                for action, method in row:
+                    if action.micro_batch <= last:
+                        if failed:
+                            return
+                        method(self, m, action.micro_batch)
         except Stopped:
             return
         except BaseException as error:
