@@ -167,3 +167,88 @@ def test_every_configuration_is_the_model(name: str) -> None:
         with steps_of(graph, twin, options, inputs(case, BATCHES[0])) as step:
             for batch in BATCHES:
                 assert_same(one_step(case, twin, batch, step), wanted[batch])
+
+
+# Any legal schedule -----------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """A skip past most stages, a weight used at both ends, random numbers, an op written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(5))
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = torch.tanh(self.layers[0](x))
+        x = self.drop(torch.sigmoid(self.layers[1](skip)))
+        x = self.layers[2](x).mul_(2).tanh()
+        x = self.drop(self.layers[3](x)) + skip
+        x = torch.sin(self.layers[4](x)) * skip
+        return torch.nn.functional.linear(x, self.layers[0].weight)
+
+
+CASE = replace(MODELS["linear chain"], make=Net, random=True)
+ROWS = 7
+
+
+@cache
+def known(chunks: int) -> tuple[Graph, Result]:
+    """The graph, and what the plain model gives."""
+    return captured(CASE, build(CASE), ROWS, chunks), reference(CASE, build(CASE), ROWS, chunks)
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> tuple[tuple[str, ...], Schedule]:
+    """Stages dealt to workers at random, and an order in which all actions can run, cut into the workers' rows."""
+    stages, chunks = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    workers = draw(st.lists(st.integers(0, 3), min_size=stages, max_size=stages))
+    dice: random.Random = draw(st.randoms(use_true_random=False))
+    tasks = list(product(range(stages), range(chunks)))
+    todo = [Action("F", *task) for task in tasks]
+    todo += [Action(kind, *task) for task in tasks for kind in dice.choice(["B", "IW"])]
+    everything = Schedule("random", (tuple(todo),))
+    order: dict[Action, None] = {}
+    while todo:
+        action = dice.choice([action for action in todo if all(need in order for need in needs(everything, action))])
+        order[action] = None
+        todo.remove(action)
+    labels = tuple([f"cpu:{worker}" for worker in workers])
+    rows = [tuple([a for a in order if labels[a.stage] == label]) for label in dict.fromkeys(labels)]
+    return labels, Schedule("random", tuple(rows))
+
+
+def check_schedule(labels: tuple[str, ...], chunks: int, schedule: Own, checkpoint: str) -> None:
+    graph, wanted = known(chunks)
+    twin = build(CASE)
+    options = Options(labels, chunks, schedule=schedule, checkpoint=checkpoint)
+    with steps_of(graph, twin, options, inputs(CASE, ROWS)) as step:
+        assert_same(one_step(CASE, twin, ROWS, step), wanted)
+
+
+quick = settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+@quick
+@given(schedules(), st.sampled_from(CHECKPOINTS), st.sampled_from(["value", "grid", "csv", "function"]))
+def test_any_legal_schedule_gives_the_same_gradients(
+    placed: tuple[tuple[str, ...], Schedule], checkpoint: str, form: str
+) -> None:
+    labels, schedule = placed
+    forms: dict[str, Own] = {
+        "value": schedule,
+        "grid": show(schedule),
+        "csv": dump_csv(schedule),
+        "function": lambda stages, chunks: schedule,
+    }
+    check_schedule(labels, schedule.chunks, forms[form], checkpoint)
+
+
+@pytest.mark.slow
+@settings(quick, max_examples=300)
+@given(schedules(), st.sampled_from(CHECKPOINTS))
+def test_many_legal_schedules_give_the_same_gradients(
+    placed: tuple[tuple[str, ...], Schedule], checkpoint: str
+) -> None:
+    check_schedule(placed[0], placed[1].chunks, placed[1], checkpoint)
