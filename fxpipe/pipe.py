@@ -32,11 +32,13 @@ from .engines.step import Step
 from .engines.timed import TimedStep
 from .errors import FxpipeError, PackageError
 from .ir.cluster import Cluster
+from .ir.device_programs import DevicePrograms
 from .ir.graph import Graph, Input, Ref, Struct
 from .ir.plan import Plan
 from .ir.profile import Profile
 from .ir.program import Program
 from .ir.schedule import Schedule
+from .ir.transfers import add_transfers
 from .machine import local_cluster
 from .options import Options
 from .planning import homes
@@ -254,6 +256,11 @@ class Pipe(Shell):
     def schedule(self) -> Schedule:
         """What each device does when. Prints as a grid."""
         return self.build.schedule
+
+    @property
+    def programs(self) -> DevicePrograms:
+        """What each device runs, sends and receives, in order. Prints as a listing."""
+        return add_transfers(self.build.schedule, self.build.program)
 
     @property
     def files(self) -> Mapping[str, str]:

@@ -8,6 +8,7 @@ from tabulate import tabulate
 
 from .ir.profile import total
 from .ir.program import Program
+from .ir.transfers import add_transfers
 from .ir.types import TensorType, nbytes
 from .ir.units import show_bytes, show_seconds
 from .street import Build
@@ -67,7 +68,9 @@ def dump(build: Build, folder: Path, number: int) -> None:
     steps = {"capture": build.graph, **build.trail}
     for at, (name, value) in enumerate(steps.items()):
         (path / f"{at:02}-{name.replace('_', '-')}.txt").write_text(f"{value}\n")
-    facts = {"profile.txt": build.profile, "schedule.txt": build.schedule, "timeline.txt": build.timeline}
+    programs = add_transfers(build.schedule, build.program)
+    facts = {"profile.txt": build.profile, "schedule.txt": build.schedule, "programs.txt": programs}
+    facts |= {"timeline.txt": build.timeline}
     for name, fact in facts.items():
         (path / name).write_text(f"{fact}\n")
     (path / "timeline.svg").write_text(svg.draw(build.timeline))

@@ -132,7 +132,7 @@ def test_dump(model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     pipe(X)
     steps = ["00-capture.txt", "01-cut.txt", "02-portals.txt", "03-share.txt", "04-recompute.txt"]
     package = ["__init__.py", "plan.json", "scheduler.py", "stage0.py", "stage1.py", "stage2.py"]
-    facts = ["profile.txt", "schedule.txt", "timeline.svg", "timeline.txt"]
+    facts = ["profile.txt", "programs.txt", "schedule.txt", "timeline.svg", "timeline.txt"]
     assert sorted(path.name for path in folder.iterdir()) == sorted([*steps, *package, *facts])
     before, after = ((folder / name).read_text().splitlines() for name in steps[1:3])
     changes = [line for line in difflib.unified_diff(before, after, n=0, lineterm="") if line[:2] in ("- ", "+ ")]

@@ -13,7 +13,13 @@ from fxpipe.ir.graph import Graph
 from .arguments import Asked, BatchDim
 from .front import Front, Run, Sizes
 from .loss import LOSS_FN, model_and_loss, modules_in, objects_in
+from .nest import change
 from .outputs import Reduce
+
+
+def detached(path: str, tensor: Tensor) -> Tensor:
+    """The tensor itself, where it needs no gradient."""
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 class NoTarget:
@@ -58,10 +64,11 @@ class Stepper:
         outputs: bool,
         run: Run,
     ) -> tuple[Tensor, Any]:
-        """The loss of the batch, and what the model returns for it, or None."""
+        """The loss of the batch, and what the model returns for it, or None. Both are detached, also what the model
+        only passes on."""
         asked = self._asked(args, kwargs, target, loss_fn, outputs)
         loss, output = self.front.run(asked, run)
-        return loss, output
+        return loss, change(output, detached) if outputs else None
 
     def capture(
         self,
