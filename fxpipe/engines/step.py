@@ -139,8 +139,12 @@ class Step(Batches):
             while key not in arrived:
                 box.wait(self.engine.check_alive)
             value = arrived.pop(key)
-            values.append(unpack(value, self.compute[j]) if isinstance(value, Parcel) else value)
+            values.append(self.open(value, j, i, name) if isinstance(value, Parcel) else value)
         return values[0] if len(values) == 1 else values
+
+    def open(self, parcel: Parcel, j: int, i: int, name: str) -> Tensor:
+        """What comes from another device, for stage j."""
+        return unpack(parcel, self.compute[j])
 
     def send(self, j: int, i: int, target: int, name: str, value: Any) -> None:
         """A result of stage j, as a leaf of the stage that takes it."""
@@ -155,10 +159,8 @@ class Step(Batches):
 
     def _post(self, j: int, i: int, target: int, name: str, value: Any, grad: bool) -> None:
         """Put a message into the box of the target's worker, on the way to its device if that is another."""
-        there = self.stages[target].device
-        if isinstance(value, Tensor) and self.stages[j].device != there:
-            streams = self.engine.streams
-            value = pack(value, streams[j, i], streams[target, i], there, self.compute[target], grad)
+        if isinstance(value, Tensor) and self.stages[j].device != self.stages[target].device:
+            value = self.pack(value, j, i, target, name, grad)
         elif grad:
             value.requires_grad_()
         box = self.boxes[target]
@@ -166,6 +168,11 @@ class Step(Batches):
             box.arrived[target, i, name] = value
         else:
             box.queue.put(((target, i, name), value))
+
+    def pack(self, value: Tensor, j: int, i: int, target: int, name: str, grad: bool) -> Parcel:
+        """A tensor of stage j on its way to the device of the target."""
+        streams, there = self.engine.streams, self.stages[target].device
+        return pack(value, streams[j, i], streams[target, i], there, self.compute[target], grad)
 
     def lend(self, j: int, tensor: Tensor) -> Tensor:
         """A tensor that another stage owns, for stage j, with a gradient of its own."""

@@ -16,12 +16,15 @@ from torch import Tensor
 
 from fxpipe.ir.timeline import Span, Steps, Timeline
 from fxpipe.runtime.offload import Offload
+from fxpipe.runtime.parcel import Parcel
 from fxpipe.runtime.saved import Saved
+from fxpipe.runtime.stream import use_stream, wait_stream
 
 from .step import Step, Stepper
 
 Moment = float | torch.cuda.Event
-Note = tuple[str, str, int, int, Moment, Moment, str]  # where, kind, stage, micro-batch, start, end, label
+# where (a device, or a link between two), whose clock, kind, stage, micro-batch, start, end, label
+Note = tuple[str, torch.device, str, int, int, Moment, Moment, str]
 
 
 class TimedStep(Step):
@@ -74,13 +77,42 @@ class TimedStep(Step):
         with self.noted("W", j, i):
             super().weight_gradient(j, i)
 
+    def pack(self, value: Tensor, j: int, i: int, target: int, name: str, grad: bool) -> Parcel:
+        here, there = value.device, self.stages[target].device
+        if there.type == "cpu":
+            return super().pack(value, j, i, target, name, grad)
+        # Between GPUs the copy runs on a stream of the one that sends.
+        stream = self.engine.streams[(j if here.type == "cuda" else target), i]
+        if here.type == "cuda":
+            wait_stream(stream, self.compute[j])
+        with use_stream(stream):
+            start = moment(here if here.type == "cuda" else there)
+        parcel = super().pack(value, j, i, target, name, grad)
+        with use_stream(stream):
+            end = moment(here if here.type == "cuda" else there)
+        device = here if here.type == "cuda" else there
+        self.notes.append((self.link(j, target), device, "T", j, i, start, end, name))
+        return parcel
+
+    def open(self, parcel: Parcel, j: int, i: int, name: str) -> Tensor:
+        if parcel.device.type != "cpu":
+            return super().open(parcel, j, i, name)
+        start = perf_counter()
+        value = super().open(parcel, j, i, name)
+        link = f"{parcel.tensor.device} -> {self.engine.devices[j]}"
+        self.notes.append((link, parcel.device, "T", j, i, start, perf_counter(), name))
+        return value
+
+    def link(self, j: int, target: int) -> str:
+        return f"{self.engine.devices[j]} -> {self.engine.devices[target]}"
+
     @contextmanager
     def noted(self, kind: str, j: int, i: int) -> Iterator[None]:
         """What runs inside is an action of stage j on micro-batch i."""
         device = self.stages[j].device
         start = moment(device)
         yield
-        self.notes.append((self.engine.devices[j], kind, j, i, start, moment(device), ""))
+        self.notes.append((self.engine.devices[j], device, kind, j, i, start, moment(device), ""))
 
     def timeline(self, name: str) -> Timeline:
         """What happened, in seconds from the beginning."""
@@ -89,17 +121,15 @@ class TimedStep(Step):
         for device in self.anchors:
             torch.cuda.synchronize(device)
 
-        def seconds(label: str, at: Moment) -> float:
-            if isinstance(at, float):
-                return at - self.started
-            anchor = self.anchors[home[label]]
-            return float(anchor.elapsed_time(at)) / 1e3
+        def seconds(device: torch.device, at: Moment) -> float:
+            return at - self.started if isinstance(at, float) else self.anchors[device].elapsed_time(at) / 1e3
 
         spans = tuple(
-            Span(label, seconds(label, start), seconds(label, end), kind, j, i, text)
-            for label, kind, j, i, start, end, text in self.notes
+            Span(where, seconds(device, start), seconds(device, end), kind, j, i, text)
+            for where, device, kind, j, i, start, end, text in self.notes
         )
-        return Timeline(name, labels, spans, (), tuple(self.memory(label, home[label]) for label in labels))
+        links = tuple(sorted({span.where for span in spans} - set(labels)))
+        return Timeline(name, labels, spans, links, tuple(self.memory(label, home[label]) for label in labels))
 
     def memory(self, label: str, device: torch.device) -> Steps:
         """The high-water mark: of a GPU its own, of a CPU worker what backward needed at once."""

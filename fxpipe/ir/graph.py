@@ -53,7 +53,7 @@ class Origin:
     module: str
 
     def __str__(self) -> str:
-        return f"{PurePath(self.file).name}:{self.line}  {self.code}".rstrip()
+        return f"{PurePath(self.file).name}:{self.line}  {self.code}".rstrip() if self.line else ""
 
 
 @dataclass(frozen=True)
