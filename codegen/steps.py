@@ -156,9 +156,10 @@ def _forward(stage: Stage, places: Places) -> list[str]:
     args = (str(j), "i", *takes, *borrowed, *(("draw",) if draw else ()))
     call = "m.forward("
     if stage.checkpoint == "always":
+        lines.append(f"{INDENT * 2}# computed again in backward, unless that follows at once")
         call = "m.forward_to_recompute("
     elif stage.checkpoint == "except_last":
-        lines.append(f"{INDENT * 2}# all micro-batches but the last are computed again in backward")
+        lines.append(f"{INDENT * 2}# computed again in backward, all but the last, unless that follows at once")
         lines.append(f"{INDENT * 2}forward = m.forward if i == m.last else m.forward_to_recompute")
         call = "forward("
     lines += assign([_variable(name, places) for name in stage.gives], Brackets(call, args, ")"), 2)

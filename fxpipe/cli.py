@@ -40,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="train a U-Net and a transformer as pipelines, beside the plain models")
     demo.add_argument("--steps", type=int, default=60, help="training steps for each model")
     demo.add_argument("--out", type=Path, default=Path("fxpipe-demo"), help="folder for generated files and pictures")
+    demo.add_argument("--schedule", help="train with step(), in this order: 1f1b, zb-h1, auto, ...")
     demo.set_defaults(run=run_demo)
     show = commands.add_parser("show", help="plan and generated code of any model")
     show.add_argument("model", help="file and function: model.py:make_model, which returns a model or (model, inputs)")
@@ -58,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
 def run_demo(options: argparse.Namespace) -> None:
     from .demo.run import demo
 
-    demo(options.devices, options.chunks, options.steps, options.out)
+    demo(options.devices, options.chunks, options.steps, options.out, options.schedule)
 
 
 def run_show(options: argparse.Namespace) -> None:

@@ -51,7 +51,8 @@ def compile(
       Inputs may be on any device; an output is on the device of the stage that makes it.
     - `chunks`: how many micro-batches a batch is cut into, at most: a smaller batch makes fewer.
     - `checkpoint`: which micro-batches are recomputed in backward instead of kept: "never", "except_last", "always";
-      or a set of stages that recompute all but the last, the others never.
+      or a set of stages that recompute all but the last, the others never. In `step()`, what is followed by its
+      backward at once is never recomputed: there is nothing to gain.
     - `offload`: the stages on CUDA devices whose activations wait in host memory, in `step()`.
     - `balance`: "time" (the slowest stage is as fast as can be), "memory", or the number of layers of each stage;
       `split_at`: or the modules that begin a stage, as in `["encoder.3", "head"]`.

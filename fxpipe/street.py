@@ -117,7 +117,7 @@ def draft(
         program = lower(graph, decided, watch=trail.__setitem__)
         totals = None if graph.totals is None else lower(graph.totals, whole_plan(graph.totals, decided))
     with timed("simulator"):
-        costs = stage_costs(decided, profile, taken_bytes(program, sizes))
+        costs = stage_costs(decided, profile, taken_bytes(program, sizes), keeps_at_once=graph.loss is not None)
         schedule = schedule_of(program, decided, options, fitting(decided, costs, cluster))
         timeline = simulate(schedule, costs, hops(program, sizes, cluster), tuple(dict.fromkeys(program.devices)))
     return Draft(decided, program, trail, totals, schedule, timeline)

@@ -20,6 +20,8 @@ from fxpipe.compile import compile
 from fxpipe.errors import FxpipeError
 from fxpipe.pipe import Pipe
 from fxpipe.progress import progress
+from fxpipe.viz import svg
+from fxpipe.viz.text import bars
 
 from .transformer import PixelTransformer
 from .unet import UNet
@@ -72,21 +74,35 @@ def batches(task: Task, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield task.inputs[chosen], task.targets[chosen]
 
 
-def demo(devices: int | Sequence[str] = 4, chunks: int = 8, steps: int = 60, out: Path = Path("fxpipe-demo")) -> None:
-    """Train both models for `steps` steps; print plan, losses, schedule and code; files and pictures go to `out`."""
+def demo(
+    devices: int | Sequence[str] = 4,
+    chunks: int = 8,
+    steps: int = 60,
+    out: Path = Path("fxpipe-demo"),
+    schedule: str | None = None,
+) -> None:
+    """Train both models for `steps` steps; print plan, losses, schedule and code; files and pictures go to `out`.
+
+    Without a schedule the pipe is called like the model, and autograd runs backward; with one, `step` runs both."""
     torch.manual_seed(0)
     images = digits()
     for task in (denoising(images), next_pixel(images)):
         folder = out / type(task.model).__name__.lower()
         plain = copy.deepcopy(task.model)
         with progress("compiling"):
-            pipe = compile(task.model, devices=devices, chunks=chunks, example_inputs=(task.inputs[:BATCH],))
+            first = (task.inputs[:BATCH],)
+            pipe = compile(
+                task.model, devices=devices, chunks=chunks, schedule=schedule or "gpipe", example_inputs=first
+            )
         print(f"\n== {task.name} ==\n\n{pipe.explain()}\n")
         print(compare_gradients(task, pipe, plain))
-        print(train(task, pipe, plain, steps))
+        print(train(task, pipe, plain, steps, by_step=schedule is not None))
         pipe.save(folder / "package", overwrite=True)
         (folder / "schedule.svg").write_text(pipe.picture())
         print(f"\n{pipe.schedule}\n")
+        if pipe.timeline is not None:
+            print(f"the last step, as measured\n{bars(pipe.timeline)}\n")
+            (folder / "measured.svg").write_text(svg.draw(pipe.timeline))
         shown = min(1, len(pipe.stages) - 1)
         print(f"stage {shown} as generated, in {folder / 'package'} with the others:\n\n{pipe.stages[shown].source}")
         print(f"the schedule as a picture: {folder / 'schedule.svg'}")
@@ -112,7 +128,7 @@ def loss_of(task: Task, model: nn.Module, inputs: Tensor, targets: Tensor) -> Te
     return task.loss(output, targets.to(output.device))
 
 
-def train(task: Task, pipe: Pipe, plain: nn.Module, steps: int) -> str:
+def train(task: Task, pipe: Pipe, plain: nn.Module, steps: int, by_step: bool) -> str:
     """Train both side by side; the table of their losses."""
     optimizers = [torch.optim.Adam(model.parameters(), lr=2e-3) for model in (pipe, plain)]
     rows = []
@@ -121,8 +137,11 @@ def train(task: Task, pipe: Pipe, plain: nn.Module, steps: int) -> str:
         losses = []
         for model, optimizer in zip((pipe, plain), optimizers, strict=True):
             optimizer.zero_grad()
-            loss = loss_of(task, model, inputs, targets)
-            loss.backward()
+            if by_step and model is pipe:
+                loss = pipe.step(inputs, target=targets, loss_fn=task.loss, timeline=step == steps - 1)
+            else:
+                loss = loss_of(task, model, inputs, targets)
+                loss.backward()
             optimizer.step()
             losses.append(loss.item())
         progress.set_postfix(pipe=f"{losses[0]:.4f}", plain=f"{losses[1]:.4f}")

@@ -16,7 +16,8 @@ takes it from one's own box, and waits if it is not there. A generated scheduler
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -212,7 +213,9 @@ class Step(Batches):
             return self.stages[j].forward(*args)
 
     def forward_to_recompute(self, j: int, i: int, *args: Any) -> Any:
-        """Run stage j on micro-batch i and keep what it takes alone."""
+        """Run stage j on micro-batch i and keep what it takes alone; unless its backward follows at once."""
+        if (j, i) in self.engine.at_once:
+            return self.forward(j, i, *args)
         stage = self.stages[j]
         kept = Kept(args, None, keep(stage) if stage.rereads else {})
         with torch.no_grad():
@@ -334,6 +337,7 @@ class Stepper(Engine):
             label: tuple((action, getattr(type(self), f"{METHODS[action.kind]}_{action.stage}")) for action in row)
             for label, row in read_rows(self.rows).items()
         }
+        self.at_once = set(_followed(self._rows.values()))
         self.splits = any(action.kind == "W" for row in self._rows.values() for action, _ in row)
 
     def run(self, batch: Sequence[Any], chunks: int, scale: Tensor | None = None) -> tuple[Any, ...]:
@@ -422,6 +426,14 @@ class Stepper(Engine):
                 whole.grad = found.to(value.device)
                 pairs.append((value, whole))
         return pairs
+
+
+def _followed(rows: Iterable[Row]) -> Iterator[tuple[int, int]]:
+    """The stage and micro-batch of forwards that their backward follows without anything between."""
+    for row in rows:
+        for (action, _), (follower, _) in pairwise(row):
+            if action.kind == "F" and follower.kind in "BI" and action[1:] == follower[1:]:
+                yield action.stage, action.micro_batch
 
 
 def _sum(grads: Sequence[Tensor | None], like: Tensor) -> Tensor:

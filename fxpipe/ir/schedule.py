@@ -97,6 +97,14 @@ def needs(schedule: Schedule, action: Action) -> tuple[Action, ...]:
     return Action("F", s, i), gradient if gradient in schedule.place else gradient._replace(kind="B")
 
 
+def at_once(schedule: Schedule, stage: int, micro_batch: int) -> bool:
+    """Whether backward follows forward on the device without anything between, so that there is nothing to gain by
+    computing it again."""
+    device, position = schedule.place[Action("F", stage, micro_batch)]
+    follows = schedule.devices[device][position + 1 : position + 2]
+    return follows in ((Action("B", stage, micro_batch),), (Action("I", stage, micro_batch),))
+
+
 # Running a schedule in the mind ---------------------------------------------------------------------------------
 
 

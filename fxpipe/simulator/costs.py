@@ -16,11 +16,14 @@ from fxpipe.ir.types import nbytes, tensors
 from .simulate import Hop, StageCost
 
 
-def stage_costs(plan: Plan, profile: Profile, taken: Sequence[int] = (), copies: int = 2) -> tuple[StageCost, ...]:
+def stage_costs(
+    plan: Plan, profile: Profile, taken: Sequence[int] = (), copies: int = 2, keeps_at_once: bool = False
+) -> tuple[StageCost, ...]:
     """A cost for each stage of `plan`, from a profile taken at the size of its micro-batches.
 
     `taken` is the bytes each stage takes per micro-batch, as `taken_bytes` tells (none if left out). `copies` is how
-    often a parameter is in memory: 2 for it and its gradient, more with the optimizer's state.
+    often a parameter is in memory: 2 for it and its gradient, more with the optimizer's state. `keeps_at_once`: nothing
+    is recomputed where backward follows forward at once.
     """
     at = {cost.name: cost for cost in profile.ops}
     costs = []
@@ -34,6 +37,7 @@ def stage_costs(plan: Plan, profile: Profile, taken: Sequence[int] = (), copies:
                 taken=taken[index] if taken else 0,
                 fixed=own.parameters * copies,
                 checkpoint=stage.checkpoint,
+                keeps_at_once=keeps_at_once,
             )
         )
     return tuple(costs)

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from fxpipe.ir.schedule import Action, Schedule, check, needs, order
+from fxpipe.ir.schedule import Action, Schedule, at_once, check, needs, order
 from fxpipe.ir.timeline import Span, Steps, Timeline
 
 
@@ -30,7 +30,8 @@ from fxpipe.ir.timeline import Span, Steps, Timeline
 class StageCost:
     """What a stage costs per micro-batch: `forward` and `backward` in seconds, and of `backward` the share that the
     input gradient takes if it runs apart. In bytes: `saved` for the backward, `taken` from other stages, and `fixed`
-    whatever the micro-batches. `checkpoint` as in a plan: "never", "except_last", "always"."""
+    whatever the micro-batches. `checkpoint` as in a plan: "never", "except_last", "always"; `keeps_at_once`: but
+    nothing is recomputed where backward follows forward at once."""
 
     forward: float
     backward: float
@@ -39,6 +40,7 @@ class StageCost:
     fixed: int = 0
     checkpoint: str = "never"
     input_share: float = 0.5
+    keeps_at_once: bool = False
 
     def seconds(self, kind: str) -> float:
         share = {"B": 1.0, "I": self.input_share, "W": 1 - self.input_share}
@@ -141,7 +143,7 @@ def simulate(
 def _compute(clock: _Clock, schedule: Schedule, action: Action, device: str, cost: StageCost, ready: float) -> Span:
     """Run one action on its device, its recomputation before it, and book the memory that they keep and free."""
     kind, s, i = action
-    again = cost.recomputes(i, schedule.chunks)
+    again = cost.recomputes(i, schedule.chunks) and not (cost.keeps_at_once and at_once(schedule, s, i))
     trains = Action("B", s, i) in schedule.place or Action("W", s, i) in schedule.place
     if kind in "BI" and again:
         repeat = clock.occupy(device, 0.0, cost.forward, Action("R", s, i))

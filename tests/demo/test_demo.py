@@ -60,6 +60,14 @@ def test_gradients_are_the_models_own(model: nn.Module, inputs: torch.Tensor) ->
     pipe.close()
 
 
+def test_the_command_with_a_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    demo(devices=2, chunks=4, steps=2, out=tmp_path, schedule="1f1b")
+    printed = capsys.readouterr().out
+    assert "1f1b: 2 stages, 4 micro-batches" in printed
+    assert "the last step, as measured" in printed
+    assert (tmp_path / "unet" / "measured.svg").is_file()
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     demo(devices=4, chunks=4, steps=2, out=tmp_path)
     printed = capsys.readouterr().out

@@ -9,6 +9,7 @@ import pytest
 from fxpipe.ir.schedule import (
     Action,
     Schedule,
+    at_once,
     bubble,
     check,
     dump_csv,
@@ -198,3 +199,11 @@ def test_faults_are_shown_in_the_grid(fault: str) -> None:
 def test_text_that_is_no_grid(grid: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(grid)
+
+
+def test_backward_that_follows_at_once() -> None:
+    schedule = parse("F0 F1 B0 B1 \n F0 B0 F1 B1", name="early")
+    assert [at_once(schedule, s, i) for s in (0, 1) for i in (0, 1)] == [False, False, True, True]
+    split = parse("F0 I0 W0 F1 W1 I1", name="split")
+    assert at_once(split, 0, 0)
+    assert not at_once(split, 0, 1)

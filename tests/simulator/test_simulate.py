@@ -204,3 +204,12 @@ def test_equals_the_slow_evaluator(stages: int, chunks: int, data: st.DataObject
 def test_without_transfers_the_bubble_is_the_schedules(stages: int, chunks: int) -> None:
     schedule = one_f_one_b(stages, chunks)
     assert simulate(schedule, [StageCost(3, 5)] * stages).bubble == pytest.approx(bubble(schedule, 3, 5))
+
+
+def test_nothing_is_recomputed_where_backward_follows_at_once() -> None:
+    schedule = parse("F0 F1 B0 B1 \n . F0 B0 F1 B1", name="early")
+    cost = StageCost(1, 2, saved=100, taken=10, checkpoint="always", keeps_at_once=True)
+    timeline = simulate(schedule, [cost, cost])
+    again = [(span.where, span.micro_batch) for span in timeline.spans if span.kind == "R"]
+    assert again == [("device 0", 0), ("device 0", 1)]
+    assert timeline.high_water == (120, 100)

@@ -37,7 +37,7 @@ class Scheduler(Stepper):
 
     def forward_0(self, m: Step, i: int) -> None:
         image = m.receive(0, i, "image")
-        # all micro-batches but the last are computed again in backward
+        # computed again in backward, all but the last, unless that follows at once
         forward = m.forward if i == m.last else m.forward_to_recompute
         skip1, skip2 = forward(0, i, image)
         m.send(0, i, 2, "skip1", skip1)
@@ -58,7 +58,7 @@ class Scheduler(Stepper):
     def forward_1(self, m: Step, i: int) -> None:
         # from stage 0
         skip2 = m.receive(1, i, "skip2")
-        # all micro-batches but the last are computed again in backward
+        # computed again in backward, all but the last, unless that follows at once
         forward = m.forward if i == m.last else m.forward_to_recompute
         conv2d_8 = forward(1, i, skip2)
         m.send(1, i, 2, "conv2d_8", conv2d_8)
@@ -74,7 +74,7 @@ class Scheduler(Stepper):
     def forward_2(self, m: Step, i: int) -> None:
         # from stage 0, stage 1
         skip1, skip2, conv2d_8 = m.receive(2, i, "skip1", "skip2", "conv2d_8")
-        # all micro-batches but the last are computed again in backward
+        # computed again in backward, all but the last, unless that follows at once
         forward = m.forward if i == m.last else m.forward_to_recompute
         cat_2 = forward(2, i, skip1, skip2, conv2d_8)
         m.send(2, i, 3, "cat_2", cat_2)
@@ -92,7 +92,7 @@ class Scheduler(Stepper):
     def forward_3(self, m: Step, i: int) -> None:
         # from the batch, stage 2
         image, cat_2 = m.receive(3, i, "image", "cat_2")
-        # all micro-batches but the last are computed again in backward
+        # computed again in backward, all but the last, unless that follows at once
         forward = m.forward if i == m.last else m.forward_to_recompute
         loss = forward(3, i, image, cat_2)
         m[i].loss = loss.detach()
