@@ -71,7 +71,7 @@ class Meter:
             with torch.autograd.graph.saved_tensors_hooks(lambda tensor: Kept(self, tensor), lambda kept: kept.tensor):
                 return run(*args)
 
-        stage.forward = forward  # type: ignore[method-assign]
+        stage.forward = forward
 
     def hold(self, tensor: Tensor) -> None:
         """Count a tensor until nobody has it."""
