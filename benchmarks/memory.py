@@ -34,11 +34,11 @@ from torch import Tensor, nn
 import fxpipe
 from benchmarks.trainers import Workload
 from fxpipe.ir.units import show_bytes
-from fxpipe.pipe import Pipe
 
 WORK = Workload(stages=4, chunks=0, rows=8, width=64, depth=3)
 CHUNKS = (4, 8, 16, 64)
 CALL = "call, backward"  # `pipe(x)` and autograd's backward: GPipe's order
+ROUTES = (CALL, "gpipe", "1f1b")  # the others are schedules of `pipe.step`
 CHECKPOINTS = ("never", "always")
 
 
@@ -71,7 +71,7 @@ class Meter:
             with torch.autograd.graph.saved_tensors_hooks(lambda tensor: Kept(self, tensor), lambda kept: kept.tensor):
                 return run(*args)
 
-        stage.forward = forward  # type: ignore[method-assign]
+        stage.forward = forward
 
     def hold(self, tensor: Tensor) -> None:
         """Count a tensor until nobody has it."""
@@ -90,14 +90,9 @@ class Meter:
             self.now -= size
 
 
-def routes() -> tuple[str, ...]:
-    """The ways to train that there are: the first needs no `step`."""
-    return (CALL, "gpipe", "1f1b") if hasattr(Pipe, "step") else (CALL,)
-
-
 def counted(work: Workload, route: str, checkpoint: str) -> tuple[int, ...]:
     """Bytes per stage at the highest point of a training step."""
-    pipe: Any = fxpipe.compile(
+    pipe = fxpipe.compile(
         work.model(),
         devices=[f"cpu:{s}" for s in range(work.stages)],
         chunks=work.chunks,
@@ -109,7 +104,7 @@ def counted(work: Workload, route: str, checkpoint: str) -> tuple[int, ...]:
 
     def step() -> None:
         if route == CALL:
-            F.mse_loss(pipe(x), y).backward()  # type: ignore[no-untyped-call]
+            F.mse_loss(pipe(x), y).backward()
         else:
             pipe.step(x, target=y, loss_fn=F.mse_loss)
 
@@ -157,7 +152,7 @@ def formula(work: Workload, route: str, checkpoint: str, one: Sizes) -> tuple[in
 def rows(base: Workload, chunks: Sequence[int]) -> Iterator[tuple[str, ...]]:
     one = sizes(base)
     for checkpoint in CHECKPOINTS:
-        for route in routes():
+        for route in ROUTES:
             for number in chunks:
                 work = replace(base, chunks=number)
                 pairs = zip(counted(work, route, checkpoint), formula(work, route, checkpoint, one), strict=True)

@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.pipe import Pipe
 
 PLAIN = "plain loop"
 TORCHGPIPE = "torchgpipe"
@@ -94,9 +93,7 @@ def trainers(work: Workload) -> dict[str, Callable[[], Trainer]]:
 
         found |= {f"{PIPELINING}, {name}": partial(pipelining, work, name) for name in SCHEDULES}
     found[BARE] = partial(bare_threads, work)
-    if hasattr(Pipe, "step"):
-        found |= {f"fxpipe, {name}": partial(fxpipe_step, work, name) for name in FXPIPE_SCHEDULES}
-    return found
+    return found | {f"fxpipe, {name}": partial(fxpipe_step, work, name) for name in FXPIPE_SCHEDULES}
 
 
 def plain(work: Workload) -> Trainer:

@@ -45,7 +45,7 @@ def test_the_sizes_of_a_micro_batch() -> None:
 
 
 @pytest.mark.parametrize("checkpoint", memory.CHECKPOINTS)
-@pytest.mark.parametrize("route", memory.routes())
+@pytest.mark.parametrize("route", memory.ROUTES)
 def test_the_formula_holds(route: str, checkpoint: str) -> None:
     expected = memory.formula(SMALL, route, checkpoint, memory.sizes(SMALL))
     assert memory.counted(SMALL, route, checkpoint) == expected
