@@ -23,19 +23,24 @@ from fxpipe.codegen.names import clip, doc_prose, identifier, prose, string
 from fxpipe.codegen.places import Places
 from fxpipe.codegen.stage import constant_names
 from fxpipe.codegen.statements import assign
+from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Loan, Program, Stage
 from fxpipe.ir.schedule import Schedule, plain, show
 
 TAKEN = frozenset(("self", "m", "i", "draw", "forward"))  # what the methods themselves call things
 
 
-def emit_steps(program: Program, schedule: Schedule, totals: Program | None = None) -> str:
+def emit_steps(program: Program, schedule: Schedule, plan: Plan, totals: Program | None = None) -> str:
     """The source of `scheduler.py`. The rows of `schedule` are the program's devices in order of first appearance;
     `totals`, of one stage, computes what the micro-batches must know of the whole batch."""
     program = keep_dead_ends(program)
     places = Places(program)
     kinds = {action.kind for action in schedule.place}
     head = [*attributes(program, places, "Stepper", totals), *_attributes(program, places, schedule)]
+    offloaded = tuple(str(index) for index, stage in enumerate(plan.stages) if stage.offload)
+    if offloaded:
+        head += ["", f"{INDENT}# stages whose activations wait in host memory"]
+        head += layout(Brackets("offloaded = (", offloaded, ")", "literal"), 1)
     blocks = [head, _lend(program)]
     for stage in program.stages:
         rule = f"{INDENT}# stage {stage.index}, {prose(stage.device)} "
@@ -97,7 +102,7 @@ def _attributes(program: Program, places: Places, schedule: Schedule) -> list[st
         lines += [f"{INDENT}loss_reduce = {string(loss.reduce)}"]
     labels = tuple(dict.fromkeys(program.devices))
     width = max(map(len, labels)) + 2
-    lines += [f'{INDENT}rows = """']
+    lines += [f"{INDENT}schedule = {string(schedule.name)}", f'{INDENT}rows = """']
     bare = plain(schedule)
     for label, actions in zip(labels, schedule.devices, strict=True):
         text = " ".join(action.short if bare else str(action) for action in actions)

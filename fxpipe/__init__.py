@@ -24,7 +24,19 @@ gpipe: 2 stages, 4 micro-batches
 clock      0   1   2   3   4   5   6   7   8   9
 device 0  F0  F1  F2  F3          B3  B2  B1  B0
 device 1      F0  F1  F2  F3  B3  B2  B1  B0
->>> pipe.close()
+
+Forward and backward in one go, in the order of any schedule:
+
+>>> early = fxpipe.compile(model, devices=2, chunks=4, schedule="1f1b")
+>>> model.zero_grad()
+>>> loss = early.step(x, target=torch.zeros(8, 4), loss_fn=nn.functional.mse_loss)
+>>> print(early.schedule)
+1f1b: 2 stages, 4 micro-batches
+clock      0   1   2   3   4   5   6   7   8   9
+device 0  F0  F1      B0  F2  B1  F3  B2      B3
+device 1      F0  B0  F1  B1  F2  B2  F3  B3
+>>> pipe.close(), early.close()
+(None, None)
 """
 
 from .compile import compile, load
@@ -32,6 +44,8 @@ from .errors import CaptureError, FxpipeError, InputError, PackageError, PlanErr
 from .ir.cluster import Cluster
 from .ir.plan import Plan
 from .ir.profile import Profile
+from .ir.schedule import Schedule
+from .ir.timeline import Timeline
 from .pipe import Pipe
 
 __all__ = [
@@ -44,6 +58,8 @@ __all__ = [
     "Plan",
     "PlanError",
     "Profile",
+    "Schedule",
+    "Timeline",
     "compile",
     "load",
 ]

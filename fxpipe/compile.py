@@ -30,6 +30,7 @@ def compile(
     schedule: Own = "gpipe",
     stages_per_device: int | None = None,
     warmup: Sequence[int] | None = None,
+    offload: Collection[int] = (),
     balance: str | Sequence[int] = "time",
     split_at: Sequence[str] = (),
     plan: Plan | str | Path | None = None,
@@ -51,12 +52,14 @@ def compile(
     - `chunks`: how many micro-batches a batch is cut into, at most: a smaller batch makes fewer.
     - `checkpoint`: which micro-batches are recomputed in backward instead of kept: "never", "except_last", "always";
       or a set of stages that recompute all but the last, the others never.
+    - `offload`: the stages on CUDA devices whose activations wait in host memory, in `step()`.
     - `balance`: "time" (the slowest stage is as fast as can be), "memory", or the number of layers of each stage;
       `split_at`: or the modules that begin a stage, as in `["encoder.3", "head"]`.
     - `schedule`: the order of `step()`: "gpipe", "1f1b" (early backward; "1f1b-late" runs further ahead), "zb-h1" and
       "zb-h2" (backward in two halves), with several stages on each device "interleaved", "looped-bfs", "zb-v",
-      "dualpipe-v"; or your own: a grid or CSV as text, a `Schedule`, or a function of (stages, chunks). Calling the
-      pipe runs GPipe's order, which autograd can follow.
+      "dualpipe-v"; "auto", the fastest of these that fits into memory, as simulated; or your own: a grid or CSV as
+      text, a `Schedule`, or a function of (stages, chunks). Calling the pipe runs GPipe's order, which autograd can
+      follow.
     - `stages_per_device`: for "interleaved" and "looped-bfs", 2 if not given; `warmup`: for "1f1b", how many forwards
       each stage runs ahead.
     - `plan`: a plan made before, or the path of its JSON file; it decides devices, chunks and stages.
@@ -64,9 +67,10 @@ def compile(
       made before.
     - `batch_dim`: the dimension of all inputs that is cut, or by input, as in `{"mask": None}` for one that each
       micro-batch gets whole.
-    - `reduce`: how an output without batch dimension is put together, "mean" or "sum", or by output. It also says that
-      each micro-batch may be a batch of its own for the outputs that mix samples; those with a batch dimension ("cat",
-      by output) are joined along it.
+    - `reduce`: how an output without batch dimension is put together, "mean" or "sum", or by output ("loss" for that of
+      a step). Sums and means over the samples are known as such without. It also says that each micro-batch
+      may be a batch of its own for the outputs that mix samples; those with a batch dimension ("cat", by output) are
+      joined along it.
     - `deferred_batch_norm`: running statistics of whole batches instead of micro-batches.
     - `dump`: a folder for everything made on the way; the environment variable FXPIPE_DUMP does the same.
 
@@ -99,6 +103,7 @@ def compile(
         schedule=schedule if chosen is None else chosen.schedule,
         warmup=None if warmup is None else tuple(warmup),
         checkpoint=checkpoint if isinstance(checkpoint, str) else frozenset(checkpoint),
+        offload=frozenset(offload),
         balance=balance if isinstance(balance, str) else tuple(balance),
         split_at=tuple(split_at),
         profile=profile,

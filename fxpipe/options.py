@@ -13,7 +13,9 @@ from .ir.cluster import Cluster
 from .ir.plan import CHECKPOINT_MODES, Plan
 from .ir.profile import Profile
 from .ir.schedule import Schedule
-from .schedules.make import SCHEDULES, Own, make, placement
+from .schedules.make import SCHEDULES, WARM, Own, make, placement
+
+AUTO = "auto"  # the schedule that is fastest, as simulated, of those that fit into memory
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Options:
     schedule: Own = "gpipe"
     warmup: tuple[int, ...] | None = None
     checkpoint: str | frozenset[int] = "except_last"
+    offload: frozenset[int] = frozenset()
     balance: str | tuple[int, ...] = "time"
     split_at: tuple[str, ...] = ()
     profile: str | Profile = "estimate"
@@ -57,6 +60,14 @@ def check(options: Options) -> Options:
     elif not options.checkpoint <= set(range(n)):
         unknown = sorted(options.checkpoint - set(range(n)))
         raise PlanError(f"checkpoint names the stages {unknown}: there are stages 0 to {n - 1}")
+    for s in sorted(options.offload):
+        if not 0 <= s < n:
+            raise PlanError(f"offload names stage {s}: there are stages 0 to {n - 1}")
+        if not options.devices[s].startswith("cuda"):
+            raise PlanError(
+                f"offload names stage {s}, which is on {options.devices[s]}: what a stage keeps is moved from a CUDA "
+                "device to host memory; leave it out, or recompute with checkpoint="
+            )
     if isinstance(options.profile, str) and options.profile not in ("estimate", "measure"):
         raise PlanError(f"profile is {options.profile!r}: write 'estimate' or 'measure', or give a Profile")
     if options.split_at and len(options.split_at) != n - 1:
@@ -64,7 +75,8 @@ def check(options: Options) -> Options:
             f"split_at names {len(options.split_at)} cuts, which make {len(options.split_at) + 1} stages, "
             f"but there are {n} devices: name {n - 1} modules"
         )
-    make_schedule(options, options.devices, options.chunks)
+    if options.schedule != AUTO:
+        make_schedule(options, options.devices, options.chunks)
     return options
 
 
@@ -80,10 +92,29 @@ def stage_devices(labels: tuple[str, ...], schedule: Own, stages_per_device: int
         raise PlanError(str(error)) from None
 
 
-def make_schedule(options: Options, devices: Sequence[str], chunks: int) -> Schedule:
-    """The schedule that was asked for, over stages on these devices."""
+def candidates(devices: Sequence[str], dealt: Sequence[str] | None) -> list[tuple[str, tuple[str, ...]]]:
+    """The schedules to choose from over these devices, with the device of each stage; with `dealt`, the stages are on
+    these devices already."""
+    found = []
+    for name, form in SCHEDULES.items():
+        shared = form.shape in ("in turn", "v") and len(set(devices)) < len(devices)
+        if name == "forward-only" or (shared and dealt is None):
+            continue
+        stages = tuple(dealt) if dealt is not None else placement(name, devices)
+        try:
+            make(name, stages, 1)
+        except ValueError:  # not for stages that are dealt like this
+            continue
+        found.append((name, stages))
+    return found
+
+
+def make_schedule(options: Options, devices: Sequence[str], chunks: int, limit: int | None = None) -> Schedule:
+    """The schedule that was asked for, over stages on these devices. `limit` is how many micro-batches fit into the
+    memory of a device: what runs ahead by itself runs no further."""
+    limited = limit if options.schedule in WARM and options.warmup is None else None
     try:
-        made = make(options.schedule, devices, chunks, options.warmup)
+        made = make(options.schedule, devices, chunks, options.warmup, limited)
     except ValueError as error:
         raise PlanError(str(error)) from None
     if all(action.kind == "F" for action in made.place):

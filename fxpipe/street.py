@@ -7,7 +7,7 @@ Graph ─profile─▶ Profile ─plan─▶ Plan ─gpipe─▶ Schedule ─sim
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .clock import timed
 from .codegen.package import package
@@ -23,12 +23,13 @@ from .ir.program import Program
 from .ir.schedule import Schedule, share
 from .ir.timeline import Timeline
 from .ir.units import show_bytes, show_seconds
-from .options import Options, make_schedule
+from .options import AUTO, Options, candidates, make_schedule
 from .passes import lower
 from .planning import plan, plan_like
+from .schedules.auto import auto
 from .schedules.one_f_one_b import gpipe
 from .simulator.costs import hops, stage_costs, taken_bytes
-from .simulator.simulate import simulate
+from .simulator.simulate import StageCost, simulate
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,56 @@ class Build:
     totals: Program | None = None
 
 
+@dataclass(frozen=True)
+class Draft:
+    """A plan, and all that follows from it but the code."""
+
+    plan: Plan
+    program: Program
+    trail: Mapping[str, Program]
+    totals: Program | None
+    schedule: Schedule
+    timeline: Timeline
+
+
 def build(
     graph: Graph, profile: Profile, sizes: Mapping[str, int], cluster: Cluster, options: Options, home: Home | None
 ) -> Build:
     """All the values from a graph and its profile on. With a `home`, ops go where their parameters live."""
+    made = [draft(graph, profile, sizes, cluster, choice, home) for choice in choices(graph, options, home)]
+    best = made[0] if len(made) == 1 else fastest(made, cluster)
+    with timed("codegen"):
+        notes = [note(profile, stage.ops) for stage in best.plan.stages]
+        if graph.loss is None:
+            emitted = emit_scheduler(best.program, best.plan.chunks)
+        else:
+            emitted = emit_steps(best.program, best.schedule, best.plan, best.totals)
+        files = package(best.program, best.plan, emitted, notes, best.totals)
+    return Build(
+        graph, sizes, cluster, profile, best.plan, best.schedule, best.program, best.trail, best.timeline, files,
+        best.totals,
+    )  # fmt: skip
+
+
+def choices(graph: Graph, options: Options, home: Home | None) -> list[Options]:
+    """What is to be tried: all schedules that the stages allow, if none was asked for."""
+    if options.schedule != AUTO:
+        return [options]
+    if graph.loss is None:
+        return [replace(options, schedule="gpipe")]
+    dealt = None if home is None else tuple(stage.device for stage in home.plan.stages)
+    return [replace(options, schedule=name, devices=devices) for name, devices in candidates(options.devices, dealt)]
+
+
+def draft(
+    graph: Graph,
+    profile: Profile,
+    sizes: Mapping[str, int],
+    cluster: Cluster,
+    options: Options,
+    home: Home | None,
+) -> Draft:
+    """The plan and what follows from it."""
     with timed("planning"):
         decided = decide(graph, profile, cluster, options, home)
     trail: dict[str, Program] = {}
@@ -70,23 +117,41 @@ def build(
         program = lower(graph, decided, watch=trail.__setitem__)
         totals = None if graph.totals is None else lower(graph.totals, whole_plan(graph.totals, decided))
     with timed("simulator"):
-        schedule = schedule_of(program, decided, options)
         costs = stage_costs(decided, profile, taken_bytes(program, sizes))
+        schedule = schedule_of(program, decided, options, fitting(decided, costs, cluster))
         timeline = simulate(schedule, costs, hops(program, sizes, cluster), tuple(dict.fromkeys(program.devices)))
-    with timed("codegen"):
-        notes = [note(profile, stage.ops) for stage in decided.stages]
-        emitted = (
-            emit_scheduler(program, decided.chunks) if graph.loss is None else emit_steps(program, schedule, totals)
-        )
-        files = package(program, decided, emitted, notes, totals)
-    return Build(graph, sizes, cluster, profile, decided, schedule, program, trail, timeline, files, totals)
+    return Draft(decided, program, trail, totals, schedule, timeline)
 
 
-def schedule_of(program: Program, plan: Plan, options: Options) -> Schedule:
-    """The order of a step; what forward() alone runs is GPipe's."""
+def fastest(drafts: Sequence[Draft], cluster: Cluster) -> Draft:
+    """The one with the shortest step that fits into memory."""
+    memory = {device.label: device.memory for device in cluster.devices}
+    try:
+        chosen = auto([(made.schedule, made.timeline) for made in drafts], memory)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+    return next(made for made in drafts if made.schedule is chosen[0])
+
+
+def schedule_of(program: Program, plan: Plan, options: Options, limit: int) -> Schedule:
+    """The order of a step; what forward() alone runs is GPipe's. `limit` micro-batches fit into memory."""
     if program.graph.loss is None:
         return share(gpipe(len(program.stages), plan.chunks), program.devices)
-    return make_schedule(options, program.devices, plan.chunks)
+    return make_schedule(options, program.devices, plan.chunks, limit)
+
+
+def fitting(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> int:
+    """How many micro-batches fit into the memory of every device at once, at least 1: D of DAPPLE, section V."""
+    fixed: dict[str, int] = {}
+    for stage, cost in zip(plan.stages, costs, strict=True):
+        again = 0 if stage.checkpoint == "never" else cost.saved
+        fixed[stage.device] = fixed.get(stage.device, 0) + cost.fixed + again
+    fits = [plan.chunks]
+    for stage, cost in zip(plan.stages, costs, strict=True):
+        each = cost.saved if stage.checkpoint == "never" else cost.taken
+        room = cluster.device(stage.device).memory - fixed[stage.device]
+        fits += [room // each] if each else []
+    return max(1, min(fits))
 
 
 def whole_plan(totals: Graph, plan: Plan) -> Plan:
@@ -122,7 +187,7 @@ def decide(graph: Graph, profile: Profile, cluster: Cluster, options: Options, h
         except ValueError as error:
             raise PlanError(str(error)) from None
         return options.plan
-    return plan(
+    decided = plan(
         graph,
         profile,
         cluster,
@@ -134,3 +199,5 @@ def decide(graph: Graph, profile: Profile, cluster: Cluster, options: Options, h
         schedule=schedule_text(options),
         deferred_batch_norm=options.deferred_batch_norm,
     )
+    stages = enumerate(decided.stages)
+    return replace(decided, stages=tuple(replace(stage, offload=s in options.offload) for s, stage in stages))

@@ -88,6 +88,11 @@ class Loss(nn.Module):
         return (x**2).mean()
 
 
+class Largest(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x**2).max()
+
+
 class Branch(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.sum() > 0:
@@ -99,7 +104,7 @@ class Branch(nn.Module):
     ("model", "line", "advice"),
     [
         (Centre(), "return x - x.mean(0)", "pools the batch"),
-        (Loss(), r"return \(x\*\*2\).mean\(\)", "reduce"),
+        (Largest(), r"return \(x\*\*2\).max\(\)", "reduce"),
         (Branch(), "if x.sum() > 0:", "torch.where|torch.cond"),
     ],
 )
@@ -110,8 +115,9 @@ def test_models_that_cannot_be_cut(model: nn.Module, line: str, advice: str) -> 
     assert line.replace("\\", "") in str(raised.value)
 
 
-def test_a_mean_over_the_batch_when_named() -> None:
-    pipe = fxpipe.compile(Loss(), devices=1, chunks=4, reduce="mean")
+@pytest.mark.parametrize("reduce", [None, "mean"])
+def test_a_mean_over_the_batch(reduce: str | None) -> None:
+    pipe = fxpipe.compile(Loss(), devices=1, chunks=4, reduce=reduce)
     torch.testing.assert_close(pipe(X), (X**2).mean())
 
 

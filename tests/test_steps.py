@@ -64,7 +64,7 @@ def test_every_pair_of_settings_occurs() -> None:
         assert {(c[one], c[other]) for c in chosen} == {(c[one], c[other]) for c in ALL}
 
 
-# The model's step, and the pipe's ---------------------------------------------------------------------------------------
+# The model's step, and the pipe's -------------------------------------------------------------------------------------
 
 
 def first(output: Sequence[Tensor]) -> Tensor:
@@ -119,7 +119,7 @@ def test_a_step_is_the_models(index: int, name: str) -> None:
         pipe.close()
 
 
-# Many configurations of one capture -------------------------------------------------------------------------------------
+# Many configurations of one capture -----------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -136,9 +136,7 @@ def steps_of(graph: Graph, model: nn.Module, options: Options, call: Any) -> Ite
         package = load_package(folder)
         scheduler = bind(package, model, constants(made.program, made.totals))
         try:
-            yield lambda args, kwargs: package.result(
-                *scheduler.run(package.inputs(*args, **kwargs), options.chunks)
-            )
+            yield lambda args, kwargs: package.result(*scheduler.run(package.inputs(*args, **kwargs), options.chunks))
         finally:
             scheduler.close()
             unload(package)
@@ -163,13 +161,15 @@ def test_every_configuration_is_the_model(name: str) -> None:
     for schedule, devices, checkpoint in ALL:
         twin = build(case)
         labels = stage_devices(device_labels(devices), schedule, None)
+        if len(labels) > len(graph.ops):
+            continue  # a stage has at least one
         options = Options(labels, chunks, schedule=schedule, checkpoint=checkpoint)
         with steps_of(graph, twin, options, inputs(case, BATCHES[0])) as step:
             for batch in BATCHES:
                 assert_same(one_step(case, twin, batch, step), wanted[batch])
 
 
-# Any legal schedule -----------------------------------------------------------------------------------------------------
+# Any legal schedule ---------------------------------------------------------------------------------------------------
 
 
 class Net(nn.Module):

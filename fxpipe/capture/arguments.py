@@ -37,12 +37,13 @@ class Leaf:
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A call as the user makes it. A step has besides: `targets`, the target or nothing, and whatever else the captured
-    function takes."""
+    function takes; and `holders`, objects beside the model that it may change."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     targets: tuple[Any, ...] | None = None
     rest: tuple[Any, ...] = ()
+    holders: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

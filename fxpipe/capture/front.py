@@ -64,6 +64,7 @@ class Now:
     call: Call
     twins: Twins
     run: Run | None
+    holders: tuple[Any, ...] = ()
     kind: Kind | None = None
     snapshot: Snapshot | None = None
     rebound: dict[int, Slot] = field(default_factory=dict)
@@ -172,7 +173,7 @@ class Front:
             # Dynamo has guards for hooks, too, but they would double what all guards of a call take (torch 2.13).
             self._route, self._hooks = self._begin(), hooks
         # Where the model is, so that the caller may keep the batch anywhere.
-        now = Now(self.arguments.call(asked, self.twins.device, rows), self.twins, run)
+        now = Now(self.arguments.call(asked, self.twins.device, rows), self.twins, run, asked.holders)
         self._now, before = now, self._now
         self.twins.enter()
         try:
@@ -216,9 +217,8 @@ class Front:
         if kind.drafted is None:
             kind.drafted = draft(self.twins, kind.traced, flat, now.call)
             kind.hollows = stand_ins(kind.drafted)
-        now.snapshot = Snapshot(
-            module for _, module in self.twins.named()
-        )  # not sooner, lest it undo what other threads do
+        # Not sooner, lest it undo what other threads do.
+        now.snapshot = Snapshot((*(module for _, module in self.twins.named()), *now.holders))
         return kind.hollows
 
     def _check(self, kind: Kind, call: Call) -> None:

@@ -233,11 +233,11 @@ def same(real: Tensor, twin: Tensor | None) -> bool:
 
 
 class Snapshot:
-    """The Python attributes of modules as they are now, and of the plain objects that hang on them, such as a
-    configuration; with the contents of lists, dicts and sets."""
+    """The Python attributes of modules and other objects as they are now, and of the plain objects that hang on them,
+    such as a configuration; with the contents of lists, dicts and sets."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.kept = [(holder, dict(vars(holder)), _contents(holder)) for holder in holders(modules)]
+    def __init__(self, objects: Iterable[Any]) -> None:
+        self.kept = [(holder, dict(vars(holder)), _contents(holder)) for holder in holders(objects)]
 
     def restore(self) -> Changes:
         """Put everything back; gives what was there instead."""
@@ -257,12 +257,12 @@ class Snapshot:
         return changes
 
 
-def holders(modules: Iterable[nn.Module]) -> list[Any]:
-    """The modules, and the objects with attributes that they hold, directly or in others."""
-    found: dict[int, Any] = {id(module): module for module in modules}
+def holders(objects: Iterable[Any]) -> list[Any]:
+    """The objects, and those with attributes that they hold, directly or in others."""
+    found: dict[int, Any] = {id(holder): holder for holder in objects}
     level = list(found.values())
     for _ in range(DEPTH):
-        held = [value for holder in level for value in _held(holder) if _has_attributes(value)]
+        held = [value for holder in level for value in _held(holder) if has_attributes(value)]
         level = [value for key, value in {id(value): value for value in held}.items() if key not in found]
         found |= {id(value): value for value in level}
     return list(found.values())
@@ -278,7 +278,7 @@ def _held(holder: Any) -> Iterator[Any]:
             yield value
 
 
-def _has_attributes(value: Any) -> bool:
+def has_attributes(value: Any) -> bool:
     if type(value) in ATOMS or isinstance(value, (Tensor, nn.Module, type)):
         return False
     return type(getattr(value, "__dict__", None)) is dict

@@ -18,7 +18,7 @@ from fxpipe.ir.graph import Graph, Ref
 from fxpipe.ir.types import TensorType
 
 from .batch import batch_dims
-from .hollow import Roots
+from .hollow import Roots, has_attributes
 
 LOSS_FN = "loss_fn"  # what the paths of the loss's own tensors begin with
 DEPTH = 4  # how far a loss function is searched for modules
@@ -88,6 +88,14 @@ def modules_in(loss_fn: Any, path: str = LOSS_FN, depth: int = 0) -> Roots:
     return found
 
 
+def objects_in(loss_fn: Any) -> tuple[Any, ...]:
+    """The plain object that a loss function is, or is a method of: it may keep count, or a log."""
+    if isinstance(loss_fn, partial):
+        return objects_in(loss_fn.func)
+    owner = loss_fn.__self__ if isinstance(loss_fn, MethodType) else loss_fn
+    return (owner,) if not isinstance(owner, FunctionType) and has_attributes(owner) else ()
+
+
 def _held_by(function: FunctionType) -> dict[str, Any]:
     code = function.__code__
     held = {name: function.__globals__[name] for name in code.co_names if name in function.__globals__}
@@ -97,10 +105,10 @@ def _held_by(function: FunctionType) -> dict[str, Any]:
             held[name] = cell.cell_contents
         except ValueError:  # not yet filled
             continue
-    return held | (function.__kwdefaults__ or {}) | dict(enumerate_defaults(function))
+    return held | (function.__kwdefaults__ or {}) | dict(_defaults(function))
 
 
-def enumerate_defaults(function: FunctionType) -> list[tuple[str, Any]]:
+def _defaults(function: FunctionType) -> list[tuple[str, Any]]:
     """The default values of the arguments that may be given by position, by name."""
     defaults = function.__defaults__ or ()
     names = function.__code__.co_varnames[: function.__code__.co_argcount]

@@ -95,11 +95,30 @@ def kinds(graph: Graph, flow: Flow) -> dict[str, Kind]:
         elif op.writes and states.issuperset(op.writes):
             kind = SAME  # statistics of each micro-batch
         known[op.name] = kind
-        # What else is in the memory that was written is of the same kind now, or nobody knows.
-        for name in set(op.writes) - states:
+        # What was written into has the op's name from here on. What else is in that memory is of the same kind now, or
+        # nobody knows.
+        for name in set(op.writes) - states - set(op.reads[:1]):
             if known[name] != kind and (known[name].what, kind.what) != ("samples", "samples"):
                 known[name] = Kind("unknown", blame=op)
     return known
+
+
+def kind_of(arg: Any, known: Mapping[str, Kind]) -> Kind:
+    """The kind of an argument; of a nest, that of the worst in it."""
+    if isinstance(arg, Ref):
+        return known[arg.name]
+    inside = [known[ref.name] for ref in refs(arg)]
+    if inside:
+        return max(inside, key=lambda kind: (ORDER.index(kind.what), abs(kind.power)))
+    return ZERO if type(arg) in (int, float) and arg == 0 else SAME
+
+
+def summands(op: Op) -> tuple[Any, ...]:
+    """The arguments that an op adds up, or treats alike in another way."""
+    name = called(op).rstrip("_")
+    if name in JOIN:
+        return tuple(refs((op.args[:1], dict(op.kwargs))))
+    return op.args[:2] if name in ADD else op.args[1:3] if name == "where" else ()
 
 
 def labels_may_be_ignored(op: Op, types: Mapping[str, ValueType], made: Mapping[str, Op]) -> bool:
@@ -157,10 +176,8 @@ class Follow:
             return ZERO if name in LINEAR_OPS and op.args and self._of(op.args[0]) == ZERO else SAME
         if arithmetic:
             return self._arithmetic(name)
-        if name == "where" and len(op.args) == 3 and self._of(op.args[0]).what == "same":
-            return self._sum([self._of(arg) for arg in op.args[1:]])
-        if name in JOIN:
-            return self._sum([self.known[ref.name] for ref in refs(op.args[:1])])
+        if name in JOIN or (name == "where" and len(op.args) == 3 and self._of(op.args[0]).what == "same"):
+            return self._sum([self._of(arg) for arg in summands(op)])
         if batch_dims(op.type):
             return self._samples(name, read)
         return self._pooled(name)
@@ -169,13 +186,7 @@ class Follow:
         return Kind("unknown", blame=self.op, why=why)
 
     def _of(self, arg: Any) -> Kind:
-        """The kind of an argument; of several together, in a nest."""
-        if isinstance(arg, Ref):
-            return self.known[arg.name]
-        inside = [self.known[ref.name] for ref in refs(arg)]
-        if inside:
-            return max(inside, key=lambda kind: (ORDER.index(kind.what), abs(kind.power)))
-        return ZERO if type(arg) in (int, float) and arg == 0 else SAME
+        return kind_of(arg, self.known)
 
     def _size(self, name: str) -> Kind:
         """A number made of the sizes of a tensor."""
@@ -214,10 +225,9 @@ class Follow:
 
     def _arithmetic(self, name: str) -> Kind:
         op = self.op
-        args = [*op.args, *(op.kwargs[key] for key in ("other",) if key in op.kwargs)]
-        if len(args) < 2 or op.kwargs.get("rounding_mode") is not None or "out" in op.kwargs:
+        if len(op.args) < 2 or not self._plain(op.kwargs):
             return self.unknown()
-        one, other = self._of(args[0]), self._of(args[1])
+        one, other = self._of(op.args[0]), self._of(op.args[1])
         if name in ADD:
             return self._sum([one, other])
         if name in MULTIPLY:
@@ -227,6 +237,12 @@ class Follow:
         if other.what == "pooled" or (one.what == "pooled" and other.what == "samples"):
             return self.unknown("it divides by a value over the batch")
         return Kind(max((one.what, other.what), key=ORDER.index), one.power - other.power)
+
+    @staticmethod
+    def _plain(kwargs: Mapping[str, Any]) -> bool:
+        """Whether what stands beside the operands changes nothing."""
+        number = isinstance(kwargs.get("alpha", 1), (int, float))
+        return kwargs.keys() <= {"alpha", "rounding_mode"} and kwargs.get("rounding_mode") is None and number
 
     def _samples(self, name: str, read: Sequence[Kind]) -> Kind:
         """The result has the batch in it, so it is made of single samples; of their number it may not know much."""
@@ -292,7 +308,7 @@ class Follow:
     def _contraction(self, name: str) -> Kind:
         """A product of tensors that sums over the batch."""
         op = self.op
-        operands = [ref.name for ref in refs(op.args)]
+        operands = [ref.name for ref in refs((op.args, dict(op.kwargs)))]
         read = [self.known[operand] for operand in operands]
         product = reduce(self._product, read)
         if product.what != "samples":

@@ -12,7 +12,7 @@ from fxpipe.ir.graph import Graph
 
 from .arguments import Asked, BatchDim
 from .front import Front, Run, Sizes
-from .loss import LOSS_FN, model_and_loss, modules_in
+from .loss import LOSS_FN, model_and_loss, modules_in, objects_in
 from .nest import change
 from .outputs import Reduce
 
@@ -103,4 +103,4 @@ class Stepper:
             )
         targets = () if target is NO_TARGET else (target,)
         self.front.twins.watch({"": self.model, **modules_in(loss_fn, self.prefix)})
-        return Asked(args, kwargs, targets, (loss_fn, outputs))
+        return Asked(args, kwargs, targets, (loss_fn, outputs), objects_in(loss_fn))

@@ -29,6 +29,7 @@ from .batch import batch_dims, called, follow
 from .names import Names
 from .outputs import Reduce, said
 from .reductions import LABEL_LOSSES, SAME, WEIGHTED, ZERO, arguments, kinds, labels_may_be_ignored, reduction
+from .shares import with_shares
 
 
 def spread(graph: Graph, values: Sequence[str], reduce: Reduce) -> Graph:
@@ -45,7 +46,8 @@ def spread(graph: Graph, values: Sequence[str], reduce: Reduce) -> Graph:
     if not wanted:
         return graph
     graph = _with_sums(graph, needed(graph, wanted))
-    return _with_totals(graph, needed(graph, wanted), values)
+    graph = _with_totals(graph, needed(graph, wanted), values)
+    return with_shares(graph, needed(graph, wanted))
 
 
 def needed(graph: Graph, values: Sequence[str]) -> set[str]:
@@ -112,8 +114,8 @@ class Writer:
         kind = self._tensor(target)
         ignored = replace(kind, dtype="bool")
         if weight is None:
-            count = self._make("counted", operator.ne, (target, given["ignore_index"]), ignored)
-            total = self._make("labels", "sum", (Ref(count.name),), replace(kind, dtype="i64", shape=()))
+            count = self._make("counts", operator.ne, (target, given["ignore_index"]), ignored)
+            total = self._make("labels_counted", "sum", (Ref(count.name),), replace(kind, dtype="i64", shape=()))
             return [count, total, *self._quotient(Ref(total.name))]
         number = replace(kind, dtype=self._tensor(weight).dtype)
         skip = self._make("ignored", operator.eq, (target, given["ignore_index"]), ignored)
@@ -194,4 +196,7 @@ def _with_totals(graph: Graph, names: set[str], values: Sequence[str]) -> Graph:
         loss=None,
     )
     inputs = tuple(item for item in rest.inputs if item.path or item.name in used)
-    return replace(rest, inputs=inputs, outputs=(), totals=without_dead_ops(whole))
+    whole = without_dead_ops(whole)
+    read = {name for op in whole.ops for name in op.reads}
+    whole = replace(whole, states=tuple(state for state in whole.states if state.name in read))
+    return replace(rest, inputs=inputs, outputs=(), totals=whole)

@@ -29,7 +29,9 @@ from fxpipe.runtime.aliases import Pair, alias, commit_gradients, standing_in
 from fxpipe.runtime.batchnorm import commit, discard
 from fxpipe.runtime.buffers import instead, keep, scratch
 from fxpipe.runtime.note import add_note
+from fxpipe.runtime.offload import Offload, offload
 from fxpipe.runtime.parcel import Parcel, pack, unpack
+from fxpipe.runtime.saved import Saved
 from fxpipe.runtime.split import Weights, input_gradient, weight_gradient
 from fxpipe.runtime.stream import use_stream
 from fxpipe.runtime.unshare import unshare
@@ -89,11 +91,24 @@ class Step(Batches):
         self.leaves: dict[str, list[list[Tensor]]] = {}
         total = max(1, sum(self.sizes))
         self.shares = tuple([size / total for size in self.sizes])
+        self.hooks = self.make_hooks()
         for name, j in engine.feeds:
             self.feed(name, j)
         engine.lend(self)
         for fresh, own in zip(self.fresh, pairs, strict=True):
             fresh += [stand_in for _, stand_in in own]
+
+    def make_hooks(self) -> list[Saved | Offload | None]:
+        """What looks after the tensors that autograd keeps, for each stage: moves them to the host, or, where backward
+        has two halves, lets go of those that the second has no use for."""
+
+        def hooks(j: int, stage: Stage) -> Saved | Offload | None:
+            held = [stand_in for _, stand_in in self.pairs[j]]
+            if j in self.engine.offloaded:
+                return offload(stage.device, held)
+            return Saved(held) if self.engine.splits else None
+
+        return [hooks(j, stage) for j, stage in enumerate(self.stages)]
 
     # Messages ---------------------------------------------------------------------------------------------------------
 
@@ -175,9 +190,17 @@ class Step(Batches):
 
     def forward(self, j: int, i: int, *args: Any) -> Any:
         """Run stage j on micro-batch i; its graph is kept for backward."""
-        results = self.stages[j].forward(*args)
+        results = self._with_graph(j, args)
         self.kept[j, i] = Kept(args, results if isinstance(results, tuple) else (results,))
         return results
+
+    def _with_graph(self, j: int, args: tuple[Any, ...]) -> Any:
+        """Run stage j, with whatever looks after what autograd keeps."""
+        hooks = self.hooks[j]
+        if hooks is None:
+            return self.stages[j].forward(*args)
+        with hooks:
+            return self.stages[j].forward(*args)
 
     def forward_to_recompute(self, j: int, i: int, *args: Any) -> Any:
         """Run stage j on micro-batch i and keep what it takes alone."""
@@ -200,9 +223,9 @@ class Step(Batches):
             return
         if stage.mutates:
             with instead(stage, scratch(stage, kept.buffers)):
-                results = stage.forward(*kept.args)
+                results = self._with_graph(j, kept.args)
         else:
-            results = stage.forward(*kept.args)
+            results = self._with_graph(j, kept.args)
         kept.results = results if isinstance(results, tuple) else (results,)
 
     def root(self, j: int, i: int, place: int) -> Tensor:
@@ -233,7 +256,9 @@ class Step(Batches):
         assert kept.results is not None
         results = [kept.results[place] for place in gives]
         leaves = [kept.args[place] for place in takes]
-        found, self.weights[j, i] = input_gradient(results, grads, leaves)
+        hooks = self.hooks[j]
+        saved = hooks if isinstance(hooks, Saved) else None
+        found, self.weights[j, i] = input_gradient(results, grads, leaves, saved)
         if self.leaves:  # inputs with a gradient
             for leaf, grad in zip(leaves, found, strict=True):
                 leaf.grad = grad
@@ -282,14 +307,17 @@ class Kept:
 class Stepper(Engine):
     """The base of schedulers that run forward and backward.
 
-    `rows`: the schedule as text, for each worker its label and then its actions; `feeds`: the inputs and the stages
-    that take them; `gradients`: for each stage, the places of its arguments and of its results
-    that have one; `loss_reduce`: how the losses of micro-batches become that of the batch, as in `outputs`.
+    `schedule`: its name; `rows`: all of it, for each worker its label and then its actions; `feeds`: the inputs and the
+    stages that take them; `gradients`: for each stage, the places of its arguments and of its results that have one;
+    `offloaded`: the stages whose activations wait in host memory; `loss_reduce`: how the losses of micro-batches become
+    that of the batch, as in `outputs`.
     """
 
+    schedule: str = ""
     rows: str = ""
     feeds: tuple[tuple[str, int], ...] = ()
     gradients: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+    offloaded: tuple[int, ...] = ()
     loss_reduce: str | None = None
 
     def __init__(self, stages: Sequence[Stage], whole: Stage | None = None) -> None:
@@ -298,6 +326,7 @@ class Stepper(Engine):
             label: tuple((action, getattr(type(self), f"{METHODS[action.kind]}_{action.stage}")) for action in row)
             for label, row in read_rows(self.rows).items()
         }
+        self.splits = any(action.kind == "W" for row in self._rows.values() for action, _ in row)
 
     def run(self, batch: Sequence[Any], chunks: int, scale: Tensor | None = None) -> tuple[Any, ...]:
         """The outputs, in order, for the inputs, in order, in at most `chunks` micro-batches; gradients, multiplied by

@@ -6,7 +6,7 @@ read when all is done; they count from an event that every GPU gets at the momen
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
@@ -15,12 +15,24 @@ import torch
 from torch import Tensor
 
 from fxpipe.ir.timeline import Span, Steps, Timeline
+from fxpipe.runtime.offload import Offload
 from fxpipe.runtime.saved import Saved
 
 from .step import Step, Stepper
 
 Moment = float | torch.cuda.Event
 Note = tuple[str, str, int, int, Moment, Moment, str]  # where, kind, stage, micro-batch, start, end, label
+
+
+def take_step(
+    scheduler: Stepper, batch: Sequence[Any], chunks: int, scaler: torch.amp.GradScaler | None, timeline: bool
+) -> tuple[tuple[Any, ...], Timeline | None]:
+    """The outputs of a step, gradients multiplied by the scaler's scale, and when what ran, if that is asked for."""
+    scale = None if scaler is None else scaler.scale(torch.ones((), device=scheduler.stages[-1].device))
+    if not timeline:
+        return scheduler.step(batch, chunks, scale, Step)[0], None
+    outputs, done = scheduler.step(batch, chunks, scale, TimedStep)
+    return outputs, done.timeline(scheduler.schedule)
 
 
 class TimedStep(Step):
@@ -33,22 +45,33 @@ class TimedStep(Step):
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
         self.anchors = {device: moment(device) for device in devices}
-        self.saved = {label: Saved() for label in engine.devices}
-        self.started = perf_counter()
+        self.takes: dict[tuple[int, int], Any] = {}
         super().begin(engine, *args)
+        self.started = perf_counter()
+
+    def make_hooks(self) -> list[Saved | Offload | None]:
+        """One count for all stages of a device, of what is not moved to the host."""
+        aliases = [stand_in for pairs in self.pairs for _, stand_in in pairs]
+        self.saved = {label: Saved(aliases) for label in self.engine.devices}
+        made = zip(super().make_hooks(), self.engine.devices, strict=True)
+        return [hooks if isinstance(hooks, Offload) else self.saved[label] for hooks, label in made]
 
     def forward(self, j: int, i: int, *args: Any) -> Any:
-        with self.noted("F", j, i), self.saved[self.engine.devices[j]]:
+        with self.noted("F", j, i):
             return super().forward(j, i, *args)
 
     def forward_to_recompute(self, j: int, i: int, *args: Any) -> Any:
         with self.noted("F", j, i):
-            return super().forward_to_recompute(j, i, *args)
+            results = super().forward_to_recompute(j, i, *args)
+        saved = self.saved[self.engine.devices[j]]
+        self.takes[j, i] = [saved.keep(x) for x in args if isinstance(x, Tensor)]
+        return results
 
     def recompute(self, j: int, i: int) -> None:
         if self.kept[j, i].results is None:
-            with self.noted("R", j, i), self.saved[self.engine.devices[j]]:
+            with self.noted("R", j, i):
                 super().recompute(j, i)
+            del self.takes[j, i]
 
     def backward(self, j: int, i: int, *grads: Tensor | None) -> Any:
         with self.noted("B", j, i):

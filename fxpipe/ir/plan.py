@@ -13,12 +13,13 @@ CHECKPOINT_MODES = ("never", "except_last", "always")
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage: its ops by name, in the order they run, its device, and when it recomputes ("never", "except_last":
-    all micro-batches but the last, or "always")."""
+    """One stage: its ops by name, in the order they run, its device, when it recomputes ("never", "except_last": all
+    micro-batches but the last, or "always"), and whether what it keeps for backward waits in host memory."""
 
     ops: tuple[str, ...]
     device: str
     checkpoint: str
+    offload: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def load(text: str) -> Plan:
     """The plan that `dump` wrote. Raises ValueError for text that is not one."""
     try:
         data = json.loads(text)
-        stages = tuple(StagePlan(tuple(s["ops"]), s["device"], s["checkpoint"]) for s in data.pop("stages"))
+        stages = tuple(StagePlan(**{**s, "ops": tuple(s["ops"])}) for s in data.pop("stages"))
         return Plan(stages=stages, **data)
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"not a plan: {error!r}") from None

@@ -23,7 +23,7 @@ from .schedule import KINDS as ACTIONS
 from .schedule import Costs, Schedule, starts
 from .units import show_bytes, show_seconds
 
-KINDS = ACTIONS | {"R": "recompute", "T": "transfer"}
+KINDS = ACTIONS | {"R": "recompute", "T": "transfer", "A": "all-reduce"}
 
 
 @dataclass(frozen=True, slots=True)

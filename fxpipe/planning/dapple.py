@@ -8,25 +8,25 @@ that is never idle once it has begun (M micro-batches; F, B and A the forward, b
       + end               max over s of  A(s) + B(s) + ... + B(Q)              for s <= Q
                                          A(s) - (B(Q + 1) + ... + B(s - 1))    for s > Q
 
-As printed, the first sum of the end leaves out B(Q): a plan of one stage would do without its last backward. Stages after
-the pivot come before it in time and have finished their part.
+As printed, s = Q falls under the second case with - B(Q): a plan of one stage would gain by its last backward. What
+comes after the pivot has ended its last backward before it, and its all-reduce has begun.
 
 The search places layers from the first to the last. It remembers one prefix for each (layers done, devices in use): the
 one that is best if all that is left were one more stage. That is quick, and not an exact dynamic programming: which
-prefix is best does depend on what follows. `optimal` searches exactly.
+prefix is best does depend on what follows. Prefixes that cannot lead to a plan better than the best so far are dropped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
 from fxpipe.errors import PlanError
 from fxpipe.ir.hybrid import HybridPlan, HybridStage
 
+from .data_parallel import one_each, whole
 from .event_time import Problem, fits
 from .placement import Counts, minus, placements, plus, positions, servers
 
@@ -107,7 +107,7 @@ class _Prefix:
     score: tuple[bool, float]  # whether it lacks memory, and the seconds, if the rest is one stage
     stages: tuple[HybridStage, ...]
     line: tuple[Part, ...]
-    total: float  # forward and backward of the line
+    head: float  # forward and backward of the first stage
     bound: float  # no plan that starts like this takes less
 
 
@@ -133,10 +133,9 @@ class _Search:
 
     def run(self) -> tuple[HybridStage, ...]:
         none = (0,) * len(self.sizes)
-        everything = positions(self.groups, none, self.sizes)
-        whole = (HybridStage(0, self.layers, everything),)
-        self._consider(whole, plan_latency(self.problem, whole))
-        self._consider_straight(everything)
+        for stages in (whole(self.problem), one_each(self.problem)):
+            if stages:
+                self._consider(stages, plan_latency(self.problem, stages))
         self.open[0][none] = _Prefix((True, inf), (), (), 0.0, 0.0)
         for first in range(self.layers):
             for used, prefix in sorted(self.open[first].items()):
@@ -147,23 +146,10 @@ class _Search:
         return stages
 
     def _consider(self, stages: tuple[HybridStage, ...], seconds: float) -> tuple[bool, float]:
-        score = (not fits(self.problem, stages), seconds)
+        score = (self.problem.capped and not fits(self.problem, stages), seconds)
         if score < self.best[0]:
             self.best = score, stages
         return score
-
-    def _consider_straight(self, devices: Sequence[int]) -> None:
-        """One device per stage, layers spread evenly by time."""
-        count, work = len(devices), self.work
-        if count > self.layers:
-            return
-        cuts = [0]
-        for s in range(1, count):
-            choices = range(cuts[-1] + 1, self.layers - count + s + 1)
-            cuts.append(min(choices, key=lambda p: abs(work[p] - work[-1] * s / count)))
-        ends = pairwise([*cuts, self.layers])
-        stages = tuple(HybridStage(a, b, (device,)) for (a, b), device in zip(ends, devices, strict=True))
-        self._consider(stages, plan_latency(self.problem, stages))
 
     def _extend(self, first: int, used: Counts, prefix: _Prefix) -> None:
         """One more stage after a prefix, of every size and on devices by every policy."""
@@ -175,25 +161,27 @@ class _Search:
                 devices = positions(self.groups, used, counts)
                 rest = positions(self.groups, taken, minus(self.sizes, taken))
                 for end in range(first + 1, self.layers):
-                    bound, own, left = self._bound(prefix, first, end, need, len(rest))
-                    if self._hopeless(max(bound, own)):
+                    own, left = self._bounds(prefix, first, end, need, len(rest))
+                    if self._hopeless(own):
                         break  # the stage only grows
                     before = self.open[end].get(taken)
-                    if before is None or before.score[0] or max(bound, own, left) < before.score[1]:
+                    known = before is not None and not before.score[0] and left >= before.score[1]
+                    if not known and not self._hopeless(left):
                         self._try(prefix, HybridStage(first, end, devices), rest, taken)
 
     def _hopeless(self, bound: float) -> bool:
         return not self.best[0][0] and bound >= self.best[0][1]
 
-    def _bound(self, prefix: _Prefix, first: int, end: int, r: int, q: int) -> tuple[float, float, float]:
-        """What a plan takes at least because of its prefix, of one more stage on r devices, and of the rest on q.
+    def _bounds(self, prefix: _Prefix, first: int, end: int, r: int, q: int) -> tuple[float, float]:
+        """What a plan takes at least because of one more stage on r devices, and of the rest on q, however it is cut.
 
-        Whichever stage is the pivot, the steady phase of any stage and the work of all before it are less than L: the
-        pivot takes over only from stages whose steady phase, with what lies between, is shorter.
+        No stage has a longer steady phase than the pivot, but for one before it, and then what lies between makes up
+        for that: L is at least the steady phase of any stage and the work of the first.
         """
         work, steady = self.work, self.problem.micro_batches - 1
         own, left = (work[end] - work[first]) / r, (work[-1] - work[end]) / q
-        return prefix.bound, steady * own + prefix.total, steady * left + prefix.total + own
+        head = prefix.head if prefix.stages else own
+        return steady * own + head, steady * left + head
 
     def _try(self, prefix: _Prefix, stage: HybridStage, rest: tuple[int, ...], taken: Counts) -> None:
         """Remember the prefix with one more stage, if it is the best of its kind."""
@@ -203,11 +191,12 @@ class _Search:
         more = (_transfer(problem, prefix.stages[-1], stage), own) if prefix.stages else (own,)
         line = (*prefix.line, *more)
         seconds = latency((*line, _transfer(problem, stage, last), _stage(problem, last)), problem.micro_batches)
-        score = self._consider((*prefix.stages, stage, last), seconds)
         before = kind.get(taken)
+        if before is not None and (False, seconds) >= before.score:
+            return
+        score = self._consider((*prefix.stages, stage, last), seconds)
         if before is None or score < before.score:
-            total, bound = prefix.total, prefix.bound
-            for part in more:
-                bound = max(bound, (problem.micro_batches - 1) * (part[0] + part[1]) + total)
-                total += part[0] + part[1]
-            kind[taken] = _Prefix(score, (*prefix.stages, stage), line, total, bound)
+            head = prefix.head if prefix.stages else own.forward + own.backward
+            block = max(part.forward + part.backward for part in more)
+            bound = max(prefix.bound, (problem.micro_batches - 1) * block + head)
+            kind[taken] = _Prefix(score, (*prefix.stages, stage), line, head, bound)

@@ -50,6 +50,12 @@ class StageTimes(NamedTuple):
         """The bytes each device has in use at most."""
         return self.fixed + warmup * self.kept + self.once
 
+    @property
+    def most(self) -> float:
+        """How many micro-batches may be between their forward and their backward, DAPPLE's D; below 1, none."""
+        left = self.room - self.fixed - self.once
+        return left // self.kept if self.kept else inf if left >= 0 else 0.0
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -159,37 +165,77 @@ def event_time(problem: Problem, stages: Sequence[HybridStage], limit: float = i
     if problem.capped and any(cost.held(k) > cost.room for cost, k in zip(costs, ahead, strict=True)):
         return inf
     if n == 1:
-        return m * (costs[0].forward + costs[0].again + costs[0].backward) + costs[0].tail
-    down, up = _links(problem, stages)
-    deadlines = [limit - cost.tail for cost in costs]
-    free = [0.0] * n
+        seconds = m * (costs[0].forward + costs[0].again + costs[0].backward) + costs[0].tail
+        return seconds if seconds < limit else inf
+    ends = _last_backwards(costs, ahead, *_links(problem, stages), m, limit)
+    return max(end + cost.tail for end, cost in zip(ends, costs, strict=True)) if ends else inf
+
+
+def _last_backwards(
+    costs: Sequence[StageTimes], ahead: Sequence[int], down: Sequence[float], up: Sequence[float], m: int, limit: float
+) -> list[float]:
+    """When the last backward of each stage ends; nothing, once it is sure that the step takes `limit` or more.
+
+    Sooner or later every round is as the one some rounds before, only later: from then on whole periods are left out,
+    and what they take is added at the end.
+    """
+    n, last = len(costs), len(costs) - 1
+    forward = [cost.forward for cost in costs]
+    again, backward = [cost.again for cost in costs], [cost.backward for cost in costs]
+    turn = [cost.forward + cost.again + cost.backward for cost in costs]
+    deadline = [limit - cost.tail for cost in costs]
+    free, down_free, up_free = [0.0] * n, [0.0] * n, [0.0] * n
     arrivals: list[list[float]] = [[0.0] * m] + [[] for _ in range(n - 1)]  # of the value that F(s, i) takes
-    down_free, up_free = [0.0] * n, [0.0] * n
-    done = [0] * n  # forwards so far
-    last = n - 1
-    work = [cost.again + cost.backward for cost in costs]
-    for t in range(m):
+    states: list[list[float]] = []
+    skipped, t = 0.0, 0
+    while t < m:
         for s in range(n):
-            wanted = min(ahead[s] + t, m)
-            while done[s] < wanted:
-                i = done[s]
-                arrived, start = arrivals[s][i], free[s]
-                end = free[s] = (arrived if arrived > start else start) + costs[s].forward
-                done[s] = i + 1
+            for i in range(ahead[s]) if t == 0 else (ahead[s] + t - 1,) if ahead[s] + t <= m else ():
+                end, arrived = free[s], arrivals[s][i]
+                end = free[s] = (arrived if arrived > end else end) + forward[s]
                 if s < last:
-                    at = down_free[s]
-                    sent = down_free[s] = (at if at > end else end) + down[s]
-                    arrivals[s + 1].append(sent)
+                    start = down_free[s]
+                    end = down_free[s] = (start if start > end else end) + down[s]
+                    arrivals[s + 1].append(end)
         gradient = 0.0
         for s in range(last, -1, -1):
-            start = free[s] + costs[s].again
-            end = free[s] = (gradient if gradient > start else start) + costs[s].backward
-            if end + (m - 1 - t) * work[s] >= deadlines[s]:
-                return inf
+            end = free[s] + again[s]
+            end = free[s] = (gradient if gradient > end else end) + backward[s]
+            done = ahead[s] + t if ahead[s] + t < m else m
+            if skipped + end + (m - done) * turn[s] + (done - t - 1) * (turn[s] - forward[s]) >= deadline[s]:
+                return []
             if s > 0:
-                at = up_free[s]
-                gradient = up_free[s] = (at if at > end else end) + up[s]
-    return max(end + cost.tail for end, cost in zip(free, costs, strict=True))
+                start = up_free[s]
+                gradient = up_free[s] = (start if start > end else end) + up[s]
+        t += 1
+        if ahead[0] + t < m:
+            waiting = [at for s in range(1, n) for at in arrivals[s][ahead[s] + t - 1 :]]
+            states.append([*free, *up_free[1:], *down_free[:-1], *waiting])
+            p, shift = _period(states, n)
+            periods = (m - ahead[0] - t) // p if p else 0
+            if periods:
+                m, skipped = m - periods * p, skipped + periods * shift
+                states.clear()
+    return [end + skipped for end in free]
+
+
+MOST_PERIOD = 4
+SAME = 4e-15  # of the time so far: what rounding makes of equal differences
+
+
+def _period(states: Sequence[Sequence[float]], n: int) -> tuple[int, float]:
+    """The least p for which all moments of the last round lie equally long after those p rounds before, and how long;
+    0 if there is none. Backwards, the first n, tell at once that most are not."""
+    now = states[-1]
+    slack = SAME * max(now[:n])
+    for p in range(1, min(MOST_PERIOD, len(states) - 1) + 1):
+        before = states[-1 - p]
+        shift = now[0] - before[0]
+        if abs(now[n - 1] - before[n - 1] - shift) > slack or len(before) != len(now):
+            continue
+        if all(abs(a - b - shift) <= slack for a, b in zip(now, before, strict=True)):
+            return p, shift
+    return 0, 0.0
 
 
 def _links(problem: Problem, stages: Sequence[HybridStage]) -> tuple[list[float], list[float]]:

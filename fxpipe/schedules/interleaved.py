@@ -39,8 +39,10 @@ def interleaved(stages: int, chunks: int, devices: int, warmup: Sequence[int] | 
     ahead = _ahead(early(devices), loops, devices, chunks) if warmup is None else tuple(warmup)
     if len(ahead) != devices:
         raise ValueError(f"warmup has {len(ahead)} numbers; {devices} devices need {devices}")
-    rows = (turns(*_tasks(stages, chunks, devices, d), ahead[d]) for d in range(devices))
-    return Schedule("interleaved", tuple(rows))
+    # As if the last loop were whole, and then without the stages that are not there: so devices agree on the order.
+    rows = (turns(*_tasks(loops * devices, chunks, devices, d), ahead[d]) for d in range(devices))
+    there = (tuple(action for action in row if action.stage < stages) for row in rows)
+    return Schedule("interleaved", tuple(there))
 
 
 def interleaved_late(stages: int, chunks: int, devices: int) -> Schedule:

@@ -10,6 +10,8 @@ How a step is seen, for stage s and micro-batch i:
 - the recomputation of (s, i) starts when the device is free: it does not wait for the gradient;
 - a value leaves when its stage has made it, and a gradient when B or I has; each pair of devices has a link in each
   direction that carries one value at a time, and a transfer keeps neither device busy;
+- the replicas of a stage move in lock-step and are one device here; after its last backward their gradients are added
+  up, in one `Reduction` or, part by part as they become whole, in several, which take turns and do not keep the device;
 - a stage keeps its activations from the start of its forward, or of its recomputation, to the end of its backward
   (of its W if that is split); while it waits for recomputation it keeps only what it took.
 """
@@ -59,6 +61,17 @@ class Hop:
     label: str = ""
 
 
+@dataclass(frozen=True)
+class Reduction:
+    """Replicas of `stage` add up gradients for `seconds`, which are whole `early` seconds before the stage's last
+    backward ends. `label` names them."""
+
+    stage: int
+    seconds: float
+    early: float = 0.0
+    label: str = ""
+
+
 @dataclass
 class _Clock:
     """The state of the walk."""
@@ -86,8 +99,10 @@ def simulate(
     costs: Sequence[StageCost],
     hops: Sequence[Hop] = (),
     devices: Sequence[str] = (),
+    reductions: Sequence[Reduction] = (),
 ) -> Timeline:
-    """The timeline of `schedule` with a cost for each stage. `devices` are names, one per row.
+    """The timeline of `schedule` with a cost for each stage. `devices` are names, one per row; `reductions` are done in
+    their order.
 
     >>> from fxpipe.ir.schedule import parse
     >>> schedule = parse("F0 F1 . B1 B0 \\n . F0 F1 B1 B0", name="gpipe")
@@ -116,6 +131,7 @@ def simulate(
         clock.ended[action] = span.end
         for hop, target, seconds in sends.get((action.kind, action.stage), ()):
             _transfer(clock, schedule, action, hop, home, target, seconds)
+    _reduce(clock, schedule, home, reductions)
     fixed = {name: sum(costs[s].fixed for s, d in enumerate(home) if d == name) for name in names}
     memory = tuple(_steps(clock.held[name], fixed[name]) for name in names)
     links = tuple(name for name in clock.free if name not in names)
@@ -165,6 +181,16 @@ def _transfer(
     if kind != "F":
         taker = taker._replace(kind="I" if Action("I", target, i) in schedule.place else "B")
     clock.arrived[taker] = max(clock.arrived.get(taker, 0.0), span.end)
+
+
+def _reduce(clock: _Clock, schedule: Schedule, home: Sequence[str], reductions: Sequence[Reduction]) -> None:
+    """Add up the gradients of each stage, whose last backward is known by now."""
+    last = {action.stage: action for row in schedule.devices for action in row if action.kind in "BW"}
+    for one in reductions:
+        if one.stage in last and one.seconds:
+            action = last[one.stage]
+            ready = clock.ended[action] - one.early
+            clock.occupy(f"all-reduce of {home[one.stage]}", ready, one.seconds, action._replace(kind="A"), one.label)
 
 
 def _steps(changes: Sequence[tuple[float, int]], fixed: int) -> Steps:

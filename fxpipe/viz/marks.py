@@ -21,6 +21,7 @@ SHADES = {
     "W": ("#a8e0cb", "#0b7a5c"),
     "R": ("#d3d9e0", "#6c7887"),
     "T": ("#c3cad3", "#7d8896"),
+    "A": ("#cdc5ea", "#6750a4"),
 }
 
 # Per theme: page, cards, ink, quieter ink, lines, the tint behind rows, accents for arcs and for what is shared.

@@ -216,6 +216,26 @@ def test_where_a_loss_finds_its_modules():
         assert path in {state.path for state in steps.graphs[-1].states if state.kind == "parameter"}
 
 
+def test_what_a_loss_notes_is_noted_once():
+    class Trainer:
+        def __init__(self):
+            self.calls, self.last = 0, None
+
+        def __call__(self, output, target):
+            loss = F.cross_entropy(output, target)
+            self.calls += 1
+            self.last = loss.detach()
+            return loss
+
+    steps, trainer = Steps(Net()), Trainer()
+    steps(X, target=Y, loss_fn=Trainer())
+    for k in range(4):
+        torch.manual_seed(0)
+        loss, _ = steps.stepper.step((X,), {}, Y, trainer if k % 2 else trainer.__call__, False, steps.run)
+        assert trainer.calls == k + 1
+        torch.testing.assert_close(trainer.last, loss.detach())
+
+
 class WithLoss(Net):
     def __init__(self):
         super().__init__()

@@ -147,6 +147,22 @@ def normal(o, t):
     return -torch.distributions.Normal(o, 1.0, validate_args=False).log_prob(t).mean()
 
 
+def into_a_mean(o, t):
+    total = o.square().mean()
+    total += (o - t).abs().sum()
+    total -= t.mean()
+    return total
+
+
+class Penalised(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.centre = nn.Parameter(torch.ones(5, 1, dtype=torch.float64))
+
+    def forward(self, o, t):
+        return (o - t - self.centre).abs().sum() + self.centre.square().sum()
+
+
 Y, SOFT, SIGNS, Z = labels(), data(ROWS, 5, 3).softmax(1), torch.tensor([1, -1, 1, 1, -1, 1, -1]), data(ROWS, 5, 3)
 LOSSES = {
     # name: (target, loss, how it is put together)
@@ -210,6 +226,15 @@ LOSSES = {
     "dot": (Z, lambda o, t: torch.dot(o.reshape(-1), t.reshape(-1)), "sum"),
     "target's own scale": (Z, coefficient, "sum"),
     "scaled by the target's mean": (Z, lambda o, t: ((o - t).abs() / t.abs().mean()).mean(), "mean"),
+    "sum and mean": (Z, lambda o, t: (o - t).abs().sum() + 0.1 * o.square().mean(), "sum"),
+    "sum minus mean": (Z, lambda o, t: o.square().mean() - (o - t).abs().sum() - 0.5, "sum"),
+    "sum and penalty": (Z, Penalised(), "sum"),
+    "labels and mean": (Y, lambda o, t: F.cross_entropy(o, t) + F.l1_loss(o, -o) + F.nll_loss(o, t), "sum"),
+    "labels, mean and number": (Y, lambda o, t: 1.0 + sum([F.cross_entropy(o, t), o.mean(), 0.5]), "sum"),
+    "stack of sum and mean": (Z, lambda o, t: torch.stack([(o - t).abs().sum(), o.mean()]).mean(), "sum"),
+    "stack by name": (Z, lambda o, t: torch.stack(tensors=[(o - t).abs().sum(), o.sum()]).sum(), "sum"),
+    "linear of a mean": (Z, lambda o, t: F.linear(o.mean((0, 2)), WEIGHT, bias=torch.ones_like(WEIGHT[0])), "mean"),
+    "into a mean": (Z, into_a_mean, "sum"),
     "output alone": (NO_TARGET, lambda o: o.square().mean(), "mean"),
     "several": (
         {"a": Z, "b": [Y, 0.5, None]},
@@ -262,8 +287,10 @@ REFUSED = {
     "root": (lambda o, t: F.mse_loss(o, t).sqrt(), "no sum or mean over its samples"),
     "square": (lambda o, t: o.mean() * o.mean(), "it multiplies two values over the batch"),
     "quotient": (lambda o, t: (o * t).sum() / o.abs().sum(), "it divides by a value over the batch"),
-    "sum and penalty": (lambda o, t: (o - t).abs().sum() + WEIGHT.sum(), "adds a sum over the samples to what is none"),
-    "sum and mean": (lambda o, t: (o - t).abs().sum() + o.mean(), "adds a sum over the samples to what is none"),
+    "added to itself times its size": (
+        lambda o, t: (o - t).abs().sum() * len(o) + o.mean(),
+        "adds a sum over the samples to what is none",
+    ),
     "most": (lambda o, t: (o - t).abs().max(), "no sum or mean"),
     "norm": (lambda o, t: (o - t).norm(), "no sum or mean"),
     "truncated": (lambda o, t: o.sum().long() * 1.0 + o.sum(), "no sum or mean"),
@@ -271,6 +298,8 @@ REFUSED = {
     "broadcast": (lambda o, t: F.mse_loss(o[..., 0].mean(1, keepdim=True), t[:, 0, 0]), "broadcast"),
     "classes along the batch": (lambda o, t: F.cross_entropy(o[..., 0].t(), t[0, :, 0].long()), "along the batch"),
     "product of sums": (lambda o, t: torch.einsum("bi,cj->", o[..., 0], t[..., 0]), "no sum or mean"),
+    "linear of a sum": (lambda o, t: F.linear(o.sum((0, 2)), WEIGHT, bias=WEIGHT[0]), "no sum or mean"),
+    "a part": (lambda o, t: (o - t)[0].sum() + (o - t).sum(), "no sum or mean"),
     "squared size": (lambda o, t: (o - t).abs().sum() * len(o), "no sum or mean"),
     "centred": (lambda o, t: (o - o.mean(0)).square().mean(), "pools the batch"),
     "contrast": (lambda o, t: F.cross_entropy(o[..., 0] @ t[..., 0].t(), torch.arange(len(o))), "meets every other"),

@@ -37,6 +37,14 @@ def test_what_the_front_page_shows(unet: fxpipe.Pipe, golden: Callable[[str, str
     golden("demo/timeline.svg", unet.picture())
 
 
+def test_the_schedule_that_the_front_page_shows(golden: Callable[[str, str], None]) -> None:
+    pipe = fxpipe.compile(UNet(), devices=4, chunks=8, schedule="1f1b")
+    pipe.step(IMAGES, target=IMAGES, loss_fn=torch.nn.functional.mse_loss)
+    golden("demo/schedule.txt", f"{pipe.schedule}\n")
+    golden("demo/steps.py", pipe.files["scheduler.py"])
+    pipe.close()
+
+
 @pytest.mark.parametrize(("model", "inputs"), [(UNet(), IMAGES), (PixelTransformer(), PIXELS)])
 def test_gradients_are_the_models_own(model: nn.Module, inputs: torch.Tensor) -> None:
     model = model.double()

@@ -3,7 +3,7 @@
 import pytest
 
 from fxpipe.ir import cluster as clusters
-from fxpipe.ir.cluster import Cluster, Device, Link, check, dump, link, load
+from fxpipe.ir.cluster import Cluster, Device, Link, Switch, check, dump, link, load
 
 GPU = Device("cuda:0", memory=16 * 10**9, flops=15e12, bandwidth=900e9, server="a")
 
@@ -63,3 +63,31 @@ def test_local_devices_are_joined_by_assumption():
     cluster = Cluster.of(["cuda:0", "cpu:0"])
     assert cluster.device("cpu:0").flops == clusters.ASSUMED_CPU_WORKER.flops
     assert link(cluster, "cuda:0", "cpu:0") == clusters.ASSUMED_LINK
+
+
+def test_switches_join_what_no_link_does():
+    switches = (Switch("a", ("cuda:0", "cuda:1"), 50e9, 1e-6), Switch("network", ("a", "b"), 1e9, 5e-5, into=5e8))
+    cluster = Cluster(two_servers().devices, (), switches)
+    check(cluster)
+    assert link(cluster, "cuda:1", "cuda:0") == Link(("cuda:1", "cuda:0"), 50e9, 1e-6)
+    assert link(cluster, "cuda:1", "cuda:2").bandwidth == 5e8
+    assert load(dump(cluster)) == cluster
+    assert str(cluster).splitlines()[-1].split() == ["network", "a,", "b", "1", "GB/s", "50", "us"]
+
+
+@pytest.mark.parametrize(
+    ("switches", "message"),
+    [
+        ((Switch("a", ("cuda:0", "cuda:9"), 1, 0),), "joins 'cuda:9', which is not"),
+        ((Switch("a", ("cuda:0",), 1, 0), Switch("b", ("cuda:0",), 1, 0)), "behind two switches"),
+        ((Switch("x", ("y",), 1, 0), Switch("y", ("x",), 1, 0)), "behind itself"),
+        ((Switch("a", ("cuda:0",), 0, 0),), "not positive"),
+        ((Switch("cuda:0", ("cuda:1",), 1, 0),), "a device and a switch"),
+        ((Switch("a", (), 1, 0),), "joins nothing"),
+        ((Switch("a", ("cuda:0",), 1, 0), Switch("a", ("cuda:1",), 1, 0)), "the same name"),
+        ((Switch("a", ("cuda:0", "cuda:1"), 1, 0),), "no link joins cuda:0 and cuda:2"),
+    ],
+)
+def test_bad_switches(switches, message):
+    with pytest.raises(ValueError, match=message):
+        check(Cluster(two_servers().devices, (), switches))

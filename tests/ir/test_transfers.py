@@ -1,4 +1,4 @@
-"""Sends and receives of a schedule: two devices by hand, random programs under every schedule, and every fault."""
+"""Sends and receives of a schedule: two devices by hand, and random programs under every schedule."""
 
 from __future__ import annotations
 
@@ -10,42 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpipe.ir.graph import Graph
-from fxpipe.ir.program import Loan, Move, Program, Stage
+from fxpipe.ir.device_programs import DevicePrograms, Message, Step, check, show
+from fxpipe.ir.program import Loan, Move, Program
 from fxpipe.ir.schedule import Action, Schedule, parse
-from fxpipe.ir.transfers import DevicePrograms, Message, Step, add_transfers, check, show
-from fxpipe.ir.types import TensorType, ValueType
+from fxpipe.ir.transfers import add_transfers
 from fxpipe.passes import lower
 from fxpipe.schedules.make import SCHEDULES, make, placement
+from tests.ir.pipes import EARLY, TENSOR, TWO, program
 from tests.random_models import example_of
-
-GRAPH = Graph("model", True, (), (), (), (), (), ((), {}), None)
-TENSOR = TensorType("f32", ("b", 4), "cpu", grad=True)
-MASK = TensorType("bool", ("b", 4), "cpu")
-
-EARLY = parse("F0 F1 B0 B1 \n F0 B0 F1 B1", name="1f1b")
-
-
-def program(
-    devices: Sequence[str],
-    moves: Sequence[Move],
-    loans: Sequence[Loan] = (),
-    masks: Sequence[str] = (),
-    checkpoint: str = "never",
-) -> Program:
-    stages = tuple(Stage(s, device, (), (), (), (), checkpoint=checkpoint) for s, device in enumerate(devices))
-    names = [move.value for move in moves] + [loan.state for loan in loans]
-    types: dict[str, ValueType] = {name: MASK if name in masks else TENSOR for name in names}
-    return Program(GRAPH, stages, tuple(moves), tuple(loans), types)
-
-
-TWO = program(
-    devices=("cuda:0", "cuda:1"),
-    moves=[Move("image", -1, 0), Move("target", -1, 1), Move("x", 0, 1), Move("mask", 0, 1), Move("y", 1, 2)],
-    loans=[Loan("w", 0, 1)],
-    masks=["mask"],
-    checkpoint="except_last",
-)
 
 LISTING = """
     1f1b on 2 devices
@@ -206,82 +178,6 @@ def _everything_arrives(programs: DevicePrograms, schedule: Schedule, program: P
             and program.stages[s].checkpoint in ("always", "except_last")
             and not (program.stages[s].checkpoint == "except_last" and i + 1 == schedule.chunks)
         ]
-
-
-# Faults ---------------------------------------------------------------------------------------------------------
-
-
-def changed(device: int, change: object) -> DevicePrograms:
-    """The programs of `TWO` with the row of one device changed."""
-    programs = add_transfers(EARLY, TWO)
-    rows = list(programs.rows)
-    rows[device] = tuple(change(list(rows[device])))  # type: ignore[operator]
-    return replace(programs, rows=tuple(rows))
-
-
-def without(text: str) -> object:
-    return lambda row: [step for step in row if str(step) != text]
-
-
-def moved(text: str, to: int) -> object:
-    def change(row: list[Step]) -> list[Step]:
-        step = next(step for step in row if str(step) == text)
-        row.remove(step)
-        row.insert(to, step)
-        return row
-
-    return change
-
-
-@pytest.mark.parametrize(
-    ("device", "change", "message"),
-    [
-        (1, without("receive  x[1]  0 -> 1"), r"cuda:0: nobody receives x\[1\]  0 -> 1"),
-        (0, without("send     mask[0]  0 -> 1"), r"cuda:1: nobody sends mask\[0\]  0 -> 1"),
-        (0, lambda row: [*row, row[0]], "cuda:0: nobody receives w  0 -> 1"),
-        (
-            1,
-            moved("receive  mask[0]  0 -> 1", 1),
-            r"cuda:1: receives mask\[0\]  0 -> 1, but cuda:0 sends x\[0\]  0 -> 1 f",
-        ),
-        (
-            0,
-            moved("receive  gradient of x[0]  1 -> 0", 9),
-            r"receives gradient of x\[0\]  1 -> 0 after 0B0, which takes",
-        ),
-        (
-            1,
-            lambda row: [Step("send", Message("z", 0, 1, 0)), *row],
-            r"stage 0, which sends z\[0\]  0 -> 1, is not here",
-        ),
-        (1, lambda row: [Step("send", Message("z", 1, 7, 0)), *row], "for stage 7, which no device runs"),
-        (0, moved("send     x[0]  0 -> 1", 12), "first"),
-    ],
-)
-def test_faults(device: int, change: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check(changed(device, change))
-
-
-def test_deadlock_is_shown_in_the_list() -> None:
-    """Each of two devices sends before it has reached its receive: a channel with room for none would block both."""
-    one, two = Message("x", 0, 1, 1), Message("x", 1, 0, 0, gradient=True)
-    rows = (
-        (Step("run", Action("F", 0, 1)), Step("send", one), Step("receive", two), Step("run", Action("B", 0, 0))),
-        (Step("run", Action("B", 1, 0)), Step("send", two), Step("receive", one), Step("run", Action("F", 1, 1))),
-    )
-    with pytest.raises(ValueError, match="cannot run") as error:
-        check(DevicePrograms("crossed", ("a", "b"), rows))
-    assert (
-        str(error.value).split("\n", 1)[1]
-        == dedent("""
-        a
-          run      0F1
-          send     x[1]  0 -> 1  <-- waits for ever for x[1]  0 -> 1
-          receive  gradient of x[0]  1 -> 0
-          run      0B0
-    """).strip()
-    )
 
 
 def test_another_programs_schedule_is_refused() -> None:

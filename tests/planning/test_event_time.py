@@ -186,6 +186,16 @@ def test_recompute_runs_before_the_gradient_arrives():
     assert problem.stage(1, 2, (1,), True).held(3) == 3 * 1 + 10
 
 
+def test_how_many_micro_batches_memory_lets_wait():
+    chain = Chain("m", 1, (Layer("a", 1, 2, 5, 10), Layer("b", 1, 2, 5, 10)))
+    problem = Problem(chain, servers(1, 2, 1, 1, 0, memory=75), 8, copies=2)
+    cost = problem.stage(0, 2, (0,))
+    assert cost.most == 2
+    assert cost.held(2) <= cost.room < cost.held(3)
+    assert problem.stage(0, 2, (0, 1)).most == 5
+    assert problem.stage(0, 2, (0,), True).most == inf  # the first stage keeps nothing of its own
+
+
 def test_a_plan_may_have_its_own_micro_batches():
     chain = random_chain(random.Random(0), 4)
     problem = Problem(chain, servers(1, 2, 1e9, 1e9, 0), 4)
@@ -193,3 +203,15 @@ def test_a_plan_may_have_its_own_micro_batches():
     assert plan_time(problem, HybridPlan("m", stages, 8, "late", "overlap")) == event_time(
         replace(problem, micro_batches=8, warmup="late", all_reduce="overlap"), stages
     )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_limit_is_met_or_exceeded(seed):
+    rng = random.Random(seed)
+    chain = random_chain(rng, 8)
+    problem = Problem(chain, servers(2, 3, 1e10, rng.uniform(2e8, 5e9), 0), rng.choice([2, 16, 128]), "late")
+    stages = random_stages(rng, 8, 6)
+    seconds = event_time(problem, stages)
+    assert event_time(problem, stages, limit=seconds * 1.001) == seconds
+    assert event_time(problem, stages, limit=seconds * 0.999) == inf
+    assert event_time(problem, stages, limit=seconds / 3) == inf

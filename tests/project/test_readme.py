@@ -9,7 +9,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-SHOWN = {"explain": ("```\n", "demo/explain.txt"), "stage": ("```python\n", "demo/unet/stage2.py")}
+SHOWN = {
+    "explain": ("```\n", "demo/explain.txt"),
+    "stage": ("```python\n", "demo/unet/stage2.py"),
+    "schedule": ("```\n", "demo/schedule.txt"),
+}
 
 
 def shown(name: str) -> str:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpipe.ir.schedule import Schedule, check, dump_csv, only, parse, peak_live
+from fxpipe.ir.schedule import Schedule, bubble, check, dump_csv, only, parse, peak_live
 from fxpipe.schedules.interleaved import interleaved
 from fxpipe.schedules.make import SCHEDULES, make, placement
-from fxpipe.schedules.one_f_one_b import gpipe, one_f_one_b
+from fxpipe.schedules.one_f_one_b import early, gpipe, one_f_one_b
 
 NAMES = sorted(SCHEDULES)
 
@@ -30,7 +30,7 @@ def test_placement() -> None:
 
 
 @given(name=st.sampled_from(NAMES), n=st.integers(1, 8), chunks=st.integers(1, 24), fewer=st.integers(1, 24))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_every_name_runs_where_it_is_placed(name: str, n: int, chunks: int, fewer: int) -> None:
     stage_devices = placement(name, labels(n))
     schedule = make(name, stage_devices, chunks)
@@ -43,7 +43,7 @@ def test_every_name_runs_where_it_is_placed(name: str, n: int, chunks: int, fewe
 
 
 @given(data=st.data(), chunks=st.integers(1, 24))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_straight_schedules_run_on_any_devices(data: st.DataObject, chunks: int) -> None:
     name = data.draw(st.sampled_from([name for name in NAMES if SCHEDULES[name].shape in ("straight", "any")]))
     stage_devices = data.draw(st.lists(st.sampled_from("abcd"), min_size=1, max_size=9))
@@ -51,6 +51,19 @@ def test_straight_schedules_run_on_any_devices(data: st.DataObject, chunks: int)
     check(schedule)
     rows = [tuple(s for s, at in enumerate(stage_devices) if at == label) for label in dict.fromkeys(stage_devices)]
     assert list(schedule.stages) == rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", range(1, 17))
+def test_every_size(n: int) -> None:
+    for name in NAMES:
+        for chunks in range(1, 65):
+            schedule = make(name, placement(name, labels(n)), chunks)
+            check(schedule)
+            if name in ("gpipe", "1f1b"):
+                assert round(bubble(schedule), 4) == round((n - 1) / (chunks + n - 1), 4)
+            if name == "1f1b":
+                assert all(live <= k for live, k in zip(peak_live(schedule), early(n), strict=True))
 
 
 def test_names_are_the_schedules_own() -> None:

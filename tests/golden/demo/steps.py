@@ -1,0 +1,105 @@
+"""UNet, trained: 4 stages, 8 micro-batches, 1f1b, all but the last recomputed in backward.
+
+    clock   0   1   2   3   4   5   6   7   8   9  10  11  12  13  14  15  16  17  18  19  20  21
+    cpu:0  F0  F1  F2  F3              B0  F4  B1  F5  B2  F6  B3  F7  B4      B5      B6      B7
+    cpu:1      F0  F1  F2          B0  F3  B1  F4  B2  F5  B3  F6  B4  F7  B5      B6      B7
+    cpu:2          F0  F1      B0  F2  B1  F3  B2  F4  B3  F5  B4  F6  B5  F7  B6      B7
+    cpu:3              F0  B0  F1  B1  F2  B2  F3  B3  F4  B4  F5  B5  F6  B6  F7  B7
+
+F1 is the forward of micro-batch 1, B1 its backward. Each device runs its row in this order: an action starts
+when the one before it is done and what it takes has arrived, and waits for nothing else.
+
+Portals, past the stages between:
+
+    skip1  from stage 0 to stage 2
+    skip2  from stage 0 to stage 2
+"""
+
+from fxpipe.engines.step import Step, Stepper
+
+
+class Scheduler(Stepper):
+    devices = ("cpu:0", "cpu:1", "cpu:2", "cpu:3")
+    inputs = (("image", 0),)
+    outputs = (("loss", None, "mean"),)
+    feeds = (("image", 0), ("image", 3))
+    # of each stage, the places of what it takes and of what it gives that have a gradient
+    gradients = (((), (0, 1)), ((0,), (0,)), ((0, 1, 2), (0,)), ((1,), (0,)))
+    loss_reduce = "mean"
+    schedule = "1f1b"
+    rows = """
+    cpu:0  F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7
+    cpu:1  F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 B6 B7
+    cpu:2  F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6 B7
+    cpu:3  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7
+    """
+
+    # stage 0, cpu:0 -----------------------------------------------------------------------------------------
+
+    def forward_0(self, m: Step, i: int) -> None:
+        image = m.receive(0, i, "image")
+        # all micro-batches but the last are computed again in backward
+        forward = m.forward if i == m.last else m.forward_to_recompute
+        skip1, skip2 = forward(0, i, image)
+        m.send(0, i, 2, "skip1", skip1)
+        m.send(0, i, 1, "skip2", skip2)
+        m.send(0, i, 2, "skip2", skip2)
+
+    def backward_0(self, m: Step, i: int) -> None:
+        m.recompute(0, i)  # while the gradients are on their way
+        dskip1 = m.receive(0, i, "gradient of skip1 from stage 2")
+        dskip2_from_1, dskip2_from_2 = m.receive(
+            0, i, "gradient of skip2 from stage 1", "gradient of skip2 from stage 2"
+        )
+        dskip2 = m.add(dskip2_from_1, dskip2_from_2)
+        m.backward(0, i, dskip1, dskip2)
+
+    # stage 1, cpu:1 -----------------------------------------------------------------------------------------
+
+    def forward_1(self, m: Step, i: int) -> None:
+        # from stage 0
+        skip2 = m.receive(1, i, "skip2")
+        # all micro-batches but the last are computed again in backward
+        forward = m.forward if i == m.last else m.forward_to_recompute
+        conv2d_8 = forward(1, i, skip2)
+        m.send(1, i, 2, "conv2d_8", conv2d_8)
+
+    def backward_1(self, m: Step, i: int) -> None:
+        m.recompute(1, i)  # while the gradients are on their way
+        dconv2d_8 = m.receive(1, i, "gradient of conv2d_8 from stage 2")
+        dskip2 = m.backward(1, i, dconv2d_8)
+        m.send_gradient(1, i, 0, "gradient of skip2 from stage 1", dskip2)
+
+    # stage 2, cpu:2 -----------------------------------------------------------------------------------------
+
+    def forward_2(self, m: Step, i: int) -> None:
+        # from stage 0, stage 1
+        skip1, skip2, conv2d_8 = m.receive(2, i, "skip1", "skip2", "conv2d_8")
+        # all micro-batches but the last are computed again in backward
+        forward = m.forward if i == m.last else m.forward_to_recompute
+        cat_2 = forward(2, i, skip1, skip2, conv2d_8)
+        m.send(2, i, 3, "cat_2", cat_2)
+
+    def backward_2(self, m: Step, i: int) -> None:
+        m.recompute(2, i)  # while the gradients are on their way
+        dcat_2 = m.receive(2, i, "gradient of cat_2 from stage 3")
+        dskip1, dskip2, dconv2d_8 = m.backward(2, i, dcat_2)
+        m.send_gradient(2, i, 0, "gradient of skip1 from stage 2", dskip1)
+        m.send_gradient(2, i, 0, "gradient of skip2 from stage 2", dskip2)
+        m.send_gradient(2, i, 1, "gradient of conv2d_8 from stage 2", dconv2d_8)
+
+    # stage 3, cpu:3 -----------------------------------------------------------------------------------------
+
+    def forward_3(self, m: Step, i: int) -> None:
+        # from the batch, stage 2
+        image, cat_2 = m.receive(3, i, "image", "cat_2")
+        # all micro-batches but the last are computed again in backward
+        forward = m.forward if i == m.last else m.forward_to_recompute
+        loss = forward(3, i, image, cat_2)
+        m[i].loss = loss.detach()
+
+    def backward_3(self, m: Step, i: int) -> None:
+        m.recompute(3, i)  # while the gradients are on their way
+        dloss = m.root(3, i, 0)
+        dcat_2 = m.backward(3, i, dloss)
+        m.send_gradient(3, i, 2, "gradient of cat_2 from stage 3", dcat_2)
