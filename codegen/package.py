@@ -69,6 +69,7 @@ def _init(program: Program, plan: Plan, totals: Program | None) -> str:
         "STAGES": Brackets("(", names, ")", "literal"),
     }
     facts |= {} if totals is None else {"TOTALS": "(Totals,)  # what micro-batches must know of the whole batch"}
+    facts |= {} if program.graph.loss is None else {"OUTPUTS": f"{_returns_outputs(program)}  # beside the loss"}
     lines = [
         *_docstring(program, call),
         "",
@@ -91,7 +92,10 @@ def _docstring(program: Program, call: str) -> list[str]:
     n = len(program.stages)
     model = doc_prose(program.graph.model)
     mode = "training" if program.graph.training else "evaluation"
-    run = "result = pipe" if program.graph.loss is None else "loss, output = pipe.step"
+    run = "result = pipe"
+    if program.graph.loss is not None:
+        run = "loss, output = pipe.step" if _returns_outputs(program) else "loss = pipe.step"
+        call = call.removesuffix(")") + ", outputs=True)" if _returns_outputs(program) else call
     return [
         f'"""{model} as a pipeline of {n} stage{"" if n == 1 else "s"}, for {mode}.',
         "",
@@ -102,6 +106,11 @@ def _docstring(program: Program, call: str) -> list[str]:
         *_wrapped(f"    {run}{doc_prose(call)}"),
         '"""',
     ]
+
+
+def _returns_outputs(program: Program) -> bool:
+    """Whether a step returns what the model returns, beside the loss."""
+    return program.graph.result[1] is not None
 
 
 def _wrapped(call: str) -> list[str]:

@@ -102,7 +102,7 @@ def _attributes(program: Program, places: Places, schedule: Schedule) -> list[st
         lines += [f"{INDENT}loss_reduce = {string(loss.reduce)}"]
     labels = tuple(dict.fromkeys(program.devices))
     width = max(map(len, labels)) + 2
-    lines += [f'{INDENT}rows = """']
+    lines += [f"{INDENT}schedule = {string(schedule.name)}", f'{INDENT}rows = """']
     bare = plain(schedule)
     for label, actions in zip(labels, schedule.devices, strict=True):
         text = " ".join(action.short if bare else str(action) for action in actions)

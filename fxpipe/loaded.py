@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Mapping
+from inspect import signature
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from .capture import NO_TARGET
+from .capture.loss import modules_in
 from .codegen.load import bind, load_package, unload
 from .engines.local import Pipeline
+from .engines.timed import take_step
 from .errors import InputError
 from .runtime import Stage
-from .shell import Shell
+from .shell import Shell, check_grad
 
 
 class Loaded(Shell):
@@ -22,24 +29,80 @@ class Loaded(Shell):
         super().__init__(model)
         package = load_package(folder)
         forget = weakref.finalize(self, unload, package)
+        root = loss_root(package, model)
+        self.__dict__.update(package=package, scheduler=None, timeline=None, _root=root, _others={}, _forget=forget)
         try:
-            scheduler = bind(package, model)
+            if root is None:
+                self._bind({})
         except BaseException:
             forget()
             raise
-        self.__dict__.update(package=package, scheduler=scheduler, _forget=forget)
         self.train(package.TRAINING)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs for the whole batch. Raises InputError for another kind of call than it was saved for."""
+        if self._outputs is not None:
+            raise InputError("this package was saved after a step: call .step(...), or save one after calling the pipe")
+        with self._lock:
+            inputs = self._inputs(args, kwargs)
+            return self.package.result(*self.scheduler.run(inputs, self.package.CHUNKS))
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = NO_TARGET,
+        loss_fn: Callable[..., Any] | None = None,
+        outputs: bool = False,
+        scaler: torch.amp.GradScaler | None = None,
+        timeline: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Forward and backward of a whole batch, as `pipe.step(...)` does it, for the kind of step that it was saved
+        for. The loss is in the files: of `loss_fn` only the tensors are used, if it has any, and else it may be left
+        out."""
+        if self._outputs is None:
+            raise InputError("this package was saved after a call: call it, or save one after pipe.step(...)")
+        if outputs and not self._outputs:
+            raise InputError("this package was saved after a step that returned the loss alone, without outputs=True")
+        check_grad()
+        with self._lock:
+            self._bind_loss(loss_fn)
+            name = "loss_target" if "loss_target" in signature(self.package.inputs).parameters else "target"
+            inputs = self._inputs(args, kwargs if target is NO_TARGET else kwargs | {name: target})
+            found, self.__dict__["timeline"] = take_step(self.scheduler, inputs, self.package.CHUNKS, scaler, timeline)
+            loss, output = self.package.result(*found)
+        return (loss, output) if outputs else loss
+
+    def _inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self.training != self.package.TRAINING:
             kind = "training" if self.package.TRAINING else "evaluation"
             raise InputError(f"this package was saved for {kind}; save another one after pipe.train() or pipe.eval()")
         try:
-            inputs = self.package.inputs(*args, **kwargs)
+            return self.package.inputs(*args, **kwargs)
         except (TypeError, ValueError) as error:
             raise InputError(f"this package was saved for another kind of call: {error}") from None
-        return self.package.result(*self.scheduler.run(inputs, self.package.CHUNKS))
+
+    @property
+    def _outputs(self) -> bool | None:
+        """Whether a step returns the model's outputs; None if the package is not one of steps."""
+        found: bool | None = getattr(self.package, "OUTPUTS", None)
+        return found
+
+    def _bind(self, others: Mapping[str, Tensor]) -> None:
+        made = bind(self.package, self.model, others=others)
+        if self.scheduler is not None:
+            self.scheduler.close()
+        self.__dict__.update(scheduler=made, _others=others)
+
+    def _bind_loss(self, loss_fn: Callable[..., Any] | None) -> None:
+        """Give the stages the tensors that the loss function has now."""
+        if self._root is None or (loss_fn is None and self.scheduler is not None):
+            return
+        others: dict[str, Tensor] = {}
+        for path, module in modules_in(loss_fn, self._root).items():
+            others |= {f"{path}.{name}": tensor for name, tensor in tensors_of(module).items()}
+        if self.scheduler is None or any(others.get(key) is not x for key, x in self._others.items()):
+            self._bind(others)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -49,5 +112,20 @@ class Loaded(Shell):
 
     def close(self) -> None:
         """End the worker threads. A pipe that is garbage collected closes itself."""
-        self.scheduler.close()
+        if self.scheduler is not None:
+            self.scheduler.close()
         self._forget()
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a module, by path."""
+    parameters, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    return dict(parameters) | dict(buffers)
+
+
+def loss_root(package: ModuleType, model: nn.Module) -> str | None:
+    """What the keys of the loss function's own tensors begin with; None if the package has none."""
+    if not hasattr(package, "OUTPUTS"):
+        return None
+    others = (key for key, *_ in package.TENSORS if key.startswith("loss_fn") and key not in tensors_of(model))
+    return next((key.partition(".")[0] for key in others), None)

@@ -28,8 +28,7 @@ from .clock import timed
 from .codegen.load import bind, load_package, unload, worker_device
 from .codegen.package import constants, save, write
 from .engines.local import Pipeline
-from .engines.step import Step
-from .engines.timed import TimedStep
+from .engines.timed import take_step
 from .errors import FxpipeError, PackageError
 from .ir.cluster import Cluster
 from .ir.device_programs import DevicePrograms
@@ -46,7 +45,7 @@ from .profiling import estimate, measure
 from .report import dump, explain
 from .runtime import Stage
 from .runtime.microbatch import scatter, split_sizes
-from .shell import Shell
+from .shell import Shell, check_grad
 from .street import Build, Home, build
 from .viz import svg
 
@@ -118,19 +117,13 @@ class Pipe(Shell):
         A step is all or nothing: if anything fails, no gradient is added, and the error says where. Raises InputError,
         CaptureError, and whatever the model or the loss raises, with a note of stage, micro-batch and line.
         """
-        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-            raise FxpipeError("step() computes gradients, which are switched off here; call the pipe to run forward")
-        scale = None
-        if scaler is not None:
-            scale = scaler.scale(torch.ones((), device=worker_device(self.options.devices[-1])))
+        check_grad()
 
         def run(graph: Graph, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            made = self._built(graph, inputs)
-            scheduler: Any = self._live(made).scheduler
-            found: tuple[Any, ...]
-            found, done = scheduler.step(inputs, self.options.chunks, scale, TimedStep if timeline else Step)
+            scheduler: Any = self._live(self._built(graph, inputs)).scheduler
+            found, timed_step = take_step(scheduler, inputs, self.options.chunks, scaler, timeline)
             if timeline:
-                self.__dict__["timeline"] = done.timeline(made.schedule.name)
+                self.__dict__["timeline"] = timed_step
             return found
 
         with self._lock:

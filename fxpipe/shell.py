@@ -12,7 +12,10 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
+import torch
 from torch import nn
+
+from .errors import FxpipeError
 
 SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
@@ -66,3 +69,9 @@ class Shell(nn.Module):
         """Into the model itself."""
         with self._lock:
             return self.model.load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+def check_grad() -> None:
+    """Raise FxpipeError where no step can be."""
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        raise FxpipeError("step() computes gradients, which are switched off here; call the pipe to run forward")

@@ -161,6 +161,8 @@ def test_every_configuration_is_the_model(name: str) -> None:
     for schedule, devices, checkpoint in ALL:
         twin = build(case)
         labels = stage_devices(device_labels(devices), schedule, None)
+        if len(labels) > len(graph.ops):
+            continue  # a stage has at least one
         options = Options(labels, chunks, schedule=schedule, checkpoint=checkpoint)
         with steps_of(graph, twin, options, inputs(case, BATCHES[0])) as step:
             for batch in BATCHES:

@@ -319,12 +319,13 @@ class Kept:
 class Stepper(Engine):
     """The base of schedulers that run forward and backward.
 
-    `rows`: the schedule as text, for each worker its label and then its actions; `feeds`: the inputs and the stages
-    that take them; `gradients`: for each stage, the places of its arguments and of its results that have one;
+    `schedule`: its name; `rows`: all of it, for each worker its label and then its actions; `feeds`: the inputs and the
+    stages that take them; `gradients`: for each stage, the places of its arguments and of its results that have one;
     `offloaded`: the stages whose activations wait in host memory; `loss_reduce`: how the losses of micro-batches become
     that of the batch, as in `outputs`.
     """
 
+    schedule: str = ""
     rows: str = ""
     feeds: tuple[tuple[str, int], ...] = ()
     gradients: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()

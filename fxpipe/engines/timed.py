@@ -6,7 +6,7 @@ read when all is done; they count from an event that every GPU gets at the momen
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
@@ -25,6 +25,17 @@ from .step import Step, Stepper
 Moment = float | torch.cuda.Event
 # where (a device, or a link between two), whose clock, kind, stage, micro-batch, start, end, label
 Note = tuple[str, torch.device, str, int, int, Moment, Moment, str]
+
+
+def take_step(
+    scheduler: Stepper, batch: Sequence[Any], chunks: int, scaler: torch.amp.GradScaler | None, timeline: bool
+) -> tuple[tuple[Any, ...], Timeline | None]:
+    """The outputs of a step, gradients multiplied by the scaler's scale, and when what ran, if that is asked for."""
+    scale = None if scaler is None else scaler.scale(torch.ones((), device=scheduler.stages[-1].device))
+    if not timeline:
+        return scheduler.step(batch, chunks, scale, Step)[0], None
+    outputs, done = scheduler.step(batch, chunks, scale, TimedStep)
+    return outputs, done.timeline(scheduler.schedule)
 
 
 class TimedStep(Step):

@@ -26,6 +26,7 @@ class Scheduler(Stepper):
     # of each stage, the places of what it takes and of what it gives that have a gradient
     gradients = (((), (0, 1)), ((0,), (0,)), ((0, 1, 2), (0,)), ((1,), (0,)))
     loss_reduce = "mean"
+    schedule = "1f1b"
     rows = """
     cpu:0  F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7
     cpu:1  F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 B6 B7
