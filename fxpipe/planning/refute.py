@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
-from math import inf
 from time import perf_counter
 from typing import NamedTuple
 
@@ -31,7 +30,6 @@ from .shapes import Shape, Shapes, before
 
 Three = tuple[float, float, float]
 Key = tuple[int, Counts, Counts, int]
-Row = tuple[int, "object"]
 
 
 class OutOfTime(Exception):
@@ -149,7 +147,3 @@ def _choices(search: Refutation, left: Counts) -> list[tuple[Counts, Counts]]:
         ]
     return found
 
-
-def least_bound(low: float, total: float, limit: float) -> float:
-    """A bound from tables that were made for `limit`."""
-    return max(low, min(total, limit) if total < inf else limit)

@@ -1,0 +1,402 @@
+"""The plan with the least event time, and how sure that is.
+
+What is searched: every cut of the chain into stages, every number of replicas for each, every placement on the cluster,
+and, where they are not given, the number of micro-batches, the warm-up, and which stages recompute to fit in memory.
+
+    1. seeds     data parallel, plain pipelines, the plans given, and those that the bounds come with
+    2. improve   the best of them, by small changes (improve.py)
+    3. refute    "nothing takes less than t" for a t between the bound and the best plan (bounds.py, refute.py): either
+                 that is so, and t is the new bound, or a faster plan turns up. Once t is the best plan's own time, that
+                 plan is proven to be optimal. A t that takes too long is lowered half-way to the bound.
+
+Where devices are too many to count, 3 is left out, and the bound is that of dual.py. The bound is a bound whenever the
+search ends. Layers' costs are taken to grow with the samples in a micro-batch: see `fxpipe.ir.chain.scaled`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, pairwise
+from math import inf, prod
+from time import perf_counter
+
+from fxpipe.errors import PlanError
+from fxpipe.ir import chain as chains
+from fxpipe.ir import cluster as clusters
+from fxpipe.ir import hybrid
+from fxpipe.ir.chain import Chain
+from fxpipe.ir.cluster import Cluster
+from fxpipe.ir.hybrid import HybridPlan, HybridStage
+from fxpipe.ir.units import show_bytes, show_seconds
+
+from . import bounds, dual
+from .alike import runs
+from .event_time import Problem
+from .improve import Search, improve
+from .refute import Refutation, refute
+from .relaxed import Relaxed, rates
+from .shapes import Shape, Shapes
+
+EXACT = 1e-9  # a plan this little above the bound, relatively, is as good as optimal: sums have rounding errors
+TABLE = 5_000_000  # additions to fill the tables with, at most
+PLACES = 1000  # ways to choose devices by their counts, at most
+MOST_MICRO_BATCHES = 256  # where the search is free to choose: more cost time to simulate, and gain next to nothing
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """No plan takes less than `bound` seconds. How many plans were simulated, how many branches of the search were
+    taken, and the seconds it all took."""
+
+    bound: float
+    gap: float
+    simulated: int
+    branches: int
+    seconds: float
+
+    @property
+    def proven(self) -> bool:
+        """Whether the plan is optimal."""
+        return self.gap <= EXACT
+
+    def __str__(self) -> str:
+        known = "proven optimal" if self.proven else f"at most {self.gap:.2%} above the optimum"
+        return (
+            f"{known}: no plan takes less than {show_seconds(self.bound)} "
+            f"({self.simulated} plans simulated, {self.branches} branches, {show_seconds(self.seconds)})"
+        )
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """A plan, the seconds of its step, what it was for, and how good it is."""
+
+    plan: HybridPlan
+    time: float
+    problem: Problem
+    certificate: Certificate
+
+    def __str__(self) -> str:
+        return f"{self.plan}\n\n{show_seconds(self.time)} per step, {self.certificate}"
+
+
+def optimal(
+    chain: Chain,
+    cluster: Cluster,
+    batch: float,
+    *,
+    micro_batches: int | Sequence[int] | None = None,
+    warmup: str | None = None,
+    recompute: bool | None = None,
+    all_reduce: str = "end",
+    copies: float = 2,
+    capped: bool = True,
+    seconds: float = 30,
+    seeds: Sequence[HybridPlan] = (),
+) -> Optimum:
+    """The fastest plan for a step of `batch` samples that fits in memory, found within about so many `seconds`.
+
+    `micro_batches` is a number or some to choose from; if not given, all that divide `batch`, up to 256. `recompute` is
+    whether all stages do, none (False), or those that have to (None). `all_reduce`, `copies` and `capped` are those of
+    a `Problem`. The answer is at least as fast as each of the `seeds` that is for the same choice and fits.
+
+    Raises PlanError if the chain, the cluster or a choice is none, or if no plan fits in memory.
+    """
+    started = perf_counter()
+    _check(chain, cluster, batch, micro_batches, warmup, all_reduce, seconds)
+    task = _Task(chain, cluster, batch, recompute, all_reduce, copies, capped, started + seconds)
+    counts = _counts(batch, micro_batches)
+    warmups = hybrid.WARMUPS if warmup is None else (warmup,)
+    cases = [_case(task, m, how) for m in counts for how in warmups]
+    hunt = _Hunt(cases, task.until)
+    _seed(hunt, seeds)
+    _close_in(hunt)
+    _polish(hunt)
+    _prove(hunt)
+    if hunt.case is None:
+        raise PlanError(_too_large(chain, cluster, copies))
+    case, bound = hunt.case, min(hunt.time, min(case.bound for case in cases))
+    problem = case.problem
+    stages = case.shapes.stages(hunt.shape)
+    plan = HybridPlan(chain.model, stages, problem.micro_batches, problem.warmup, all_reduce)
+    certificate = Certificate(
+        bound,
+        1 - bound / hunt.time if hunt.time else 0.0,
+        sum(case.shapes.simulated for case in cases),
+        hunt.branches,
+        perf_counter() - started,
+    )
+    return Optimum(plan, hunt.time, problem, certificate)
+
+
+# At the door --------------------------------------------------------------------------------------------------------
+
+
+def _check(
+    chain: Chain,
+    cluster: Cluster,
+    batch: float,
+    micro_batches: int | Sequence[int] | None,
+    warmup: str | None,
+    all_reduce: str,
+    seconds: float,
+) -> None:
+    try:
+        chains.check(chain)
+        clusters.check(cluster)
+    except ValueError as error:
+        raise PlanError(f"cannot plan: {error}") from None
+    if not 0 < batch < inf:
+        raise PlanError(f"a step of {batch} samples; it has some")
+    for count in _counts(batch, micro_batches):
+        if count < 1 or count != int(count):
+            raise PlanError(f"{count} micro-batches; give whole numbers, at least 1")
+    if warmup not in (None, *hybrid.WARMUPS):
+        raise PlanError(f"there is no warm-up {warmup!r}; there are {', '.join(hybrid.WARMUPS)}")
+    if all_reduce not in hybrid.ALL_REDUCES:
+        raise PlanError(f"there is no all-reduce {all_reduce!r}; there are {', '.join(hybrid.ALL_REDUCES)}")
+    if not seconds > 0:
+        raise PlanError(f"{seconds} seconds to search; give more than none")
+
+
+def _counts(batch: float, micro_batches: int | Sequence[int] | None) -> list[int]:
+    if isinstance(micro_batches, int):
+        return [micro_batches]
+    if micro_batches is not None:
+        if not micro_batches:
+            raise PlanError("no number of micro-batches to choose from")
+        return list(dict.fromkeys(micro_batches))
+    if batch != int(batch):
+        raise PlanError(f"a step of {batch:g} samples cannot be divided evenly: say how many micro-batches")
+    return [m for m in range(1, min(int(batch), MOST_MICRO_BATCHES) + 1) if int(batch) % m == 0]
+
+
+def _too_large(chain: Chain, cluster: Cluster, copies: float) -> str:
+    memory = max(device.memory for device in cluster.devices)
+    held = [copies * layer.parameters for layer in chain.layers]
+    largest = max(range(len(held)), key=held.__getitem__)
+    return (
+        f"no plan found that fits in memory: the parameters of {chain.model} take {show_bytes(sum(held))} with their "
+        f"gradients, layer {chain.layers[largest].name!r} alone {show_bytes(held[largest])}, and the largest of "
+        f"{len(cluster.devices)} devices has {show_bytes(memory)}; allow recompute, smaller micro-batches or a larger "
+        "cluster"
+    )
+
+
+# The search ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What is the same in all cases."""
+
+    chain: Chain
+    cluster: Cluster
+    batch: float
+    recompute: bool | None
+    all_reduce: str
+    copies: float
+    capped: bool
+    until: float
+
+
+@dataclass
+class _Case:
+    """One number of micro-batches and one warm-up. `bound` is the least that any of its plans takes."""
+
+    shapes: Shapes
+    relaxed: Relaxed
+    bound: float = 0.0
+
+    @property
+    def problem(self) -> Problem:
+        return self.shapes.problem
+
+    @property
+    def devices(self) -> int:
+        return len(self.problem.cluster.devices)
+
+    @property
+    def tabled(self) -> bool:
+        """Whether tables can be had."""
+        n, g = len(self.problem.chain), self.devices
+        return n * n * g * g / 4 + n * g**3 / 6 <= TABLE
+
+    @property
+    def countable(self) -> bool:
+        """Whether all placements can be gone through."""
+        return self.tabled and prod(len(run) + 1 for run in self.shapes.runs) <= PLACES
+
+    @cached_property
+    def parts(self) -> bounds.Parts:
+        return bounds.parts(self.relaxed, self.devices)
+
+
+def _case(task: _Task, micro_batches: int, warmup: str) -> _Case:
+    chain = chains.scaled(task.chain, task.batch / micro_batches)
+    problem = Problem(chain, task.cluster, micro_batches, warmup, task.all_reduce, task.copies, task.capped)
+    groups = runs(task.cluster)
+    return _Case(
+        Shapes(problem, groups, task.recompute), Relaxed(problem, rates(problem, groups), task.recompute)
+    )
+
+
+@dataclass
+class _Hunt:
+    """The cases, and the best plan so far."""
+
+    cases: list[_Case]
+    until: float
+    case: _Case | None = None
+    shape: Shape = ()
+    time: float = inf
+    branches: int = 0
+    pool: list[tuple[float, int, Shape]] = field(default_factory=list)  # seeds with their cases
+
+    def offer(self, index: int, shape: Shape, limit: float = inf) -> float:
+        """Simulate a plan and keep it if it is the best."""
+        case = self.cases[index]
+        time = case.shapes.time(shape, limit)
+        self.keep(index, shape, time)
+        return time
+
+    def keep(self, index: int, shape: Shape, time: float) -> None:
+        if time < inf:
+            self.pool.append((time, index, shape))
+        if time < self.time:
+            self.case, self.shape, self.time = self.cases[index], shape, time
+
+
+def _seed(hunt: _Hunt, seeds: Sequence[HybridPlan]) -> None:
+    for index, case in enumerate(hunt.cases):
+        problem = case.problem
+        for plan in seeds:
+            if (plan.micro_batches, plan.warmup, plan.all_reduce) == (
+                problem.micro_batches,
+                problem.warmup,
+                problem.all_reduce,
+            ):
+                hybrid.check(plan, len(problem.chain), case.devices)
+                hunt.offer(index, case.shapes.shape(plan.stages))
+        for sizes in _plain(case):
+            hunt.offer(index, _placed(case, sizes))
+
+
+def _plain(case: _Case) -> Iterator[bounds.Sizes]:
+    """Data parallelism, and pipelines of any number of equal stages with as equal replicas."""
+    n, g = len(case.problem.chain), case.devices
+    for k in [k for k in range(1, min(n, g) + 1) if k <= 8 or k % 4 == 0 or k in (n, g)]:
+        yield tuple(zip(_even(case.problem.chain, k), _shares(g, k), strict=True))
+        if k > 1:
+            yield tuple((end, 1) for end in _even(case.problem.chain, k))
+
+
+def _even(chain: Chain, k: int) -> list[int]:
+    """The ends of k stages that take about equally long."""
+    times = [f + b for f, b in zip(chain.forwards, chain.backwards, strict=True)]
+    n, ends, at = len(chain), [], 0
+    for s in range(1, k):
+        target = times[-1] * s / k
+        at = max(at + 1, min(range(n + 1), key=lambda p: abs(times[p] - target)))
+        at = min(at, n - (k - s))
+        ends.append(at)
+    return [*ends, n]
+
+
+def _shares(devices: int, k: int) -> list[int]:
+    return [b - a for a, b in pairwise(devices * s // k for s in range(k + 1))]
+
+
+def _placed(case: _Case, sizes: bounds.Sizes) -> Shape:
+    """The stages on the devices in order."""
+    starts = list(accumulate((len(run) for run in case.shapes.runs), initial=0))
+    at, shape = 0, []
+    for end, r in sizes:
+        shape.append((end, tuple(max(0, min(at + r, b) - max(at, a)) for a, b in pairwise(starts))))
+        at += r
+    return tuple(shape)
+
+
+def _close_in(hunt: _Hunt) -> None:
+    """A first bound for each case, with the plans that come with it. The cases of the lowest bounds first."""
+    for case in hunt.cases:
+        problem = case.problem
+        chain = problem.chain
+        total = chain.forwards[-1] + chain.backwards[-1]
+        case.bound = problem.micro_batches * total / case.devices * (1 - EXACT / 10)
+    order = sorted(range(len(hunt.cases)), key=lambda index: hunt.cases[index].bound)
+    started = perf_counter()
+    stop = started + (hunt.until - started) / 3
+    for index in order:
+        case = hunt.cases[index]
+        if perf_counter() > stop:
+            break
+        high = hunt.time if hunt.time < inf else _longest(case)
+        if case.tabled:
+            made = bounds.tables(case.relaxed, case.parts, case.devices, high * (1 + EXACT))
+            case.bound = max(case.bound, min(made.total, high))
+            found = [made.sizes] if made.sizes else []
+            if case.bound < high:
+                low, more = bounds.root(case.relaxed, case.parts, case.devices, case.bound, high, 5)
+                case.bound, found = max(case.bound, low), found + more
+        else:
+            low, found = dual.search(case.relaxed, case.devices, case.bound, high)
+            case.bound = max(case.bound, low * (1 - EXACT))
+        for sizes in dict.fromkeys(found):
+            if sum(r for _, r in sizes) <= case.devices:
+                hunt.offer(index, _placed(case, sizes))
+
+
+def _longest(case: _Case) -> float:
+    """No sensible plan takes longer: every layer on a device of its own, one micro-batch at a time."""
+    problem = case.problem
+    chain = problem.chain
+    busy = 2 * chain.forwards[-1] + chain.backwards[-1]
+    moved = sum(chain.cuts) * case.relaxed.rates.share + len(chain) * case.relaxed.rates.latency
+    reduced = max(sum(case.relaxed.ring(r)) for r in (1, case.devices))
+    return 10 * problem.micro_batches * (busy + 2 * moved) + reduced * (1 + chain.parameters[-1])
+
+
+def _polish(hunt: _Hunt) -> None:
+    """Improve the best few plans of different shapes."""
+    started = perf_counter()
+    stop = started + (hunt.until - started) / 3
+    tried: set[tuple[int, Shape]] = set()
+    for _, index, shape in sorted(hunt.pool)[:40]:
+        case = hunt.cases[index]
+        if (index, shape) in tried or case.bound >= hunt.time or perf_counter() > stop:
+            continue
+        tried.add((index, shape))
+        if len(tried) > 4:
+            break
+        search = Search(case.shapes, stop)
+        better, time = improve(search, shape, 1500 if case.countable else 20_000)
+        hunt.keep(index, better, time)
+
+
+def _prove(hunt: _Hunt) -> None:
+    """Raise the bounds of the cases, the lowest first, until none is below the best plan."""
+    effort = {id(case): (1.0, 3000.0) for case in hunt.cases}  # how far to go, and the branches to spend on that
+    open = [case for case in hunt.cases if case.countable]
+    while open and perf_counter() < hunt.until:
+        case = min(open, key=lambda case: case.bound)
+        if case.bound >= hunt.time * (1 - EXACT):
+            break
+        share, budget = effort[id(case)]
+        best = hunt.time if hunt.time < inf else _longest(case)
+        target = best if share == 1 else case.bound + share * (best - case.bound)
+        made = bounds.tables(case.relaxed, case.parts, case.devices, target * (1 + EXACT))
+        search = Refutation(case.shapes, made, target, hunt.until, budget)
+        whole = refute(search)
+        hunt.branches += search.nodes
+        if search.best:
+            hunt.keep(hunt.cases.index(case), search.best, search.limit)
+        if whole:
+            case.bound = max(case.bound, search.limit if search.best else target)
+            effort[id(case)] = (min(1.0, 2 * share), budget)
+        elif not search.best:
+            effort[id(case)] = (share / 2, 1.5 * budget)
+            if share < 1e-4:
+                open.remove(case)
