@@ -333,30 +333,34 @@ def _close_in(hunt: _Hunt) -> None:
         case = hunt.cases[index]
         if perf_counter() > stop:
             break
-        high = hunt.time if hunt.time < inf else _longest(case)
-        if case.tabled:
-            made = bounds.tables(case.relaxed, case.parts, case.devices, high * (1 + EXACT))
-            case.bound = max(case.bound, min(made.total, high))
-            found = [made.sizes] if made.sizes else []
-            if case.bound < high:
-                low, more = bounds.root(case.relaxed, case.parts, case.devices, case.bound, high, 5)
-                case.bound, found = max(case.bound, low), found + more
-        else:
-            low, found = dual.search(case.relaxed, case.devices, case.bound, high)
-            case.bound = max(case.bound, low * (1 - EXACT))
+        found = _first_bound(case, hunt.time)
         for sizes in dict.fromkeys(found):
             if sum(r for _, r in sizes) <= case.devices:
                 hunt.offer(index, _placed(case, sizes))
 
 
-def _longest(case: _Case) -> float:
-    """No sensible plan takes longer: every layer on a device of its own, one micro-batch at a time."""
+def _first_bound(case: _Case, high: float) -> list[bounds.Sizes]:
+    """Raise the bound of a case, and return the plans met on the way. `high` is the time of the best plan."""
+    if not case.tabled:
+        low, found = dual.search(case.relaxed, case.devices, case.bound, min(high, _long(case)))
+        case.bound = max(case.bound, low * (1 - EXACT))
+        return found
+    made = bounds.tables(case.relaxed, case.parts, case.devices, high * (1 + EXACT))
+    case.bound = max(case.bound, min(made.total, high))
+    found = [made.sizes] if made.sizes else []
+    if case.bound < high < inf:
+        low, more = bounds.root(case.relaxed, case.parts, case.devices, case.bound, high, 5)
+        case.bound, found = max(case.bound, low), found + more
+    return found
+
+
+def _long(case: _Case) -> float:
+    """A time that most plans are below: all of the work on one device, and each cut crossed."""
     problem = case.problem
     chain = problem.chain
     busy = 2 * chain.forwards[-1] + chain.backwards[-1]
     moved = sum(chain.cuts) * case.relaxed.rates.share + len(chain) * case.relaxed.rates.latency
-    reduced = max(sum(case.relaxed.ring(r)) for r in (1, case.devices))
-    return 10 * problem.micro_batches * (busy + 2 * moved) + reduced * (1 + chain.parameters[-1])
+    return problem.micro_batches * (busy + 2 * moved)
 
 
 def _polish(hunt: _Hunt) -> None:
@@ -385,8 +389,10 @@ def _prove(hunt: _Hunt) -> None:
         if case.bound >= hunt.time * (1 - EXACT):
             break
         share, budget = effort[id(case)]
-        best = hunt.time if hunt.time < inf else _longest(case)
-        target = best if share == 1 else case.bound + share * (best - case.bound)
+        if hunt.time == inf:
+            target, budget = inf, inf  # is there any plan at all?
+        else:
+            target = hunt.time if share == 1 else case.bound + share * (hunt.time - case.bound)
         made = bounds.tables(case.relaxed, case.parts, case.devices, target * (1 + EXACT))
         search = Refutation(case.shapes, made, target, hunt.until, budget)
         whole = refute(search)
