@@ -91,10 +91,7 @@ def _parts(relaxed: Relaxed, b: int, r: int) -> Iterator[Part]:
 def tables(relaxed: Relaxed, parts: Parts, devices: int, limit: float) -> Tables:
     """The tables for up to this many devices."""
     n = len(relaxed.chain)
-    columns = [[[[inf] * (devices + 1) for _ in range(devices + 1)] for _ in range(n)] for _ in range(3)]
-    for column in columns:
-        column[0] = [[0.0] * (devices + 1) for _ in range(devices + 1)]
-    made = Tables(limit, *columns)
+    made = Tables(limit, _column(n, devices), _column(n, devices), _column(n, devices))
     for b in range(1, n):
         ends = [
             [_end(made, parts[b][r], b, g, r) if 0 < r <= g else None for r in range(g + 1)] for g in range(devices)
@@ -106,6 +103,12 @@ def tables(relaxed: Relaxed, parts: Parts, devices: int, limit: float) -> Tables
             made.total, made.last = end[2], (devices, r)
     made.sizes = _sizes(made, n)
     return made
+
+
+def _column(n: int, devices: int) -> Table:
+    """Nothing is before the first layer; what is before others is not known yet."""
+    size = range(devices + 1)
+    return [[[inf if cut else 0.0 for _ in size] for _ in size] for cut in range(n)]
 
 
 def _end(made: Tables, fitting: list[Part], b: int, g: int, r: int) -> End | None:
@@ -177,7 +180,9 @@ def _sizes(made: Tables, n: int) -> Sizes:
         b, (g, r) = first, made.before[first, g - r, r]
 
 
-def root(relaxed: Relaxed, parts: Parts, devices: int, low: float, high: float, steps: int) -> tuple[float, list[Sizes]]:
+def root(
+    relaxed: Relaxed, parts: Parts, devices: int, low: float, high: float, steps: int
+) -> tuple[float, list[Sizes]]:
     """No plan takes less than this, or than `high`, and the plans met on the way. `low` is known to be a bound."""
     found: list[Sizes] = []
     for _ in range(steps):

@@ -28,8 +28,10 @@ class Dual:
     sizes: Sizes
 
 
-def dual(relaxed: Relaxed, devices: int, limit: float, price: float) -> Dual:
-    """The dynamic programming for one price; `inf` seconds if some layer fits in no stage."""
+def dual(relaxed: Relaxed, devices: int, limit: float, price: float, floors: list[float]) -> Dual:
+    """The dynamic programming for one price; `inf` seconds if some layer fits in no stage. `floors[a]` is what stages
+    before layer a are known to take; it is raised to what this price tells: the layers from a on need their share of
+    the devices, and the others have to do with the rest."""
     chain, m = relaxed.chain, relaxed.problem.micro_batches
     n, share, latency = len(chain), relaxed.rates.share, relaxed.rates.latency
     total = [f + b for f, b in zip(chain.forwards, chain.backwards, strict=True)]
@@ -39,13 +41,15 @@ def dual(relaxed: Relaxed, devices: int, limit: float, price: float) -> Dual:
     came: list[tuple[int, int]] = [(0, 0)] * (n + 1)
     for b in range(1, n + 1):
         times = m if b == n else 1
+        spare = devices - m * (total[n] - total[b - 1]) / limit
+        floors[b - 1] = max(floors[b - 1], least[b - 1] - price * spare if b > 1 else 0.0)
         for a in range(b - 1, -1, -1):
             both = total[b] - total[a]
             if m * both > limit * devices:
                 break
             if least[a] == inf:
                 continue
-            r = _fewest(relaxed, a, b, devices, m * both, limit, total[a] / devices)
+            r = _fewest(relaxed, a, b, devices, limit, floors[a])
             if r > devices:
                 continue
             load = times * both + half[a] + half[b]
@@ -65,25 +69,26 @@ def dual(relaxed: Relaxed, devices: int, limit: float, price: float) -> Dual:
     return Dual(least[n] - price * devices, tuple(reversed(sizes)))
 
 
-def _fewest(relaxed: Relaxed, a: int, b: int, devices: int, work: float, limit: float, before: float) -> int:
-    """The least replicas with which a stage runs all micro-batches, and adds up its gradients, within `limit`."""
-    chain = relaxed.chain
+def _fewest(relaxed: Relaxed, a: int, b: int, devices: int, limit: float, before: float) -> int:
+    """The least replicas with which a stage runs all micro-batches within `limit`, besides what stages before it take
+    or adding up its gradients."""
+    chain, m = relaxed.chain, relaxed.problem.micro_batches
+    backward = chain.backwards[b] - chain.backwards[a]
+    work = m * (chain.forwards[b] - chain.forwards[a] + backward)
     parameters = chain.parameters[b] - chain.parameters[a]
     overlaps = relaxed.problem.all_reduce == "overlap"
-    r = max(1, ceil(work / (limit - before) * (1 - 1e-12))) if limit > before else devices + 1
-    for _ in range(4):  # more replicas take longer to add up, so that each round may ask for more
-        if r > devices:
-            break
+    r = _held(relaxed, a, b, devices)
+    while r <= devices:  # more replicas take longer to add up: each round may ask for more
         latency, per_byte = relaxed.ring(r)
         tail = latency + per_byte * parameters if r > 1 else 0.0
         if overlaps:
-            tail = max(0.0, tail - (chain.backwards[b] - chain.backwards[a]) / r)
+            tail = max(0.0, tail - backward / r)
         left = limit - max(before, tail)
         needed = ceil(work / left * (1 - 1e-12)) if left > 0 else devices + 1
         if needed <= r:
             break
         r = needed
-    return max(r, _held(relaxed, a, b, devices))
+    return r
 
 
 def _held(relaxed: Relaxed, a: int, b: int, devices: int) -> int:
@@ -113,9 +118,9 @@ def search(relaxed: Relaxed, devices: int, low: float, high: float, steps: int =
 
 def _refuted(relaxed: Relaxed, devices: int, limit: float, found: list[Sizes]) -> bool:
     """Raise the price until plans use no more devices than there are, then halve: the left side is concave in it."""
-    few, many = 0.0, limit / devices
+    few, many, floors = 0.0, limit / devices, [0.0] * len(relaxed.chain)
     for _ in range(30):
-        made = dual(relaxed, devices, limit, many)
+        made = dual(relaxed, devices, limit, many, floors)
         if made.seconds >= limit:
             return True
         if sum(r for _, r in made.sizes) <= devices:
@@ -124,7 +129,7 @@ def _refuted(relaxed: Relaxed, devices: int, limit: float, found: list[Sizes]) -
         few, many = many, 4 * many
     for _ in range(10):
         price = (few + many) / 2
-        made = dual(relaxed, devices, limit, price)
+        made = dual(relaxed, devices, limit, price, floors)
         if made.seconds >= limit:
             return True
         if sum(r for _, r in made.sizes) <= devices:

@@ -1,15 +1,17 @@
 """Makes a plan faster by many small changes, some of which it takes although they make it slower for a while.
 
 A change is accepted if the plan is no slower than it was some hundred changes ago: the plan may wander, yet the bar
-sinks with it. Most changes are told to be bad by `path_bound` alone, and of the others most are dropped half-way through
-their events, since the bar is known. Where to change is drawn by a generator of its own seed: the same problem gets the
-same changes, as many as there is time for.
+sinks with it. Most changes are told to be bad by `path_bound` alone, and of the others most are dropped half-way
+through their events, since the bar is known. Where to change is drawn by a generator of its own seed: the same
+problem gets the same changes, as many as there is time for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
 from math import inf
 from random import Random
 from time import perf_counter
@@ -23,36 +25,43 @@ PATIENCE = 4000  # changes in vain, after which to give up
 
 @dataclass
 class Search:
-    """The shapes of a problem, the devices per run, and who says when to stop."""
+    """The shapes of a problem, and when to stop. If `in_order`, devices are taken in the order of the cluster and only
+    their numbers change, as if there were one run: where there are very many runs, most other ways are bad."""
 
     shapes: Shapes
     until: float
+    in_order: bool = False
     random: Random = field(default_factory=lambda: Random(0))
 
-    @property
+    @cached_property
     def room(self) -> Counts:
-        return tuple(len(run) for run in self.shapes.runs)
+        counts = tuple(len(run) for run in self.shapes.runs)
+        return (sum(counts),) if self.in_order else counts
+
+    def place(self, shape: Shape) -> Shape:
+        return self.shapes.placed([(end, sum(counts)) for end, counts in shape]) if self.in_order else shape
 
 
 def improve(search: Search, shape: Shape, patience: int = PATIENCE) -> tuple[Shape, float]:
     """The best shape met on the way, and its time."""
+    now = tuple((end, (sum(counts),)) for end, counts in shape) if search.in_order else shape
     best, fastest = shape, search.shapes.time(shape)
-    if fastest == inf:
+    seconds = search.shapes.time(search.place(now))
+    if seconds == inf:
         return best, fastest
-    now, seconds = best, fastest
     bars = [fastest] * MEMORY
     vain = step = 0
     while vain < patience and (step % 16 or perf_counter() < search.until):
         bar = max(bars[step % MEMORY], seconds)
         other = _change(search, now)
         if other is not None and other != now:
-            time = search.shapes.time(other, bar * (1 + 1e-12))
+            time = search.shapes.time(search.place(other), bar * (1 + 1e-12))
             if time < inf:
                 now, seconds = other, time
         bars[step % MEMORY] = min(bars[step % MEMORY], seconds)
         vain = 0 if seconds < fastest * (1 - 1e-9) else vain + 1
         if seconds < fastest:
-            best, fastest = now, seconds
+            best, fastest = search.place(now), seconds
         step += 1
     return best, fastest
 
@@ -84,7 +93,7 @@ def _move_layers(search: Search, shape: Shape) -> Shape | None:
     a, b = sorted(search.random.sample(range(len(shape) - 1), 2))
     moved = tuple((end + by if a <= s <= b else end, counts) for s, (end, counts) in enumerate(shape))
     ends = [0, *(end for end, _ in moved)]
-    return moved if all(x < y for x, y in zip(ends, ends[1:], strict=False)) else None
+    return moved if all(x < y for x, y in pairwise(ends)) else None
 
 
 def _move_device(search: Search, shape: Shape) -> Shape | None:
@@ -102,7 +111,7 @@ def _move_device(search: Search, shape: Shape) -> Shape | None:
 def _swap_devices(search: Search, shape: Shape) -> Shape | None:
     """Two stages exchange a device of one run for one of another."""
     random, n = search.random, len(shape)
-    if len(search.shapes.runs) == 1:
+    if len(search.room) == 1:
         return _swap_sizes(search, shape)
     a, b = random.randint(-1, n - 1), random.randint(-1, n - 1)
     mine = [x for x, count in enumerate(_counts(search, shape, a)) if count]

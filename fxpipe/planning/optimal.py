@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import inf, prod
 from time import perf_counter
 
@@ -28,7 +28,7 @@ from fxpipe.ir import cluster as clusters
 from fxpipe.ir import hybrid
 from fxpipe.ir.chain import Chain
 from fxpipe.ir.cluster import Cluster
-from fxpipe.ir.hybrid import HybridPlan, HybridStage
+from fxpipe.ir.hybrid import HybridPlan
 from fxpipe.ir.units import show_bytes, show_seconds
 
 from . import bounds, dual
@@ -238,9 +238,7 @@ def _case(task: _Task, micro_batches: int, warmup: str) -> _Case:
     chain = chains.scaled(task.chain, task.batch / micro_batches)
     problem = Problem(chain, task.cluster, micro_batches, warmup, task.all_reduce, task.copies, task.capped)
     groups = runs(task.cluster)
-    return _Case(
-        Shapes(problem, groups, task.recompute), Relaxed(problem, rates(problem, groups), task.recompute)
-    )
+    return _Case(Shapes(problem, groups, task.recompute), Relaxed(problem, rates(problem, groups), task.recompute))
 
 
 @dataclass
@@ -281,7 +279,7 @@ def _seed(hunt: _Hunt, seeds: Sequence[HybridPlan]) -> None:
                 hybrid.check(plan, len(problem.chain), case.devices)
                 hunt.offer(index, case.shapes.shape(plan.stages))
         for sizes in _plain(case):
-            hunt.offer(index, _placed(case, sizes))
+            hunt.offer(index, case.shapes.placed(sizes))
 
 
 def _plain(case: _Case) -> Iterator[bounds.Sizes]:
@@ -309,16 +307,6 @@ def _shares(devices: int, k: int) -> list[int]:
     return [b - a for a, b in pairwise(devices * s // k for s in range(k + 1))]
 
 
-def _placed(case: _Case, sizes: bounds.Sizes) -> Shape:
-    """The stages on the devices in order."""
-    starts = list(accumulate((len(run) for run in case.shapes.runs), initial=0))
-    at, shape = 0, []
-    for end, r in sizes:
-        shape.append((end, tuple(max(0, min(at + r, b) - max(at, a)) for a, b in pairwise(starts))))
-        at += r
-    return tuple(shape)
-
-
 def _close_in(hunt: _Hunt) -> None:
     """A first bound for each case, with the plans that come with it. The cases of the lowest bounds first."""
     for case in hunt.cases:
@@ -336,7 +324,7 @@ def _close_in(hunt: _Hunt) -> None:
         found = _first_bound(case, hunt.time)
         for sizes in dict.fromkeys(found):
             if sum(r for _, r in sizes) <= case.devices:
-                hunt.offer(index, _placed(case, sizes))
+                hunt.offer(index, case.shapes.placed(sizes))
 
 
 def _first_bound(case: _Case, high: float) -> list[bounds.Sizes]:
@@ -375,7 +363,7 @@ def _polish(hunt: _Hunt) -> None:
         tried.add((index, shape))
         if len(tried) > 4:
             break
-        search = Search(case.shapes, stop)
+        search = Search(case.shapes, stop, in_order=not case.countable)
         better, time = improve(search, shape, 1500 if case.countable else 20_000)
         hunt.keep(index, better, time)
 

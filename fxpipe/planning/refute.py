@@ -11,9 +11,9 @@ and the tables of `bounds.py` tell what the layers before s ask for at least. To
 
     arrive + finish,   through + done,   own
 
-A branch whose bound is `limit` or more is cut off. What makes the search quick is that it remembers what it has refuted:
-if all that can come before some stages was cut off by bounds alone, then so is it for stages that start at the same
-layer, with the same devices left and in the last place, if none of their three numbers is less.
+A branch whose bound is `limit` or more is cut off. The search is quick because it remembers what it
+has refuted: if all that can come before some stages was cut off by bounds alone, then so it is for stages that start
+at the same layer, with the same devices left and in the first of them, if none of their three numbers is less.
 """
 
 from __future__ import annotations
@@ -146,4 +146,3 @@ def _choices(search: Refutation, left: Counts) -> list[tuple[Counts, Counts]]:
             (counts, tuple(a - b for a, b in zip(left, counts, strict=True))) for counts in every if any(counts)
         ]
     return found
-

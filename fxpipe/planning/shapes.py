@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from math import inf
 
 from fxpipe.ir.hybrid import HybridStage, warmup_of
@@ -90,6 +91,15 @@ class Shapes:
             used = [u + c for u, c in zip(used, counts, strict=True)]
             first = end
         return tuple(stages)
+
+    def placed(self, sizes: Sequence[tuple[int, int]]) -> Shape:
+        """Stages of so many devices each, taken in the order of the cluster."""
+        starts = list(accumulate((len(run) for run in self.runs), initial=0))
+        at, shape = 0, []
+        for end, r in sizes:
+            shape.append((end, tuple(max(0, min(at + r, b) - max(at, a)) for a, b in pairwise(starts))))
+            at += r
+        return tuple(shape)
 
     def shape(self, stages: Sequence[HybridStage]) -> Shape:
         """The shape of named stages."""

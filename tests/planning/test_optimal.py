@@ -11,10 +11,8 @@ from math import inf
 import pytest
 
 from fxpipe.errors import PlanError
-from fxpipe.ir.chain import Chain, Layer, scaled
-from fxpipe.ir.cluster import Cluster
-from fxpipe.ir.hybrid import HybridPlan, HybridStage, check
-from fxpipe.planning.event_time import Problem, event_time, fits
+from fxpipe.ir.hybrid import HybridStage, check
+from fxpipe.planning.event_time import Problem, event_time
 from fxpipe.planning.optimal import Optimum, optimal
 from tests.planning.test_event_time import random_chain, servers, slow_event_time
 
