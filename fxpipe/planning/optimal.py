@@ -16,6 +16,7 @@ search ends. Layers' costs are taken to grow with the samples in a micro-batch: 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -33,6 +34,7 @@ from fxpipe.ir.units import show_bytes, show_seconds
 
 from . import bounds, dual
 from .alike import runs
+from .dapple import dapple
 from .event_time import Problem
 from .improve import Search, improve
 from .refute import Refutation, refute
@@ -42,6 +44,7 @@ from .shapes import Shape, Shapes
 EXACT = 1e-9  # a plan this little above the bound, relatively, is as good as optimal: sums have rounding errors
 TABLE = 5_000_000  # additions to fill the tables with, at most
 PLACES = 1000  # ways to choose devices by their counts, at most
+SMALL = 2000  # layers x devices x runs, for which DAPPLE's planner takes some seconds at most
 MOST_MICRO_BATCHES = 256  # where the search is free to choose: more cost time to simulate, and gain next to nothing
 
 
@@ -106,6 +109,11 @@ def optimal(
     """
     started = perf_counter()
     _check(chain, cluster, batch, micro_batches, warmup, all_reduce, seconds)
+    for plan in seeds:
+        try:
+            hybrid.check(plan, len(chain), len(cluster.devices))
+        except ValueError as error:
+            raise PlanError(f"a seed is not a plan for this: {error}") from None
     task = _Task(chain, cluster, batch, recompute, all_reduce, copies, capped, started + seconds)
     counts = _counts(batch, micro_batches)
     warmups = hybrid.WARMUPS if warmup is None else (warmup,)
@@ -114,7 +122,10 @@ def optimal(
     _seed(hunt, seeds)
     _close_in(hunt)
     _polish(hunt)
-    _prove(hunt)
+    now = perf_counter()
+    _prove(hunt, now + (task.until - now) / 3)
+    _ask_dapple(hunt)
+    _prove(hunt, task.until)
     if hunt.case is None:
         raise PlanError(_too_large(chain, cluster, copies))
     case, bound = hunt.case, min(hunt.time, min(case.bound for case in cases))
@@ -209,6 +220,8 @@ class _Case:
     shapes: Shapes
     relaxed: Relaxed
     bound: float = 0.0
+    share: float = 1.0  # how far to go from the bound to the best plan next,
+    budget: float = 3000  # and the branches to spend on that
 
     @property
     def problem(self) -> Problem:
@@ -276,7 +289,6 @@ def _seed(hunt: _Hunt, seeds: Sequence[HybridPlan]) -> None:
                 problem.warmup,
                 problem.all_reduce,
             ):
-                hybrid.check(plan, len(problem.chain), case.devices)
                 hunt.offer(index, case.shapes.shape(plan.stages))
         for sizes in _plain(case):
             hunt.offer(index, case.shapes.placed(sizes))
@@ -368,29 +380,44 @@ def _polish(hunt: _Hunt) -> None:
         hunt.keep(index, better, time)
 
 
-def _prove(hunt: _Hunt) -> None:
-    """Raise the bounds of the cases, the lowest first, until none is below the best plan."""
-    effort = {id(case): (1.0, 3000.0) for case in hunt.cases}  # how far to go, and the branches to spend on that
-    open = [case for case in hunt.cases if case.countable]
-    while open and perf_counter() < hunt.until:
+def _ask_dapple(hunt: _Hunt) -> None:
+    """The plan of DAPPLE's paper, which takes as long as many others. If the number of micro-batches is free, then only
+    for the best so far."""
+    for index, case in enumerate(hunt.cases):
+        small = len(case.problem.chain) * case.devices * len(case.shapes.runs) <= SMALL and case.countable
+        if small and case.bound < hunt.time * (1 - EXACT) and (len(hunt.cases) <= 2 or case is hunt.case):
+            with suppress(PlanError):
+                hunt.offer(index, case.shapes.shape(dapple(case.problem).stages))
+
+
+def _prove(hunt: _Hunt, until: float) -> None:
+    """Raise the bounds of the cases, the lowest first, until none is below the best plan. Where placements cannot all
+    be gone through, look for better plans among those in the order of the devices."""
+    open = [case for case in hunt.cases if case.tabled]
+    while open and perf_counter() < until:
         case = min(open, key=lambda case: case.bound)
         if case.bound >= hunt.time * (1 - EXACT):
             break
-        share, budget = effort[id(case)]
         if hunt.time == inf:
             target, budget = inf, inf  # is there any plan at all?
+        elif case.share == 1 or not case.countable:
+            target, budget = hunt.time, case.budget
         else:
-            target = hunt.time if share == 1 else case.bound + share * (hunt.time - case.bound)
+            target, budget = case.bound + case.share * (hunt.time - case.bound), case.budget
         made = bounds.tables(case.relaxed, case.parts, case.devices, target * (1 + EXACT))
-        search = Refutation(case.shapes, made, target, hunt.until, budget)
+        search = Refutation(case.shapes, made, target, until, budget, not case.countable)
         whole = refute(search)
         hunt.branches += search.nodes
         if search.best:
             hunt.keep(hunt.cases.index(case), search.best, search.limit)
-        if whole:
+        if not case.countable:
+            case.budget *= 2
+            if whole:
+                open.remove(case)
+        elif whole:
             case.bound = max(case.bound, search.limit if search.best else target)
-            effort[id(case)] = (min(1.0, 2 * share), budget)
+            case.share = min(1.0, 2 * case.share)
         elif not search.best:
-            effort[id(case)] = (share / 2, 1.5 * budget)
-            if share < 1e-4:
+            case.share, case.budget = case.share / 2, 1.5 * case.budget
+            if case.share < 1e-4:
                 open.remove(case)

@@ -49,13 +49,15 @@ class Node(NamedTuple):
 
 @dataclass
 class Refutation:
-    """One search. `limit` sinks with each plan that is found, `best` is the last of them."""
+    """One search. `limit` sinks with each plan that is found, `best` is the last of them. If `in_order`, stages take
+    devices as they stand in the cluster, the last stage the last ones: then nothing is shown for other placements."""
 
     shapes: Shapes
     tables: Tables
     limit: float
     until: float
     budget: float
+    in_order: bool = False
     nodes: int = 0
     best: Shape = ()
     refuted: dict[Key, list[Three]] = field(default_factory=dict)
@@ -81,7 +83,7 @@ def refute(search: Refutation) -> bool:
 def _expand(search: Refutation, node: Node) -> bool:
     """Search all that can come before `node`. True if bounds alone have cut off everything."""
     search.nodes += 1
-    if search.nodes > search.budget or (search.nodes % 64 == 0 and perf_counter() > search.until):
+    if search.nodes > search.budget or perf_counter() > search.until:
         raise OutOfTime
     pure = True
     for child in sorted(_children(search, node)):
@@ -141,8 +143,21 @@ def _choices(search: Refutation, left: Counts) -> list[tuple[Counts, Counts]]:
     """The devices that a stage may have, and what is left then."""
     found = search.choices.get(left)
     if found is None:
-        every = product(*(range(count + 1) for count in left))
+        every = _tails(left) if search.in_order else product(*(range(count + 1) for count in left))
         found = search.choices[left] = [
             (counts, tuple(a - b for a, b in zip(left, counts, strict=True))) for counts in every if any(counts)
         ]
     return found
+
+
+def _tails(left: Counts) -> Iterator[Counts]:
+    """The last devices, as many as you like.
+
+    >>> list(_tails((1, 2)))
+    [(0, 1), (0, 2), (1, 2)]
+    """
+    taken = [0] * len(left)
+    for run in reversed(range(len(left))):
+        for _ in range(left[run]):
+            taken[run] += 1
+            yield tuple(taken)
