@@ -14,7 +14,7 @@ from math import inf
 from fxpipe.ir.hybrid import HybridStage, warmup_of
 
 from .alike import Counts, Devices, take
-from .event_time import Problem, StageTimes, walk
+from .event_time import Problem, StageTimes, last_backwards
 
 Shape = tuple[tuple[int, Counts], ...]
 
@@ -78,7 +78,10 @@ class Shapes:
         if limit < inf and path_bound(costs, ahead, down, up, m) >= limit:
             return inf
         self.simulated += 1
-        ends = walk(costs, ahead, down, up, m, limit)
+        if n == 1:
+            only = m * (costs[0].forward + costs[0].again + costs[0].backward) + costs[0].tail
+            return only if only < limit else inf
+        ends = last_backwards(costs, ahead, down, up, m, limit)
         return max(end + cost.tail for end, cost in zip(ends, costs, strict=True)) if ends else inf
 
     def stages(self, shape: Shape) -> tuple[HybridStage, ...]:
