@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
-from itertools import combinations, pairwise, product
+from itertools import combinations, combinations_with_replacement, pairwise, product
 from math import inf
 
 import pytest
 
 from fxpipe.errors import PlanError
 from fxpipe.ir.chain import Chain, Layer, scaled
-from fxpipe.ir.cluster import Cluster
+from fxpipe.ir.cluster import Cluster, Device, Link
+from fxpipe.ir.clusters import k80s
 from fxpipe.ir.hybrid import HybridPlan, HybridStage, check
 from fxpipe.planning import dual
 from fxpipe.planning.alike import runs
@@ -95,6 +97,36 @@ def compare(seed: int, layers: int, devices: int) -> None:
 @pytest.mark.parametrize("seed", range(60))
 def test_equals_brute_force(seed):
     compare(seed, layers=6, devices=4)
+
+
+def odd_cluster(rng: random.Random) -> Cluster:
+    """Links instead of switches, switches on the way to others, devices that are not alike or not in order."""
+    if rng.random() < 0.3:
+        boards = k80s(1)
+        return replace(boards, devices=tuple(rng.sample(boards.devices, 4)))
+    memory = [rng.choice([3 * 10**8, 10**9]) for _ in range(4)]
+    homes = rng.choice(["aabb", "abab", "aaab", "abcc"])
+    devices = tuple(Device(f"g{i}", memory[i], 1e12, 1e12, homes[i]) for i in range(4))
+    pairs = combinations_with_replacement(sorted(set(homes)), 2)
+    links = tuple(Link(pair, 10 ** rng.uniform(8, 10), rng.choice([0.0, 1e-4])) for pair in pairs)
+    own = (Link(("g0", "g3"), 5e9, 0.0),) if rng.random() < 0.3 else ()
+    return Cluster(devices, links + own)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_equals_brute_force_on_odd_clusters(seed):
+    rng = random.Random(seed)
+    chain, cluster, m = random_chain(rng, rng.randint(2, 5)), odd_cluster(rng), rng.choice([1, 3, 8])
+    problem = Problem(chain, cluster, m, rng.choice(["early", "late"]), rng.choice(["end", "overlap"]))
+    best = min(event_time(problem, stages) for stages in all_stages(len(chain), 4))
+    if best == inf:
+        with pytest.raises(PlanError):
+            plan_for(problem)
+        return
+    found = plan_for(problem)
+    assert found.certificate.proven
+    assert found.time == pytest.approx(best, rel=1e-9)
+    assert event_time(problem, found.plan.stages) == pytest.approx(found.time, rel=1e-12)
 
 
 @pytest.mark.slow
