@@ -109,7 +109,7 @@ class Cluster:
         check(cluster)
         return cluster
 
-    @property
+    @cached_property
     def labels(self) -> tuple[str, ...]:
         return tuple(device.label for device in self.devices)
 

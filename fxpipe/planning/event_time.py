@@ -167,11 +167,11 @@ def event_time(problem: Problem, stages: Sequence[HybridStage], limit: float = i
     if n == 1:
         seconds = m * (costs[0].forward + costs[0].again + costs[0].backward) + costs[0].tail
         return seconds if seconds < limit else inf
-    ends = _last_backwards(costs, ahead, *_links(problem, stages), m, limit)
+    ends = last_backwards(costs, ahead, *_links(problem, stages), m, limit)
     return max(end + cost.tail for end, cost in zip(ends, costs, strict=True)) if ends else inf
 
 
-def _last_backwards(
+def last_backwards(
     costs: Sequence[StageTimes], ahead: Sequence[int], down: Sequence[float], up: Sequence[float], m: int, limit: float
 ) -> list[float]:
     """When the last backward of each stage ends; nothing, once it is sure that the step takes `limit` or more.
