@@ -114,7 +114,8 @@ class Pipe(Shell):
         - `scaler`: multiplies the gradients with the scale of a `torch.amp.GradScaler`, as `scaler.scale(loss)` does.
         - `timeline`: note when each action ran; `pipe.timeline` has it then.
 
-        A step is all or nothing: if anything fails, no gradient is added, and the error says where. Raises InputError,
+        A step is all or nothing: if anything fails, no gradient is added, and the error says where; the next step
+        works, in new threads if some are gone. (Buffers keep what forward has written until then.) Raises InputError,
         CaptureError, and whatever the model or the loss raises, with a note of stage, micro-batch and line.
         """
         check_grad()

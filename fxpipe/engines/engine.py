@@ -81,10 +81,20 @@ class Engine:
         """End the worker threads. A pipe that is garbage collected closes itself."""
         self._close()
 
+    def wake(self) -> None:
+        """Make ready for a run: a worker thread that is gone, as all are in a process that was forked, starts anew.
+        Raises RuntimeError if the pipe is closed."""
+        if not self._close.alive:
+            raise RuntimeError("the pipe has no workers: it was closed")
+        for worker in self._workers.values():
+            if not worker.thread.is_alive():
+                worker.start()
+
     def check_alive(self) -> None:
-        """Raise RuntimeError if a worker thread is gone."""
-        if not (self._close.alive and all(worker.thread.is_alive() for worker in self._workers.values())):
-            raise RuntimeError("the pipe has no workers: it was closed, or copied into this process by a fork")
+        """Raise RuntimeError if a worker thread is gone in the middle of a run."""
+        for label, worker in self._workers.items():
+            if not worker.thread.is_alive():
+                raise RuntimeError(f"the worker thread of {label} is gone; the next run starts another")
 
     def lend(self, m: Batches) -> None:
         """Put what stages borrow from each other into `m.lent`."""

@@ -31,7 +31,7 @@ class Pipeline(Engine):
 
     def run(self, batch: Sequence[Any], chunks: int) -> tuple[Any, ...]:
         """The outputs, in order, for the inputs, in order, in at most `chunks` micro-batches."""
-        self.check_alive()
+        self.wake()
         for stage in self._copying:
             stage.refresh()
         m = self.scatter(batch, chunks, Batches)

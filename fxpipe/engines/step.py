@@ -42,7 +42,7 @@ from fxpipe.runtime.worker import Report
 from .engine import Batches, Engine
 
 METHODS = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradient"}
-LOST = 1.0  # seconds without a message after which a worker asks whether the others are alive
+LOST = 0.25  # seconds without a message after which a worker asks whether the others are alive
 HERE = Context(grad=True, inference=False, autocasts=())  # the modes that a worker is in
 Method = Callable[["Stepper", "Step", int], None]
 Row = tuple[tuple[Action, Method], ...]
@@ -79,7 +79,8 @@ class Step(Batches):
 
     `kept`: by stage and micro-batch, the arguments and results of a forward run; `weights`: what is left of a backward
     whose first half is done; `pairs`: of each stage, what the model holds, and the aliases that collect its gradients;
-    `fresh`: those that have none yet; `failed`: the errors, in the order in which they happened.
+    `fresh`: those that have none yet; `done`: the workers at the end of their rows; `failed`: the errors, in the order
+    in which they happened.
     """
 
     def begin(self, engine: Stepper, pairs: list[list[Pair]], scale: Tensor | None) -> None:
@@ -89,6 +90,7 @@ class Step(Batches):
         self.boxes = tuple([boxes[label] for label in engine.devices])
         self.kept: dict[tuple[int, int], Kept] = {}
         self.weights: dict[tuple[int, int], Weights] = {}
+        self.done: list[str] = []
         self.failed: list[BaseException] = []
         self.fresh: list[list[Tensor]] = [[] for _ in self.stages]
         self.leaves: dict[str, list[list[Tensor]]] = {}
@@ -348,7 +350,7 @@ class Stepper(Engine):
 
     def step(self, batch: Sequence[Any], chunks: int, scale: Tensor | None, kind: type[S]) -> tuple[tuple[Any, ...], S]:
         """`run`, by a step of some kind, which is returned too."""
-        self.check_alive()
+        self.wake()
         for stage in self._copying:
             stage.refresh()
         m = self.scatter(batch, chunks, kind)
@@ -357,7 +359,12 @@ class Stepper(Engine):
             self._run(m)
         if m.failed:
             discard(self._mutating)
-            raise m.failed[0]
+            error = m.failed[0]
+            m.failed.clear()
+            try:
+                raise error
+            finally:
+                del error  # else the error holds this frame, this frame the error, and both what stages keep
         commit(self._mutating)
         outputs = tuple([x.detach() if isinstance(x, Tensor) else x for x in self.gather(m)])
         commit_gradients([*(pair for pairs in m.pairs for pair in pairs), *self._inputs(m, batch)])
@@ -368,25 +375,32 @@ class Stepper(Engine):
         reports: SimpleQueue[Report] = SimpleQueue()
         *others, ours = [*self._workers, self.devices[-1]]
         home = {label: j for j, label in enumerate(self.devices)}
-        for label in others:
-            j = home[label]
-            self._workers[label].orders.put((self._work, m, (j, j), HERE, None, reports))
-        self._row(m, home[ours])
-        for _ in others:
-            self._await(reports, m)
+        begun: list[str] = []
+        try:
+            for label in others:
+                j = home[label]
+                self._workers[label].orders.put((self._work, m, (j, j), HERE, None, reports))
+                begun.append(label)
+            self._row(m, home[ours])
+        except BaseException as error:  # Ctrl-C between two actions
+            m.stop(error)
+        self._await(begun, reports, m)
+        if len(m.done) < len(begun):
+            try:
+                self.check_alive()
+            except RuntimeError as error:
+                m.stop(error)
 
-    def _await(self, reports: SimpleQueue[Report], m: Step) -> None:
-        """Until one more worker is done. It reports its failures to the step, not here."""
+    def _await(self, workers: Sequence[str], reports: SimpleQueue[Report], m: Step) -> None:
+        """Until all these workers are done, or gone. Ctrl-C may come when a report is out of the queue and not yet
+        here, so a report only says that there is something to see."""
         while True:
             try:
-                reports.get(timeout=LOST)
-                return
-            except Empty:
-                try:
-                    self.check_alive()
-                except RuntimeError as error:
-                    m.stop(error)
+                if all(label in m.done or not self._workers[label].thread.is_alive() for label in workers):
                     return
+                reports.get(timeout=LOST)
+            except Empty:
+                continue
             except BaseException as error:  # Ctrl-C
                 m.stop(error)
 
@@ -397,6 +411,8 @@ class Stepper(Engine):
                 self._row(m, j)
         except BaseException as error:
             m.stop(error)
+        finally:
+            m.done.append(self.devices[j])
 
     def _row(self, m: Step, j: int) -> None:
         """The row of the worker of stage j."""

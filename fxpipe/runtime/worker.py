@@ -25,9 +25,14 @@ class Worker:
     """A thread that carries out orders, one after the other."""
 
     def __init__(self, label: str) -> None:
+        self.label = label
+        self.start()
+
+    def start(self) -> None:
+        """Begin, or begin anew, without the orders of a thread that is gone."""
         self.orders: SimpleQueue[Order | None] = SimpleQueue()
         # A daemon: a program that ends without closing its pipe must end all the same.
-        self.thread = Thread(target=_work, args=(self.orders,), name=f"fxpipe {label}", daemon=True)
+        self.thread = Thread(target=_work, args=(self.orders,), name=f"fxpipe {self.label}", daemon=True)
         self.thread.start()
 
     def close(self) -> None:
