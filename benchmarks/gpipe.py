@@ -39,7 +39,8 @@ BATCH = 128
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a memory table as published: bytes of parameters and of activations, in the table's unit."""
+    """A row of a memory table as published: bytes of parameters and of activations, in the table's unit; no activations
+    if the model did not fit."""
 
     name: str
     size: Size
@@ -77,7 +78,15 @@ def memory_table(family: Family, published: Sequence[Row], memory: float, unit: 
 
 def memory_rows(family: Family, row: Row, memory: float, unit: int) -> Iterator[tuple[str, ...]]:
     shown = (f"{value:.2f}" if value is not None else "" for value in (row.parameter_memory, row.activation_memory))
-    yield (row.name, str(row.size), row.parameters, "paper", *shown, "", "yes")
+    yield (
+        row.name,
+        str(row.size),
+        row.parameters,
+        "paper",
+        *shown,
+        "",
+        "no" if row.activation_memory is None else "yes",
+    )
     yield ("", str(row.size), *our_cells(family, row.size, row.training, memory, unit))
     widest = largest(family, row.size, row.training, memory)
     if widest is None:

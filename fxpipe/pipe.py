@@ -37,6 +37,7 @@ from .ir.plan import Plan
 from .ir.profile import Profile
 from .ir.program import Program
 from .ir.schedule import Schedule
+from .ir.timeline import Timeline
 from .ir.transfers import add_transfers
 from .machine import local_cluster
 from .options import Options
@@ -74,7 +75,7 @@ class Pipe(Shell):
             "_builds": {},
             "_lives": {},
             "_last": None,
-            "timeline": None,
+            "_timeline": None,
             "_home": None,
             "_closed": False,
             "_folder": tempfile.TemporaryDirectory(prefix="fxpipe-"),
@@ -124,7 +125,7 @@ class Pipe(Shell):
             scheduler: Any = self._live(self._built(graph, inputs)).scheduler
             found, timed_step = take_step(scheduler, inputs, self.options.chunks, scaler, timeline)
             if timeline:
-                self.__dict__["timeline"] = timed_step
+                self.__dict__["_timeline"] = timed_step
             return found
 
         with self._lock:
@@ -250,6 +251,13 @@ class Pipe(Shell):
     def schedule(self) -> Schedule:
         """What each device does when. Prints as a grid."""
         return self.build.schedule
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """What each device did in the last `step(..., timeline=True)`, and when. Prints as a table; `fxpipe.viz` draws
+        it as text (`text.bars`), as SVG (`svg.draw`) and writes a trace for Perfetto (`trace.trace`)."""
+        found: Timeline | None = self._timeline
+        return found
 
     @property
     def programs(self) -> DevicePrograms:

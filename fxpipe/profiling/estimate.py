@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from fxpipe.ir.cluster import Device
@@ -26,6 +27,8 @@ KEEP_NOTHING = {
 }  # fmt: skip
 KEEP_RESULT = {"elu", "exp", "log_softmax", "relu", "rsqrt", "sigmoid", "softmax", "sqrt", "tanh"}
 POOLS = {"adaptive_max_pool2d", "fn", "max_pool1d", "max_pool2d", "max_pool3d"}  # torch's functional calls its own "fn"
+CHANNEL_DROPOUTS = {"dropout1d", "dropout2d", "dropout3d", "feature_dropout"}  # a number for each channel says which
+DROPOUTS = {"dropout", *CHANNEL_DROPOUTS}
 CELL = 5  # tensors of the size of its result that a recurrent op keeps besides: gates and cell
 
 
@@ -90,7 +93,7 @@ class _Sized:
                 isinstance(self.types[ref.name], TensorType) for ref in refs(op.args[1:])
             )
             return operands[0].name if plain else None
-        idle = (name in {"to", "float", "contiguous"} and first == op.type) or (name == "dropout" and not _trains(op))
+        idle = (name in {"to", "float", "contiguous"} and first == op.type) or (name in DROPOUTS and not _trains(op))
         return operands[0].name if name in VIEWS or idle else None
 
     # time ------------------------------------------------------------------------------------
@@ -142,7 +145,7 @@ class _Sized:
             return
         if name in KEEP_RESULT or name == "scaled_dot_product_attention":
             yield op.name
-        if name in KEEP_RESULT or name == "dropout" or self.seen_in(op) is not None:
+        if name in KEEP_RESULT or name in DROPOUTS or self.seen_in(op) is not None:
             return
         product = bool(self.products(op)) or name in {"mul", "imul"}
         for read, _ in self.operands(op):
@@ -157,6 +160,8 @@ class _Sized:
         size, count = found[0].nbytes(self.sizes), found[0].numel(self.sizes)
         if name == "dropout" and _trains(op):
             return size if self.device.label.startswith("cpu") else count  # a mask of numbers, or of booleans
+        if name in CHANNEL_DROPOUTS and _trains(op):
+            return size // prod(self.shape(found[0])[2:])
         if name in POOLS:
             return 8 * count  # where each maximum came from
         if name == "cross_entropy":

@@ -59,6 +59,14 @@ def test_without_gradients_nothing_is_kept():
     assert estimate(net(linear), {"b": 8}, CPU).ops[0].saved == 0
 
 
+@pytest.mark.parametrize(("training", "kept"), [(True, 8 * 16 * 4), (False, 0)])
+def test_dropping_channels_keeps_a_number_for_each(training: bool, kept: int):
+    x, b = Input("x", "x", tensor("b", 16, 5, 5), 0), Size("b", "x", 0)
+    drop = Op("y", F.dropout2d, (Ref("x"), 0.1, training), {}, tensor("b", 16, 5, 5), HERE)
+    graph = Graph("Net", True, (x,), (b,), (), (drop,), (Output("y", 0),), (), Ref("y"))
+    assert estimate(graph, {"b": 8}, CPU).ops[0].saved == kept
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
