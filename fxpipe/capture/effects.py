@@ -77,7 +77,9 @@ def _idle(schema: Any, args: Any, kwargs: Any) -> bool:
 
 
 def memory(value: Any) -> Iterator[int]:
-    """The storages behind a value."""
+    """The storages behind a value. What a vmap works on has none that can be told."""
+    if isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
+        return
     if isinstance(value, Tensor):
         yield value.untyped_storage()._cdata
     elif isinstance(value, (tuple, list)):

@@ -1,10 +1,14 @@
 """What a graph says of each op: names, types, writes, regions, lines."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from fxpipe.capture import capture
+from fxpipe.errors import CaptureError
+from fxpipe.ir.evaluate import evaluate
+from fxpipe.ir.legal import legal_cuts
 
 
 class Block(nn.Module):
@@ -150,3 +154,28 @@ def test_what_nobody_needs_is_left_out():
 
     graph = capture(Dead(), (torch.randn(6, 4, requires_grad=True),))
     assert [op.name for op in graph.ops] == ["seen", "register_hook", "mul"]
+
+
+def test_a_vmap_stays_whole():
+    class Mapped(nn.Module):
+        def forward(self, x):
+            double = torch.vmap(lambda row: torch.vmap(lambda v: v * 2)(row).cumsum(0))
+            return double(x.relu()).exp()
+
+    x = torch.randn(6, 4)
+    graph = capture(Mapped(), (x,))
+    inside = [op.name for op, legal in zip(graph.ops, legal_cuts(graph), strict=False) if not legal]
+    names = [op.name for op in graph.ops]
+    entered, *_, left = (i for i, name in enumerate(names) if "crement_nesting" in name)
+    assert inside == names[entered + 1 : left + 1]
+    values = evaluate(graph, {graph.inputs[0].name: x}, {})
+    torch.testing.assert_close(values[graph.outputs[0].value], Mapped()(x))
+
+
+def test_derivatives_inside_are_refused():
+    class Slope(nn.Module):
+        def forward(self, x):
+            return torch.func.grad(lambda v: v.pow(2).sum())(x)
+
+    with pytest.raises(CaptureError, match=r"torch.func"):
+        capture(Slope(), (torch.randn(6, 4),))
