@@ -121,6 +121,7 @@ def _op(build: Builder, step: Step, position: int, env: dict[fx.Node, Any]) -> O
         kind = ObjectType("vmap")
     elif called == LEAVE_VMAP:
         build.vmaps.pop()
+        kind = ObjectType("vmap")
     elif called.endswith("_increment_nesting"):
         place = f"{at(origin)}\n" if origin.line else ""
         raise CaptureError(f"{place}takes derivatives inside of forward with torch.func; write them out, as operations")
