@@ -27,6 +27,7 @@ from torch._dynamo.variables import builtin
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from .explain import refusal
+from .recurrent import one_step
 
 SETTINGS: dict[str, object] = {
     "allow_rnn": True,  # nn.LSTM and its kind, as one op
@@ -124,6 +125,7 @@ class _Configured:
                 settings.enter_context(_gradients_that_nobody_gets())
             # Else a dimension that happens to equal the batch is taken for it.
             settings.enter_context(shape_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
+            settings.enter_context(one_step())
             settings.enter_context(_quiet("torch._subclasses.fake_tensor"))  # our error says it better
             return self._torchdynamo_orig_backend(*args, **kwargs)
 
