@@ -1,0 +1,233 @@
+"""The planners of hybrid plans by name, each asked in the same way: a `Request` in, an `Answer` out.
+
+    optimal        the least event time, with a bound (optimal.py)
+    dapple         DAPPLE's planner as published (dapple.py)
+    pipedream      PipeDream's, which balances the steady state (pipedream.py)
+    gpipe          a device for each stage, the variance of their times least (block_partition.py)
+    straight       a device for each stage, the slowest as fast as can be (data_parallel.py)
+    data parallel  one stage on all devices (data_parallel.py)
+
+All but the first say only how to cut and place; here they are tried with each number of micro-batches and each warm-up
+that the request leaves open, stages that do not fit recompute if they may, and the fastest plan by event time wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from fxpipe.errors import PlanError
+from fxpipe.ir import chain as chains
+from fxpipe.ir import cluster as clusters
+from fxpipe.ir.chain import Chain
+from fxpipe.ir.cluster import Cluster, link
+from fxpipe.ir.hybrid import WARMUPS, HybridPlan, HybridStage, warmup_of
+
+from .block_partition import least_variance
+from .dapple import dapple
+from .data_parallel import one_each, whole
+from .event_time import Problem, event_time
+from .optimal import Certificate, optimal
+from .pipedream import Level, pipedream
+from .placement import servers
+
+MOST_MICRO_BATCHES = 256
+FEW = 4  # numbers of micro-batches that a planner tries which takes its time over each
+SLOW_DEVICES = 32  # from so many devices on, DAPPLE's search takes longer than anybody waits for something to compare
+
+Stages = tuple[HybridStage, ...]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What plans are for: `chain`, whatever its batch, for steps of `batch` samples. What is None is for the planner to
+    choose: `micro_batches`, `warmup`, and `recompute`, whether all stages do, none, or those that do not fit.
+    `copies` is how many bytes are in memory for each byte of parameters, `seconds` how long a search may take."""
+
+    chain: Chain
+    cluster: Cluster
+    batch: int
+    micro_batches: int | None = None
+    warmup: str | None = None
+    recompute: bool | None = None
+    all_reduce: str = "end"
+    copies: float = 4
+    seconds: float = 30
+
+    def problem(self, micro_batches: int, warmup: str) -> Problem:
+        chain = chains.scaled(self.chain, self.batch / micro_batches)
+        return Problem(chain, self.cluster, micro_batches, warmup, self.all_reduce, self.copies)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A plan, the seconds of its step by event time, and, where the planner knows one, how good it is."""
+
+    plan: HybridPlan
+    seconds: float
+    certificate: Certificate | None = None
+
+
+def check(request: Request) -> None:
+    """Raise PlanError where there is nothing to plan for."""
+    try:
+        chains.check(request.chain)
+        clusters.check(request.cluster)
+    except ValueError as error:
+        raise PlanError(f"cannot plan: {error}") from None
+    if request.batch < 1:
+        raise PlanError(f"batch_size is {request.batch}; a step has at least one sample")
+    given = request.micro_batches
+    if given is not None and not 1 <= given <= request.batch:
+        raise PlanError(
+            f"{given} micro-batches of a batch of {request.batch}; write a number from 1 to {request.batch}"
+        )
+    if request.warmup not in (None, *WARMUPS):
+        raise PlanError(f"there is no warm-up {request.warmup!r}; there are {', '.join(WARMUPS)}")
+
+
+def search(planner: str, request: Request) -> Answer:
+    """The plan of the planner of this name. Raises PlanError where there is no such planner, the request cannot be
+    planned for, or no plan fits in memory."""
+    if planner not in PLANNERS:
+        raise PlanError(f"there is no planner {planner!r}; write one of {', '.join(map(repr, PLANNERS))}")
+    check(request)
+    return PLANNERS[planner](request)
+
+
+def counts(request: Request, most: int = MOST_MICRO_BATCHES) -> list[int]:
+    """The numbers of micro-batches to try: the one asked for, or those that divide the batch, with the ones nearest to
+    four for each device first to stay if `most` are too few."""
+    if request.micro_batches is not None:
+        return [request.micro_batches]
+    every = [m for m in range(1, min(request.batch, MOST_MICRO_BATCHES) + 1) if request.batch % m == 0]
+    wanted = 4 * len(request.cluster.devices)
+    near = sorted(every, key=lambda m: max(m / wanted, wanted / m))
+    return sorted(near[:most])
+
+
+def _optimal(request: Request) -> Answer:
+    """Where DAPPLE's plan for the same choice is quickly had, the search starts from it."""
+    seeds: list[HybridPlan] = []
+    if request.micro_batches is not None and len(request.cluster.devices) < SLOW_DEVICES:
+        for warmup in _warmups(request):
+            try:
+                seeds.append(dapple(request.problem(request.micro_batches, warmup)))
+            except PlanError:
+                pass  # does not fit without recomputation
+    found = optimal(
+        request.chain,
+        request.cluster,
+        request.batch,
+        micro_batches=request.micro_batches,
+        warmup=request.warmup,
+        recompute=request.recompute,
+        all_reduce=request.all_reduce,
+        copies=request.copies,
+        seconds=request.seconds,
+        seeds=seeds,
+    )
+    return Answer(found.plan, found.time, found.certificate)
+
+
+def _tried(stages_of: Callable[[Problem], Stages], few: bool = False) -> Callable[[Request], Answer]:
+    """A planner from a way to cut and place."""
+
+    def planner(request: Request) -> Answer:
+        best: tuple[float, HybridPlan] | None = None
+        for m in counts(request, FEW if few else MOST_MICRO_BATCHES):
+            for warmup in _warmups(request):
+                problem = request.problem(m, warmup)
+                stages = recomputing(problem, stages_of(problem), request.recompute)
+                seconds = event_time(problem, stages)
+                if seconds < (best[0] if best else inf):
+                    best = seconds, HybridPlan(request.chain.model, stages, m, warmup, request.all_reduce)
+        if best is None:
+            why = " without recomputation" if request.recompute is False else ""
+            raise PlanError(f"{request.chain.model} does not fit in memory like that{why}")
+        return Answer(best[1], best[0])
+
+    return planner
+
+
+def _warmups(request: Request) -> Sequence[str]:
+    return WARMUPS if request.warmup is None else (request.warmup,)
+
+
+def recomputing(problem: Problem, stages: Stages, recompute: bool | None) -> Stages:
+    """The stages, all with recomputation, none, or (None) those that do not fit without."""
+    if recompute is not None:
+        return tuple(replace(stage, recompute=recompute) for stage in stages)
+
+    def lacks(s: int, stage: HybridStage) -> bool:
+        cost = problem.stage(stage.first, stage.end, stage.devices, False)
+        return cost.held(warmup_of(problem.warmup, s, len(stages), problem.micro_batches)) > cost.room
+
+    return tuple(replace(stage, recompute=lacks(s, stage)) for s, stage in enumerate(stages))
+
+
+# Ways to cut and place ----------------------------------------------------------------------------------------------
+
+
+def _one_each(problem: Problem) -> Stages:
+    stages = one_each(problem)
+    if not stages:
+        raise PlanError(_too_few(problem))
+    return stages
+
+
+def _least_variance(problem: Problem) -> Stages:
+    devices = len(problem.cluster.devices)
+    if len(problem.chain) < devices:
+        raise PlanError(_too_few(problem))
+    sizes = least_variance([layer.forward + layer.backward for layer in problem.chain.layers], devices)
+    ends = [sum(sizes[: s + 1]) for s in range(devices)]
+    return tuple(HybridStage(end - size, end, (s,)) for s, (end, size) in enumerate(zip(ends, sizes, strict=True)))
+
+
+def _too_few(problem: Problem) -> str:
+    devices = len(problem.cluster.devices)
+    return f"{problem.chain.model} has {len(problem.chain)} layers: they cannot be cut into {devices} stages"
+
+
+def _dapple(problem: Problem) -> Stages:
+    """Where nothing fits, the plan for endless memory, whose stages may fit if they recompute."""
+    try:
+        return dapple(problem).stages
+    except PlanError:
+        return dapple(replace(problem, capped=False)).stages
+
+
+def _pipedream(problem: Problem) -> Stages:
+    """Levels count neighbours; the cluster's own positions follow."""
+    groups = servers(problem.cluster)
+    order = [position for group in groups for position in group]
+    stages = pipedream(problem.chain, levels(problem.cluster))
+    return tuple(replace(e, devices=tuple(sorted(order[device] for device in e.devices))) for e in stages)
+
+
+def levels(cluster: Cluster) -> list[Level]:
+    """Servers and the network between them, where all have as many devices; else one level for all. A server's card is
+    what its devices share."""
+    groups = servers(cluster)
+    labels, size = cluster.labels, len(groups[0])
+    if any(len(group) != size for group in groups):
+        least = min(link(cluster, labels[0], other).bandwidth for other in labels[1:])
+        return [Level(len(labels), least)]
+    found = []
+    if size > 1:
+        found.append(Level(size, link(cluster, labels[groups[0][0]], labels[groups[0][1]]).bandwidth))
+    if len(groups) > 1:
+        found.append(Level(len(groups), link(cluster, labels[groups[0][0]], labels[groups[1][0]]).bandwidth))
+    return found or [Level(1, 1.0)]
+
+
+PLANNERS: dict[str, Callable[[Request], Answer]] = {
+    "optimal": _optimal,
+    "dapple": _tried(_dapple, few=True),
+    "pipedream": _tried(_pipedream, few=True),
+    "gpipe": _tried(_least_variance),
+    "straight": _tried(_one_each),
+    "data parallel": _tried(whole),
+}
