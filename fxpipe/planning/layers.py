@@ -25,9 +25,8 @@ from fxpipe.ir.chain import Chain, Layer
 from fxpipe.ir.graph import Graph, Op
 from fxpipe.ir.hybrid import HybridPlan
 from fxpipe.ir.plan import Plan, StagePlan
-from fxpipe.ir.profile import OpCost, Profile
+from fxpipe.ir.profile import OpCost, Profile, total
 from fxpipe.ir.profile import check as check_profile
-from fxpipe.ir.profile import total
 
 from .costs import traffic
 from .order import arrange

@@ -14,6 +14,7 @@ that the request leaves open, stages that do not fit recompute if they may, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -112,10 +113,8 @@ def _optimal(request: Request) -> Answer:
     seeds: list[HybridPlan] = []
     if request.micro_batches is not None and len(request.cluster.devices) < SLOW_DEVICES:
         for warmup in _warmups(request):
-            try:
+            with suppress(PlanError):  # it does not fit without recomputation
                 seeds.append(dapple(request.problem(request.micro_batches, warmup)))
-            except PlanError:
-                pass  # does not fit without recomputation
     found = optimal(
         request.chain,
         request.cluster,
