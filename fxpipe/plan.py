@@ -66,7 +66,8 @@ def plan(
     >>> from fxpipe.ir.chain import Layer
     >>> chain = Chain("VGG", 32, (Layer("convs", 9e-3, 18e-3, 80e6, 1e9, 3e6), Layer("fc", 1e-3, 2e-3, 480e6, 1e6)))
     >>> found = plan(chain, "B", 2048)
-    >>> print(found)
+    >>> [(stage.device, len(stage.devices)) for stage in found.plan.stages], f"{found.seconds:.2f} s"
+    ([('V100:0', 9), ('V100:9', 1)], '0.24 s')
     """
     where = _cluster(cluster)
     if schedule not in (None, AUTO, *STRAIGHT):

@@ -153,7 +153,18 @@ def show(planned: Planned) -> str:
         f"{show_seconds(line.makespan)} per step of {planned.batch} samples, "
         f"{planned.batch / line.makespan:,.3g} samples per second, bubble {line.bubble:.1%}",
     ]
-    headers = ("stage", "layers", "devices", "forward", "backward", "busy", "parameters", "memory", "sends", "")
+    headers = (
+        "stage",
+        "layers",
+        "devices",
+        "forward",
+        "backward",
+        "busy",
+        "parameters",
+        "memory",
+        "sends",
+        "recompute",
+    )
     align = ("right", "left", "left", *["right"] * 6, "left")
     table = tabulate(_rows(planned), headers, disable_numparse=True, colalign=align)
     return "\n".join([*head, "", *(row.rstrip() for row in table.splitlines())])
@@ -161,7 +172,7 @@ def show(planned: Planned) -> str:
 
 def _rows(planned: Planned) -> list[tuple[str, ...]]:
     micro, line = planned.micro, planned.timeline
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for s, stage in enumerate(planned.layers.stages):
         r = len(stage.devices)
         room = min(planned.cluster.devices[device].memory for device in stage.devices)
@@ -176,7 +187,7 @@ def _rows(planned: Planned) -> list[tuple[str, ...]]:
                 show_bytes(micro.parameters[stage.end] - micro.parameters[stage.first]),
                 f"{show_bytes(line.high_water[s])} of {show_bytes(room)}",
                 show_bytes(micro.cuts[stage.end]) if stage.end < len(micro) else "",
-                "recomputes" if stage.recompute else "",
+                "always" if stage.recompute else "never",
             )
         )
     return rows

@@ -63,7 +63,8 @@ def _rival(planned: Planned, name: str) -> Row:
             answer = search(name, planned.request)
         except PlanError as error:
             return name, "", "", str(error)
-    facts = f"{answer.plan.micro_batches} micro-batches, {answer.plan.warmup} warm-up"
+    m = answer.plan.micro_batches
+    facts = f"{m} micro-batch{'es' if m > 1 else ''}, {answer.plan.warmup} warm-up"
     return _row(planned, f"{name} {shape(answer.plan.stages)}", answer.seconds, facts)
 
 
