@@ -20,8 +20,8 @@ from .ir.hybrid import HybridPlan
 from .ir.plan import Plan, StagePlan
 from .ir.profile import Profile
 from .planned import Planned
-from .planning.layers import MOST, Layers, as_plan, layers
-from .planning.planners import Request, search
+from .planning.layers import MOST, as_plan, costed, layers
+from .planning.planners import Answer, Request, check, counts, search
 from .profile import ModelProfile, profile
 from .schedules.make import SCHEDULES
 
@@ -29,6 +29,7 @@ from .schedules.make import SCHEDULES
 WARMUPS = {"1f1b": "early", "1f1b-late": "late"}
 STRAIGHT = tuple(name for name, form in SCHEDULES.items() if form.shape == "straight")
 AUTO = "auto"
+SIZES = 8  # of micro-batches that a model is profiled for
 
 
 def plan(
@@ -53,7 +54,9 @@ def plan(
     - `cluster`: a `Cluster`, or the name of a published one: "A", "B", "C" (DAPPLE's), "p100", "k80", "p40", "h100".
     - `planner`: "optimal" (with a proof of how far from the optimum it can be at most), "dapple", "pipedream", "gpipe",
       "straight" (a device for each stage), "data parallel".
-    - `micro_batches`, `recompute` (all stages, or none): the planner's choice, if not given.
+    - `micro_batches`, `recompute` (all stages, or none): the planner's choice, if not given. It tries numbers that
+      divide the batch; for a model, with an estimate for each size, the 8 around four per device. As in DAPPLE's paper
+      a micro-batch may have fewer samples than a stage has replicas, which then have an equal share on average.
     - `schedule`: "1f1b" or "1f1b-late" (both are tried if not given); "gpipe", "zb-h1", "zb-h2": the plan is made
       for 1F1B and runs in that order; "auto": the fastest of them all that fits, as simulated.
     - `all_reduce`: replicas add up gradients at the "end" of the step, or "overlap" that with the last backward.
@@ -72,32 +75,43 @@ def plan(
     where = _cluster(cluster)
     if schedule not in (None, AUTO, *STRAIGHT):
         raise PlanError(f"there is no schedule {schedule!r} for plans; write one of {', '.join((*STRAIGHT, AUTO))}")
-    known = _profiled(what, where, example_inputs)
-    with timed("layers"):
-        made = None if isinstance(known, Chain) else layers(known.graph, known, most_layers)
-    chain = known if isinstance(known, Chain) else _made(made).chain
     request = Request(
-        chain, where, batch_size, micro_batches, WARMUPS.get(schedule or ""), recompute, all_reduce, parameter_copies,
+        (), where, batch_size, micro_batches, WARMUPS.get(schedule or ""), recompute, all_reduce, parameter_copies,
         time_limit,
     )  # fmt: skip
-    with timed("planning"):
-        answer = search(planner, request)
-    early = "1f1b" if answer.plan.warmup == "early" else "1f1b-late"
-    wanted = early if schedule in (None, AUTO) else str(schedule)
-    if isinstance(known, ModelProfile):
-        decided = as_plan(known.graph, _made(made), answer.plan, where.labels, wanted)
+    check(request)
+    known = _profiled(what, where, example_inputs)
+    if isinstance(known, Chain):
+        answer = _searched(planner, replace(request, chains=(known,)))
+        decided = _without_ops(answer.plan, where, _own_order(answer.plan))
+        chains: tuple[Chain, ...] = (known,)
     else:
-        decided = _without_ops(answer.plan, where, wanted)
-    found = Planned(
-        decided, answer.plan, chain, where, batch_size, planner, parameter_copies, answer.certificate
-    )  # fmt: skip
+        with timed("layers"):
+            made = layers(known.graph, known, most_layers)
+            chains = tuple(costed(known.graph, one, made) for one in _sizes(known, request))
+        answer = _searched(planner, replace(request, chains=chains))
+        decided = as_plan(known.graph, made, answer.plan, where.labels, _own_order(answer.plan))
+    found = Planned(decided, answer.plan, chains, where, batch_size, planner, parameter_copies, answer.certificate)
     with timed("simulator"):
         return _ordered(found, schedule)
 
 
-def _made(made: Layers | None) -> Layers:
-    assert made is not None
-    return made
+def _searched(planner: str, request: Request) -> Answer:
+    with timed("planning"):
+        return search(planner, request)
+
+
+def _own_order(hybrid: HybridPlan) -> str:
+    """The schedule that the planner had in mind."""
+    return "1f1b" if hybrid.warmup == "early" else "1f1b-late"
+
+
+def _sizes(known: ModelProfile, request: Request) -> list[ModelProfile]:
+    """The profile at the micro-batches that may come of the request; a measured one is scaled."""
+    if known.estimated_for is None:
+        return [known]
+    rows = {-(-request.batch // m) for m in counts(request, SIZES)}
+    return [known.at(count) for count in sorted(rows)]
 
 
 def _cluster(cluster: Cluster | str) -> Cluster:

@@ -2,7 +2,7 @@
 and kept as one JSON file, which `fxpipe.compile(model, plan="plan.json")` runs.
 
     {"model": "UNet", "chunks": 8, "schedule": "1f1b", "stages": [...],     a plan of ops, as any other
-     "planned": {"planner": "optimal", "layers": ..., "chain": ..., "cluster": ...}}    what it was made for
+     "planned": {"planner": "optimal", "layers": ..., "chains": ..., "cluster": ...}}    what it was made for
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .ir import chain as chains
 from .ir import cluster as clusters
 from .ir import hybrid as hybrids
 from .ir import plan as plans
-from .ir.chain import Chain, scaled
+from .ir.chain import Chain, nearest
 from .ir.cluster import Cluster
 from .ir.hybrid import HybridPlan, HybridStage, ranges, shape
 from .ir.plan import Plan
@@ -37,14 +37,14 @@ from .viz import html, svg, text, trace
 
 @dataclass(frozen=True)
 class Planned:
-    """`plan` says which ops and devices form which stage, and `layers` the same of the layers of `chain` and the
-    positions in `cluster`, for a step of `batch` samples. `plan` has no ops where a chain was planned. `copies` is how
-    many bytes are in memory for each byte of parameters; `certificate` is there where the planner gives one. Print
-    with `str`."""
+    """`plan` says which ops and devices form which stage, and `layers` the same of the layers of `chains` and the
+    positions in `cluster`, for a step of `batch` samples. `plan` has no ops where a chain was planned; `chains` are the
+    same layers at one or several micro-batches. `copies` is how many bytes are in memory for each byte of parameters;
+    `certificate` is there where the planner gives one. Print with `str`."""
 
     plan: Plan
     layers: HybridPlan
-    chain: Chain
+    chains: tuple[Chain, ...]
     cluster: Cluster
     batch: int
     planner: str
@@ -55,9 +55,9 @@ class Planned:
         return show(self)
 
     @cached_property
-    def micro(self) -> Chain:
+    def chain(self) -> Chain:
         """The chain at the size of a micro-batch."""
-        return scaled(self.chain, self.batch / self.layers.micro_batches)
+        return nearest(self.chains, self.batch / self.layers.micro_batches)
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -84,7 +84,7 @@ class Planned:
     def request(self) -> Request:
         """What was asked of the planner."""
         return Request(
-            self.chain, self.cluster, self.batch, all_reduce=self.layers.all_reduce, copies=self.copies, seconds=5
+            self.chains, self.cluster, self.batch, all_reduce=self.layers.all_reduce, copies=self.copies, seconds=3
         )
 
     def order(self, schedule: str) -> Schedule:
@@ -98,7 +98,7 @@ class Planned:
     def simulate(self, schedule: str | None = None) -> Timeline:
         """The step in the order of another schedule."""
         order = self.schedule if schedule is None else self.order(schedule)
-        return simulate_hybrid(self.micro, self.cluster, self.layers, order, self.copies)
+        return simulate_hybrid(self.chain, self.cluster, self.layers, order, self.copies)
 
     def explain(self) -> str:
         """The stages, what other plans would take, and what more hardware would be worth; plans a few seconds."""
@@ -133,7 +133,8 @@ def title(planned: Planned) -> str:
 
 def check(planned: Planned) -> None:
     """Raise ValueError if the parts do not fit each other."""
-    chains.check(planned.chain)
+    for chain in planned.chains:
+        chains.check(chain)
     clusters.check(planned.cluster)
     hybrids.check(planned.layers, len(planned.chain), len(planned.cluster.devices))
     if not planned.batch >= planned.layers.micro_batches:
@@ -146,7 +147,7 @@ def check(planned: Planned) -> None:
 def show(planned: Planned) -> str:
     """A head with the figures of the step, and a row for each stage."""
     line = planned.timeline
-    counts = f"{planned.layers.micro_batches} micro-batches of {planned.micro.batch:g}"
+    counts = f"{planned.layers.micro_batches} micro-batches of {planned.chain.batch:g}"
     head = [
         f"{planned.plan.model}: {shape(planned.layers.stages)} on {len(planned.memory)} of "
         f"{len(planned.cluster.devices)} devices, {counts}, {planned.plan.schedule}",
@@ -171,7 +172,7 @@ def show(planned: Planned) -> str:
 
 
 def _rows(planned: Planned) -> list[tuple[str, ...]]:
-    micro, line = planned.micro, planned.timeline
+    micro, line = planned.chain, planned.timeline
     rows: list[tuple[str, ...]] = []
     for s, stage in enumerate(planned.layers.stages):
         r = len(stage.devices)
@@ -243,8 +244,8 @@ def dump(planned: Planned) -> str:
         "cluster": asdict(planned.cluster),
     }
     text = plans.dump(planned.plan).rstrip().removesuffix("}").rstrip()
-    chain = chains.dump(planned.chain).strip()
-    return f'{text},\n "planned": {json.dumps(facts).removesuffix("}")},\n "chain": {chain}}}\n}}\n'
+    costs = ",\n".join(chains.dump(chain).strip() for chain in planned.chains)
+    return f'{text},\n "planned": {json.dumps(facts).removesuffix("}")},\n "chains": [{costs}]}}\n}}\n'
 
 
 def load(path: str | Path) -> Planned:
@@ -266,7 +267,7 @@ def _load(text: str, facts: dict[str, Any]) -> Planned:
     return Planned(
         plans.load(text),
         hybrids.load(json.dumps(facts["layers"])),
-        chains.load(json.dumps(facts["chain"])),
+        tuple(chains.load(json.dumps(chain)) for chain in facts["chains"]),
         clusters.load(json.dumps(facts["cluster"])),
         facts["batch"],
         facts["planner"],

@@ -16,15 +16,32 @@ from .errors import InputError, PlanError
 from .ir.cluster import Cluster, Device
 from .ir.graph import Graph
 from .ir.profile import Profile
-from .pipe import batch_size, given, match
+from .pipe import batch_size, given, match, micro_batch_sizes
 from .profiling import estimate, measure
 
 
 @dataclass(frozen=True)
 class ModelProfile(Profile):
-    """A profile that still knows the model it is of: `fxpipe.plan` can cut it."""
+    """A profile that still knows the model it is of, so that `fxpipe.plan` can cut it: `graph`, the numbers of its
+    `sizes`, and, if estimated, for which device."""
 
     graph: Graph = field(repr=False)
+    sizes: Mapping[str, int] = field(default_factory=dict, repr=False)
+    estimated_for: Device | None = field(default=None, repr=False)
+
+    def at(self, rows: int) -> ModelProfile:
+        """The estimate for a micro-batch of so many rows."""
+        if self.estimated_for is None:
+            raise ValueError(f"the profile was {self.source} at {self.batch} samples, and nowhere else")
+        sizes = {**self.sizes, **dict.fromkeys(_rows(self.graph), rows)}
+        made = estimate(self.graph, sizes, self.estimated_for)
+        return replace(self, batch=made.batch, ops=made.ops, sizes=sizes)
+
+
+def _rows(graph: Graph) -> list[str]:
+    """The sizes that are the number of rows of a micro-batch."""
+    cut = {item.name: item.batch_dim for item in graph.inputs}
+    return [size.name for size in graph.sizes if size.dim == cut[size.input]]
 
 
 def profile(
@@ -52,7 +69,7 @@ def profile(
     >>> print(profile(model, torch.zeros(64, 1024, device="meta"), device=V100))
     Sequential, estimated on V100, batch 64
     name     forward    backward    saved    output    parameters
-    linear   13.5 us    13.5 us     262 kB   262 kB    4.2 MB
+    input_1  13.5 us    13.5 us     262 kB   262 kB    4.2 MB
     input_2  5.58 us    5.58 us     262 kB   262 kB    0 B
     total    19.1 us    19.1 us     524 kB   524 kB    4.2 MB
     """
@@ -67,23 +84,15 @@ def profile(
     rows = whole if batch is None else batch
     if rows < 1:
         raise InputError(f"batch is {rows}: a micro-batch has at least one sample")
+    sizes = micro_batch_sizes(graph, values, 1) | dict.fromkeys(_rows(graph), rows)
     with timed("profiling"):
         if isinstance(device, (Device, Cluster)):
-            there = device.devices[0] if isinstance(device, Cluster) else device
-            made = estimate(graph, _sizes(graph, values, rows), there)
+            known = device.devices[0] if isinstance(device, Cluster) else device
+            there: Device | None = known
+            made = estimate(graph, sizes, known)
         else:
-            made = _measured(model, graph, values, rows, whole, device)
-    return ModelProfile(made.model, made.batch, made.device, made.source, made.ops, graph)
-
-
-def _sizes(graph: Graph, values: tuple[Any, ...], rows: int) -> dict[str, int]:
-    """The numbers of the graph's sizes in a micro-batch of so many rows."""
-    known = {item.name: (item, value) for item, value in given(graph, values)}
-    sizes = {}
-    for size in graph.sizes:
-        item, value = known[size.input]
-        sizes[size.name] = rows if size.dim == item.batch_dim else int(value.shape[size.dim])
-    return sizes
+            there, made = None, _measured(model, graph, values, rows, whole, device)
+    return ModelProfile(made.model, made.batch, made.device, made.source, made.ops, graph, sizes, there)
 
 
 def _measured(

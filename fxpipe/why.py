@@ -55,12 +55,16 @@ def _rivals(planned: Planned) -> list[Row]:
 
 
 def _rival(planned: Planned, name: str) -> Row:
-    """The best that another planner finds, with the micro-batches and warm-up that suit it."""
+    """The best that another planner finds, with the micro-batches and warm-up that suit it; of DAPPLE, whose search
+    takes a while, with the plan's micro-batches."""
+    request = planned.request
     if name == "dapple" and len(planned.cluster.devices) >= SLOW_DEVICES:
         return name, "", "", f"not tried: its search takes long for {len(planned.cluster.devices)} devices"
     with timed(name):
         try:
-            answer = search(name, planned.request)
+            if name == "dapple":
+                request = replace(request, micro_batches=planned.layers.micro_batches)
+            answer = search(name, request)
         except PlanError as error:
             return name, "", "", str(error)
     m = answer.plan.micro_batches

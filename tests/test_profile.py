@@ -23,6 +23,7 @@ def test_estimated_on_the_meta_device() -> None:
         found = fxpipe.profile(model, x, device=device, batch=32)
         assert (found.source, found.batch, len(found.ops)) == ("estimated", 32, 3)
         assert [op.output for op in found.ops] == [32 * 16 * 4, 32 * 16 * 4, 32 * 4 * 4]
+        assert found.at(6).ops == fxpipe.profile(model, x, device=device).ops
     assert isinstance(found, fxpipe.Profile)
     with pytest.raises(PlanError, match="meta device and cannot be run"):
         fxpipe.profile(model, x)
@@ -33,6 +34,8 @@ def test_measured_where_the_model_is() -> None:
     assert (found.source, found.batch, found.device) == ("measured", 2, "cpu")
     assert all(op.forward > 0 for op in found.ops)
     assert found.ops[0].output == 2 * 16 * 4
+    with pytest.raises(ValueError, match="measured at 2 samples"):
+        found.at(4)
     with pytest.raises(InputError, match="batch is 7, and the arguments have 6"):
         fxpipe.profile(net(), torch.zeros(6, 8), batch=7)
 

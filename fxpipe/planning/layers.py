@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, pairwise
 
@@ -59,12 +59,27 @@ def layers(graph: Graph, profile: Profile, most: int = MOST) -> Layers:
     ops = [costs[op.name] for op in ordered.ops]
     crossing = traffic(ordered, costs).values
     ends = [0, *_cheapest(ops, crossing, inner_cuts(ordered), most), len(ops)]
-    rows = [
-        _layer(ordered.ops[first:end], ops[first:end], crossing[end] if end < len(ops) else 0)
-        for first, end in pairwise(ends)
-    ]
     names = tuple(tuple(op.name for op in ordered.ops[first:end]) for first, end in pairwise(ends))
-    return Layers(Chain(graph.model, profile.batch, tuple(rows)), names)
+    return Layers(_chain(ordered, profile, crossing, ends), names)
+
+
+def costed(graph: Graph, profile: Profile, made: Layers) -> Chain:
+    """The same layers with the costs of another profile."""
+    at = {op.name: op for op in graph.ops}
+    ordered = replace(graph, ops=tuple(at[name] for names in made.ops for name in names))
+    crossing = traffic(ordered, {cost.name: cost for cost in profile.ops}).values
+    return _chain(ordered, profile, crossing, list(accumulate(map(len, made.ops), initial=0)))
+
+
+def _chain(ordered: Graph, profile: Profile, crossing: Sequence[int], ends: Sequence[int]) -> Chain:
+    """The layers between neighbouring `ends`."""
+    costs = {cost.name: cost for cost in profile.ops}
+    rows = []
+    for first, end in pairwise(ends):
+        ops = ordered.ops[first:end]
+        cut = crossing[end] if end < len(ordered.ops) else 0
+        rows.append(_layer(ops, [costs[op.name] for op in ops], cut))
+    return Chain(ordered.model, profile.batch, tuple(rows))
 
 
 def _layer(ops: Sequence[Op], costs: Sequence[OpCost], cut: int) -> Layer:

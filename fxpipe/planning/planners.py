@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
+from time import perf_counter
 
 from fxpipe.errors import PlanError
 from fxpipe.ir import chain as chains
@@ -35,6 +36,7 @@ from .placement import servers
 
 MOST_MICRO_BATCHES = 256
 FEW = 4  # numbers of micro-batches that a planner tries which takes its time over each
+LEAST_SECONDS = 0.5  # for a search, whatever the others took
 SLOW_DEVICES = 32  # from so many devices on, DAPPLE's search takes longer than anybody waits for something to compare
 
 Stages = tuple[HybridStage, ...]
@@ -42,11 +44,12 @@ Stages = tuple[HybridStage, ...]
 
 @dataclass(frozen=True)
 class Request:
-    """What plans are for: `chain`, whatever its batch, for steps of `batch` samples. What is None is for the planner to
-    choose: `micro_batches`, `warmup`, and `recompute`, whether all stages do, none, or those that do not fit.
-    `copies` is how many bytes are in memory for each byte of parameters, `seconds` how long a search may take."""
+    """What plans are for: the same layers as one or several `chains`, at the micro-batches that their costs are known
+    for (others are scaled from the nearest), for steps of `batch` samples. What is None is for the planner to choose:
+    `micro_batches`, `warmup`, and `recompute`, whether all stages do, none, or those that do not fit. `copies` is how
+    many bytes are in memory for each byte of parameters, `seconds` how long a search may take."""
 
-    chain: Chain
+    chains: tuple[Chain, ...]
     cluster: Cluster
     batch: int
     micro_batches: int | None = None
@@ -57,7 +60,7 @@ class Request:
     seconds: float = 30
 
     def problem(self, micro_batches: int, warmup: str) -> Problem:
-        chain = chains.scaled(self.chain, self.batch / micro_batches)
+        chain = chains.nearest(self.chains, self.batch / micro_batches)
         return Problem(chain, self.cluster, micro_batches, warmup, self.all_reduce, self.copies)
 
 
@@ -73,7 +76,8 @@ class Answer:
 def check(request: Request) -> None:
     """Raise PlanError where there is nothing to plan for."""
     try:
-        chains.check(request.chain)
+        for chain in request.chains:
+            chains.check(chain)
         clusters.check(request.cluster)
     except ValueError as error:
         raise PlanError(f"cannot plan: {error}") from None
@@ -109,25 +113,76 @@ def counts(request: Request, most: int = MOST_MICRO_BATCHES) -> list[int]:
 
 
 def _optimal(request: Request) -> Answer:
-    """Where DAPPLE's plan for the same choice is quickly had, the search starts from it."""
-    seeds: list[HybridPlan] = []
-    if request.micro_batches is not None and len(request.cluster.devices) < SLOW_DEVICES:
-        for warmup in _warmups(request):
-            with suppress(PlanError):  # it does not fit without recomputation
-                seeds.append(dapple(request.problem(request.micro_batches, warmup)))
+    several = request.micro_batches is None and len(request.chains) > 1
+    answer = _each_optimal(request) if several else _one_optimal(request, request.micro_batches, request.seconds)
+    return _or_dapple(request, answer)
+
+
+def _each_optimal(request: Request) -> Answer:
+    """With costs at several micro-batches, each number of micro-batches is searched by itself, the most promising
+    first, and is left out where even its work alone, evenly shared, takes longer than the best plan."""
+    until, devices = perf_counter() + request.seconds, len(request.cluster.devices)
+    work = {}
+    for m in counts(request, len(request.chains)):
+        chain = request.problem(m, "early").chain
+        work[m] = m * (chain.forwards[-1] + chain.backwards[-1]) / devices
+    found: list[Answer] = []
+    refusals: list[PlanError] = []
+    for left, m in zip(range(len(work), 0, -1), sorted(work, key=work.__getitem__), strict=True):
+        if found and work[m] >= min(answer.seconds for answer in found):
+            break  # and so do all that follow
+        try:
+            found.append(_one_optimal(request, m, max((until - perf_counter()) / left, LEAST_SECONDS)))
+        except PlanError as error:
+            refusals.append(error)
+    if not found:
+        raise refusals[-1]
+    return _best(found)
+
+
+def _best(found: Sequence[Answer]) -> Answer:
+    """The fastest, with a certificate for all of them."""
+    best = min(found, key=lambda answer: answer.seconds)
+    proofs = [answer.certificate for answer in found if answer.certificate is not None]
+    bound = min(best.seconds, *(proof.bound for proof in proofs))
+    certificate = Certificate(
+        bound,
+        1 - bound / best.seconds if best.seconds else 0.0,
+        sum(proof.simulated for proof in proofs),
+        sum(proof.branches for proof in proofs),
+        sum(proof.seconds for proof in proofs),
+    )
+    return replace(best, certificate=certificate)
+
+
+def _one_optimal(request: Request, micro_batches: int | None, seconds: float) -> Answer:
+    chain = request.chains[0] if micro_batches is None else request.problem(micro_batches, "early").chain
     found = optimal(
-        request.chain,
+        chain,
         request.cluster,
         request.batch,
-        micro_batches=request.micro_batches,
+        micro_batches=micro_batches,
         warmup=request.warmup,
         recompute=request.recompute,
         all_reduce=request.all_reduce,
         copies=request.copies,
-        seconds=request.seconds,
-        seeds=seeds,
+        seconds=seconds,
     )
     return Answer(found.plan, found.time, found.certificate)
+
+
+def _or_dapple(request: Request, answer: Answer) -> Answer:
+    """Where nothing is proven, DAPPLE's plan with as many micro-batches, if that is faster."""
+    proof, plan = answer.certificate, answer.plan
+    if proof is None or proof.proven or request.recompute or len(request.cluster.devices) >= SLOW_DEVICES:
+        return answer
+    problem = request.problem(plan.micro_batches, plan.warmup)
+    with suppress(PlanError):  # it does not fit without recomputation
+        other = dapple(problem)
+        seconds = event_time(problem, other.stages)
+        if seconds < answer.seconds:
+            return Answer(other, seconds, replace(proof, gap=1 - proof.bound / seconds))
+    return answer
 
 
 def _tried(stages_of: Callable[[Problem], Stages], few: bool = False) -> Callable[[Request], Answer]:
@@ -141,10 +196,10 @@ def _tried(stages_of: Callable[[Problem], Stages], few: bool = False) -> Callabl
                 stages = recomputing(problem, stages_of(problem), request.recompute)
                 seconds = event_time(problem, stages)
                 if seconds < (best[0] if best else inf):
-                    best = seconds, HybridPlan(request.chain.model, stages, m, warmup, request.all_reduce)
+                    best = seconds, HybridPlan(request.chains[0].model, stages, m, warmup, request.all_reduce)
         if best is None:
             why = " without recomputation" if request.recompute is False else ""
-            raise PlanError(f"{request.chain.model} does not fit in memory like that{why}")
+            raise PlanError(f"{request.chains[0].model} does not fit in memory like that{why}")
         return Answer(best[1], best[0])
 
     return planner

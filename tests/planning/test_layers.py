@@ -7,7 +7,7 @@ import pytest
 from fxpipe.errors import PlanError
 from fxpipe.ir.hybrid import HybridPlan, HybridStage
 from fxpipe.ir.plan import check
-from fxpipe.planning.layers import as_plan, layers
+from fxpipe.planning.layers import as_plan, costed, layers
 from tests.planning.graphs import flat, graph
 
 LINE = ("conv = conv2d(x, w1) @ a", "norm = batch_norm(conv)", "relu = relu(norm)", "last = conv2d(relu, w2) @ b",
@@ -42,6 +42,15 @@ def test_a_skip_crosses_every_cut_that_it_passes():
     model = graph("s = relu(x)", "a = relu(s)", "b = relu(a)", "y = add(b, s)")
     profile = flat(model, output={"s": 100})
     assert [layer.cut for layer in layers(model, profile).chain.layers] == [100, 108, 108, 0]
+
+
+def test_the_same_layers_at_another_size():
+    model = graph(*LINE)
+    made = layers(model, flat(model), most=3)
+    again = costed(model, flat(model), made)
+    assert again == made.chain
+    slower = costed(model, flat(model, forward={"conv": 5.0}), made)
+    assert sum(layer.forward for layer in slower.layers) == 9.0
 
 
 def test_what_is_tied_is_one_layer():
