@@ -14,6 +14,8 @@ from torch import fx
 
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph import Graph, Op, Origin, Ref
+from fxpipe.ir.legal import ENTER_VMAP, LEAVE_VMAP
+from fxpipe.ir.types import ObjectType
 
 from .arguments import Call
 from .dynamo import Traced
@@ -22,6 +24,9 @@ from .explain import at, innermost, parse_stack
 from .hollow import Slot, Twins
 from .placeholders import Builder, add_inputs, add_states, define
 from .symbols import text, type_of
+
+# Which argument of these is the number of a vmap: it becomes what entered that vmap, so that they stay together.
+VMAP_LEVEL = {"_add_batch_dim": 2, "_remove_batch_dim": 1}
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,10 @@ def _op(build: Builder, step: Step, position: int, env: dict[fx.Node, Any]) -> O
         return _size(build, item, origin) if isinstance(item, torch.SymInt) else item
 
     args, kwargs = _nest(node.args, leaf), _nest(node.kwargs, leaf)
+    called = getattr(node.target, "__name__", "")
+    if called in VMAP_LEVEL:
+        index = VMAP_LEVEL[called]
+        args = (*args[:index], Ref(build.vmaps[args[index] - 1]), *args[index + 1 :])
     states = build.state_of
     sharing = [node for address in step.written for node in build.sharing.get(address, ())]
     touched = list(dict.fromkeys(build.of_node[node] for node in sharing))
@@ -107,6 +116,15 @@ def _op(build: Builder, step: Step, position: int, env: dict[fx.Node, Any]) -> O
     writes = tuple(name for name in touched if name in living or name in states or name == target)
     name = build.names(_wish(node, target))
     kind = type_of(changed, build.symbols)
+    if called == ENTER_VMAP:
+        build.vmaps.append(name)
+        kind = ObjectType("vmap")
+    elif called == LEAVE_VMAP:
+        build.vmaps.pop()
+        kind = ObjectType("vmap")
+    elif called.endswith("_increment_nesting"):
+        place = f"{at(origin)}\n" if origin.line else ""
+        raise CaptureError(f"{place}takes derivatives inside of forward with torch.func; write them out, as operations")
     draw = build.draws if step.random else None
     build.draws += step.random
     define(build, node, {node: changed}, name)

@@ -23,9 +23,11 @@ import torch.fx.experimental._config as shape_config
 from torch import fx, nn
 from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.source import TensorProperty, TensorPropertySource
+from torch._dynamo.variables import builtin
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from .explain import refusal
+from .recurrent import one_step
 
 SETTINGS: dict[str, object] = {
     "allow_rnn": True,  # nn.LSTM and its kind, as one op
@@ -35,7 +37,8 @@ SETTINGS: dict[str, object] = {
     "accumulated_recompile_limit": 1024,
     "verbose": False,
 }
-SKIPPED = "Attempted to call function marked as skipped"
+# Refusals that reading deeper may avoid.
+SHALLOW = ("Attempted to call function marked as skipped", "setattr() on Tensor.requires_grad")
 # Methods of loggers that may be left out; libraries hang more of them onto the class.
 LOGGING = ("debug", "info", "warning", "debug_once", "info_once", "warning_once", "warning_advice")
 
@@ -74,7 +77,7 @@ def dynamo(model: nn.Module, function: Callable[..., Any], capture: Capture) -> 
         try:
             return run(model, *given)
         except torch._dynamo.exc.TorchDynamoException as error:
-            if configured.deep or SKIPPED not in str(error):
+            if configured.deep or not any(reason in str(error) for reason in SHALLOW):
                 raise refusal(error) from None
             refused = refusal(error)
         configured.deep = True
@@ -102,7 +105,8 @@ def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
 
 class _Configured:
     """Dynamo's compiler, under our settings. Calls that were captured before do not pass here. `deep`: it also reads
-    functions that Dynamo passes over because it takes them for Python's or torch's own business."""
+    functions that Dynamo passes over because it takes them for Python's or torch's own business, and lets forward ask
+    for the gradient of a tensor that it made itself."""
 
     def __init__(self, compile: Callable[..., Any]) -> None:
         self._torchdynamo_orig_backend = compile  # the name by which Dynamo finds the inner one
@@ -117,8 +121,11 @@ class _Configured:
             if self.deep and hasattr(torch._dynamo.config, "dont_skip_tracing"):
                 known["dont_skip_tracing"] = True
             settings.enter_context(torch._dynamo.config.patch(known))
+            if self.deep:
+                settings.enter_context(_gradients_that_nobody_gets())
             # Else a dimension that happens to equal the batch is taken for it.
             settings.enter_context(shape_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
+            settings.enter_context(one_step())
             settings.enter_context(_quiet("torch._subclasses.fake_tensor"))  # our error says it better
             return self._torchdynamo_orig_backend(*args, **kwargs)
 
@@ -132,6 +139,32 @@ def _quiet(name: str) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+@contextmanager
+def _gradients_that_nobody_gets() -> Iterator[None]:
+    """Dynamo refuses `h.requires_grad = True`. If h was made in forward and stays there, as where a model wants its
+    checkpoints to work while its first layers are frozen, it changes no gradient that anyone sees: here it does
+    nothing."""
+    kind: Any = getattr(builtin, "SetAttrBuiltinVariable", None)
+    if not hasattr(kind, "_call_setattr"):  # as in torch 2.11: the refusal stands
+        yield
+        return
+    refusing = kind._call_setattr
+
+    def setting(self: Any, tx: Any, owner: Any, name: Any, value: Any) -> Any:
+        asked = name.is_python_constant() and name.as_python_constant() == "requires_grad"
+        made_here = owner.is_tensor() and owner.source is None
+        if asked and made_here and value.is_python_constant() and value.as_python_constant() is True:
+            owner.requires_grad = True  # for who asks later
+            return value
+        return refusing(self, tx, owner, name, value)
+
+    kind._call_setattr = setting
+    try:
+        yield
+    finally:
+        kind._call_setattr = refusing
 
 
 def _name(placeholder: fx.Node) -> str | tuple[str, int]:

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxpipe.ir.graph import Region
 
 from .dynamo import Traced
+from .recurrent import drops, one_step
 
 # These write their running statistics without declaring it: the places of mean and variance, and of `training`.
 SILENT_WRITES = {
@@ -77,7 +78,9 @@ def _idle(schema: Any, args: Any, kwargs: Any) -> bool:
 
 
 def memory(value: Any) -> Iterator[int]:
-    """The storages behind a value."""
+    """The storages behind a value. What a vmap works on has none that can be told."""
+    if isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
+        return
     if isinstance(value, Tensor):
         yield value.untyped_storage()._cdata
     elif isinstance(value, (tuple, list)):
@@ -97,6 +100,7 @@ def steps(traced: Traced) -> tuple[dict[fx.Node, Any], list[Step]]:
         contexts.enter_context(torch.set_grad_enabled(grad and not torch.is_inference_mode_enabled()))
         contexts.enter_context(traced.mode)
         contexts.enter_context(enable_python_dispatcher())  # as Dynamo does: an LSTM in C++ counts to the batch size
+        contexts.enter_context(one_step())
         effects = contexts.enter_context(Effects())
         ambient = torch.is_grad_enabled()
         for node in traced.module.graph.nodes:
@@ -112,7 +116,8 @@ def steps(traced: Traced) -> tuple[dict[fx.Node, Any], list[Step]]:
                 effects.written, effects.random = set(), False
                 env[node] = _run(node, env, traced)
                 inside = tuple(region for _, region in regions)
-                found.append(Step(node, env[node], frozenset(effects.written), effects.random, inside))
+                random = effects.random or drops(node)
+                found.append(Step(node, env[node], frozenset(effects.written), random, inside))
     return env, found
 
 

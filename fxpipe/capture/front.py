@@ -33,6 +33,7 @@ from .hollow import Changes, Slot, Snapshot, Twins
 from .inline import inline_checkpoints
 from .nest import change
 from .outputs import Reduce
+from .warm import SIGNS, warm
 
 Run = Callable[[Graph, tuple[Any, ...]], tuple[Any, ...]]
 Route = Callable[[nn.Module, Callable[..., Any], Capture], Callable[..., Any]]
@@ -111,6 +112,7 @@ class Front:
         self._begin = partial(route, model, function, lambda traced: capture()(traced))  # type: ignore[misc]
         self._route, self._hooks = self._begin(), self.twins.hooks()
         self._now: Now | None = None
+        self._warm = False
         self._lock = threading.RLock()
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Run) -> Any:
@@ -177,7 +179,7 @@ class Front:
         self._now, before = now, self._now
         self.twins.enter()
         try:
-            result = self._route(*now.call.given)
+            result = self._routed(now)
             if now.snapshot is not None:
                 now.rebound = self.twins.rebound()
             return now, result
@@ -187,6 +189,22 @@ class Front:
                 self.twins.leave()
             if now.snapshot is not None and now.kind is not None:
                 now.kind.touched |= now.snapshot.restore()
+
+    def _routed(self, now: Now) -> Any:
+        """What the route returns. A first call that is refused may get another chance, once the model is set up."""
+        try:
+            return self._route(*now.call.given)
+        except CaptureError as error:
+            if self._warm or not any(sign in str(error) for sign in SIGNS):
+                raise
+            self._warm, refused = True, error
+        warm(self.twins, now.call, now.holders)
+        self._route, self._hooks = self._begin(), self.twins.hooks()
+        self.twins.enter()
+        try:
+            return self._route(*now.call.given)
+        except CaptureError:
+            raise refused from None
 
     def _capture(self, traced: Traced) -> Callable[..., Any]:
         """What the route is to call for a kind of call that it has just traced."""

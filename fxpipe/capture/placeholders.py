@@ -44,6 +44,7 @@ class Builder:
     sharing: dict[int, list[fx.Node]] = field(default_factory=dict)  # by storage: the nodes whose values are in it
     state_of: dict[str, State] = field(default_factory=dict)
     last_read: dict[fx.Node, int] = field(default_factory=dict)  # the position of the last reader; returned: the end
+    vmaps: list[str] = field(default_factory=list)  # the ops that entered the vmaps which are open
     baked: str | None = None
     draws: int = 0
 

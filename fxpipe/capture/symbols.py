@@ -51,7 +51,9 @@ def text(value: Any, names: Mapping[sympy.Symbol, str]) -> Dim:
 
 
 def type_of(value: Any, names: Mapping[sympy.Symbol, str]) -> ValueType:
-    """The type of a traced value."""
+    """The type of a traced value. Inside a vmap a tensor is an object that lives there only."""
+    if isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
+        return ObjectType("tensor in a vmap")
     if isinstance(value, Tensor):
         shape = tuple(text(size, names) for size in value.shape)
         return TensorType(DTYPES.get(value.dtype, str(value.dtype)), shape, str(value.device), value.requires_grad)

@@ -10,9 +10,9 @@ and last read at r crosses every cut p with d < p <= r.
        ---------------- legal: a and b cross
     3  y = a + b
 
-Three things tie ops together: a value that cannot move (a tuple, an object); memory that has several live names and is
-written under one of them; and a buffer that the model changes. A value with one live name may well be written in a
-later stage than the one that made it: there it is written in a copy.
+Four things tie ops together: a value that cannot move (a tuple, an object); memory that has several live names and is
+written under one of them; a buffer that the model changes; and a vmap. A value with one live name may well be written
+in a later stage than the one that made it: there it is written in a copy.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-from .graph import Graph, Op, may_cross
+from .graph import Graph, Op, may_cross, target_name
 from .memory import shares
 
 Spans = dict[str, tuple[int, int]]
+ENTER_VMAP, LEAVE_VMAP = "_vmap_increment_nesting", "_vmap_decrement_nesting"
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def spans(graph: Graph) -> Spans:
 def ties(graph: Graph) -> tuple[Tie, ...]:
     """All that ties ops together, each with its reason."""
     span = spans(graph)
-    return (*_immovable(graph, span), *_shared_memory(graph, span), *_changed_states(graph))
+    return (*_immovable(graph, span), *_shared_memory(graph, span), *_changed_states(graph), *_vmaps(graph))
 
 
 def _immovable(graph: Graph, span: Spans) -> Iterator[Tie]:
@@ -131,3 +132,14 @@ def _changed_states(graph: Graph) -> Iterator[Tie]:
         yield Tie(
             places[0], places[-1], name, f"{paths[name]} is changed in forward, so all that use it share one stage"
         )
+
+
+def _vmaps(graph: Graph) -> Iterator[Tie]:
+    """What enters a vmap and what leaves it count on the thread that they run on."""
+    opened: list[int] = []
+    for at, op in enumerate(graph.ops):
+        if target_name(op.target) == ENTER_VMAP:
+            opened.append(at)
+        elif target_name(op.target) == LEAVE_VMAP and opened:
+            first = opened.pop()
+            yield Tie(first, at, graph.ops[first].name, "a vmap is entered and left in one stage")

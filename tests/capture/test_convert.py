@@ -1,10 +1,17 @@
 """What a graph says of each op: names, types, writes, regions, lines."""
 
+import time
+
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from fxpipe.capture import capture
+from fxpipe.errors import CaptureError
+from fxpipe.ir.evaluate import evaluate
+from fxpipe.ir.legal import legal_cuts
+from fxpipe.ir.types import TupleType
 
 
 class Block(nn.Module):
@@ -150,3 +157,47 @@ def test_what_nobody_needs_is_left_out():
 
     graph = capture(Dead(), (torch.randn(6, 4, requires_grad=True),))
     assert [op.name for op in graph.ops] == ["seen", "register_hook", "mul"]
+
+
+def test_a_vmap_stays_whole():
+    class Mapped(nn.Module):
+        def forward(self, x):
+            double = torch.vmap(lambda row: torch.vmap(lambda v: v * 2)(row).cumsum(0))
+            return double(x.relu()).exp()
+
+    x = torch.randn(6, 4)
+    graph = capture(Mapped(), (x,))
+    inside = [op.name for op, legal in zip(graph.ops, legal_cuts(graph), strict=False) if not legal]
+    names = [op.name for op in graph.ops]
+    entered, *_, left = (i for i, name in enumerate(names) if "crement_nesting" in name)
+    assert inside == names[entered + 1 : left + 1]
+    values = evaluate(graph, {graph.inputs[0].name: x}, {})
+    torch.testing.assert_close(values[graph.outputs[0].value], Mapped()(x))
+
+
+def test_derivatives_inside_are_refused():
+    class Slope(nn.Module):
+        def forward(self, x):
+            return torch.func.grad(lambda v: v.pow(2).sum())(x)
+
+    with pytest.raises(CaptureError, match=r"torch.func"):
+        capture(Slope(), (torch.randn(6, 4),))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_long_sequence_is_traced_as_fast_as_a_short_one(kind):
+    class Listens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.ear = nn.Linear(4, 4)
+            self.rnn = kind(4, 8, num_layers=2, batch_first=True, bidirectional=True, dropout=0.5)
+
+        def forward(self, x):
+            return self.rnn(self.ear(x))[0]
+
+    start = time.perf_counter()
+    graph = capture(Listens(), (torch.randn(6, 1000, 4),))
+    assert time.perf_counter() - start < 20  # all steps take minutes
+    assert str(graph.types[graph.outputs[0].value]) == "f32[b, 1000, 16]"
+    assert [op.random for op in graph.ops if isinstance(op.type, TupleType)] == [True]
+    assert sum(op.random for op in capture(Listens().eval(), (torch.randn(6, 10, 4),)).ops) == 0

@@ -3,12 +3,14 @@
 import copy
 import dataclasses
 import gc
+import threading
 import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.variables import builtin
 
 from fxpipe.capture import Front, capture
 from fxpipe.errors import CaptureError, InputError
@@ -407,6 +409,69 @@ def test_all_pairs_of_a_batch_cannot_be_joined_from_unequal_pieces():
     assert front((torch.ones(6, 4),), {}, lambda graph, inputs: inputs).shape == (6, 4)
     with pytest.raises(CaptureError, match=r"matmul, f32\[b, b\], cannot be joined.*the sizes 3, 2"):
         front((torch.ones(5, 4),), {}, lambda graph, inputs: inputs)
+
+
+def test_what_a_model_sets_up_in_its_first_call():
+    lock = threading.Lock()
+
+    class Hooked(nn.Module):
+        """As libraries do that collect the outputs of inner modules by hooks."""
+
+        def __init__(self):
+            super().__init__()
+            self.fc, self.collected, self.calls = nn.Linear(4, 4), [], 0
+
+        def forward(self, x):
+            self.calls += 1
+            if not hasattr(self, "ready"):
+                with lock:
+                    self.fc.register_forward_hook(lambda module, args, out: self.collected.append(out))
+                self.ready = True
+            self.collected.clear()
+            return self.fc(x), self.collected[0]
+
+    calls, x = Calls(Hooked()), torch.randn(6, 4)
+    for count in (1, 2):
+        calls(x)
+        assert (calls.model.calls, calls.model.ready, len(calls.model.fc._forward_hooks)) == (count, True, 1)
+
+
+def test_a_first_call_sets_up_hooks_and_flags_and_nothing_else():
+    lock = threading.Lock()
+
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            if not hasattr(self, "ready"):
+                with lock:
+                    self.ready, self.seen, self.last = True, 0, x
+                    self.register_buffer("scale", torch.ones(4))
+            self.seen = getattr(self, "seen", 0) + 1
+            return self.fc(x)
+
+    model = Counts()
+    calls, x = Calls(model), torch.randn(6, 4)
+    for count in (1, 2):
+        calls(x)
+        assert (model.seen, model.ready, hasattr(model, "last"), hasattr(model, "scale")) == (count, True, False, False)
+
+
+@pytest.mark.skipif(not hasattr(builtin, "SetAttrBuiltinVariable"), reason="this torch keeps it elsewhere")
+def test_a_gradient_that_nobody_gets():
+    class Asks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            h = x[:, None]
+            h.requires_grad = True
+            return self.fc(h) if h.requires_grad else h
+
+    Calls(Asks())(torch.randn(6, 4))
 
 
 def test_functions_that_dynamo_passes_over_are_read():
