@@ -62,7 +62,8 @@ def _docstring(program: Program, schedule: Schedule) -> list[str]:
     n, facts = len(program.stages), recomputed(program)
     count = f"{n} {'stages' if n > 1 else 'stage'}, {schedule.chunks} micro-batches"
     kinds = {action.kind for action in schedule.place}
-    stage, what = ("", "") if plain(schedule) else ("2", " on stage 2")
+    stage = "" if plain(schedule) else str(min(2, n - 1))
+    what = stage and f" on stage {stage}"
     whole = f"{stage}B1 its backward"
     back = f"{stage}I1 and {stage}W1 the two halves of its backward, for what it takes and for its weights"
     order = (
