@@ -62,11 +62,12 @@ def _docstring(program: Program, schedule: Schedule) -> list[str]:
     n, facts = len(program.stages), recomputed(program)
     count = f"{n} {'stages' if n > 1 else 'stage'}, {schedule.chunks} micro-batches"
     kinds = {action.kind for action in schedule.place}
-    cell = "F1" if plain(schedule) else "2F1"
-    back = "I1 and W1 the two halves of its backward, for what it takes and for its weights"
-    what = "" if plain(schedule) else " on stage 2"
+    stage = "" if plain(schedule) else str(min(2, n - 1))
+    what = stage and f" on stage {stage}"
+    whole = f"{stage}B1 its backward"
+    back = f"{stage}I1 and {stage}W1 the two halves of its backward, for what it takes and for its weights"
     order = (
-        f"{cell} is the forward of micro-batch 1{what}, {'B1 its backward' if 'B' in kinds else back}. Each device "
+        f"{stage}F1 is the forward of micro-batch 1{what}, {whole if 'B' in kinds else back}. Each device "
         "runs its row in this order: an action starts when the one before it is done and what it takes has arrived, "
         "and waits for nothing else."
     )
@@ -156,10 +157,10 @@ def _forward(stage: Stage, places: Places) -> list[str]:
     args = (str(j), "i", *takes, *borrowed, *(("draw",) if draw else ()))
     call = "m.forward("
     if stage.checkpoint == "always":
-        lines.append(f"{INDENT * 2}# computed again in backward, unless that follows at once")
+        lines.append(f"{INDENT * 2}# computed again in backward, unless it follows at once")
         call = "m.forward_to_recompute("
     elif stage.checkpoint == "except_last":
-        lines.append(f"{INDENT * 2}# computed again in backward, all but the last, unless that follows at once")
+        lines.append(f"{INDENT * 2}# all but the last are computed again in backward, unless it follows at once")
         lines.append(f"{INDENT * 2}forward = m.forward if i == m.last else m.forward_to_recompute")
         call = "forward("
     lines += assign([_variable(name, places) for name in stage.gives], Brackets(call, args, ")"), 2)

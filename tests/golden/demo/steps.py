@@ -38,7 +38,7 @@ class Scheduler(Stepper):
 
     def forward_0(self, m: Step, i: int) -> None:
         image = m.receive(0, i, "image")
-        # computed again in backward, all but the last, unless that follows at once
+        # all but the last are computed again in backward, unless it follows at once
         forward = m.forward if i == m.last else m.forward_to_recompute
         skip1, skip2 = forward(0, i, image)
         m.send(0, i, 2, "skip1", skip1)
@@ -59,7 +59,7 @@ class Scheduler(Stepper):
     def forward_1(self, m: Step, i: int) -> None:
         # from stage 0
         skip2 = m.receive(1, i, "skip2")
-        # computed again in backward, all but the last, unless that follows at once
+        # all but the last are computed again in backward, unless it follows at once
         forward = m.forward if i == m.last else m.forward_to_recompute
         conv2d_8 = forward(1, i, skip2)
         m.send(1, i, 2, "conv2d_8", conv2d_8)
@@ -75,7 +75,7 @@ class Scheduler(Stepper):
     def forward_2(self, m: Step, i: int) -> None:
         # from stage 0, stage 1
         skip1, skip2, conv2d_8 = m.receive(2, i, "skip1", "skip2", "conv2d_8")
-        # computed again in backward, all but the last, unless that follows at once
+        # all but the last are computed again in backward, unless it follows at once
         forward = m.forward if i == m.last else m.forward_to_recompute
         cat_2 = forward(2, i, skip1, skip2, conv2d_8)
         m.send(2, i, 3, "cat_2", cat_2)
@@ -93,7 +93,7 @@ class Scheduler(Stepper):
     def forward_3(self, m: Step, i: int) -> None:
         # from the batch, stage 2
         image, cat_2 = m.receive(3, i, "image", "cat_2")
-        # computed again in backward, all but the last, unless that follows at once
+        # all but the last are computed again in backward, unless it follows at once
         forward = m.forward if i == m.last else m.forward_to_recompute
         loss = forward(3, i, image, cat_2)
         m[i].loss = loss.detach()
