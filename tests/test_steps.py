@@ -1,8 +1,8 @@
 """A step is the model's: loss, outputs, all gradients and buffers, for every model under every schedule.
 
 By default every model takes a few steps in one configuration, chosen so that over all models every pair of a schedule,
-a number of devices and a checkpoint mode occurs; `slow` runs all schedules and modes for each. Then schedules that nobody would write:
-whatever order is legal gives the same gradients.
+a number of devices and a checkpoint mode occurs; `slow` runs all schedules and modes for each. Then schedules that
+nobody would write: whatever order is legal gives the same gradients.
 """
 
 from __future__ import annotations
