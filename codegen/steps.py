@@ -48,7 +48,7 @@ def emit_steps(program: Program, schedule: Schedule, plan: Plan, totals: Program
         blocks.append([rule + "-" * (WIDTH - len(rule)), "", *apart(methods)])
     body = apart(blocks)
     draws = ["from fxpipe.runtime import Draws"] if any("Draws(" in line for line in body) else []
-    imports = ["from fxpipe.engines.step import Step, Stepper", *draws]
+    imports = ["from fxpipe.engines.stepper import Step, Stepper", *draws]
     return "\n".join([*_docstring(program, schedule), "", *imports, "", "", *body]) + "\n"
 
 

@@ -46,7 +46,11 @@ from .ir.plan import Plan
 from .ir.profile import Profile
 from .ir.schedule import Schedule
 from .ir.timeline import Timeline
+from .machine import detect
 from .pipe import Pipe
+from .plan import plan
+from .planned import Planned
+from .profile import profile
 
 __all__ = [
     "CaptureError",
@@ -57,9 +61,13 @@ __all__ = [
     "Pipe",
     "Plan",
     "PlanError",
+    "Planned",
     "Profile",
     "Schedule",
     "Timeline",
     "compile",
+    "detect",
     "load",
+    "plan",
+    "profile",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from .ir.profile import Profile
 from .loaded import Loaded
 from .options import Options, check, device_labels, stage_devices
 from .pipe import Pipe
+from .planned import Planned
 from .schedules.make import Own
 
 
@@ -33,7 +35,7 @@ def compile(
     offload: Collection[int] = (),
     balance: str | Sequence[int] = "time",
     split_at: Sequence[str] = (),
-    plan: Plan | str | Path | None = None,
+    plan: Plan | Planned | str | Path | None = None,
     profile: str | Profile = "estimate",
     batch_dim: int | Mapping[str, int | None] = 0,
     reduce: str | Mapping[str, str] | None = None,
@@ -63,7 +65,8 @@ def compile(
       follow.
     - `stages_per_device`: for "interleaved" and "looped-bfs", 2 if not given; `warmup`: for "1f1b", how many forwards
       each stage runs ahead.
-    - `plan`: a plan made before, or the path of its JSON file; it decides devices, chunks and stages.
+    - `plan`: a plan made before, what `fxpipe.plan` returned, or the path of the JSON file of either; it decides
+      devices, chunks and stages. With `devices`, those stand for the plan's own, in the order of their first stages.
     - `profile`: "estimate" (from FLOPs and bytes; runs nothing, always the same), "measure" (times each op), or one
       made before.
     - `batch_dim`: the dimension of all inputs that is cut, or by input, as in `{"mask": None}` for one that each
@@ -90,6 +93,7 @@ def compile(
         raise PlanError(f"model is a {type(model).__name__}; fxpipe.compile takes an nn.Module")
     chosen = read_plan(plan)
     if chosen is not None:
+        chosen = runnable(chosen, devices)
         labels, micro_batches = tuple(stage.device for stage in chosen.stages), chosen.chunks
     elif devices is None or chunks is None:
         raise PlanError("say how many: fxpipe.compile(model, devices=4, chunks=8)")
@@ -121,14 +125,46 @@ def compile(
     return pipe
 
 
-def read_plan(plan: Plan | str | Path | None) -> Plan | None:
+def read_plan(plan: Plan | Planned | str | Path | None) -> Plan | None:
     """The plan itself, or the one in a file."""
     if plan is None or isinstance(plan, Plan):
         return plan
+    if isinstance(plan, Planned):
+        return plan.plan
     try:
         return plans.load(Path(plan).read_text())
     except (OSError, ValueError) as error:
         raise PlanError(f"no plan can be read from {str(plan)!r}: {error}") from None
+
+
+def runnable(plan: Plan, devices: int | Sequence[str | torch.device] | Cluster | None) -> Plan:
+    """The plan on devices of this machine. Raises PlanError where it cannot be run."""
+    for index, stage in enumerate(plan.stages):
+        if stage.replicas:
+            raise PlanError(
+                f"stage {index} of the plan runs on {len(stage.devices)} devices at once ({', '.join(stage.devices)}), "
+                "and the engine has one device for each stage; plan with planner='straight', or a cluster of fewer "
+                "devices"
+            )
+        if not stage.ops:
+            raise PlanError(
+                f"stage {index} of the plan has no ops: it was made for a chain of layers; plan the model itself, as "
+                "in fxpipe.plan(model, cluster, batch_size, example_inputs=(x,))"
+            )
+    own = tuple(dict.fromkeys(stage.device for stage in plan.stages))
+    if devices is None:
+        strange = [label for label in own if label.split(":")[0] not in ("cpu", "cuda")]
+        if strange:
+            raise PlanError(
+                f"the plan is for {', '.join(own)}; say which devices of this machine stand for them, as in "
+                f"devices={len(own)}"
+            )
+        return plan
+    labels = devices.labels if isinstance(devices, Cluster) else device_labels(devices)
+    if len(labels) != len(own):
+        raise PlanError(f"the plan is for {len(own)} devices ({', '.join(own)}), and devices names {len(labels)}")
+    stands_for = dict(zip(own, labels, strict=True))
+    return replace(plan, stages=tuple(replace(stage, device=stands_for[stage.device]) for stage in plan.stages))
 
 
 def prepare(pipe: Pipe, example_inputs: Any) -> None:

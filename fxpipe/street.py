@@ -25,7 +25,7 @@ from .ir.timeline import Timeline
 from .ir.units import show_bytes, show_seconds
 from .options import AUTO, Options, candidates, make_schedule
 from .passes import lower
-from .planning import plan, plan_like
+from .planning import plan, plan_like, with_loss
 from .schedules.auto import auto
 from .schedules.one_f_one_b import gpipe
 from .simulator.costs import hops, stage_costs, taken_bytes
@@ -182,11 +182,12 @@ def decide(graph: Graph, profile: Profile, cluster: Cluster, options: Options, h
     if home is not None:
         return plan_like(graph, home.stages, home.plan, profile, cluster)
     if options.plan is not None:
+        given = with_loss(graph, options.plan)
         try:
-            plans.check(options.plan, [op.name for op in graph.ops])
+            plans.check(given, [op.name for op in graph.ops])
         except ValueError as error:
             raise PlanError(str(error)) from None
-        return options.plan
+        return given
     decided = plan(
         graph,
         profile,

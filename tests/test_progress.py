@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.clock import log
-from fxpipe.progress import STEPS, progress
+from fxpipe.progress import STEPS, elapsing, progress
 
 
 def test_the_bar_counts_every_step(capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,3 +30,13 @@ def test_the_bar_counts_every_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(seen) == STEPS
     assert log.level == level
     assert not capsys.readouterr().err, "what is no terminal gets no bar"
+
+
+def test_the_clock_goes_on_and_stops(capsys: pytest.CaptureFixture[str]) -> None:
+    before, level = threading.active_count(), log.level
+    with elapsing("planning", seconds=0.3):
+        assert log.level == logging.DEBUG
+        time.sleep(0.5)
+    assert threading.active_count() == before
+    assert log.level == level
+    assert not capsys.readouterr().err

@@ -20,7 +20,8 @@ from fxpipe.runtime.parcel import Parcel
 from fxpipe.runtime.saved import Saved
 from fxpipe.runtime.stream import use_stream, wait_stream
 
-from .step import Step, Stepper
+from .step import Step
+from .stepper import Stepper
 
 Moment = float | torch.cuda.Event
 # where (a device, or a link between two), whose clock, kind, stage, micro-batch, start, end, label

@@ -12,10 +12,11 @@ Conv2d_1_2   7.2 ms   14.4 ms   141 kB      384 MB  384 MB
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
+from math import log
 from typing import Any
 
 from tabulate import tabulate
@@ -98,12 +99,21 @@ def scaled(chain: Chain, batch: float) -> Chain:
     """
     if not batch > 0:
         raise ValueError(f"a micro-batch of {batch} samples; it has some")
+    if batch == chain.batch:
+        return chain
     by = batch / chain.batch
     layers = (
         replace(e, forward=e.forward * by, backward=e.backward * by, saved=e.saved * by, cut=e.cut * by)
         for e in chain.layers
     )
     return replace(chain, batch=batch, layers=tuple(layers))
+
+
+def nearest(chains: Sequence[Chain], batch: float) -> Chain:
+    """The chain at another micro-batch, from those of the same layers at several: the nearest by ratio, scaled."""
+    if not batch > 0:
+        raise ValueError(f"a micro-batch of {batch} samples; it has some")
+    return scaled(min(chains, key=lambda chain: abs(log(batch / chain.batch))), batch)
 
 
 def show(chain: Chain) -> str:

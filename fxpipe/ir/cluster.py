@@ -16,10 +16,11 @@ network card of each server, the uplink of a rack. How long a set of messages ta
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import combinations
+from typing import ClassVar
 
 from tabulate import tabulate
 
@@ -86,6 +87,8 @@ class Cluster:
     devices: tuple[Device, ...]
     links: tuple[Link, ...] = ()
     switches: tuple[Switch, ...] = ()
+
+    detect: ClassVar[Callable[..., Cluster]]  # the machine at hand: `fxpipe.machine`, which asks torch, puts it here
 
     def __str__(self) -> str:
         return show(self)

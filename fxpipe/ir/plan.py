@@ -14,12 +14,18 @@ CHECKPOINT_MODES = ("never", "except_last", "always")
 @dataclass(frozen=True)
 class StagePlan:
     """One stage: its ops by name, in the order they run, its device, when it recomputes ("never", "except_last": all
-    micro-batches but the last, or "always"), and whether what it keeps for backward waits in host memory."""
+    micro-batches but the last, or "always"), and whether what it keeps for backward waits in host memory. `replicas`
+    are further devices that run the same stage, each with an equal share of every micro-batch."""
 
     ops: tuple[str, ...]
     device: str
     checkpoint: str
     offload: bool = False
+    replicas: tuple[str, ...] = ()
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return (self.device, *self.replicas)
 
 
 @dataclass(frozen=True)
@@ -78,26 +84,36 @@ def show(plan: Plan) -> str:
     schedule = plan.schedule.split(":")[0]
     head = f"{plan.model}: {len(plan.stages)} stages, {plan.chunks} micro-batches, {schedule}"
     lines = [
-        f"  stage {index} on {stage.device}: {len(stage.ops)} ops, {stage.ops[0]} .. {stage.ops[-1]}, "
-        f"recompute {stage.checkpoint}"
+        f"  stage {index} on {', '.join(stage.devices)}: {_ops(stage)}, recompute {stage.checkpoint}"
         for index, stage in enumerate(plan.stages)
     ]
     return "\n".join([head, *lines])
 
 
+def _ops(stage: StagePlan) -> str:
+    return f"{len(stage.ops)} ops, {stage.ops[0]} .. {stage.ops[-1]}" if stage.ops else "no ops"
+
+
 def dump(plan: Plan) -> str:
     """The plan as JSON text, one op list per line; `load` reads it back."""
     data: dict[str, Any] = asdict(plan)
-    stages = ",\n".join("  " + json.dumps(stage) for stage in data.pop("stages"))
+    written = [{key: value for key, value in e.items() if value or key != "replicas"} for e in data.pop("stages")]
+    stages = ",\n".join("  " + json.dumps(stage) for stage in written)
     head = json.dumps(data, indent=1).rstrip("}").rstrip()
     return f'{head},\n "stages": [\n{stages}\n ]\n}}\n'
 
 
 def load(text: str) -> Plan:
-    """The plan that `dump` wrote. Raises ValueError for text that is not one."""
+    """The plan that `dump` wrote, or the one in the file of a planner, which may say under "planned" what it was made
+    for. Raises ValueError for text that is not one."""
     try:
         data = json.loads(text)
-        stages = tuple(StagePlan(**{**s, "ops": tuple(s["ops"])}) for s in data.pop("stages"))
+        data.pop("planned", None)
+        stages = tuple(_stage(stage) for stage in data.pop("stages"))
         return Plan(stages=stages, **data)
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+    except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"not a plan: {error!r}") from None
+
+
+def _stage(data: dict[str, Any]) -> StagePlan:
+    return StagePlan(**{**data, "ops": tuple(data["ops"]), "replicas": tuple(data.get("replicas", ()))})

@@ -100,7 +100,7 @@ class Kept:
     def __init__(self, tensor: Tensor, memories: list[Memory], gone: deque[Memory]) -> None:
         self.tensor: Tensor | None = tensor.detach()  # else an output and its node would keep each other alive
         self.version = self.tensor._version
-        self.memories, self.gone = memories, gone
+        self.gone, self.memories = gone, memories
 
     def give(self) -> Tensor:
         if self.tensor is None:
@@ -119,7 +119,8 @@ class Kept:
         self.memories = []
 
     def __del__(self) -> None:
-        self.let_go()
+        if hasattr(self, "memories"):  # else Ctrl-C came before it was made
+            self.let_go()
 
 
 def memories_of(tensor: Any) -> list[Memory]:

@@ -15,7 +15,7 @@ Portals, past the stages between:
     skip2  from stage 0 to stage 2
 """
 
-from fxpipe.engines.step import Step, Stepper
+from fxpipe.engines.stepper import Step, Stepper
 
 
 class Scheduler(Stepper):

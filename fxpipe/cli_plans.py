@@ -1,0 +1,113 @@
+"""The commands for plans: `fxpipe plan` makes one, `fxpipe simulate` shows its step, `fxpipe compare` several."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .cli_model import add_model, make_model
+from .errors import FxpipeError
+from .ir import cluster as clusters
+from .ir.cluster import Cluster
+from .ir.clusters import PRESETS, preset
+from .machine import detect
+from .plan import AUTO, STRAIGHT, plan
+from .planned import compare, load
+from .planning.planners import PLANNERS
+from .progress import elapsing
+from .viz import html, svg, trace
+from .viz.text import bars
+
+HERE = "here"
+
+
+def add(commands: Any) -> None:
+    """The three commands, among those of `fxpipe`."""
+    make = commands.add_parser("plan", help="the fastest plan of a model for a cluster")
+    add_model(make)
+    make.add_argument("--cluster", required=True, help=f"{', '.join(PRESETS)}, a JSON file, or '{HERE}': this machine")
+    make.add_argument("--batch", type=int, required=True, help="samples in a training step")
+    make.add_argument("--out", type=Path, help="write the plan to this JSON file")
+    make.add_argument("--planner", default="optimal", choices=PLANNERS)
+    make.add_argument("--micro-batches", type=int, help="the planner's choice, if not given")
+    make.add_argument("--schedule", choices=(*STRAIGHT, AUTO), help="1f1b or 1f1b-late, if not given")
+    make.add_argument("--time-limit", type=float, default=30, help="seconds that the search may take")
+    make.add_argument("--meta", action="store_true", help="make the model on the meta device: no memory for weights")
+    make.add_argument("--explain", action="store_true", help="also other plans, and what more hardware would be worth")
+    make.set_defaults(run=run_plan)
+
+    show = commands.add_parser("simulate", help="the step of a plan, as simulated")
+    show.add_argument("plan", type=Path, help="the file that `fxpipe plan` wrote")
+    show.add_argument("--schedule", help="the order of another schedule: a name, or a grid")
+    show.add_argument("--svg", type=Path, help="draw the timeline")
+    show.add_argument("--html", type=Path, help="a page with the timeline and the figures of each device")
+    show.add_argument("--trace", type=Path, help="the timeline for ui.perfetto.dev")
+    show.add_argument("--width", type=int, default=80, help="characters for the step")
+    show.set_defaults(run=run_simulate)
+
+    several = commands.add_parser("compare", help="plans beside each other, as simulated")
+    several.add_argument("plans", nargs="+", type=Path, help="files that `fxpipe plan` wrote")
+    several.set_defaults(run=run_compare)
+
+
+def run_plan(options: argparse.Namespace) -> None:
+    with torch.device("meta" if options.meta else "cpu"):
+        model, inputs = make_model(options.model, options.inputs)
+    cluster = read_cluster(options.cluster)
+    with elapsing("planning", options.time_limit):
+        found = plan(
+            model,
+            cluster,
+            options.batch,
+            example_inputs=inputs,
+            planner=options.planner,
+            micro_batches=options.micro_batches,
+            schedule=options.schedule,
+            time_limit=options.time_limit,
+        )
+    if options.explain:
+        with elapsing("what else", 30):
+            text = found.explain()
+        print(text)
+    else:
+        print(found)
+        if found.certificate is not None:
+            print(f"\n{found.certificate}")
+    if options.out:
+        found.save(options.out)
+        print(f"\nthe plan: {options.out}")
+
+
+def read_cluster(text: str) -> Cluster:
+    """A published cluster, the one in a file, or this machine."""
+    if text == HERE:
+        return detect()
+    try:
+        return clusters.load(Path(text).read_text()) if text.endswith(".json") else preset(text)
+    except (OSError, ValueError) as error:
+        raise FxpipeError(f"no cluster {text!r}: {error}") from None
+
+
+def run_simulate(options: argparse.Namespace) -> None:
+    found = load(options.plan)
+    timeline = found.simulate(options.schedule)
+    title = f"{found.plan.model}, {timeline.name}"
+    print(f"{bars(timeline, options.width)}\n\n{timeline}")
+    notes = str(found) if options.schedule is None else ""
+    drawn: tuple[tuple[Path | None, Callable[[], str]], ...] = (
+        (options.svg, lambda: svg.draw(timeline, title)),
+        (options.html, lambda: html.draw(timeline, title, notes)),
+        (options.trace, lambda: trace.trace(timeline)),
+    )
+    for path, draw in drawn:
+        if path is not None:
+            path.write_text(draw())
+            print(f"wrote {path}")
+
+
+def run_compare(options: argparse.Namespace) -> None:
+    print(compare([path.name for path in options.plans], [load(path) for path in options.plans]))

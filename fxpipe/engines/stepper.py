@@ -1,0 +1,198 @@
+"""Run generated stages in this process, forward and backward of a whole batch in one go, in the order of a schedule.
+
+    cpu:0   F0  F1  F2          B0  F3  B1      B2      B3      every worker runs its own row. An action starts when
+    cpu:1       F0  F1      B0  F2  B1  F3  B2      B3          the row comes to it and what it takes has arrived
+    cpu:2           F0  B0  F1  B1  F2  B2  F3  B3
+
+A generated scheduler is a `Stepper` with `forward_j`, `backward_j` and so on for each stage j, which say what a `Step`
+computes and sends.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fxpipe.ir.schedule import Action, parse
+from fxpipe.runtime import Stage
+from fxpipe.runtime.aliases import Pair, alias, commit_gradients, standing_in
+from fxpipe.runtime.batchnorm import commit, discard
+from fxpipe.runtime.context import Context
+from fxpipe.runtime.note import add_note
+from fxpipe.runtime.stream import use_stream
+from fxpipe.runtime.worker import Report
+
+from .box import LOST, Stopped
+from .engine import Engine
+from .step import Step
+
+__all__ = ["Step", "Stepper"]
+
+METHODS = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradient"}
+HERE = Context(grad=True, inference=False, autocasts=())  # the modes that a worker is in
+Method = Callable[["Stepper", Step, int], None]
+Row = tuple[tuple[Action, Method], ...]
+S = TypeVar("S", bound=Step)
+
+
+class Stepper(Engine):
+    """The base of schedulers that run forward and backward.
+
+    `schedule`: its name; `rows`: all of it, for each worker its label and then its actions; `feeds`: the inputs and the
+    stages that take them; `gradients`: for each stage, the places of its arguments and of its results that have one;
+    `offloaded`: the stages whose activations wait in host memory; `loss_reduce`: how the losses of micro-batches become
+    that of the batch, as in `outputs`.
+    """
+
+    schedule: str = ""
+    rows: str = ""
+    feeds: tuple[tuple[str, int], ...] = ()
+    gradients: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+    offloaded: tuple[int, ...] = ()
+    loss_reduce: str | None = None
+
+    def __init__(self, stages: Sequence[Stage], whole: Stage | None = None) -> None:
+        super().__init__(stages, whole)
+        self._rows = {
+            label: tuple((action, getattr(type(self), f"{METHODS[action.kind]}_{action.stage}")) for action in row)
+            for label, row in read_rows(self.rows).items()
+        }
+        self.at_once = set(_followed(self._rows.values()))
+        self.splits = any(action.kind == "W" for row in self._rows.values() for action, _ in row)
+
+    def run(self, batch: Sequence[Any], chunks: int, scale: Tensor | None = None) -> tuple[Any, ...]:
+        """The outputs, in order, for the inputs, in order, in at most `chunks` micro-batches; gradients, multiplied by
+        `scale`, are added to those of the model and of the inputs. If anything fails, none are."""
+        return self.step(batch, chunks, scale, Step)[0]
+
+    def step(self, batch: Sequence[Any], chunks: int, scale: Tensor | None, kind: type[S]) -> tuple[tuple[Any, ...], S]:
+        """`run`, by a step of some kind, which is returned too."""
+        self.wake()
+        for stage in self._copying:
+            stage.refresh()
+        m = self.scatter(batch, chunks, kind)
+        with standing_in(self.stages) as pairs:
+            m.begin(self, pairs, scale)
+            self._run(m)
+        if m.failed:
+            discard(self._mutating)
+            error = m.failed[0]
+            m.failed.clear()
+            try:
+                raise error
+            finally:
+                del error  # else the error holds this frame, this frame the error, and both what stages keep
+        commit(self._mutating)
+        outputs = tuple([x.detach() if isinstance(x, Tensor) else x for x in self.gather(m)])
+        commit_gradients([*(pair for pairs in m.pairs for pair in pairs), *self._inputs(m, batch)])
+        return outputs, m
+
+    def _run(self, m: Step) -> None:
+        """Every worker its row; back when all are done or have stopped."""
+        reports: SimpleQueue[Report] = SimpleQueue()
+        *others, ours = [*self._workers, self.devices[-1]]
+        home = {label: j for j, label in enumerate(self.devices)}
+        begun: list[str] = []
+        try:
+            for label in others:
+                j = home[label]
+                self._workers[label].orders.put((self._work, m, (j, j), HERE, None, reports))
+                begun.append(label)
+            self._row(m, home[ours])
+        except BaseException as error:  # Ctrl-C between two actions
+            m.stop(error)
+        self._await(begun, reports, m)
+        if len(m.done) < len(begun):
+            try:
+                self.check_alive()
+            except RuntimeError as error:
+                m.stop(error)
+
+    def _await(self, workers: Sequence[str], reports: SimpleQueue[Report], m: Step) -> None:
+        """Until all these workers are done, or gone. Ctrl-C may come when a report is out of the queue and not yet
+        here, so a report only says that there is something to see."""
+        while True:
+            try:
+                if all(label in m.done or not self._workers[label].thread.is_alive() for label in workers):
+                    return
+                reports.get(timeout=LOST)
+            except Empty:
+                continue
+            except BaseException as error:  # Ctrl-C
+                m.stop(error)
+
+    def _work(self, m: Step, j: int) -> None:
+        """The row of the worker of stage j, in the caller's modes."""
+        try:
+            with m.context.enter():
+                self._row(m, j)
+        except BaseException as error:
+            m.stop(error)
+        finally:
+            m.done.append(self.devices[j])
+
+    def _row(self, m: Step, j: int) -> None:
+        """The row of the worker of stage j."""
+        row, last, failed = self._rows[self.devices[j]], m.last, m.failed
+        action = None
+        try:
+            with use_stream(m.compute[j]):
+                for action, method in row:
+                    if action.micro_batch <= last:
+                        if failed:
+                            return
+                        method(self, m, action.micro_batch)
+        except Stopped:
+            return
+        except BaseException as error:
+            if action is not None:
+                add_note(error, self.stages[action.stage], action.stage, action.micro_batch)
+            m.stop(error)
+
+    def _inputs(self, m: Step, batch: Sequence[Any]) -> list[Pair]:
+        """The inputs that need a gradient, with leaves that hold it."""
+        pairs = []
+        for value, (name, dim) in zip(batch, self.inputs, strict=True):
+            if name in m.leaves:
+                pieces = [_sum([leaf.grad for leaf in leaves], leaves[0]) for leaves in m.leaves[name]]
+                whole = alias(value)
+                found = torch.stack(pieces).sum(0) if dim is None else torch.cat(pieces, dim)
+                whole.grad = found.to(value.device)
+                pairs.append((value, whole))
+        return pairs
+
+
+def _followed(rows: Iterable[Row]) -> Iterator[tuple[int, int]]:
+    """The stage and micro-batch of forwards that their backward follows without anything between."""
+    for row in rows:
+        for (action, _), (follower, _) in pairwise(row):
+            if action.kind == "F" and follower.kind in "BI" and action[1:] == follower[1:]:
+                yield action.stage, action.micro_batch
+
+
+def _sum(grads: Sequence[Tensor | None], like: Tensor) -> Tensor:
+    found = [grad for grad in grads if grad is not None]
+    return torch.stack(found).sum(0) if found else torch.zeros_like(like)
+
+
+def read_rows(text: str) -> dict[str, tuple[Action, ...]]:
+    """The actions of each worker.
+
+    >>> rows = read_rows("cpu:0  0F0 0F1\\n       0B0 0B1\\ncpu:1  1F0 1B0 1F1 1B1")
+    >>> {label: [str(action) for action in row] for label, row in rows.items()}
+    {'cpu:0': ['0F0', '0F1', '0B0', '0B1'], 'cpu:1': ['1F0', '1B0', '1F1', '1B1']}
+    """
+    words: dict[str, list[str]] = {}
+    for word in text.split():
+        if re.fullmatch(r"\d*[A-Z]\d+", word):
+            words[next(reversed(words))].append(word)
+        else:
+            words[word] = []
+    schedule = parse("\n".join(" ".join(row) for row in words.values()))
+    return dict(zip(words, schedule.devices, strict=True))

@@ -1,0 +1,72 @@
+"""A timeline as a page of its own: the picture, whose boxes tell what they are when pointed at, and the figures of each
+device below. One file, without scripts, that needs nothing from anywhere."""
+
+from __future__ import annotations
+
+from html import escape
+
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.timeline import Timeline, even
+from fxpipe.ir.units import show_bytes, show_seconds
+
+from . import svg
+from .marks import FONT, MONO, THEMES
+
+HEADERS = ("device", "busy", "", "idle", "peak memory")
+
+
+def draw(value: Timeline | Schedule, title: str = "", notes: str = "", width: int = 1200) -> str:
+    """The text of an HTML file. A schedule is drawn as if stages were alike; `notes` are shown below, as they are."""
+    timeline = even(value) if isinstance(value, Schedule) else value
+    name = title or timeline.name
+    facts = [f"{timeline.bubble:.1%} bubble", f"{len(timeline.devices)} devices"]
+    if not isinstance(value, Schedule):
+        facts.insert(0, f"{show_seconds(timeline.makespan)} per step")
+    body = [
+        f"<h1>{escape(name)}</h1>",
+        f'<p class="facts">{escape(", ".join(facts))}</p>',
+        f'<div class="picture">\n{svg.draw(value, name, width)}</div>',
+        _table(timeline, seconds=not isinstance(value, Schedule)),
+    ]
+    if notes:
+        body.append(f"<pre>{escape(notes)}</pre>")
+    style = f"<style>\n{_style()}\n</style>"
+    head = f'<meta charset="utf-8">\n<title>{escape(name)}</title>\n{style}'
+    return (
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n'
+        + "\n".join(body)
+        + "\n</body>\n</html>\n"
+    )
+
+
+def _table(timeline: Timeline, seconds: bool) -> str:
+    rows = [_cells("th", *HEADERS)]
+    peaks = timeline.high_water or (None,) * len(timeline.devices)
+    for device, busy, idle, peak in zip(timeline.devices, timeline.busy, timeline.idle, peaks, strict=True):
+        share = busy / timeline.makespan if timeline.makespan else 0.0
+        took = [show_seconds(t) if seconds else f"{t:g}" for t in (busy, idle)]
+        held = "-" if peak is None else show_bytes(peak)
+        rows.append(_cells("td", device, took[0], f"{share:.0%}", took[1], held))
+    return "<table>\n" + "\n".join(rows) + "\n</table>"
+
+
+def _cells(kind: str, *texts: str) -> str:
+    return "<tr>" + "".join(f"<{kind}>{escape(text)}</{kind}>" for text in texts) + "</tr>"
+
+
+def _style() -> str:
+    light, dark = THEMES["light"], THEMES["dark"]
+    return f"""\
+body {{ font-family: {FONT}; margin: 2rem auto; max-width: 1250px; padding: 0 1rem; {_colors(light)} }}
+h1 {{ font-size: 1.3rem; margin: 0; }}
+.facts {{ margin: 0.3rem 0 1rem; }}
+.picture {{ overflow-x: auto; }}
+table {{ border-collapse: collapse; margin: 1.5rem 0; font-variant-numeric: tabular-nums; }}
+td, th {{ padding: 0.25rem 0.9rem; text-align: right; border-bottom: 1px solid #8884; font-weight: inherit; }}
+td:first-child, th:first-child {{ text-align: left; }}
+pre {{ font-family: {MONO}; font-size: 0.8rem; overflow-x: auto; }}
+@media (prefers-color-scheme: dark) {{ body {{ {_colors(dark)} }} }}"""
+
+
+def _colors(theme: dict[str, str]) -> str:
+    return f"background: {theme['page']}; color: {theme['ink']};"

@@ -1,0 +1,42 @@
+"""Clusters with one thing changed."""
+
+from __future__ import annotations
+
+import pytest
+
+from fxpipe.ir.cluster import Cluster, Device, Link, check, link
+from fxpipe.ir.clusters import PRESETS, dapple_a, dapple_b, preset
+from fxpipe.ir.what_if import one_more, widened
+
+THREE = Cluster(
+    tuple(Device(f"cuda:{i}", 1, 1, 1) for i in range(3)),
+    (Link(("cuda:0", "cuda:1"), 5, 1), Link(("cuda:0", "cuda:2"), 6, 1), Link(("cuda:1", "cuda:2"), 7, 1)),
+)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_one_more_device_is_joined_like_the_last(name: str) -> None:
+    cluster = preset(name)
+    more = one_more(cluster)
+    check(more)
+    *_, last, new = more.labels
+    assert len(more.devices) == len(cluster.devices) + 1
+    assert link(more, more.labels[0], new).bandwidth == link(more, more.labels[0], last).bandwidth
+
+
+def test_it_is_in_the_last_server_or_in_one_of_its_own() -> None:
+    assert one_more(dapple_a()).devices[-1].server == "server 1"
+    assert one_more(dapple_b()).devices[-1].server == "server 16"
+
+
+def test_links_between_devices() -> None:
+    more = one_more(THREE)
+    check(more)
+    assert [link(more, f"cuda:{i}", "cuda:3").bandwidth for i in range(3)] == [6, 7, 7]
+
+
+def test_twice_the_bandwidth() -> None:
+    assert link(widened(THREE), "cuda:0", "cuda:1").bandwidth == 10
+    wide = widened(dapple_a(all_reduce=1e9))
+    assert wide.switches[-1].all_reduce == 2e9
+    assert link(wide, "V100:0", "V100:8").bandwidth == 2 * 3.125e9
