@@ -132,6 +132,88 @@ def test_steps_leave_no_cycles() -> None:
     pipe.close()
 
 
+# Steps ----------------------------------------------------------------------------------------------------------------
+
+
+def tiny(schedule: str, checkpoint: str) -> tuple[fxpipe.Pipe, Callable[[int], None]]:
+    """A pipe of four small stages, and what takes so many steps with it."""
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(4, 4), nn.Dropout(0.1), nn.Tanh())))
+    pipe = fxpipe.compile(model, devices=4, chunks=4, schedule=schedule, checkpoint=checkpoint)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=1e-3)
+    batches = [(torch.ones(rows, 4), torch.zeros(rows, 4)) for rows in (8, 8, 7, 3)]
+
+    def take(steps: int) -> None:
+        for number in range(steps):
+            x, y = batches[number % len(batches)]
+            optimizer.zero_grad()
+            pipe.step(x, target=y, loss_fn=F.mse_loss, timeline=number % 10 == 0)
+            optimizer.step()
+
+    return pipe, take
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_steps_in_one_go_leave_nothing(schedule: str, checkpoint: str) -> None:
+    pipe, take = tiny(schedule, checkpoint)
+    take(40)
+    before, objects = held(), len(gc.get_objects())
+    take(200)
+    assert held() == before
+    assert len(gc.get_objects()) - objects < 20
+    pipe.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_ten_thousand_steps_leave_nothing(schedule: str) -> None:
+    pipe, take = tiny(schedule, "except_last")
+    tracemalloc.start()
+    take(1000)
+    before, objects, traced, memory = held(), len(gc.get_objects()), tracemalloc.get_traced_memory()[0], resident()
+    take(10_000)
+    assert held() == before
+    assert len(gc.get_objects()) - objects < 20
+    assert tracemalloc.get_traced_memory()[0] - traced < 30_000
+    assert resident() - memory < 20e6
+    tracemalloc.stop()
+    pipe.close()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_steps_in_one_go_leave_no_cycles(schedule: str) -> None:
+    pipe, take = tiny(schedule, "except_last")
+    take(3)
+    gc.collect()
+    gc.disable()
+    try:
+        take(4)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        left = [type(one).__name__ for one in gc.garbage if isinstance(one, Tensor) or "Function" in type(one).__name__]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert left == []
+    pipe.close()
+
+
+def test_steps_inside_of_one_autocast_leave_nothing() -> None:
+    """autocast keeps the weights that it casts until the outermost context ends, and each step has aliases of its
+    own."""
+    model = nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512))  # 1 MB each
+    pipe = fxpipe.compile(model, devices=2, chunks=2, schedule="1f1b")
+    x = torch.ones(4, 512)
+    with torch.autocast("cpu", torch.bfloat16):
+        for number in range(60):
+            pipe.step(x, loss_fn=torch.sum)
+            if number == 10:
+                before = resident()
+        assert resident() - before < 10e6
+    pipe.close()
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
