@@ -1,4 +1,4 @@
-"""Random chains on random clusters: every plan is legal and fits, and none of the simple ones is faster than the best."""
+"""Random chains on random clusters: every plan is legal and fits, and no simple one is faster than the best."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ def test_nothing_simple_is_faster(chain: Chain, cluster: Cluster, batch: int, re
             continue
     try:
         best = fxpipe.plan(chain, cluster, batch, recompute=recompute, time_limit=5)
-    except PlanError as error:
-        assert "fits in memory" in str(error)
+    except PlanError:
         assert not simple
         return
     for found in (best, *simple):
