@@ -21,6 +21,8 @@ from fxpipe.ir.chain import Chain, Layer
 from fxpipe.ir.cluster import Cluster, Device, Link
 from fxpipe.ir.timeline import check as check_timeline
 from fxpipe.plan import fits
+from tests.models import MODELS
+from tests.transparency import assert_same, build, inputs, plain, step
 
 LAYERS = [Layer(f"conv{i}", 9e-3, 18e-3, 40e6, 1e9, 3e7) for i in range(5)]
 CHAIN = Chain("VGG", 32, (*LAYERS, Layer("fc", 1e-3, 2e-3, 480e6, 1e6)))
@@ -90,6 +92,20 @@ def test_a_plan_of_a_model_runs(straight: fxpipe.Planned) -> None:
             ]
         assert pipe.schedule.name == straight.plan.schedule
         pipe.close()
+
+
+@pytest.mark.parametrize("name", ["skip ladder", "branches", "tied transformer", "containers"])
+def test_other_models_run_as_planned(name: str) -> None:
+    """Skips, shared parameters, an order that is not the captured one: cut between layers as between ops."""
+    case = MODELS[name]
+    model, (args, kwargs) = build(case), inputs(case, 6)
+    options = {key: value for key, value in case.options.items() if key in ("batch_dim", "reduce")}
+    known = fxpipe.profile(model, *args, device=WORKERS, **options, **kwargs)
+    found = fxpipe.plan(known, WORKERS, 6, planner="straight", micro_batches=3)
+    pipe = fxpipe.compile(model, plan=found, **case.options)
+    assert_same(step(case, model, pipe, args, kwargs), plain(case, build(case), *inputs(case, 6), chunks=3))
+    assert pipe.plan == found.plan
+    pipe.close()
 
 
 def test_one_file_for_all(straight: fxpipe.Planned, hybrid: fxpipe.Planned, tmp_path: Path) -> None:

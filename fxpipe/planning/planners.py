@@ -14,7 +14,6 @@ that the request leaves open, stages that do not fit recompute if they may, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 from time import perf_counter
@@ -114,8 +113,7 @@ def counts(request: Request, most: int = MOST_MICRO_BATCHES) -> list[int]:
 
 def _optimal(request: Request) -> Answer:
     several = request.micro_batches is None and len(request.chains) > 1
-    answer = _each_optimal(request) if several else _one_optimal(request, request.micro_batches, request.seconds)
-    return _or_dapple(request, answer)
+    return _each_optimal(request) if several else _one_optimal(request, request.micro_batches, request.seconds)
 
 
 def _each_optimal(request: Request) -> Answer:
@@ -169,20 +167,6 @@ def _one_optimal(request: Request, micro_batches: int | None, seconds: float) ->
         seconds=seconds,
     )
     return Answer(found.plan, found.time, found.certificate)
-
-
-def _or_dapple(request: Request, answer: Answer) -> Answer:
-    """Where nothing is proven, DAPPLE's plan with as many micro-batches, if that is faster."""
-    proof, plan = answer.certificate, answer.plan
-    if proof is None or proof.proven or request.recompute or len(request.cluster.devices) >= SLOW_DEVICES:
-        return answer
-    problem = request.problem(plan.micro_batches, plan.warmup)
-    with suppress(PlanError):  # it does not fit without recomputation
-        other = dapple(problem)
-        seconds = event_time(problem, other.stages)
-        if seconds < answer.seconds:
-            return Answer(other, seconds, replace(proof, gap=1 - proof.bound / seconds))
-    return answer
 
 
 def _tried(stages_of: Callable[[Problem], Stages], few: bool = False) -> Callable[[Request], Answer]:
