@@ -12,7 +12,8 @@ def assign(targets: Sequence[str], call: Doc, depth: int) -> list[str]:
     left = ", ".join(targets)
     if not targets:
         return layout(call, depth)
-    if len(INDENT * depth + left + " = (") + _opening(call) <= WIDTH:
+    # One target stands alone however long it is: in brackets it would be a tuple of one.
+    if len(targets) == 1 or len(INDENT * depth + left + " = (") + _opening(call) <= WIDTH:
         return layout(prefix(f"{left} = ", call), depth)
     indent, inner = INDENT * depth, INDENT * (depth + 1)
     first, *rest = layout(prefix(") = ", call), depth)

@@ -25,10 +25,10 @@ from typing import Any
 
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph import Graph, Op, refs, target_name
-from fxpipe.ir.types import Dim, ScalarType, TensorType, ValueType, dim_names, dim_size, tensors
+from fxpipe.ir.types import Dim, ScalarType, TensorType, TupleType, ValueType, dim_names, dim_size, tensors
 
 from .explain import at
-from .symbols import BATCH
+from .symbols import BATCH, IN_VMAP
 
 # Ops that compute over the places of a dimension: where in their arguments that dimension is, and its name.
 ALONG = {
@@ -52,6 +52,7 @@ INDEX = {
     "index_put",
     "embedding",
 }
+RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 COUNT = {"arange", "linspace"}
 SHUFFLE = {"randperm"}
 SIZES = {"size", "getattr", "numel", "dim", "sym_size", "sym_numel", "ndimension", "stride", "__get__"}
@@ -62,7 +63,8 @@ class Flow:
     """What is known of each value: whether it depends on the batch's samples, where they were pooled or counted, and
     how many of a kind stand before the batch in its dimension (1: the batch is the slowest part). `mixed` has the
     errors about values in which samples met, `scaled` those about values that are more or less for a larger batch;
-    `sizes` are numbers that depend on how large the batch is."""
+    `vmaps` has the op that entered the vmap over the batch which a value lives in; `sizes` are numbers that depend on
+    how large the batch is."""
 
     types: Mapping[str, ValueType]
     depends: set[str] = field(default_factory=set)
@@ -71,6 +73,7 @@ class Flow:
     outer: dict[str, int] = field(default_factory=dict)
     mixed: dict[str, CaptureError] = field(default_factory=dict)
     scaled: dict[str, CaptureError] = field(default_factory=dict)
+    vmaps: dict[str, str] = field(default_factory=dict)
     sizes: set[str] = field(default_factory=lambda: {BATCH})
 
 
@@ -110,11 +113,11 @@ def _follow(op: Op, flow: Flow) -> None:
         _check(op, flow, (_count,))
         return
     flow.depends.add(op.name)
-    _check(op, flow, (_count, _check_shape, _check_dimension, _check_meeting))
+    _check(op, flow, (_count, _check_shape, _check_dimension, _check_time, _check_vmap, _check_meeting))
     _note_scale(op, flow)
     if dims:
         flow.outer[op.name] = _outer(op, flow)
-    elif any(True for _ in tensors(op.type)) or isinstance(op.type, ScalarType):
+    elif any(True for _ in tensors(op.type)) or isinstance(op.type, ScalarType) or flow.pooled.keys() >= set(reads):
         flow.pooled[op.name] = next((flow.pooled[name] for name in reads if name in flow.pooled), op)
 
 
@@ -187,6 +190,39 @@ def _check_split(op: Op, kind: TensorType, batch: int, outer: int) -> None:
             raise refuse(op, f"cuts {kind} along the batch")
 
 
+def _check_time(op: Op, flow: Flow) -> None:
+    """The steps of a recurrent network are no samples. Its arguments: (input, state, parameters, biases, layers,
+    dropout, train, bidirectional, batch first)."""
+    if called(op) not in RECURRENT or len(op.args) < 9:
+        return
+    kind = flow.types.get(next((ref.name for ref in refs(op.args[:1])), ""))
+    dims = batch_dims(kind) if isinstance(kind, TensorType) else ()
+    if dims and dims[0] != (0 if op.args[8] is True else 1):
+        raise refuse(op, f"{called(op)} takes dimension {dims[0]} of {kind}, the batch, for its steps")
+
+
+def _check_vmap(op: Op, flow: Flow) -> None:
+    """Where a vmap runs over the batch, what is inside is of one sample. Else it is hard to tell."""
+    reads = [name for name in op.reads if name in flow.depends]
+    if not in_vmap(op.type) or flow.pooled.keys() >= set(reads):
+        return
+    entered: set[str] = set()
+    for name in reads:
+        kind = flow.types[name]
+        if name in flow.pooled:
+            raise refuse(flow.pooled[name], f"pools the batch into {kind}, which {op.origin} uses for single samples")
+        if isinstance(kind, TensorType):
+            if called(op) != "_add_batch_dim" or op.args[1] % len(kind.shape) not in batch_dims(kind):
+                raise refuse(op, f"takes the whole batch, {kind}, into a vmap", "let the vmap run over the batch")
+            entered.add(op.args[2].name)
+        elif name in flow.vmaps:
+            entered.add(flow.vmaps[name])
+    if len(entered) > 1:
+        raise refuse(op, "is in two vmaps over the batch, so that every sample meets every other")
+    if entered:
+        flow.vmaps[op.name] = entered.pop()
+
+
 def _check_meeting(op: Op, flow: Flow) -> None:
     """What was pooled over the batch must not meet single samples again."""
     if not batch_dims(op.type):
@@ -198,7 +234,7 @@ def _check_meeting(op: Op, flow: Flow) -> None:
 
 def _note_scale(op: Op, flow: Flow) -> None:
     """Note it if single samples are computed with the batch size, which is another one in a micro-batch."""
-    if not batch_dims(op.type):
+    if not batch_dims(op.type) and not in_vmap(op.type):
         return
     sizes = [name for name in op.reads if isinstance(flow.types[name], ScalarType) and name in flow.sizes]
     if sizes and called(op) in ARITHMETIC:
@@ -246,6 +282,11 @@ def batch_dims(kind: ValueType) -> tuple[int, ...]:
         if dims := tuple(i for i, size in enumerate(tensor.shape) if BATCH in dim_names(size)):
             return dims
     return ()
+
+
+def in_vmap(kind: ValueType) -> bool:
+    """Whether a value lives in a vmap only; of several, any."""
+    return any(map(in_vmap, kind.items)) if isinstance(kind, TupleType) else kind == IN_VMAP
 
 
 def multiple(size: Dim) -> int | None:

@@ -15,7 +15,6 @@ from torch import fx
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph import Graph, Op, Origin, Ref
 from fxpipe.ir.legal import ENTER_VMAP, LEAVE_VMAP
-from fxpipe.ir.types import ObjectType
 
 from .arguments import Call
 from .dynamo import Traced
@@ -23,7 +22,7 @@ from .effects import Step, steps
 from .explain import at, innermost, parse_stack
 from .hollow import Slot, Twins
 from .placeholders import Builder, add_inputs, add_states, define
-from .symbols import text, type_of
+from .symbols import VMAP, text, type_of
 
 # Which argument of these is the number of a vmap: it becomes what entered that vmap, so that they stay together.
 VMAP_LEVEL = {"_add_batch_dim": 2, "_remove_batch_dim": 1}
@@ -118,10 +117,10 @@ def _op(build: Builder, step: Step, position: int, env: dict[fx.Node, Any]) -> O
     kind = type_of(changed, build.symbols)
     if called == ENTER_VMAP:
         build.vmaps.append(name)
-        kind = ObjectType("vmap")
+        kind = VMAP
     elif called == LEAVE_VMAP:
         build.vmaps.pop()
-        kind = ObjectType("vmap")
+        kind = VMAP
     elif called.endswith("_increment_nesting"):
         place = f"{at(origin)}\n" if origin.line else ""
         raise CaptureError(f"{place}takes derivatives inside of forward with torch.func; write them out, as operations")

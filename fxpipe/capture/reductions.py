@@ -27,8 +27,8 @@ from typing import Any
 from fxpipe.ir.graph import Graph, Op, Ref, refs
 from fxpipe.ir.types import ScalarType, TensorType, ValueType, dim_names, tensors
 
-from .batch import Flow, batch_dims, called, multiple
-from .symbols import BATCH
+from .batch import Flow, batch_dims, called, in_vmap, multiple
+from .symbols import BATCH, VMAP
 
 ADD = {"add", "sub", "iadd", "isub", "rsub", "subtract"}
 MULTIPLY = {"mul", "imul", "multiply"}
@@ -169,6 +169,8 @@ class Follow:
             return unknown
         if name in SIZES and isinstance(op.type, ScalarType):
             return self._size(name)
+        if op.type == VMAP:
+            return SAME
         if name in ZEROS and not batch_dims(op.type):
             return ZERO
         read_all = [self.known[ref] for ref in op.reads]
@@ -178,7 +180,7 @@ class Follow:
             return self._arithmetic(name)
         if name in JOIN or (name == "where" and len(op.args) == 3 and self._of(op.args[0]).what == "same"):
             return self._sum([self._of(arg) for arg in summands(op)])
-        if batch_dims(op.type):
+        if batch_dims(op.type) or in_vmap(op.type):
             return self._samples(name, read)
         return self._pooled(name)
 

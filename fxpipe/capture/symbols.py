@@ -38,6 +38,10 @@ def first_symbols(size: torch.SymInt) -> set[sympy.Symbol]:
     return set(size.node._expr.free_symbols)
 
 
+# What enters a vmap, and a tensor inside.
+VMAP, IN_VMAP = ObjectType("vmap"), ObjectType("tensor in a vmap")
+
+
 def text(value: Any, names: Mapping[sympy.Symbol, str]) -> Dim:
     """A size as the graph says it: an int, or an expression over size names."""
     if not isinstance(value, torch.SymInt):
@@ -53,7 +57,7 @@ def text(value: Any, names: Mapping[sympy.Symbol, str]) -> Dim:
 def type_of(value: Any, names: Mapping[sympy.Symbol, str]) -> ValueType:
     """The type of a traced value. Inside a vmap a tensor is an object that lives there only."""
     if isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
-        return ObjectType("tensor in a vmap")
+        return IN_VMAP
     if isinstance(value, Tensor):
         shape = tuple(text(size, names) for size in value.shape)
         return TensorType(DTYPES.get(value.dtype, str(value.dtype)), shape, str(value.device), value.requires_grad)

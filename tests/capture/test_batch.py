@@ -72,7 +72,20 @@ PASSES = {
         lambda self, x: x.transpose(0, 1).reshape(-1, 4).exp().view(5, x.shape[0], 4),
         [("f32[5, b, 4]", 1, None)],
     ),
+    "vmap": (lambda self, x: torch.vmap(lambda s: s / s.norm())(x), [("f32[b, 5, 4]", 0, None)]),
+    "vmap in a vmap": (
+        lambda self, x: torch.vmap(torch.vmap(lambda v: v - v.mean(0)), in_dims=1, out_dims=1)(x.transpose(0, 1)),
+        [("f32[5, b, 4]", 1, None)],
+    ),
+    "mean of a vmap": (lambda self, x: torch.vmap(lambda s: s.max() * 2)(x).mean(), [("f32[]", None, "mean")]),
+    "lstm": (lambda self, x: recurrent(x, True), [("f32[b, 5, 3]", 0, None)]),
+    "lstm, sequence first": (lambda self, x: recurrent(x.transpose(0, 1), False), [("f32[5, b, 3]", 1, None)]),
 }
+
+
+def recurrent(x, batch_first):
+    state, weights = x.new_zeros(1, x.shape[0 if batch_first else 1], 3), (torch.ones(12, 4), torch.ones(12, 3))
+    return torch.lstm(x, (state, state), weights, False, 1, 0.0, True, False, batch_first)[0]
 
 
 @pytest.mark.parametrize("name", PASSES)
@@ -118,6 +131,16 @@ MIXES = {
     "one number": (lambda self, x: x.max(), "is one value over the batch.*reduce="),
     "one more": (lambda self, x: (x, x.shape[0] + 1), "a number that depends on the batch size"),
     "padded": (lambda self, x: F.pad(x, (0, 0, 0, 0, 1, 0)), "takes a part of the batch"),
+    "vmap over another": (lambda self, x: torch.vmap(lambda s: s - s.mean(0), 1, 1)(x), "takes the whole batch, f32"),
+    "vmap beside the batch": (lambda self, x: torch.vmap(lambda s: (s - x).sum((0, 1)))(x), "takes the whole batch"),
+    "vmap and vmap": (
+        lambda self, x: torch.vmap(lambda s: torch.vmap(lambda t: (s - t).norm())(x).sum())(x),
+        "in two vmaps over the batch",
+    ),
+    "vmap and a mean": (lambda self, x: torch.vmap(lambda s: s - x.mean((0, 1)))(x), "pools the batch into f32"),
+    "vmap of a mean": (lambda self, x: torch.vmap(lambda s: s * 2)(x.mean(0)) + x, "pools the batch into f32"),
+    "vmap and a size": (lambda self, x: torch.vmap(lambda s: s / x.shape[0])(x), "computes with the batch size"),
+    "lstm along the batch": (lambda self, x: recurrent(x, False), "the batch, for its steps"),
     "covariance": (lambda self, x: x @ (x.flatten(0, 1).t() @ x.flatten(0, 1)), "pools the batch into f32"),
 }
 
