@@ -9,7 +9,7 @@ F1 is the forward of micro-batch 1, B1 its backward. Each device runs its row in
 when the one before it is done and what it takes has arrived, and waits for nothing else.
 """
 
-from fxpipe.engines.step import Step, Stepper
+from fxpipe.engines.stepper import Step, Stepper
 from fxpipe.runtime import Draws
 
 

@@ -12,7 +12,7 @@ Portals, past the stages between:
     skip  from stage 0 to stage 2
 """
 
-from fxpipe.engines.step import Step, Stepper
+from fxpipe.engines.stepper import Step, Stepper
 from fxpipe.runtime import Draws
 
 

@@ -10,7 +10,7 @@ weights. Each device runs its row in this order: an action starts when the one b
 takes has arrived, and waits for nothing else.
 """
 
-from fxpipe.engines.step import Step, Stepper
+from fxpipe.engines.stepper import Step, Stepper
 from fxpipe.runtime import Draws
 
 
