@@ -54,13 +54,23 @@ def commit_gradients(pairs: Sequence[Pair]) -> None:
         grad = grad if grad.device == tensor.device else grad.to(tensor.device)
         known = found.get(id(tensor))
         found[id(tensor)] = tensor, grad if known is None else known[1] + grad
-    backward = []
+    first: list[Pair] = []
+    backward: list[Pair] = []
     for tensor, grad in found.values():
         hooks = tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)
-        if tensor.is_leaf and tensor.grad is None and not hooks:
-            tensor.grad = grad  # autograd would copy it
-        else:
-            backward.append((tensor, grad))
+        simple = tensor.is_leaf and tensor.grad is None and not hooks
+        (first if simple else backward).append((tensor, grad))
     if backward:
         tensors, grads = zip(*backward, strict=True)
         torch.autograd.backward(tensors, grads)
+    try:
+        _put(first)
+    except BaseException:  # Ctrl-C half way
+        _put(first)
+        raise
+
+
+def _put(pairs: Sequence[Pair]) -> None:
+    """Gradients where there are none yet, without the copy that autograd would make."""
+    for tensor, grad in pairs:
+        tensor.grad = grad
