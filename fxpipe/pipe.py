@@ -28,16 +28,20 @@ from .clock import timed
 from .codegen.load import bind, load_package, unload, worker_device
 from .codegen.package import constants, save, write
 from .engines.local import Pipeline
+from .engines.rehearsal import rehearse
 from .engines.timed import take_step
 from .errors import FxpipeError, PackageError
 from .ir.cluster import Cluster
 from .ir.device_programs import DevicePrograms
+from .ir.evaluate import with_totals
 from .ir.graph import Graph, Input, Ref, Struct
 from .ir.plan import Plan
 from .ir.profile import Profile
 from .ir.program import Program
 from .ir.schedule import Schedule
 from .ir.timeline import Timeline
+from .ir.timeline import compare as beside
+from .ir.times import typical
 from .ir.transfers import add_transfers
 from .machine import local_cluster
 from .options import Options
@@ -47,7 +51,7 @@ from .report import dump, explain
 from .runtime import Stage
 from .runtime.microbatch import scatter, split_sizes
 from .shell import Shell, check_grad
-from .street import Build, Home, build
+from .street import Build, Home, build, predict
 from .viz import svg
 
 
@@ -76,6 +80,8 @@ class Pipe(Shell):
             "_lives": {},
             "_last": None,
             "_timeline": None,
+            "_timed": None,
+            "_rehearsed": None,
             "_home": None,
             "_closed": False,
             "_folder": tempfile.TemporaryDirectory(prefix="fxpipe-"),
@@ -113,7 +119,8 @@ class Pipe(Shell):
           then the gradients are those of their sum. Without it the model returns its loss, or an object with `.loss`.
         - `outputs`: return (loss, what the model returns), detached.
         - `scaler`: multiplies the gradients with the scale of a `torch.amp.GradScaler`, as `scaler.scale(loss)` does.
-        - `timeline`: note when each action ran; `pipe.timeline` has it then.
+        - `timeline`: note when each action ran; `pipe.timeline` has it then, and `pipe.compare()` puts it beside what
+          was predicted.
 
         A step is all or nothing: if anything fails, no gradient is added, and the error says where; the next step
         works, in new threads if some are gone. (Buffers keep what forward has written until then.) Raises InputError,
@@ -126,11 +133,42 @@ class Pipe(Shell):
             found, timed_step = take_step(scheduler, inputs, self.options.chunks, scaler, timeline)
             if timeline:
                 self.__dict__["_timeline"] = timed_step
+                self.__dict__["_timed"] = self.build
             return found
 
         with self._lock:
             loss, output = self._stepper.step(args, kwargs, target, loss_fn, outputs, run)
         return (loss, output) if outputs else loss
+
+    def rehearse(
+        self,
+        *args: Any,
+        target: Any = NO_TARGET,
+        loss_fn: Callable[..., Any] | None = None,
+        rounds: int = 5,
+        **kwargs: Any,
+    ) -> Timeline:
+        """The timeline of a step of this kind, predicted from its actions, which are timed here: each worker runs its
+        row and waits for nobody, `rounds` times. Arguments are those of `step`. Nothing of the model changes.
+
+        This is for CPU workers, which slow each other down in ways that no profile of single ops knows of.
+        """
+        check_grad()
+
+        def run(graph: Graph, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            made = self._built(graph, inputs)
+            if not all(label.startswith("cpu") for label in made.program.devices):
+                raise FxpipeError("rehearse is for CPU workers; what a GPU takes is measured by profile='measure'")
+            scheduler: Any = self._live(made).scheduler
+            times, outputs = rehearse(scheduler, inputs, self.options.chunks, rounds)
+            chunks = len(split_sizes(batch_size(graph, inputs), self.options.chunks))
+            self.__dict__["_rehearsed"] = made, predict(made, chunks, typical(times))
+            return outputs
+
+        with self._lock:
+            self._stepper.step(args, kwargs, target, loss_fn, False, run)
+            predicted: Timeline = self._rehearsed[1]
+        return predicted
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Capture, plan and generate for this kind of call, without running it. The model may be on the meta device."""
@@ -182,11 +220,16 @@ class Pipe(Shell):
             return self.options.profile
         if self.options.profile != "measure":  # or a profile that was given, which speaks of the first kind of call
             return estimate(graph, sizes, cluster.device(label))
-        rows = split_sizes(batch_size(graph, inputs), self.options.chunks)
-        pieces = {item.name: scatter(value, item.batch_dim, rows)[0] for item, value in given(graph, inputs)}
         tensors = dict(self.model.named_parameters(remove_duplicate=False))
         tensors |= dict(self.model.named_buffers(remove_duplicate=False))
-        states = {s.name: s.value if s.kind == "constant" else tensors[s.path] for s in graph.states}
+        if graph.loss is not None:
+            tensors |= self._stepper.tensors
+        values = {item.name: value for item, value in given(graph, inputs)}
+        with torch.no_grad():
+            whole = with_totals(graph, values, real(graph.totals, tensors) if graph.totals is not None else {})
+        rows = split_sizes(batch_size(graph, inputs), self.options.chunks)
+        pieces = {item.name: scatter(whole[item.name], item.batch_dim, rows)[0] for item in graph.inputs}
+        states = real(graph, tensors)
         return measure(graph, pieces, states, str(worker_device(label)))
 
     def _live(self, made: Build) -> Live:
@@ -278,6 +321,19 @@ class Pipe(Shell):
         """A table: per stage its ops, parameters, time, memory and traffic; then the portals and shared parameters."""
         return explain(self.build)
 
+    def compare(self) -> str:
+        """A table: what was predicted beside what was measured in the last step with `timeline=True`. Predicted is what
+        the last `rehearse` did, if it was of the same kind, else what follows from the profile."""
+        measured = self.timeline
+        if measured is None:
+            raise FxpipeError("no step was timed yet: call pipe.step(..., timeline=True) first")
+        chunks = 1 + max(span.micro_batch for span in measured.spans)
+        if self._rehearsed is not None:
+            made, predicted = self._rehearsed
+            if made is self._timed and chunks == 1 + max(span.micro_batch for span in predicted.spans):
+                return beside(predicted, measured)
+        return beside(predict(self._timed, chunks), measured)
+
     def picture(self) -> str:
         """The simulated timeline of one step as SVG text."""
         return svg.draw(self.build.timeline)
@@ -300,6 +356,11 @@ class Pipe(Shell):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled is the model and how to compile it."""
         return Pipe, (self.model, self.options)
+
+
+def real(graph: Graph, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The values of the graph's states, given the model's tensors by path."""
+    return {s.name: s.value if s.kind == "constant" else tensors[s.path] for s in graph.states}
 
 
 def micro_batch_sizes(graph: Graph, inputs: Sequence[Any], chunks: int) -> dict[str, int]:

@@ -20,15 +20,16 @@ from .ir.graph import Graph
 from .ir.plan import Plan, StagePlan
 from .ir.profile import Profile, total
 from .ir.program import Program
-from .ir.schedule import Schedule, share
+from .ir.schedule import Schedule, only, share
 from .ir.timeline import Timeline
+from .ir.times import Times
 from .ir.units import show_bytes, show_seconds
 from .options import AUTO, Options, candidates, make_schedule
 from .passes import lower
 from .planning import plan, plan_like, with_loss
 from .schedules.auto import auto
 from .schedules.one_f_one_b import gpipe
-from .simulator.costs import hops, stage_costs, taken_bytes
+from .simulator.costs import hops, stage_costs, taken_bytes, timed_costs, timed_hops
 from .simulator.simulate import StageCost, simulate
 
 
@@ -121,6 +122,18 @@ def draft(
         schedule = schedule_of(program, decided, options, fitting(decided, costs, cluster))
         timeline = simulate(schedule, costs, hops(program, sizes, cluster), tuple(dict.fromkeys(program.devices)))
     return Draft(decided, program, trail, totals, schedule, timeline)
+
+
+def predict(made: Build, chunks: int, times: Times | None = None) -> Timeline:
+    """The timeline that a timed step of so many micro-batches would have, as the profile has it, or from the times of
+    its actions. Memory is what such a step counts: all of a GPU's, and of a CPU worker's what backward needs."""
+    program, sizes, schedule = made.program, made.sizes, only(made.schedule, chunks)
+    labels = tuple(dict.fromkeys(program.devices))
+    copies = 0 if all(label.startswith("cpu") for label in labels) else 2
+    costs = stage_costs(made.plan, made.profile, taken_bytes(program, sizes), copies, keeps_at_once=True)
+    if times is None:
+        return simulate(schedule, costs, hops(program, sizes, made.cluster), labels)
+    return simulate(schedule, timed_costs(costs, times), timed_hops(program, times), labels)
 
 
 def fastest(drafts: Sequence[Draft], cluster: Cluster) -> Draft:

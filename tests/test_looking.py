@@ -335,6 +335,37 @@ def test_a_measured_profile(model: nn.Module) -> None:
     pipe.close()
 
 
+def test_a_measured_profile_of_a_step() -> None:
+    """How many labels count is known from the whole batch alone, and the loss has a tensor of its own."""
+    loss = nn.CrossEntropyLoss(weight=torch.rand(8), ignore_index=0)
+    pipe = fxpipe.compile(Net(), devices=2, chunks=4, profile="measure")
+    pipe.step(X, target=torch.arange(8), loss_fn=loss)
+    assert pipe.build.profile.source == "measured"
+    pipe.close()
+
+
+def test_predicted_beside_measured(model: nn.Module) -> None:
+    pipe = fxpipe.compile(model, devices=2, chunks=4, checkpoint="always", schedule="1f1b", split_at=["middle"])
+    with pytest.raises(fxpipe.FxpipeError, match=r"call pipe.step\(..., timeline=True\) first"):
+        pipe.compare()
+    pipe.step(X, target=X, loss_fn=nn.functional.mse_loss, timeline=True)
+    estimated = pipe.compare()
+    titles = [line.split("  ")[0] for line in estimated.splitlines()[1:]]
+    assert titles == ["step", "bubble", "cpu:0 busy", "cpu:1 busy", "cpu:0 peak memory", "cpu:1 peak memory"]
+    predicted = pipe.rehearse(X, target=X, loss_fn=nn.functional.mse_loss, rounds=1)
+    rehearsed = pipe.compare()
+    assert rehearsed.split("step ")[1].split("  ")[1:] != estimated.split("step ")[1].split("  ")[1:]
+    assert pipe.compare() == rehearsed
+    assert predicted.devices == pipe.timeline.devices
+    # Three samples in four micro-batches are three: neither speaks of the fourth, and that was not rehearsed.
+    pipe.step(X[:3], target=X[:3], loss_fn=nn.functional.mse_loss, timeline=True)
+    assert {span.micro_batch for span in pipe.timeline.spans} == {0, 1, 2}
+    assert pipe.compare() != rehearsed
+    again = pipe.rehearse(X[:3], target=X[:3], loss_fn=nn.functional.mse_loss, rounds=1)
+    assert {span.micro_batch for span in again.spans} == {0, 1, 2}
+    pipe.close()
+
+
 # The command ----------------------------------------------------------------------------------------------------------
 
 MAKER = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -99,7 +99,7 @@ class Engine:
     def lend(self, m: Batches) -> None:
         """Put what stages borrow from each other into `m.lent`."""
 
-    def scatter(self, batch: Sequence[Any], chunks: int, kind: type[B]) -> B:
+    def scatter(self, batch: Sequence[Any], chunks: int, kind: Callable[..., B]) -> B:
         """At most `chunks` micro-batches, with their inputs and sizes."""
         total = {value.shape[dim] for value, (_, dim) in zip(batch, self.inputs, strict=True) if dim is not None}
         if len(total) > 1:

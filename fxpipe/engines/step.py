@@ -59,13 +59,14 @@ class Step(Batches):
 
     `kept`: by stage and micro-batch, the arguments and results of a forward run; `weights`: what is left of a backward
     whose first half is done; `pairs`: of each stage, what the model holds, and the aliases that collect its gradients;
-    `fresh`: those that have none yet; `done`: the workers at the end of their rows; `failed`: the errors, in the order
-    in which they happened.
+    `fresh`: those that have none yet; `rows`: what each worker does; `done`: the workers at the end of their rows;
+    `failed`: the errors, in the order in which they happened.
     """
 
     def begin(self, engine: Stepper, pairs: list[list[Pair]], scale: Tensor | None) -> None:
         """Make ready: boxes, and in them the pieces of the batch."""
         self.engine, self.stages, self.pairs, self.scale = engine, engine.stages, pairs, scale
+        self.rows = engine.timetable
         boxes = {label: Box() for label in engine.devices}
         self.boxes = tuple([boxes[label] for label in engine.devices])
         self.kept: dict[tuple[int, int], Kept] = {}

@@ -59,12 +59,13 @@ class Stepper(Engine):
 
     def __init__(self, stages: Sequence[Stage], whole: Stage | None = None) -> None:
         super().__init__(stages, whole)
-        self._rows = {
+        # What each worker does, by its label.
+        self.timetable = {
             label: tuple((action, getattr(type(self), f"{METHODS[action.kind]}_{action.stage}")) for action in row)
             for label, row in read_rows(self.rows).items()
         }
-        self.at_once = set(_followed(self._rows.values()))
-        self.splits = any(action.kind == "W" for row in self._rows.values() for action, _ in row)
+        self.at_once = set(_followed(self.timetable.values()))
+        self.splits = any(action.kind == "W" for row in self.timetable.values() for action, _ in row)
 
     def run(self, batch: Sequence[Any], chunks: int, scale: Tensor | None = None) -> tuple[Any, ...]:
         """The outputs, in order, for the inputs, in order, in at most `chunks` micro-batches; gradients, multiplied by
@@ -73,6 +74,14 @@ class Stepper(Engine):
 
     def step(self, batch: Sequence[Any], chunks: int, scale: Tensor | None, kind: type[S]) -> tuple[tuple[Any, ...], S]:
         """`run`, by a step of some kind, which is returned too."""
+        m = self.attempt(batch, chunks, scale, kind)
+        commit(self._mutating)
+        outputs, pairs = self.outcome(m, batch)
+        commit_gradients(pairs)
+        return outputs, m
+
+    def attempt(self, batch: Sequence[Any], chunks: int, scale: Tensor | None, kind: Callable[..., S]) -> S:
+        """A step that is done, but of which the model has nothing yet."""
         self.wake()
         for stage in self._copying:
             stage.refresh()
@@ -88,10 +97,12 @@ class Stepper(Engine):
                 raise error
             finally:
                 del error  # else the error holds this frame, this frame the error, and both what stages keep
-        commit(self._mutating)
+        return m
+
+    def outcome(self, m: Step, batch: Sequence[Any]) -> tuple[tuple[Any, ...], list[Pair]]:
+        """The outputs of the batch, and all gradients, with what they are for."""
         outputs = tuple([x.detach() if isinstance(x, Tensor) else x for x in self.gather(m)])
-        commit_gradients([*(pair for pairs in m.pairs for pair in pairs), *self._inputs(m, batch)])
-        return outputs, m
+        return outputs, [*(pair for pairs in m.pairs for pair in pairs), *self._inputs(m, batch)]
 
     def _run(self, m: Step) -> None:
         """Every worker its row; back when all are done or have stopped."""
@@ -139,7 +150,7 @@ class Stepper(Engine):
 
     def _row(self, m: Step, j: int) -> None:
         """The row of the worker of stage j."""
-        row, last, failed = self._rows[self.devices[j]], m.last, m.failed
+        row, last, failed = m.rows[self.devices[j]], m.last, m.failed
         action = None
         try:
             with use_stream(m.compute[j]):

@@ -9,10 +9,10 @@ and, where they are not given, the number of micro-batches, the warm-up, and whi
                  that is so, and t is the new bound, or a faster plan turns up. Once t is the best plan's own time, that
                  plan is proven to be optimal. A t that takes too long is lowered half-way to the bound.
 
-DAPPLE's own plan joins in where 3 does not end at once. Where placements are too many to go through, as on four servers
-of eight, 3 goes through those in the order of the devices, and proves nothing; where devices are too many for tables,
-as a thousand are, it is left out, and the bound is that of dual.py. The bound is a bound whenever the search ends.
-Costs of layers are taken to grow with the samples in a micro-batch: see `fxpipe.ir.chain.scaled`.
+DAPPLE's own plan joins in where 3 does not end at once. Where placements are too many to go through, as on eight
+servers of four, 3 goes through those in the order of the devices, and proves nothing; where devices are too many for
+tables, as a thousand are, it is left out, and the bound is that of dual.py. The bound is a bound whenever the search
+ends. Costs of layers are taken to grow with the samples in a micro-batch: see `fxpipe.ir.chain.scaled`.
 """
 
 from __future__ import annotations

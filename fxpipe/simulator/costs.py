@@ -6,11 +6,13 @@ A tensor that several stages share (a loan) goes over once a step, not once per 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from fxpipe.ir.cluster import Cluster, link
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.profile import Profile, total
 from fxpipe.ir.program import Program
+from fxpipe.ir.times import Times
 from fxpipe.ir.types import nbytes, tensors
 
 from .simulate import Hop, StageCost
@@ -43,6 +45,21 @@ def stage_costs(
     return tuple(costs)
 
 
+def timed_costs(costs: Sequence[StageCost], times: Times) -> tuple[StageCost, ...]:
+    """The same, with the seconds that were measured."""
+    by_stage: list[dict[str, float]] = [{} for _ in costs]
+    for (kind, stage), seconds in times.actions.items():
+        by_stage[stage][kind] = seconds
+    return tuple(_timed(cost, seconds) for cost, seconds in zip(costs, by_stage, strict=True))
+
+
+def _timed(cost: StageCost, seconds: Mapping[str, float]) -> StageCost:
+    halves = seconds.get("I", 0.0), seconds.get("W", 0.0)
+    share = halves[0] / sum(halves) if sum(halves) else cost.input_share
+    backward = seconds.get("B", sum(halves))
+    return replace(cost, forward=seconds["F"], backward=backward, input_share=share, again=seconds.get("R", cost.again))
+
+
 def taken_bytes(program: Program, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """The bytes of what each stage takes, with `sizes` giving the numbers of a micro-batch."""
     return tuple(sum(nbytes(program.types[name], sizes) for name in stage.takes) for stage in program.stages)
@@ -51,11 +68,25 @@ def taken_bytes(program: Program, sizes: Mapping[str, int]) -> tuple[int, ...]:
 def hops(program: Program, sizes: Mapping[str, int], cluster: Cluster) -> tuple[Hop, ...]:
     """A hop for each pair of stages that values move between: all of them one after the other over the pair's link, and
     the gradients of those that have one back. The caller's inputs and outputs are not counted: they are there."""
+    return tuple(_hop(program, sizes, cluster, *ends, values) for ends, values in _moved(program))
+
+
+def timed_hops(program: Program, times: Times) -> tuple[Hop, ...]:
+    """The hops between workers that share their memory: nothing moves, but who waits has to wake up."""
+    found = []
+    for ends, values in _moved(program):
+        back = any(tensor.grad for value in values for tensor in tensors(program.types[value]))
+        found.append(Hop(*ends, times.wake, times.wake if back else 0.0, ", ".join(values)))
+    return tuple(found)
+
+
+def _moved(program: Program) -> list[tuple[tuple[int, int], list[str]]]:
+    """The values that go from stage to stage, by the pair of stages."""
     moved: dict[tuple[int, int], list[str]] = {}
     for move in program.moves:
         if move.source >= 0 and move.target < len(program.stages):
             moved.setdefault((move.source, move.target), []).append(move.value)
-    return tuple(_hop(program, sizes, cluster, *ends, values) for ends, values in sorted(moved.items()))
+    return sorted(moved.items())
 
 
 def _hop(

@@ -31,7 +31,8 @@ class StageCost:
     """What a stage costs per micro-batch: `forward` and `backward` in seconds, and of `backward` the share that the
     input gradient takes if it runs apart. In bytes: `saved` for the backward, `taken` from other stages, and `fixed`
     whatever the micro-batches. `checkpoint` as in a plan: "never", "except_last", "always"; `keeps_at_once`: but
-    nothing is recomputed where backward follows forward at once."""
+    nothing is recomputed where backward follows forward at once. `again`: seconds of a recomputation, if they are not
+    those of `forward`."""
 
     forward: float
     backward: float
@@ -41,8 +42,11 @@ class StageCost:
     checkpoint: str = "never"
     input_share: float = 0.5
     keeps_at_once: bool = False
+    again: float | None = None
 
     def seconds(self, kind: str) -> float:
+        if kind == "R" and self.again is not None:
+            return self.again
         share = {"B": 1.0, "I": self.input_share, "W": 1 - self.input_share}
         return self.forward if kind in "FR" else self.backward * share[kind]
 
@@ -146,7 +150,7 @@ def _compute(clock: _Clock, schedule: Schedule, action: Action, device: str, cos
     again = cost.recomputes(i, schedule.chunks) and not (cost.keeps_at_once and at_once(schedule, s, i))
     trains = Action("B", s, i) in schedule.place or Action("W", s, i) in schedule.place
     if kind in "BI" and again:
-        repeat = clock.occupy(device, 0.0, cost.forward, Action("R", s, i))
+        repeat = clock.occupy(device, 0.0, cost.seconds("R"), Action("R", s, i))
         clock.keep(device, repeat.start, cost.saved)
     ready = max(ready, clock.arrived.pop(action, 0.0))
     span = clock.occupy(device, ready, cost.seconds(kind), action)

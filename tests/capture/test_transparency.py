@@ -223,6 +223,16 @@ class Recurrent(nn.Module):
         return y[:, -1]
 
 
+class Mapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = linear(8, 8), linear(8, 2)
+
+    def forward(self, x):
+        h = torch.vmap(lambda row: row / row.norm() + torch.vmap(torch.sin)(self.a.weight).sum(0))(self.a(x))
+        return self.b(h), torch.vmap(lambda row: (row.cumsum(0), row.max()))(h)
+
+
 class Checkpointed(nn.Module):
     def __init__(self):
         super().__init__()
@@ -302,6 +312,7 @@ CASES = {
     "counting": (Counting, (x(6, 8),), {}),
     "regions": (Regions, (single(6, 8),), {}),
     "lstm": (Recurrent, (x(6, 5, 8),), {}),
+    "vmap": (Mapped, (x(6, 8),), {}),
     "transformer": (transformer, (x(6, 5, 8),), {}),
     "transformer, eval": (lambda: transformer().eval(), (x(6, 5, 8),), {}),
     "checkpoint": (Checkpointed, (x(6, 8),), {}),

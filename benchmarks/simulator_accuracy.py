@@ -1,0 +1,261 @@
+"""How well the simulator tells the time of a step, on two CPU workers: predicted beside measured.
+
+    python -m benchmarks.simulator_accuracy
+
+Workers that share caches and memory slow each other down, so what actions take is measured under the same load: each
+worker runs its row of the schedule on real values and waits for nobody (see `fxpipe.engines.rehearsal`). The simulator
+then says when each action can start, and so how long the workers wait for each other. No number is adjusted.
+
+    workers   from the start of the first action to the end of the last: of the simulated timeline, and of that of a
+              step that notes when its actions ran
+    step      the whole call of `pipe.step`: before the workers begin, the batch is cut and handed out; after they have
+              ended, the gradients are added to the model's. Predicted is what the workers take, and what a rehearsal
+              took before and after
+
+Rehearsals and steps take turns, and medians are compared. Each worker has one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: OpenMP spins, and busy workers become ten times slower
+
+import torch
+import torch.nn.functional as F
+from tabulate import tabulate
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import fxpipe
+from benchmarks.models import ResNet
+from fxpipe.demo.transformer import PixelTransformer
+from fxpipe.demo.unet import UNet
+from fxpipe.engines.rehearsal import Rehearsal
+from fxpipe.ir.timeline import compare
+from fxpipe.ir.times import Times, typical
+from fxpipe.street import predict
+
+WORKERS = ["cpu:0", "cpu:1"]
+BAR = 0.15  # the error that is allowed
+TIE = 1.03  # plans as close as this are as fast as each other
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a step is run."""
+
+    cut: str  # "even" or "uneven"
+    schedule: str
+    checkpoint: str
+    chunks: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a batch and a loss; the modules that quarters of the work begin with, and the one where an uneven cut is
+    made."""
+
+    model: nn.Module
+    x: Tensor
+    target: Tensor
+    loss: Callable[[Tensor, Tensor], Tensor]
+    quarters: tuple[str, str, str]
+    uneven: str
+
+    def cuts(self, setting: Setting) -> list[str]:
+        """Two stages, or four to be dealt in turn."""
+        if setting.cut == "uneven":
+            return [self.uneven]
+        return list(self.quarters) if setting.schedule == "interleaved" else [self.quarters[1]]
+
+
+SETTINGS = (
+    Setting("even", "gpipe", "never", 4),
+    Setting("even", "gpipe", "always", 8),
+    Setting("even", "1f1b", "never", 8),
+    Setting("even", "1f1b", "always", 4),
+    Setting("even", "zb-h1", "never", 8),
+    Setting("even", "interleaved", "never", 8),
+    Setting("uneven", "gpipe", "never", 8),
+    Setting("uneven", "1f1b", "always", 8),
+    Setting("uneven", "zb-h1", "never", 4),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Seconds: what the workers take and what the call takes, as predicted and as measured; `spans` has both
+    timelines side by side."""
+
+    setting: Setting
+    workers: tuple[float, float]
+    step: tuple[float, float]
+    spans: str = ""
+
+    @property
+    def off(self) -> float:
+        """How far the predicted step is from the measured one, as a part of that."""
+        return self.step[0] / self.step[1] - 1
+
+
+def cases() -> dict[str, Callable[[], Case]]:
+    """Models of which a task takes several milliseconds; each is made when it is asked for."""
+    return {"mlp": mlp, "resnet": resnet, "unet": unet, "transformer": transformer}
+
+
+def mlp(width: int = 512, depth: int = 12, rows: int = 1024) -> Case:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)))
+    quarters = str(depth // 4), str(depth // 2), str(3 * depth // 4)
+    return Case(model, torch.randn(rows, width), torch.randn(rows, width), F.mse_loss, quarters, str(depth // 3))
+
+
+def resnet(width: int = 16, size: int = 64, rows: int = 32) -> Case:
+    images, labels = torch.randn(rows, 3, size, size), torch.randint(10, (rows,))
+    quarters = "layers.2", "layers.4", "layers.6"
+    return Case(ResNet((2, 2, 2, 2), width=width, classes=10), images, labels, F.cross_entropy, quarters, "layers.2")
+
+
+def unet(channels: int = 16, size: int = 32, rows: int = 32) -> Case:
+    images = torch.randn(rows, 1, size, size)
+    noisy = images + torch.randn_like(images)
+    return Case(UNet(channels), noisy, images, F.mse_loss, ("down3", "up3", "up1"), "up1")
+
+
+def transformer(width: int = 128, length: int = 64, rows: int = 32) -> Case:
+    pixels = torch.randint(17, (rows, length + 1))
+    model = PixelTransformer(length=length, width=width, depth=8)
+    quarters = "layers.2", "layers.4", "layers.6"
+    return Case(model, pixels[:, :-1].contiguous(), pixels[:, 1:].contiguous(), next_pixel, quarters, "layers.2")
+
+
+def next_pixel(scores: Tensor, levels: Tensor) -> Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), levels.flatten())
+
+
+class Trial:
+    """A pipe of a case in a setting, and the times it took so far."""
+
+    def __init__(self, case: Case, setting: Setting) -> None:
+        self.case, self.setting = case, setting
+        self.model = copy.deepcopy(case.model)
+        self.pipe = fxpipe.compile(
+            self.model,
+            WORKERS,
+            setting.chunks,
+            schedule=setting.schedule,
+            checkpoint=setting.checkpoint,
+            split_at=case.cuts(setting),
+        )
+        self.pipe.step(case.x, target=case.target, loss_fn=case.loss)
+        self.rehearsal = Rehearsal(self.pipe.scheduler, (case.x, case.target), setting.chunks)  # type: ignore[arg-type]
+        self.clear()
+
+    def clear(self) -> None:
+        self.times: list[Times] = []
+        self.steps: list[float] = []
+        self.timelines: list[Any] = []
+
+    def once(self) -> None:
+        """A rehearsal, a step, and a step that notes when its actions ran."""
+        self.model.zero_grad()
+        self.times.append(self.rehearsal.once())
+        self.steps.append(self.step())
+        self.step(timeline=True)
+        self.timelines.append(self.pipe.timeline)
+
+    def step(self, timeline: bool = False) -> float:
+        """Seconds of the call."""
+        self.model.zero_grad()
+        start = perf_counter()
+        self.pipe.step(self.case.x, target=self.case.target, loss_fn=self.case.loss, timeline=timeline)
+        return perf_counter() - start
+
+    def result(self) -> Result:
+        times = typical(self.times)
+        predicted = predict(self.pipe.build, self.setting.chunks, times)
+        measured = sorted(self.timelines, key=lambda one: one.makespan)[len(self.timelines) // 2]
+        workers = predicted.makespan, median(one.makespan for one in self.timelines)
+        step = times.before + predicted.makespan + times.after, median(self.steps)
+        return Result(self.setting, workers, step, compare(predicted, measured))
+
+
+def trials(case: Case, settings: Sequence[Setting], rounds: int) -> list[Result]:
+    """All settings in turn, in every round."""
+    made = [Trial(case, setting) for setting in settings]
+    gc.disable()
+    try:
+        for number in tqdm(range(rounds + 1), desc="rounds", leave=False):
+            for trial in made:
+                trial.once()
+                if number == 0:  # warming up
+                    trial.clear()
+            gc.collect()
+    finally:
+        gc.enable()
+        for trial in made:
+            trial.pipe.close()
+    return [trial.result() for trial in made]
+
+
+def table(results: Sequence[Result]) -> str:
+    """A line for each setting, in milliseconds and percent."""
+    rows = [
+        (
+            *(one.setting.cut, one.setting.schedule, one.setting.checkpoint, one.setting.chunks),
+            *(f"{1e3 * seconds:.1f}" for seconds in one.workers),
+            f"{one.workers[0] / one.workers[1] - 1:+.1%}",
+            *(f"{1e3 * seconds:.1f}" for seconds in one.step),
+            f"{one.off:+.1%}",
+        )
+        for one in results
+    ]
+    headers = ["cut", "schedule", "recompute", "chunks"]
+    headers += ["workers\npredicted", "\nmeasured", "\noff", "step\npredicted", "\nmeasured", "\noff"]
+    return tabulate(rows, headers, colalign=["left"] * 3 + ["right"] * 7, disable_numparse=True)
+
+
+def verdict(results: Sequence[Result]) -> Iterator[str]:
+    """Whether the errors are small, and whether the simulator chose well."""
+    worst = max(results, key=lambda one: abs(one.off))
+    inside = sum(abs(one.off) <= BAR for one in results)
+    yield f"{inside} of {len(results)} within {BAR:.0%}; the worst is {worst.off:+.1%}"
+    chosen, fastest = (min(results, key=lambda one: one.step[k]) for k in (0, 1))
+    behind = chosen.step[1] / fastest.step[1]
+    how = "the fastest" if chosen is fastest else f"{behind - 1:.1%} behind the fastest, {name(fastest.setting)}"
+    yield f"simulated as fastest: {name(chosen.setting)}, measured {how}: {'good' if behind <= TIE else 'not good'}"
+
+
+def name(setting: Setting) -> str:
+    return f"{setting.cut} {setting.schedule}, {setting.checkpoint}, {setting.chunks}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Simulated beside measured training steps, on two CPU workers.")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--only", nargs="+", default=list(cases()), choices=list(cases()), help="models")
+    parser.add_argument("--spans", action="store_true", help="show for each setting where prediction and truth differ")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    everything: list[Result] = []
+    for key in options.only:
+        results = trials(cases()[key](), SETTINGS, options.rounds)
+        everything += results
+        print(f"\n{key}\n\n{table(results)}\n", *verdict(results), sep="\n")
+        for one in results if options.spans else ():
+            print(f"\n{name(one.setting)}\n{one.spans}")
+    inside = sum(abs(one.off) <= BAR for one in everything)
+    print(f"\nin all, {inside} of {len(everything)} steps within {BAR:.0%}")
+
+
+if __name__ == "__main__":
+    main()
