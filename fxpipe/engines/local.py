@@ -12,13 +12,14 @@ common. The calling thread, which would only wait, is the worker of the last sta
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from fxpipe.runtime.batchnorm import commit, discard
 from fxpipe.runtime.note import add_note
 from fxpipe.runtime.worker import Compute, Report, attempt
 
+from .box import LOST
 from .engine import Batches, Engine
 
 __all__ = ["Batches", "Pipeline", "clock"]
@@ -62,10 +63,18 @@ class Pipeline(Engine):
             else:
                 worker.orders.put((compute[j], m, task, m.context, m.compute[j], reports))
         done = [attempt(compute[j], m, (i, j), stream=m.compute[j]) for i, j in ours]
-        done += [reports.get() for _ in range(len(tick) - len(ours))]
+        done += [self.await_report(reports) for _ in range(len(tick) - len(ours))]
         failed = [report for report in done if report is not None]
         if failed:
             raise self.failure(failed)
+
+    def await_report(self, reports: SimpleQueue[Report]) -> Report:
+        """The next report. Raises RuntimeError if a worker is gone, for then it may never come."""
+        while True:
+            try:
+                return reports.get(timeout=LOST)
+            except Empty:
+                self.check_alive()
 
     def failure(self, failed: Sequence[tuple[tuple[int, int], BaseException]]) -> BaseException:
         """The exception of the lowest stage, itself, with a note that says where."""

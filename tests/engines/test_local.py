@@ -344,6 +344,21 @@ def test_the_note_names_the_users_line(make: Callable[..., Scheduler]) -> None:
     assert caught.value.__notes__ == ["stage 1, micro-batch 0, at net.py:8  h = hook(h)"]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_worker_that_is_gone_is_missed_soon(make: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = make()
+    pipe.run((ids(),), 3)
+    with monkeypatch.context() as patch:
+
+        def die(*args: Any) -> Any:
+            raise SystemExit  # past all that would report it
+
+        patch.setattr("fxpipe.runtime.worker.attempt", die)
+        with pytest.raises(RuntimeError, match="is gone; the next run starts another"):
+            pipe.run((ids(),), 3)
+    torch.testing.assert_close(pipe.run((ids(),), 3)[0], plain(pipe, ids(), 3))
+
+
 def test_the_lowest_stage_of_a_tick_wins_and_no_tick_follows(make: Callable[..., Scheduler]) -> None:
     pipe, ran = make(), []
 
