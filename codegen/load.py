@@ -110,11 +110,15 @@ def _check_device(stage: int, device: torch.device) -> None:
         raise PlanError(f"stage {stage} is planned on {device}, and this machine has {there}")
 
 
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a module, by path."""
+    parameters, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    return dict(parameters) | dict(buffers)
+
+
 def _tensors(module: ModuleType, model: nn.Module, others: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The model's tensors by key, checked against those that the package was made for."""
-    found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    found |= dict(model.named_buffers(remove_duplicate=False))
-    found |= others
+    found = tensors_of(model) | dict(others)
     faults = [fault for row in module.TENSORS if (fault := _misfit(found.get(row[0]), *row)) is not None]
     if faults:
         more = [f"and {len(faults) - 10} more"] if len(faults) > 10 else []

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .capture import NO_TARGET
 from .capture.loss import modules_in
-from .codegen.load import bind, load_package, unload
+from .codegen.load import bind, load_package, tensors_of, unload
 from .engines.local import Pipeline
 from .engines.timed import take_step
 from .errors import InputError
@@ -115,12 +115,6 @@ class Loaded(Shell):
         if self.scheduler is not None:
             self.scheduler.close()
         self._forget()
-
-
-def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of a module, by path."""
-    parameters, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
-    return dict(parameters) | dict(buffers)
 
 
 def loss_root(package: ModuleType, model: nn.Module) -> str | None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from .capture import NO_TARGET, Front, Stepper
 from .clock import timed
-from .codegen.load import bind, load_package, unload, worker_device
+from .codegen.load import bind, load_package, tensors_of, unload, worker_device
 from .codegen.package import constants, save, write
 from .engines.local import Pipeline
 from .engines.rehearsal import rehearse
@@ -220,8 +220,7 @@ class Pipe(Shell):
             return self.options.profile
         if self.options.profile != "measure":  # or a profile that was given, which speaks of the first kind of call
             return estimate(graph, sizes, cluster.device(label))
-        tensors = dict(self.model.named_parameters(remove_duplicate=False))
-        tensors |= dict(self.model.named_buffers(remove_duplicate=False))
+        tensors = tensors_of(self.model)
         if graph.loss is not None:
             tensors |= self._stepper.tensors
         values = {item.name: value for item, value in given(graph, inputs)}

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .capture import Front
 from .clock import timed
-from .codegen.load import worker_device
+from .codegen.load import tensors_of, worker_device
 from .errors import InputError, PlanError
 from .ir.cluster import Cluster, Device
 from .ir.graph import Graph
@@ -98,8 +98,7 @@ def profile(
 def _measured(
     model: nn.Module, graph: Graph, values: tuple[Any, ...], rows: int, whole: int, device: str | torch.device | None
 ) -> Profile:
-    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    tensors |= dict(model.named_buffers(remove_duplicate=False))
+    tensors = tensors_of(model)
     where = str(device if device is not None else next((t.device for t in tensors.values()), "cpu"))
     if where == "meta" or any(t.is_meta for t in (*tensors.values(), *filter(torch.is_tensor, values))):
         raise PlanError(

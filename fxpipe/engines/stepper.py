@@ -11,15 +11,14 @@ computes and sends.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from fxpipe.ir.schedule import Action, parse
+from fxpipe.ir.schedule import Action, Schedule, at_once, parse
 from fxpipe.runtime import Stage
 from fxpipe.runtime.aliases import Pair, alias, commit_gradients, standing_in
 from fxpipe.runtime.batchnorm import commit, discard
@@ -60,12 +59,15 @@ class Stepper(Engine):
     def __init__(self, stages: Sequence[Stage], whole: Stage | None = None) -> None:
         super().__init__(stages, whole)
         # What each worker does, by its label.
+        rows = read_rows(self.rows)
         self.timetable = {
             label: tuple((action, getattr(type(self), f"{METHODS[action.kind]}_{action.stage}")) for action in row)
-            for label, row in read_rows(self.rows).items()
+            for label, row in rows.items()
         }
-        self.at_once = set(_followed(self.timetable.values()))
-        self.splits = any(action.kind == "W" for row in self.timetable.values() for action, _ in row)
+        schedule = Schedule(self.schedule, tuple(rows.values()))
+        forwards = ((action.stage, action.micro_batch) for action in schedule.place if action.kind == "F")
+        self.at_once = {(j, i) for j, i in forwards if at_once(schedule, j, i)}
+        self.splits = any(action.kind == "W" for action in schedule.place)
 
     def run(self, batch: Sequence[Any], chunks: int, scale: Tensor | None = None) -> tuple[Any, ...]:
         """The outputs, in order, for the inputs, in order, in at most `chunks` micro-batches; gradients, multiplied by
@@ -177,14 +179,6 @@ class Stepper(Engine):
                 whole.grad = found.to(value.device)
                 pairs.append((value, whole))
         return pairs
-
-
-def _followed(rows: Iterable[Row]) -> Iterator[tuple[int, int]]:
-    """The stage and micro-batch of forwards that their backward follows without anything between."""
-    for row in rows:
-        for (action, _), (follower, _) in pairwise(row):
-            if action.kind == "F" and follower.kind in "BI" and action[1:] == follower[1:]:
-                yield action.stage, action.micro_batch
 
 
 def _sum(grads: Sequence[Tensor | None], like: Tensor) -> Tensor:

@@ -96,16 +96,17 @@ class TimedStep(Step):
         if there.type == "cpu":
             return super().pack(value, j, i, target, name, grad)
         # Between GPUs the copy runs on a stream of the one that sends.
-        stream = self.engine.streams[(j if here.type == "cuda" else target), i]
+        copier, device = (j, here) if here.type == "cuda" else (target, there)
+        stream = self.engine.streams[copier, i]
         if here.type == "cuda":
             wait_stream(stream, self.compute[j])
         with use_stream(stream):
-            start = moment(here if here.type == "cuda" else there)
+            start = moment(device)
         parcel = super().pack(value, j, i, target, name, grad)
         with use_stream(stream):
-            end = moment(here if here.type == "cuda" else there)
-        device = here if here.type == "cuda" else there
-        self.notes.append((self.link(j, target), device, "T", j, i, start, end, name))
+            end = moment(device)
+        link = f"{self.engine.devices[j]} -> {self.engine.devices[target]}"
+        self.notes.append((link, device, "T", j, i, start, end, name))
         return parcel
 
     def open(self, parcel: Parcel, j: int, i: int, name: str) -> Tensor:
@@ -116,9 +117,6 @@ class TimedStep(Step):
         link = f"{parcel.tensor.device} -> {self.engine.devices[j]}"
         self.notes.append((link, parcel.device, "T", j, i, start, perf_counter(), name))
         return value
-
-    def link(self, j: int, target: int) -> str:
-        return f"{self.engine.devices[j]} -> {self.engine.devices[target]}"
 
     @contextmanager
     def noted(self, kind: str, j: int, i: int) -> Iterator[None]:

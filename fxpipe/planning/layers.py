@@ -26,11 +26,10 @@ from fxpipe.ir.graph import Graph, Op
 from fxpipe.ir.hybrid import HybridPlan
 from fxpipe.ir.plan import Plan, StagePlan
 from fxpipe.ir.profile import OpCost, Profile, total
-from fxpipe.ir.profile import check as check_profile
 
 from .costs import traffic
 from .order import arrange
-from .plan import inner_cuts
+from .plan import check_profiled, inner_cuts
 
 MOST = 64
 
@@ -48,12 +47,7 @@ def layers(graph: Graph, profile: Profile, most: int = MOST) -> Layers:
     made before it and is used after it, skips included. Raises PlanError if the profile is not one of the graph."""
     if most < 1:
         raise PlanError(f"a chain of at most {most} layers; it has at least one")
-    if not graph.ops:
-        raise PlanError(f"{graph.model} has no ops: there is nothing to plan")
-    try:
-        check_profile(profile, [op.name for op in graph.ops])
-    except ValueError as error:
-        raise PlanError(str(error)) from None
+    check_profiled(graph, profile)
     costs = {cost.name: cost for cost in profile.ops}
     ordered = arrange(graph, costs)
     ops = [costs[op.name] for op in ordered.ops]

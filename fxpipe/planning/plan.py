@@ -78,6 +78,11 @@ def check_request(graph: Graph, profile: Profile, cluster: Cluster, labels: Sequ
     unknown = [label for label in labels if label not in cluster.labels]
     if unknown:
         raise PlanError(f"there is no device {unknown[0]!r} in the cluster; it has {', '.join(cluster.labels)}")
+    check_profiled(graph, profile)
+
+
+def check_profiled(graph: Graph, profile: Profile) -> None:
+    """Raise PlanError if there is nothing to plan, or the profile is not one of the graph."""
     if not graph.ops:
         raise PlanError(f"{graph.model} has no ops: there is nothing to plan")
     try:
