@@ -28,8 +28,10 @@ from .options import AUTO, Options, candidates, make_schedule
 from .passes import lower
 from .planning import plan, plan_like, with_loss
 from .schedules.auto import auto
+from .schedules.make import SCHEDULES
 from .schedules.one_f_one_b import gpipe
 from .simulator.costs import hops, stage_costs, taken_bytes, timed_costs, timed_hops
+from .simulator.rejoin import rejoin
 from .simulator.simulate import StageCost, simulate
 
 
@@ -119,8 +121,11 @@ def draft(
         totals = None if graph.totals is None else lower(graph.totals, whole_plan(graph.totals, decided))
     with timed("simulator"):
         costs = stage_costs(decided, profile, taken_bytes(program, sizes), keeps_at_once=graph.loss is not None)
+        between = hops(program, sizes, cluster)
         schedule = schedule_of(program, decided, options, fitting(decided, costs, cluster))
-        timeline = simulate(schedule, costs, hops(program, sizes, cluster), tuple(dict.fromkeys(program.devices)))
+        if options.schedule in SCHEDULES:  # not one that the user wrote
+            schedule = rejoin(schedule, costs, between)
+        timeline = simulate(schedule, costs, between, tuple(dict.fromkeys(program.devices)))
     return Draft(decided, program, trail, totals, schedule, timeline)
 
 

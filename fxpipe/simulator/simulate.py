@@ -50,10 +50,6 @@ class StageCost:
         share = {"B": 1.0, "I": self.input_share, "W": 1 - self.input_share}
         return self.forward if kind in "FR" else self.backward * share[kind]
 
-    def recomputes(self, i: int, chunks: int) -> bool:
-        """Whether micro-batch i is run forward a second time, in the backward."""
-        return self.checkpoint == "always" or (self.checkpoint == "except_last" and i + 1 < chunks)
-
 
 @dataclass(frozen=True)
 class Hop:
@@ -144,10 +140,17 @@ def simulate(
     return Timeline(schedule.name, names, tuple(clock.spans), links, memory)
 
 
+def recomputes(schedule: Schedule, cost: StageCost, s: int, i: int) -> bool:
+    """Whether stage s runs micro-batch i forward a second time, before its backward."""
+    if cost.keeps_at_once and at_once(schedule, s, i):
+        return False
+    return cost.checkpoint == "always" or (cost.checkpoint == "except_last" and i + 1 < schedule.chunks)
+
+
 def _compute(clock: _Clock, schedule: Schedule, action: Action, device: str, cost: StageCost, ready: float) -> Span:
     """Run one action on its device, its recomputation before it, and book the memory that they keep and free."""
     kind, s, i = action
-    again = cost.recomputes(i, schedule.chunks) and not (cost.keeps_at_once and at_once(schedule, s, i))
+    again = recomputes(schedule, cost, s, i)
     trains = Action("B", s, i) in schedule.place or Action("W", s, i) in schedule.place
     if kind in "BI" and again:
         repeat = clock.occupy(device, 0.0, cost.seconds("R"), Action("R", s, i))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fxpipe.ir.schedule import Action, Schedule, bubble, parse
 from fxpipe.ir.timeline import Timeline, check, show
 from fxpipe.schedules.one_f_one_b import early, forward_only, gpipe, late, one_f_one_b
-from fxpipe.simulator.simulate import Hop, StageCost, simulate
+from fxpipe.simulator.simulate import Hop, StageCost, recomputes, simulate
 
 # The published table of GPipe's bubble, (K - 1) / (T + K - 1) for K stages and T micro-batches.
 BUBBLES = {
@@ -160,7 +160,7 @@ def ends(schedule: Schedule, costs: list[StageCost], there: list[float], back: l
         free = end(ahead) if ahead else 0.0
         if kind == "F":
             return max(free, arrives("F", s - 1, i) if s else 0.0) + costs[s].forward
-        again = costs[s].forward if costs[s].recomputes(i, schedule.chunks) else 0.0
+        again = costs[s].forward if recomputes(schedule, costs[s], s, i) else 0.0
         return max(free + again, arrives("B", s + 1, i) if s + 1 < n else 0.0) + costs[s].backward
 
     @cache
