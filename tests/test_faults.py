@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.engines.pace import Pace
 from fxpipe.engines.step import Step
 from fxpipe.ir.schedule import Action
 from fxpipe.runtime import worker
@@ -50,6 +51,14 @@ def watchdog() -> Iterator[None]:
     faulthandler.dump_traceback_later(60, exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whether the workers share a step is not left to what was faster."""
+    monkeypatch.setattr(Pace, "choose", lambda pace: fuse.alone)
+    yield
+    fuse.alone = False
 
 
 # Bombs ----------------------------------------------------------------------------------------------------------------
@@ -85,12 +94,13 @@ ERRORS: dict[str, tuple[type[BaseException], Callable[[], None]]] = {
 
 @dataclass
 class Fuse:
-    """What is to fail, how, and when it did."""
+    """What is to fail, how, and when it did. `alone`: one thread runs the step."""
 
     action: Action | None = None
     place: str = "stage"
     go_off: Callable[[], None] | None = None
     at: float | None = None
+    alone: bool = False
 
 
 fuse = Fuse()
@@ -239,6 +249,7 @@ def inject(subject: Subject, dice: random.Random) -> None:
     """One random fault, with or without gradients from before."""
     if dice.random() < 0.5:
         subject.pipe.zero_grad()
+    fuse.alone = dice.random() < 0.3
     name = dice.choice(list(ERRORS))
     kind, go_off = ERRORS[name]
     action = dice.choice(subject.actions)
@@ -320,6 +331,7 @@ def test_an_interrupt_at_any_time(subjects: Callable[..., Subject], config: Any)
     interrupted = 0
     for attempt in range(20):
         subject.pipe.zero_grad()
+        fuse.alone = attempt % 4 == 3
         timer = threading.Timer(takes * attempt / 20, os.kill, (os.getpid(), signal.SIGINT))
         try:
             try:

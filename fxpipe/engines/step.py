@@ -26,7 +26,7 @@ from .box import Box
 from .engine import Batches
 
 if TYPE_CHECKING:
-    from .stepper import Stepper
+    from .stepper import Rows, Stepper
 
 
 class Kept:
@@ -63,12 +63,12 @@ class Step(Batches):
     `failed`: the errors, in the order in which they happened.
     """
 
-    def begin(self, engine: Stepper, pairs: list[list[Pair]], scale: Tensor | None) -> None:
-        """Make ready: boxes, and in them the pieces of the batch."""
+    def begin(self, engine: Stepper, pairs: list[list[Pair]], scale: Tensor | None, rows: Rows) -> None:
+        """Make ready: boxes, and in them the pieces of the batch. A thread that runs all rows has the only box."""
         self.engine, self.stages, self.pairs, self.scale = engine, engine.stages, pairs, scale
-        self.rows = engine.timetable
-        boxes = {label: Box() for label in engine.devices}
-        self.boxes = tuple([boxes[label] for label in engine.devices])
+        self.rows = rows
+        boxes = {label: Box() for label in rows}
+        self.boxes = tuple([boxes.get(label) or boxes[engine.devices[-1]] for label in engine.devices])
         self.kept: dict[tuple[int, int], Kept] = {}
         self.weights: dict[tuple[int, int], Weights] = {}
         self.done: list[str] = []

@@ -4,6 +4,8 @@
     cpu:1       F0  F1      B0  F2  B1  F3  B2      B3          the row comes to it and what it takes has arrived
     cpu:2           F0  B0  F1  B1  F2  B2  F3  B3
 
+On CPU workers a step whose actions are tiny is faster if one thread runs all rows: `pace.py` finds that out.
+
 A generated scheduler is a `Stepper` with `forward_j`, `backward_j` and so on for each stage j, which say what a `Step`
 computes and sends.
 """
@@ -11,14 +13,15 @@ computes and sends.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
+from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from fxpipe.ir.schedule import Action, Schedule, at_once, parse
+from fxpipe.ir.schedule import Action, Schedule, at_once, order, parse
 from fxpipe.runtime import Stage
 from fxpipe.runtime.aliases import Pair, alias, commit_gradients, standing_in
 from fxpipe.runtime.batchnorm import commit, discard
@@ -29,6 +32,7 @@ from fxpipe.runtime.worker import Report
 
 from .box import LOST, Stopped
 from .engine import Engine
+from .pace import Pace
 from .step import Step
 
 __all__ = ["Step", "Stepper"]
@@ -37,6 +41,7 @@ METHODS = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_
 HERE = Context(grad=True, inference=False, autocasts=())  # the modes that a worker is in
 Method = Callable[["Stepper", Step, int], None]
 Row = tuple[tuple[Action, Method], ...]
+Rows = Mapping[str, Row]  # what each worker does, by its label
 S = TypeVar("S", bound=Step)
 
 
@@ -58,13 +63,15 @@ class Stepper(Engine):
 
     def __init__(self, stages: Sequence[Stage], whole: Stage | None = None) -> None:
         super().__init__(stages, whole)
-        # What each worker does, by its label.
         rows = read_rows(self.rows)
-        self.timetable = {
+        self.timetable: Rows = {
             label: tuple((action, getattr(type(self), f"{METHODS[action.kind]}_{action.stage}")) for action in row)
             for label, row in rows.items()
         }
         schedule = Schedule(self.schedule, tuple(rows.values()))
+        methods = {action: method for row in self.timetable.values() for action, method in row}
+        self.alone = {self.devices[-1]: tuple((action, methods[action]) for action in order(schedule)[0])}
+        self._paces: dict[int, Pace] = {}  # by how large a batch is, in powers of two
         forwards = ((action.stage, action.micro_batch) for action in schedule.place if action.kind == "F")
         self.at_once = {(j, i) for j, i in forwards if at_once(schedule, j, i)}
         self.splits = any(action.kind == "W" for action in schedule.place)
@@ -72,24 +79,40 @@ class Stepper(Engine):
     def run(self, batch: Sequence[Any], chunks: int, scale: Tensor | None = None) -> tuple[Any, ...]:
         """The outputs, in order, for the inputs, in order, in at most `chunks` micro-batches; gradients, multiplied by
         `scale`, are added to those of the model and of the inputs. If anything fails, none are."""
-        return self.step(batch, chunks, scale, Step)[0]
+        if len(self.timetable) == 1 or any(stage.device.type != "cpu" for stage in self.stages):
+            return self.step(batch, chunks, scale, Step)[0]
+        size = sum(value.numel() for value in batch if isinstance(value, Tensor)).bit_length()
+        pace = self._paces.setdefault(size, Pace(len(self.alone[self.devices[-1]])))
+        alone, start = pace.choose(), perf_counter()
+        outputs, _ = self.step(batch, chunks, scale, Step, self.alone if alone else self.timetable)
+        pace.note(alone, perf_counter() - start)
+        return outputs
 
-    def step(self, batch: Sequence[Any], chunks: int, scale: Tensor | None, kind: type[S]) -> tuple[tuple[Any, ...], S]:
+    def step(
+        self, batch: Sequence[Any], chunks: int, scale: Tensor | None, kind: type[S], rows: Rows | None = None
+    ) -> tuple[tuple[Any, ...], S]:
         """`run`, by a step of some kind, which is returned too."""
-        m = self.attempt(batch, chunks, scale, kind)
+        m = self.attempt(batch, chunks, scale, kind, rows)
         commit(self._mutating)
         outputs, pairs = self.outcome(m, batch)
         commit_gradients(pairs)
         return outputs, m
 
-    def attempt(self, batch: Sequence[Any], chunks: int, scale: Tensor | None, kind: Callable[..., S]) -> S:
+    def attempt(
+        self,
+        batch: Sequence[Any],
+        chunks: int,
+        scale: Tensor | None,
+        kind: Callable[..., S],
+        rows: Rows | None = None,
+    ) -> S:
         """A step that is done, but of which the model has nothing yet."""
         self.wake()
         for stage in self._copying:
             stage.refresh()
         m = self.scatter(batch, chunks, kind)
         with standing_in(self.stages) as pairs:
-            m.begin(self, pairs, scale)
+            m.begin(self, pairs, scale, rows or self.timetable)
             self._run(m)
         if m.failed:
             discard(self._mutating)
@@ -109,7 +132,8 @@ class Stepper(Engine):
     def _run(self, m: Step) -> None:
         """Every worker its row; back when all are done or have stopped."""
         reports: SimpleQueue[Report] = SimpleQueue()
-        *others, ours = [*self._workers, self.devices[-1]]
+        ours = self.devices[-1]
+        others = [label for label in m.rows if label != ours]
         home = {label: j for j, label in enumerate(self.devices)}
         begun: list[str] = []
         try:

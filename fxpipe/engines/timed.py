@@ -34,7 +34,7 @@ def take_step(
     """The outputs of a step, gradients multiplied by the scaler's scale, and when what ran, if that is asked for."""
     scale = None if scaler is None else scaler.scale(torch.ones((), device=scheduler.stages[-1].device))
     if not timeline:
-        return scheduler.step(batch, chunks, scale, Step)[0], None
+        return scheduler.run(batch, chunks, scale), None
     outputs, done = scheduler.step(batch, chunks, scale, TimedStep)
     return outputs, done.timeline(scheduler.schedule)
 
