@@ -3,8 +3,9 @@
     python -m benchmarks.throughput
 
 Two equal stages of large matrices, sixteen micro-batches, one thread for each stage. Of 2M thread-times of work, M + 1
-pass by the clock if nothing is lost: the ideal is 2M / (M + 1) over the plain loop. All run in turn, and those in other
-processes sleep until it is theirs. Loss and gradients are compared before anything is timed.
+pass by the clock if nothing is lost: the ideal is 2M / (M + 1) over the plain loop. "no pipeline" says what two cores
+of the machine give at that moment, of 2. All run in turn, and those in other processes sleep until it is theirs. Loss
+and gradients are compared before anything is timed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Training steps of one line of stages in every way that there is: the plain loop, fxpipe, and its peers.
 
     plain loop                    one micro-batch after another, on one thread
+    no pipeline                   as many plain loops at once as there are stages, each with a part of the micro-batches
+                                  and all of the model: what the machine gives where nobody waits for anybody
     torchgpipe                    forward as a pipeline of threads, then one backward; everything kept
     torch.distributed.pipelining  a process for each stage, gloo between them (see `processes`)
     bare threads                  1F1B by hand: a thread for each stage, queues between them, and nothing else
@@ -27,6 +29,7 @@ from torch import Tensor, nn
 import fxpipe
 
 PLAIN = "plain loop"
+LOOPS = "no pipeline"
 TORCHGPIPE = "torchgpipe"
 PIPELINING = "torch.distributed.pipelining"
 BARE = "bare threads, 1F1B"
@@ -85,7 +88,7 @@ def trainer(model: nn.Module, step: Callable[[], Tensor], close: Callable[[], ob
 
 def trainers(work: Workload) -> dict[str, Callable[[], Trainer]]:
     """A maker for each trainer that is installed."""
-    found: dict[str, Callable[[], Trainer]] = {PLAIN: partial(plain, work)}
+    found: dict[str, Callable[[], Trainer]] = {PLAIN: partial(plain, work), LOOPS: partial(plain_loops, work)}
     if importlib.util.find_spec("torchgpipe"):
         found[TORCHGPIPE] = partial(torchgpipe, work)
     if torch.distributed.is_available():
@@ -99,16 +102,34 @@ def trainers(work: Workload) -> dict[str, Callable[[], Trainer]]:
 def plain(work: Workload) -> Trainer:
     model = work.model()
     pieces = micro_batches(work)
+    return trainer(model, lambda: loop(model, pieces, work.chunks))
+
+
+def loop(model: nn.Module, pieces: Feed, chunks: int) -> Tensor:
+    """Forward and backward of some of so many micro-batches."""
+    losses = []
+    for x, y in pieces:
+        loss = F.mse_loss(model(x), y) / chunks
+        loss.backward()
+        losses.append(loss.detach())
+    return sum_of(losses)
+
+
+def plain_loops(work: Workload) -> Trainer:
+    models = nn.ModuleList(work.model() for _ in range(work.stages))
+    pieces = micro_batches(work)
+    parts = [pieces[k :: work.stages] for k in range(work.stages)]
+    pool = ThreadPoolExecutor(work.stages)
 
     def step() -> Tensor:
-        losses = []
-        for x, y in pieces:
-            loss = F.mse_loss(model(x), y) / work.chunks
-            loss.backward()
-            losses.append(loss.detach())
-        return sum_of(losses)
+        return sum_of(list(pool.map(loop, models, parts, [work.chunks] * work.stages)))
 
-    return trainer(model, step)
+    def gradients() -> list[Tensor]:
+        copies = zip(*(model.parameters() for model in models), strict=True)
+        return [sum_of([p.grad for p in copy if p.grad is not None]) for copy in copies]
+
+    one = trainer(models, step, pool.shutdown)
+    return Trainer(one.run, gradients, one.close)
 
 
 def micro_batches(work: Workload) -> Feed:
@@ -117,7 +138,7 @@ def micro_batches(work: Workload) -> Feed:
 
 
 def sum_of(losses: Sequence[Tensor]) -> Tensor:
-    return torch.stack(tuple(losses)).sum()
+    return torch.stack(tuple(losses)).sum(0)
 
 
 def torchgpipe(work: Workload) -> Trainer:
