@@ -26,11 +26,12 @@ from fxpipe.ir.types import TensorType
 RUNTIME = ("Draws", "checkpoint", "copy", "fork", "join", "wait")  # what the methods may use of fxpipe.runtime
 
 
-def emit_scheduler(program: Program, chunks: int, grid: str | None = None) -> str:
-    """The source of `scheduler.py`. `grid` is the schedule as text; without it, GPipe's clock for `chunks`."""
+def emit_scheduler(program: Program, chunks: int, grid: str | None = None, totals: Program | None = None) -> str:
+    """The source of `scheduler.py`. `grid` is the schedule as text; without it, GPipe's clock for `chunks`. `totals`, of
+    one stage, computes what the micro-batches must know of the whole batch."""
     program = keep_dead_ends(program)
     places = Places(program)
-    blocks = [attributes(program, places, "Pipeline"), lend(program, places)]
+    blocks = [attributes(program, places, "Pipeline", totals), lend(program, places)]
     for stage in program.stages:
         rule = f"{INDENT}# stage {stage.index}, {prose(stage.device)} "
         methods = [_ready(stage, places), _compute(stage, places)]

@@ -84,7 +84,7 @@ def build(
     with timed("codegen"):
         notes = [note(profile, stage.ops) for stage in best.plan.stages]
         if graph.loss is None:
-            emitted = emit_scheduler(best.program, best.plan.chunks)
+            emitted = emit_scheduler(best.program, best.plan.chunks, totals=best.totals)
         else:
             emitted = emit_steps(best.program, best.schedule, best.plan, best.totals)
         files = package(best.program, best.plan, emitted, notes, best.totals)

@@ -145,8 +145,7 @@ def finish(
         name: fake for name, fake in zip(draft.outputs, draft.fakes, strict=True) if isinstance(fake, torch.SymInt)
     }
     exact = {name: size_function(fake, graph, draft) for name, fake in sizes.items()}
-    if loss:
-        graph = spread(name_loss(graph, own=call.given[3] is None), values, reduce)
+    graph = spread(name_loss(graph, own=call.given[3] is None) if loss else graph, values, reduce)
     graph = replace(graph, outputs=find_outputs(graph, values, exact, reduce))
     check(graph)
     places = {output.value: position for position, output in enumerate(graph.outputs)}

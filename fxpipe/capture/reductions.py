@@ -25,7 +25,7 @@ from functools import reduce
 from typing import Any
 
 from fxpipe.ir.graph import Graph, Op, Ref, refs
-from fxpipe.ir.types import ScalarType, TensorType, ValueType, dim_names, tensors
+from fxpipe.ir.types import ScalarType, TensorType, TupleType, ValueType, dim_names, tensors
 
 from .batch import Flow, batch_dims, called, in_vmap, multiple
 from .symbols import BATCH, VMAP
@@ -121,6 +121,11 @@ def summands(op: Op) -> tuple[Any, ...]:
     return op.args[:2] if name in ADD else op.args[1:3] if name == "where" else ()
 
 
+def is_number(type: ValueType) -> bool:
+    """Whether the value is a number, or several, as a shape is."""
+    return all(map(is_number, type.items)) if isinstance(type, TupleType) else isinstance(type, ScalarType)
+
+
 def labels_may_be_ignored(op: Op, types: Mapping[str, ValueType], made: Mapping[str, Op]) -> bool:
     """Whether a loss for labels is a mean in which samples differ in weight: some labels may count for more than
     others, or not at all."""
@@ -163,7 +168,7 @@ class Follow:
         op, name = self.op, called(self.op).rstrip("_")
         arithmetic = name in ADD | MULTIPLY | DIVIDE
         # Numbers are shapes, mostly.
-        read = [self.known[ref] for ref in op.reads if arithmetic or not isinstance(self.types[ref], ScalarType)]
+        read = [self.known[ref] for ref in op.reads if arithmetic or not is_number(self.types[ref])]
         unknown = next((kind for kind in read if kind.what == "unknown"), None)
         if unknown is not None:
             return unknown

@@ -44,7 +44,7 @@ def _is_uneven(op: Op, known: Mapping[str, Kind]) -> bool:
 def _leveled(graph: Graph, op: Op, known: Mapping[str, Kind]) -> Graph:
     """The graph with shares of the means that one op adds."""
     name, types = Names(graph.types), graph.types
-    graph, whole = _with_batch_size(graph, name)
+    graph, whole = _with_batch_size(graph, op, name)
     share = _number(op, name("share"), operator.truediv, (Ref(BATCH), Ref(whole)))
     made = [share]
     means = [arg for arg in summands(op) if kind_of(arg, known).what != "zero" and kind_of(arg, known).power == 0]
@@ -67,8 +67,8 @@ def _number(like: Op, name: str, target: Any, args: tuple[Any, ...]) -> Op:
     return replace(like, name=name, target=target, args=args, kwargs={}, type=ScalarType("float"), writes=())
 
 
-def _with_batch_size(graph: Graph, name: Names) -> tuple[Graph, str]:
-    """The graph with a number of all samples among its totals, and what that is called."""
+def _with_batch_size(graph: Graph, like: Op, name: Names) -> tuple[Graph, str]:
+    """The graph with a number of all samples among its totals, for an op that needs it, and what that is called."""
     totals = graph.totals or replace(
         graph, ops=(), states=(), outputs=(), result=(), loss=None, inputs=tuple(i for i in graph.inputs if i.path)
     )
@@ -76,7 +76,6 @@ def _with_batch_size(graph: Graph, name: Names) -> tuple[Graph, str]:
     if known is not None:
         return graph, known
     size = name("batch_size")
-    like = next(op for op in graph.ops if op.name == graph.loss)
     counted = replace(_number(like, size, operator.mul, (Ref(BATCH), 1)), type=ScalarType("int"), regions=())
     totals = replace(
         totals,

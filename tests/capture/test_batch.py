@@ -149,7 +149,7 @@ MIXES = {
 def test_refuses(name):
     body, message = MIXES[name]
     with pytest.raises(CaptureError, match=r"(?s)test_batch.py:\d+\n    .*" + f"({message})"):
-        outputs(body)
+        outputs(body, torch.randn(6, 5, 4, requires_grad=True))
 
 
 def test_what_mixes_is_refused_only_where_it_comes_out():
@@ -163,14 +163,15 @@ def pairs(self, x):
 
 @pytest.mark.filterwarnings(r"ignore:[\s\S]*the output sub:UserWarning")
 def test_each_micro_batch_is_a_batch_of_its_own_where_that_is_said():
+    x = torch.randn(6, 5, 4, requires_grad=True)
     with pytest.raises(CaptureError, match=r"reduce={'matmul': 'cat'}"):
-        outputs(pairs)
+        outputs(pairs, x)
     with pytest.raises(CaptureError, match=r"reduce={'sub': 'cat'}"):
-        outputs(pairs, reduce={"matmul": "cat"})
+        outputs(pairs, x, reduce={"matmul": "cat"})
     found = [("f32[b, b]", 0, None), ("f32[b, 5, 4]", 0, None), ("f32[b, 4]", 0, None)]
-    assert outputs(pairs, reduce={"matmul": "cat", "sub": "cat"}) == found
+    assert outputs(pairs, x, reduce={"matmul": "cat", "sub": "cat"}) == found
     with pytest.warns(UserWarning, match=r"(?s)h @ h.t\(\).*the output matmul is now that of each micro-batch"):
-        assert outputs(pairs, reduce="mean") == found
+        assert outputs(pairs, x, reduce="mean") == found
     with pytest.warns(UserWarning, match="takes a part"), pytest.raises(CaptureError, match="has other things before"):
         outputs(lambda self, x: x[1:], reduce="mean")
 
