@@ -104,10 +104,10 @@ def _simple_operand(text: str) -> bool:
 
 
 def _receiver(value: Any, names: Names) -> str:
-    """What stands before `.` or `[`, or after a sign: signed numbers need parentheses there."""
+    """What stands before `.` or `[`, or beside a sign that binds tightly: numbers with signs need parentheses there."""
     text = flat(nest(value, names))
     number = isinstance(value, (int, float)) and not isinstance(value, (bool, enum.Enum))
-    return f"({text})" if number and (text.startswith("-") or isinstance(value, int)) else text
+    return f"({text})" if number and (text.startswith("-") or "**" in text or isinstance(value, int)) else text
 
 
 def _method(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Names) -> Doc:

@@ -27,8 +27,8 @@ RUNTIME = ("Draws", "checkpoint", "copy", "fork", "join", "wait")  # what the me
 
 
 def emit_scheduler(program: Program, chunks: int, grid: str | None = None, totals: Program | None = None) -> str:
-    """The source of `scheduler.py`. `grid` is the schedule as text; without it, GPipe's clock for `chunks`. `totals`, of
-    one stage, computes what the micro-batches must know of the whole batch."""
+    """The source of `scheduler.py`. `grid` is the schedule as text; without it, GPipe's clock for `chunks`.
+    `totals`, of one stage, computes what the micro-batches must know of the whole batch."""
     program = keep_dead_ends(program)
     places = Places(program)
     blocks = [attributes(program, places, "Pipeline", totals), lend(program, places)]

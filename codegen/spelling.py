@@ -20,18 +20,11 @@ import torch.nn.functional as F
 
 from fxpipe.codegen.lines import Brackets, Doc, flat, prefix
 from fxpipe.codegen.names import string
+from fxpipe.codegen.numbers import module_of, number
 from fxpipe.ir.graph import Ref, Struct
 from fxpipe.ir.program import OwnDevice, RuntimeCall
 
 Names = Callable[[str], str]  # what a value or state is called in the source: `x_1`, `self.conv.weight`
-
-
-# Numbers that nobody knows by heart: masks are filled with them.
-LIMITS = {
-    getattr(torch.finfo(dtype), end): f"torch.finfo({dtype}).{end}"
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-    for end in ("min", "max")
-}
 
 
 class Spelling(NamedTuple):
@@ -178,9 +171,9 @@ def scalar(value: Any) -> str:
     if isinstance(value, int):
         return int.__repr__(value)
     if isinstance(value, float):
-        return _float(value)
+        return number(value)
     if isinstance(value, complex):
-        return f"complex({_float(value.real)}, {_float(value.imag)})"
+        return f"complex({number(value.real)}, {number(value.imag)})"
     if isinstance(value, str):
         return string(str(value))
     if isinstance(value, bytes):
@@ -200,18 +193,6 @@ def _torch_literal(value: Any) -> str:
     raise ValueError(f"a {type(value).__qualname__} cannot be written as a literal: {string(repr(value)[:80])}")
 
 
-def _float(value: float) -> str:
-    if value in LIMITS:
-        return LIMITS[value]
-    if math.isfinite(value):
-        return float.__repr__(value).replace("e+", "e")
-    return f'float("{float.__repr__(value)}")'
-
-
-def _is_limit(value: Any) -> bool:
-    return isinstance(value, float) and value in LIMITS
-
-
 def _enum(value: enum.Enum) -> str:
     kind = spell(type(value)).text
     known = value.name is not None and value.name in type(value).__members__
@@ -222,8 +203,10 @@ def modules_of(value: Any) -> Iterator[str]:
     if isinstance(value, Struct):
         yield spell(value.cls).module
         yield from modules_of([item for _, item in value.fields])
-    elif isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)) or _is_limit(value):
+    elif isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
         yield "torch"
+    elif isinstance(value, (float, complex)):
+        yield from filter(None, map(module_of, (value.real, value.imag)))
     elif isinstance(value, (tuple, list, set, frozenset)):
         if isinstance(value, torch.Size) or hasattr(value, "_fields"):
             yield spell(type(value)).module if not isinstance(value, torch.Size) else "torch"
