@@ -22,6 +22,7 @@ from .effects import Step, steps
 from .explain import at, innermost, parse_stack
 from .hollow import Slot, Twins
 from .placeholders import Builder, add_inputs, add_states, define
+from .squeeze import with_named_squeezes
 from .symbols import VMAP, text, type_of
 
 # Which argument of these is the number of a vmap: it becomes what entered that vmap, so that they stay together.
@@ -43,6 +44,7 @@ class Draft:
     held: Mapping[str, Any]
     symbols: Mapping[sympy.Symbol, str]
     baked: str | None  # an input whose batch size became a plain number
+    squeezed: tuple[Op, ...]  # what would also take away a batch of one
 
 
 def draft(twins: Twins, traced: Traced, flat: tuple[Any, ...], call: Call) -> Draft:
@@ -76,8 +78,10 @@ def draft(twins: Twins, traced: Traced, flat: tuple[Any, ...], call: Call) -> Dr
         ((), {}),
         None,
     )
+    graph, squeezed = with_named_squeezes(graph)
     held = {build.first[node]: value for node, value in zip(placeholders, flat, strict=True) if node in build.first}
-    return Draft(graph, outputs, tuple(env[node] for node in results), build.places, held, build.symbols, build.baked)
+    fakes = tuple(env[node] for node in results)
+    return Draft(graph, outputs, fakes, build.places, held, build.symbols, build.baked, squeezed)
 
 
 def _ops(build: Builder, found: list[Step], env: dict[fx.Node, Any]) -> None:

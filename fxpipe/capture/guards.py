@@ -17,7 +17,7 @@ from fxpipe.errors import CaptureError
 from fxpipe.ir.graph import Graph
 
 from .arguments import Call
-from .batch import batch_dims
+from .batch import batch_dims, refuse
 from .convert import Draft
 from .dynamo import Traced
 from .symbols import BATCH
@@ -35,6 +35,9 @@ def check_sizes(traced: Traced, draft: Draft, call: Call, sizes: Callable[[int],
             f"size {call.rows} only; use tensor operations over the whole batch instead, or choose chunks so that all "
             f"micro-batches are of one size above 1"
         )
+    if call.batch == 1 and draft.squeezed:
+        op = draft.squeezed[0]
+        raise refuse(op, "squeeze without a dimension also takes away a batch of one", "name the dimension")
     for guard in guards:
         batch = [s for s in guard.expr.free_symbols if draft.symbols.get(s) == BATCH]
         for rows in sorted(set(sizes(call.batch))) if batch else ():

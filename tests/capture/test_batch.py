@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import fxpipe
 from fxpipe.capture import capture
 from fxpipe.capture.batch import multiple, number
 from fxpipe.errors import CaptureError
@@ -78,6 +79,7 @@ PASSES = {
         [("f32[5, b, 4]", 1, None)],
     ),
     "mean of a vmap": (lambda self, x: torch.vmap(lambda s: s.max() * 2)(x).mean(), [("f32[]", None, "mean")]),
+    "squeezed": (lambda self, x: x.unsqueeze(1).squeeze().unsqueeze(-1).squeeze(), [("f32[b, 5, 4]", 0, None)]),
     "lstm": (lambda self, x: recurrent(x, True), [("f32[b, 5, 3]", 0, None)]),
     "lstm, sequence first": (lambda self, x: recurrent(x.transpose(0, 1), False), [("f32[5, b, 3]", 1, None)]),
 }
@@ -127,7 +129,6 @@ MIXES = {
     "sequence first": (lambda self, x: x.transpose(0, 1).flatten(0, 1), "other things before the batch"),
     "both views": (lambda self, x: torch.cat([x, x]), "other things before the batch"),
     "halves": (halves, "cuts f32.* along the batch|takes a part of the batch"),
-    "squeezed": (lambda self, x: x.squeeze(), "squeeze without a dimension"),
     "one number": (lambda self, x: x.max(), "is one value over the batch.*reduce="),
     "one more": (lambda self, x: (x, x.shape[0] + 1), "a number that depends on the batch size"),
     "padded": (lambda self, x: F.pad(x, (0, 0, 0, 0, 1, 0)), "takes a part of the batch"),
@@ -150,6 +151,17 @@ def test_refuses(name):
     body, message = MIXES[name]
     with pytest.raises(CaptureError, match=r"(?s)test_batch.py:\d+\n    .*" + f"({message})"):
         outputs(body, torch.randn(6, 5, 4, requires_grad=True))
+
+
+def test_a_squeeze_takes_the_same_from_a_micro_batch_of_one():
+    def squeeze(self, x):
+        return torch.squeeze(x.mean((1, 2), keepdim=True)) + x[:, 0, 0]
+
+    pipe = fxpipe.compile(Body(squeeze), devices=2, chunks=3)
+    x = torch.randn(3, 5, 4)
+    torch.testing.assert_close(pipe(x), squeeze(None, x))
+    with pytest.raises(CaptureError, match=r"(?s)test_batch.py:\d+\n.*takes away a batch of one; name the dimension"):
+        pipe(x[:1])
 
 
 def test_what_mixes_is_refused_only_where_it_comes_out():
