@@ -41,6 +41,9 @@ REARRANGE = {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", 
 SPLIT = {"chunk", "split", "tensor_split", "narrow", "select", "unbind", "split_with_sizes"}
 ARITHMETIC = {"add", "sub", "mul", "truediv", "div", "pow", "floordiv", "true_divide", "add_", "sub_", "mul_", "div_",
               "iadd", "isub", "imul", "itruediv", "rsub", "rtruediv", "floor_divide"}  # fmt: skip
+# Ops that go through their arguments place by place.
+ELEMENTWISE = ARITHMETIC | {"neg", "abs", "exp", "log", "sqrt", "rsqrt", "sigmoid", "tanh", "relu", "silu", "softplus",
+                            "maximum", "minimum", "where", "clamp", "to", "float", "square", "reciprocal"}  # fmt: skip
 INDEX = {
     "getitem",
     "index_select",
@@ -63,8 +66,9 @@ class Flow:
     """What is known of each value: whether it depends on the batch's samples, where they were pooled or counted, and
     how many of a kind stand before the batch in its dimension (1: the batch is the slowest part). `mixed` has the
     errors about values in which samples met, `scaled` those about values that are more or less for a larger batch;
-    `vmaps` has the op that entered the vmap over the batch which a value lives in; `sizes` are numbers that depend on
-    how large the batch is."""
+    `vmaps` has the op that entered the vmap over the batch which a value lives in; `beside`, for values with the batch
+    in them that live in a vmap over something else, the op that took them there; `sizes` are numbers that depend on how
+    large the batch is."""
 
     types: Mapping[str, ValueType]
     depends: set[str] = field(default_factory=set)
@@ -74,6 +78,7 @@ class Flow:
     mixed: dict[str, CaptureError] = field(default_factory=dict)
     scaled: dict[str, CaptureError] = field(default_factory=dict)
     vmaps: dict[str, str] = field(default_factory=dict)
+    beside: dict[str, Op] = field(default_factory=dict)
     sizes: set[str] = field(default_factory=lambda: {BATCH})
 
 
@@ -202,25 +207,40 @@ def _check_time(op: Op, flow: Flow) -> None:
 
 
 def _check_vmap(op: Op, flow: Flow) -> None:
-    """Where a vmap runs over the batch, what is inside is of one sample. Else it is hard to tell."""
+    """Where a vmap runs over the batch, what is inside is of one sample. Else the batch is somewhere in there, nobody
+    says where: only what goes place by place is allowed, and what comes out shows whether samples met."""
     reads = [name for name in op.reads if name in flow.depends]
     if not in_vmap(op.type) or flow.pooled.keys() >= set(reads):
         return
     entered: set[str] = set()
+    beside: list[Op] = []
     for name in reads:
         kind = flow.types[name]
         if name in flow.pooled:
             raise refuse(flow.pooled[name], f"pools the batch into {kind}, which {op.origin} uses for single samples")
         if isinstance(kind, TensorType):
-            if called(op) != "_add_batch_dim" or op.args[1] % len(kind.shape) not in batch_dims(kind):
-                raise refuse(op, f"takes the whole batch, {kind}, into a vmap", "let the vmap run over the batch")
-            entered.add(op.args[2].name)
+            if called(op) == "_add_batch_dim" and op.args[1] % len(kind.shape) in batch_dims(kind):
+                entered.add(op.args[2].name)
+            elif called(op) == "_add_batch_dim" and all(kind.shape[dim] == BATCH for dim in batch_dims(kind)):
+                beside.append(op)
+            else:
+                raise _whole_in_vmap(op, kind)
+        elif name in flow.beside:
+            beside.append(flow.beside[name])
         elif name in flow.vmaps:
             entered.add(flow.vmaps[name])
     if len(entered) > 1:
         raise refuse(op, "is in two vmaps over the batch, so that every sample meets every other")
+    if beside and (entered or called(op) not in ELEMENTWISE | {"_add_batch_dim", "_remove_batch_dim"}):
+        raise _whole_in_vmap(beside[0], flow.types[beside[0].reads[0]])
+    if beside:
+        flow.beside[op.name] = beside[0]
     if entered:
         flow.vmaps[op.name] = entered.pop()
+
+
+def _whole_in_vmap(op: Op, kind: ValueType) -> CaptureError:
+    return refuse(op, f"takes the whole batch, {kind}, into a vmap", "let the vmap run over the batch")
 
 
 def _check_meeting(op: Op, flow: Flow) -> None:

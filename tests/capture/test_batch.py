@@ -78,6 +78,10 @@ PASSES = {
         lambda self, x: torch.vmap(torch.vmap(lambda v: v - v.mean(0)), in_dims=1, out_dims=1)(x.transpose(0, 1)),
         [("f32[5, b, 4]", 1, None)],
     ),
+    "vmap beside the batch": (
+        lambda self, x: torch.vmap(lambda s, t: s * t + s.exp(), in_dims=(1, 1), out_dims=1)(x, x + 1),
+        [("f32[b, 5, 4]", 0, None)],
+    ),
     "mean of a vmap": (lambda self, x: torch.vmap(lambda s: s.max() * 2)(x).mean(), [("f32[]", None, "mean")]),
     "squeezed": (lambda self, x: x.unsqueeze(1).squeeze().unsqueeze(-1).squeeze(), [("f32[b, 5, 4]", 0, None)]),
     "lstm": (lambda self, x: recurrent(x, True), [("f32[b, 5, 3]", 0, None)]),
@@ -133,7 +137,15 @@ MIXES = {
     "one more": (lambda self, x: (x, x.shape[0] + 1), "a number that depends on the batch size"),
     "padded": (lambda self, x: F.pad(x, (0, 0, 0, 0, 1, 0)), "takes a part of the batch"),
     "vmap over another": (lambda self, x: torch.vmap(lambda s: s - s.mean(0), 1, 1)(x), "takes the whole batch, f32"),
-    "vmap beside the batch": (lambda self, x: torch.vmap(lambda s: (s - x).sum((0, 1)))(x), "takes the whole batch"),
+    "vmap and the batch": (lambda self, x: torch.vmap(lambda s: (s - x).sum((0, 1)))(x), "takes the whole batch"),
+    "vmap beside the batch, pairs": (
+        lambda self, x: torch.vmap(lambda s, t: s * t, 2, 2)(x[:, None], x[None]),
+        "every sample meets every other",
+    ),
+    "vmap beside the batch, mean": (
+        lambda self, x: torch.vmap(lambda s, m: s - m, (1, 0), 1)(x, x.mean(0)),
+        "pools the batch",
+    ),
     "vmap and vmap": (
         lambda self, x: torch.vmap(lambda s: torch.vmap(lambda t: (s - t).norm())(x).sum())(x),
         "in two vmaps over the batch",
