@@ -70,6 +70,39 @@ def same_gradients(pipe: nn.Module, plain: nn.Module) -> None:
             close(a.grad, b.grad)
 
 
+# A loss that the model computes itself --------------------------------------------------------------------------------
+
+
+class Labelled(nn.Module):
+    """Shapes computed with, as language models do; the loss leaves labels out, more in some samples than in others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 8)
+        self.weight = nn.Parameter(torch.randn(8, 6))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        h = self.embed(ids)
+        size = (*h.size()[:-1], self.weight.shape[1])
+        logits = torch.mm(h.view(-1, h.size(-1)), self.weight).view(size)
+        loss = F.cross_entropy(logits.view(-1, size[-1]), labels.view(-1))
+        return {"loss": loss + 0.1 * logits.square().mean(), "masked": (logits * ids[..., None]).sum() / ids.sum()}
+
+
+@pytest.mark.parametrize("samples", [8, 7, 3])
+def test_a_loss_of_the_model_is_that_of_the_whole_batch(make: Make, samples: int) -> None:
+    pipe, plain = make(Labelled, devices=2)
+    ids, labels = torch.arange(5 * samples).view(samples, 5) % 6, torch.arange(5 * samples).view(samples, 5) % 5
+    labels[0], labels[2, 1:] = -100, -100
+    got, expected = pipe(ids, labels), plain(ids, labels)
+    for name in expected:
+        close(got[name], expected[name])
+    (got["loss"] + got["masked"]).backward()
+    (expected["loss"] + expected["masked"]).backward()
+    same_gradients(pipe.model, plain)
+    assert "totals = (" in pipe.scheduler.source
+
+
 # Hooks inside the model -----------------------------------------------------------------------------------------------
 
 
