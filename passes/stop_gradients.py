@@ -19,7 +19,7 @@ from fxpipe.ir.graph import Op, Ref, rename
 from fxpipe.ir.memory import memory
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program, Stage
-from fxpipe.ir.types import TensorType, ValueType, tensors
+from fxpipe.ir.types import ObjectType, TensorType, ValueType, tensors
 from fxpipe.passes.wiring import fresh
 
 
@@ -61,7 +61,8 @@ def _wanted(program: Program, ops: Sequence[Op], root: Callable[[str], str]) -> 
 
 
 def carries_gradient(type: ValueType) -> bool:
-    return any(tensor.grad for tensor in tensors(type))
+    """Whether a gradient may go through the value; an object, as a tensor inside of a vmap is one, does not say."""
+    return isinstance(type, ObjectType) or any(tensor.grad for tensor in tensors(type))
 
 
 def without_gradient(type: ValueType) -> ValueType:

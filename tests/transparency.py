@@ -193,13 +193,14 @@ def difference(got: Any, wanted: Any, tol: float) -> str | None:
     """What is wrong with `got`; None if nothing is."""
     if not isinstance(got, Tensor) or not isinstance(wanted, Tensor):
         return None if got is wanted or got == wanted else f"{describe(got)}, not {describe(wanted)}"
-    if (got.dtype, got.shape) != (wanted.dtype, wanted.shape):
+    if (got.dtype, got.shape, got.layout) != (wanted.dtype, wanted.shape, wanted.layout):
         return f"{describe(got)}, not {describe(wanted)}"
     if got.requires_grad != wanted.requires_grad:
         return f"requires_grad is {got.requires_grad}"
     if not got.is_floating_point() and not got.is_complex():
         wrong = int((got != wanted).sum())
         return f"{wrong} of {got.numel()} elements differ" if wrong else None
+    got, wanted = got.to_dense(), wanted.to_dense()
     # Sums that cancel to zero are compared with what was summed, not with the rounding that is left of them.
     far = (got - wanted).abs().max().item() if got.numel() else 0.0
     scale = max(wanted.abs().max().item() if got.numel() else 0.0, 1e-5)
@@ -209,4 +210,5 @@ def difference(got: Any, wanted: Any, tol: float) -> str | None:
 def describe(value: Any) -> str:
     if not isinstance(value, Tensor):
         return repr(value)
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    layout = "" if value.layout is torch.strided else f" {value.layout}".replace("torch.", "")
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{layout}"

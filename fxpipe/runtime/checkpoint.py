@@ -115,7 +115,9 @@ class Checkpoint(Function):
         ctx.task = task
         takes = tensors[: len(task.places)]
         ctx.save_for_backward(*takes)
-        return (*task.run(takes), torch.empty(0, device=task.stage.device))
+        # Detached, for a stage may give what it holds, a buffer as it is: that is not to become this function's output.
+        outputs = [x.detach() if isinstance(x, Tensor) else x for x in task.run(takes)]
+        return (*outputs, torch.empty(0, device=task.stage.device))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
