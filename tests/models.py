@@ -42,7 +42,7 @@ class Case:
     `random` says that it draws random numbers, `batch_norm` that the samples of a batch see each other (through
     statistics or buffers), so that micro-batches are not the batch. `input_dim` and `output_dim` are the batch
     dimensions, `reduce` how numbers over the batch add up ("sum", or "mean", weighted by size), `options` what
-    `fxpipe.compile` must be told.
+    `fxpipe.compile` must be told, `tol` how far off a value may be, relative.
     """
 
     make: Callable[[], nn.Module]
@@ -55,6 +55,7 @@ class Case:
     output_dim: int = 0
     reduce: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    tol: float = 1e-9
 
 
 # Inputs ---------------------------------------------------------------------------------------------------------------

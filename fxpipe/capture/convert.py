@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,8 +126,13 @@ def _op(build: Builder, step: Step, position: int, env: dict[fx.Node, Any]) -> O
         build.vmaps.pop()
         kind = VMAP
     elif called.endswith("_increment_nesting"):
-        place = f"{at(origin)}\n" if origin.line else ""
+        place = next((f"{at(o)}\n" for n in _from(node) if (o := origin_of(n, build.modules)).line), "")
         raise CaptureError(f"{place}takes derivatives inside of forward with torch.func; write them out, as operations")
+    elif called == "register_hook":
+        raise CaptureError(
+            f"{at(origin)}\nhangs a hook on a value in forward, which would see the gradient of each micro-batch; "
+            "write an autograd.Function whose backward does what the hook does"
+        )
     draw = build.draws if step.random else None
     build.draws += step.random
     define(build, node, {node: changed}, name)
@@ -147,6 +152,13 @@ def _op(build: Builder, step: Step, position: int, env: dict[fx.Node, Any]) -> O
         writes,
         draw,
     )
+
+
+def _from(node: fx.Node) -> Iterator[fx.Node]:
+    """The node and those after it."""
+    while node.op != "root":
+        yield node
+        node = node.next
 
 
 def _wish(node: fx.Node, target: str | None) -> str:

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.ir.graph import Region
 
 from .dynamo import Traced
+from .explain import innermost, parse_stack, refusal
 from .recurrent import drops, one_step
 
 # These write their running statistics without declaring it: the places of mean and variance, and of `training`.
@@ -56,19 +58,21 @@ class Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         schema = func._schema
-        for position, argument in enumerate(schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                given = (
-                    kwargs.get(argument.name) if argument.name in kwargs or position >= len(args) else args[position]
-                )
-                self.written |= set(memory(given))
+        writes = [
+            kwargs.get(argument.name) if argument.name in kwargs or position >= len(args) else args[position]
+            for position, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        self.written.update(memory(writes))
         if schema.name in SILENT_WRITES:
             stats, training = SILENT_WRITES[schema.name]
             if args[training]:
                 self.written |= {address for position in stats for address in memory(args[position])}
         if torch.Tag.nondeterministic_seeded in func.tags and not _idle(schema, args, kwargs):
             self.random = True
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self.written.update(memory(writes))  # `x.data = y` gives x other memory
+        return result
 
 
 def _idle(schema: Any, args: Any, kwargs: Any) -> bool:
@@ -139,7 +143,10 @@ def _run(node: fx.Node, env: dict[fx.Node, Any], traced: Traced) -> Any:
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return node.meta["example_value"]
     assert callable(node.target)
-    return node.target(*args, **kwargs)
+    try:
+        return node.target(*args, **kwargs)
+    except GuardOnDataDependentSymNode as error:  # Dynamo took the value that a tensor had before forward wrote to it
+        raise refusal(error, innermost(parse_stack(node.meta.get("stack_trace")))) from None
 
 
 def _region(node: fx.Node, env: dict[fx.Node, Any], open: list[tuple[fx.Node | None, Region]], ambient: bool) -> None:

@@ -26,6 +26,11 @@ ADVICE = (
         "write torch.where(condition, a, b) in place of `if`",
     ),
     (
+        r"specialized integer from data-dependent expression",
+        "it uses a tensor as a Python number, which an index x[i] with a 0-dim tensor does too",
+        "keep it a tensor: the operations take 0-dim tensors; in an index, write x[i[None]]",
+    ),
+    (
         r"\.item\(\)|Tensor\.item|to scalar|data-dependent expression|tolist",
         "it turns a tensor's value into a Python number",
         "keep it a tensor: the operations take 0-dim tensors too",
@@ -46,6 +51,11 @@ ADVICE = (
         "put the hook on a parameter or a tensor, as in weight.register_hook(...), or on the pipe itself",
     ),
     (
+        r"autograd\.grad",
+        "it takes derivatives inside of forward",
+        "write them out, as operations",
+    ),
+    (
         r"recompile.limit",
         "the model was captured again and again for calls of different kinds",
         "pass what changes from call to call as a tensor, or make fewer kinds of calls",
@@ -54,12 +64,12 @@ ADVICE = (
 OWN_ERRORS = r"(?:got|raised exception) (\w+)\((['\"])(.*?)\2,?\)"  # what the model itself raised
 
 
-def refusal(error: BaseException) -> CaptureError:
-    """The CaptureError for what Dynamo raised."""
+def refusal(error: BaseException, where: Origin | None = None) -> CaptureError:
+    """The CaptureError for what Dynamo raised; `where`, if it is known better than the error says."""
     chain = [error] + ([error.__cause__] if error.__cause__ is not None else [])
     text = next((str(e) for e in chain if "ecompile limit exceeded" in str(e)), str(error))
     stack = next((s for e in chain if (s := getattr(e, "real_stack", None))), None)
-    where = innermost(list(stack or ())) or _in_text(str(error))
+    where = where or innermost(list(stack or ())) or _in_text(str(error))
     place = f"{at(where)}\n" if where else ""
     return CaptureError(f"{place}cannot be captured: {_reason(text)}")
 

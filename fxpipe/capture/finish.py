@@ -23,7 +23,7 @@ from .hollow import Slot, dense
 from .loss import name_loss
 from .names import Names
 from .nest import template
-from .outputs import Reduce, find_outputs
+from .outputs import Reduce, check_shapes, find_outputs
 from .symbols import type_of
 from .totals import spread
 
@@ -141,6 +141,7 @@ def finish(
     kept_values += [name for name in gone if name in results]
     values = list(dict.fromkeys([found.name for found in refs(graph.result)] + kept_values))
     graph = _with_rebound_buffers(graph, draft, hollows, seen)
+    check_shapes(graph, values)
     sizes = {
         name: fake for name, fake in zip(draft.outputs, draft.fakes, strict=True) if isinstance(fake, torch.SymInt)
     }

@@ -6,12 +6,15 @@ micro-batch may be a batch of its own.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from fxpipe.errors import CaptureError
+from fxpipe.ir.dead import without_dead_ops
 from fxpipe.ir.graph import Graph, Op, Output
-from fxpipe.ir.types import ScalarType, TensorType
+from fxpipe.ir.types import ScalarType, TensorType, dim_names, tensors
 
 from .batch import Flow, batch_dims, follow, multiple, refuse
 from .reductions import SAME, Kind, kinds
@@ -19,6 +22,20 @@ from .symbols import BATCH
 
 Reduce = Mapping[str, str] | str | None
 Sizes = Callable[[Mapping[str, int]], int]
+FROM_VALUES = re.compile(r"u\d+")  # what torch calls a size that it cannot know
+
+
+def check_shapes(graph: Graph, values: Sequence[str]) -> None:
+    """Raise CaptureError for a value that has a part in `values`, or in what the model keeps, and whose shape nobody
+    knows before it is computed."""
+    known = {size.name for size in graph.sizes} | {item.name for item in graph.inputs}
+    needed = without_dead_ops(replace(graph, outputs=tuple(Output(value, None) for value in values)))
+    for op in needed.ops:
+        for kind in tensors(op.type):
+            names = {name for dim in kind.shape for name in dim_names(dim)} - known
+            if any(map(FROM_VALUES.fullmatch, names)):
+                advice = "write x * mask or torch.where(mask, x, 0) in place of x[mask]"
+                raise refuse(op, f"makes {kind}, whose shape depends on the values of a tensor", advice)
 
 
 def find_outputs(graph: Graph, values: Sequence[str], exact: Mapping[str, Sizes], reduce: Reduce) -> tuple[Output, ...]:

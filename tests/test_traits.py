@@ -1,0 +1,204 @@
+"""What users' models do besides arithmetic: each trait passes transparency, or is refused with the user's line.
+
+Each model of `tests/traits.py` runs as a pipe and takes steps, in one configuration; these go round from model to model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import fxpipe
+from fxpipe.errors import CaptureError
+from tests.models import Case, vectors
+from tests.traits import TRAITS, Checkpointed
+from tests.transparency import Result, assert_same, build, inputs, plain, step
+
+DEVICES = CHUNKS = 3
+BATCHES = (8, 7)
+CHECKPOINTS = ("except_last", "always", "never")
+SCHEDULES = ("1f1b", "zb-h1", "gpipe", "interleaved", "zb-v")
+NAMES = list(enumerate(TRAITS))
+
+
+def wanted(case: Case, model: nn.Module, batch: int) -> Result:
+    """The model's own step. What it returns as it is, its tensors, does not come once for each micro-batch."""
+    torch.manual_seed(batch)
+    return plain(case, model, *inputs(case, batch), 1 if "whole" in case.traits else CHUNKS)
+
+
+@contextmanager
+def compiled(case: Case, model: nn.Module, **options: Any) -> Iterator[fxpipe.Pipe]:
+    pipe = fxpipe.compile(model, DEVICES, CHUNKS, **{**case.options, **options})
+    try:
+        yield pipe
+    finally:
+        pipe.close()
+
+
+def check_calls(case: Case, model: nn.Module, twin: nn.Module, **options: Any) -> None:
+    """Calls of a pipe of the twin, with backward, in training, in eval, and in training again."""
+    with compiled(case, twin, **options) as pipe:
+        for training, batch in ((True, BATCHES[0]), (False, BATCHES[0]), (True, BATCHES[1])):
+            model.train(training)
+            pipe.train(training)
+            expected = wanted(case, model, batch)
+            torch.manual_seed(batch)
+            assert_same(step(case, twin, pipe, *inputs(case, batch)), expected, case.tol)
+        assert list(pipe.state_dict()) == list(model.state_dict())
+
+
+def check_steps(case: Case, model: nn.Module, twin: nn.Module, **options: Any) -> None:
+    """`pipe.step`, with the loss and the outputs."""
+    with compiled(case, twin, **options) as pipe:
+        for batch in BATCHES:
+            expected = wanted(case, model, batch)
+            output = pytree.tree_map_only(Tensor, Tensor.detach, (case.loss(expected.output), expected.output))
+            torch.manual_seed(batch)
+            args, kwargs = inputs(case, batch)
+            twin.zero_grad()
+            found = pipe.step(*args, loss_fn=case.loss, outputs=True, **kwargs)
+            assert_same(result(found, twin, (args, kwargs)), replace(expected, output=output), case.tol)
+
+
+def result(output: Any, model: nn.Module, given: Any) -> Result:
+    """What there is to compare once gradients are there."""
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    leaves = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    gradients |= {f"input {index}": leaf.grad for index, leaf in enumerate(leaves)}
+    return Result(output, gradients, {name: buffer.clone() for name, buffer in model.named_buffers()})
+
+
+@pytest.mark.parametrize(("index", "name"), NAMES, ids=TRAITS)
+def test_a_pipe_is_the_model(index: int, name: str) -> None:
+    case = TRAITS[name]
+    check_calls(case, build(case), build(case), checkpoint=CHECKPOINTS[index % len(CHECKPOINTS)])
+
+
+@pytest.mark.parametrize(("index", "name"), NAMES, ids=TRAITS)
+def test_a_step_is_the_models(index: int, name: str) -> None:
+    case, around = TRAITS[name], index // len(CHECKPOINTS)
+    schedule = "1f1b" if name == "buffer moved" else SCHEDULES[index % len(SCHEDULES)]
+    options = {"schedule": schedule, "checkpoint": CHECKPOINTS[around % len(CHECKPOINTS)]}
+    check_steps(case, build(case), build(case), **options)
+
+
+@pytest.mark.parametrize("check", [check_calls, check_steps])
+def test_dropout_inside_of_torchs_checkpoint(check: Callable[..., None]) -> None:
+    """The plain model does without the checkpoint, for its recomputation draws other numbers than the seeded ones."""
+    case = replace(TRAITS["checkpointed"], make=lambda: Checkpointed(0.3), random=True)
+    check(case, build(replace(case, make=lambda: Checkpointed(0.3, recompute=False))), build(case))
+
+
+# Refused --------------------------------------------------------------------------------------------------------------
+
+
+class Body(nn.Module):
+    """A model whose forward is `body`."""
+
+    def __init__(self, body: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.body, self.fc = body, nn.Linear(8, 8)
+        self.register_buffer("rows", torch.zeros(4, 8))
+        self.register_buffer("next", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(self, self.fc(x))
+
+
+def hook(self: Any, x: Tensor) -> Tensor:
+    x.register_hook(lambda grad: grad * 0.5)
+    return x * 2
+
+
+def parameter_data(self: Any, x: Tensor) -> Tensor:
+    self.fc.weight.data = self.fc.weight.data * 0.5
+    return self.fc(x)
+
+
+def derivative(self: Any, x: Tensor) -> Tensor:
+    return torch.func.grad(lambda y: y.sin().sum())(x)
+
+
+def derivative_by_autograd(self: Any, x: Tensor) -> Tensor:
+    return torch.autograd.grad(x.sin().sum(), x)[0]
+
+
+def nonzero(self: Any, x: Tensor) -> Tensor:
+    return x * x.nonzero().float().mean()
+
+
+def masked_select(self: Any, x: Tensor) -> Tensor:
+    return torch.masked_select(x, x > 0).sum()
+
+
+def rows_where(self: Any, x: Tensor) -> Tensor:
+    return x[x.sum(1) > 0]
+
+
+def by_mask(self: Any, x: Tensor) -> Tensor:
+    x[x > 0.5] *= 2
+    return x
+
+
+def repeats(self: Any, x: Tensor) -> Tensor:
+    return x.repeat_interleave(torch.arange(8), dim=1)
+
+
+def branch(self: Any, x: Tensor) -> Tensor:
+    return x if x.sum() > 0 else -x
+
+
+def index(self: Any, x: Tensor) -> Tensor:
+    self.rows[self.next % 4] = x.detach().mean(0)
+    return x + self.rows.sum(0)
+
+
+def index_that_moves(self: Any, x: Tensor) -> Tensor:
+    self.rows[self.next] = x.detach().mean(0)
+    self.next += 1
+    return x + self.rows.sum(0)
+
+
+SHAPE = r"whose shape depends on the values of a tensor; write x \* mask or torch.where"
+REFUSED = {
+    hook: r"x.register_hook.*hangs a hook on a value in forward.*autograd.Function",
+    parameter_data: r"self.fc.weight.data = .*writes into fc.weight, a parameter",
+    derivative: r"torch.func.grad.*takes derivatives inside of forward.*write them out",
+    derivative_by_autograd: r"torch.autograd.grad.*takes derivatives inside of forward; write them out",
+    nonzero: rf"x.nonzero\(\)\nmakes i64\[.*\], {SHAPE}",
+    masked_select: rf"torch.masked_select.*\nmakes f32\[.*\], {SHAPE}",
+    rows_where: rf"x\[x.sum\(1\) > 0\]\nmakes f32\[.*, 8\], {SHAPE}",
+    by_mask: rf"x\[x > 0.5\] \*= 2\nmakes f32\[.*\], {SHAPE}",
+    repeats: rf"repeat_interleave.*\nmakes f32\[b, .*\], {SHAPE}",
+    branch: r"x if x.sum\(\) > 0 else -x\n.*depends on the values of a tensor; write torch.where",
+    index: r"self.rows\[self.next % 4\] = .*uses a tensor as a Python number.*in an index, write x\[i\[None\]\]",
+    index_that_moves: r"self.rows\[self.next\] = .*uses a tensor as a Python number.*in an index, write",
+}
+
+
+@pytest.mark.parametrize("body", REFUSED, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("how", ["call", "step"])
+def test_refused_with_the_line(body: Callable[[Any, Tensor], Any], how: str) -> None:
+    case = Case(lambda: Body(body), vectors, frozenset())
+    x = torch.randn(8, 8)
+    with compiled(case, case.make()) as pipe:
+        before = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+        with pytest.raises(CaptureError, match=rf"(?s)test_traits.py:\d+\n    .*{REFUSED[body]}"):
+            pipe(x) if how == "call" else pipe.step(x, loss_fn=case.loss)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in pipe.state_dict().items())
+
+
+def test_backward_hooks_on_modules_are_refused() -> None:
+    for register in (nn.Module.register_full_backward_hook, nn.Module.register_full_backward_pre_hook):
+        model = Body(lambda self, x: self.fc(torch.tanh(x)))
+        register(model.fc, lambda *_: None)
+        with pytest.raises(CaptureError, match=r"a module in the model has a backward hook.*weight\.register_hook"):
+            fxpipe.compile(model, 2, 2)(torch.randn(4, 8))
