@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from tests.models import Block, Case, case, images, sequences, tokens, vectors
+from tests.models import Block, Case, case, sequences, tokens, vectors
 
 DOUBLE = torch.float64
 

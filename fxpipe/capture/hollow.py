@@ -181,6 +181,12 @@ class Twins:
         self.version += any(slot.real is not slot.tensors[slot.key] for slot in stale)
         for slot in stale:
             slot.real = real = slot.tensors[slot.key]
+            if real is not None and nn.parameter.is_lazy(real):
+                slot.real = None
+                raise CaptureError(
+                    f"{slot.path} has no shape yet, for its layer learns it from the first batch; "
+                    "run the model once before: model(x)"
+                )
             if real is None or real.device.type == "meta":
                 slot.twin = real
             else:
