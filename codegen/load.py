@@ -75,11 +75,14 @@ def bind(
     model: nn.Module,
     constants: Mapping[str, Any] | None = None,
     others: Mapping[str, Tensor] | None = None,
+    *,
+    move: bool = True,
 ) -> Any:
     """The package's scheduler, its stages holding the model's own parameters and buffers, which move to the devices of
-    their stages in place. `constants` come from the folder if they are not given; what lies on another device is
-    copied. `others` are the tensors of a loss function, by path. Raises PackageError, and changes nothing, if the model
-    does not fit, PlanError if a device is not there."""
+    their stages in place; with `move` false, stages on another device have copies. `constants` come from the folder if
+    they are not given; what lies on another device is copied. `others` are tensors that the model does not have, such
+    as those of a loss function, by path. Raises PackageError, and changes nothing, if the model does not fit, PlanError
+    if a device is not there."""
     for stage, label in enumerate(module.Scheduler.devices):
         _check_device(stage, worker_device(label))
     tensors = _tensors(module, model, others or {})
@@ -92,7 +95,7 @@ def bind(
         for name in kind.constants:
             if name not in held:
                 raise PackageError(f"the package lacks its constant {name!r}, which {CONSTANTS} should have")
-        for path in kind.states:
+        for path in kind.states if move else ():
             _move(tensors[path], device)
         stages.append(kind(tensors, held, device))
     return module.Scheduler(stages, stages.pop()) if totals else module.Scheduler(stages)

@@ -91,6 +91,48 @@ def compile(
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"model is a {type(model).__name__}; fxpipe.compile takes an nn.Module")
+    options = read_options(
+        devices,
+        chunks,
+        checkpoint=checkpoint,
+        schedule=schedule,
+        stages_per_device=stages_per_device,
+        warmup=warmup,
+        offload=offload,
+        balance=balance,
+        split_at=split_at,
+        plan=plan,
+        profile=profile,
+        batch_dim=batch_dim,
+        reduce=reduce,
+        deferred_batch_norm=deferred_batch_norm,
+        dump=dump,
+    )
+    pipe = Pipe(model, options)
+    if example_inputs is not None:
+        prepare(pipe, example_inputs)
+    return pipe
+
+
+def read_options(
+    devices: int | Sequence[str | torch.device] | Cluster | None,
+    chunks: int | None,
+    *,
+    checkpoint: str | Collection[int],
+    schedule: Own,
+    stages_per_device: int | None,
+    warmup: Sequence[int] | None,
+    offload: Collection[int],
+    balance: str | Sequence[int],
+    split_at: Sequence[str],
+    plan: Plan | Planned | str | Path | None,
+    profile: str | Profile,
+    batch_dim: int | Mapping[str, int | None],
+    reduce: str | Mapping[str, str] | None,
+    deferred_batch_norm: bool,
+    dump: str | Path | None,
+) -> Options:
+    """The arguments of `compile`, checked."""
     chosen = read_plan(plan)
     if chosen is not None:
         chosen = runnable(chosen, devices)
@@ -119,10 +161,7 @@ def compile(
         deferred_batch_norm=deferred_batch_norm,
         dump=Path(folder) if folder else None,
     )
-    pipe = Pipe(model, check(options))
-    if example_inputs is not None:
-        prepare(pipe, example_inputs)
-    return pipe
+    return check(options)
 
 
 def read_plan(plan: Plan | Planned | str | Path | None) -> Plan | None:

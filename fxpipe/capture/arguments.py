@@ -82,7 +82,7 @@ class Arguments:
         reals: list[tuple[str, Tensor, int | None]] = []
 
         def note(path: str, tensor: Tensor) -> Tensor:
-            reals.append((path, tensor, self.dim(path, tensor)))
+            reals.append((path, tensor, cut_along(self.batch_dim, path, tensor)))
             return tensor
 
         for name, value in zip(
@@ -130,21 +130,6 @@ class Arguments:
             self.twins[key] = made
         return made
 
-    def dim(self, path: str, tensor: Tensor) -> int | None:
-        """The dimension along which an argument is cut."""
-        default = self.batch_dim if isinstance(self.batch_dim, int) else 0
-        dim = default if tensor.dim() else None
-        if not isinstance(self.batch_dim, int):
-            dim = self.batch_dim.get(path, dim)
-        if dim is None:
-            return None
-        if not -tensor.dim() <= dim < tensor.dim():
-            raise InputError(
-                f"{path} has {tensor.dim()} dimensions, so it cannot be cut along dimension {dim}; "
-                f"write batch_dim={{{path!r}: None}} to give it whole to every micro-batch"
-            )
-        return dim % tensor.dim()
-
     def names(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
         """What each argument is called in the signature of forward."""
         key = (len(args), *kwargs)
@@ -159,6 +144,22 @@ class Arguments:
                     found.append(parameter.name)
             self.named[key] = (*found[: len(args)], *kwargs)
         return self.named[key]
+
+
+def cut_along(batch_dim: BatchDim, path: str, tensor: Tensor) -> int | None:
+    """The dimension along which an argument is cut."""
+    default = batch_dim if isinstance(batch_dim, int) else 0
+    dim = default if tensor.dim() else None
+    if not isinstance(batch_dim, int):
+        dim = batch_dim.get(path, dim)
+    if dim is None:
+        return None
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise InputError(
+            f"{path} has {tensor.dim()} dimensions, so it cannot be cut along dimension {dim}; "
+            f"write batch_dim={{{path!r}: None}} to give it whole to every micro-batch"
+        )
+    return dim % tensor.dim()
 
 
 def check_names(batch_dim: Mapping[str, int | None], paths: Sequence[str], optional: Sequence[str], open: bool) -> None:

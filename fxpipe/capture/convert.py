@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from .arguments import Call
 from .dynamo import Traced
 from .effects import Step, steps
 from .explain import at, innermost, parse_stack
-from .hollow import Slot, Twins
+from .hollow import Slot
 from .placeholders import Builder, add_inputs, add_states, define
 from .squeeze import with_named_squeezes
 from .symbols import VMAP, text, type_of
@@ -47,15 +47,24 @@ class Draft:
     squeezed: tuple[Op, ...]  # what would also take away a batch of one
 
 
-def draft(twins: Twins, traced: Traced, flat: tuple[Any, ...], call: Call) -> Draft:
+@dataclass(frozen=True)
+class Owner:
+    """Whose graph it is: what the model is called, its mode and its tensors; the paths of its modules, by what traces
+    call them."""
+
+    name: str
+    training: bool
+    slots: Sequence[Slot]
+    modules: Mapping[str, str]
+
+
+def draft(owner: Owner, traced: Traced, flat: tuple[Any, ...], call: Call) -> Draft:
     """The graph of what was traced; `flat` are the (hollow) arguments it was first called with."""
     by_id: dict[int, list[Slot]] = {}
-    for slot in twins.slots:
+    for slot in owner.slots:
         if slot.twin is not None:
             by_id.setdefault(id(slot.twin), []).append(slot)
-    model = twins.roots[""]
-    modules = {str(id(module)): path for path, module in twins.named()}
-    build = Builder(model, traced, call, by_id, modules)
+    build = Builder(traced, call, by_id, owner.modules)
     env, found = steps(traced)
     placeholders = [node for node in traced.module.graph.nodes if node.op == "placeholder"]
     add_inputs(build, placeholders, flat, env)
@@ -68,8 +77,8 @@ def draft(twins: Twins, traced: Traced, flat: tuple[Any, ...], call: Call) -> Dr
     _ops(build, found, env)
     outputs = tuple(build.of_node[node] for node in results)
     graph = Graph(
-        type(model).__name__,
-        model.training,
+        owner.name,
+        owner.training,
         tuple(build.inputs),
         tuple(build.sizes),
         tuple(build.states),

@@ -66,7 +66,7 @@ def dynamo(model: nn.Module, function: Callable[..., Any], capture: Capture) -> 
         # Not the tracing context's mode: for the time of the backend that is another one.
         values = [node.meta["example_value"] for node in placeholders]
         mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None) or FakeTensorMode()
-        return capture(Traced(module, mode, tuple(map(_name, placeholders)), tuple(map(_is_boxed, placeholders))))
+        return capture(Traced(module, mode, tuple(map(_name, placeholders)), tuple(map(is_boxed, placeholders))))
 
     context: Any = torch._dynamo.optimize(backend, nopython=True)
     context.callback = configured = _Configured(context.callback)
@@ -172,9 +172,16 @@ def _name(placeholder: fx.Node) -> str | tuple[str, int]:
     source = getattr(argument, "source", None)
     if isinstance(source, TensorPropertySource) and source.prop is TensorProperty.SIZE and source.idx is not None:
         return source.base.name, source.idx
+    return source_name(placeholder)
+
+
+def source_name(placeholder: fx.Node) -> str:
+    """Where its value comes from, as Dynamo spells it; "" if it does not say."""
+    source = getattr(placeholder.meta.get("grapharg"), "source", None)
     return "" if source is None else str(source.name)
 
 
-def _is_boxed(placeholder: fx.Node) -> bool:
+def is_boxed(placeholder: fx.Node) -> bool:
+    """Whether it is a Python number put into a tensor."""
     argument, value = placeholder.meta.get("grapharg"), placeholder.meta["example_value"]
     return isinstance(value, FakeTensor) and getattr(argument, "is_tensor", True) is False

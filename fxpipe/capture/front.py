@@ -25,7 +25,7 @@ from fxpipe.ir.graph import Graph
 
 from .arguments import Arguments, Asked, BatchDim, Call
 from .baked import merge
-from .convert import Draft, draft
+from .convert import Draft, Owner, draft
 from .dynamo import Capture, Traced, dynamo
 from .finish import Finished, Seen, feed, finish, stand_ins
 from .guards import check_outputs, check_sizes
@@ -233,7 +233,9 @@ class Front:
     def _dry(self, kind: Kind, now: Now, flat: tuple[Any, ...]) -> tuple[Any, ...]:
         """Hollow outputs, in place of running. The route has not touched the model yet: it does so afterwards."""
         if kind.drafted is None:
-            kind.drafted = draft(self.twins, kind.traced, flat, now.call)
+            modules = {str(id(module)): path for path, module in self.twins.named()}
+            owner = Owner(type(self.model).__name__, self.model.training, self.twins.slots, modules)
+            kind.drafted = draft(owner, kind.traced, flat, now.call)
             kind.hollows = stand_ins(kind.drafted)
         # Not sooner, lest it undo what other threads do.
         now.snapshot = Snapshot((*(module for _, module in self.twins.named()), *now.holders))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph import Input, Op, Size, State
@@ -26,7 +26,6 @@ from .symbols import BATCH, first_symbols, symbol, type_of
 class Builder:
     """What is known while a graph is built: the present name of every node's value, and the nodes of every tensor."""
 
-    model: nn.Module
     traced: Traced
     call: Call
     slots: Mapping[int, list[Slot]]
@@ -128,11 +127,16 @@ def _path(build: Builder, where: str) -> str:
             r"\.__closure__\[(\d+)\]\.cell_contents", r".closure[\1]", where[len("L['loss_fn']") :]
         )
     if root == "model":
-        path = re.sub(r"\.?(__dict__\[')?_(modules|parameters|buffers)('\])?", "", rest)
-        return "self" + re.sub(r"\['(\w+)'\]", r".\1", path)
+        return "self" + attributes(rest)
     positional = len(build.call.args)
     key = (first or "").strip("'")
     return (build.call.names[int(key)] if root == "args" and int(key) < positional else key) + rest
+
+
+def attributes(where: str) -> str:
+    """How the user spells what Dynamo calls ._modules['layers']._modules['0'].scale."""
+    path = re.sub(r"\.?(__dict__\[')?_(modules|parameters|buffers)('\])?", "", where)
+    return re.sub(r"\['(\w+)'\]", r".\1", path)
 
 
 def add_states(build: Builder, placeholders: list[fx.Node], flat: tuple[Any, ...], env: dict[fx.Node, Any]) -> None:

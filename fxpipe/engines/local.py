@@ -48,6 +48,8 @@ class Pipeline(Engine):
             discard(self._mutating)
             raise
         commit(self._mutating)
+        for stage in self._copying:
+            stage.give_back()
         return self.gather(m)
 
     def tick(self, m: Batches, tick: Tick, compute: Sequence[Compute]) -> None:

@@ -42,7 +42,8 @@ class Scope(nn.Module):
 class Stage(Scope):
     """`states`: paths of the model's parameters and buffers; `constants`: names of other things it uses. `mutates`:
     paths of the buffers that forward writes; `rereads`: those of them whose old contents it reads. `copies` are the
-    constants that belong on another device, as they are there, with the version that was copied."""
+    constants that belong on another device, as they are there, with the version that was copied; `elsewhere` the
+    parameters and buffers that do, by their paths: of those each run has a new copy."""
 
     states: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
@@ -52,9 +53,10 @@ class Stage(Scope):
     def __init__(self, tensors: Mapping[str, Tensor], constants: Mapping[str, Any], device: torch.device) -> None:
         super().__init__()
         self.device = torch.device(device)
-        for path in self.states:
-            self.put(path, tensors[path])
         self.copies: dict[str, tuple[Tensor, int]] = {}
+        self.elsewhere: dict[str, Tensor] = {}
+        for path in self.states:
+            self._put_state(path, tensors[path])
         for name in self.constants:
             self._put_constant(name, constants[name])
         self._find_differentiable()
@@ -83,16 +85,37 @@ class Stage(Scope):
         changed = {name: value for name, (value, version) in self.copies.items() if version_of(value) != version}
         for name, value in changed.items():
             self._put_constant(name, value)
-        if changed:
+        for path, tensor in list(self.elsewhere.items()):  # whether one changed, none can tell: `p.data.add_(1)`
+            self._put_state(path, tensor)
+        if changed or self.elsewhere:
             self._find_differentiable()
+
+    def replace(self, path: str, tensor: Tensor) -> None:
+        """Hold another tensor of the model from now on."""
+        self._put_state(path, tensor)
+        self._find_differentiable()
+
+    def give_back(self) -> None:
+        """Write the buffers that forward wrote into those that they are copies of."""
+        with torch.no_grad():
+            for path in self.mutates:
+                if path in self.elsewhere:
+                    self.elsewhere[path].copy_(self.tensor(path))
+
+    def _put_state(self, path: str, tensor: Tensor) -> None:
+        """Hold a tensor of the model, or a copy on the stage's device, through which gradients go back."""
+        self.elsewhere.pop(path, None)
+        if tensor.device != self.device:
+            self.elsewhere[path] = tensor
+            tensor = copied(tensor, self.device)
+        self.put(path, tensor)
 
     def _put_constant(self, name: str, value: Any) -> None:
         """Hold a constant. One on another device stays there, where the model and other stages know it, and the stage
         has a copy; gradients go back through it."""
         if isinstance(value, Tensor) and value.device != self.device:
             self.copies[name] = value, version_of(value)
-            with torch.inference_mode(False), torch.enable_grad():
-                value = value.to(self.device)
+            value = copied(value, self.device)
         object.__setattr__(self, name, value)
 
     @property
@@ -123,6 +146,12 @@ class Stage(Scope):
                 scope._hold(part, Scope())
             scope = scope[part]
         return scope, name
+
+
+def copied(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on a device; gradients go back through it."""
+    with torch.inference_mode(False), torch.enable_grad():
+        return tensor.to(device)
 
 
 def version_of(tensor: Tensor) -> int:

@@ -1,0 +1,190 @@
+"""A graph that torch.compile hands over, as a pipeline: with its batch cut into micro-batches where that is right, in
+one micro-batch where it is not, and as it is where a pipeline is not worth it.
+
+    called with a batch of 8 ─▶ seen before? ─yes─▶ run
+                                     │no
+      fewer ops with parameters than stages ─▶ plain
+      holds for micro-batches ───────────────▶ cut       else a warning says why not, and
+      can be captured at all ────────────────▶ whole     what to write
+      else ──────────────────────────────────▶ plain
+
+torch.compile guards where tensors are, so nothing moves: stages on other devices work on copies, and what is returned
+is where torch.compile expects it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from .capture.arguments import cut_along
+from .capture.lifted import Piece, capture_lifted, lift, not_cut
+from .clock import timed
+from .codegen.load import bind, load_package, unload
+from .codegen.package import constants, write
+from .engines.local import Pipeline
+from .errors import CaptureError, InputError
+from .ir.types import TensorType, ValueType
+from .machine import local_cluster
+from .options import Options
+from .pipe import micro_batch_sizes
+from .profiling import estimate
+from .report import dump
+from .runtime.microbatch import split_sizes
+from .street import build
+
+DYNAMIC = (
+    "where torch.compile took the batch for a number, write torch.compile(..., dynamic=True), or "
+    "torch._dynamo.mark_dynamic(x, 0) before the call"
+)
+
+
+class Live:
+    """A captured graph that runs: its build, and the scheduler of its package."""
+
+    def __init__(self, piece: Piece, flat: tuple[Any, ...], options: Options, number: int) -> None:
+        inputs = piece.inputs(flat)
+        sizes = micro_batch_sizes(piece.graph, inputs, options.chunks)
+        cluster = options.cluster or local_cluster(options.devices)
+        with timed("profiling"):
+            profile = estimate(piece.graph, sizes, cluster.device(options.devices[0]))
+        self.piece, self.chunks = piece, options.chunks
+        self.build = build(piece.graph, profile, sizes, cluster, options, None)
+        if options.dump is not None:
+            dump(self.build, options.dump, number)
+        self._folder = tempfile.TemporaryDirectory(prefix="fxpipe-")
+        with timed("loading"):
+            write(self.build.files, self._folder.name)
+            self.package: ModuleType = load_package(self._folder.name)
+        weakref.finalize(self, unload, self.package)
+        self.scheduler = self._bind()
+
+    def _bind(self) -> Pipeline:
+        """The package's scheduler with the constants that the graph has now."""
+        graph = replace(self.build.program.graph, states=self.piece.graph.states)
+        held = constants(replace(self.build.program, graph=graph))
+        made: Pipeline = bind(self.package, nn.Module(), held, self.piece.lifted.held, move=False)
+        return made
+
+    def hold(self, new: Mapping[str, Tensor]) -> None:
+        """Work with other tensors of the model from now on."""
+        for stage in self.scheduler.stages:
+            for path in new.keys() & set(stage.states):
+                stage.replace(path, new[path])
+
+    def run(self, flat: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What the traced graph returns for its flat arguments."""
+        piece = self.piece.renewed(flat)
+        if piece is not self.piece:
+            self.scheduler.close()
+            self.piece = piece
+            self.scheduler = self._bind()
+        results = self.scheduler.run(piece.inputs(flat), self.chunks)
+        types = piece.graph.types
+        outputs = piece.graph.outputs
+        return piece.outputs(tuple(map(at_home, results, (types[output.value] for output in outputs))), flat)
+
+
+def at_home(result: Any, kind: ValueType) -> Any:
+    """The result on the device where the model would have it."""
+    return result.to(kind.device) if isinstance(result, Tensor) and isinstance(kind, TensorType) else result
+
+
+@dataclass(frozen=True)
+class Way:
+    """How calls of one batch size are run, and why not in a better way. Without `live`, as they are."""
+
+    live: Live | None
+    why: str = ""
+
+
+class Compiled:
+    """What torch.compile calls in place of a graph that it has traced. `number` counts these."""
+
+    def __init__(self, number: int, module: fx.GraphModule, options: Options) -> None:
+        self.number = number
+        self.options = options
+        self.module = module
+        self.lifted = lift(module)
+        self.ways: dict[tuple[int, ...], Way] = {}
+        self._lives: dict[bool, Live] = {}
+        self._lock = threading.RLock()
+
+    def __call__(self, *flat: Any) -> tuple[Any, ...]:
+        with self._lock:
+            new = self.lifted.hold(flat)
+            for live in self._lives.values() if new else ():
+                live.hold(new)
+            sizes = self.sizes(flat)
+            way = self.ways.get(sizes)
+            if way is None:
+                way = self.ways[sizes] = self._choose(flat, sizes)
+            if way.live is not None:
+                return way.live.run(flat)
+        result: tuple[Any, ...] = self.module(*flat)
+        return result
+
+    def sizes(self, flat: tuple[Any, ...]) -> tuple[int, ...]:
+        """The sizes of the inputs where they are cut; one, if they agree."""
+        dim = self.options.batch_dim
+        rows = zip(self.lifted.arguments, flat, strict=True)
+        given = [(value, cut_along(dim, item.path, value)) for item, value in rows if item.kind == "input"]
+        return tuple(dict.fromkeys(value.shape[cut] for value, cut in given if cut is not None))
+
+    def _choose(self, flat: tuple[Any, ...], sizes: tuple[int, ...]) -> Way:
+        """The best way that is right."""
+        ops, using = self.lifted.work
+        stages = len(self.options.devices)
+        if using < stages:
+            return Way(None, f"{using} of {ops} ops read parameters, which is too few for {stages} stages")
+        why = ""
+        if self.options.chunks > 1 and sizes and max(sizes) > 1:
+            try:
+                return Way(self._cut(flat))
+            except (CaptureError, InputError) as error:
+                why = str(error)
+        try:
+            way = Way(self._whole(flat), why)
+        except CaptureError as error:
+            way = Way(None, str(error))
+        if way.why:
+            self._warn(way)
+        return way
+
+    def _cut(self, flat: tuple[Any, ...]) -> Live:
+        """In micro-batches. Raises CaptureError where the graph does not hold for them."""
+        live = self._lives.get(True)
+        if live is not None:
+            live.piece.check(flat, self._micro_batches)
+            return live
+        dim, reduce = self.options.batch_dim, self.options.reduce
+        piece = capture_lifted(self.name, self.lifted, flat, dim, reduce=reduce, sizes=self._micro_batches)
+        live = self._lives[True] = Live(piece, flat, self.options, self.number)
+        return live
+
+    def _whole(self, flat: tuple[Any, ...]) -> Live:
+        """In one micro-batch."""
+        if False not in self._lives:
+            piece = capture_lifted(self.name, self.lifted, flat, not_cut(self.lifted))
+            self._lives[False] = Live(piece, flat, replace(self.options, chunks=1), self.number)
+        return self._lives[False]
+
+    def _micro_batches(self, batch: int) -> Sequence[int]:
+        """The sizes that the graph must hold for: those of the micro-batches, and the whole, which it was traced for."""
+        return (*split_sizes(batch, self.options.chunks), batch)
+
+    @property
+    def name(self) -> str:
+        return f"Graph{self.number}"
+
+    def _warn(self, way: Way) -> None:
+        how = "runs in one micro-batch" if way.live is not None else "runs as it is, not as a pipeline"
+        warnings.warn(f"graph {self.number} of torch.compile {how}: {way.why}; {DYNAMIC}", stacklevel=5)
