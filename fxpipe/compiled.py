@@ -41,11 +41,6 @@ from .report import dump
 from .runtime.microbatch import split_sizes
 from .street import build
 
-DYNAMIC = (
-    "where torch.compile took the batch for a number, write torch.compile(..., dynamic=True), or "
-    "torch._dynamo.mark_dynamic(x, 0) before the call"
-)
-
 
 class Live:
     """A captured graph that runs: its build, and the scheduler of its package."""
@@ -178,7 +173,7 @@ class Compiled:
         return self._lives[False]
 
     def _micro_batches(self, batch: int) -> Sequence[int]:
-        """The sizes that the graph must hold for: those of the micro-batches, and the whole, which it was traced for."""
+        """The sizes that the graph must hold for: those of micro-batches, and the whole, which it was traced for."""
         return (*split_sizes(batch, self.options.chunks), batch)
 
     @property
@@ -187,4 +182,4 @@ class Compiled:
 
     def _warn(self, way: Way) -> None:
         how = "runs in one micro-batch" if way.live is not None else "runs as it is, not as a pipeline"
-        warnings.warn(f"graph {self.number} of torch.compile {how}: {way.why}; {DYNAMIC}", stacklevel=5)
+        warnings.warn(f"graph {self.number} of torch.compile {how}: {way.why}", stacklevel=5)

@@ -108,7 +108,8 @@ def _op(build: Builder, step: Step, position: int, env: dict[fx.Node, Any]) -> O
 
     def leaf(item: Any) -> Any:
         if isinstance(item, fx.Node):
-            return Ref(build.of_node[item])
+            fixed = item.op != "placeholder" and type(env[item]) in (bool, int, float)  # a size that does not vary
+            return env[item] if fixed else Ref(build.of_node[item])
         return _size(build, item, origin) if isinstance(item, torch.SymInt) else item
 
     args, kwargs = _nest(node.args, leaf), _nest(node.kwargs, leaf)

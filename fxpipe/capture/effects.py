@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import TracingContext, tracing
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -105,6 +106,7 @@ def steps(traced: Traced) -> tuple[dict[fx.Node, Any], list[Step]]:
         contexts.enter_context(traced.mode)
         contexts.enter_context(enable_python_dispatcher())  # as Dynamo does: an LSTM in C++ counts to the batch size
         contexts.enter_context(one_step())
+        contexts.enter_context(tracing(TracingContext(traced.mode)))
         effects = contexts.enter_context(Effects())
         ambient = torch.is_grad_enabled()
         for node in traced.module.graph.nodes:
@@ -118,11 +120,19 @@ def steps(traced: Traced) -> tuple[dict[fx.Node, Any], list[Step]]:
                 _region(node, env, regions, ambient)
             elif _name(node) not in ASSERTIONS and node not in dead:
                 effects.written, effects.random = set(), False
+                _say_where(node)
                 env[node] = _run(node, env, traced)
                 inside = tuple(region for _, region in regions)
                 random = effects.random or drops(node)
                 found.append(Step(node, env[node], frozenset(effects.written), random, inside))
     return env, found
+
+
+def _say_where(node: fx.Node) -> None:
+    """From now on, guards come from the user's line that the node comes from."""
+    frame = innermost(parse_stack(node.meta.get("stack_trace")))
+    if frame is not None:
+        TracingContext.set_current_loc(frame.file, frame.line, "forward")
 
 
 def _dead_numbers(graph: fx.Graph) -> set[fx.Node]:
@@ -140,7 +150,7 @@ def _run(node: fx.Node, env: dict[fx.Node, Any], traced: Traced) -> Any:
     kwargs = fx.map_arg(node.kwargs, env.__getitem__)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
+    if isinstance(node.target, torch._ops.HigherOrderOperator) and "example_value" in node.meta:
         return node.meta["example_value"]
     assert callable(node.target)
     try:

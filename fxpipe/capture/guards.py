@@ -29,9 +29,8 @@ def check_sizes(traced: Traced, draft: Draft, call: Call, sizes: Callable[[int],
     if call.batch is None:
         return
     if draft.baked is not None and set(sizes(call.batch)) != {call.rows}:
-        guard = next((g for g in guards if isinstance(g.expr, sympy.Eq) and call.rows in g.expr.args), None)
         raise CaptureError(
-            f"{_line(guard) if guard else ''}counts to the batch size, so that the graph holds for a {draft.baked} of "
+            f"{baking_line(traced, call.rows)}counts to the batch size, so that the graph holds for a {draft.baked} of "
             f"size {call.rows} only; use tensor operations over the whole batch instead, or choose chunks so that all "
             f"micro-batches are of one size above 1"
         )
@@ -60,6 +59,13 @@ def check_outputs(graph: Graph, call: Call, sizes: Callable[[int], Sequence[int]
                 f"the output {output.value}, {kind}, cannot be joined from micro-batches of the sizes "
                 f"{', '.join(map(str, sizes(call.batch)))}; choose chunks so that all are of one size"
             )
+
+
+def baking_line(traced: Traced, rows: int | None) -> str:
+    """The user's line that made a number of the batch size, if that is known, and a line break."""
+    guards = traced.mode.shape_env.guards if traced.mode.shape_env is not None else []
+    found = next((g for g in guards if isinstance(g.expr, sympy.Eq) and rows in g.expr.args), None)
+    return _line(found) if found else ""
 
 
 def _fails(expression: Any, batch: list[sympy.Symbol], rows: int, traced: Traced) -> bool:

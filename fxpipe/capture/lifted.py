@@ -25,13 +25,15 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from fxpipe.errors import CaptureError
-from fxpipe.ir.graph import Graph, Origin
+from fxpipe.ir.graph import Graph, Op, Origin
 
 from .arguments import BatchDim, Call, Leaf, common_size, cut_along
+from .batch import called
 from .convert import Draft, Owner, draft, origin_of
 from .dynamo import Traced, is_boxed, source_name
+from .explain import at
 from .finish import Finished, Seen, feed, finish, stand_ins
-from .guards import check_outputs, check_sizes
+from .guards import baking_line, check_outputs, check_sizes
 from .hollow import Slot, dense, hollow
 from .inline import inline_checkpoints
 from .outputs import Reduce
@@ -39,6 +41,7 @@ from .placeholders import attributes
 
 Sizes = Callable[[int], Sequence[int]]
 HELD = ("parameter", "buffer")
+STATISTICS = ("batch_norm", "instance_norm")
 
 
 @dataclass(frozen=True)
@@ -211,11 +214,46 @@ def capture_lifted(
         raise
     except Exception as error:  # whatever torch says of an op whose arguments have symbols for sizes
         raise CaptureError(f"cannot be traced: {type(error).__name__}: {error}") from error
+    if call.batch is not None:
+        check_free(lifted, traced, drafted, call)
     check_sizes(traced, drafted, call, sizes)
     hollows = stand_ins(drafted)
     finished = finish(drafted, hollows, call, Seen(hollows, {}, (), slots), reduce)
     check_outputs(finished.graph, call, sizes)
     return Piece(lifted, batch_dim, traced, drafted, finished)
+
+
+def check_free(lifted: Lifted, traced: Traced, graph: Draft, call: Call) -> None:
+    """Raise CaptureError where torch.compile has made a number of the batch size, and the graph depends on it."""
+    advice = "write torch.compile(..., dynamic=True), or torch._dynamo.mark_dynamic(x, 0) before the call"
+    if graph.baked is not None:
+        line = baking_line(traced, call.rows)
+        raise CaptureError(f"{line}needs a batch of {call.batch}, which is a number in this graph; {advice}")
+    write = next((op for op in graph.graph.ops if may_count(op, graph.graph)), None)
+    if write is not None and not batch_varies(lifted, call):
+        raise CaptureError(
+            f"{at(write.origin)}\nwrites {write.writes[0]}, in which samples may be counted, and the batch of "
+            f"{call.batch} is a number in this graph; {advice}"
+        )
+
+
+def may_count(op: Op, graph: Graph) -> bool:
+    """Whether an op writes into the model what may depend on the batch size: anything but statistics of samples."""
+    states = {state.name for state in graph.states}
+    counts_calls = called(op) == "add_" and op.args[1:] == (1,)
+    return not states.isdisjoint(op.writes) and called(op) not in STATISTICS and not counts_calls
+
+
+def batch_varies(lifted: Lifted, call: Call) -> bool:
+    """Whether torch.compile has a symbol for the batch."""
+    dims = {leaf.path: leaf.batch_dim for leaf in call.leaves.values() if leaf.batch_dim is not None}
+    rows = zip(placeholders(lifted.module), lifted.arguments, strict=True)
+    return all(varies(node.meta["example_value"].shape[dims[i.path]]) for node, i in rows if i.path in dims)
+
+
+def varies(size: Any) -> bool:
+    """Whether a size is a symbol that has not turned out to be a number."""
+    return isinstance(size, torch.SymInt) and not size.node.expr.is_number
 
 
 def _modules(module: fx.GraphModule) -> Mapping[str, str]:
@@ -238,33 +276,41 @@ def retrace(lifted: Lifted, flat: tuple[Any, ...], call: Call) -> Traced:
     sizes = _sizes_of(nodes, call, flat)
     fakes: dict[int, Any] = {}
     names: list[str | tuple[str, int]] = [item.path for item in arguments]
-    for at, value in enumerate(flat):
+    for place, value in enumerate(flat):
         if isinstance(value, Tensor):
             dim = call.leaves[id(value)].batch_dim if id(value) in call.leaves else None
-            fakes[at] = fake(mode, value, nodes[at].meta["example_value"], dim, at)
-            if arguments[at].kind == "number":
-                fakes[at].item_memo = value.item()
-    for at, value in enumerate(flat):
-        traced = nodes[at].meta["example_value"]
-        if isinstance(traced, torch.SymInt) and traced.node.expr in sizes:
-            owner, place = sizes[traced.node.expr]
-            names[at], fakes[at] = (arguments[owner].path, place), fakes[owner].shape[place]
-        elif at not in fakes:
-            source = ConstantSource(f"number_{at}")
-            fakes[at] = env.create_unspecified_symint_and_symbol(value, source, DimDynamic.DYNAMIC)
-    for at, node in enumerate(nodes):
-        node.meta = node.meta | {"example_value": fakes[at]}
+            fakes[place] = fake(mode, value, nodes[place].meta["example_value"], dim, place)
+            if arguments[place].kind == "number":
+                number = env.create_unspecified_symbol(
+                    value.item(), ConstantSource(f"item_{place}"), DimDynamic.DYNAMIC
+                )
+                fakes[place].item_memo = env.create_symfloatnode(number, hint=value.item())
+    for place, value in enumerate(flat):
+        traced = nodes[place].meta["example_value"]
+        if varies(traced) and traced.node.expr in sizes:
+            owner, dim = sizes[traced.node.expr]
+            names[place], fakes[place] = (arguments[owner].path, dim), fakes[owner].shape[dim]
+        elif not varies(traced):
+            fakes.setdefault(place, value)
+        else:
+            source = ConstantSource(f"number_{place}")
+            fakes[place] = env.create_unspecified_symint_and_symbol(value, source, DimDynamic.DYNAMIC)
+    for node in module.graph.nodes:
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            del node.meta["example_value"]  # it is of the other mode
+    for place, node in enumerate(nodes):
+        node.meta = node.meta | {"example_value": fakes[place]}
     boxed = tuple(a.kind == "number" and isinstance(value, Tensor) for a, value in zip(arguments, flat, strict=True))
     return Traced(module, mode, tuple(names), boxed)
 
 
-def fake(mode: FakeTensorMode, value: Tensor, traced: Tensor, batch_dim: int | None, at: int) -> Tensor:
+def fake(mode: FakeTensorMode, value: Tensor, traced: Tensor, batch_dim: int | None, place: int) -> Tensor:
     """The argument without memory; its batch dimension and those that vary in torch.compile's trace have symbols."""
-    source = ConstantSource(f"argument_{at}")
-    varies = [dim == batch_dim or isinstance(size, torch.SymInt) for dim, size in enumerate(traced.shape)]
-    if not any(varies):
+    source = ConstantSource(f"argument_{place}")
+    symbols = [dim == batch_dim or varies(size) for dim, size in enumerate(traced.shape)]
+    if not any(symbols):
         return mode.from_tensor(value if value.dim() == 0 else hollow(dense(value)), static_shapes=True, source=source)
-    sizes = [DimDynamic.DYNAMIC if symbolic else DimDynamic.STATIC for symbolic in varies]
+    sizes = [DimDynamic.DYNAMIC if symbol else DimDynamic.STATIC for symbol in symbols]
     context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
     return mode.from_tensor(hollow(dense(value)), source=source, symbolic_context=context)
 
@@ -274,9 +320,9 @@ def _sizes_of(nodes: Sequence[fx.Node], call: Call, flat: tuple[Any, ...]) -> di
     expression; at best a batch dimension."""
     found: dict[Any, tuple[int, int]] = {}
     batches: dict[Any, tuple[int, int]] = {}
-    for at, (node, value) in enumerate(zip(nodes, flat, strict=True)):
+    for place, (node, value) in enumerate(zip(nodes, flat, strict=True)):
         leaf = call.leaves.get(id(value))
         for dim, size in enumerate(node.meta["example_value"].shape if leaf is not None else ()):
-            if leaf is not None and isinstance(size, torch.SymInt):
-                (batches if dim == leaf.batch_dim else found).setdefault(size.node.expr, (at, dim))
+            if leaf is not None and varies(size):
+                (batches if dim == leaf.batch_dim else found).setdefault(size.node.expr, (place, dim))
     return found | batches
