@@ -39,6 +39,7 @@ device 1      F0  B0  F1  B1  F2  B2  F3  B3
 (None, None)
 """
 
+from . import backend
 from .compile import compile, load
 from .errors import CaptureError, FxpipeError, InputError, PackageError, PlanError
 from .ir.cluster import Cluster
@@ -65,6 +66,7 @@ __all__ = [
     "Profile",
     "Schedule",
     "Timeline",
+    "backend",
     "compile",
     "detect",
     "load",

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from .capture.arguments import cut_along
@@ -110,14 +111,13 @@ class Compiled:
         self.module = module
         self.lifted = lift(module)
         self.ways: dict[tuple[int, ...], Way] = {}
-        self._lives: dict[bool, Live] = {}
+        self._lives: dict[bool, Live] = {}  # by whether they cut the batch
+        self._shapes: tuple[torch.Size, ...] = ()
         self._lock = threading.RLock()
 
     def __call__(self, *flat: Any) -> tuple[Any, ...]:
         with self._lock:
-            new = self.lifted.hold(flat)
-            for live in self._lives.values() if new else ():
-                live.hold(new)
+            self._hold(flat)
             sizes = self.sizes(flat)
             way = self.ways.get(sizes)
             if way is None:
@@ -126,6 +126,19 @@ class Compiled:
                 return way.live.run(flat)
         result: tuple[Any, ...] = self.module(*flat)
         return result
+
+    def _hold(self, flat: tuple[Any, ...]) -> None:
+        """Take over the model's tensors where they are others than before. Plain tensors of other shapes make other
+        graphs."""
+        new = self.lifted.hold(flat)
+        for live in self._lives.values() if new else ():
+            live.hold(new)
+        rows = zip(self.lifted.arguments, flat, strict=True)
+        shapes = tuple(value.shape for item, value in rows if item.kind == "constant")
+        if shapes != self._shapes:
+            self._shapes = shapes
+            self.ways.clear()
+            self._lives.clear()
 
     def sizes(self, flat: tuple[Any, ...]) -> tuple[int, ...]:
         """The sizes of the inputs where they are cut; one, if they agree."""
@@ -182,4 +195,4 @@ class Compiled:
 
     def _warn(self, way: Way) -> None:
         how = "runs in one micro-batch" if way.live is not None else "runs as it is, not as a pipeline"
-        warnings.warn(f"graph {self.number} of torch.compile {how}: {way.why}", stacklevel=5)
+        warnings.warn(f"graph {self.number} of torch.compile {how}: {way.why}", stacklevel=6)

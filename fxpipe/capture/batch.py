@@ -24,7 +24,7 @@ from math import prod
 from typing import Any
 
 from fxpipe.errors import CaptureError
-from fxpipe.ir.graph import Graph, Op, refs, target_name
+from fxpipe.ir.graph import Graph, Op, Ref, refs, target_name
 from fxpipe.ir.types import Dim, ScalarType, TensorType, TupleType, ValueType, dim_names, dim_size, tensors
 
 from .explain import at
@@ -55,6 +55,11 @@ INDEX = {
     "index_put",
     "embedding",
 }
+# Ops that find their elements by number along a dimension: where that is in their arguments.
+LOOKUP = {
+    "index_select": 1, "gather": 1, "take_along_dim": 2, "scatter": 1, "scatter_add": 1, "scatter_reduce": 1,
+    "index_add": 1, "index_copy": 1, "index_fill": 1,
+}  # fmt: skip
 RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 COUNT = {"arange", "linspace"}
 SHUFFLE = {"randperm"}
@@ -118,7 +123,7 @@ def _follow(op: Op, flow: Flow) -> None:
         _check(op, flow, (_count,))
         return
     flow.depends.add(op.name)
-    _check(op, flow, (_count, _check_shape, _check_dimension, _check_time, _check_vmap, _check_meeting))
+    _check(op, flow, (_count, _check_shape, _check_dimension, _check_lookup, _check_time, _check_vmap, _check_meeting))
     _note_scale(op, flow)
     if dims:
         flow.outer[op.name] = _outer(op, flow)
@@ -183,6 +188,47 @@ def _check_dimension(op: Op, flow: Flow) -> None:
         _check_split(op, kind, batch, flow.outer.get(first or "", 1))
     elif name == "squeeze" and len(op.args) == 1 and not op.kwargs and len(kind.shape) > 1:
         raise refuse(op, "squeeze without a dimension also takes away a batch of one; name the dimension")
+
+
+def _check_lookup(op: Op, flow: Flow) -> None:
+    """Samples must be found by their own place: another number is of a place in the whole batch."""
+    name = called(op).rstrip("_")
+    looked = op.args[1] if name == "embedding" and len(op.args) > 1 else next(iter(op.args), None)
+    kind = flow.types.get(looked.name) if isinstance(looked, Ref) else None
+    if not isinstance(kind, TensorType) or not batch_dims(kind):
+        return
+    batch = batch_dims(kind)[0]
+    if name in LOOKUP:
+        position = LOOKUP[name]
+        dim = op.args[position] if len(op.args) > position else op.kwargs.get("dim")
+        found = not isinstance(dim, int) or dim % len(kind.shape) == batch
+    elif name in ("getitem", "setitem", "index_put"):
+        found = _numbers(_at(op.args[1], batch, flow), flow)
+    else:
+        found = name in ("embedding", "take", "put") and (batch == 0 or name != "embedding")
+    if found:
+        raise refuse(op, f"looks samples up by their number in the batch, dimension {batch} of {kind}")
+
+
+def _at(index: Any, dim: int, flow: Flow) -> Any:
+    """What of an index says which places of a dimension are taken."""
+    items = list(index) if isinstance(index, (tuple, list)) else [index]
+    taken = 0
+    for item in items:
+        kind = flow.types.get(item.name) if isinstance(item, Ref) else None
+        if item is ...:
+            return None  # dimensions are counted from the end then: the batch is among those left alone
+        many = len(kind.shape) if isinstance(kind, TensorType) and kind.dtype == "bool" else int(item is not None)
+        if taken <= dim < taken + many:
+            return item
+        taken += many
+    return None
+
+
+def _numbers(index: Any, flow: Flow) -> bool:
+    """Whether an index has numbers of places that are not those of the samples themselves."""
+    kind = flow.types.get(index.name) if isinstance(index, Ref) else None
+    return isinstance(kind, TensorType) and kind.dtype != "bool" and index.name not in flow.counted
 
 
 def _check_split(op: Op, kind: TensorType, batch: int, outer: int) -> None:

@@ -279,7 +279,8 @@ def retrace(lifted: Lifted, flat: tuple[Any, ...], call: Call) -> Traced:
     for place, value in enumerate(flat):
         if isinstance(value, Tensor):
             dim = call.leaves[id(value)].batch_dim if id(value) in call.leaves else None
-            fakes[place] = fake(mode, value, nodes[place].meta["example_value"], dim, place)
+            given = arguments[place].kind == "input"
+            fakes[place] = fake(mode, value, nodes[place].meta["example_value"] if given else value, dim, place)
             if arguments[place].kind == "number":
                 number = env.create_unspecified_symbol(
                     value.item(), ConstantSource(f"item_{place}"), DimDynamic.DYNAMIC
