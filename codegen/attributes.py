@@ -15,8 +15,8 @@ from fxpipe.ir.types import TensorType
 def attributes(program: Program, places: Places, base: str, totals: Program | None = None) -> list[str]:
     """The class and what its base wants to know. `totals`, of one stage, runs before the batch is cut."""
     takes = () if totals is None else totals.stages[0].takes
-    given = [output.value for output in program.graph.outputs]
-    known = {name for stage in program.stages for name in stage.takes} | {*takes, *given}
+    known = {name for stage in program.stages for name in stage.takes}
+    known |= {*takes, *(output.value for output in program.graph.outputs)}
     sizes = [size for size in program.graph.sizes if size.name in known]
     inputs = [item for item in program.graph.inputs if item.path]
     values = {

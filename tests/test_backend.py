@@ -366,6 +366,24 @@ def test_autocast_around_the_call() -> None:
     assert torch.allclose(got, expected, atol=1e-2)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("home", ["cpu", "cuda:0"])
+def test_nothing_moves(home: str) -> None:
+    """Stages elsewhere have copies: of weights that an optimizer changed, of buffers that they write."""
+    model, twin = (one.to(home) for one in net())
+    made = compiled(twin, devices=["cpu", "cuda:0"], chunks=1)
+    steps = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, twin)]
+    for _ in range(3):
+        agree(model, twin, made, rows(8).to(home))
+        assert made(rows(8).to(home)).device == torch.device(home)
+        model(rows(8).to(home))
+        twin.norm.load_state_dict(model.norm.state_dict())
+        for optimizer in steps:
+            optimizer.step()
+    assert {tensor.device for tensor in twin.state_dict().values()} == {torch.device(home)}
+    assert len(door.living) == 1
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -6,6 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+
+from fxpipe import backend
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -41,6 +44,8 @@ def test_its_pictures_are_there() -> None:
 
 def test_its_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
+    if "fxpipe" not in torch.compiler.list_backends():  # where it is not installed
+        torch._dynamo.register_backend(backend.backend, name="fxpipe")
     text = re.sub(r"<!-- (\w+) -->.*?<!-- end -->", "", README.read_text(), flags=re.DOTALL)
     names: dict[str, object] = {}
     for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
