@@ -33,6 +33,8 @@ from .codegen.load import bind, load_package, unload
 from .codegen.package import constants, write
 from .engines.local import Pipeline
 from .errors import CaptureError, InputError
+from .ir.graph import Graph
+from .ir.program import Program
 from .ir.types import TensorType, ValueType
 from .machine import local_cluster
 from .options import Options
@@ -65,14 +67,16 @@ class Live:
 
     def _bind(self) -> Pipeline:
         """The package's scheduler with the constants that the graph has now."""
-        graph = replace(self.build.program.graph, states=self.piece.graph.states)
-        held = constants(replace(self.build.program, graph=graph))
+        graph, totals = self.piece.graph, self.build.totals
+        program = with_states(self.build.program, graph)
+        held = constants(program, totals and with_states(totals, graph.totals or graph))
         made: Pipeline = bind(self.package, nn.Module(), held, self.piece.lifted.held, move=False)
         return made
 
     def hold(self, new: Mapping[str, Tensor]) -> None:
         """Work with other tensors of the model from now on."""
-        for stage in self.scheduler.stages:
+        whole = self.scheduler.whole
+        for stage in (*self.scheduler.stages, *([] if whole is None else [whole])):
             for path in new.keys() & set(stage.states):
                 stage.replace(path, new[path])
 
@@ -87,6 +91,11 @@ class Live:
         types = piece.graph.types
         outputs = piece.graph.outputs
         return piece.outputs(tuple(map(at_home, results, (types[output.value] for output in outputs))), flat)
+
+
+def with_states(program: Program, graph: Graph) -> Program:
+    """The program with the states of another graph, which has other constants."""
+    return replace(program, graph=replace(program.graph, states=graph.states))
 
 
 def at_home(result: Any, kind: ValueType) -> Any:

@@ -66,7 +66,8 @@ class Engine:
         self.whole = whole
         self.streams = Streams(tuple(stage.device for stage in stages))
         self._mutating = tuple(stage for stage in stages if stage.mutates)
-        self._copying = tuple(stage for stage in stages if stage.copies or stage.elsewhere)
+        all_stages = self.stages if whole is None else (*self.stages, whole)
+        self._copying = tuple(stage for stage in all_stages if stage.copies or stage.elsewhere)
         self._on_cpu = any(stage.device.type == "cpu" for stage in stages)
         # The calling thread, which would only wait, is the worker of the last stage's device.
         self._workers = {label: Worker(label) for label in sorted(set(self.devices) - {self.devices[-1]})}
