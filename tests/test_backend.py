@@ -335,6 +335,21 @@ def test_what_has_no_batch_is_said() -> None:
     assert ways()[-1] == ("8", 2, 4)
 
 
+class MaskedMean(Mixed):
+    """What it divides by is of the whole batch, and weighed by a plain tensor."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return (self.second(self.first(x)).square().sum(1) * mask).sum() / (mask * SHIFT[0]).sum()
+
+
+def test_what_must_be_known_of_the_whole_batch() -> None:
+    model, twin = net(MaskedMean)
+    made = compiled(twin)
+    for batch in (9, 7):
+        agree(model, twin, made, rows(batch), torch.arange(batch).double())
+    assert ways() == [("9", 2, 4), ("7", 2, 4)]
+
+
 def test_a_function_of_two_models_with_their_loss() -> None:
     models = [net() for _ in range(2)]
     x = rows(9)
