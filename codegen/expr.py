@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from fxpipe.codegen.lines import Brackets, Doc, Infix, flat, prefix
-from fxpipe.codegen.names import member, spells
+from fxpipe.codegen.names import member, spells, state_path
 from fxpipe.codegen.signatures import PLAIN, Signature, is_default, of_call, one_number
 from fxpipe.codegen.spelling import Names, modules_of, nest, spell
 from fxpipe.errors import FxpipeError
 from fxpipe.ir.graph import Op, Ref
+from fxpipe.ir.opaque import Opaque
 
 _BINARY: dict[Any, str] = {
     operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.floordiv: "//",
@@ -62,6 +63,8 @@ def _expression(op: Op, names: Names) -> Doc:
     target, args = _IN_PLACE.get(op.target, op.target) if not isinstance(op.target, str) else op.target, op.args
     if isinstance(target, str):
         return _method(target, args, op.kwargs, names)
+    if isinstance(target, Opaque):
+        return _whole(target, args, names)
     if target is dict and not args:
         return nest(dict(op.kwargs), names)
     if not op.kwargs:
@@ -70,6 +73,17 @@ def _expression(op: Op, names: Names) -> Doc:
             return written
     name = spell(target).text
     return Brackets(f"{name}(", _arguments(name, target, args, op.kwargs, names), ")")
+
+
+def _whole(target: Opaque, args: tuple[Any, ...], names: Names) -> Doc:
+    """`self.router(x)`: a submodule called whole. Tensors that the stage has under another path are named."""
+    tensors, given, others = args
+    owner = state_path(target.path)
+    pairs = zip(target.names, tensors, strict=True)
+    elsewhere = {name: ref for name, ref in pairs if names(ref.name) != state_path(f"{target.path}.{name}")}
+    if elsewhere:
+        owner = f"{owner}.with_tensors({flat(nest(elsewhere, names))})"
+    return Brackets(f"{owner}(", (*(nest(arg, names) for arg in given), *_keywords(others, names)), ")")
 
 
 def _operator(target: Any, args: tuple[Any, ...], names: Names) -> Doc | None:
@@ -208,7 +222,7 @@ def modules(op: Op) -> frozenset[str]:
 
 
 def _target_modules(op: Op) -> frozenset[str]:
-    if op.target is operator.setitem or in_place_sign(op):
+    if op.target is operator.setitem or in_place_sign(op) or isinstance(op.target, Opaque):
         return frozenset()
     if op.target not in _HAVE_SIGNS:
         return frozenset((spell(op.target).module,)) - {""}

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from fxpipe.codegen.package import CONSTANTS
 from fxpipe.codegen.places import torch_device
 from fxpipe.errors import PackageError, PlanError
+from fxpipe.ir.opaque import Opaque
 
 _numbers = itertools.count()
 
@@ -75,14 +76,16 @@ def bind(
     model: nn.Module,
     constants: Mapping[str, Any] | None = None,
     others: Mapping[str, Tensor] | None = None,
+    calls: Mapping[str, Opaque] | None = None,
     *,
     move: bool = True,
 ) -> Any:
     """The package's scheduler, its stages holding the model's own parameters and buffers, which move to the devices of
     their stages in place; with `move` false, stages on another device have copies. `constants` come from the folder if
     they are not given; what lies on another device is copied. `others` are tensors that the model does not have, such
-    as those of a loss function, by path. Raises PackageError, and changes nothing, if the model does not fit, PlanError
-    if a device is not there."""
+    as those of a loss function, by path; `calls` the submodules that are called whole, the model's own if they are not
+    given: then nobody checks what they return. Raises PackageError, and changes nothing, if the model does not fit,
+    PlanError if a device is not there."""
     for stage, label in enumerate(module.Scheduler.devices):
         _check_device(stage, worker_device(label))
     tensors = _tensors(module, model, others or {})
@@ -97,8 +100,16 @@ def bind(
                 raise PackageError(f"the package lacks its constant {name!r}, which {CONSTANTS} should have")
         for path in kind.states if move else ():
             _move(tensors[path], device)
-        stages.append(kind(tensors, held, device))
+        whole = {path: (calls or {}).get(path) or Opaque(path, _submodule(model, path)) for path in kind.opaque}
+        stages.append(kind(tensors, held, device, whole))
     return module.Scheduler(stages, stages.pop()) if totals else module.Scheduler(stages)
+
+
+def _submodule(model: nn.Module, path: str) -> nn.Module:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        raise PackageError(f"the package calls {path}, which this {type(model).__name__} does not have") from None
 
 
 def worker_device(label: str) -> torch.device:

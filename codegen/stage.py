@@ -25,6 +25,7 @@ from fxpipe.codegen.names import STAGE_NAMES, clip, code_comment, doc_prose, ide
 from fxpipe.codegen.spelling import Names, literal, nest
 from fxpipe.codegen.variables import Variables, assign, rebinds
 from fxpipe.ir.graph import Op, Origin, Ref, Region
+from fxpipe.ir.opaque import Opaque
 from fxpipe.ir.program import Program, RuntimeCall, Stage
 from fxpipe.ir.types import TensorType, ValueType, tensors
 
@@ -119,6 +120,7 @@ def _attributes(program: Program, stage: Stage) -> list[str]:
         "constants": [constants[name] for name in stage.states if name in constants],
         "mutates": [states[name].path for name in stage.mutates],
         "rereads": [states[name].path for name in stage.rereads],
+        "opaque": dict.fromkeys(op.target.path for op in stage.ops if isinstance(op.target, Opaque)),
     }
     lines = [
         line
@@ -188,7 +190,10 @@ def _body(program: Program, stage: Stage, variables: Variables) -> list[str]:
 def _step_lines(step: _Step, depth: int) -> list[str]:
     """The statements; those that draw random numbers in a block that seeds them."""
     inner = depth + 1 if step.op.random else depth
-    lines = [f"{INDENT * depth}with draw({step.op.draw}):"] if step.op.random else []
+    lines = []
+    if isinstance(step.op.target, Opaque):
+        lines += [clip(f"{INDENT * depth}# opaque: {_origin(step.op.target.origin, '')}", WIDTH)]
+    lines += [f"{INDENT * depth}with draw({step.op.draw}):"] if step.op.random else []
     lines += [line for statement in step.statements for line in layout(statement, inner)]
     lines += layout(Brackets("del ", step.releases, "", "bare"), depth) if step.releases else []
     return lines
@@ -280,6 +285,8 @@ def _statements(op: Op, variables: Variables, taken: Collection[str]) -> Iterato
 def _long_paths(op: Op, variables: Variables) -> list[str]:
     """The model's tensors whose path is too long for the op's statement: on its own, or as what is indexed or called
     when the statement has to be broken."""
+    if isinstance(op.target, Opaque):  # which has its tensors already
+        return []
     used = [variables.of[name] for name in dict.fromkeys(op.reads)]
     paths = [path for path in used if _OWNER.fullmatch(path)]
     first = variables.of[op.args[0].name] if op.args and isinstance(op.args[0], Ref) else ""

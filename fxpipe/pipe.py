@@ -35,6 +35,7 @@ from .ir.cluster import Cluster
 from .ir.device_programs import DevicePrograms
 from .ir.evaluate import with_totals
 from .ir.graph import Graph, Input, Ref, Struct
+from .ir.opaque import opaques
 from .ir.plan import Plan
 from .ir.profile import Profile
 from .ir.program import Program
@@ -245,15 +246,18 @@ class Pipe(Shell):
                 write(made.files, folder)
                 package = load_package(folder)
                 weakref.finalize(self, unload, package)
-                live = Live(
-                    made, package, bind(package, self.model, constants(made.program, made.totals), others), version
-                )
+                live = Live(made, package, self._bound(package, made, others), version)
             self._lives[key] = live
         elif live.version != version or live.build is not made:
             live.scheduler.close()
-            live.scheduler = bind(live.package, self.model, constants(made.program, made.totals), others)
+            live.scheduler = self._bound(live.package, made, others)
             live.version, live.build = version, made
         return live
+
+    def _bound(self, package: ModuleType, made: Build, others: Mapping[str, Tensor]) -> Pipeline:
+        calls = {opaque.path: opaque for opaque in opaques(made.graph)}
+        bound: Pipeline = bind(package, self.model, constants(made.program, made.totals), others, calls)
+        return bound
 
     def close(self) -> None:
         """End the worker threads and remove the generated files. A pipe that is garbage collected closes itself."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from .ir.opaque import Opaque
 from .ir.profile import total
 from .ir.program import Program
 from .ir.transfers import add_transfers
@@ -26,7 +27,7 @@ def explain(build: Build) -> str:
         f"{build.graph.model}: {len(build.program.stages)} stages, {build.plan.chunks} micro-batches, "
         f"{build.schedule.name}; times {build.profile.source} for a micro-batch of {build.profile.batch}"
     )
-    return "\n".join([head, "", table, *portal_lines(build.program)])
+    return "\n".join([head, "", table, *special_lines(build.program)])
 
 
 def stage_row(build: Build, index: int) -> tuple[str, ...]:
@@ -48,13 +49,20 @@ def stage_row(build: Build, index: int) -> tuple[str, ...]:
     )
 
 
-def portal_lines(program: Program) -> list[str]:
-    """`skip goes from stage 0 to stage 3 through a portal`, one line per value."""
+def special_lines(program: Program) -> list[str]:
+    """What is out of the ordinary, one line each: portals, shared parameters, submodules that are kept whole."""
     n = len(program.stages)
     portals = [move for move in program.moves if move.portal and move.source >= 0 and move.target < n]
     lines = [f"portal: {move.value}, from stage {move.source} to stage {move.target}" for move in portals]
     lines += [
         f"shared: {loan.state}, at home in stage {loan.home}, used by stage {loan.user}" for loan in program.loans
+    ]
+    lines += [
+        f"opaque: {op.target.path}, kept whole in stage {stage.index}, because of "
+        f"{op.target.origin} ({op.target.reason})"
+        for stage in program.stages
+        for op in stage.ops
+        if isinstance(op.target, Opaque)
     ]
     return ["", *lines] if lines else []
 

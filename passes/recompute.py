@@ -1,6 +1,7 @@
 """Marks the stages that recompute in backward what they computed in forward, as the plan says.
 
-A stage whose ops need no gradient has nothing to recompute, whatever the plan says.
+A stage whose ops need no gradient has nothing to recompute, whatever the plan says. One that calls a submodule whole
+which sets attributes of its own would compute another thing, so it keeps what it computed first.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fxpipe.errors import PlanError
+from fxpipe.ir.opaque import Opaque
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program, Stage
 from fxpipe.ir.types import tensors
@@ -20,6 +22,8 @@ def recompute(program: Program, plan: Plan) -> Program:
     def marked(stage: Stage) -> Stage:
         mode = plan.stages[stage.index].checkpoint
         if mode == "never" or not any(t.grad for op in stage.ops for t in tensors(op.type)):
+            return stage
+        if any(isinstance(op.target, Opaque) and op.target.remembers for op in stage.ops):
             return stage
         _refuse_changed(stage, parameters)
         return replace(stage, checkpoint=mode)

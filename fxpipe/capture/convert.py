@@ -15,12 +15,14 @@ from torch import fx
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph import Graph, Op, Origin, Ref
 from fxpipe.ir.legal import ENTER_VMAP, LEAVE_VMAP
+from fxpipe.ir.opaque import Opaque
 
 from .arguments import Call
 from .dynamo import Traced
 from .effects import Step, steps
 from .explain import at, innermost, parse_stack
 from .hollow import Slot
+from .opaque import Piece
 from .placeholders import Builder, add_inputs, add_states, define
 from .squeeze import with_named_squeezes
 from .symbols import VMAP, text, type_of
@@ -121,6 +123,7 @@ def _op(build: Builder, step: Step, position: int, env: dict[fx.Node, Any]) -> O
     sharing = [node for address in step.written for node in build.sharing.get(address, ())]
     touched = list(dict.fromkeys(build.of_node[node] for node in sharing))
     _refuse_writes(build, touched, origin)
+    _refuse_aliased(sharing, origin)
     # What the op changed, where it stands for that: `x += 1` gives back x, `x[i] = v` gives back nothing.
     changed = env[node.args[0]] if node.target is operator.setitem else step.value  # type: ignore[index]
     owners = build.nodes_of.get(id(changed), []) if touched else []
@@ -143,8 +146,16 @@ def _op(build: Builder, step: Step, position: int, env: dict[fx.Node, Any]) -> O
             f"{at(origin)}\nhangs a hook on a value in forward, which would see the gradient of each micro-batch; "
             "write an autograd.Function whose backward does what the hook does"
         )
-    draw = build.draws if step.random else None
-    build.draws += step.random
+    function: Any = node.target
+    piece: Piece | None = getattr(node.target, "piece", None)
+    if piece is not None:
+        function, (tensors, *others) = piece.opaque, args
+        args = (tuple(tensors), *others)
+        buffers = zip(tensors, piece.opaque.buffers, strict=True)
+        writes = tuple(dict.fromkeys(ref.name for ref, is_buffer in buffers if is_buffer))
+    random = step.random or (piece is not None and piece.draws)
+    draw = build.draws if random else None
+    build.draws += random
     define(build, node, {node: changed}, name)
     if target in states:
         build.of_node[node] = target  # a state keeps its name: later readers read it, not the op
@@ -153,7 +164,7 @@ def _op(build: Builder, step: Step, position: int, env: dict[fx.Node, Any]) -> O
             build.of_node[owner] = name
     return Op(
         name,
-        node.target,
+        function,
         args,
         kwargs,
         kind,
@@ -193,6 +204,21 @@ def _refuse_writes(build: Builder, names: list[str], origin: Origin) -> None:
             raise CaptureError(
                 f"{at(origin)}\nwrites into {state.path}, {what}; "
                 f"make it a buffer: self.register_buffer({state.path.rsplit('.', 1)[-1]!r}, ...)"
+            )
+
+
+def _refuse_aliased(written: list[fx.Node], origin: Origin) -> None:
+    """A piece that is kept whole may return what it was given; in the pipeline it returns a copy then. It is told that
+    this is written into, lest it do so another time."""
+    for node in written:
+        opaque = getattr(node.target, "opaque", None)
+        if not isinstance(opaque, Opaque):
+            continue
+        opaque.written.append(origin)
+        if any(promise.aliased for promise in opaque.promises):
+            raise CaptureError(
+                f"{at(origin)}\nwrites into what {opaque.path} returns, which is kept whole and may return what it was "
+                "given; write y = y + 1 in place of y += 1"
             )
 
 

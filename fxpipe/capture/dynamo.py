@@ -12,7 +12,7 @@ import builtins
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FunctionType
@@ -23,6 +23,7 @@ import torch.fx.experimental._config as shape_config
 from torch import fx, nn
 from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.source import TensorProperty, TensorPropertySource
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import builtin
 from torch._subclasses import FakeTensor, FakeTensorMode
 
@@ -74,12 +75,15 @@ def dynamo(model: nn.Module, function: Callable[..., Any], capture: Capture) -> 
     run = context(fresh)
 
     def call(*given: Any) -> Any:
+        configured.modules = None
         try:
             return run(model, *given)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except Exception as error:
+            if not isinstance(error, torch._dynamo.exc.TorchDynamoException) and configured.modules is None:
+                raise  # the pipeline's, which runs in here
+            refused = refusal(error, configured.modules)
             if configured.deep or not any(reason in str(error) for reason in SHALLOW):
-                raise refusal(error) from None
-            refused = refusal(error)
+                raise refused from None
         configured.deep = True
         try:
             return run(model, *given)
@@ -106,11 +110,12 @@ def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
 class _Configured:
     """Dynamo's compiler, under our settings. Calls that were captured before do not pass here. `deep`: it also reads
     functions that Dynamo passes over because it takes them for Python's or torch's own business, and lets forward ask
-    for the gradient of a tensor that it made itself."""
+    for the gradient of a tensor that it made itself. `modules`: those in which it stopped, from the outermost on."""
 
     def __init__(self, compile: Callable[..., Any]) -> None:
         self._torchdynamo_orig_backend = compile  # the name by which Dynamo finds the inner one
         self.deep = False
+        self.modules: tuple[int, ...] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as settings:
@@ -127,7 +132,24 @@ class _Configured:
             settings.enter_context(shape_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
             settings.enter_context(one_step())
             settings.enter_context(_quiet("torch._subclasses.fake_tensor"))  # our error says it better
-            return self._torchdynamo_orig_backend(*args, **kwargs)
+            try:
+                return self._torchdynamo_orig_backend(*args, **kwargs)
+            except Exception as error:  # some are Python's own, of checks inside of Dynamo
+                self.modules = _modules(error)
+                raise
+
+
+def _modules(error: BaseException) -> tuple[int, ...] | None:
+    """The ids of the modules whose forward Dynamo was in, from the outermost on; None if it was not reading. Only its
+    frames know, and its own door takes those off the error."""
+    found: Iterable[str] | None = None
+    trace = error.__traceback__
+    while trace is not None:
+        reader = trace.tb_frame.f_locals.get("self")
+        if isinstance(reader, InstructionTranslatorBase):
+            found = reader.nn_module_stack
+        trace = trace.tb_next
+    return None if found is None else tuple(int(key.partition("@")[0]) for key in found)
 
 
 @contextmanager

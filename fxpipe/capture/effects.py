@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxpipe.ir.graph import Region
 
 from .dynamo import Traced
-from .explain import innermost, parse_stack, refusal
+from .explain import innermost, modules_around, parse_stack, refusal
 from .recurrent import drops, one_step
 
 # These write their running statistics without declaring it: the places of mean and variance, and of `training`.
@@ -156,7 +156,7 @@ def _run(node: fx.Node, env: dict[fx.Node, Any], traced: Traced) -> Any:
     try:
         return node.target(*args, **kwargs)
     except GuardOnDataDependentSymNode as error:  # Dynamo took the value that a tensor had before forward wrote to it
-        raise refusal(error, innermost(parse_stack(node.meta.get("stack_trace")))) from None
+        raise refusal(error, modules_around(node), innermost(parse_stack(node.meta.get("stack_trace")))) from None
 
 
 def _region(node: fx.Node, env: dict[fx.Node, Any], open: list[tuple[fx.Node | None, Region]], ambient: bool) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tabulate import tabulate
+from torch import fx
 
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph import Origin
@@ -18,6 +20,10 @@ TORCH = str(Path(torch.__file__).parent)
 OURS = str(Path(__file__).parent)
 STANDARD = str(Path(linecache.__file__).parent)  # the library of Python, which holds site-packages too
 
+DATA_SIZES = (
+    "the shape of its result depends on the values of a tensor",
+    "write x * mask or torch.where(mask, x, 0) in place of x[mask]",
+)
 # What Dynamo's message says, what is wrong, what to write instead.
 ADVICE = (
     (
@@ -37,8 +43,7 @@ ADVICE = (
     ),
     (
         r"[Dd]ynamic shape operator|[Dd]ynamic output shape|nonzero|masked_select",
-        "the shape of its result depends on the values of a tensor",
-        "write x * mask or torch.where(mask, x, 0) in place of x[mask]",
+        *DATA_SIZES,
     ),
     (
         r"`print`|builtin print|[Ll]ogger|logging",
@@ -64,27 +69,88 @@ ADVICE = (
 OWN_ERRORS = r"(?:got|raised exception) (\w+)\((['\"])(.*?)\2,?\)"  # what the model itself raised
 
 
-def refusal(error: BaseException, where: Origin | None = None) -> CaptureError:
-    """The CaptureError for what Dynamo raised; `where`, if it is known better than the error says."""
+class Refused(CaptureError):
+    """What a route says of a call that it cannot capture: the user's line, the reason, what to write instead, and the
+    ids of the modules whose forward that is in, from the outermost on, None if it is no line's fault. `route` is how
+    it was tried."""
+
+    route = ""
+
+    def __init__(
+        self, where: Origin | None, reason: str, advice: str = "", modules: Sequence[int] | None = None
+    ) -> None:
+        place = f"{at(where)}\n" if where else ""
+        super().__init__(f"{place}cannot be captured: {reason}" + (f"; {advice}" if advice else ""))
+        self.where, self.reason, self.advice, self.modules = where, reason, advice, modules
+
+    def in_no_submodule(self) -> Refused:
+        """Why nothing is kept whole here."""
+        found = Refused(
+            self.where,
+            "it is in no submodule, and kept whole, the model would have one stage",
+            "move these lines into the forward of a submodule",
+        )
+        found.route = "keeping a submodule whole"
+        return found
+
+
+def written_by_dynamo(graph: fx.Graph) -> Refused | None:
+    """The refusal of the first op that Dynamo put in for numpy's, and that nothing outside of Dynamo can run."""
+    for node in graph.nodes:
+        if type(node.target).__module__ == "torch._dynamo.utils":
+            where = innermost(parse_stack(node.meta.get("stack_trace")))
+            return Refused(where, "it computes with numpy", "write it with torch", modules_around(node))
+    return None
+
+
+def modules_around(node: fx.Node) -> list[int]:
+    """The ids of the modules whose forward has made a node, from the outermost on."""
+    return [int(str(key).partition("@")[0]) for key in node.meta.get("nn_module_stack") or ()]
+
+
+def failed(error: Exception, route: str) -> Refused:
+    """The model fails as plain Python, too; or what Dynamo has made of it does."""
+    where = innermost(traceback.extract_tb(error.__traceback__))
+    found = Refused(where, f"it raises {type(error).__name__}: {error}")
+    found.__cause__ = error
+    found.route = route
+    return found
+
+
+def refusal(error: BaseException, modules: Sequence[int] | None = None, where: Origin | None = None) -> Refused:
+    """The error for what Dynamo raised in these modules; `where`, if it is known better than the error says."""
     chain = [error] + ([error.__cause__] if error.__cause__ is not None else [])
     text = next((str(e) for e in chain if "ecompile limit exceeded" in str(e)), str(error))
     stack = next((s for e in chain if (s := getattr(e, "real_stack", None))), None)
     where = where or innermost(list(stack or ())) or _in_text(str(error))
-    place = f"{at(where)}\n" if where else ""
-    return CaptureError(f"{place}cannot be captured: {_reason(text)}")
+    return Refused(where, *_reason(text), modules)
 
 
-def _reason(text: str) -> str:
+def refusals(tried: Sequence[Refused]) -> CaptureError:
+    """The error for a call that no route has captured: the first refusal, then a table of all."""
+    if len(tried) == 1:
+        return tried[0]
+    rows = [(one.route, str(one.where or ""), one.reason, one.advice) for one in tried]
+    table = tabulate(
+        rows,
+        headers=("tried", "stopped at", "because", "write instead"),
+        tablefmt="simple",
+        maxcolwidths=[24, 36, 36, 36],
+    )
+    return CaptureError(f"{tried[0]}\n\nWhat was tried, in order:\n{table}")
+
+
+def _reason(text: str) -> tuple[str, str]:
     """One sentence, and what to write instead where that is known."""
     if raised := re.search(OWN_ERRORS, text, re.DOTALL):
-        return f"it raises {raised[1]}: {raised[3]}"
+        return f"it raises {raised[1]}: {raised[3]}", ""
     said = "\n".join(line for line in text.split("\n") if not line.lstrip().startswith(("Hint:", "from user code")))
     for pattern, reason, advice in ADVICE:
         if re.search(pattern, said):
-            return f"{reason}; {advice}"
+            return reason, advice
     first = text.strip().split("\n", 1)[0]
     explanation = re.search(r"Explanation: (.*)", text)
-    return f"{first}: {explanation[1].strip()}" if explanation else first
+    return f"{first}: {explanation[1].strip()}" if explanation else first, ""
 
 
 def _in_text(text: str) -> Origin | None:

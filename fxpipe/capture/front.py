@@ -1,5 +1,16 @@
 """The door of capture: a call of the model comes in, its `Graph` and the real inputs go to whoever runs it.
 
+Not every model can be traced in one graph. What is tried, in this order, until a call is captured:
+
+  - the model as it is, under settings for recurrent layers, loggers and Python numbers (`dynamo.py`), then reading into
+    functions that Dynamo would pass over
+  - the same, after forward ran once on fake tensors: some libraries set things up in the first call (`warm.py`)
+  - the same, with the innermost submodule that cannot be traced kept whole, as one op (`opaque.py`); and the next one
+
+If nothing is left, the error has a table of all that was tried. torch.export is not among it: it bakes train or eval
+mode and every flag into its graph without a guard that would tell when they change, and drops the backward of custom
+autograd functions without a word. What it can trace and Dynamo cannot, runs as an opaque op.
+
 front(args, kwargs, run)
   1. arguments: one batch size for all; hollow copies of the tensors
   2. the model's parameters and buffers are swapped for hollow ones, and the route's function is called
@@ -20,18 +31,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fxpipe.errors import CaptureError
+from fxpipe.errors import CaptureError, FxpipeError
 from fxpipe.ir.graph import Graph
 
 from .arguments import Arguments, Asked, BatchDim, Call
 from .baked import merge
 from .convert import Draft, Owner, draft
 from .dynamo import Capture, Traced, dynamo
+from .explain import Refused, failed, refusals, written_by_dynamo
 from .finish import Finished, Seen, feed, finish, stand_ins
 from .guards import check_outputs, check_sizes
 from .hollow import Changes, Slot, Snapshot, Twins
 from .inline import inline_checkpoints
 from .nest import change
+from .opaque import Pieces, learn, sized_by_data
 from .outputs import Reduce
 from .warm import SIGNS, warm
 
@@ -107,6 +120,8 @@ class Front:
         self.loss = loss
         self.arguments = Arguments(model, batch_dim, sizes)
         self.twins = Twins({"": model})
+        self.pieces = Pieces()
+        self._function = function
         # Weak, for torch keeps every backend it has seen, and would keep the model with it.
         capture = weakref.WeakMethod(self._capture)
         self._begin = partial(route, model, function, lambda traced: capture()(traced))  # type: ignore[misc]
@@ -121,11 +136,10 @@ class Front:
     def run(self, asked: Asked, run: Run) -> Any:
         """What the captured function returns."""
         with self._lock:
-            now, result = self._pass(asked, run)
+            now, result = self._complete(asked, run)
             for _ in range(2):  # a hook that fills a dict makes the second call of another kind than the first
                 if now.snapshot is not None:
-                    self._finish(now, result, asked)
-                    now, result = self._pass(asked, run)
+                    now, result = self._complete(asked, run)
             kind = now.kind
             if now.snapshot is not None or kind is None:
                 raise CaptureError(
@@ -139,14 +153,32 @@ class Front:
             return change(result, now.real)
 
     def capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Graph:
-        """The graph of this kind of call. Nothing is run, nothing changes."""
+        """The graph of this kind of call. Nothing changes; nothing is run but for submodules that are kept whole."""
         return self.graph(Asked(args, kwargs))
 
     def graph(self, asked: Asked) -> Graph:
         """The graph of this kind of call of the captured function."""
         with self._lock:
-            now, result = self._pass(asked, None)
-            return self._finish(now, result, asked).graph
+            now, _ = self._complete(asked, None)
+            assert now.kind is not None
+            assert now.kind.finished is not None
+            return now.kind.finished.graph
+
+    def _complete(self, asked: Asked, run: Run | None) -> tuple[Now, Any]:
+        """One call of the route; if it is a dry pass, the graph of its kind is complete afterwards. Where a graph is
+        refused in which data decides how large something is, that may do inside of a submodule that is kept whole."""
+        now, result = self._pass(asked, run)
+        if now.snapshot is None:
+            return now, result
+        try:
+            self._finish(now, result, asked)
+        except CaptureError:
+            refused = sized_by_data(now.kind.drafted.graph, self.twins) if now.kind and now.kind.drafted else None
+            if refused is None or self._another_way(now, [refused]) is None:
+                raise
+            self._route, self._hooks = self._begin(), self.twins.hooks()
+            return self._complete(asked, run)
+        return now, result
 
     def _finish(self, now: Now, result: Any, asked: Asked) -> Finished:
         """Complete the graph of the kind of call that a dry pass has shown."""
@@ -171,13 +203,14 @@ class Front:
     def _pass(self, asked: Asked, run: Run | None, rows: int | None = None) -> tuple[Now, Any]:
         """One call of the route, with everything hollow up to the moment when `run` runs."""
         self.twins.sync()
-        if self._hooks != (hooks := self.twins.hooks()):
+        if self.pieces.renew(self.twins) or self._hooks != self.twins.hooks():
             # Dynamo has guards for hooks, too, but they would double what all guards of a call take (torch 2.13).
-            self._route, self._hooks = self._begin(), hooks
+            self._route, self._hooks = self._begin(), self.twins.hooks()
         # Where the model is, so that the caller may keep the batch anywhere.
         now = Now(self.arguments.call(asked, self.twins.device, rows), self.twins, run, asked.holders)
         self._now, before = now, self._now
         self.twins.enter()
+        self.pieces.enter()
         try:
             result = self._routed(now)
             if now.snapshot is not None:
@@ -189,22 +222,61 @@ class Front:
                 self.twins.leave()
             if now.snapshot is not None and now.kind is not None:
                 now.kind.touched |= now.snapshot.restore()
+            self.pieces.leave()  # not sooner: the snapshot has them
 
     def _routed(self, now: Now) -> Any:
-        """What the route returns. A first call that is refused may get another chance, once the model is set up."""
-        try:
-            return self._route(*now.call.given)
-        except CaptureError as error:
-            if self._warm or not any(sign in str(error) for sign in SIGNS):
-                raise
-            self._warm, refused = True, error
-        warm(self.twins, now.call, now.holders)
-        self._route, self._hooks = self._begin(), self.twins.hooks()
-        self.twins.enter()
-        try:
-            return self._route(*now.call.given)
-        except CaptureError:
-            raise refused from None
+        """What the route returns. A call that is refused gets another chance as long as there is another way."""
+        tried: list[Refused] = []
+        how: str | None = self._how()
+        while how is not None:
+            try:
+                result = self._route(*now.call.given)
+                self.pieces.tell()
+                return result
+            except Refused as refused:
+                refused.route = how
+                tried.append(refused)
+            except Exception as error:
+                if isinstance(error, FxpipeError) or not now.swapped:  # ours; or what the pipeline raised
+                    raise
+                tried.append(failed(error, how))
+            how = self._another_way(now, tried)
+            self._route, self._hooks = self._begin(), self.twins.hooks()
+            self.twins.enter()
+            self.pieces.enter()
+        raise refusals(tried) from tried[-1].__cause__
+
+    def _how(self) -> str:
+        """How a call is captured, in words."""
+        kept = [piece.opaque.path for piece in self.pieces.of.values()]
+        return f"one graph, {', '.join(kept)} kept whole" if kept else "one graph"
+
+    def _another_way(self, now: Now, tried: list[Refused]) -> str | None:
+        """Try the next way, the model being itself again: first to run forward once, as some libraries put off to the
+        first call what is no arithmetic; then to keep the submodule whole that was refused, or the one around it. Gives
+        what was done, or None if nothing is left. Ways that fail at once are added to those that were tried."""
+        self.pieces.leave()
+        refused = tried[-1]
+        if not self._warm and any(sign in str(refused) for sign in SIGNS):
+            self._warm = True
+            warm(self.twins, now.call, now.holders)
+            return "one graph, after forward ran once"
+        self.twins.leave()
+        if not self.pieces.asked and not self.pieces.keep(self.twins, refused):
+            if refused.modules is not None:
+                tried.append(refused.in_no_submodule())
+            return None
+        while True:
+            try:
+                odd = learn(self.pieces, partial(self._function, self.model), now.call, self.twins, now.holders)
+            except Exception as error:  # the model's own
+                tried.append(failed(error, "running it, to see what a submodule returns"))
+                return None
+            if odd is None:
+                return self._how()
+            tried.append(odd.refusal())
+            if not self.pieces.keep_around(self.twins, odd):
+                return None
 
     def _capture(self, traced: Traced) -> Callable[..., Any]:
         """What the route is to call for a kind of call that it has just traced."""
@@ -224,8 +296,10 @@ class Front:
             self._check(kind, now.call)
             kind.finished = finished = kind.finished.renewed(flat)
             self.twins.leave()  # whoever runs the graph may look at the model
+            self.pieces.leave()
             now.swapped = False
             results = now.run(finished.graph, feed(finished.graph, kind.drafted, now.call, flat))
+            self.pieces.enter()  # what the route puts together may come from what stands in
             return tuple(give(results, now.call, flat) for give in finished.gives)
 
         return compute
@@ -233,6 +307,8 @@ class Front:
     def _dry(self, kind: Kind, now: Now, flat: tuple[Any, ...]) -> tuple[Any, ...]:
         """Hollow outputs, in place of running. The route has not touched the model yet: it does so afterwards."""
         if kind.drafted is None:
+            if refused := written_by_dynamo(kind.traced.module.graph):
+                raise refused
             modules = {str(id(module)): path for path, module in self.twins.named()}
             owner = Owner(type(self.model).__name__, self.model.training, self.twins.slots, modules)
             kind.drafted = draft(owner, kind.traced, flat, now.call)
@@ -258,7 +334,8 @@ def capture(
     *,
     reduce: Reduce = None,
 ) -> Graph:
-    """The graph of `model(*args, **kwargs)`. Nothing is run, nothing changes; the model may be on the meta device.
+    """The graph of `model(*args, **kwargs)`. Nothing changes. Nothing is run, and the model may be on the meta device,
+    unless a submodule is to be kept whole.
 
     >>> from torch import nn, ones
     >>> print(capture(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), (ones(4, 2),)).inputs[0].type)

@@ -317,6 +317,11 @@ def target_name(target: Callable[..., Any] | str) -> str:
     return str(name)
 
 
+def is_opaque(op: Op) -> bool:
+    """Whether the op calls a submodule whole, see `opaque.py`."""
+    return getattr(op.target, "is_opaque", False) is True
+
+
 def show_nest(nest: Any) -> str:
     """An argument as text; slices as `a:b`."""
     if isinstance(nest, slice):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from .graph import Op, refs, target_name
+from .graph import Op, is_opaque, refs, target_name
 from .types import ScalarType, TensorType, TupleType, ValueType
 
 # Functions and methods of torch whose result may be (part of) their first argument ...
@@ -45,6 +45,8 @@ def known(target: Callable[..., Any] | str) -> bool:
 
 def shares(op: Op) -> tuple[str, ...]:
     """What the op reads whose memory its result may be, in-place results aside."""
+    if is_opaque(op):  # which sees to it
+        return ()
     name = target_name(op.target).lstrip(".").partition(".")[0]
     if name in VIEWS_OF_ALL or not known(op.target):
         return op.reads
@@ -78,6 +80,8 @@ def memory(ops: Iterable[Op], types: Mapping[str, ValueType]) -> Callable[[str],
 
 def is_in_place(op: Op, written: ValueType) -> bool:
     """Whether the op returns what it writes, as `x.add_(1)` does, and batch norm with its running mean does not."""
+    if is_opaque(op):
+        return False
     name = target_name(op.target)
     return (name.endswith("_") and not name.endswith("__")) or _same(op.type, written)
 

@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from fxpipe.ir.cluster import Device
-from fxpipe.ir.graph import Graph, Op, Ref, refs
+from fxpipe.ir.graph import Graph, Op, Ref, is_opaque, refs
 from fxpipe.ir.profile import OpCost, Profile
 from fxpipe.ir.types import TensorType, TupleType, ValueType, dim_size, nbytes, tensors
 
@@ -29,7 +29,7 @@ KEEP_RESULT = {"elu", "exp", "log_softmax", "relu", "rsqrt", "sigmoid", "softmax
 POOLS = {"adaptive_max_pool2d", "fn", "max_pool1d", "max_pool2d", "max_pool3d"}  # torch's functional calls its own "fn"
 CHANNEL_DROPOUTS = {"dropout1d", "dropout2d", "dropout3d", "feature_dropout"}  # a number for each channel says which
 DROPOUTS = {"dropout", *CHANNEL_DROPOUTS}
-CELL = 5  # tensors of the size of its result that a recurrent op keeps besides: gates and cell
+CELL = 5  # tensors of the size of its result that a recurrent op keeps besides: gates and cell; opaque ones, too
 
 
 def estimate(graph: Graph, sizes: Mapping[str, int], device: Device) -> Profile:
@@ -132,6 +132,11 @@ class _Sized:
         operands = list(self.operands(op))
         shapes = [self.shape(type) for _, type in operands]
         weights = [shape for (name, _), shape in zip(operands, shapes, strict=True) if name in self.states]
+        if is_opaque(op):  # whatever it does, each row probably meets each weight
+            rows = [
+                prod(shape[:-1]) for (name, _), shape in zip(operands, shapes, strict=True) if name not in self.states
+            ]
+            return 2 * max(rows, default=0) * sum(prod(weight) for weight in weights if len(weight) > 1)
         out = next(tensors(op.type)).numel(self.sizes)
         return products(op_name(op), op.args, shapes, weights, out)
 
@@ -166,7 +171,7 @@ class _Sized:
             return 8 * count  # where each maximum came from
         if name == "cross_entropy":
             return next((type.nbytes(self.sizes) for _, type in self.operands(op)), 0)  # the log-softmax
-        return CELL * size if name in RECURRENT else 0
+        return CELL * size if name in RECURRENT or is_opaque(op) else 0
 
 
 def _first(op: Op) -> str:

@@ -9,7 +9,7 @@ It holds the very Parameter objects of the model, so optimizers made before or a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,21 +38,66 @@ class Scope(nn.Module):
         else:
             self._modules[name] = value
 
+    def tensor(self, path: str) -> Tensor:
+        """The tensor at a path of the model."""
+        scope, name = self._scope(path)
+        found: Tensor = scope._find(name)
+        return found
+
+    def _scope(self, path: str) -> tuple[Scope, str]:
+        """The scope that holds the last part of a path, made where it is missing, and that part."""
+        scope: Scope = self
+        *parts, name = path.split(".")
+        for part in parts:
+            if part not in scope._modules:
+                scope._hold(part, Scope())
+            scope = scope[part]
+        return scope, name
+
+
+class Whole(Scope):
+    """A submodule that is called whole, as the model's own code: `self.router(x)`. `run` does that, given the tensors
+    that it has here, their paths being `names`, and the arguments."""
+
+    def __init__(self, run: Any) -> None:
+        super().__init__()
+        self.__dict__["run"] = run
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.with_tensors({})(*args, **kwargs)
+
+    def with_tensors(self, others: Mapping[str, Tensor]) -> Callable[..., Any]:
+        """The submodule with some tensors from elsewhere: those that it shares with other parts of the model."""
+        run = self.__dict__["run"]
+        tensors = [others[name] if name in others else self.tensor(name) for name in run.names]
+        return lambda *args, **kwargs: run(tensors, args, kwargs)
+
 
 class Stage(Scope):
     """`states`: paths of the model's parameters and buffers; `constants`: names of other things it uses. `mutates`:
     paths of the buffers that forward writes; `rereads`: those of them whose old contents it reads. `copies` are the
     constants that belong on another device, as they are there, with the version that was copied; `elsewhere` the
-    parameters and buffers that do, by their paths: of those each run has a new copy."""
+    parameters and buffers that do, by their paths: of those each run has a new copy. `opaque`: paths of the submodules
+    that are called whole."""
 
     states: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
     mutates: tuple[str, ...] = ()
     rereads: tuple[str, ...] = ()
+    opaque: tuple[str, ...] = ()
 
-    def __init__(self, tensors: Mapping[str, Tensor], constants: Mapping[str, Any], device: torch.device) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        constants: Mapping[str, Any],
+        device: torch.device,
+        calls: Mapping[str, Any] | None = None,
+    ) -> None:
         super().__init__()
         self.device = torch.device(device)
+        for path in self.opaque:
+            scope, name = self._scope(path)
+            scope._hold(name, Whole((calls or {})[path]))
         self.copies: dict[str, tuple[Tensor, int]] = {}
         self.elsewhere: dict[str, Tensor] = {}
         for path in self.states:
@@ -68,12 +113,6 @@ class Stage(Scope):
     def source(self) -> str:
         """The text of the file that the stage came from."""
         return Path(inspect.getfile(type(self))).read_text(encoding="utf-8")
-
-    def tensor(self, path: str) -> Tensor:
-        """The tensor at a path of the model."""
-        scope, name = self._scope(path)
-        found: Tensor = scope._find(name)
-        return found
 
     def put(self, path: str, tensor: Tensor) -> None:
         """Hold another tensor at a path of the model."""
@@ -136,16 +175,6 @@ class Stage(Scope):
     def trainable(self) -> tuple[Tensor, ...]:
         """The tensors that need a gradient now: freezing and unfreezing take effect at the next call."""
         return tuple([x for x in self._differentiable if x.requires_grad])
-
-    def _scope(self, path: str) -> tuple[Scope, str]:
-        """The scope that holds the last part of a path, made where it is missing, and that part."""
-        scope: Scope = self
-        *parts, name = path.split(".")
-        for part in parts:
-            if part not in scope._modules:
-                scope._hold(part, Scope())
-            scope = scope[part]
-        return scope, name
 
 
 def copied(tensor: Tensor, device: torch.device) -> Tensor:

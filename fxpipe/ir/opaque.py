@@ -1,0 +1,256 @@
+"""The call of a submodule that is kept whole: an op whose inside nobody has traced, run as the plain model runs it.
+
+    x = router(x)        one op of the graph, which reads the submodule's parameters and buffers
+
+Forward may do there what no graph can say: `if x.sum() > 0`, `.item()`, numpy, a lock. The op holds the model's own
+submodule. While it runs, that has the tensors it is given in place of its own: aliases in a step, scratch buffers in a
+recomputation. What it returns was learnt by running it before (`Promise`), and is checked against that in every run.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from .graph import Graph, Origin
+
+# Dimension `dim` of tensor `take`, times `times`, divided by `over`: a dimension along which the batch lies.
+Scaled = tuple[int, int, int, int]
+ATOMS = (type(None), bool, int, float, complex, str, bytes)
+NOWHERE = Origin("", 0, "", "")
+LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()  # a module has one set of tensors at a time
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What one kind of call returns. `key` is how it is called, tensors left out; `takes` has element type and shape of
+    those, None along the batch. `gives` has the same of each tensor that is returned, and `order`, its dimensions from
+    the slowest to the quickest; any other leaf is itself. `aliased`: it may return memory that it was given."""
+
+    key: Any
+    takes: tuple[tuple[torch.dtype, tuple[int | None, ...]], ...]
+    gives: tuple[Any, ...]
+    aliased: bool = False
+
+    def fits(self, key: Any, tensors: Sequence[Tensor]) -> bool:
+        """Whether a call is of this kind. Symbolic sizes that are not along the batch become plain numbers."""
+        return (
+            len(tensors) == len(self.takes)
+            and bool(key == self.key)
+            and all(
+                tensor.dtype == dtype
+                and tensor.dim() == len(shape)
+                and all(want is None or int(size) == want for size, want in zip(tensor.shape, shape, strict=True))
+                for tensor, (dtype, shape) in zip(tensors, self.takes, strict=True)
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Gives:
+    """Element type, shape and order of dimensions of a tensor that is returned."""
+
+    dtype: torch.dtype
+    shape: tuple[int | Scaled, ...]
+    order: tuple[int, ...]
+
+    def sizes(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """The shape, given the tensors that the call takes."""
+        return [
+            size if isinstance(size, int) else _scaled(tensors[size[0]].shape[size[1]], size) for size in self.shape
+        ]
+
+
+def _scaled(size: Any, by: Scaled) -> Any:
+    _, _, times, over = by
+    return size if times == over else size * times // over
+
+
+@dataclass(frozen=True, eq=False)
+class Opaque:
+    """A submodule to be called whole: `opaque(tensors, args, kwargs)`, with its parameters and buffers in the order of
+    `names`, returns the tensors in what the submodule returns, in order; one alone as it is.
+
+    `path` is the model's own; `origin` is the line that cannot be traced, `reason` why. `promises` grows while kinds of
+    calls are captured; without any, what is returned is not checked. `written`: lines that write into what it returns;
+    `remembers`: attributes that forward sets, so that it may do another thing when it runs again.
+    """
+
+    path: str
+    module: nn.Module
+    origin: Origin = NOWHERE
+    reason: str = ""
+    promises: list[Promise] = field(default_factory=list)
+    written: list[Origin] = field(default_factory=list)
+    remembers: set[str] = field(default_factory=set)
+    is_opaque: ClassVar[bool] = True
+
+    @property
+    def __name__(self) -> str:
+        return f"opaque {self.path}"
+
+    def __repr__(self) -> str:
+        return self.path
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The paths of its parameters and buffers, from the submodule on."""
+        return tuple(name for name, _, _ in slots(self.module))
+
+    @property
+    def buffers(self) -> tuple[bool, ...]:
+        """Which of them are buffers: forward may write those."""
+        return tuple(key in module._buffers for _, module, key in slots(self.module))
+
+    def promise(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Promise | None, list[Tensor]]:
+        """What was promised for such a call, and its tensors."""
+        tensors, key = take_apart(self.module, args, kwargs)
+        return next((promise for promise in self.promises if promise.fits(key, tensors)), None), tensors
+
+    def __call__(self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        promise, given = self.promise(args, kwargs)
+        if self.promises and promise is None:
+            raise RuntimeError(f"{self._who} is called in a way in which it was not captured")
+        versions = _versions(given)
+        with holding(self.module, tensors):
+            result = forward_of(self.module)(*args, **kwargs)
+        if versions != _versions(given):
+            raise RuntimeError(f"{self._who} writes into what it is given; write x = x + 1 in place of x += 1")
+        found = leaves(result)
+        if promise is not None:
+            self._check(promise, found, given)
+        grad = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, *given))
+        memory = {x.untyped_storage()._cdata for x in (*tensors, *given)}
+        gives = [self._own(x, memory, grad) for x in found if isinstance(x, Tensor)]
+        return gives[0] if len(gives) == 1 else tuple(gives)
+
+    def _own(self, x: Tensor, memory: set[int], grad: bool) -> Tensor:
+        """The result in memory of its own, needing a gradient where the graph says so: on another way through forward
+        it might have needed one."""
+        if grad and not x.requires_grad and (x.is_floating_point() or x.is_complex()):
+            return x.detach().requires_grad_().clone()
+        if x.untyped_storage()._cdata not in memory:
+            return x
+        if self.written:
+            raise RuntimeError(
+                f"{self._who} returned memory that it was given, which {self.written[0]} writes into; there, write "
+                "y = y + 1 in place of y += 1"
+            )
+        return x.clone()
+
+    def _check(self, promise: Promise, found: Sequence[Any], given: Sequence[Tensor]) -> None:
+        """Raise RuntimeError where the call returned something else than was promised."""
+        wanted = [(x.dtype, tuple(x.sizes(given))) if isinstance(x, Gives) else x for x in promise.gives]
+        got = [(x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else x for x in found]
+        if wanted != got:
+            raise RuntimeError(
+                f"{self._who} returned {_show(got)}, where {_show(wanted)} was expected from earlier runs; types and "
+                "shapes of what it returns, and what is no tensor, must not depend on the values of tensors"
+            )
+
+    @property
+    def _who(self) -> str:
+        return f"{self.path}, which runs as it is because of {self.origin}," if self.origin.line else self.path
+
+
+def _show(parts: Sequence[Any]) -> str:
+    shown = [f"{str(p[0]).removeprefix('torch.')}{list(p[1])}" if isinstance(p, tuple) else repr(p) for p in parts]
+    return ", ".join(shown) or "nothing"
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    return [0 if x.is_inference() else x._version for x in tensors]
+
+
+def take_apart(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], Any]:
+    """The tensors of a call, and everything else about it."""
+    found, nest = tree_flatten((args, dict(kwargs)))
+    others = [None if isinstance(x, Tensor) else int(x) if isinstance(x, torch.SymInt) else x for x in found]
+    autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    return [x for x in found if isinstance(x, Tensor)], (module.training, autocast, nest, others)
+
+
+def slots(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """Where the parameters and buffers hang: the path of each, the module and the key."""
+    return [
+        (f"{path}.{key}" if path else key, part, key)
+        for path, part in module.named_modules()
+        for held in (part._parameters, part._buffers)
+        for key, tensor in held.items()
+        if tensor is not None
+    ]
+
+
+def opaques(graph: Graph) -> tuple[Opaque, ...]:
+    """The submodules that the graph calls whole."""
+    return tuple(dict.fromkeys(op.target for op in graph.ops if isinstance(op.target, Opaque)))
+
+
+@contextmanager
+def holding(module: nn.Module, tensors: Sequence[Tensor]) -> Iterator[None]:
+    """In this context the module has these tensors in place of its own; of buffers that forward sets to new tensors,
+    they get the contents."""
+    with LOCKS.setdefault(module, threading.RLock()):
+        places: list[tuple[dict[str, Any], str]] = []
+        for _, part, key in slots(module):
+            places.append((part._buffers if key in part._buffers else part._parameters, key))
+        own = [held[key] for held, key in places]
+        try:
+            for (held, key), tensor in zip(places, tensors, strict=True):
+                held[key] = tensor
+            yield
+            for (held, key), tensor in zip(places, tensors, strict=True):
+                if held.get(key) is not tensor:
+                    _copy(held.get(key), tensor, key)
+        finally:
+            for (held, key), mine in zip(places, own, strict=True):
+                held[key] = mine
+
+
+def _copy(new: Any, buffer: Tensor, key: str) -> None:
+    if not isinstance(new, Tensor) or new.shape != buffer.shape:
+        raise RuntimeError(f"forward sets {key} to something of another shape; a buffer must keep its shape")
+    with torch.no_grad():
+        buffer.copy_(new)
+
+
+STAND_INS = "_fxpipe_stands_in"  # marks functions that are `forward` for the time of a capture
+
+
+def forward_of(module: nn.Module) -> Callable[..., Any]:
+    """The module's own forward, also while another stands in for it."""
+    own: Callable[..., Any] | None = vars(module).get("forward")
+    return type(module).forward.__get__(module) if own is None or hasattr(own, STAND_INS) else own
+
+
+# What a call returns --------------------------------------------------------------------------------------------------
+
+
+def apart(value: Any) -> tuple[Callable[[list[Any]], Any], list[Any]] | None:
+    """How to put such an object together, and its parts; None for what has none."""
+    kind = type(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return lambda items: kind(*items), list(value)
+    if kind in (tuple, list):
+        return kind, list(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        names = [f.name for f in fields(value) if f.init]
+        return lambda items: kind(**dict(zip(names, items, strict=True))), [getattr(value, name) for name in names]
+    if kind is dict:
+        keys = list(value)
+        return lambda items: dict(zip(keys, items, strict=True)), list(value.values())
+    return None
+
+
+def leaves(value: Any) -> list[Any]:
+    """The tensors and other leaves of a nest, in order."""
+    parts = apart(value)
+    return [value] if parts is None else [leaf for part in parts[1] for leaf in leaves(part)]
