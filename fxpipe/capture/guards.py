@@ -38,6 +38,8 @@ def check_sizes(traced: Traced, draft: Draft, call: Call, sizes: Callable[[int],
         op = draft.squeezed[0]
         raise refuse(op, "squeeze without a dimension also takes away a batch of one", "name the dimension")
     for guard in guards:
+        if _asks_for_layout(guard):
+            continue
         batch = [s for s in guard.expr.free_symbols if draft.symbols.get(s) == BATCH]
         for rows in sorted(set(sizes(call.batch))) if batch else ():
             if _fails(guard.expr, batch, rows, traced) and (rows > 1 or _asked_by_user(guard)):
@@ -81,6 +83,12 @@ def _asked_by_user(guard: Any) -> bool:
     """Whether the model's code asked, not an op that tells 1 from other sizes to see whether it broadcasts."""
     frame = guard.sloc.framework_loc
     return "_dynamo" in str(getattr(frame, "filename", frame))
+
+
+def _asks_for_layout(guard: Any) -> bool:
+    """Whether torch asked, to tell in which order a convolution lays out its results: their values are the same."""
+    frame = guard.sloc.framework_loc
+    return getattr(frame, "name", "") == "conv" and str(frame.filename).endswith("fake_impls.py")
 
 
 def _line(guard: Any) -> str:
