@@ -26,6 +26,8 @@ def attributes(program: Program, places: Places, base: str, totals: Program | No
         "outputs": [row(places.name(o.value), o.batch_dim, o.reduce) for o in program.graph.outputs],
         "detached": [string(places.name(i.name)) for i in inputs if program.types[i.name] != i.type],
     }
+    if any(stage.replicas for stage in program.stages):
+        values["replicas"] = [names(stage.replicas) for stage in program.stages]
     lines = [f"class Scheduler({base}):"]
     for name, rows in values.items():
         if rows:
@@ -43,6 +45,11 @@ def attributes(program: Program, places: Places, base: str, totals: Program | No
 
 def row(*items: str | int | None) -> str:
     return f"({', '.join(string(item) if isinstance(item, str) else repr(item) for item in items)})"
+
+
+def names(labels: Sequence[str]) -> str:
+    """A tuple of texts."""
+    return f"({', '.join(map(string, labels))}{',' if len(labels) == 1 else ''})"
 
 
 def differentiable(name: str, program: Program) -> bool:

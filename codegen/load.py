@@ -86,13 +86,19 @@ def bind(
     as those of a loss function, by path; `calls` the submodules that are called whole, the model's own if they are not
     given: then nobody checks what they return. Raises PackageError, and changes nothing, if the model does not fit,
     PlanError if a device is not there."""
-    for stage, label in enumerate(module.Scheduler.devices):
-        _check_device(stage, worker_device(label))
+    devices, replicas = module.Scheduler.devices, module.Scheduler.replicas
+    for stage, label in enumerate(devices):
+        for each in (label, *(replicas[stage] if replicas else ())):
+            _check_device(stage, worker_device(each))
     tensors = _tensors(module, model, others or {})
     held = _load_constants(module) if constants is None else constants
     stages = []
-    devices = module.Scheduler.devices
     totals = getattr(module, "TOTALS", ())
+    submodules = {
+        path: (calls or {}).get(path) or Opaque(path, _submodule(model, path))
+        for kind in [*module.STAGES, *totals]
+        for path in kind.opaque
+    }
     for kind, label in zip([*module.STAGES, *totals], [*devices, *(devices[-1] for _ in totals)], strict=True):
         device = worker_device(label)
         for name in kind.constants:
@@ -100,9 +106,11 @@ def bind(
                 raise PackageError(f"the package lacks its constant {name!r}, which {CONSTANTS} should have")
         for path in kind.states if move else ():
             _move(tensors[path], device)
-        whole = {path: (calls or {}).get(path) or Opaque(path, _submodule(model, path)) for path in kind.opaque}
-        stages.append(kind(tensors, held, device, whole))
-    return module.Scheduler(stages, stages.pop()) if totals else module.Scheduler(stages)
+        stages.append(kind(tensors, held, device, submodules))
+    whole = stages.pop() if totals else None
+    further = [(kind, label) for kind, labels in zip(module.STAGES, replicas, strict=False) for label in labels]
+    stages += [kind(tensors, held, worker_device(label), submodules) for kind, label in further]
+    return module.Scheduler(stages, whole)
 
 
 def _submodule(model: nn.Module, path: str) -> nn.Module:

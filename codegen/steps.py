@@ -24,7 +24,7 @@ from fxpipe.codegen.places import Places
 from fxpipe.codegen.stage import constant_names
 from fxpipe.codegen.statements import assign
 from fxpipe.ir.plan import Plan
-from fxpipe.ir.program import Loan, Program, Stage
+from fxpipe.ir.program import Loan, Program, Stage, recut
 from fxpipe.ir.schedule import Schedule, plain, show
 
 TAKEN = frozenset(("self", "m", "i", "draw", "forward"))  # what the methods themselves call things
@@ -36,7 +36,9 @@ def emit_steps(program: Program, schedule: Schedule, plan: Plan, totals: Program
     program = keep_dead_ends(program)
     places = Places(program)
     kinds = {action.kind for action in schedule.place}
-    head = [*attributes(program, places, "Stepper", totals), *_attributes(program, places, schedule)]
+    replicated = any(stage.replicas for stage in program.stages)
+    base = "Replicated" if replicated else "Stepper"
+    head = [*attributes(program, places, base, totals), *_attributes(program, places, schedule)]
     offloaded = tuple(str(index) for index, stage in enumerate(plan.stages) if stage.offload)
     if offloaded:
         head += ["", f"{INDENT}# stages whose activations wait in host memory"]
@@ -48,7 +50,8 @@ def emit_steps(program: Program, schedule: Schedule, plan: Plan, totals: Program
         blocks.append([rule + "-" * (WIDTH - len(rule)), "", *apart(methods)])
     body = apart(blocks)
     draws = ["from fxpipe.runtime import Draws"] if any("Draws(" in line for line in body) else []
-    imports = ["from fxpipe.engines.stepper import Step, Stepper", *draws]
+    file = "replicas" if replicated else "stepper"
+    imports = [f"from fxpipe.engines.{file} import {', '.join(sorted((base, 'Step')))}", *draws]
     return "\n".join([*_docstring(program, schedule), "", *imports, "", "", *body]) + "\n"
 
 
@@ -96,6 +99,16 @@ def _attributes(program: Program, places: Places, schedule: Schedule) -> list[st
     ]
     gradients = [f"({_places(stage.takes, program)}, {_places(stage.gives, program)})" for stage in program.stages]
     lines = layout(Brackets("feeds = (", tuple(feeds), ")", "literal"), 1) if feeds else []
+    cuts = [
+        row(places.name(move.value), move.source, move.target, move.dim)
+        for move in program.moves
+        if recut(move, program)
+    ]
+    if cuts:
+        lines += [
+            f"{INDENT}# values that other numbers of replicas cut in another way: from, to, dimension of the samples"
+        ]
+        lines += layout(Brackets("cuts = (", tuple(cuts), ")", "literal"), 1)
     lines += [f"{INDENT}# of each stage, the places of what it takes and of what it gives that have a gradient"]
     lines += layout(Brackets("gradients = (", tuple(gradients), ")", "literal"), 1)
     loss = next((output for output in program.graph.outputs if output.value == program.graph.loss), None)
@@ -150,7 +163,7 @@ def _forward(stage: Stage, places: Places) -> list[str]:
         lines += assign([_variable(name, places) for name in arriving], Brackets("m.receive(", messages, ")"), 2)
     draw = any(op.random for op in stage.ops)
     if draw:
-        lines.append(f"{INDENT * 2}draw = Draws(m.seed, i, self.stages[{j}].device)")
+        lines.append(f"{INDENT * 2}draw = Draws(m.seed, i, m.stages[{j}].device)")
     loans = {loan.state: loan for loan in program.loans if loan.user == j}
     takes = (_variable(name, places) if name in arriving else f"m[i].{places.name(name)}" for name in stage.takes)
     borrowed = (f"m.lent.{_lent(loans[name])}" for name in stage.borrows)

@@ -17,7 +17,7 @@ from .ir.cluster import Cluster
 from .ir.plan import Plan
 from .ir.profile import Profile
 from .loaded import Loaded
-from .options import Options, check, device_labels, stage_devices
+from .options import Options, check, deal, device_labels, stage_devices
 from .pipe import Pipe
 from .planned import Planned
 from .schedules.make import Own
@@ -31,6 +31,7 @@ def compile(
     checkpoint: str | Collection[int] = "except_last",
     schedule: Own = "gpipe",
     stages_per_device: int | None = None,
+    replicas: Sequence[int] | None = None,
     warmup: Sequence[int] | None = None,
     offload: Collection[int] = (),
     balance: str | Sequence[int] = "time",
@@ -65,6 +66,9 @@ def compile(
       follow.
     - `stages_per_device`: for "interleaved" and "looped-bfs", 2 if not given; `warmup`: for "1f1b", how many forwards
       each stage runs ahead.
+    - `replicas`: how many devices run each stage in `step()`, as in `devices=3, replicas=(2, 1)`: the devices are dealt
+      to the stages in order, and each of a stage's has a slice of every micro-batch. With several stages on each
+      device, those that share one share all.
     - `plan`: a plan made before, what `fxpipe.plan` returned, or the path of the JSON file of either; it decides
       devices, chunks and stages. With `devices`, those stand for the plan's own, in the order of their first stages.
     - `profile`: "estimate" (from FLOPs and bytes; runs nothing, always the same), "measure" (times each op), or one
@@ -136,11 +140,16 @@ def read_options(
     chosen = read_plan(plan)
     if chosen is not None:
         chosen = runnable(chosen, devices)
+        if replicas is not None:
+            raise PlanError("the plan says how many devices run each stage: leave out replicas, or the plan")
         labels, micro_batches = tuple(stage.device for stage in chosen.stages), chosen.chunks
+        crews = {stage.device: stage.replicas for stage in chosen.stages}
     elif devices is None or chunks is None:
         raise PlanError("say how many: fxpipe.compile(model, devices=4, chunks=8)")
     else:
         labels = devices.labels if isinstance(devices, Cluster) else device_labels(devices)
+        crews = deal(labels, replicas)
+        labels = labels if replicas is None else tuple(crews)
         labels = stage_devices(labels, schedule, stages_per_device)
         micro_batches = chunks
     folder = dump or os.environ.get("FXPIPE_DUMP")
@@ -160,6 +169,7 @@ def read_options(
         reduce=reduce,
         deferred_batch_norm=deferred_batch_norm,
         dump=Path(folder) if folder else None,
+        replicas=crews,
     )
     return check(options)
 
@@ -178,32 +188,37 @@ def read_plan(plan: Plan | Planned | str | Path | None) -> Plan | None:
 
 def runnable(plan: Plan, devices: int | Sequence[str | torch.device] | Cluster | None) -> Plan:
     """The plan on devices of this machine. Raises PlanError where it cannot be run."""
+    crews: dict[str, tuple[str, ...]] = {}
     for index, stage in enumerate(plan.stages):
-        if stage.replicas:
+        own = stage.devices
+        if len(set(own)) < len(own) or any(crews.setdefault(label, own) != own for label in own):
             raise PlanError(
-                f"stage {index} of the plan runs on {len(stage.devices)} devices at once ({', '.join(stage.devices)}), "
-                "and the engine has one device for each stage; plan with planner='straight', or a cluster of fewer "
-                "devices"
+                f"stage {index} of the plan is on {', '.join(own)}: stages that share a device share all of "
+                "theirs, each named once"
             )
         if not stage.ops:
             raise PlanError(
                 f"stage {index} of the plan has no ops: it was made for a chain of layers; plan the model itself, as "
                 "in fxpipe.plan(model, cluster, batch_size, example_inputs=(x,))"
             )
-    own = tuple(dict.fromkeys(stage.device for stage in plan.stages))
+    named = tuple(dict.fromkeys(label for stage in plan.stages for label in stage.devices))
     if devices is None:
-        strange = [label for label in own if label.split(":")[0] not in ("cpu", "cuda")]
+        strange = [label for label in named if label.split(":")[0] not in ("cpu", "cuda")]
         if strange:
             raise PlanError(
-                f"the plan is for {', '.join(own)}; say which devices of this machine stand for them, as in "
-                f"devices={len(own)}"
+                f"the plan is for {', '.join(named)}; say which devices of this machine stand for them, as in "
+                f"devices={len(named)}"
             )
         return plan
     labels = devices.labels if isinstance(devices, Cluster) else device_labels(devices)
-    if len(labels) != len(own):
-        raise PlanError(f"the plan is for {len(own)} devices ({', '.join(own)}), and devices names {len(labels)}")
-    stands_for = dict(zip(own, labels, strict=True))
-    return replace(plan, stages=tuple(replace(stage, device=stands_for[stage.device]) for stage in plan.stages))
+    if len(labels) != len(named):
+        raise PlanError(f"the plan is for {len(named)} devices ({', '.join(named)}), and devices names {len(labels)}")
+    stands_for = dict(zip(named, labels, strict=True))
+    stages = (
+        replace(stage, device=stands_for[stage.device], replicas=tuple(stands_for[label] for label in stage.replicas))
+        for stage in plan.stages
+    )
+    return replace(plan, stages=tuple(stages))
 
 
 def prepare(pipe: Pipe, example_inputs: Any) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -20,8 +21,8 @@ AUTO = "auto"  # the schedule that is fastest, as simulated, of those that fit i
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of `fxpipe.compile`, each as given there but `devices`: one label per stage, and the cluster that
-    they are in, if one was given."""
+    """The arguments of `fxpipe.compile`, each as given there but `devices`: one label per stage, `replicas`: by that
+    label the further devices of the stage, and the cluster that they are in, if one was given."""
 
     devices: tuple[str, ...]
     chunks: int
@@ -38,6 +39,7 @@ class Options:
     reduce: str | Mapping[str, str] | None = None
     deferred_batch_norm: bool = False
     dump: Path | None = None
+    replicas: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def check(options: Options) -> Options:
@@ -90,6 +92,34 @@ def stage_devices(labels: tuple[str, ...], schedule: Own, stages_per_device: int
         return placement(schedule, labels, stages_per_device)
     except ValueError as error:
         raise PlanError(str(error)) from None
+
+
+def deal(labels: tuple[str, ...], replicas: Sequence[int] | None) -> dict[str, tuple[str, ...]]:
+    """The devices in their order, dealt to the stages: by the first one of each, the others.
+
+    >>> deal(("cpu:0", "cpu:1", "cpu:2"), (2, 1))
+    {'cpu:0': ('cpu:1',), 'cpu:2': ()}
+    """
+    if replicas is None:
+        return dict.fromkeys(labels, ())
+    counts = tuple(replicas) if isinstance(replicas, Sequence) and not isinstance(replicas, str) else (replicas,)
+    if not all(isinstance(count, int) and not isinstance(count, bool) and count > 0 for count in counts):
+        raise PlanError(f"replicas is {replicas!r}: write how many devices run each stage, at least 1, as in (2, 1)")
+    if sum(counts) != len(labels):
+        raise PlanError(
+            f"replicas is {replicas!r}, which takes {sum(counts)} devices, and devices names {len(labels)}: write "
+            f"counts that add up to {len(labels)}, or devices={sum(counts)}"
+        )
+    if len(set(labels)) < len(labels):
+        raise PlanError(f"replicas deals the devices to the stages itself; name each of {list(labels)} once")
+    ends = list(accumulate(counts))
+    crews = [labels[end - count : end] for count, end in zip(counts, ends, strict=True)]
+    return {crew[0]: crew[1:] for crew in crews}
+
+
+def every_device(options: Options) -> tuple[str, ...]:
+    """The labels of all devices, each as often as it has a stage."""
+    return tuple(label for first in options.devices for label in (first, *options.replicas.get(first, ())))
 
 
 def candidates(devices: Sequence[str], dealt: Sequence[str] | None) -> list[tuple[str, tuple[str, ...]]]:

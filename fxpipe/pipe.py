@@ -45,7 +45,7 @@ from .ir.timeline import compare as beside
 from .ir.times import typical
 from .ir.transfers import add_transfers
 from .machine import local_cluster
-from .options import Options
+from .options import Options, every_device
 from .planning import homes
 from .profiling import estimate, measure
 from .report import dump, explain
@@ -92,7 +92,8 @@ class Pipe(Shell):
     # Running ----------------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs for the whole batch, computed in micro-batches by the stages.
+        """The model's outputs for the whole batch, computed in micro-batches by the stages; of a stage with replicas
+        by the first, for calls are not cut further than that.
 
         Arguments are the model's own. Raises InputError where they cannot be cut into micro-batches, CaptureError where
         the model cannot be captured, and whatever the model raises, with a note of stage, micro-batch and line.
@@ -160,6 +161,8 @@ class Pipe(Shell):
             made = self._built(graph, inputs)
             if not all(label.startswith("cpu") for label in made.program.devices):
                 raise FxpipeError("rehearse is for CPU workers; what a GPU takes is measured by profile='measure'")
+            if any(stage.replicas for stage in made.plan.stages):
+                raise FxpipeError("rehearse is for stages without replicas; see step(..., timeline=True)")
             scheduler: Any = self._live(made).scheduler
             times, outputs = rehearse(scheduler, inputs, self.options.chunks, rounds)
             chunks = len(split_sizes(batch_size(graph, inputs), self.options.chunks))
@@ -196,7 +199,7 @@ class Pipe(Shell):
         if made is None:
             graph = replace(graph, training=self.model.training)
             sizes = micro_batch_sizes(graph, inputs, self.options.chunks)
-            cluster = self.options.cluster or local_cluster(self.options.devices)
+            cluster = self.options.cluster or local_cluster(every_device(self.options))
             with timed("profiling"):
                 profile = self._profile(graph, inputs, sizes, cluster)
             made = build(graph, profile, sizes, cluster, self.options, self._home)

@@ -7,6 +7,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from .ir.opaque import Opaque
+from .ir.plan import Plan
 from .ir.profile import total
 from .ir.program import Program
 from .ir.transfers import add_transfers
@@ -27,7 +28,7 @@ def explain(build: Build) -> str:
         f"{build.graph.model}: {len(build.program.stages)} stages, {build.plan.chunks} micro-batches, "
         f"{build.schedule.name}; times {build.profile.source} for a micro-batch of {build.profile.batch}"
     )
-    return "\n".join([head, "", table, *special_lines(build.program)])
+    return "\n".join([head, "", table, *special_lines(build.program), *replica_lines(build.plan)])
 
 
 def stage_row(build: Build, index: int) -> tuple[str, ...]:
@@ -37,7 +38,7 @@ def stage_row(build: Build, index: int) -> tuple[str, ...]:
     parameters = [s.type for s in owned if s.kind == "parameter" and isinstance(s.type, TensorType)]
     return (
         str(index),
-        stage.device,
+        ", ".join(build.plan.stages[index].devices),
         str(len(stage.ops)),
         f"{sum(type.numel({}) for type in parameters):,}",
         show_seconds(cost.forward),
@@ -63,6 +64,17 @@ def special_lines(program: Program) -> list[str]:
         for stage in program.stages
         for op in stage.ops
         if isinstance(op.target, Opaque)
+    ]
+    return ["", *lines] if lines else []
+
+
+def replica_lines(plan: Plan) -> list[str]:
+    """Which stages have replicas, one line each."""
+    lines = [
+        f"replicas: of stage {index} on {', '.join(stage.devices)}; in steps each has a slice of every micro-batch, "
+        f"calls run on {stage.device}"
+        for index, stage in enumerate(plan.stages)
+        if stage.replicas
     ]
     return ["", *lines] if lines else []
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from .capture import sample_dims
 from .clock import timed
 from .codegen.package import package
 from .codegen.scheduler import emit_scheduler
@@ -25,13 +26,14 @@ from .ir.timeline import Timeline
 from .ir.times import Times
 from .ir.units import show_bytes, show_seconds
 from .options import AUTO, Options, candidates, make_schedule
-from .passes import lower
+from .passes import lower, replicate
 from .planning import plan, plan_like, with_loss
 from .schedules.auto import auto
 from .schedules.make import SCHEDULES
 from .schedules.one_f_one_b import gpipe
 from .simulator.costs import hops, stage_costs, taken_bytes, timed_costs, timed_hops
 from .simulator.rejoin import rejoin
+from .simulator.replicas import reductions, spread
 from .simulator.simulate import StageCost, simulate
 
 
@@ -118,15 +120,29 @@ def draft(
     trail: dict[str, Program] = {}
     with timed("passes"):
         program = lower(graph, decided, watch=trail.__setitem__)
+        if graph.loss is not None and any(stage.replicas for stage in decided.stages):
+            program = trail["replicate"] = replicate(program, decided, sample_dims(graph))
         totals = None if graph.totals is None else lower(graph.totals, whole_plan(graph.totals, decided))
     with timed("simulator"):
-        costs = stage_costs(decided, profile, taken_bytes(program, sizes), keeps_at_once=graph.loss is not None)
-        between = hops(program, sizes, cluster)
+        runs = decided if graph.loss is not None else without_replicas(decided)
+        costs = stage_costs(runs, profile, taken_bytes(program, sizes), keeps_at_once=graph.loss is not None)
+        between, sums = hops(program, sizes, cluster), reductions(runs, profile, cluster)
         schedule = schedule_of(program, decided, options, fitting(decided, costs, cluster))
         if options.schedule in SCHEDULES:  # not one that the user wrote
             schedule = rejoin(schedule, costs, between)
-        timeline = simulate(schedule, costs, between, tuple(dict.fromkeys(program.devices)))
+        labels = tuple(dict.fromkeys(program.devices))
+        timeline = spread(simulate(schedule, costs, between, labels, sums), crews(runs))
     return Draft(decided, program, trail, totals, schedule, timeline)
+
+
+def crews(plan: Plan) -> dict[str, tuple[str, ...]]:
+    """All devices of the stages, by the first of each."""
+    return {stage.device: stage.devices for stage in plan.stages}
+
+
+def without_replicas(plan: Plan) -> Plan:
+    """The plan as calls of the pipe run it: on the first device of each stage."""
+    return replace(plan, stages=tuple(replace(stage, replicas=()) for stage in plan.stages))
 
 
 def predict(made: Build, chunks: int, times: Times | None = None) -> Timeline:
@@ -137,7 +153,8 @@ def predict(made: Build, chunks: int, times: Times | None = None) -> Timeline:
     copies = 0 if all(label.startswith("cpu") for label in labels) else 2
     costs = stage_costs(made.plan, made.profile, taken_bytes(program, sizes), copies, keeps_at_once=True)
     if times is None:
-        return simulate(schedule, costs, hops(program, sizes, made.cluster), labels)
+        sums = reductions(made.plan, made.profile, made.cluster)
+        return spread(simulate(schedule, costs, hops(program, sizes, made.cluster), labels, sums), crews(made.plan))
     return simulate(schedule, timed_costs(costs, times), timed_hops(program, times), labels)
 
 
@@ -217,6 +234,7 @@ def decide(graph: Graph, profile: Profile, cluster: Cluster, options: Options, h
         split_at=options.split_at,
         schedule=schedule_text(options),
         deferred_batch_norm=options.deferred_batch_norm,
+        replicas=options.replicas,
     )
     stages = enumerate(decided.stages)
     return replace(decided, stages=tuple(replace(stage, offload=s in options.offload) for s, stage in stages))

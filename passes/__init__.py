@@ -21,10 +21,11 @@ from fxpipe.passes.place import place
 from fxpipe.passes.portals import portals
 from fxpipe.passes.recompute import recompute
 from fxpipe.passes.recompute_cheap import recompute_cheap
+from fxpipe.passes.replicate import replicate
 from fxpipe.passes.share import share
 from fxpipe.passes.stop_gradients import stop_gradients
 
-__all__ = ["PASSES", "Pass", "cut", "lower"]
+__all__ = ["PASSES", "Pass", "cut", "lower", "replicate"]
 
 Pass = Callable[[Program, Plan], Program]
 

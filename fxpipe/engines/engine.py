@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,24 +20,34 @@ from fxpipe.runtime.stream import Stream, Streams, current_stream
 from fxpipe.runtime.worker import Worker, close
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where the stages run: for each the module and the label of its worker, and the streams of their copies."""
+
+    stages: tuple[Stage, ...]
+    devices: tuple[str, ...]
+    streams: Streams
+
+
 class Batches(list[MicroBatch]):
     """The micro-batches of one run, and what holds for all of them.
 
-    `sizes`: samples in each; `last`: the number of the last; `grad`: whether backward may follow; `seed`: of the random
-    ops; `after[j]`: the token of stage j's latest checkpointed task; `lent`: tensors that stages borrow; `compute[j]`:
-    the stream that stage j computes on.
+    `sizes`: samples in each, `total` in all; `last`: the number of the last; `stages`, `devices`, `streams`: where it
+    runs; `grad`: whether backward may follow; `seed`: of the random ops; `after[j]`: the token of stage j's latest
+    checkpointed task; `lent`: tensors that stages borrow; `compute[j]`: the stream that stage j computes on.
     """
 
-    def __init__(self, sizes: tuple[int, ...], stages: Sequence[Stage], draws: bool) -> None:
+    def __init__(self, sizes: tuple[int, ...], place: Place, draws: bool) -> None:
         super().__init__(MicroBatch() for _ in sizes)
-        self.sizes = sizes
+        self.stages, self.devices, self.streams = place.stages, place.devices, place.streams
+        self.sizes, self.total = sizes, max(1, sum(sizes))
         self.last = len(sizes) - 1
         self.context = current_context()
         self.grad = self.context.grad and not self.context.inference
         self.seed = new_seed() if draws else 0
-        self.after: list[Any] = [None] * len(stages)
+        self.after: list[Any] = [None] * len(self.stages)
         self.lent = MicroBatch()
-        self.compute: tuple[Stream, ...] = tuple([current_stream(stage.device) for stage in stages])
+        self.compute: tuple[Stream, ...] = tuple([current_stream(stage.device) for stage in self.stages])
 
 
 B = TypeVar("B", bound=Batches)
@@ -48,7 +59,8 @@ class Engine:
     `devices`: a worker label for each stage; `inputs`: the name and batch dimension (None: whole) of each; `sizes`: the
     name, input and dimension of the numbers known from shapes; `outputs`: the name, batch dimension and reduction of
     each; `detached`: the inputs that no gradient comes back to; `totals`: the names of what is computed from the whole
-    batch, and of what it is computed from; `random`: whether any stage draws random numbers.
+    batch, and of what it is computed from; `random`: whether any stage draws random numbers; `replicas`: of each stage
+    the labels of further workers that run it, each a slice of every micro-batch.
     """
 
     devices: tuple[str, ...] = ()
@@ -58,19 +70,23 @@ class Engine:
     detached: tuple[str, ...] = ()
     totals: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     random: bool = False
+    replicas: tuple[tuple[str, ...], ...] = ()
 
     def __init__(self, stages: Sequence[Stage], whole: Stage | None = None) -> None:
-        if len(stages) != len(self.devices):
-            raise ValueError(f"the scheduler is for {len(self.devices)} stages, not {len(stages)}")
-        self.stages = tuple(stages)
+        """`stages`: a module for each of `devices`, then one for each of `replicas`."""
+        n, labels = len(self.devices), {*self.devices, *(label for labels in self.replicas for label in labels)}
+        if len(stages) != n + sum(map(len, self.replicas)):
+            raise ValueError(f"the scheduler is for {n + sum(map(len, self.replicas))} stages, not {len(stages)}")
+        self.stages, self.further = tuple(stages[:n]), tuple(stages[n:])
         self.whole = whole
-        self.streams = Streams(tuple(stage.device for stage in stages))
+        self.streams = Streams(tuple(stage.device for stage in self.stages))
+        self.place = Place(self.stages, self.devices, self.streams)
         self._mutating = tuple(stage for stage in stages if stage.mutates)
         all_stages = self.stages if whole is None else (*self.stages, whole)
         self._copying = tuple(stage for stage in all_stages if stage.copies or stage.elsewhere)
         self._on_cpu = any(stage.device.type == "cpu" for stage in stages)
         # The calling thread, which would only wait, is the worker of the last stage's device.
-        self._workers = {label: Worker(label) for label in sorted(set(self.devices) - {self.devices[-1]})}
+        self._workers = {label: Worker(label) for label in sorted(labels - {self.devices[-1]})}
         self._close = weakref.finalize(self, close, tuple(self._workers.values()))
 
     @property
@@ -107,7 +123,7 @@ class Engine:
             raise ValueError(f"the inputs do not have a common batch size, but {sorted(total)}")
         if self._on_cpu:  # a stage on the CPU finds its inputs there; the others copy them from there
             batch = [value.cpu() if isinstance(value, Tensor) else value for value in batch]
-        m = kind(split_sizes(total.pop(), chunks) if total else (1,), self.stages, self.random)
+        m = kind(split_sizes(total.pop(), chunks) if total else (1,), self.place, self.random)
         for name, value in self.compute_totals(batch).items():
             for micro_batch in m:
                 setattr(micro_batch, name, value)

@@ -76,9 +76,9 @@ class Recorded(Step):
         self.sent: dict[Key, tuple[Any, bool]] = {}
         super().begin(engine, *args)
 
-    def _post(self, j: int, i: int, target: int, name: str, value: Any, grad: bool) -> None:
+    def _post(self, j: int, i: int, target: int, name: str, value: Any, grad: bool, there: Step | None = None) -> None:
         self.sent[target, i, name] = value, grad
-        super()._post(j, i, target, name, value, grad)
+        super()._post(j, i, target, name, value, grad, there)
 
 
 class Rehearsed(Step):
@@ -128,7 +128,7 @@ class Rehearsed(Step):
             self.again[j, i] = perf_counter() - start
             self.seconds["R", j].append(self.again[j, i])
 
-    def _post(self, j: int, i: int, target: int, name: str, value: Any, grad: bool) -> None:
+    def _post(self, j: int, i: int, target: int, name: str, value: Any, grad: bool, there: Step | None = None) -> None:
         """Nobody waits for it."""
 
 

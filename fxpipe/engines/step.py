@@ -65,7 +65,7 @@ class Step(Batches):
 
     def begin(self, engine: Stepper, pairs: list[list[Pair]], scale: Tensor | None, rows: Rows) -> None:
         """Make ready: boxes, and in them the pieces of the batch. A thread that runs all rows has the only box."""
-        self.engine, self.stages, self.pairs, self.scale = engine, engine.stages, pairs, scale
+        self.engine, self.pairs, self.scale = engine, pairs, scale
         self.rows = rows
         boxes = {label: Box() for label in rows}
         self.boxes = tuple([boxes.get(label) or boxes[engine.devices[-1]] for label in engine.devices])
@@ -75,8 +75,7 @@ class Step(Batches):
         self.failed: list[BaseException] = []
         self.fresh: list[list[Tensor]] = [[] for _ in self.stages]
         self.leaves: dict[str, list[list[Tensor]]] = {}
-        total = max(1, sum(self.sizes))
-        self.shares = tuple([size / total for size in self.sizes])
+        self.shares = tuple([size / self.total for size in self.sizes])
         self.hooks = self.make_hooks()
         for name, j in engine.feeds:
             self.feed(name, j)
@@ -106,7 +105,7 @@ class Step(Batches):
             if isinstance(piece, Tensor):
                 wanted, piece = piece.requires_grad, piece.detach()
                 if piece.device != self.stages[j].device:
-                    source, target = None, self.engine.streams[j, i]
+                    source, target = None, self.streams[j, i]
                     parcel = pack(piece, source, target, self.stages[j].device, self.compute[j], False)
                     piece = unpack(parcel, self.compute[j])
                 if wanted:
@@ -141,22 +140,24 @@ class Step(Batches):
         """A gradient, or None where there is none, back to the stage that sent the value."""
         self._post(j, i, target, name, value, False)
 
-    def _post(self, j: int, i: int, target: int, name: str, value: Any, grad: bool) -> None:
-        """Put a message into the box of the target's worker, on the way to its device if that is another."""
-        if isinstance(value, Tensor) and self.stages[j].device != self.stages[target].device:
-            value = self.pack(value, j, i, target, name, grad)
+    def _post(self, j: int, i: int, target: int, name: str, value: Any, grad: bool, there: Step | None = None) -> None:
+        """Put a message into the box of the target's worker, on the way to its device if that is another. `there` is
+        the step as that worker sees it, if it has one of its own."""
+        there = self if there is None else there
+        if isinstance(value, Tensor) and self.stages[j].device != there.stages[target].device:
+            value = self.pack(value, j, i, target, name, grad, there)
         elif grad:
             value.requires_grad_()
-        box = self.boxes[target]
+        box = there.boxes[target]
         if box is self.boxes[j]:
             box.arrived[target, i, name] = value
         else:
             box.queue.put(((target, i, name), value))
 
-    def pack(self, value: Tensor, j: int, i: int, target: int, name: str, grad: bool) -> Parcel:
+    def pack(self, value: Tensor, j: int, i: int, target: int, name: str, grad: bool, there: Step) -> Parcel:
         """A tensor of stage j on its way to the device of the target."""
-        streams, there = self.engine.streams, self.stages[target].device
-        return pack(value, streams[j, i], streams[target, i], there, self.compute[target], grad)
+        device, user = there.stages[target].device, there.compute[target]
+        return pack(value, self.streams[j, i], there.streams[target, i], device, user, grad)
 
     def lend(self, j: int, tensor: Tensor) -> Tensor:
         """A tensor that another stage owns, for stage j, with a gradient of its own."""
@@ -164,9 +165,12 @@ class Step(Batches):
         if not tensor.requires_grad:
             return tensor.to(device)
         lent = tensor.detach().to(device).requires_grad_()
-        owner = next((held for pairs in self.pairs for held, stand_in in pairs if stand_in is tensor), tensor)
-        self.pairs[j].append((owner, lent))
+        self.pairs[j].append((self.owner(tensor), lent))
         return lent
+
+    def owner(self, tensor: Tensor) -> Tensor:
+        """What the model holds where a stage holds this alias."""
+        return next((held for pairs in self.pairs for held, stand_in in pairs if stand_in is tensor), tensor)
 
     def add(self, *grads: Tensor | None) -> Tensor | None:
         """The sum of the gradients that are there, in this order, whichever came first."""

@@ -13,7 +13,8 @@ computes and sends.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Any, TypeVar
@@ -40,6 +41,7 @@ __all__ = ["Step", "Stepper"]
 METHODS = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradient"}
 HERE = Context(grad=True, inference=False, autocasts=())  # the modes that a worker is in
 Method = Callable[["Stepper", Step, int], None]
+Leaves = Mapping[str, Sequence[Sequence[Tensor]]]  # of each input, by micro-batch
 Row = tuple[tuple[Action, Method], ...]
 Rows = Mapping[str, Row]  # what each worker does, by its label
 S = TypeVar("S", bound=Step)
@@ -111,8 +113,7 @@ class Stepper(Engine):
         for stage in self._copying:
             stage.refresh()
         m = self.scatter(batch, chunks, kind)
-        with standing_in(self.stages) as pairs:
-            m.begin(self, pairs, scale, rows or self.timetable)
+        with self.begun(m, scale, rows or self.timetable):
             self._run(m)
         if m.failed:
             discard(self._mutating)
@@ -124,24 +125,30 @@ class Stepper(Engine):
                 del error  # else the error holds this frame, this frame the error, and both what stages keep
         return m
 
+    @contextmanager
+    def begun(self, m: Step, scale: Tensor | None, rows: Rows) -> Iterator[None]:
+        """In this context the step is ready to run, and stages hold aliases of what needs a gradient."""
+        with standing_in(self.stages) as pairs:
+            m.begin(self, pairs, scale, rows)
+            yield
+
     def outcome(self, m: Step, batch: Sequence[Any]) -> tuple[tuple[Any, ...], list[Pair]]:
         """The outputs of the batch, and all gradients, with what they are for."""
         outputs = tuple([x.detach() if isinstance(x, Tensor) else x for x in self.gather(m)])
-        return outputs, [*(pair for pairs in m.pairs for pair in pairs), *self._inputs(m, batch)]
+        return outputs, [*(pair for pairs in m.pairs for pair in pairs), *self._inputs(m.leaves, batch)]
 
     def _run(self, m: Step) -> None:
         """Every worker its row; back when all are done or have stopped."""
         reports: SimpleQueue[Report] = SimpleQueue()
-        ours = self.devices[-1]
-        others = [label for label in m.rows if label != ours]
-        home = {label: j for j, label in enumerate(self.devices)}
+        seats, ours = self.seats(m), self.devices[-1]
+        others = [label for label in seats if label != ours]
         begun: list[str] = []
         try:
             for label in others:
-                j = home[label]
-                self._workers[label].orders.put((self._work, m, (j, j), HERE, None, reports))
+                own, j = seats[label]
+                self._workers[label].orders.put((self._work, own, (j, j), HERE, None, reports))
                 begun.append(label)
-            self._row(m, home[ours])
+            self._row(*seats[ours])
         except BaseException as error:  # Ctrl-C between two actions
             m.stop(error)
         self._await(begun, reports, m)
@@ -150,6 +157,10 @@ class Stepper(Engine):
                 self.check_alive()
             except RuntimeError as error:
                 m.stop(error)
+
+    def seats(self, m: Step) -> dict[str, tuple[Step, int]]:
+        """For each worker that has a row, by its label, the step as it sees it, and a stage that it runs."""
+        return {label: (m, j) for j, label in enumerate(self.devices) if label in m.rows}
 
     def _await(self, workers: Sequence[str], reports: SimpleQueue[Report], m: Step) -> None:
         """Until all these workers are done, or gone. Ctrl-C may come when a report is out of the queue and not yet
@@ -172,7 +183,7 @@ class Stepper(Engine):
         except BaseException as error:
             m.stop(error)
         finally:
-            m.done.append(self.devices[j])
+            m.done.append(m.devices[j])
 
     def _row(self, m: Step, j: int) -> None:
         """The row of the worker of stage j."""
@@ -192,13 +203,14 @@ class Stepper(Engine):
                 add_note(error, self.stages[action.stage], action.stage, action.micro_batch)
             m.stop(error)
 
-    def _inputs(self, m: Step, batch: Sequence[Any]) -> list[Pair]:
-        """The inputs that need a gradient, with leaves that hold it."""
+    def _inputs(self, leaves: Leaves, batch: Sequence[Any]) -> list[Pair]:
+        """The inputs that need a gradient, with aliases that hold it, from the leaves that stages got."""
         pairs = []
         for value, (name, dim) in zip(batch, self.inputs, strict=True):
-            if name in m.leaves:
-                pieces = [_sum([leaf.grad for leaf in leaves], leaves[0]) for leaves in m.leaves[name]]
+            if name in leaves:
+                pieces = [_sum([leaf.grad for leaf in some], some[0]) for some in leaves[name]]
                 whole = alias(value)
+                pieces = [piece.to(pieces[0].device) for piece in pieces]  # replicas may be on several
                 found = torch.stack(pieces).sum(0) if dim is None else torch.cat(pieces, dim)
                 whole.grad = found.to(value.device)
                 pairs.append((value, whole))

@@ -20,6 +20,7 @@ from fxpipe.runtime.parcel import Parcel
 from fxpipe.runtime.saved import Saved
 from fxpipe.runtime.stream import use_stream, wait_stream
 
+from .replicas import Replicated, Slices
 from .step import Step
 from .stepper import Stepper
 
@@ -35,7 +36,8 @@ def take_step(
     scale = None if scaler is None else scaler.scale(torch.ones((), device=scheduler.stages[-1].device))
     if not timeline:
         return scheduler.run(batch, chunks, scale), None
-    outputs, done = scheduler.step(batch, chunks, scale, TimedStep)
+    kind = TimedSlices if isinstance(scheduler, Replicated) else TimedStep
+    outputs, done = scheduler.step(batch, chunks, scale, kind)
     return outputs, done.timeline(scheduler.schedule)
 
 
@@ -56,8 +58,8 @@ class TimedStep(Step):
     def make_hooks(self) -> list[Saved | Offload | None]:
         """One count for all stages of a device, of what is not moved to the host."""
         aliases = [stand_in for pairs in self.pairs for _, stand_in in pairs]
-        self.saved = {label: Saved(aliases) for label in self.engine.devices}
-        made = zip(super().make_hooks(), self.engine.devices, strict=True)
+        self.saved = {label: Saved(aliases) for label in self.devices}
+        made = zip(super().make_hooks(), self.devices, strict=True)
         return [hooks if isinstance(hooks, Offload) else self.saved[label] for hooks, label in made]
 
     def forward(self, j: int, i: int, *args: Any) -> Any:
@@ -69,7 +71,7 @@ class TimedStep(Step):
             return self.forward(j, i, *args)
         with self.noted("F", j, i):
             results = super().forward_to_recompute(j, i, *args)
-        saved = self.saved[self.engine.devices[j]]
+        saved = self.saved[self.devices[j]]
         self.takes[j, i] = [saved.keep(x) for x in args if isinstance(x, Tensor)]
         return results
 
@@ -91,21 +93,20 @@ class TimedStep(Step):
         with self.noted("W", j, i):
             super().weight_gradient(j, i)
 
-    def pack(self, value: Tensor, j: int, i: int, target: int, name: str, grad: bool) -> Parcel:
-        here, there = value.device, self.stages[target].device
-        if there.type == "cpu":
-            return super().pack(value, j, i, target, name, grad)
+    def pack(self, value: Tensor, j: int, i: int, target: int, name: str, grad: bool, there: Step) -> Parcel:
+        here, goal = value.device, there.stages[target].device
+        if goal.type == "cpu":
+            return super().pack(value, j, i, target, name, grad, there)
         # Between GPUs the copy runs on a stream of the one that sends.
-        copier, device = (j, here) if here.type == "cuda" else (target, there)
-        stream = self.engine.streams[copier, i]
+        stream, device = (self.streams[j, i], here) if here.type == "cuda" else (there.streams[target, i], goal)
         if here.type == "cuda":
             wait_stream(stream, self.compute[j])
         with use_stream(stream):
             start = moment(device)
-        parcel = super().pack(value, j, i, target, name, grad)
+        parcel = super().pack(value, j, i, target, name, grad, there)
         with use_stream(stream):
             end = moment(device)
-        link = f"{self.engine.devices[j]} -> {self.engine.devices[target]}"
+        link = f"{self.devices[j]} -> {there.devices[target]}"
         self.notes.append((link, device, "T", j, i, start, end, name))
         return parcel
 
@@ -114,7 +115,7 @@ class TimedStep(Step):
             return super().open(parcel, j, i, name)
         start = perf_counter()
         value = super().open(parcel, j, i, name)
-        link = f"{parcel.tensor.device} -> {self.engine.devices[j]}"
+        link = f"{parcel.tensor.device} -> {self.devices[j]}"
         self.notes.append((link, parcel.device, "T", j, i, start, perf_counter(), name))
         return value
 
@@ -124,12 +125,12 @@ class TimedStep(Step):
         device = self.stages[j].device
         start = moment(device)
         yield
-        self.notes.append((self.engine.devices[j], device, kind, j, i, start, moment(device), ""))
+        self.notes.append((self.devices[j], device, kind, j, i, start, moment(device), ""))
 
     def timeline(self, name: str) -> Timeline:
         """What happened, in seconds from the beginning."""
-        labels = tuple(dict.fromkeys(self.engine.devices))
-        home = {label: stage.device for label, stage in zip(self.engine.devices, self.stages, strict=True)}
+        home = self.homes()
+        labels = tuple(home)
         for device in self.anchors:
             torch.cuda.synchronize(device)
 
@@ -143,10 +144,29 @@ class TimedStep(Step):
         links = tuple(sorted({span.where for span in spans} - set(labels)))
         return Timeline(name, labels, spans, links, tuple(self.memory(label, home[label]) for label in labels))
 
+    def homes(self) -> dict[str, torch.device]:
+        """The torch device of each worker."""
+        return {label: stage.device for label, stage in zip(self.devices, self.stages, strict=True)}
+
     def memory(self, label: str, device: torch.device) -> Steps:
         """The high-water mark: of a GPU its own, of a CPU worker what backward needed at once."""
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else self.saved[label].peak
         return ((0.0, peak),)
+
+
+class TimedSlices(Slices, TimedStep):
+    """The same as one of several workers sees it; all write into the notes of the first."""
+
+    def begin(self, engine: Stepper, *args: Any) -> None:
+        super().begin(engine, *args)
+        first = next(iter(self.team.values()))
+        assert isinstance(first, TimedSlices)
+        first.saved[self.label] = self.saved[self.label]
+        self.notes, self.anchors, self.started, self.saved = first.notes, first.anchors, first.started, first.saved
+
+    def homes(self) -> dict[str, torch.device]:
+        crews = zip(self.engine.labels, self.engine.crews, strict=True)
+        return {label: stage.device for crew in crews for label, stage in zip(*crew, strict=True)}
 
 
 def moment(device: torch.device) -> Any:

@@ -27,13 +27,18 @@ from typing import NamedTuple
 
 from .schedule import Action
 
+Seat = tuple[int, int]  # a stage, and the number of a replica of it
+
 
 class Message(NamedTuple):
     """`value` goes from stage `source` to stage `target` for a micro-batch, or once a step if that is None: a tensor of
-    the model that is lent. `gradient` if it is not the value that goes, but its gradient, back.
+    the model that is lent. `gradient` if it is not the value that goes, but its gradient, back. `replicas` are the
+    numbers of those that send and receive; what goes is then the samples that they both have.
 
     >>> print(Message("x", 1, 0, micro_batch=3, gradient=True))
     gradient of x[3]  1 -> 0
+    >>> print(Message("x", 0, 1, micro_batch=3, replicas=(2, 0)))
+    x[3]  0.2 -> 1
     """
 
     value: str
@@ -41,10 +46,20 @@ class Message(NamedTuple):
     target: int
     micro_batch: int | None = None
     gradient: bool = False
+    replicas: tuple[int, int] = (0, 0)
 
     def __str__(self) -> str:
         what = self.value if self.micro_batch is None else f"{self.value}[{self.micro_batch}]"
-        return f"{'gradient of ' * self.gradient}{what}  {self.source} -> {self.target}"
+        here, there = (f"{s}.{k}" if k else str(s) for s, k in (self.sender, self.receiver))
+        return f"{'gradient of ' * self.gradient}{what}  {here} -> {there}"
+
+    @property
+    def sender(self) -> Seat:
+        return self.source, self.replicas[0]
+
+    @property
+    def receiver(self) -> Seat:
+        return self.target, self.replicas[1]
 
 
 class Step(NamedTuple):
@@ -87,14 +102,15 @@ def check(programs: DevicePrograms) -> None:
         raise ValueError(f"the programs of {programs.name!r} cannot run: {name}: {reason}\n{_around(programs, fault)}")
 
 
-def _homes(programs: DevicePrograms) -> dict[int, int]:
-    """The device of each stage."""
-    return {
-        step.what.stage: device
-        for device, row in enumerate(programs.rows)
-        for step in row
-        if isinstance(step.what, Action)
-    }
+def _homes(programs: DevicePrograms) -> dict[Seat, int]:
+    """The device of each replica of each stage; they are numbered as they come."""
+    homes: dict[Seat, int] = {}
+    count: dict[int, int] = {}
+    for device, row in enumerate(programs.rows):
+        for stage in dict.fromkeys(step.what.stage for step in row if isinstance(step.what, Action)):
+            homes[stage, count.setdefault(stage, 0)] = device
+            count[stage] += 1
+    return homes
 
 
 def _messages(row: Sequence[Step], do: str) -> Iterator[tuple[int, Message]]:
@@ -108,13 +124,14 @@ def _misplaced(programs: DevicePrograms) -> Iterator[Fault]:
     """Messages of stages that are on no device, or not on this one."""
     homes = _homes(programs)
     for device, row in enumerate(programs.rows):
-        for do, here in (("send", "source"), ("receive", "target")):
+        for do in ("send", "receive"):
             for position, message in _messages(row, do):
-                for stage in (message.source, message.target):
-                    if stage not in homes:
-                        yield device, position, f"{message} is for stage {stage}, which no device runs"
-                if homes[getattr(message, here)] != device:
-                    yield device, position, f"stage {getattr(message, here)}, which {do}s {message}, is not here"
+                for seat in (message.sender, message.receiver):
+                    if seat not in homes:
+                        yield device, position, f"{message} is for stage {seat[0]}, which no device runs"
+                here = message.sender if do == "send" else message.receiver
+                if homes[here] != device:
+                    yield device, position, f"stage {here[0]}, which {do}s {message}, is not here"
 
 
 def _unmatched(programs: DevicePrograms) -> Iterator[Fault]:
@@ -123,9 +140,9 @@ def _unmatched(programs: DevicePrograms) -> Iterator[Fault]:
     pairs: dict[tuple[int, int], tuple[list[_At], list[_At]]] = {}
     for device, row in enumerate(programs.rows):
         for at in _messages(row, "send"):
-            pairs.setdefault((device, homes[at[1].target]), ([], []))[0].append(at)
+            pairs.setdefault((device, homes[at[1].receiver]), ([], []))[0].append(at)
         for at in _messages(row, "receive"):
-            pairs.setdefault((homes[at[1].source], device), ([], []))[1].append(at)
+            pairs.setdefault((homes[at[1].sender], device), ([], []))[1].append(at)
     for (source, target), (sent, received) in pairs.items():
         same = sum(1 for _ in takewhile(lambda both: both[0][1] == both[1][1], zip(sent, received, strict=False)))
         sends, receives = sent[same:], received[same:]

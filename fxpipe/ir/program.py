@@ -48,18 +48,21 @@ class RuntimeCall:
 
 @dataclass(frozen=True)
 class Move:
-    """`value` goes from stage `source` to stage `target`, once per micro-batch."""
+    """`value` goes from stage `source` to stage `target`, once per micro-batch. Where the two have different numbers of
+    replicas, it is cut along `dim`, or, if that is None, is the same for all samples."""
 
     value: str
     source: int
     target: int
+    dim: int | None = None
 
     @property
     def portal(self) -> bool:
         return self.target - self.source > 1
 
     def __str__(self) -> str:
-        return f"{self.value}  {self.source} -> {self.target}" + ("  portal" if self.portal else "")
+        along = "" if self.dim is None else f"  along {self.dim}"
+        return f"{self.value}  {self.source} -> {self.target}" + ("  portal" if self.portal else "") + along
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class Stage:
 
     `takes`: values that arrive, in order; `gives`: values that leave, in order; `states`: the names of the tensors it
     owns; `borrows`: those it gets from their home stage; `mutates`: the buffers it writes, and of these `rereads`
-    are the ones whose old contents a recomputation needs again. `checkpoint` as in `StagePlan`.
+    are the ones whose old contents a recomputation needs again. `checkpoint` and `replicas` as in `StagePlan`.
     """
 
     index: int
@@ -94,6 +97,11 @@ class Stage:
     mutates: tuple[str, ...] = ()
     rereads: tuple[str, ...] = ()
     checkpoint: str = "never"
+    replicas: tuple[str, ...] = ()
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return (self.device, *self.replicas)
 
 
 @dataclass(frozen=True)
@@ -118,6 +126,15 @@ class Program:
 
     def state(self, name: str) -> State:
         return self.graph.state(name)
+
+
+def recut(move: Move, program: Program) -> bool:
+    """Whether the value goes between stages of different numbers of replicas."""
+    ends = (move.source, move.target)
+    if min(ends) < 0 or max(ends) == len(program.stages):
+        return False
+    here, there = (len(program.stages[s].devices) for s in ends)
+    return here != there
 
 
 def check(program: Program) -> None:
@@ -185,7 +202,7 @@ def show(program: Program) -> str:
 def show_stage(program: Program, stage: Stage) -> str:
     """One stage: what it takes, its ops, what it gives."""
     states = {state.name: state for state in program.graph.states}
-    lines = [f"stage {stage.index} on {stage.device}, recompute {stage.checkpoint}"]
+    lines = [f"stage {stage.index} on {', '.join(stage.devices)}, recompute {stage.checkpoint}"]
     lines += [f"  takes    {name}: {program.types[name]}" for name in stage.takes]
     lines += [f"  owns     {name}: {program.types[name]}  {states[name].path}" for name in stage.states]
     lines += [f"  borrows  {name}: {program.types[name]}  {states[name].path}" for name in stage.borrows]

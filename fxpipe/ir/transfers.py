@@ -5,6 +5,8 @@ send stands after the action that makes the value. A receive stands as early as 
 clocks, when the value is made. On each pair of devices messages are received in the order in which they are sent, as
 channels want it.
 
+The replicas of a stage each have the whole row; samples go straight from who has them to who needs them.
+
 Nothing can deadlock, even where a send waits until the receive has been reached. Let a run and the receives after it
 count as the moment when the run starts, and a send as the moment when its value is made: whatever waits, waits for
 something earlier. (A receive stands before the sends of the run that it follows.)
@@ -16,7 +18,8 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 from .device_programs import DevicePrograms, Message, Step
-from .program import Program
+from .network import slices
+from .program import Program, recut
 from .schedule import Action, Costs, Schedule, check, starts
 from .types import tensors
 
@@ -29,24 +32,26 @@ def add_transfers(schedule: Schedule, program: Program) -> DevicePrograms:
     """The schedule's rows with all sends and receives that the program's moves and loans need. Raises ValueError if the
     schedule cannot run, or is not one for the program's stages and devices."""
     check(schedule)
-    devices = _devices(schedule, program)
     clock = starts(schedule, Costs(1, 1, 1, 1))
-    sends = [_sends(program, row) for row in schedule.devices]
-    made = [made for row, leaving in zip(schedule.devices, sends, strict=True) for made in _made(clock, row, leaving)]
+    crews = zip(_devices(schedule, program), schedule.devices, strict=True)
+    workers = [(label, k, row) for labels, row in crews for k, label in enumerate(labels)]
+    sends = [_of_replica(program, _sends(program, row), k) for _, k, row in workers]
+    pairs = zip(workers, sends, strict=True)
+    made = [made for (_, _, row), leaving in pairs for made in _made(clock, row, leaving)]
     rows = []
-    for device, row, leaving in zip(devices, schedule.devices, sends, strict=True):
-        arriving = [(at, message) for at, message in made if program.stages[message.target].device == device]
-        rows.append(tuple(_row(schedule, program, row, leaving, _receives(clock, row, arriving))))
-    return DevicePrograms(schedule.name, devices, tuple(rows))
+    for (label, k, row), leaving in zip(workers, sends, strict=True):
+        arriving = [(at, m) for at, m in made if m.replicas[1] == k and label in program.stages[m.target].devices]
+        rows.append(tuple(_row(schedule, program, row, leaving, _receives(clock, row, arriving), k == 0)))
+    return DevicePrograms(schedule.name, tuple(label for label, _, _ in workers), tuple(rows))
 
 
-def _devices(schedule: Schedule, program: Program) -> tuple[str, ...]:
-    """The devices' names, a row each."""
-    stages: dict[str, list[int]] = {}
+def _devices(schedule: Schedule, program: Program) -> tuple[tuple[str, ...], ...]:
+    """For each row the names of the devices that run it."""
+    stages: dict[tuple[str, ...], list[int]] = {}
     for stage in program.stages:
-        stages.setdefault(stage.device, []).append(stage.index)
+        stages.setdefault(stage.devices, []).append(stage.index)
     if tuple(map(tuple, stages.values())) != schedule.stages:
-        there = "; ".join(f"{device} runs the stages {here}" for device, here in stages.items())
+        there = "; ".join(f"{', '.join(devices)} runs the stages {here}" for devices, here in stages.items())
         raise ValueError(f"the schedule {schedule.name!r} has rows of the stages {list(schedule.stages)}, but {there}")
     return tuple(stages)
 
@@ -66,6 +71,24 @@ def _sends(program: Program, row: Sequence[Action]) -> Sends:
         if last.get(s) == position:
             here += [Message(loan.state, s, loan.home, None, True) for loan in program.loans if loan.user == s]
     return {position: [m for m in here if _crosses(program, m)] for position, here in sends.items()}
+
+
+def _of_replica(program: Program, sends: Sends, replica: int) -> Sends:
+    """What one replica of the stages sends of what they send."""
+    whole = {(move.value, move.target) for move in program.moves if recut(move, program) and move.dim is None}
+
+    def parts(message: Message) -> Iterator[Message]:
+        here, there = (range(len(program.stages[s].devices)) for s in (message.source, message.target))
+        user = message.source if message.gradient else message.target
+        if message.micro_batch is None or (message.value, user) in whole:  # the first one has it, for all of them
+            ends = [(k, 0) for k in here] if message.gradient else [(0, k) for k in there]
+        elif len(here) == len(there):
+            ends = [(k, k) for k in here]
+        else:
+            ends = [(a, b) for a, b, _ in slices(here, there)]
+        yield from (message._replace(replicas=pair) for pair in ends if pair[0] == replica)
+
+    return {position: [part for message in here for part in parts(message)] for position, here in sends.items()}
 
 
 def _crosses(program: Program, message: Message) -> bool:
@@ -98,9 +121,11 @@ def _receives(clock: Clocks, row: Sequence[Action], arriving: Sequence[tuple[flo
     return receives
 
 
-def _row(schedule: Schedule, program: Program, row: Sequence[Action], sends: Sends, receives: Sends) -> Iterator[Step]:
-    """Everything that a device does. A receive at a position stands before the action there, and before the sends of
-    the action before it."""
+def _row(
+    schedule: Schedule, program: Program, row: Sequence[Action], sends: Sends, receives: Sends, first: bool
+) -> Iterator[Step]:
+    """Everything that a device does; if it is the `first` replica, also what they leave to it. A receive at a position
+    stands before the action there, and before the sends of the action before it."""
     for position, action in enumerate([None, *row], start=START):
         if action is not None:
             if action.kind in "BI" and _recomputes(schedule, program, action):
@@ -108,11 +133,12 @@ def _row(schedule: Schedule, program: Program, row: Sequence[Action], sends: Sen
             yield Step("run", action)
         yield from (Step("receive", message) for message in receives.get(position + 1, ()))
         yield from (Step("send", message) for message in sends[position])
-    if any(action.kind != "F" for action in row):
+    if first and any(action.kind != "F" for action in row):
         mine = {action.stage for action in row}
         yield from (
-            Step("reduce", Message(loan.state, loan.user, loan.home, None, True))
+            Step("reduce", Message(loan.state, loan.user, loan.home, None, True, (k, 0)))
             for loan in program.loans
+            for k in range(len(program.stages[loan.user].devices))
             if loan.home in mine and _has_gradient(program, loan.state)
         )
 

@@ -74,8 +74,10 @@ def stage_costs(
     checkpoints: Sequence[str],
     chunks: int,
     parameter_copies: int = PARAMETER_COPIES,
+    replicas: Sequence[int] | None = None,
 ) -> list[StageCosts]:
-    """What each stage would cost between any two cuts, on the device and with the recomputation given for it.
+    """What each stage would cost between any two cuts, on the device and with the recomputation given for it, shared by
+    so many replicas (1 if not given).
 
     The profile must be that of one micro-batch. Stages on one device share its memory in equal parts; all `chunks`
     micro-batches are alive at once.
@@ -87,17 +89,19 @@ def stage_costs(
     hops = [_transfer_times(cluster, a, b, crossing) for a, b in pairwise(devices)]
     crowd = Counter(devices)
     stages = []
-    for s, (device, checkpoint) in enumerate(zip(devices, checkpoints, strict=True)):
+    for s, (device, checkpoint, r) in enumerate(zip(devices, checkpoints, replicas or [1] * len(devices), strict=True)):
         recomputes = checkpoint != "never"
         live = 1 if recomputes else chunks
-        scale = _slowness(profile, cluster, device) * PICOSECONDS
+        scale = _slowness(profile, cluster, device) * PICOSECONDS / r
         stages.append(
             StageCosts(
                 work=list(accumulate((round(_seconds(op, recomputes) * scale) for op in ops), initial=0)),
                 enter=hops[s - 1] if s > 0 else nothing,
                 leave=hops[s] if s < len(hops) else nothing,
-                bytes=list(accumulate((parameter_copies * op.parameters + live * op.saved for op in ops), initial=0)),
-                hold=[chunks * came for came in crossing.values] if s > 0 else nothing,
+                bytes=list(
+                    accumulate((parameter_copies * op.parameters + live * op.saved // r for op in ops), initial=0)
+                ),
+                hold=[chunks * came // r for came in crossing.values] if s > 0 else nothing,
                 room=cluster.device(device).memory // crowd[device],
             )
         )

@@ -54,7 +54,9 @@ def plan_like(graph: Graph, homes: Mapping[str, int], first: Plan, profile: Prof
         cuts = _cuts(graph, profile, cluster, chosen, first.chunks, _allowed(used, some, legal, len(graph.ops)))
         if cuts is not None:
             devices, modes = [stage.device for stage in chosen], [stage.checkpoint for stage in chosen]
-            return replace(first, model=graph.model, stages=stages(captured, graph, cuts, devices, modes))
+            made = stages(captured, graph, cuts, devices, modes)
+            made = tuple(replace(own, replicas=stage.replicas) for own, stage in zip(made, chosen, strict=True))
+            return replace(first, model=graph.model, stages=made)
     raise AssertionError("one stage is always possible")
 
 
@@ -119,6 +121,7 @@ def _cuts(
     allowed: Sequence[Sequence[int]],
 ) -> Cuts | None:
     devices, modes = [stage.device for stage in chosen], [stage.checkpoint for stage in chosen]
-    costs = stage_costs(graph, profile, cluster, devices, modes, chunks)
+    replicas = [len(stage.devices) for stage in chosen]
+    costs = stage_costs(graph, profile, cluster, devices, modes, chunks, replicas=replicas)
     endless = sum(stage.bytes[-1] + max(stage.hold) for stage in costs)
     return balance([replace(stage, room=endless) for stage in costs], allowed)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from fxpipe.errors import PlanError
@@ -38,6 +39,7 @@ def plan(
     deferred_batch_norm: bool = False,
     parameter_copies: int = PARAMETER_COPIES,
     slack: float = 0.02,
+    replicas: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Plan:
     """The plan for one stage on each of `devices`, in this order (all devices of the cluster, where not given).
 
@@ -47,10 +49,11 @@ def plan(
     before the first op of these modules. `checkpoint` is a mode for all stages, or the stages that recompute
     ("except_last"). By time, the slowest stage may be slower than the least possible by the share `slack`, if that puts
     cuts where less crosses or where modules end; 0 is the exact optimum. The profile is that of one micro-batch; it may
-    be of any kind where the user chooses the cuts.
+    be of any kind where the user chooses the cuts. `replicas` are the further devices of a stage, by its first.
     """
     labels = tuple(cluster.labels if devices is None else devices)
     modes = _checkpoints(checkpoint, len(labels))
+    further = [(replicas or {}).get(label, ()) for label in labels]
     check_request(graph, profile, cluster, labels, chunks)
     if split_at and balance != "time":
         raise PlanError(f"balance={balance!r} and split_at={list(split_at)} both say where to cut: give one of them")
@@ -60,13 +63,16 @@ def plan(
         ordered, cuts = graph, cuts_by_blocks(graph, balance, len(labels))
     elif balance in GOALS:
         ordered = arrange(graph, {cost.name: cost for cost in profile.ops})
-        costs = stage_costs(ordered, profile, cluster, labels, modes, chunks, parameter_copies)
+        shares = [1 + len(others) for others in further]
+        costs = stage_costs(ordered, profile, cluster, labels, modes, chunks, parameter_copies, shares)
         cuts = _best_cuts(ordered, costs, labels, balance)
         if balance == "time" and slack:
             cuts = _settled(ordered, profile, costs, cuts, slack)
     else:
         raise PlanError(f"balance is {balance!r}: write one of {GOALS}, or the number of blocks of each stage")
-    return Plan(graph.model, stages(graph, ordered, cuts, labels, modes), chunks, schedule, deferred_batch_norm)
+    made = stages(graph, ordered, cuts, labels, modes)
+    made = tuple(replace(stage, replicas=others) for stage, others in zip(made, further, strict=True))
+    return Plan(graph.model, made, chunks, schedule, deferred_batch_norm)
 
 
 def check_request(graph: Graph, profile: Profile, cluster: Cluster, labels: Sequence[str], chunks: int) -> None:

@@ -61,6 +61,17 @@ def commit(stages: Iterable[Stage]) -> None:
                 _update(stage.tensor(path), sums)
 
 
+def absorb(stage: Stage, replica: Stage) -> None:
+    """Add the sums of a replica of the stage, over samples of the same batch, to the stage's own."""
+    for path in stage.mutates:
+        more: Sums | None = _pending.pop(replica.tensor(path), None)
+        sums: Sums | None = _pending.get(stage.tensor(path))
+        if sums is not None and more is not None:
+            sums.count += more.count
+            sums.total += more.total.to(sums.total.device)
+            sums.squares += more.squares.to(sums.squares.device)
+
+
 def discard(stages: Iterable[Stage]) -> None:
     """The mini-batch failed: forget its sums."""
     for stage in stages:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +42,30 @@ def scatter(value: Any, dim: int | None, sizes: Sequence[int]) -> Sequence[Any]:
         return [value] * len(sizes)
     pieces: Sequence[Tensor] = value.split(list(sizes), dim)
     return [piece.contiguous() for piece in pieces] if dim != 0 and value.is_contiguous() else pieces
+
+
+def overlaps(here: Sequence[int], there: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """How samples that are cut in one way come to be cut in another: pieces (from slice, to slice, samples), in order.
+
+    >>> list(overlaps((3, 2), (2, 2, 1)))
+    [(0, 0, 2), (0, 1, 1), (1, 1, 1), (1, 2, 1)]
+    """
+    ends, goals = list(accumulate(here)), list(accumulate(there))
+    if not ends[-1]:
+        yield 0, 0, 0
+    at = 0
+    for end in sorted({*ends, *goals}):
+        if end > at:
+            yield bisect_left(ends, end), bisect_left(goals, end), end - at
+        at = end
+
+
+def join(pieces: Sequence[Tensor], dim: int) -> Tensor:
+    """The pieces of a tensor along `dim` as one. In memory its dimensions are in the order of theirs, on which the
+    model may rely when it takes views."""
+    order = sorted(range(pieces[0].dim()), key=pieces[0].stride, reverse=True)
+    whole = torch.cat([piece.permute(order) for piece in pieces], order.index(dim))
+    return whole.permute(sorted(range(len(order)), key=order.__getitem__))
 
 
 def gather(values: Sequence[Any], dim: int | None, reduce: str | None, sizes: Sequence[int]) -> Any:

@@ -42,6 +42,12 @@ def new_seed() -> int:
     return int(torch.randint(1 << 62, ()).item())
 
 
+def replica_seed(seed: int, replica: int) -> int:
+    """The seed of a run for one of several replicas of a stage, which must not draw the same for their different
+    samples. The first has that of the run, as a stage without replicas."""
+    return mix(seed, 0, -replica - 1) if replica else seed
+
+
 class Draws:
     """Seeds the random ops of one task. Generated code says `with draw(3): h = F.dropout(h)`."""
 

@@ -31,6 +31,8 @@ class Scope(nn.Module):
 
     def _hold(self, name: str, value: Tensor | Scope) -> None:
         """Put a value in, or in another's place, under any name, also one that nn.Module has a use for."""
+        for held in (self._parameters, self._buffers):
+            held.pop(name, None)
         if isinstance(value, nn.Parameter):
             self._parameters[name] = value
         elif isinstance(value, Tensor):

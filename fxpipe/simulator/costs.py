@@ -9,19 +9,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fxpipe.ir.cluster import Cluster, link
+from fxpipe.ir.network import split_concat
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.profile import Profile, total
 from fxpipe.ir.program import Program
 from fxpipe.ir.times import Times
 from fxpipe.ir.types import nbytes, tensors
 
+from .replicas import positions
 from .simulate import Hop, StageCost
 
 
 def stage_costs(
     plan: Plan, profile: Profile, taken: Sequence[int] = (), copies: int = 2, keeps_at_once: bool = False
 ) -> tuple[StageCost, ...]:
-    """A cost for each stage of `plan`, from a profile taken at the size of its micro-batches.
+    """A cost for each stage of `plan`, from a profile taken at the size of its micro-batches, of which each replica
+    of a stage has a share.
 
     `taken` is the bytes each stage takes per micro-batch, as `taken_bytes` tells (none if left out). `copies` is how
     often a parameter is in memory: 2 for it and its gradient, more with the optimizer's state. `keeps_at_once`: nothing
@@ -30,13 +33,13 @@ def stage_costs(
     at = {cost.name: cost for cost in profile.ops}
     costs = []
     for index, stage in enumerate(plan.stages):
-        own = total([at[op] for op in stage.ops])
+        own, r = total([at[op] for op in stage.ops]), len(stage.devices)
         costs.append(
             StageCost(
-                own.forward,
-                own.backward,
-                saved=own.saved,
-                taken=taken[index] if taken else 0,
+                own.forward / r,
+                own.backward / r,
+                saved=-(-own.saved // r),
+                taken=-(-taken[index] // r) if taken else 0,
                 fixed=own.parameters * copies,
                 checkpoint=stage.checkpoint,
                 keeps_at_once=keeps_at_once,
@@ -97,10 +100,12 @@ def _hop(
     backward = sum(tensor.nbytes(sizes) for tensor in types if tensor.grad)
 
     def seconds(count: int) -> float:
-        ends = program.stages[source].device, program.stages[target].device
-        if not count or ends[0] == ends[1]:
+        a, b = program.stages[source], program.stages[target]
+        if not count or a.device == b.device:
             return 0.0
-        way = link(cluster, *ends)
+        if a.replicas or b.replicas:
+            return split_concat(cluster, positions(cluster, a.devices), positions(cluster, b.devices)).seconds(count)
+        way = link(cluster, a.device, b.device)
         return way.latency + count / way.bandwidth
 
     return Hop(source, target, seconds(forward), seconds(backward), ", ".join(values))

@@ -32,8 +32,9 @@ SCHEDULER = '''"""A scheduler that only holds the stages."""
 
 class Scheduler:
     devices = ("cpu:0", "cpu:1")
+    replicas = ()
 
-    def __init__(self, stages):
+    def __init__(self, stages, whole):
         self.stages = stages
 '''
 

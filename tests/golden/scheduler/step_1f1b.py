@@ -56,7 +56,7 @@ class Scheduler(Stepper):
     def forward_1(self, m: Step, i: int) -> None:
         # from stage 0
         skip, relu = m.receive(1, i, "skip", "relu")
-        draw = Draws(m.seed, i, self.stages[1].device)
+        draw = Draws(m.seed, i, m.stages[1].device)
         # all but the last are computed again in backward, unless it follows at once
         forward = m.forward if i == m.last else m.forward_to_recompute
         output = forward(1, i, skip, relu, m.lent.embed_weight_for_1, draw)

@@ -57,7 +57,7 @@ class Scheduler(Stepper):
     def forward_1(self, m: Step, i: int) -> None:
         # from stage 0
         linear = m.receive(1, i, "linear")
-        draw = Draws(m.seed, i, self.stages[1].device)
+        draw = Draws(m.seed, i, m.stages[1].device)
         # computed again in backward, unless it follows at once
         sin = m.forward_to_recompute(1, i, linear, draw)
         m.send(1, i, 2, "sin", sin)

@@ -57,7 +57,7 @@ class Scheduler(Stepper):
     def forward_1(self, m: Step, i: int) -> None:
         # from stage 0
         skip, relu = m.receive(1, i, "skip", "relu")
-        draw = Draws(m.seed, i, self.stages[1].device)
+        draw = Draws(m.seed, i, m.stages[1].device)
         output = m.forward(1, i, skip, relu, m.lent.embed_weight_for_1, draw)
         m.send(1, i, 2, "output", output)
 

@@ -1,0 +1,45 @@
+"""Gives stages their replicas, and says how values get from one number of replicas to another.
+
+Between stages of equally many replicas, each sends to its like, whatever the value is. Else samples change hands:
+
+    stage 0 on cuda:0, cuda:1     x f32[b, 8]   is cut and joined along dimension 0
+    stage 1 on cuda:2             scale f32[]   is the same for all samples: one replica sends it
+                                  x.mean()      is one for each slice, and cannot be one for the micro-batch: refused
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from fxpipe.errors import PlanError
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.program import Move, Program, recut
+
+
+def replicate(program: Program, plan: Plan, samples: Mapping[str, int | None]) -> Program:
+    """The program with the plan's replicas. `samples` has, of each value that can be cut, the dimension that carries
+    the samples; None for what is the same for all. Raises PlanError for what would have to be cut and cannot."""
+    stages = [replace(stage, replicas=own.replicas) for stage, own in zip(program.stages, plan.stages, strict=True)]
+    program = replace(program, stages=tuple(stages))
+
+    def along(move: Move) -> Move:
+        if not recut(move, program):
+            return move
+        if move.value not in samples:
+            raise _refusal(program, move)
+        return replace(move, dim=samples[move.value])
+
+    return replace(program, moves=tuple(map(along, program.moves)))
+
+
+def _refusal(program: Program, move: Move) -> PlanError:
+    origin = next((op.origin for op in program.graph.ops if op.name == move.value), None)
+    place = f", made at {origin}," if origin and origin.line else ""
+    here, there = (f"on {', '.join(program.stages[s].devices)}" for s in (move.source, move.target))
+    return PlanError(
+        f"{move.value}, {program.types[move.value]}{place} goes from stage {move.source}, {here}, to stage "
+        f"{move.target}, {there}, and cannot be cut between samples: it is made of all samples of a slice, or "
+        "numbers them. Give both stages as many devices, or cut the model where something else crosses (split_at=, "
+        "balance=)"
+    )
