@@ -102,8 +102,8 @@ def deal(labels: tuple[str, ...], replicas: Sequence[int] | None) -> dict[str, t
     """
     if replicas is None:
         return dict.fromkeys(labels, ())
-    counts = tuple(replicas) if isinstance(replicas, Sequence) and not isinstance(replicas, str) else (replicas,)
-    if not all(isinstance(count, int) and not isinstance(count, bool) and count > 0 for count in counts):
+    counts = tuple(replicas) if isinstance(replicas, Sequence) else ()
+    if not counts or not all(isinstance(count, int) and not isinstance(count, bool) and count > 0 for count in counts):
         raise PlanError(f"replicas is {replicas!r}: write how many devices run each stage, at least 1, as in (2, 1)")
     if sum(counts) != len(labels):
         raise PlanError(

@@ -31,7 +31,7 @@ from fxpipe.codegen.package import constants, write
 from fxpipe.ir.graph import Graph
 from fxpipe.ir.schedule import Action, Schedule, dump_csv, needs, show
 from fxpipe.machine import local_cluster
-from fxpipe.options import Options, device_labels, stage_devices
+from fxpipe.options import Options, device_labels, every_device, stage_devices
 from fxpipe.pipe import match, micro_batch_sizes
 from fxpipe.profiling import estimate
 from fxpipe.runtime.microbatch import split_sizes
@@ -128,7 +128,7 @@ def steps_of(graph: Graph, model: nn.Module, options: Options, call: Any) -> Ite
     given: dict[str, Any] = {}
     match(graph.call, call, given)
     flat = [given[item.name] for item in graph.inputs if item.path]
-    cluster, sizes = local_cluster(options.devices), micro_batch_sizes(graph, flat, options.chunks)
+    cluster, sizes = local_cluster(every_device(options)), micro_batch_sizes(graph, flat, options.chunks)
     profile = estimate(graph, sizes, cluster.device(options.devices[0]))
     made = street.build(graph, profile, sizes, cluster, options, None)
     with TemporaryDirectory() as folder:

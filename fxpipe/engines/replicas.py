@@ -111,6 +111,8 @@ class Slices(Step):
 
 def cut(value: Any, dim: int | None, rows: Sequence[int], total: int) -> Sequence[Any]:
     """Pieces of so many samples, of `total`. A sample may be several places along `dim`, as in a flattened sequence."""
+    if dim is None and isinstance(value, Tensor):
+        return [value.detach() for _ in rows]  # each is a leaf of its own to who gets it
     if dim is None or value is None or len(rows) == 1:
         return [value] * len(rows)
     each = value.shape[dim] // total

@@ -60,8 +60,10 @@ class Step(Batches):
     `kept`: by stage and micro-batch, the arguments and results of a forward run; `weights`: what is left of a backward
     whose first half is done; `pairs`: of each stage, what the model holds, and the aliases that collect its gradients;
     `fresh`: those that have none yet; `rows`: what each worker does; `done`: the workers at the end of their rows;
-    `failed`: the errors, in the order in which they happened.
+    `failed`: the errors, in the order in which they happened; `replica`: the number of that which it is the step of.
     """
+
+    replica = 0
 
     def begin(self, engine: Stepper, pairs: list[list[Pair]], scale: Tensor | None, rows: Rows) -> None:
         """Make ready: boxes, and in them the pieces of the batch. A thread that runs all rows has the only box."""

@@ -200,7 +200,7 @@ class Stepper(Engine):
             return
         except BaseException as error:
             if action is not None:
-                add_note(error, self.stages[action.stage], action.stage, action.micro_batch)
+                add_note(error, self.stages[action.stage], action.stage, action.micro_batch, m.replica)
             m.stop(error)
 
     def _inputs(self, leaves: Leaves, batch: Sequence[Any]) -> list[Pair]:

@@ -15,10 +15,11 @@ from .stage import Stage
 _ORIGIN = re.compile(r"\s*# (\S+:\d+  .*)")
 
 
-def add_note(error: BaseException, stage: Stage, index: int, micro_batch: int) -> None:
+def add_note(error: BaseException, stage: Stage, index: int, micro_batch: int, replica: int = 0) -> None:
     """Say on the exception which task it comes from."""
+    task = f"stage {index}, micro-batch {micro_batch}" + (f", replica {replica}" if replica else "")
     origin = user_line(error.__traceback__, stage)
-    error.add_note(f"stage {index}, micro-batch {micro_batch}" + (f", at {origin}" if origin else ""))
+    error.add_note(task + (f", at {origin}" if origin else ""))
 
 
 def user_line(traceback: TracebackType | None, stage: Stage) -> str | None:
