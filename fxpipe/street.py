@@ -115,13 +115,15 @@ def draft(
     home: Home | None,
 ) -> Draft:
     """The plan and what follows from it."""
+    samples = sample_dims(graph) if graph.loss is not None and any(options.replicas.values()) else None
     with timed("planning"):
-        decided = decide(graph, profile, cluster, options, home)
+        uncut = [] if samples is None else [op.name for op in graph.ops if op.name not in samples]
+        decided = decide(graph, profile, cluster, options, home, uncut)
     trail: dict[str, Program] = {}
     with timed("passes"):
         program = lower(graph, decided, watch=trail.__setitem__)
-        if graph.loss is not None and any(stage.replicas for stage in decided.stages):
-            program = trail["replicate"] = replicate(program, decided, sample_dims(graph))
+        if samples is not None:
+            program = trail["replicate"] = replicate(program, decided, samples)
         totals = None if graph.totals is None else lower(graph.totals, whole_plan(graph.totals, decided))
     with timed("simulator"):
         runs = decided if graph.loss is not None else without_replicas(decided)
@@ -212,10 +214,13 @@ def note(profile: Profile, ops: Sequence[str]) -> str:
     return f"{facts} ({profile.source}, b = {profile.batch})"
 
 
-def decide(graph: Graph, profile: Profile, cluster: Cluster, options: Options, home: Home | None) -> Plan:
-    """The plan that was given, the one that follows the first build's, or a new one."""
+def decide(
+    graph: Graph, profile: Profile, cluster: Cluster, options: Options, home: Home | None, uncut: Sequence[str]
+) -> Plan:
+    """The plan that was given, the one that follows the first build's, or a new one. `uncut` are the values that cannot
+    go between stages of different numbers of replicas."""
     if home is not None:
-        return plan_like(graph, home.stages, home.plan, profile, cluster)
+        return plan_like(graph, home.stages, home.plan, profile, cluster, uncut)
     if options.plan is not None:
         given = with_loss(graph, options.plan)
         try:
@@ -235,6 +240,7 @@ def decide(graph: Graph, profile: Profile, cluster: Cluster, options: Options, h
         schedule=schedule_text(options),
         deferred_batch_norm=options.deferred_batch_norm,
         replicas=options.replicas,
+        uncut=uncut,
     )
     stages = enumerate(decided.stages)
     return replace(decided, stages=tuple(replace(stage, offload=s in options.offload) for s, stage in stages))

@@ -67,7 +67,7 @@ def check(name: str, configs: Iterable[tuple[tuple[int, ...], str]], checkpoints
 
 @pytest.mark.parametrize(("index", "name"), list(enumerate(FEW)), ids=FEW)
 def test_a_replicated_step_is_the_models(index: int, name: str) -> None:
-    assert check(name, configurations(index), CHECKPOINTS) >= 4
+    assert check(name, configurations(index), CHECKPOINTS) == 5
 
 
 @pytest.mark.slow

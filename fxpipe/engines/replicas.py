@@ -30,7 +30,7 @@ from fxpipe.runtime.stream import Streams
 
 from .engine import Batches, Place
 from .step import Step
-from .stepper import Stepper
+from .stepper import Rows, Stepper
 
 __all__ = ["Replicated", "Slices", "Step"]
 
@@ -52,8 +52,8 @@ class Slices(Step):
         self.team, self.label, self.replica = team, label, replica
         self.rows_of, self.total, self.seed = whole.sizes, whole.total, replica_seed(whole.seed, replica)
 
-    def begin(self, engine: Stepper, pairs: list[list[Pair]], scale: Tensor | None) -> None:
-        super().begin(engine, pairs, scale)
+    def begin(self, engine: Stepper, pairs: list[list[Pair]], scale: Tensor | None, rows: Rows) -> None:
+        super().begin(engine, pairs, scale, rows)
         first = next(iter(self.team.values()))
         self.done, self.failed = first.done, first.failed
 
@@ -191,7 +191,7 @@ class Replicated(Stepper):
         return found
 
     @contextmanager
-    def begun(self, m: Step, scale: Tensor | None) -> Iterator[None]:
+    def begun(self, m: Step, scale: Tensor | None, rows: Rows) -> Iterator[None]:
         assert isinstance(m, Slices)
         with standing_in([*chain(*self.crews)]) as flat:
             each = iter(flat)
@@ -203,7 +203,7 @@ class Replicated(Stepper):
                 for view in m.team.values():
                     view.pairs = [own[min(view.replica, len(own) - 1)] for own in pairs]
                 for view in m.team.values():
-                    view.begin(self, view.pairs, scale)
+                    view.begin(self, view.pairs, scale, rows)
                 yield
                 for stage, *others in self.crews:
                     for replica in others:

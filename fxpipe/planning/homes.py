@@ -9,7 +9,7 @@ is not asked: the first plan has decided where the parameters live.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from fxpipe.ir.cluster import Cluster
@@ -22,6 +22,7 @@ from .balance import Cuts, balance
 from .costs import cheap_ops, stage_costs
 from .order import Edges, arrange, reorder, requirements
 from .plan import check_request, inner_cuts, stages
+from .samples import replica_cuts
 
 
 def homes(graph: Graph, plan: Plan) -> dict[str, int]:
@@ -36,10 +37,17 @@ def homes(graph: Graph, plan: Plan) -> dict[str, int]:
     return found
 
 
-def plan_like(graph: Graph, homes: Mapping[str, int], first: Plan, profile: Profile, cluster: Cluster) -> Plan:
+def plan_like(
+    graph: Graph,
+    homes: Mapping[str, int],
+    first: Plan,
+    profile: Profile,
+    cluster: Cluster,
+    uncut: Collection[str] = (),
+) -> Plan:
     """A plan for `graph` on the stages of `first`, with ops where their parameters are. `homes` maps the path of a
     parameter or buffer to a stage of `first`; paths it lacks may go anywhere. The plan has a stage less for each that
-    would have no ops."""
+    would have no ops. `uncut` as for `plan`."""
     labels = [stage.device for stage in first.stages]
     check_request(graph, profile, cluster, labels, first.chunks)
     captured, graph = graph, arrange(graph, {cost.name: cost for cost in profile.ops})
@@ -51,7 +59,9 @@ def plan_like(graph: Graph, homes: Mapping[str, int], first: Plan, profile: Prof
     legal = inner_cuts(graph)
     for used, some in _stage_choices(len(labels), fixed, len(legal) + 1):
         chosen = [first.stages[s] for s in used]
-        cuts = _cuts(graph, profile, cluster, chosen, first.chunks, _allowed(used, some, legal, len(graph.ops)))
+        positions = replica_cuts(graph, legal, [len(stage.devices) for stage in chosen], uncut)
+        allowed = _allowed(used, some, positions, len(graph.ops))
+        cuts = _cuts(graph, profile, cluster, chosen, first.chunks, allowed)
         if cuts is not None:
             devices, modes = [stage.device for stage in chosen], [stage.checkpoint for stage in chosen]
             made = stages(captured, graph, cuts, devices, modes)
@@ -100,15 +110,17 @@ def _stage_choices(
     return [(list(range(k)), fixed), (needed, fixed), (list(range(min(k, most))), ())]
 
 
-def _allowed(used: Sequence[int], fixed: Sequence[tuple[int, int]], legal: Sequence[int], n: int) -> list[list[int]]:
-    """For each inner cut the legal positions that leave all fixed ops on their side of it; if there are none, the one
-    nearest to that."""
+def _allowed(
+    used: Sequence[int], fixed: Sequence[tuple[int, int]], legal: Sequence[Sequence[int]], n: int
+) -> list[list[int]]:
+    """For each inner cut those of its legal positions that leave all fixed ops on their side of it; if there are none,
+    the one nearest to that."""
     allowed = []
-    for stage in used[1:]:
+    for stage, positions in zip(used[1:], legal, strict=True):
         first = 1 + max((at for at, place in fixed if place < stage), default=0)
         last = min((at for at, place in fixed if place >= stage), default=n)
-        between = [p for p in legal if first <= p <= last]
-        allowed.append(between or sorted(legal, key=lambda p: (max(first - p, p - last), p))[:1])
+        between = [p for p in positions if first <= p <= last]
+        allowed.append(between or sorted(positions, key=lambda p: (max(first - p, p - last), p))[:1])
     return allowed
 
 

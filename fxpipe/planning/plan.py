@@ -20,6 +20,7 @@ from .balance import balance as best_balance
 from .costs import PARAMETER_COPIES, memory_costs, stage_costs, traffic
 from .hand import cuts_at, cuts_by_blocks
 from .order import arrange
+from .samples import replica_cuts
 from .settle import settle, ugliness
 
 GOALS = ("time", "memory")
@@ -40,6 +41,7 @@ def plan(
     parameter_copies: int = PARAMETER_COPIES,
     slack: float = 0.02,
     replicas: Mapping[str, tuple[str, ...]] | None = None,
+    uncut: Collection[str] = (),
 ) -> Plan:
     """The plan for one stage on each of `devices`, in this order (all devices of the cluster, where not given).
 
@@ -49,7 +51,8 @@ def plan(
     before the first op of these modules. `checkpoint` is a mode for all stages, or the stages that recompute
     ("except_last"). By time, the slowest stage may be slower than the least possible by the share `slack`, if that puts
     cuts where less crosses or where modules end; 0 is the exact optimum. The profile is that of one micro-batch; it may
-    be of any kind where the user chooses the cuts. `replicas` are the further devices of a stage, by its first.
+    be of any kind where the user chooses the cuts. `replicas` are the further devices of a stage, by its first,
+    and `uncut` the values that cannot be cut between samples, to go between stages of different numbers of replicas.
     """
     labels = tuple(cluster.labels if devices is None else devices)
     modes = _checkpoints(checkpoint, len(labels))
@@ -65,9 +68,11 @@ def plan(
         ordered = arrange(graph, {cost.name: cost for cost in profile.ops})
         shares = [1 + len(others) for others in further]
         costs = stage_costs(ordered, profile, cluster, labels, modes, chunks, parameter_copies, shares)
-        cuts = _best_cuts(ordered, costs, labels, balance)
+        legal = inner_cuts(ordered)
+        allowed = replica_cuts(ordered, legal, shares, uncut)
+        cuts = _best_cuts(ordered, costs, labels, balance, legal, allowed)
         if balance == "time" and slack:
-            cuts = _settled(ordered, profile, costs, cuts, slack)
+            cuts = _settled(ordered, profile, costs, cuts, allowed, slack)
     else:
         raise PlanError(f"balance is {balance!r}: write one of {GOALS}, or the number of blocks of each stage")
     made = stages(graph, ordered, cuts, labels, modes)
@@ -122,23 +127,39 @@ def stages(
     )
 
 
-def _best_cuts(graph: Graph, costs: list[StageCosts], labels: Sequence[str], goal: str) -> Cuts:
-    """The exact balance over the legal cuts."""
-    legal = inner_cuts(graph)
+def _best_cuts(
+    graph: Graph,
+    costs: list[StageCosts],
+    labels: Sequence[str],
+    goal: str,
+    legal: Sequence[int],
+    allowed: Sequence[Sequence[int]],
+) -> Cuts:
+    """The exact balance over the allowed cuts, or, if there is none, over all legal ones."""
     if len(labels) > len(legal) + 1:
         raise _too_many(graph, len(labels), legal)
-    allowed = [legal] * (len(labels) - 1)
-    cuts = best_balance(memory_costs(costs) if goal == "memory" else costs, allowed)
+    load = memory_costs(costs) if goal == "memory" else costs
+    anywhere = [legal] * (len(labels) - 1)
+    cuts = best_balance(load, allowed)
+    if cuts is None and allowed != anywhere:
+        cuts = best_balance(load, anywhere)
     if cuts is None:
-        raise _too_big(costs, allowed, labels)
+        raise _too_big(costs, anywhere, labels)
     return cuts
 
 
-def _settled(graph: Graph, profile: Profile, costs: list[StageCosts], cuts: Cuts, slack: float) -> Cuts:
+def _settled(
+    graph: Graph,
+    profile: Profile,
+    costs: list[StageCosts],
+    cuts: Cuts,
+    allowed: Sequence[Sequence[int]],
+    slack: float,
+) -> Cuts:
     """The cuts, moved within `slack` to better places in the user's code."""
     across = traffic(graph, {cost.name: cost for cost in profile.ops})
     crossing = [a + b for a, b in zip(across.values, across.gradients, strict=True)]
-    return settle(costs, [inner_cuts(graph)] * (len(costs) - 1), cuts, ugliness(graph, crossing), slack)
+    return settle(costs, allowed, cuts, ugliness(graph, crossing), slack)
 
 
 def inner_cuts(graph: Graph) -> list[int]:
@@ -152,7 +173,7 @@ def _too_many(graph: Graph, k: int, legal: Sequence[int]) -> PlanError:
     return PlanError(f"{graph.model} cannot be cut into {k} stages: {why}. Ask for at most {most}: devices={most}")
 
 
-def _too_big(costs: list[StageCosts], allowed: list[list[int]], labels: Sequence[str]) -> PlanError:
+def _too_big(costs: list[StageCosts], allowed: Sequence[Sequence[int]], labels: Sequence[str]) -> PlanError:
     """Which stage lacks how much in the plan that lacks the least."""
     n = len(costs[0].work)
     endless = max(stage.bytes[-1] + max(stage.hold) for stage in costs)

@@ -29,5 +29,6 @@ def fill(replica: Stage, stage: Stage, pairs: Sequence[Pair]) -> list[Pair]:
 
 def empty(replica: Stage) -> None:
     """Let a replica hold nothing, until the next step."""
+    replica.elsewhere.clear()
     for path in replica.states:
         replica.put(path, replica.tensor(path).new_empty(0))

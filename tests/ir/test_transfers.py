@@ -53,6 +53,40 @@ LISTING = """
 """
 
 
+REPLICAS = """
+    1f1b on 3 devices
+    cuda:0
+      send     w  0 -> 1
+      send     w  0 -> 1.1
+      run      0F0
+      send     x[0]  0 -> 1
+      send     x[0]  0 -> 1.1
+      send     mask[0]  0 -> 1
+      send     mask[0]  0 -> 1.1
+"""
+
+
+@pytest.mark.parametrize("counts", [(1, 2), (2, 1), (2, 2), (2, 3), (3, 2)])
+def test_replicas_each_have_the_row_and_exchange_what_they_share(counts: tuple[int, int]) -> None:
+    stages = (
+        replace(stage, replicas=tuple(f"{stage.device}{k}" for k in range(1, count)))
+        for stage, count in zip(TWO.stages, counts, strict=True)
+    )
+    moves = tuple(replace(move, dim=0) if counts[0] != counts[1] else move for move in TWO.moves)
+    programs = add_transfers(EARLY, replace(TWO, stages=tuple(stages), moves=moves))
+    check(programs)
+    assert len(programs.devices) == sum(counts)
+    sent = {m.replicas for row in programs.rows for do, m in row if do == "send" and m.value == "x" and not m.gradient}
+    assert sent == {(a, b) for a in range(counts[0]) for b in range(counts[1]) if meet(a, counts[0], b, counts[1])}
+    if counts == (1, 2):
+        assert show(programs).startswith(dedent(REPLICAS).strip())
+
+
+def meet(a: int, here: int, b: int, there: int) -> bool:
+    """Whether slice a of so many and slice b of so many have samples in common."""
+    return a * there < (b + 1) * here and b * here < (a + 1) * there
+
+
 def test_listing() -> None:
     programs = add_transfers(EARLY, TWO)
     assert show(programs) == str(programs) == dedent(LISTING).strip()

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
-from fxpipe.runtime.microbatch import MicroBatch, gather, scatter, split_sizes
+from fxpipe.runtime.microbatch import MicroBatch, gather, join, overlaps, scatter, split_sizes
 
 
 @given(some.integers(0, 50), some.integers(1, 12))
@@ -45,3 +45,21 @@ def test_reductions() -> None:
 def test_a_value_that_is_not_there_is_named() -> None:
     with pytest.raises(AttributeError, match="no 'skip'"):
         MicroBatch().skip  # noqa: B018
+
+
+@given(some.integers(0, 30), some.integers(1, 6), some.integers(1, 6))
+def test_overlaps_are_where_both_have_the_sample(size: int, here: int, there: int) -> None:
+    cuts = split_sizes(size, here), split_sizes(size, there)
+    owners = [[k for k, rows in enumerate(sizes) for _ in range(rows)] for sizes in cuts]
+    pieces = list(overlaps(*cuts))
+    assert [(a, b) for a, b, rows in pieces for _ in range(rows)] == list(zip(*owners, strict=True))
+    assert len({(a, b) for a, b, _ in pieces}) == len(pieces)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 0, 1)])
+def test_pieces_are_joined_in_the_memory_order_they_have(dim: int, order: tuple[int, int, int]) -> None:
+    x = torch.arange(120).view(4, 5, 6).permute(order)
+    whole = join([piece.clone() for piece in x.split([1, x.shape[dim] - 1], dim)][::-1], dim)
+    assert torch.equal(whole.roll(1, dim), x)
+    assert whole.stride() == x.stride()
