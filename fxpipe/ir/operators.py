@@ -182,6 +182,6 @@ def load(text: str) -> OperatorGraph:
 
 
 def _operator(data: dict[str, Any]) -> Operator:
-    lists = {key: tuple(data[key]) for key in ("inputs", "window", "stride", "padding") if key in data}
+    lists: dict[str, Any] = {key: tuple(data[key]) for key in ("inputs", "window", "stride", "padding") if key in data}
     output = tuple(Dimension(**dimension) for dimension in data["output"])
     return Operator(**{**data, **lists, "output": output})
