@@ -81,7 +81,6 @@ def _record(ints: str, floats: str) -> np.dtype[np.void]:
     return np.dtype(fields, align=True)
 
 
-
 # Fields that end in "_" are those of the proposal being tried, in the same places.
 TASK = _record("place waits pending", "span latest ready start end ready_ start_ end_")
 MESSAGE = _record("peer wire", "lasts begin begin_")  # wire: the link, -1 within a device; lasts: its seconds

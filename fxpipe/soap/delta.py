@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .arrays import Ints, Problem, State
+from .arrays import Floats, Ints, Problem, Records, State
 from .compiled import compiled
 from .edges import count_waits, exchange, hold, join
 
@@ -30,26 +30,26 @@ MARGIN = 1 + 1e-9
 
 
 @compiled
-def push(s: State, size: int, time: float, key: int) -> int:
+def push(queue: Records, size: int, time: float, key: int) -> int:
     """Into a binary heap of (time, key)."""
     at = size
     while at > 0:
         up = (at - 1) >> 1
-        if s.queue[up].time < time or (s.queue[up].time == time and s.queue[up].key < key):
+        if queue[up].time < time or (queue[up].time == time and queue[up].key < key):
             break
-        s.queue[at].time = s.queue[up].time
-        s.queue[at].key = s.queue[up].key
+        queue[at].time = queue[up].time
+        queue[at].key = queue[up].key
         at = up
-    s.queue[at].time = time
-    s.queue[at].key = key
+    queue[at].time = time
+    queue[at].key = key
     return size + 1
 
 
 @compiled
-def pop(s: State, size: int) -> int:
+def pop(queue: Records, size: int) -> int:
     """Take the first out of the heap; it must have been read before."""
     size -= 1
-    time, key = s.queue[size].time, s.queue[size].key
+    time, key = queue[size].time, queue[size].key
     at = 0
     while True:
         down = 2 * at + 1
@@ -57,17 +57,17 @@ def pop(s: State, size: int) -> int:
             break
         right = down + 1
         if right < size and (
-            s.queue[right].time < s.queue[down].time
-            or (s.queue[right].time == s.queue[down].time and s.queue[right].key < s.queue[down].key)
+            queue[right].time < queue[down].time
+            or (queue[right].time == queue[down].time and queue[right].key < queue[down].key)
         ):
             down = right
-        if time < s.queue[down].time or (time == s.queue[down].time and key < s.queue[down].key):
+        if time < queue[down].time or (time == queue[down].time and key < queue[down].key):
             break
-        s.queue[at].time = s.queue[down].time
-        s.queue[at].key = s.queue[down].key
+        queue[at].time = queue[down].time
+        queue[at].key = queue[down].key
         at = down
-    s.queue[at].time = time
-    s.queue[at].key = key
+    queue[at].time = time
+    queue[at].key = key
     return size
 
 
@@ -213,13 +213,13 @@ def take_back(p: Problem, s: State, i: int, row: int, top: int) -> None:
 
 
 @compiled
-def arrive(s: State, size: int, slot: int, time: float) -> int:
+def arrive(task: Records, queue: Records, size: int, slot: int, time: float) -> int:
     """Something that a task waits for is there; the task is ready with the last."""
-    s.task[slot].pending -= 1
-    if time > s.task[slot].latest:
-        s.task[slot].latest = time
-    if s.task[slot].pending == 0:
-        size = push(s, size, s.task[slot].latest, 2 * slot)
+    task[slot].pending -= 1
+    if time > task[slot].latest:
+        task[slot].latest = time
+    if task[slot].pending == 0:
+        size = push(queue, size, task[slot].latest, 2 * slot)
     return size
 
 
@@ -227,70 +227,93 @@ def arrive(s: State, size: int, slot: int, time: float) -> int:
 def restart(p: Problem, s: State, changed: int, since: float) -> int:
     """The state before the first event at or after `since`, from the times at hand. Returns the size of the queue."""
     n, M = p.n, p.parts
+    task, device, queue, extent = s.task, s.device, s.queue, s.extent
     slots = 2 * n * M
     for d in range(p.devices):
-        s.device[d].left = s.device[d].load
-        s.device[d].free = 0.0
+        device[d].left = device[d].load
+        device[d].free = 0.0
     s.link_free[:] = 0
     size = 0
     for way in range(2):
         for i in range(n):
             base = i * M if way == 0 else (2 * n - 1 - i) * M
             parts = p.row_parts[s.row[i]]
-            if i != changed and s.extent[way, i].last_end < since:
+            if i != changed and extent[way, i].last_end < since:
                 for t in range(base, base + parts):
-                    s.device[s.task[t].place].left -= s.task[t].span
+                    device[task[t].place].left -= task[t].span
                 continue
             for t in range(base, base + parts):
-                if i != changed and s.task[t].ready < since:
-                    d = s.task[t].place
-                    s.device[d].left -= s.task[t].span
-                    s.device[d].free = max(s.device[d].free, s.task[t].end)
-                    s.task[t].ready_, s.task[t].start_, s.task[t].end_ = s.task[t].ready, s.task[t].start, s.task[t].end
-                    if s.task[t].end >= since:
-                        size = push(s, size, s.task[t].end, 2 * t + 1)
+                if i != changed and task[t].ready < since:
+                    d = task[t].place
+                    device[d].left -= task[t].span
+                    device[d].free = max(device[d].free, task[t].end)
+                    task[t].ready_, task[t].start_, task[t].end_ = task[t].ready, task[t].start, task[t].end
+                    if task[t].end >= since:
+                        size = push(queue, size, task[t].end, 2 * t + 1)
                     continue
-                s.task[t].pending = s.task[t].waits
-                s.task[t].latest = 0
-                if s.task[t].waits == 0:
+                task[t].pending = task[t].waits
+                task[t].latest = 0
+                if task[t].waits == 0:
                     if way == 0:
-                        size = push(s, size, 0.0, 2 * t)
+                        size = push(queue, size, 0.0, 2 * t)
                     else:
-                        s.task[t].pending = 1
+                        task[t].pending = 1
     for g in range(p.groups):
-        s.task[slots + g].pending = 0
-        s.task[slots + g].latest = 0
+        task[slots + g].pending = 0
+        task[slots + g].latest = 0
         for x in range(p.group_first[g], p.group_first[g + 1]):
-            s.task[slots + g].pending += p.row_parts[s.row[p.group_members[x]]]
+            task[slots + g].pending += p.row_parts[s.row[p.group_members[x]]]
     for e in range(len(p.source)):
         i, j = p.source[e], p.target[e]
         if i == changed or j == changed:
             continue
-        if s.extent[0, i].first_end < since and s.extent[0, j].last_ready >= since:
+        if extent[0, i].first_end < since and extent[0, j].last_ready >= since:
             for k in range(p.row_parts[s.row[i]]):
-                if s.task[i * M + k].end < since:
-                    size = _arrived(s, size, s.forward_rows[e], k, s.task[i * M + k].end, j * M, since)
-        if s.extent[1, j].first_end < since and s.extent[1, i].last_ready >= since:
+                if task[i * M + k].end < since:
+                    size = _arrived(
+                        s.message,
+                        task,
+                        queue,
+                        s.link_free,
+                        size,
+                        s.forward_rows[e],
+                        k,
+                        task[i * M + k].end,
+                        j * M,
+                        since,
+                    )
+        if extent[1, j].first_end < since and extent[1, i].last_ready >= since:
             for k in range(p.row_parts[s.row[j]]):
                 t = (2 * n - 1 - j) * M + k
-                if s.task[t].end < since:
-                    size = _arrived(s, size, s.backward_rows[e], k, s.task[t].end, (2 * n - 1 - i) * M, since)
+                if task[t].end < since:
+                    size = _arrived(
+                        s.message,
+                        task,
+                        queue,
+                        s.link_free,
+                        size,
+                        s.backward_rows[e],
+                        k,
+                        task[t].end,
+                        (2 * n - 1 - i) * M,
+                        since,
+                    )
     for i in range(n):
         if i == changed:
             continue
         base = (2 * n - 1 - i) * M
-        if s.extent[0, i].first_end < since and s.extent[1, i].last_ready >= since:
+        if extent[0, i].first_end < since and extent[1, i].last_ready >= since:
             for k in range(p.row_parts[s.row[i]]):
-                if s.task[base + k].waits == 0 and s.task[i * M + k].end < since and s.task[base + k].ready >= since:
-                    size = arrive(s, size, base + k, s.task[i * M + k].end)
+                if task[base + k].waits == 0 and task[i * M + k].end < since and task[base + k].ready >= since:
+                    size = arrive(task, queue, size, base + k, task[i * M + k].end)
         g = p.group[i]
-        if g >= 0 and s.extent[1, i].first_end < since and s.task[slots + g].end >= since:
+        if g >= 0 and extent[1, i].first_end < since and task[slots + g].end >= since:
             for t in range(base, base + p.row_parts[s.row[i]]):
-                if s.task[t].end < since:
-                    s.task[slots + g].pending -= 1
-                    s.task[slots + g].latest = max(s.task[slots + g].latest, s.task[t].end)
+                if task[t].end < since:
+                    task[slots + g].pending -= 1
+                    task[slots + g].latest = max(task[slots + g].latest, task[t].end)
     for g in range(p.groups):
-        if s.task[slots + g].end < since:
+        if task[slots + g].end < since:
             for d in range(p.devices):
                 if s.sync[g, d].lasts > 0:
                     w = s.sync[g, d].wire
@@ -299,29 +322,50 @@ def restart(p: Problem, s: State, changed: int, since: float) -> int:
 
 
 @compiled
-def _arrived(s: State, size: int, rows: Ints, k: int, finish: float, base: int, since: float) -> int:
+def _arrived(
+    message: Records,
+    task: Records,
+    queue: Records,
+    link_free: Floats,
+    size: int,
+    rows: Ints,
+    k: int,
+    finish: float,
+    base: int,
+    since: float,
+) -> int:
     """What a part sent that finished before `since`: who still waits, and which links are still busy."""
     for x in range(rows[k], rows[k + 1]):
-        w, t, time = s.message[x].wire, base + s.message[x].peer, finish
+        w, t, time = message[x].wire, base + message[x].peer, finish
         if w >= 0:
-            time = s.message[x].begin + s.message[x].lasts
-            s.link_free[w] = max(s.link_free[w], time)
-        if s.task[t].ready >= since:
-            size = arrive(s, size, t, time)
+            time = message[x].begin + message[x].lasts
+            link_free[w] = max(link_free[w], time)
+        if task[t].ready >= since:
+            size = arrive(task, queue, size, t, time)
     return size
 
 
 @compiled
-def send(s: State, size: int, rows: Ints, k: int, finish: float, base: int) -> int:
+def send(
+    message: Records,
+    task: Records,
+    queue: Records,
+    link_free: Floats,
+    size: int,
+    rows: Ints,
+    k: int,
+    finish: float,
+    base: int,
+) -> int:
     """Part k has finished: all that it sends along an edge takes its turn on the links."""
     for x in range(rows[k], rows[k + 1]):
-        w, time = s.message[x].wire, finish
+        w, time = message[x].wire, finish
         if w >= 0:
-            time = max(finish, s.link_free[w])
-            s.message[x].begin_ = time
-            time += s.message[x].lasts
-            s.link_free[w] = time
-        size = arrive(s, size, base + s.message[x].peer, time)
+            time = max(finish, link_free[w])
+            message[x].begin_ = time
+            time += message[x].lasts
+            link_free[w] = time
+        size = arrive(task, queue, size, base + message[x].peer, time)
     return size
 
 
@@ -329,59 +373,62 @@ def send(s: State, size: int, rows: Ints, k: int, finish: float, base: int) -> i
 def run(p: Problem, s: State, size: int, limit: float) -> float:
     """Simulate to the end. Returns the seconds of the strategy, or infinity once they are seen to be above `limit`."""
     n, M = p.n, p.parts
+    task, message, device, queue, sync, link_free = s.task, s.message, s.device, s.queue, s.sync, s.link_free
     half, slots = n * M, 2 * n * M
     most = 0.0
     limit *= MARGIN
     for d in range(p.devices):
-        if s.device[d].free + s.device[d].left > limit:
+        if device[d].free + device[d].left > limit:
             return np.inf
     while size > 0:
-        time, key = s.queue[0].time, s.queue[0].key
-        size = pop(s, size)
+        time, key = queue[0].time, queue[0].key
+        size = pop(queue, size)
         t = key >> 1
         if key & 1 == 0:
-            s.task[t].ready_ = time
+            task[t].ready_ = time
             if t < slots:
-                d = s.task[t].place
-                begin = max(time, s.device[d].free)
-                time = begin + s.task[t].span
-                s.device[d].free = time
-                s.device[d].left -= s.task[t].span
-                s.task[t].start_ = begin
-                if time + s.device[d].left > limit:
+                d = task[t].place
+                begin = max(time, device[d].free)
+                time = begin + task[t].span
+                device[d].free = time
+                device[d].left -= task[t].span
+                task[t].start_ = begin
+                if time + device[d].left > limit:
                     return np.inf
             else:
-                s.task[t].start_ = time
-            s.task[t].end_ = time
-            size = push(s, size, time, key + 1)
+                task[t].start_ = time
+            task[t].end_ = time
+            size = push(queue, size, time, key + 1)
         elif t < half:
             i, k = t // M, t % M
             most = max(most, time)
             for x in range(p.out_first[i], p.out_first[i + 1]):
                 e = p.out_edges[x]
-                size = send(s, size, s.forward_rows[e], k, time, p.target[e] * M)
+                size = send(message, task, queue, link_free, size, s.forward_rows[e], k, time, p.target[e] * M)
             backward = (2 * n - 1 - i) * M + k
-            if s.task[backward].waits == 0:
-                size = arrive(s, size, backward, time)
+            if task[backward].waits == 0:
+                size = arrive(task, queue, size, backward, time)
         elif t < slots:
             i, k = 2 * n - 1 - t // M, t % M
             most = max(most, time)
             for x in range(p.in_first[i], p.in_first[i + 1]):
                 e = p.in_edges[x]
-                size = send(s, size, s.backward_rows[e], k, time, (2 * n - 1 - p.source[e]) * M)
+                size = send(
+                    message, task, queue, link_free, size, s.backward_rows[e], k, time, (2 * n - 1 - p.source[e]) * M
+                )
             if p.group[i] >= 0:
-                size = arrive(s, size, slots + p.group[i], time)
+                size = arrive(task, queue, size, slots + p.group[i], time)
         else:
             g = t - slots
             for d in range(p.devices):
-                if s.sync[g, d].lasts > 0:
-                    w = s.sync[g, d].wire
-                    begin = max(time, s.link_free[w])
-                    s.sync[g, d].begin_ = begin
-                    s.link_free[w] = begin + s.sync[g, d].lasts
-                    most = max(most, s.link_free[w])
+                if sync[g, d].lasts > 0:
+                    w = sync[g, d].wire
+                    begin = max(time, link_free[w])
+                    sync[g, d].begin_ = begin
+                    link_free[w] = begin + sync[g, d].lasts
+                    most = max(most, link_free[w])
     for w in range(p.links):
-        most = max(most, s.link_free[w])
+        most = max(most, link_free[w])
     return most if most <= limit else np.inf
 
 

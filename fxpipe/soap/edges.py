@@ -3,7 +3,7 @@ of weights. The plain words for it are `tasks.transfers` and `tasks.exchanges`."
 
 from __future__ import annotations
 
-from .arrays import Ints, Problem, State
+from .arrays import Floats, Ints, Problem, Records, State
 from .compiled import compiled
 
 
@@ -24,16 +24,25 @@ def first_of(size: int, degree: int, part: int) -> int:
 
 
 @compiled
-def overlaps(p: Problem, s: State, e: int, rows: Ints) -> int:
-    """Write, for each part m of the consumer, the parts of the producer that it reads of (`peer`, from `top` on) and how
-    many elements (`volume`, from 0 on); `rows` says where each m's begin. Returns where the next row begins."""
-    i, j = p.source[e], p.target[e]
-    row_b = s.row[j]
-    a, b, made, taken = p.degrees[s.row[i]], p.degrees[row_b], p.sizes[i], p.sizes[j]
-    low, high, first, last, index = s.scratch[0], s.scratch[1], s.scratch[2], s.scratch[3], s.scratch[4]
-    begin = s.top[0]
-    top = begin
-    for m in range(p.row_parts[row_b]):
+def overlaps(
+    a: Ints,
+    b: Ints,
+    made: Ints,
+    taken: Ints,
+    need: Ints,
+    parts: int,
+    rows: Ints,
+    message: Records,
+    volume: Floats,
+    scratch: Ints,
+    top: int,
+) -> int:
+    """Write, for each of the `parts` parts m of the consumer, the parts of the producer that it reads of (`peer`, from
+    `top` on) and how many elements (`volume`, from 0 on); `rows` says where each m's begin. Returns where the next row
+    begins. Degrees `a` cut the sizes `made` of the producer, `b` the sizes `taken` of the consumer."""
+    low, high, first, last, index = scratch[0], scratch[1], scratch[2], scratch[3], scratch[4]
+    begin = top
+    for m in range(parts):
         rows[m] = top
         rest = m
         for r in range(3, -1, -1):
@@ -41,12 +50,12 @@ def overlaps(p: Problem, s: State, e: int, rows: Ints) -> int:
             rest //= b[r]
         empty = False
         for r in range(4):
-            along = p.need[e, r, 0]
+            along = need[r, 0]
             low[r], high[r] = 0, made[r]
             if along >= 0:
                 start = first_of(taken[along], b[along], index[along])
                 after = first_of(taken[along], b[along], index[along] + 1)
-                stride, before, window, divide = p.need[e, r, 1], p.need[e, r, 2], p.need[e, r, 3], p.need[e, r, 4]
+                stride, before, window, divide = need[r, 1], need[r, 2], need[r, 3], need[r, 4]
                 low[r] = min(max((stride * start - before) // divide, 0), made[r])
                 high[r] = min((stride * (after - 1) - before + window - 1) // divide + 1, made[r])
             if high[r] <= low[r]:
@@ -64,43 +73,80 @@ def overlaps(p: Problem, s: State, e: int, rows: Ints) -> int:
                     v2 = v1 * (min(high[2], first_of(made[2], a[2], k2 + 1)) - max(low[2], first_of(made[2], a[2], k2)))
                     for k3 in range(first[3], last[3] + 1):
                         v3 = min(high[3], first_of(made[3], a[3], k3 + 1)) - max(low[3], first_of(made[3], a[3], k3))
-                        s.message[top].peer = ((k0 * a[1] + k1) * a[2] + k2) * a[3] + k3
-                        s.volume[top - begin] = v2 * v3
+                        message[top].peer = ((k0 * a[1] + k1) * a[2] + k2) * a[3] + k3
+                        volume[top - begin] = v2 * v3
                         top += 1
-    for m in range(p.row_parts[row_b], p.parts + 1):
-        rows[m] = top
+    rows[parts:] = top
     return top
 
 
 @compiled
 def join(p: Problem, s: State, e: int) -> None:
     """Make the rows of an edge anew, at the end of those in use, from the rows and places of its two operators."""
-    i, j, M = p.source[e], p.target[e], p.parts
-    backward, forward, count = s.backward_rows[e], s.forward_rows[e], s.count
-    begin = s.top[0]
-    middle = overlaps(p, s, e, backward)
+    i, j = p.source[e], p.target[e]
+    row_a, row_b = s.row[i], s.row[j]
+    a, b, parts = p.degrees[row_a], p.degrees[row_b], p.row_parts[row_b]
+    s.top[0] = rows_between(
+        overlaps(
+            a, b, p.sizes[i], p.sizes[j], p.need[e], parts, s.backward_rows[e], s.message, s.volume, s.scratch, s.top[0]
+        ),
+        s.top[0],
+        parts,
+        s.forward_rows[e],
+        s.backward_rows[e],
+        s.task[i * p.parts : (i + 1) * p.parts],
+        s.task[j * p.parts : (j + 1) * p.parts],
+        s.message,
+        s.volume,
+        s.count,
+        p.link,
+        p.latency,
+        p.rate,
+        p.element,
+    )
+
+
+@compiled
+def rows_between(
+    middle: int,
+    begin: int,
+    parts: int,
+    forward: Ints,
+    backward: Ints,
+    senders: Records,
+    receivers: Records,
+    message: Records,
+    volume: Floats,
+    count: Ints,
+    link: Ints,
+    latency: Floats,
+    rate: Floats,
+    element: int,
+) -> int:
+    """Given who reads of whom, in rows from `begin` to `middle`, add the rows of the other direction, and say for both
+    which link each message takes and for how long. Returns where the next row begins."""
     count[:] = 0
     for x in range(begin, middle):
-        count[s.message[x].peer] += 1
+        count[message[x].peer] += 1
     at = middle
-    for k in range(M + 1):
+    for k in range(len(count)):
         forward[k] = at
         at += count[k]
         count[k] = forward[k]
-    for m in range(p.row_parts[s.row[j]]):
-        b = s.task[j * M + m].place
+    for m in range(parts):
+        b = receivers[m].place
         for x in range(backward[m], backward[m + 1]):
-            k = s.message[x].peer
-            a = s.task[i * M + k].place
-            size = s.volume[x - begin] * p.element
+            k = message[x].peer
+            a = senders[k].place
+            size = volume[x - begin] * element
             y = count[k]
             count[k] += 1
-            s.message[y].peer = m
-            s.message[x].wire = p.link[b, a]
-            s.message[y].wire = p.link[a, b]
-            s.message[x].lasts = p.latency[b, a] + size / p.rate[b, a]
-            s.message[y].lasts = p.latency[a, b] + size / p.rate[a, b]
-    s.top[0] = at
+            message[y].peer = m
+            message[x].wire = link[b, a]
+            message[y].wire = link[a, b]
+            message[x].lasts = latency[b, a] + size / rate[b, a]
+            message[y].lasts = latency[a, b] + size / rate[a, b]
+    return at
 
 
 @compiled
@@ -118,23 +164,25 @@ def count_waits(p: Problem, s: State, e: int, sign: int) -> None:
 def hold(p: Problem, s: State, i: int, sign: int) -> None:
     """Note that operator i's devices hold its weights, or with sign -1 that they no longer do."""
     g, row = p.group[i], s.row[i]
+    cover, held, task = s.cover[g], s.held[g], s.task
+    degrees, is_parameter = p.degrees[row], p.is_parameter[i]
     shards = 1
     for r in range(4):
-        if p.is_parameter[i, r]:
-            shards *= p.degrees[row, r]
+        if is_parameter[r]:
+            shards *= degrees[r]
     each = p.shares // shards
     for k in range(p.row_parts[row]):
         shard, factor, rest = 0, 1, k
         for r in range(3, -1, -1):
-            if p.is_parameter[i, r]:
-                shard += factor * (rest % p.degrees[row, r])
-                factor *= p.degrees[row, r]
-            rest //= p.degrees[row, r]
-        d = s.task[i * p.parts + k].place
+            if is_parameter[r]:
+                shard += factor * (rest % degrees[r])
+                factor *= degrees[r]
+            rest //= degrees[r]
+        d = task[i * p.parts + k].place
         for u in range(shard * each, (shard + 1) * each):
-            was = s.cover[g, d, u] > 0
-            s.cover[g, d, u] += sign
-            s.held[g, u] += (s.cover[g, d, u] > 0) - was
+            was = cover[d, u] > 0
+            cover[d, u] += sign
+            held[u] += (cover[d, u] > 0) - was
 
 
 @compiled
@@ -142,12 +190,13 @@ def exchange(p: Problem, s: State, g: int) -> None:
     """What each device passes on to the next that holds any of the group's weights."""
     share = p.group_bytes[g] / p.shares
     first, previous = -1, -1
+    cover, held = s.cover[g], s.held[g]
     for d in range(p.devices):
         passed, holds = 0.0, False
         for u in range(p.shares):
-            if s.cover[g, d, u] > 0:
+            if cover[d, u] > 0:
                 holds = True
-                n = s.held[g, u]
+                n = held[u]
                 passed += 2 * (n - 1) / n * share
         s.sync[g, d].lasts = passed
         if holds:
