@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 
-from benchmarks.models import AmoebaNetD, ResNet, UNet, resnet101
+from benchmarks.models import NMT, RNNLM, RNNTC, AlexNet, AmoebaNetD, InceptionV3, ResNet, UNet, resnet101
 
 
 def parameters(model: nn.Module) -> int:
@@ -59,10 +61,22 @@ def test_amoebanet_has_the_published_parameters_cell_by_cell() -> None:
     assert parameters(model.classifier) == 8_705_000
 
 
-def test_resnet101_has_the_published_parameters() -> None:
+@pytest.mark.parametrize(
+    ("make", "count"),
+    [
+        (AlexNet, 61_100_840),
+        (InceptionV3, 23_834_568),
+        (resnet101, 44_549_160),
+        (lambda: ResNet((3, 4, 23, 3), norm=False), 44_496_488),
+        (RNNTC, 66_357_250),
+        (RNNLM, 108_111_632),
+        (NMT, 135_068_928),
+    ],
+)
+def test_others_have_the_published_parameters(make: Callable[[], nn.Module], count: int) -> None:
     with torch.device("meta"):
-        model = resnet101()
-    assert parameters(model) == 44_549_160
+        model = make()
+    assert parameters(model) == count
 
 
 @pytest.mark.parametrize(
@@ -72,8 +86,10 @@ def test_resnet101_has_the_published_parameters() -> None:
         (UNet(1, 4, depth=2), 11, (2, 1, 11, 11)),
         (AmoebaNetD(3, 16, classes=7), 32, (2, 7)),
         (ResNet((1, 2, 1, 1), width=8, classes=7), 32, (2, 7)),
+        (AlexNet(width=2, hidden=16, classes=7, size=63), 63, (2, 7)),
+        (InceptionV3(width=2, classes=7), 75, (2, 7)),
     ],
-    ids=["unet", "unet, odd sizes", "amoebanet", "resnet"],
+    ids=["unet", "unet, odd sizes", "amoebanet", "resnet", "alexnet", "inception"],
 )
 def test_a_small_one_trains(model: nn.Module, size: int, shape: tuple[int, ...]) -> None:
     y = model(torch.randn(2, 3, size, size))
@@ -87,8 +103,32 @@ def test_the_meta_device_runs_the_full_size() -> None:
         assert UNet(11, 128)(torch.empty(2, 3, 192, 192)).shape == (2, 1, 192, 192)
         assert AmoebaNetD(18, 208)(torch.empty(2, 3, 224, 224)).shape == (2, 1000)
         assert resnet101()(torch.empty(2, 3, 224, 224)).shape == (2, 1000)
+        assert AlexNet()(torch.empty(2, 3, 224, 224)).shape == (2, 1000)
+        assert InceptionV3()(torch.empty(2, 3, 299, 299)).shape == (2, 1000)
 
 
 def test_amoebanet_refuses_uneven_sizes() -> None:
     with pytest.raises(ValueError, match="multiple of 3"):
         AmoebaNetD(4, 16)
+
+
+@pytest.mark.parametrize(
+    ("model", "lengths", "shape"),
+    [
+        (RNNTC(vocab=11, width=8, layers=2, classes=3), [4], (2, 3)),
+        (RNNLM(vocab=11, width=8), [4], (2, 4, 11)),
+        (NMT(vocab=11, width=8), [4, 3], (2, 3, 11)),
+    ],
+    ids=["rnntc", "rnnlm", "nmt"],
+)
+def test_a_small_recurrent_one_trains(model: nn.Module, lengths: list[int], shape: tuple[int, ...]) -> None:
+    y = model(*(torch.randint(0, 11, (2, length)) for length in lengths))
+    assert y.shape == shape
+    y.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_alexnet_refuses_images_that_are_too_small() -> None:
+    AlexNet(width=2, hidden=16, size=63)
+    with pytest.raises(ValueError, match="62 pixels are too small"):
+        AlexNet(width=2, hidden=16, size=62)
