@@ -29,7 +29,11 @@ def add(commands: Any) -> None:
     """The three commands, among those of `fxpipe`."""
     make = commands.add_parser("plan", help="the fastest plan of a model for a cluster")
     add_model(make)
-    make.add_argument("--cluster", required=True, help=f"{', '.join(PRESETS)}, a JSON file, or '{HERE}': this machine")
+    make.add_argument(
+        "--cluster",
+        required=True,
+        help=f"{', '.join(PRESETS)} (k80:8: eight devices of it), a JSON file, or '{HERE}': this machine",
+    )
     make.add_argument("--batch", type=int, required=True, help="samples in a training step")
     make.add_argument("--out", type=Path, help="write the plan to this JSON file")
     make.add_argument("--planner", default="optimal", choices=PLANNERS)

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from .cluster import Cluster, Device, Switch, check
+from .what_if import fewer
 
 GB = 10**9
 
@@ -119,8 +120,23 @@ PRESETS: dict[str, Callable[[], Cluster]] = {
 }
 
 
+# Those that can be had with any number of devices, by the number of devices in a node.
+NODES: dict[str, tuple[Callable[[int], Cluster], int]] = {"p100": (p100s, 4), "k80": (k80s, 4)}
+
+
 def preset(name: str) -> Cluster:
-    """The preset of this name. Raises ValueError where there is none."""
-    if name not in PRESETS:
-        raise ValueError(f"there is no cluster {name!r}; there are {', '.join(PRESETS)}")
-    return PRESETS[name]()
+    """The preset of this name, or with a number of devices: "k80:8" is two nodes of it, "A:3" three devices of a
+    server. Raises ValueError where there is none.
+
+    >>> len(preset("k80").devices), len(preset("k80:6").devices), len(preset("p100:64").devices)
+    (64, 6, 64)
+    """
+    kind, _, count = name.partition(":")
+    if kind not in PRESETS:
+        raise ValueError(f"there is no cluster {kind!r}; there are {', '.join(PRESETS)}")
+    if not count:
+        return PRESETS[kind]()
+    if not (count.isdecimal() and int(count)):
+        raise ValueError(f"{count!r} is no number of devices: write {kind}:8")
+    make, each = NODES.get(kind, (None, 1))
+    return fewer(make(-(-int(count) // each)) if make else PRESETS[kind](), int(count))

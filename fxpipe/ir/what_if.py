@@ -55,6 +55,25 @@ def _next(name: str, taken: set[str]) -> str:
     return found
 
 
+def fewer(cluster: Cluster, count: int) -> Cluster:
+    """Of the first `count` devices alone, with the links and switches that these still need.
+
+    >>> fewer(Cluster.of(["cpu:0", "cpu:1", "cpu:2"]), 2).labels
+    ('cpu:0', 'cpu:1')
+    """
+    if not 1 <= count <= len(cluster.devices):
+        raise ValueError(f"there are {len(cluster.devices)} devices, so {count} of them cannot be had")
+    devices = cluster.devices[:count]
+    known = {name for device in devices for name in (device.label, device.server)}
+    members = {switch.name: switch.members for switch in cluster.switches}
+
+    def left(name: str) -> bool:
+        return name in known or any(left(member) for member in members.get(name, ()))
+
+    switches = (replace(e, members=tuple(filter(left, e.members))) for e in cluster.switches if left(e.name))
+    return Cluster(devices, tuple(e for e in cluster.links if all(map(left, e.ends))), tuple(switches))
+
+
 def widened(cluster: Cluster, by: float = 2.0) -> Cluster:
     """With links and switches of so many times the bandwidth."""
     links = tuple(replace(e, bandwidth=e.bandwidth * by) for e in cluster.links)

@@ -6,7 +6,7 @@ import pytest
 
 from fxpipe.ir.cluster import Cluster, Device, Link, check, link
 from fxpipe.ir.clusters import PRESETS, dapple_a, dapple_b, preset
-from fxpipe.ir.what_if import one_more, widened
+from fxpipe.ir.what_if import fewer, one_more, widened
 
 THREE = Cluster(
     tuple(Device(f"cuda:{i}", 1, 1, 1) for i in range(3)),
@@ -33,6 +33,16 @@ def test_links_between_devices() -> None:
     more = one_more(THREE)
     check(more)
     assert [link(more, f"cuda:{i}", "cuda:3").bandwidth for i in range(3)] == [6, 7, 7]
+
+
+def test_fewer_devices_keep_what_joins_them() -> None:
+    two = fewer(THREE, 2)
+    check(two)
+    assert two == Cluster(THREE.devices[:2], THREE.links[:1])
+    one_server = fewer(dapple_a(), 8)
+    check(one_server)
+    assert [switch.name for switch in one_server.switches] == ["server 0", "network"]
+    assert fewer(dapple_a(), 16) == dapple_a()
 
 
 def test_twice_the_bandwidth() -> None:
