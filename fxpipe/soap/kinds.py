@@ -125,12 +125,12 @@ def lstm(name: str, x: Operator, state: Operator | None, channel: int, shared: s
 
 
 def attention(name: str, x: Operator, states: tuple[Operator, ...], shared: str = "") -> Operator:
-    """A decoder's step that attends to all states of an encoder: scores, weighted sum, and a linear layer over the sum
-    and the step's own state."""
+    """A decoder's step that attends to all states of an encoder (Luong's, "general"): a product of matrices on its own
+    state, scores, the weighted sum of the encoder's states, and a linear layer over that sum and its own state."""
     channel = x.sizes[-1]
     output = (x.output[0], Dimension("channel", channel, "P"))
-    work = 4.0 * len(states) + 4.0 * channel
-    return Operator(name, "attention", (x.name, *(s.name for s in states)), output, work, 2 * channel * channel, shared)
+    work = 6.0 * channel + 4.0 * len(states)
+    return Operator(name, "attention", (x.name, *(s.name for s in states)), output, work, 3 * channel**2, shared)
 
 
 def projected_softmax(name: str, x: Operator, classes: int, shared: str = "") -> Operator:
