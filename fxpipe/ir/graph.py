@@ -322,6 +322,12 @@ def is_opaque(op: Op) -> bool:
     return getattr(op.target, "is_opaque", False) is True
 
 
+def op_name(op: Op) -> str:
+    """The name of what the op calls, without the mark of a method or of an in-place op."""
+    name = target_name(op.target).lstrip(".")
+    return name if name.startswith("__") else name.rstrip("_")
+
+
 def show_nest(nest: Any) -> str:
     """An argument as text; slices as `a:b`."""
     if isinstance(nest, slice):

@@ -28,7 +28,7 @@ ROLES = ("S", "A", "P", "")
 KINDS = frozenset(
     {"input", "linear", "matmul", "conv1d", "conv2d", "pool1d", "pool2d", "batch_norm", "layer_norm", "embedding"}
     | {"lstm", "attention", "scaled_dot_product", "elementwise", "concat", "flatten", "softmax", "loss"}
-    | {"projected_softmax"}
+    | {"projected_softmax", "samplewise"}
 )
 
 

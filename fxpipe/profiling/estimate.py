@@ -14,11 +14,11 @@ from math import prod
 from typing import Any
 
 from fxpipe.ir.cluster import Device
-from fxpipe.ir.graph import Graph, Op, Ref, is_opaque, refs
+from fxpipe.ir.graph import Graph, Op, Ref, is_opaque, op_name, refs
 from fxpipe.ir.profile import OpCost, Profile
 from fxpipe.ir.types import TensorType, TupleType, ValueType, dim_size, nbytes, tensors
 
-from .flops import RECURRENT, VIEWS, op_name, products
+from .flops import RECURRENT, VIEWS, products
 
 LAUNCH = 5e-6  # seconds from one op to the next, at the least
 KEEP_NOTHING = {

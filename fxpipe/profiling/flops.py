@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from fxpipe.ir.graph import Op, target_name
-
 Shape = Sequence[int]
 
 # Ops that give another view of memory, or no tensor at all.
@@ -22,12 +20,6 @@ VIEWS = {
 }  # fmt: skip
 # Ops that multiply every row of their first operand with all their weights.
 RECURRENT = {"gru", "lstm", "multi_head_attention_forward", "rnn_relu", "rnn_tanh"}
-
-
-def op_name(op: Op) -> str:
-    """The name of what the op calls, without the mark of a method or of an in-place op."""
-    name = target_name(op.target).lstrip(".")
-    return name if name.startswith("__") else name.rstrip("_")
 
 
 def products(name: str, args: Sequence[Any], operands: Sequence[Shape], weights: Sequence[Shape], out: int) -> int:

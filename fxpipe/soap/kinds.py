@@ -9,6 +9,7 @@ cutting them cuts (table 1 of the SOAP paper, for every kind that occurs), its w
     batch_norm           sample  height, width           channel
     layer_norm, softmax, loss     sample  length
     elementwise, concat  sample  all others
+    samplewise           sample
     matmul, scaled_dot_product    sample  all that are not summed over
 
     x = image("image", 64, 3, 224, 224)
@@ -180,6 +181,13 @@ def scaled_dot_product(name: str, query: Operator, key: Operator, value: Operato
     """Attention of (sample, length, channel) tensors, all heads at once. Channels are cut between heads."""
     output = _with_roles(query, {})
     return Operator(name, "scaled_dot_product", (query.name, key.name, value.name), output, 4.0 * key.sizes[1])
+
+
+def samplewise(name: str, xs: tuple[Operator, ...], output: tuple[Dimension, ...], work: float = 0.0) -> Operator:
+    """Anything that is done to each sample by itself, and is only cut between samples: another shape, a slice."""
+    first, *others = output
+    dimensions = (replace(first, role="S"), *(replace(other, role="") for other in others))
+    return Operator(name, "samplewise", tuple(x.name for x in xs), dimensions, work)
 
 
 def _with_roles(x: Operator, roles: dict[int, Role]) -> tuple[Dimension, ...]:

@@ -1,0 +1,151 @@
+"""Captured models as operator graphs: those of the published models are the published ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fxpipe.capture import capture
+from fxpipe.errors import PlanError
+from fxpipe.ir.operators import Operator, OperatorGraph
+from fxpipe.soap.convolutional import alexnet, inception, resnet
+from fxpipe.soap.reading import Reading, read
+from fxpipe.soap.recurrent import nmt, rnnlm, rnntc
+from tests.soap.small import SMALL
+from tests.transparency import build, inputs
+
+PUBLISHED: dict[str, Callable[[], OperatorGraph]] = {
+    "alexnet": lambda: alexnet(4, width=2, hidden=16, classes=5, size=63),
+    "inception": lambda: inception(4, width=2, classes=5, size=75),
+    "resnet": lambda: resnet(4, (1, 2, 1), width=4, classes=5, size=32),
+    "rnntc": lambda: rnntc(4, 4, vocab=11, width=8, layers=3, classes=3),
+    "rnnlm": lambda: rnnlm(4, 4, vocab=11, width=8),
+    "nmt": lambda: nmt(4, 4, 3, vocab=11, width=8),
+}
+
+
+def reading(model: nn.Module, *args: Tensor) -> Reading:
+    return read(capture(model, args, reduce="mean"), {"b": len(args[0])})
+
+
+def facts(operator: Operator, kinds: Any = ()) -> tuple[Any, ...]:
+    """All but names; what the paper counts as an operator with the linear layer in it, as that layer."""
+    kind = "linear" if operator.kind == "projected_softmax" else operator.kind
+    sizes = operator.sizes if kind != "embedding" else (*operator.sizes[-2:],)
+    return kind, sizes, operator.roles[1:], operator.weights, operator.window, operator.stride, operator.padding
+
+
+@pytest.mark.parametrize("name", ["alexnet", "inception", "resnet"])
+def test_a_convolutional_network_is_the_published_graph(name: str) -> None:
+    model = build(SMALL[name])
+    got, wanted = reading(model, *inputs(SMALL[name], 4)[0]).operators, PUBLISHED[name]()
+    placed = (Counter(facts(o) for o in graph if o.kind != "input") for graph in (got, wanted))
+    assert next(placed) == next(placed)
+    assert sum(o.work * o.elements for o in got) == pytest.approx(sum(o.work * o.elements for o in wanted))
+    assert len(got.edges) == len(wanted.edges)
+    assert got.weights == wanted.weights
+
+
+@pytest.mark.parametrize("name", ["rnntc", "rnnlm", "nmt"])
+def test_a_recurrent_network_has_the_published_operators(name: str) -> None:
+    """Attention is several operators here, and what is stacked for the caller is one, too."""
+    model = build(SMALL[name])
+    got, wanted = reading(model, *inputs(SMALL[name], 4)[0]).operators, PUBLISHED[name]()
+    kinds = ("embedding", "lstm", "projected_softmax")
+    there = Counter(map(facts, got))
+    there.subtract(facts(operator) for operator in wanted if operator.kind in kinds)
+    left = {kind for (kind, *_), count in there.items() if count}
+    assert left <= {"input", "samplewise", "linear", "matmul", "softmax", "concat", "flatten"}
+    assert min(there.values()) == 0
+    assert got.weights == wanted.weights == sum(parameter.numel() for parameter in model.parameters())
+
+
+class Transformer(nn.Module):
+    """A block with heads, positions, and a loss over the words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(11, 8), nn.Embedding(5, 8)
+        self.norm = nn.LayerNorm(8)
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+        self.up, self.down, self.head = nn.Linear(8, 32), nn.Linear(32, 8), nn.Linear(8, 11)
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.view(x.shape[0], x.shape[1], 2, 4).transpose(1, 2)
+
+    def forward(self, words: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(words) + self.positions(torch.arange(words.shape[1]))
+        h = self.norm(x)
+        h = F.scaled_dot_product_attention(self.heads(self.q(h)), self.heads(self.k(h)), self.heads(self.v(h)))
+        x = x + self.out(h.transpose(1, 2).reshape(x.shape))
+        x = x + self.down(F.gelu(self.up(x)))
+        return F.cross_entropy(self.head(x).view(-1, 11), labels.view(-1))
+
+
+def test_a_transformer() -> None:
+    words, labels = torch.randint(0, 11, (2, 4, 5))
+    found = reading(Transformer(), words, labels)
+    rows = [(o.name, o.kind, o.inputs, o.sizes, "".join(o.roles)) for o in found.operators]
+    assert rows == [
+        ("words", "input", (), (4, 5), "S"),
+        ("labels", "input", (), (4, 5), "S"),
+        ("embed", "embedding", ("words",), (4, 5, 8), "SAP"),
+        ("x", "elementwise", ("embed",), (4, 5, 8), "SAA"),
+        ("norm", "layer_norm", ("x",), (4, 5, 8), "SA"),
+        ("q", "linear", ("norm",), (4, 5, 8), "SAP"),
+        ("k", "linear", ("norm",), (4, 5, 8), "SAP"),
+        ("v", "linear", ("norm",), (4, 5, 8), "SAP"),
+        ("h_1", "scaled_dot_product", ("q", "k", "v"), (4, 5, 8), "SAA"),
+        ("out", "linear", ("h_1",), (4, 5, 8), "SAP"),
+        ("x_1", "elementwise", ("x", "out"), (4, 5, 8), "SAA"),
+        ("up", "linear", ("x_1",), (4, 5, 32), "SAP"),
+        ("down", "linear", ("up",), (4, 5, 8), "SAP"),
+        ("x_2", "elementwise", ("x_1", "down"), (4, 5, 8), "SAA"),
+        ("head", "linear", ("x_2",), (4, 5, 11), "SAP"),
+        ("cross_entropy", "loss", ("head",), (4, 5), "SA"),
+    ]
+    assert found.operators.operator("x").weights == 40  # the positions
+    assert found.operators.weights == sum(parameter.numel() for parameter in Transformer().parameters())
+
+
+def test_every_op_belongs_to_an_operator() -> None:
+    model = build(SMALL["resnet"])
+    graph = capture(model, inputs(SMALL["resnet"], 4)[0])
+    found = read(graph, {"b": 4})
+    assert sorted(name for ops in found.ops.values() for name in ops) == sorted(op.name for op in graph.ops)
+    assert found.ops["layers.0.conv3"] == ("x_4",)
+    assert found.ops["layers.0"] == ("x_5", "x_6")  # the sum, and the activation of it
+
+
+class Strange(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.fft(x).abs()
+
+
+class Turned(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.t() @ x).sum()
+
+
+class Some(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:2].sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (Strange(), r"fft_fft = fft_fft\(x\).*test_reading.py:\d+  return torch.fft.fft.*: 'fft_fft' is of no kind"),
+        (Turned(), "of t, the first dimension is not that of the samples"),
+        (Some(), "it takes some of the samples"),
+    ],
+)
+def test_refuses(model: nn.Module, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        reading(model, torch.randn(8, 6))
