@@ -22,7 +22,7 @@ from typing import Any
 
 from fxpipe.errors import PlanError
 from fxpipe.ir.graph import Graph, Op, Ref, op_name, refs, show_op
-from fxpipe.ir.operators import Dimension, Operator, OperatorGraph
+from fxpipe.ir.operators import KINDS, Dimension, Operator, OperatorGraph
 from fxpipe.ir.types import ITEMSIZE, TensorType, dim_size, tensors
 
 from . import kinds
@@ -30,14 +30,28 @@ from .axes import Axes, axis, permuted, reshaped, whole
 from .draft import Draft
 
 POINTWISE = {
-    "abs", "add", "celu", "clamp", "clip", "clone", "contiguous", "cos", "detach", "div", "double", "dropout",
-    "dropout1d", "dropout2d", "dropout3d", "elu", "eq", "erf", "exp", "expm1", "feature_dropout", "float", "ge",
-    "gelu", "gt", "half", "hardsigmoid", "hardswish", "hardtanh", "iadd", "imul", "isub", "itruediv", "le",
-    "leaky_relu", "log", "log1p", "logical_and", "logical_not", "logical_or", "lt", "masked_fill", "maximum",
-    "minimum", "mish", "mul", "ne", "neg", "pow", "reciprocal", "relu", "relu6", "rsqrt", "rsub", "selu", "sigmoid",
-    "sign", "silu", "sin", "softplus", "sqrt", "square", "sub", "tanh", "threshold", "to", "truediv", "type_as",
+    "abs", "add", "alpha_dropout", "ceil", "celu", "clamp", "clip", "clone", "contiguous", "cos", "detach", "div",
+    "double", "dropout", "dropout1d", "dropout2d", "dropout3d", "elu", "eq", "erf", "exp", "expm1",
+    "feature_dropout", "float", "floor", "ge", "gelu", "gt", "half", "hardsigmoid", "hardswish", "hardtanh", "iadd",
+    "imul", "invert", "isub", "itruediv", "le", "leaky_relu", "log", "log1p", "log2", "logical_and", "logical_not",
+    "logical_or", "logsigmoid", "lt", "masked_fill", "maximum", "minimum", "mish", "mul", "nan_to_num", "ne", "neg",
+    "pow", "reciprocal", "relu", "relu6", "round", "rsqrt", "rsub", "selu", "sigmoid", "sign", "silu", "sin",
+    "softplus", "softsign", "sqrt", "square", "sub", "tan", "tanh", "threshold", "to", "truediv", "type_as",
     "where",
 }  # fmt: skip
+# What reads a tensor for its sizes only.
+LIKE = {
+    "empty_like",
+    "full_like",
+    "new_empty",
+    "new_full",
+    "new_ones",
+    "new_zeros",
+    "ones_like",
+    "rand_like",
+    "randn_like",
+}
+LIKE |= {"zeros_like"}
 PERMUTATIONS = {"transpose", "swapaxes", "swapdims", "permute", "t"}
 VIEWS = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "getitem", "narrow"}
 PIECES = {"unbind", "chunk", "split", "split_with_sizes", "tensor_split"}
@@ -125,7 +139,7 @@ class _Reader:
         if not any(True for _ in tensors(op.type)):
             return  # a number, or nothing
         reads = list(self.known((op.args, dict(op.kwargs))))
-        if not any(isinstance(value, Value) for value in reads):
+        if op_name(op) in LIKE or not any(isinstance(value, Value) for value in reads):
             held = dict.fromkeys(name for value in reads if isinstance(value, Held) for name in value.states)
             self.values[op.name] = Held(tuple(held))
             return
@@ -140,8 +154,9 @@ class _Reader:
         name = op_name(op)
         if name in RULES:
             return RULES[name]
-        what = f"{show_op(op)}: {name!r} is of no kind of operator that is known how to cut"
-        raise PlanError(f"{what}; known are {', '.join(sorted({*RULES, *PIECES}))}")
+        steps = "; write out its steps, with nn.LSTMCell or nn.GRUCell" if name in ("lstm", "gru") else ""
+        known = ", ".join(sorted(KINDS - {"input"}))
+        raise self.refuse(op, f"{name!r} is no operator whose parts are known{steps}; the kinds are {known}")
 
     def refuse(self, op: Op, why: str) -> PlanError:
         return PlanError(f"{show_op(op)}: {why}")
@@ -282,7 +297,7 @@ def _viewed(r: _Reader, op: Op) -> Value:
         raise r.refuse(op, "it takes some of the samples")
     if value.operator.kind == "input":
         return r.fed(op.name, next(tensors(op.type)))
-    return r.new(r.alone(op.name, (r.whole(op, value),), shape))
+    return r.new(r.alone(op.name, (value.operator,), shape))
 
 
 def _alone(r: _Reader, op: Op) -> Value:
@@ -414,6 +429,29 @@ def _attention(r: _Reader, op: Op) -> Value:
     return r.make(op, r.alone(r.name(op), xs, r.shape(op.name), 4.0 * xs[min(1, len(xs) - 1)].sizes[-2]))
 
 
+def _multi_head(r: _Reader, op: Op) -> Value:
+    """All of nn.MultiheadAttention, which has the samples in its second dimension: linear layers for queries, keys and
+    values, attention, and a linear layer for the result."""
+    read = [r.values.get(arg.name) for arg in op.args[:3]]
+    roots = [value.operator for value in read if isinstance(value, Value) and value.axes == _turned(value.operator)]
+    if len(roots) < 3:
+        raise r.refuse(op, "queries, keys and values are not (sample, length, channel); write batch_first=True")
+    name, channel = r.name(op), roots[0].sizes[2]
+    parts = [
+        r.new(kinds.linear(f"{name}.{part}", x, channel, f"{name}.{part}"))
+        for part, x in zip("qkv", roots, strict=True)
+    ]
+    query, key, value = (part.operator for part in parts)
+    mixed = r.new(kinds.scaled_dot_product(f"{name}.mix", query, key, value)).operator
+    made = r.new(kinds.linear(f"{name}.out", mixed, channel, f"{name}.out"))
+    return replace(made, axes=_turned(made.operator))
+
+
+def _turned(operator: Operator) -> Axes:
+    """(length, sample, channel) of (sample, length, channel); of no other there is one."""
+    return permuted(whole(operator.sizes), (1, 0, 2)) if len(operator.sizes) == 3 else ()
+
+
 def _heads(value: Value) -> bool:
     """Whether this is (sample, head, length, channel of the head) of an operator's (sample, length, channel)."""
     sizes = value.operator.sizes
@@ -423,10 +461,13 @@ def _heads(value: Value) -> bool:
 
 
 def _concat(r: _Reader, op: Op) -> Value:
-    xs = tuple(r.whole(op, value) for value in r.known(argument(op, 0, "tensors")))
+    values = list(r.known(argument(op, 0, "tensors")))
+    xs = tuple(r.whole(op, value) for value in values if isinstance(value, Value))
     dim = argument(op, 1, "dim", 0) % len(xs[0].sizes)
     if dim == 0:
         raise r.refuse(op, "it puts samples together")
+    if len(xs) < len(values):
+        return _alone(r, op)
     return r.make(op, kinds.concat(r.name(op), xs, dim))
 
 
@@ -447,4 +488,5 @@ RULES: dict[str, Callable[[_Reader, Op], Value]] = {
     "batch_norm": _batch_norm,
     "layer_norm": _layer_norm,
     "scaled_dot_product_attention": _attention,
+    "multi_head_attention_forward": _multi_head,
 }

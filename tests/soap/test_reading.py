@@ -123,6 +123,45 @@ def test_every_op_belongs_to_an_operator() -> None:
     assert found.ops["layers.0"] == ("x_5", "x_6")  # the sum, and the activation of it
 
 
+def test_a_layer_of_torch_s_own_transformer() -> None:
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    found = reading(model, torch.randn(4, 5, 8)).operators
+    assert [o.kind for o in found] == [
+        "input", "linear", "linear", "linear", "scaled_dot_product", "linear", "elementwise", "layer_norm",
+        "linear", "linear", "elementwise", "layer_norm",
+    ]  # fmt: skip
+    assert {o.sizes for o in found} == {(4, 5, 8), (4, 5, 16)}
+    assert found.weights == sum(parameter.numel() for parameter in model.parameters())
+
+
+class Fused(nn.Module):
+    """Queries, keys and values of one linear layer, and a state that begins with zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.cell = nn.Linear(8, 24), nn.LSTMCell(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(x).reshape(x.shape[0], 5, 3, 2, 4)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        x = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape[0], 5, 8)
+        h = x.new_zeros(x.shape[0], 8)
+        return self.cell(x[:, -1], (h, h))[0]
+
+
+def test_pieces_are_cut_by_sample() -> None:
+    found = reading(Fused(), torch.randn(4, 5, 8)).operators
+    rows = [(o.kind, o.inputs, o.sizes, "".join(o.roles)) for o in found]
+    assert rows == [
+        ("input", (), (4, 5, 8), "S"),
+        ("linear", ("x",), (4, 5, 24), "SAP"),
+        *[("samplewise", ("qkv",), (4, 2, 5, 4), "S")] * 3,
+        ("samplewise", ("q", "k", "v"), (4, 2, 5, 4), "S"),
+        ("samplewise", (rows[5] and list(found)[5].name,), (4, 8), "S"),
+        ("lstm", (list(found)[6].name,), (4, 8), "SP"),
+    ]
+
+
 class Strange(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.fft.fft(x).abs()
@@ -141,7 +180,7 @@ class Some(nn.Module):
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        (Strange(), r"fft_fft = fft_fft\(x\).*test_reading.py:\d+  return torch.fft.fft.*: 'fft_fft' is of no kind"),
+        (Strange(), r"fft_fft = fft_fft\(x\).*test_reading.py:\d+  return torch.fft.fft.*: 'fft_fft' is no operator"),
         (Turned(), "of t, the first dimension is not that of the samples"),
         (Some(), "it takes some of the samples"),
     ],
