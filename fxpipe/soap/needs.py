@@ -47,6 +47,10 @@ def needs(graph: OperatorGraph, operator: Operator, which: int) -> tuple[Need, .
         kind == "loss" and rank > len(operator.output)
     ):
         return (*same[:-1], ALL)
+    if kind == "embedding":
+        return same  # a word for each place, in all channels
+    if kind == "samplewise":
+        return (same[0], *[ALL] * (rank - 1))
     if kind == "concat":
         before = sum(graph.operator(name).sizes[operator.axis] for name in operator.inputs[:which])
         return (*same[: operator.axis], Need(operator.axis, before=before), *same[operator.axis + 1 :])

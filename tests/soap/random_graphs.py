@@ -159,18 +159,27 @@ class Module(nn.Module):
                 self.layers[step.name] = layer
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        values, memory = {self.network.feed: x}, {}
-        for step in self.network.steps:
-            xs = [values[name] for name in step.inputs]
-            if step.kind == "lstm":
-                state = (xs[1], memory[step.inputs[1]]) if len(xs) > 1 else None
-                y, memory[step.name] = self.layers[step.name](xs[0], state)
-            elif step.name in self.layers:
-                y = self.layers[step.name](xs[0])
-            else:
-                y = plain(step, xs)
-            values[step.name] = F.relu(y) if step.relu else y
+        values = self.run(x, {})
         return tuple(values[name] for name in self.network.results)
+
+    def run(self, x: Tensor, memory: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What every step puts out."""
+        values = {self.network.feed: x}
+        for step in self.network.steps:
+            values[step.name] = self.step(step, values, memory)
+        return values
+
+    def step(self, step: Step, values: Mapping[str, Tensor], memory: dict[str, Tensor]) -> Tensor:
+        """One step; `memory` holds what LSTM cells keep besides what they put out."""
+        xs = [values[name] for name in step.inputs]
+        if step.kind == "lstm":
+            state = (xs[1], memory[step.inputs[1]]) if len(xs) > 1 else None
+            y, memory[step.name] = self.layers[step.name](xs[0], state)
+        elif step.name in self.layers:
+            y = self.layers[step.name](xs[0])
+        else:
+            y = plain(step, xs)
+        return F.relu(y) if step.relu else y
 
 
 def plain(step: Step, xs: Sequence[Tensor]) -> Tensor:
@@ -190,7 +199,7 @@ def plain(step: Step, xs: Sequence[Tensor]) -> Tensor:
     return y.reshape(y.shape[0], y.shape[1], -1)
 
 
-def module(network: Network) -> nn.Module:
+def module(network: Network) -> Module:
     """The module in double precision, the same at every call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

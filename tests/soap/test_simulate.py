@@ -26,9 +26,14 @@ def seconds_by_elements(part, device):
 
 def times(*configs):
     todo = tasks(GRAPH, TWO, Strategy((FED, *configs)), seconds_by_elements)
-    return {f"{task.kind} {task.label}": (when.ready, when.start, when.end) for task, when in zip(todo, run(todo).values())} if False else {
-        f"{task.kind} {task.label}": (run(todo)[task.key].start, run(todo)[task.key].end) for task in todo
-    }
+    return (
+        {
+            f"{task.kind} {task.label}": (when.ready, when.start, when.end)
+            for task, when in zip(todo, run(todo).values())
+        }
+        if False
+        else {f"{task.kind} {task.label}": (run(todo)[task.key].start, run(todo)[task.key].end) for task in todo}
+    )
 
 
 def test_one_device_does_one_task_after_the_other():
