@@ -1,5 +1,5 @@
 """The command: `fxpipe demo`, `fxpipe show model.py:make_model`, and for plans `fxpipe plan`, `fxpipe simulate` and
-`fxpipe compare`."""
+`fxpipe compare`, for strategies `fxpipe search`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import cli_plans
+from . import cli_plans, cli_search
 from .cli_model import add_model, make_model
 from .compile import compile
 from .errors import FxpipeError
@@ -45,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     show.add_argument("--save", type=Path, help="write the package to this folder instead of printing it")
     show.set_defaults(run=run_show)
     cli_plans.add(commands)
+    cli_search.add(commands)
     return top
 
 

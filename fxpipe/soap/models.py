@@ -1,5 +1,5 @@
 """The six models on which SOAP strategies were published, by name, with the paper's sizes: batches of 64, of 256 for
-AlexNet, and 40 steps for recurrent networks."""
+AlexNet, and 40 steps for recurrent networks. Each takes another `batch`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fxpipe.ir.operators import OperatorGraph
 from .convolutional import alexnet, inception, resnet
 from .recurrent import nmt, rnnlm, rnntc
 
-MODELS: dict[str, Callable[[], OperatorGraph]] = {
+MODELS: dict[str, Callable[..., OperatorGraph]] = {
     "alexnet": alexnet,
     "resnet": resnet,
     "inception": inception,

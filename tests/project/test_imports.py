@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TORCH_FREE = {"planning", "schedules", "simulator"}
+TORCH_FREE = {"planning", "schedules", "simulator", "soap"}
 ALLOWED = {"ir": set[str](), "runtime": set[str](), "engines": {"ir", "runtime"}}
-ROOMS = ["ir", "capture", "profiling", "planning", "schedules", "simulator", "runtime", "engines", "viz"]
+ROOMS = ["ir", "capture", "profiling", "planning", "schedules", "simulator", "runtime", "engines", "viz", "soap"]
 ROOMS += ["passes", "codegen"]
 FILES = [(room, path) for room in ROOMS for path in sorted((ROOT / "fxpipe" / room).glob("**/*.py"))]
 
