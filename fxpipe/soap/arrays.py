@@ -17,7 +17,7 @@ A changed edge gets new rows at the end (`top`), and the old ones are garbage on
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import lcm, prod
 from typing import Any, NamedTuple
 
@@ -77,17 +77,18 @@ class Problem(NamedTuple):
 
 
 def _record(ints: str, floats: str) -> np.dtype[np.void]:
-    fields = [*((name, np.int64) for name in ints.split()), *((name, np.float64) for name in floats.split())]
+    fields = [*((name, np.int32) for name in ints.split()), *((name, np.float64) for name in floats.split())]
     return np.dtype(fields, align=True)
 
 
 # Fields that end in "_" are those of the proposal being tried, in the same places.
-TASK = _record("place waits pending", "span latest ready start end ready_ start_ end_")
+TASK = _record("place waits", "span ready start end ready_ start_ end_")
+ARRIVAL = _record("pending", "latest")  # what a task still waits for, and when the last of it came
 MESSAGE = _record("peer wire", "lasts begin begin_")  # wire: the link, -1 within a device; lasts: its seconds
 EXTENT = _record("", "first_ready last_ready first_end last_end")
 SYNC = _record("wire", "lasts begin begin_")  # lasts: 0 where nothing is passed on
 DEVICE = _record("", "load load_ left free")  # load: seconds of all its tasks; left: of those not yet begun
-EVENT = _record("key", "time")
+EVENT = np.dtype([("time", np.float64), ("key", np.int64)])
 
 
 class State(NamedTuple):
@@ -95,6 +96,7 @@ class State(NamedTuple):
 
     row: Ints  # [n]
     task: Records  # [slots + G]
+    arrival: Records  # [slots + G]
     extent: Records  # [2, n] forward and backward
     forward_rows: Ints  # [E, M + 1]
     backward_rows: Ints  # [E, M + 1]
@@ -110,15 +112,17 @@ class State(NamedTuple):
     old_place: Ints  # [M]
     old_span: Floats  # [2 M]
     volume: Floats  # [M M] scratch
-    count: Ints  # [M + 1] scratch
+    counted: Ints  # [M + 1] scratch
     scratch: Ints  # [5, 4]
     top: Ints  # [1] end of the rows in use
     cost: Floats  # [1] seconds of the strategy
 
 
-def problem(graph: OperatorGraph, cluster: Cluster, cost: Cost, starts: Iterable[Strategy] = ()) -> Problem:
-    """The question as arrays. `starts` are strategies that must be in it, if the space of `space.configs` has not all
-    of their degrees."""
+def problem(
+    graph: OperatorGraph, cluster: Cluster, cost: Cost, starts: Sequence[Strategy] = (), roles: str = "SAP"
+) -> Problem:
+    """The question as arrays. Dimensions of these `roles` may be cut. `starts` are strategies that must be in it, if
+    the space of `space.configs` has not all of their degrees."""
     placed = [at for at, operator in enumerate(graph) if operator.kind != "input"]
     number = {at: i for i, at in enumerate(placed)}
     operators = [graph.operators[at] for at in placed]
@@ -127,7 +131,7 @@ def problem(graph: OperatorGraph, cluster: Cluster, cost: Cost, starts: Iterable
             raise ValueError(f"operator {operator.name!r} has {len(operator.output)} dimensions; {RANK} are the most")
     devices = len(cluster.devices)
     rows = [
-        _rows(operator, devices, [s.configs[at] for s in starts])
+        _rows(operator, devices, roles, [s.configs[at] for s in starts])
         for at, operator in zip(placed, operators, strict=True)
     ]
     edges = [(i, j, which) for i, j, which in graph.edges if i in number]
@@ -178,9 +182,9 @@ def _shards(operator: Operator, degrees: tuple[int, ...]) -> int:
     return prod(degree for degree, role in zip(degrees, operator.roles, strict=True) if role == "P")
 
 
-def _rows(operator: Operator, devices: int, more: Iterable[Config]) -> list[tuple[int, ...]]:
+def _rows(operator: Operator, devices: int, roles: str, more: Iterable[Config]) -> list[tuple[int, ...]]:
     """The degrees that the operator may have, each once."""
-    return list(dict.fromkeys([config.degrees for config in (*configs(operator, devices), *more)]))
+    return list(dict.fromkeys([config.degrees for config in (*configs(operator, devices, roles), *more)]))
 
 
 def _seconds(
@@ -203,7 +207,8 @@ def _seconds(
 
 
 def _need(graph: OperatorGraph, consumer: int, which: int) -> list[tuple[int, ...]]:
-    own = [(n.along, n.stride, n.before, n.window, n.divide) for n in needs(graph, graph.operators[consumer], which)]
+    found = needs(graph, graph.operators[consumer], which)
+    own: list[tuple[int, ...]] = [(n.along, n.stride, n.before, n.window, n.divide) for n in found]
     return own + [(-1, 1, 0, 1, 1)] * (RANK - len(own))
 
 
@@ -239,6 +244,7 @@ def state(p: Problem, capacity: int) -> State:
     return State(
         row=ints(p.n),
         task=np.zeros(slots + p.groups, TASK),
+        arrival=np.zeros(slots + p.groups, ARRIVAL),
         extent=np.zeros((2, p.n), EXTENT),
         forward_rows=ints(edges, p.parts + 1),
         backward_rows=ints(edges, p.parts + 1),
@@ -254,7 +260,7 @@ def state(p: Problem, capacity: int) -> State:
         old_place=ints(p.parts),
         old_span=floats(2 * p.parts),
         volume=floats(p.parts * p.parts),
-        count=ints(p.parts + 1),
+        counted=ints(p.parts + 1),
         scratch=ints(5, RANK),
         top=ints(1),
         cost=floats(1),

@@ -37,7 +37,7 @@ def row_of(p: Problem, i: int, choice: int) -> int:
             low = middle
         else:
             high = middle - 1
-    return low
+    return int(low)
 
 
 @compiled
@@ -55,7 +55,7 @@ def has_room(p: Problem, s: State, i: int, row: int) -> bool:
     more = room(p, s, i, row)
     if s.top[0] + more > len(s.message):
         compact(p, s)
-    return s.top[0] + more <= len(s.message)
+    return bool(s.top[0] + more <= len(s.message))
 
 
 @compiled
@@ -87,12 +87,17 @@ def from_nothing(p: Problem, s: State, rows: Ints, devices: Ints, times: Floats)
 
 
 @entry
-def try_choice(p: Problem, s: State, i: int, choice: int, limit: float, devices: Ints) -> int:
-    """`attempt` with a choice: 1 kept, 0 not, -1 no room."""
-    row = choose(p, i, choice, devices)
-    if not has_room(p, s, i, row):
-        return -1
-    return 1 if attempt(p, s, i, row, devices, limit) else 0
+def improve(p: Problem, s: State, i: int, devices: Ints) -> int:
+    """Give operator i the config, of all it may have, with which the step is fastest. Returns 1 if that is another than
+    it had, 0 if not, -1 if there was no room."""
+    found = 0
+    for choice in range(p.choice_first[p.row_first[i]], p.choice_first[p.row_first[i + 1]]):
+        row = choose(p, i, choice, devices)
+        if not has_room(p, s, i, row):
+            return -1
+        if attempt(p, s, i, row, devices, np.nextafter(s.cost[0], 0.0)):
+            found = 1
+    return found
 
 
 @entry
@@ -149,7 +154,7 @@ def walk_from_nothing(
 ) -> int:
     """The same chain with algorithm 1 for every proposal. `rows`, `place` and `cost` are the strategy it is at."""
     old = devices.copy()
-    for step in range(steps):
+    for _ in range(steps):
         i = int(uniform(random) * p.n)
         first, after = p.choice_first[p.row_first[i]], p.choice_first[p.row_first[i + 1]]
         row = choose(p, i, first + int(uniform(random) * (after - first)), devices)

@@ -16,12 +16,14 @@ except ImportError as error:
         "searching for strategies needs numba, which is not installed; pip install 'fxpipe[search]' brings it"
     ) from error
 
+jit: Any = njit  # its own types leave options out
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compiled(function: F) -> F:
     """The function, for other compiled ones to call."""
-    result: F = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+    result: F = jit(no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
     return result
 
 
@@ -29,7 +31,7 @@ def entry(function: F) -> F:
     """The function, for Python to call; kept on disk. The files that it calls into are in its name there: the cache
     itself looks only whether the file of the entry has changed."""
     function.__qualname__ += f"-{_sources()}"
-    result: F = njit(cache=True)(function)
+    result: F = jit(cache=True)(function)
     return result
 
 

@@ -119,7 +119,7 @@ def room(p: Problem, s: State, i: int, row: int) -> int:
         found += p.row_parts[s.row[p.target[p.out_edges[x]]]]
     for x in range(p.in_first[i], p.in_first[i + 1]):
         found += p.row_parts[s.row[p.source[p.in_edges[x]]]]
-    return 2 * found * p.row_parts[row]
+    return 2 * found * int(p.row_parts[row])
 
 
 @compiled
@@ -213,13 +213,13 @@ def take_back(p: Problem, s: State, i: int, row: int, top: int) -> None:
 
 
 @compiled
-def arrive(task: Records, queue: Records, size: int, slot: int, time: float) -> int:
+def arrive(arrival: Records, queue: Records, size: int, slot: int, time: float) -> int:
     """Something that a task waits for is there; the task is ready with the last."""
-    task[slot].pending -= 1
-    if time > task[slot].latest:
-        task[slot].latest = time
-    if task[slot].pending == 0:
-        size = push(queue, size, task[slot].latest, 2 * slot)
+    arrival[slot].pending -= 1
+    if time > arrival[slot].latest:
+        arrival[slot].latest = time
+    if arrival[slot].pending == 0:
+        size = push(queue, size, arrival[slot].latest, 2 * slot)
     return size
 
 
@@ -227,7 +227,7 @@ def arrive(task: Records, queue: Records, size: int, slot: int, time: float) -> 
 def restart(p: Problem, s: State, changed: int, since: float) -> int:
     """The state before the first event at or after `since`, from the times at hand. Returns the size of the queue."""
     n, M = p.n, p.parts
-    task, device, queue, extent = s.task, s.device, s.queue, s.extent
+    task, arrival, device, queue, extent = s.task, s.arrival, s.device, s.queue, s.extent
     slots = 2 * n * M
     for d in range(p.devices):
         device[d].left = device[d].load
@@ -251,18 +251,18 @@ def restart(p: Problem, s: State, changed: int, since: float) -> int:
                     if task[t].end >= since:
                         size = push(queue, size, task[t].end, 2 * t + 1)
                     continue
-                task[t].pending = task[t].waits
-                task[t].latest = 0
+                arrival[t].pending = task[t].waits
+                arrival[t].latest = 0
                 if task[t].waits == 0:
                     if way == 0:
                         size = push(queue, size, 0.0, 2 * t)
                     else:
-                        task[t].pending = 1
+                        arrival[t].pending = 1
     for g in range(p.groups):
-        task[slots + g].pending = 0
-        task[slots + g].latest = 0
+        arrival[slots + g].pending = 0
+        arrival[slots + g].latest = 0
         for x in range(p.group_first[g], p.group_first[g + 1]):
-            task[slots + g].pending += p.row_parts[s.row[p.group_members[x]]]
+            arrival[slots + g].pending += p.row_parts[s.row[p.group_members[x]]]
     for e in range(len(p.source)):
         i, j = p.source[e], p.target[e]
         if i == changed or j == changed:
@@ -273,6 +273,7 @@ def restart(p: Problem, s: State, changed: int, since: float) -> int:
                     size = _arrived(
                         s.message,
                         task,
+                        arrival,
                         queue,
                         s.link_free,
                         size,
@@ -289,6 +290,7 @@ def restart(p: Problem, s: State, changed: int, since: float) -> int:
                     size = _arrived(
                         s.message,
                         task,
+                        arrival,
                         queue,
                         s.link_free,
                         size,
@@ -305,13 +307,13 @@ def restart(p: Problem, s: State, changed: int, since: float) -> int:
         if extent[0, i].first_end < since and extent[1, i].last_ready >= since:
             for k in range(p.row_parts[s.row[i]]):
                 if task[base + k].waits == 0 and task[i * M + k].end < since and task[base + k].ready >= since:
-                    size = arrive(task, queue, size, base + k, task[i * M + k].end)
+                    size = arrive(arrival, queue, size, base + k, task[i * M + k].end)
         g = p.group[i]
         if g >= 0 and extent[1, i].first_end < since and task[slots + g].end >= since:
             for t in range(base, base + p.row_parts[s.row[i]]):
                 if task[t].end < since:
-                    task[slots + g].pending -= 1
-                    task[slots + g].latest = max(task[slots + g].latest, task[t].end)
+                    arrival[slots + g].pending -= 1
+                    arrival[slots + g].latest = max(arrival[slots + g].latest, task[t].end)
     for g in range(p.groups):
         if task[slots + g].end < since:
             for d in range(p.devices):
@@ -325,6 +327,7 @@ def restart(p: Problem, s: State, changed: int, since: float) -> int:
 def _arrived(
     message: Records,
     task: Records,
+    arrival: Records,
     queue: Records,
     link_free: Floats,
     size: int,
@@ -341,14 +344,14 @@ def _arrived(
             time = message[x].begin + message[x].lasts
             link_free[w] = max(link_free[w], time)
         if task[t].ready >= since:
-            size = arrive(task, queue, size, t, time)
+            size = arrive(arrival, queue, size, t, time)
     return size
 
 
 @compiled
 def send(
     message: Records,
-    task: Records,
+    arrival: Records,
     queue: Records,
     link_free: Floats,
     size: int,
@@ -365,7 +368,7 @@ def send(
             message[x].begin_ = time
             time += message[x].lasts
             link_free[w] = time
-        size = arrive(task, queue, size, base + message[x].peer, time)
+        size = arrive(arrival, queue, size, base + message[x].peer, time)
     return size
 
 
@@ -373,7 +376,8 @@ def send(
 def run(p: Problem, s: State, size: int, limit: float) -> float:
     """Simulate to the end. Returns the seconds of the strategy, or infinity once they are seen to be above `limit`."""
     n, M = p.n, p.parts
-    task, message, device, queue, sync, link_free = s.task, s.message, s.device, s.queue, s.sync, s.link_free
+    task, arrival, message, device = s.task, s.arrival, s.message, s.device
+    queue, sync, link_free = s.queue, s.sync, s.link_free
     half, slots = n * M, 2 * n * M
     most = 0.0
     limit *= MARGIN
@@ -404,20 +408,20 @@ def run(p: Problem, s: State, size: int, limit: float) -> float:
             most = max(most, time)
             for x in range(p.out_first[i], p.out_first[i + 1]):
                 e = p.out_edges[x]
-                size = send(message, task, queue, link_free, size, s.forward_rows[e], k, time, p.target[e] * M)
+                size = send(message, arrival, queue, link_free, size, s.forward_rows[e], k, time, p.target[e] * M)
             backward = (2 * n - 1 - i) * M + k
             if task[backward].waits == 0:
-                size = arrive(task, queue, size, backward, time)
+                size = arrive(arrival, queue, size, backward, time)
         elif t < slots:
             i, k = 2 * n - 1 - t // M, t % M
             most = max(most, time)
             for x in range(p.in_first[i], p.in_first[i + 1]):
                 e = p.in_edges[x]
                 size = send(
-                    message, task, queue, link_free, size, s.backward_rows[e], k, time, (2 * n - 1 - p.source[e]) * M
+                    message, arrival, queue, link_free, size, s.backward_rows[e], k, time, (2 * n - 1 - p.source[e]) * M
                 )
             if p.group[i] >= 0:
-                size = arrive(task, queue, size, slots + p.group[i], time)
+                size = arrive(arrival, queue, size, slots + p.group[i], time)
         else:
             g = t - slots
             for d in range(p.devices):

@@ -98,7 +98,7 @@ def join(p: Problem, s: State, e: int) -> None:
         s.task[j * p.parts : (j + 1) * p.parts],
         s.message,
         s.volume,
-        s.count,
+        s.counted,
         p.link,
         p.latency,
         p.rate,

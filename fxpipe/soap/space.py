@@ -26,12 +26,14 @@ def place(operator: Operator, degrees: tuple[int, ...], first: int) -> Config:
 
 
 @cache
-def configs(operator: Operator, devices: int) -> tuple[Config, ...]:
-    """Every config of an operator on this many devices."""
+def configs(operator: Operator, devices: int, roles: str = "SAP") -> tuple[Config, ...]:
+    """Every config of an operator on this many devices, where dimensions of these roles may be cut."""
     if operator.kind == "input":
         return (fixed(operator),)
     divisors = [d for d in range(1, devices + 1) if devices % d == 0]
-    choices = [[d for d in divisors if d <= one.size] if one.role else [1] for one in operator.output]
+    choices = [
+        [d for d in divisors if d <= one.size] if one.role and one.role in roles else [1] for one in operator.output
+    ]
     return tuple(
         place(operator, degrees, first)
         for degrees in product(*choices)

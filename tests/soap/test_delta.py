@@ -1,0 +1,88 @@
+"""The times of a changed strategy are those of a simulation from nothing, to the last bit, for every task."""
+
+import pytest
+
+pytest.importorskip("numba")
+
+from random import Random
+
+from fxpipe.soap.core import Core
+from fxpipe.soap.costs import roofline
+from fxpipe.soap.simulate import simulate
+from fxpipe.soap.strategies import data_parallel, scattered
+from tests.soap.graphs import branches, cluster, lenet, rnnlm, translation
+
+GRAPHS = {"lenet": lenet, "branches": branches, "rnnlm": rnnlm, "translation": translation}
+
+
+def follow(core, proposals):
+    """One proposal after the other; every second chain takes nearly all, every other refuses most."""
+    moved = 0
+    for step in range(proposals):
+        before = core.seconds
+        core.walk(1, before * (1e6 if step % 2 else 1e-3))
+        moved += core.seconds != before
+        assert core.differences() == 0, f"proposal {step}"
+    return moved
+
+
+@pytest.mark.parametrize("devices", [4, 6, 8])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_all_times_of_all_tasks_after_each_proposal(name, devices):
+    graph = GRAPHS[name]()
+    core = Core(graph, cluster(devices, servers=2), roofline(), seed=devices)
+    core.begin(scattered(graph, devices, Random(1)))
+    assert follow(core, 250) > 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GRAPHS)
+def test_64_devices(name):
+    graph = GRAPHS[name](batch=64)
+    core = Core(graph, cluster(64, servers=16), roofline(), capacity=1 << 20)
+    core.begin(data_parallel(graph, 64))
+    assert follow(core, 100) > 10
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_the_compiled_core_agrees_with_plain_python(name):
+    graph, machine, cost = GRAPHS[name](), cluster(4, servers=2), roofline()
+    core = Core(graph, machine, cost)
+    for seed in range(5):
+        strategy = scattered(graph, 4, Random(seed))
+        assert core.begin(strategy) == pytest.approx(simulate(graph, machine, strategy, cost), rel=1e-12)
+        assert core.strategy == strategy
+
+
+def test_equal_times_everywhere_are_ordered_by_keys():
+    """Costs and messages of exactly one second: nearly every task is ready when another is."""
+    graph = translation(steps=2)
+    core = Core(graph, cluster(4, bandwidth=1e300, latency=1.0), lambda part, device: (1.0, 1.0))
+    core.begin(data_parallel(graph, 4))
+    assert follow(core, 300) > 50
+
+
+def test_tasks_that_take_no_time():
+    graph = branches()
+    core = Core(graph, cluster(4, bandwidth=1e300, latency=1.0), lambda part, device: (0.0, 0.0))
+    core.begin(data_parallel(graph, 4))
+    follow(core, 300)
+
+
+def test_the_core_grows_when_messages_need_room():
+    graph = branches()
+    core = Core(graph, cluster(4), roofline(), capacity=8)
+    core.begin(scattered(graph, 4, Random(0)))
+    assert follow(core, 100) > 10
+    assert len(core.state.message) > 8
+
+
+def test_the_chain_is_the_same_with_either_simulation():
+    graph = rnnlm()
+    found = []
+    for walk in ("walk", "walk_from_nothing"):
+        core = Core(graph, cluster(4), roofline(), seed=3)
+        core.begin(data_parallel(graph, 4))
+        getattr(core, walk)(500, core.seconds * 0.05)
+        found.append((core.strategy, core.seconds))
+    assert found[0] == found[1]
