@@ -106,6 +106,8 @@ class State(NamedTuple):
     sync: Records  # [G, D]
     device: Records  # [D]
     link_free: Floats  # [links]
+    link_load: Floats  # [links] seconds of all messages
+    link_load_: Floats
     queue: Records  # [slots + G]
     old_forward: Ints  # [most edges of an operator, M + 1] to take back
     old_backward: Ints
@@ -254,6 +256,8 @@ def state(p: Problem, capacity: int) -> State:
         sync=np.zeros((groups, p.devices), SYNC),
         device=np.zeros(p.devices, DEVICE),
         link_free=floats(p.links),
+        link_load=floats(p.links),
+        link_load_=floats(p.links),
         queue=np.zeros(slots + p.groups + 1, EVENT),
         old_forward=ints(most, p.parts + 1),
         old_backward=ints(most, p.parts + 1),

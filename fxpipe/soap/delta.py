@@ -14,7 +14,7 @@ finish hands out all of its messages, in the order of their keys. Two events of 
 slots. Slots are keys: no task has a smaller one than what it waits for. So each device and each link sees its tasks in
 the order of (ready, key), exactly as in `simulate.run`.
 
-A strategy that can be seen to take longer than `limit` is given up: an operator's device has so much left to do that it
+A strategy that can be seen to take longer than `limit` is given up: a device or a link has so much left to do that it
 ends too late even without waiting. The margin keeps rounding from giving up one that would just have been within.
 """
 
@@ -97,6 +97,7 @@ def build(p: Problem, s: State, rows: Ints, devices: Ints) -> bool:
         s.task[t].waits = 0
     s.cover[:] = 0
     s.held[:] = 0
+    s.link_load[:] = 0
     for i in range(p.n):
         put(p, s, i, rows[i], devices[i])
         if p.group[i] >= 0:
@@ -130,6 +131,7 @@ def change(p: Problem, s: State, i: int, row: int, devices: Ints) -> float:
     touched = np.inf
     for d in range(p.devices):
         s.device[d].load_ = s.device[d].load
+    s.link_load_[:] = s.link_load
     at = 0
     for x in range(p.out_first[i], p.out_first[i + 1]):
         e = p.out_edges[x]
@@ -209,6 +211,7 @@ def take_back(p: Problem, s: State, i: int, row: int, top: int) -> None:
         exchange(p, s, p.group[i])
     for d in range(p.devices):
         s.device[d].load = s.device[d].load_
+    s.link_load[:] = s.link_load_
     s.top[0] = top
 
 
@@ -383,6 +386,9 @@ def run(p: Problem, s: State, size: int, limit: float) -> float:
     limit *= MARGIN
     for d in range(p.devices):
         if device[d].free + device[d].left > limit:
+            return np.inf
+    for w in range(p.links):
+        if s.link_load[w] > limit:
             return np.inf
     while size > 0:
         time, key = queue[0].time, queue[0].key

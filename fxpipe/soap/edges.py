@@ -151,13 +151,21 @@ def rows_between(
 
 @compiled
 def count_waits(p: Problem, s: State, e: int, sign: int) -> None:
-    """Add an edge's messages to what its parts wait for, or with sign -1 take them away."""
+    """Add an edge's messages to what its parts wait for and to the load of links, or with sign -1 take them away."""
     i, j, M = p.source[e], p.target[e], p.parts
+    add_load(s.message[s.backward_rows[e, 0] : s.forward_rows[e, M]], s.link_load, sign)
     backward = (2 * p.n - 1 - i) * M
     for m in range(p.row_parts[s.row[j]]):
         s.task[j * M + m].waits += sign * (s.backward_rows[e, m + 1] - s.backward_rows[e, m])
     for k in range(p.row_parts[s.row[i]]):
         s.task[backward + k].waits += sign * (s.forward_rows[e, k + 1] - s.forward_rows[e, k])
+
+
+@compiled
+def add_load(message: Records, link_load: Floats, sign: int) -> None:
+    for x in range(len(message)):
+        if message[x].wire >= 0:
+            link_load[message[x].wire] += sign * message[x].lasts
 
 
 @compiled
