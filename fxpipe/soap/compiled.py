@@ -18,6 +18,8 @@ except ImportError as error:
 
 jit: Any = njit  # its own types leave options out
 
+COMPILED = ("arrays", "edges", "delta", "full", "chain", "exhaust")  # the files with compiled functions
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -37,5 +39,5 @@ def entry(function: F) -> F:
 
 @cache
 def _sources() -> str:
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+    here = Path(__file__).parent
+    return sha256(b"".join((here / f"{name}.py").read_bytes() for name in COMPILED)).hexdigest()[:12]

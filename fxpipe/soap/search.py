@@ -25,11 +25,13 @@ SLICE = 0.1  # seconds between two looks at the clock
 
 @dataclass(frozen=True)
 class Found:
-    """The best strategy of a search, the seconds of its step, how many strategies were tried, and the trace: after how
-    many seconds of searching the best known step took how long. `starts` are the seconds of what it began with."""
+    """The best strategy of a search, the seconds of its step, whether it is known that no single change makes it
+    faster, how many strategies were tried, and the trace: after how many seconds of searching the best known step took
+    how long. `starts` are the seconds of what it began with."""
 
     strategy: Strategy
     seconds: float
+    local_optimum: bool
     proposals: int
     trace: tuple[tuple[float, float], ...]
     starts: tuple[tuple[str, float], ...]
@@ -55,44 +57,52 @@ def search(
     roles: str = "SAP",
     progress: bool = True,
 ) -> Found:
-    """The best strategy found in `budget` seconds, an equal share for each start; a start's share ends early once half
-    of it has passed without a better strategy. The last third of a share goes to `polish`, which may end early too.
+    """The best strategy found in `budget` seconds. Two thirds of it go to chains, an equal share for each start, which
+    ends early once half of it has passed without a better strategy. The best of all is then given to `polish`, which
+    has the time that is left.
 
     `cost` are the seconds of parts, estimated where it is not given; `roles` are the dimensions that may be cut.
     """
     if budget <= 0:
         raise ValueError(f"a search of {budget} seconds finds nothing; give it a budget above 0")
     given = starting(graph, len(cluster.devices), seed) if starts is None else dict(starts)
+    if not given:
+        raise ValueError("there is no strategy to start from")
     core = Core(graph, cluster, cost or roofline(), given.values(), roles, seed)
+    _compile(core, next(iter(given.values())))
     begun = monotonic()
     trace: list[tuple[float, float]] = []
     costs: list[tuple[str, float]] = []
-    best: tuple[Strategy, float] | None = None
+    ends: list[tuple[Strategy, float]] = []
     proposals = 0
     bar: tqdm[Any]
-    with tqdm(total=len(given), desc="search", unit="start", disable=not progress) as bar:
+    with tqdm(total=len(given) + 1, desc="search", unit="start", disable=not progress) as bar:
         for name, start in given.items():
-            share = budget / len(given)
             costs.append((name, core.begin(start)))
-            proposals += _chain(core, share * 2 / 3, temperature * core.seconds, begun, trace, bar)
-            core.begin(core.best[0])
-            proposals += polish(core, share / 3)
-            if best is None or core.seconds < best[1]:
-                best = core.strategy, core.seconds
-            trace.append((monotonic() - begun, best[1]))
+            trace.append((monotonic() - begun, core.seconds))
+            proposals += _chain(core, budget / len(given) * 2 / 3, temperature * core.seconds, begun, trace, bar)
+            ends.append(core.best)
             bar.update()
-    if best is None:
-        raise ValueError("there is no strategy to start from")
-    return Found(*best, proposals, tuple(_falling(trace)), tuple(costs))
+        core.begin(min(ends, key=lambda end: end[1])[0])
+        tried, optimum = polish(core, begun + budget - monotonic())
+        trace.append((monotonic() - begun, core.seconds))
+        bar.update()
+    return Found(core.strategy, core.seconds, optimum, proposals + tried, tuple(_falling(trace)), tuple(costs))
+
+
+def _compile(core: Core, start: Strategy) -> None:
+    """What the search calls is compiled when it is called first; that is not part of the budget."""
+    core.begin(start)
+    core.walk(1, core.seconds)
+    core.improve(0)
 
 
 def _chain(
     core: Core, budget: float, temperature: float, begun: float, trace: list[tuple[float, float]], bar: tqdm[Any]
 ) -> int:
     """Walk until the budget is spent, or half of it has passed without an improvement. Returns the steps taken."""
-    core.walk(1, temperature)  # compiles, the first time
     start = last = monotonic()
-    steps, done = 16, 1
+    steps, done = 16, 0
     while (now := monotonic()) - start < budget and now - last < budget / 2:
         improved = core.walk(steps, temperature)
         took = max(monotonic() - now, 1e-6)
@@ -105,9 +115,9 @@ def _chain(
     return done
 
 
-def polish(core: Core, budget: float = float("inf")) -> int:
+def polish(core: Core, budget: float = float("inf")) -> tuple[int, bool]:
     """Change single operators to their best configs, in turn, until no change is an improvement: a local optimum. Ends
-    early once `budget` seconds have passed. Returns how many strategies were tried."""
+    early once `budget` seconds have passed. Returns how many strategies were tried, and whether it is an optimum."""
     end = monotonic() + budget
     i = unchanged = tried = 0
     p = core.problem
@@ -115,7 +125,7 @@ def polish(core: Core, budget: float = float("inf")) -> int:
         unchanged = 0 if core.improve(i) else unchanged + 1
         tried += int(p.choice_first[p.row_first[i + 1]] - p.choice_first[p.row_first[i]])
         i = (i + 1) % p.n
-    return tried
+    return tried, unchanged == p.n
 
 
 def is_local_optimum(core: Core) -> bool:
@@ -134,7 +144,7 @@ def best_of_all(graph: OperatorGraph, cluster: Cluster, cost: Cost | None = None
     first = core.begin(start)
     tried = core.exhaust()
     strategy, seconds = core.best
-    return Found(strategy, seconds, tried, ((monotonic() - begun, seconds),), (("data parallel", first),))
+    return Found(strategy, seconds, True, tried, ((monotonic() - begun, seconds),), (("data parallel", first),))
 
 
 def _falling(trace: list[tuple[float, float]]) -> list[tuple[float, float]]:

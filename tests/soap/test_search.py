@@ -66,6 +66,7 @@ def test_what_is_found_is_a_local_optimum_and_no_worse_than_its_starts(devices):
     found = search(graph, machine, cost, budget=1.5, seed=1, progress=False)
     core = Core(graph, machine, cost, (found.strategy,))
     assert core.begin(found.strategy) == found.seconds
+    assert found.local_optimum
     assert is_local_optimum(core)
     assert found.seconds <= min(seconds for _, seconds in found.starts)
     assert [name for name, _ in found.starts] == ["data parallel", "expert", "random"]
