@@ -15,12 +15,11 @@ from collections.abc import Iterator
 from random import Random
 from time import process_time
 
-from fxpipe.soap.models import MODELS
-
 from fxpipe.ir.clusters import k80s, p100s
 from fxpipe.ir.units import show_seconds
 from fxpipe.soap.core import Core
 from fxpipe.soap.costs import roofline
+from fxpipe.soap.models import MODELS
 from fxpipe.soap.search import TEMPERATURE
 from fxpipe.soap.strategies import scattered
 
@@ -45,10 +44,10 @@ def cell(name: str, devices: int, seconds: float) -> tuple[int, float, float]:
     core.walk(1, temperature)  # compiled, or read from disk
     core.walk_from_nothing(1, temperature)
     core.begin(start)
-    began, proposals = process_time(), 0
+    began, proposals, steps = process_time(), 0, 10
     while process_time() - began < seconds:
-        core.walk(10, temperature)
-        proposals += 10
+        core.walk(steps, temperature)
+        proposals, steps = proposals + steps, 2 * steps
     delta, random, found = process_time() - began, core.random.copy(), core.seconds
     again = Core(graph, cluster, roofline(), seed=1, capacity=len(core.state.message))
     again.begin(start)

@@ -6,11 +6,15 @@ pytest.importorskip("numba")
 
 from random import Random
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from fxpipe.soap.core import Core
 from fxpipe.soap.costs import roofline
 from fxpipe.soap.simulate import simulate
 from fxpipe.soap.strategies import data_parallel, scattered
 from tests.soap.graphs import branches, cluster, lenet, rnnlm, translation
+from tests.soap.random_graphs import network, strategy
 
 GRAPHS = {"lenet": lenet, "branches": branches, "rnnlm": rnnlm, "translation": translation}
 
@@ -86,3 +90,15 @@ def test_the_chain_is_the_same_with_either_simulation():
         getattr(core, walk)(500, core.seconds * 0.05)
         found.append((core.strategy, core.seconds))
     assert found[0] == found[1]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6), st.integers(2, 5))
+def test_random_networks_and_any_strategy(seed, devices):
+    """Parts of any number on any devices, several on one; then what the chain makes of it."""
+    graph, machine, cost = network(seed).graph, cluster(devices, servers=2), roofline()
+    start = strategy(graph, devices, Random(seed))
+    core = Core(graph, machine, cost, (start,), seed=seed)
+    assert core.begin(start) == pytest.approx(simulate(graph, machine, start, cost), rel=1e-12)
+    assert core.differences() == 0
+    follow(core, 10)
