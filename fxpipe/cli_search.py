@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ def add(commands: Any) -> None:
         "--cluster", required=True, help=f"{', '.join(PRESETS)} (k80:8: eight of it), a JSON file, or '{HERE}'"
     )
     find.add_argument("--batch", type=int, help="samples in a training step, those of the inputs if not given")
+    find.add_argument("--budget", type=float, default=60, help="seconds that the search may take")
+    find.add_argument("--seed", type=int, default=0, help="of what the search draws")
     find.add_argument("--out", type=Path, help="write the strategy to this JSON file")
     find.add_argument("--svg", type=Path, help="draw the strategy")
     find.add_argument("--timeline", type=Path, help="draw the simulated step")
@@ -45,10 +48,11 @@ def run_search(options: argparse.Namespace) -> None:
 
 def _found(options: argparse.Namespace) -> Searched:
     cluster = read_cluster(options.cluster)
+    how: dict[str, Any] = {"budget": options.budget, "seed": options.seed, "progress": sys.stderr.isatty()}
     if options.model in MODELS:
         if options.batch is not None and options.batch < 1:
             raise FxpipeError(f"batch is {options.batch}: a step has at least one sample")
-        return search(MODELS[options.model](**({"batch": options.batch} if options.batch else {})), cluster)
+        return search(MODELS[options.model](**({"batch": options.batch} if options.batch else {})), cluster, **how)
     with torch.device("meta" if options.meta else "cpu"):
         model, inputs = make_model(options.model, options.inputs)
-    return search(model, cluster, example_inputs=inputs, batch=options.batch)
+    return search(model, cluster, example_inputs=inputs, batch=options.batch, **how)

@@ -13,39 +13,57 @@ from torch import nn
 from .clock import timed
 from .errors import PlanError
 from .ir.cluster import Cluster
+from .ir.clusters import preset
 from .ir.operators import OperatorGraph
 from .profile import profile
 from .searched import Searched
 from .soap.reading import read
-from .soap.strategies import data_parallel, expert, model_parallel
 
 
 def search(
     what: nn.Module | OperatorGraph,
-    cluster: Cluster,
+    cluster: Cluster | str,
     *,
     example_inputs: Any = None,
     batch: int | None = None,
+    budget: float = 60,
+    seed: int = 0,
+    progress: bool = False,
 ) -> Searched:
-    """The strategy for training steps of `what` on `cluster`.
+    """The fastest strategy found for training steps of `what` on `cluster`, in simulation.
 
     - `what`: a model, with `example_inputs` (it may be on the meta device), or a graph of operators.
+    - `cluster`: a `Cluster`, or the name of a published one: "p100:4" is four devices of the "p100".
     - `batch`: samples in a step, those of the inputs if not given.
+    - `budget`: seconds that the search may take; `seed` of what it draws; `progress` shows a bar.
 
-    Raises PlanError where an op of the model is of no known kind, with the user's line.
+    Raises PlanError where an op of the model is of no known kind, with the user's line, and where numba is missing.
 
     >>> from torch import ones
-    >>> from fxpipe.ir.clusters import preset
     >>> model = nn.Sequential(nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 4096))
-    >>> found = search(model, preset("k80:4"), example_inputs=ones(8, 4096))
-    >>> [config.degrees for config in found.strategy.configs[1:]]
-    [(1, 4), (1, 4)]
+    >>> found = search(model, "p100:4", example_inputs=ones(8, 4096), budget=1)
+    >>> found.seconds < found.data_parallel.seconds
+    True
     """
-    graph = what if isinstance(what, OperatorGraph) else operators_of(what, cluster, example_inputs, batch)
-    devices = len(cluster.devices)
-    known = (data_parallel, expert, model_parallel)
+    where = _cluster(cluster)
+    graph = what if isinstance(what, OperatorGraph) else operators_of(what, where, example_inputs, batch)
+    try:
+        from .soap.search import search as fastest  # compiles: numba is asked for by those alone who search
+    except ImportError as error:
+        raise PlanError(str(error)) from None
     with timed("searching"):
-        return min((Searched(graph, cluster, make(graph, devices)) for make in known), key=lambda one: one.seconds)
+        try:
+            found = fastest(graph, where, budget=budget, seed=seed, progress=progress)
+        except ValueError as error:
+            raise PlanError(str(error)) from None
+    return Searched(graph, where, found.strategy, found.trace, found.proposals)
+
+
+def _cluster(cluster: Cluster | str) -> Cluster:
+    try:
+        return preset(cluster) if isinstance(cluster, str) else cluster
+    except ValueError as error:
+        raise PlanError(str(error)) from None
 
 
 def operators_of(model: nn.Module, cluster: Cluster, example_inputs: Any, batch: int | None) -> OperatorGraph:

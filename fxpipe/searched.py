@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,15 @@ from .viz import svg
 
 @dataclass(frozen=True)
 class Searched:
-    """A `strategy` of a `graph` on a `cluster`; its times are estimated from FLOPs and bytes. Print with `str`."""
+    """A `strategy` of a `graph` on a `cluster`; its times are estimated from FLOPs and bytes. `trace` tells after how
+    many seconds of searching the best step known took how long, and `tried` how many strategies were. Print with
+    `str`."""
 
     graph: OperatorGraph
     cluster: Cluster
     strategy: Strategy
+    trace: tuple[tuple[float, float], ...] = field(default=(), compare=False)
+    tried: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
         return show(self)
@@ -87,9 +91,17 @@ def facts(found: Searched) -> str:
     return f"{show_seconds(found.seconds)} a step on {devices} devices, {times:.2f} times as fast as data parallel"
 
 
+def history(found: Searched) -> str:
+    """How the search went: the best step known at four moments, and how many strategies were tried."""
+    chosen = sorted({round(at * (len(found.trace) - 1) / 3) for at in range(4)})
+    moments = [f"{show_seconds(best)} after {show_seconds(at)}" for at, best in (found.trace[i] for i in chosen)]
+    return f"{found.tried:,} strategies tried; {', '.join(moments)}"
+
+
 def show(found: Searched) -> str:
     """The facts, the strategy beside data parallelism, and how each operator is cut."""
-    return "\n\n".join((f"{found.graph.name}: {facts(found)}", beside(found), table(found.graph, found.strategy)))
+    parts = [f"{found.graph.name}: {facts(found)}", beside(found), table(found.graph, found.strategy)]
+    return "\n\n".join([*parts, history(found)] if found.trace else parts)
 
 
 def beside(found: Searched) -> str:

@@ -36,7 +36,7 @@ FOUR = preset("p100:4")
 
 
 def test_it_is_never_slower_than_data_parallelism() -> None:
-    found = search(alexnet(32), FOUR)
+    found = search(alexnet(32), FOUR, budget=1)
     assert 0 < found.seconds <= found.data_parallel.seconds
     assert sum(found.timeline.busy) <= 4 * found.seconds
 
@@ -50,7 +50,7 @@ def test_what_is_transferred() -> None:
 
 
 def test_a_file() -> None:
-    found = search(rnnlm(8, 3, vocab=11, width=8), FOUR)
+    found = search(rnnlm(8, 3, vocab=11, width=8), FOUR, budget=1)
     assert parse(found.dump()) == found
     with pytest.raises(ValueError, match="not a strategy with its graph and cluster"):
         parse("{}")
@@ -81,10 +81,12 @@ def test_dimensions_are_named_where_there_are_several() -> None:
 
 def test_a_model() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2))
-    found = search(model, FOUR, example_inputs=torch.zeros(8, 6), batch=32)
+    found = search(model, FOUR, example_inputs=torch.zeros(8, 6), batch=32, budget=1)
     assert [operator.sizes for operator in found.graph] == [(32, 6), (32, 6), (32, 2)]
     with pytest.raises(PlanError, match="say which, as in example_inputs"):
         search(model, FOUR)
+    with pytest.raises(PlanError, match="there is no cluster 'Z'"):
+        search(model, "Z")
 
 
 @pytest.fixture
@@ -96,14 +98,18 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = ("--out", "strategy.json", "--svg", "strategy.svg", "--timeline", "step.svg")
-    assert main(["search", "model.py:make", "--cluster", "p100:4", "--batch", "32", "--meta", *files]) == 0
+    assert (
+        main(["search", "model.py:make", "--cluster", "p100:4", "--batch", "32", "--meta", "--budget", "1", *files])
+        == 0
+    )
     out = capsys.readouterr().out
     assert "a step on 4 devices" in out
     assert "transferred" in out
+    assert "strategies tried" in out
     found = load("strategy.json")
     assert found.graph.operator("0").sizes == (32, 64)
     assert all((here / name).read_text().startswith("<svg") for name in ("strategy.svg", "step.svg"))
-    assert main(["search", "alexnet", "--cluster", "k80:2", "--batch", "16"]) == 0
+    assert main(["search", "alexnet", "--cluster", "k80:2", "--batch", "16", "--budget", "1"]) == 0
     assert capsys.readouterr().out.startswith("AlexNet: ")
 
 
@@ -113,6 +119,7 @@ def test_the_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (("model.py:strange", "--cluster", "p100:4"), "model.py:10  return torch.fft.fft(x).abs(): 'fft_fft' is no"),
         (("model.py:make", "--cluster", "p100:0"), "'0' is no number of devices: write p100:8"),
         (("nmt", "--cluster", "p100:4", "--batch", "0"), "batch is 0"),
+        (("model.py:make", "--cluster", "p100:4", "--budget", "0"), "a search of 0.0 seconds finds nothing"),
         (("missing.py:make", "--cluster", "p100:4"), "there is no file 'missing.py'"),
     ],
 )
