@@ -22,13 +22,15 @@ ROW, GAP, STRIP, LANE = 30.0, 8.0, 22.0, 9.0  # heights: device row, between row
 
 @dataclass(frozen=True)
 class _Frame:
-    """Where time runs in the picture: from `left` on, `scale` pixels a second; `chunks` micro-batches to shade."""
+    """Where time runs in the picture: from `left` on, `scale` pixels a second; `chunks` micro-batches to shade. If
+    `named` there is but one, and boxes tell the name of what is done."""
 
     timeline: Timeline
     left: float
     width: float
     chunks: int
     stages: bool  # whether boxes tell their stage
+    named: bool
 
     @property
     def scale(self) -> float:
@@ -84,7 +86,8 @@ def _frame(timeline: Timeline, width: int, shows_links: bool, stages: bool) -> _
     names += [text_width(name, 9.5) for name in timeline.links if shows_links]
     left = 24 + max(names, default=0.0) + 12
     chunks = 1 + max((span.micro_batch for span in timeline.spans), default=0)
-    return _Frame(timeline, left, width - left - 76, chunks, stages)
+    named = chunks == 1 and any(span.label for span in timeline.spans if span.kind == "F")
+    return _Frame(timeline, left, width - left - 76, chunks, stages, named)
 
 
 def _facts(value: Timeline | Schedule, timeline: Timeline) -> str:
@@ -111,9 +114,12 @@ def _box(frame: _Frame, span: Span, y: float, height: float) -> Iterator[str]:
     """A box with a hair of space to the next, its micro-batch where that fits, and what it is on pointing at it."""
     color, x = frame.color(span), frame.x(span.start) + 0.5
     wide = max(span.seconds * frame.scale - 1, 0.6)
-    hint = tag("title", escape(f"{span}: {span.label}" if span.label else str(span), quote=False))
+    told = f"{KINDS[span.kind]} {span.label}" if frame.named else f"{span}: {span.label}" if span.label else str(span)
+    hint = tag("title", escape(told, quote=False))
     yield tag("rect", hint, x=x, y=y, width=wide, height=height, rx=min(3.0, wide / 4), fill=color)
     text, below = str(span.micro_batch), str(span.stage) if frame.stages else ""
+    if frame.named:
+        text, below = span.label, ""
     fits = [size for size in (12, 10, 8) if text_width(text, size) + text_width(below, 8) + 2 <= wide]
     if height >= ROW and fits:
         small = tag("tspan", below, dy=3, font_size=8) if below else ""
@@ -180,6 +186,8 @@ def _legend(frame: _Frame, y: float) -> tuple[list[str], float]:
     last = frame.chunks - 1
     says = f"shade and number: micro-batch 0 to {last}" if last else "number: micro-batch"
     says += "; small number: stage" if frame.stages else ""
+    if frame.named:
+        return lines, y
     if x + text_width(says, 11.5) <= frame.left + frame.width:
         lines.append(words(says, frame.left + frame.width, y, "soft", 11.5, text_anchor="end"))
         return lines, y

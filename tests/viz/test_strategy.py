@@ -10,10 +10,13 @@ from fxpipe.ir.clusters import preset
 from fxpipe.ir.operators import OperatorGraph
 from fxpipe.ir.strategy import Config, Strategy
 from fxpipe.soap.convolutional import alexnet, inception
+from fxpipe.soap.costs import roofline
 from fxpipe.soap.draft import Draft
 from fxpipe.soap.kinds import concat, conv2d, flatten, image, linear
 from fxpipe.soap.recurrent import nmt
+from fxpipe.soap.simulate import timeline
 from fxpipe.soap.strategies import data_parallel, expert
+from fxpipe.viz import svg
 from fxpipe.viz.strategy import draw
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -105,6 +108,17 @@ def test_unrolled_networks_are_grids() -> None:
     columns = {name.rpartition(".")[2]: parts[0][0] for name, parts in drawn.items()}
     assert sorted(columns, key=lambda name: columns[name]) == ["0", "1", "2", "3"]
     assert all(parts[0][1] == rows[name.rpartition(".")[0]] for name, parts in drawn.items())
+
+
+def test_a_timeline_names_the_operators() -> None:
+    """There are no micro-batches to number."""
+    cluster = preset("p100:1")
+    graph = alexnet()
+    picture = svg.draw(timeline(graph, cluster, data_parallel(graph, 1), roofline()))
+    told = ["".join(node.itertext()) for node in ET.fromstring(picture).iter(f"{SVG}text")]
+    assert {"conv2 0", "conv5 0"} <= set(told)
+    assert "<title>forward conv2 0</title>" in picture
+    assert not any("micro-batch" in text for text in told)
 
 
 def test_every_device_has_its_colour() -> None:
