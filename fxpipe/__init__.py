@@ -52,6 +52,8 @@ from .pipe import Pipe
 from .plan import plan
 from .planned import Planned
 from .profile import profile
+from .search import search
+from .searched import Searched
 
 __all__ = [
     "CaptureError",
@@ -65,6 +67,7 @@ __all__ = [
     "Planned",
     "Profile",
     "Schedule",
+    "Searched",
     "Timeline",
     "backend",
     "compile",
@@ -72,4 +75,5 @@ __all__ = [
     "load",
     "plan",
     "profile",
+    "search",
 ]
