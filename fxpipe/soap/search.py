@@ -37,12 +37,12 @@ class Found:
     starts: tuple[tuple[str, float], ...]
 
 
-def starting(graph: OperatorGraph, devices: int, seed: int) -> dict[str, Strategy]:
+def starting(graph: OperatorGraph, devices: int, seed: int, roles: str = "SAP") -> dict[str, Strategy]:
     """Where the paper starts from: data parallelism, the expert's strategy, and a random one."""
     return {
         "data parallel": data_parallel(graph, devices),
         "expert": expert(graph, devices),
-        "random": scattered(graph, devices, Random(seed)),
+        "random": scattered(graph, devices, Random(seed), roles),
     }
 
 
@@ -61,11 +61,12 @@ def search(
     ends early once half of it has passed without a better strategy. The best of all is then given to `polish`, which
     has the time that is left.
 
-    `cost` are the seconds of parts, estimated where it is not given; `roles` are the dimensions that may be cut.
+    `cost` are the seconds of parts, estimated where it is not given; `roles` are the dimensions that may be cut,
+    besides as in the starts.
     """
     if budget <= 0:
         raise ValueError(f"a search of {budget} seconds finds nothing; give it a budget above 0")
-    given = starting(graph, len(cluster.devices), seed) if starts is None else dict(starts)
+    given = starting(graph, len(cluster.devices), seed, roles) if starts is None else dict(starts)
     if not given:
         raise ValueError("there is no strategy to start from")
     core = Core(graph, cluster, cost or roofline(), given.values(), roles, seed)

@@ -62,9 +62,9 @@ def expert(graph: OperatorGraph, devices: int) -> Strategy:
     return depth_parallel(graph, devices) if recurrent else krizhevsky(graph, devices)
 
 
-def scattered(graph: OperatorGraph, devices: int, random: Random) -> Strategy:
+def scattered(graph: OperatorGraph, devices: int, random: Random, roles: str = "SAP") -> Strategy:
     """A config drawn for each operator, all that `space.configs` allows equally likely."""
-    return Strategy(tuple(random.choice(configs(operator, devices)) for operator in graph))
+    return Strategy(tuple(random.choice(configs(operator, devices, roles)) for operator in graph))
 
 
 def _cut_by(role: str, operator: Operator, devices: int, first: int = 0) -> Config:

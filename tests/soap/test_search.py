@@ -14,6 +14,7 @@ from fxpipe.soap.kinds import elementwise, features, linear
 from fxpipe.soap.search import best_of_all, is_local_optimum, search
 from fxpipe.soap.simulate import simulate
 from fxpipe.soap.space import configs
+from fxpipe.soap.strategies import data_parallel
 from tests.soap.graphs import cluster, lenet, rnnlm
 
 
@@ -55,9 +56,9 @@ def test_the_chain_finds_the_optimum_of_a_small_space():
 def test_the_chain_finds_the_optimum(graph):
     machine = cluster(4, bandwidth=1e8)
     best = best_of_all(graph, machine, roles="S")
-    assert search(graph, machine, roles="S", budget=10.0, progress=False).seconds == pytest.approx(
-        best.seconds, rel=1e-12
-    )
+    start = {"data parallel": data_parallel(graph, 4)}
+    found = search(graph, machine, roles="S", starts=start, budget=10.0, progress=False)
+    assert found.seconds == pytest.approx(best.seconds, rel=1e-12)
 
 
 @pytest.mark.parametrize("devices", [2, 4])
