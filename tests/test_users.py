@@ -15,8 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxpipe
+from fxpipe.capture import capture
 from fxpipe.capture.hollow import Twins
 from fxpipe.errors import CaptureError, PackageError
+from fxpipe.ir.plan import Plan, StagePlan
 
 MODES = ["never", "except_last", "always"]
 X = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -101,6 +103,28 @@ def test_a_loss_of_the_model_is_that_of_the_whole_batch(make: Make, samples: int
     (expected["loss"] + expected["masked"]).backward()
     same_gradients(pipe.model, plain)
     assert "totals = (" in pipe.scheduler.source
+
+
+# A vmap on the other side of a cut ------------------------------------------------------------------------------------
+
+
+class Mapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.vmap(lambda row: row * row.exp())(self.first(x))
+        return self.second(torch.vmap(lambda a, b: a * b, in_dims=1, out_dims=1)(rows, x))
+
+
+def test_gradients_come_back_through_a_vmap(make: Make) -> None:
+    first, *rest = (op.name for op in capture(Mapped().double(), (X,)).ops)
+    stages = StagePlan((first,), "cpu:0", "never"), StagePlan(tuple(rest), "cpu:1", "never")
+    pipe, plain = make(Mapped, devices=None, chunks=None, plan=Plan("Mapped", stages, 4))
+    pipe(X).square().sum().backward()
+    plain(X).square().sum().backward()
+    same_gradients(pipe.model, plain)
 
 
 # Hooks inside the model -----------------------------------------------------------------------------------------------
