@@ -19,6 +19,8 @@ from fxpipe.ir.graph import Origin
 TORCH = str(Path(torch.__file__).parent)
 OURS = str(Path(__file__).parent)
 STANDARD = str(Path(linecache.__file__).parent)  # the library of Python, which holds site-packages too
+INSTALLED = r"[/\\](?:site|dist)-packages[/\\]"
+NOTATIONS = rf"{INSTALLED}(?:einops|einx)[/\\]"  # other ways of writing torch's operations
 
 DATA_SIZES = (
     "the shape of its result depends on the values of a tensor",
@@ -163,7 +165,8 @@ def _in_text(text: str) -> Origin | None:
 
 
 def innermost(frames: Sequence[traceback.FrameSummary], module: str = "") -> Origin | None:
-    """The user's own innermost line among `frames`: not torch's, unless there is nothing but torch's, nor ours."""
+    """The user's own innermost line among `frames`: not torch's nor that of a notation for torch's operations, unless
+    there is nothing else, nor ours."""
     others = [frame for frame in frames if not frame.filename.startswith(OURS)]
     mine = [frame for frame in others if _is_users(frame.filename)] or others
     if not mine:
@@ -175,9 +178,9 @@ def innermost(frames: Sequence[traceback.FrameSummary], module: str = "") -> Ori
 
 
 def _is_users(file: str) -> bool:
-    if file.startswith(STANDARD) and "site-packages" not in file and "dist-packages" not in file:
+    if file.startswith(STANDARD) and not re.search(INSTALLED, file):
         return False
-    return not file.startswith((TORCH, "<"))
+    return not file.startswith((TORCH, "<")) and not re.search(NOTATIONS, file)
 
 
 def parse_stack(text: str | None) -> list[traceback.FrameSummary]:
