@@ -45,15 +45,15 @@ def find_outputs(graph: Graph, values: Sequence[str], exact: Mapping[str, Sizes]
     by_name = {op.name: op for op in graph.ops}
 
     def output(value: str) -> Output:
-        op, kind, how = by_name.get(value), found[value], said(graph, value, reduce)
+        op, kind = by_name.get(value), found[value]
         if value in exact:
             return Output(value, None, _reduce_size(value, op, graph, exact[value]))
-        _check_mixed(value, graph, flow, how, loud=isinstance(reduce, str))
+        _check_mixed(value, values, graph, flow, reduce)
         if batch_dims(flow.types[value]):
             return _samples(value, op, graph, flow)
         if kind == SAME and value not in flow.depends:
             return Output(value, None, "same")
-        return Output(value, None, _pooled(value, op, graph, flow, kind, how))
+        return Output(value, None, _pooled(value, op, graph, flow, kind, said(graph, value, reduce)))
 
     return tuple(map(output, values))
 
@@ -65,16 +65,30 @@ def said(graph: Graph, value: str, reduce: Reduce) -> str | None:
     return reduce.get(value) or (reduce.get("loss") if value == graph.loss else None)
 
 
-def _check_mixed(value: str, graph: Graph, flow: Flow, how: str | None, loud: bool) -> None:
+def _check_mixed(value: str, values: Sequence[str], graph: Graph, flow: Flow, reduce: Reduce) -> None:
     """Refuse an output in which samples met, unless the user said that this is meant: about this one, or about all."""
-    dims = batch_dims(flow.types[value])
-    error = flow.mixed.get(value) or (flow.scaled.get(value) if dims else None)
-    name = "loss" if value == graph.loss else value
-    if error is not None and how is None:
-        consent = f"reduce={{{name!r}: {'cat' if dims else 'mean'!r}}}"
-        raise CaptureError(f"{error}; if each may be a batch of its own, write {consent}")
-    if error is not None and loud:
+    error = _mixed(value, flow)
+    if error is None:
+        return
+    if said(graph, value, reduce) is None:
+        wrong = [other for other in values if _mixed(other, flow) is not None]
+        consent = {_called(other, graph): "cat" if batch_dims(flow.types[other]) else "mean" for other in wrong}
+        consent |= reduce if isinstance(reduce, Mapping) else {}
+        outside = "compute it outside, from what the pipe returns, or, " if batch_dims(flow.types[value]) else ""
+        raise CaptureError(f"{error}; {outside}if each micro-batch may be a batch of its own, write reduce={consent}")
+    if isinstance(reduce, str):
+        name = _called(value, graph)
         warnings.warn(f"{error}; the output {name} is now that of each micro-batch", stacklevel=2)
+
+
+def _mixed(value: str, flow: Flow) -> CaptureError | None:
+    """The error about the op that has mixed the samples of a value."""
+    return flow.mixed.get(value) or (flow.scaled.get(value) if batch_dims(flow.types[value]) else None)
+
+
+def _called(value: str, graph: Graph) -> str:
+    """What the user calls an output."""
+    return "loss" if value == graph.loss else value
 
 
 def _samples(value: str, op: Op | None, graph: Graph, flow: Flow) -> Output:
