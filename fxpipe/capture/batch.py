@@ -63,6 +63,10 @@ LOOKUP = {
 RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 COUNT = {"arange", "linspace"}
 SHUFFLE = {"randperm"}
+# Ops that take from their first argument what kind of tensor to make, and none of its values.
+TEMPLATE = {f"new_{name}" for name in ("zeros", "ones", "empty", "full", "empty_strided")} | {
+    f"{name}_like" for name in ("zeros", "ones", "empty", "full")
+}
 SIZES = {"size", "getattr", "numel", "dim", "sym_size", "sym_numel", "ndimension", "stride", "__get__"}
 
 
@@ -111,8 +115,9 @@ def follow(graph: Graph) -> Flow:
 
 def _follow(op: Op, flow: Flow) -> None:
     """Note what the result of one op is."""
-    reads = [name for name in op.reads if name in flow.depends]
     dims = batch_dims(op.type)
+    kind_only = tuple(refs(op.args[:1])) if called(op) in TEMPLATE and not dims else ()
+    reads = [name for name in op.reads if name in flow.depends and Ref(name) not in kind_only]
     asks = called(op) in SIZES and not any(tensors(op.type))
     if asks or (isinstance(op.type, ScalarType) and flow.sizes & set(op.reads)):
         flow.sizes.add(op.name)

@@ -48,6 +48,12 @@ def chunked(self, x):
     return left * right
 
 
+def windowed(self, x):
+    mask = x.new_zeros((5, 4))
+    mask[1:3] = 1
+    return x.masked_fill(mask != 0, 0.0) * torch.ones_like(x[0])
+
+
 PASSES = {
     "transposed": (lambda self, x: x.transpose(0, 1), [("f32[5, b, 4]", 1, None)]),
     "flattened": (lambda self, x: x.flatten(0, 1), [("f32[5*b, 4]", 0, None)]),
@@ -56,6 +62,7 @@ PASSES = {
     "attention": (lambda self, x: F.softmax(x @ x.transpose(1, 2), dim=-1) @ x, [("f32[b, 5, 4]", 0, None)]),
     "sequence first": (lambda self, x: x.transpose(0, 1).cumsum(0)[-1], [("f32[b, 4]", 0, None)]),
     "masks": (lambda self, x: x.masked_fill(torch.ones(5, 4).tril().bool(), 0.0), [("f32[b, 5, 4]", 0, None)]),
+    "a mask of the samples' type": (windowed, [("f32[b, 5, 4]", 0, None)]),
     "own statistics": (update, [("f32[b, 5, 4]", 0, None)]),
     "views of two": (chunked, [("f32[b, 5, 4]", 0, None)]),
     "rows by number": (lambda self, x: x[torch.arange(x.shape[0]), x[:, :, 0].argmax(1)], [("f32[b, 4]", 0, None)]),
@@ -109,8 +116,15 @@ def tail(self, x):
     return x[1:] - x[:-1]
 
 
+def summed(self, x):
+    total = x.new_zeros(5, 4)
+    total += x.sum(0)
+    return x - total
+
+
 MIXES = {
     "centred": (lambda self, x: x - x.mean(0), "pools the batch into f32"),
+    "summed up": (summed, "pools the batch into f32"),
     "first sample": (lambda self, x: x - x[0], "pools the batch into f32"),
     "normed": (lambda self, x: x / x.norm(), "pools the batch into f32"),
     "softmax": (lambda self, x: x.softmax(0), "softmax runs along the batch, dimension 0 of f32"),
