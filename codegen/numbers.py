@@ -7,6 +7,7 @@ gives the very same number, to the last bit.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -50,8 +51,8 @@ def number(value: float) -> str:
 
 def module_of(value: float) -> str:
     """The module that the source of a float needs, "" for none."""
-    name = number(value).lstrip("(-").partition(".")[0]
-    return name if name in ("math", "torch") else ""
+    found = re.search(r"\b(math|torch)\.", number(value))
+    return found[1] if found else ""
 
 
 @lru_cache(maxsize=1024)

@@ -28,6 +28,8 @@ HERE = Origin("net.py", 1, "x", "")
         (math.log(16), "math.log(16)"),
         (-math.log(10000) / 3, "-(math.log(10000) / 3)"),
         (math.sqrt(2 / math.pi), "math.sqrt(2 / math.pi)"),
+        (-2 * math.pi, "-(2 * math.pi)"),
+        (math.pi / 2, "(math.pi / 2)"),
         (1 / 17, "(1 / 17)"),
         (0.125, "0.125"),
         (0.044715, "0.044715"),
@@ -38,6 +40,8 @@ HERE = Origin("net.py", 1, "x", "")
 )
 def test_where_numbers_come_from(value, text):
     assert number(value) == text
+    modules = {"math": math, "torch": torch}
+    assert eval(text, {name: modules[name] for name in filter(None, [module_of(value)])}) == value
 
 
 @given(st.one_of(st.floats(), st.integers(2, 4096).map(lambda n: n**-0.5), st.integers(2, 4096).map(lambda n: 1 / n)))
