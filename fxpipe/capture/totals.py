@@ -158,14 +158,25 @@ class Writer:
 def data_only(graph: Graph) -> set[str]:
     """The values that are made of inputs, constants and buffers alone, always in the same way. Not parameters: those
     have gradients, and live in stages."""
-    written = {name for op in graph.ops for name in op.writes}
+    given = {item.name for item in graph.inputs} | {state.name for state in graph.states}
+    barred = given & {name for op in graph.ops for name in op.writes}
+    while True:
+        known = _data_without(graph, barred)
+        spoilt = known & {name for op in graph.ops if op.name not in known for name in op.writes}
+        if not spoilt:
+            return known
+        barred |= spoilt
+
+
+def _data_without(graph: Graph, barred: set[str]) -> set[str]:
+    """The values made of data alone if `barred` are not; some of them may still be written into with other values."""
     known = {item.name for item in graph.inputs} | {size.name for size in graph.sizes}
-    known |= {s.name for s in graph.states if s.kind != "parameter" and s.name not in written}
-    known -= written
+    known |= {s.name for s in graph.states if s.kind != "parameter"}
     known -= {i.name for i in graph.inputs if any(kind.grad for kind in tensors(i.type))}
+    known -= barred
     for op in graph.ops:
-        pure = not op.random and not op.writes and op.name not in written
-        if pure and known.issuperset(op.reads) and not any(kind.grad for kind in tensors(op.type)):
+        pure = not op.random and op.name not in barred
+        if pure and known.issuperset((*op.reads, *op.writes)) and not any(kind.grad for kind in tensors(op.type)):
             known.add(op.name)
     return known
 
@@ -174,8 +185,8 @@ def _with_totals(graph: Graph, names: set[str], values: Sequence[str]) -> Graph:
     """The graph with those of `names` as inputs that are one value over the batch and depend on data alone. `values`
     are its outputs."""
     known, found = data_only(graph), kinds(graph, follow(graph))
-    plain = (SAME, ZERO)
-    pooled = [op for op in graph.ops if op.name in known & names and found[op.name] not in plain]
+    plain, written = (SAME, ZERO), {name for op in graph.ops for name in (op.name, *op.writes) if op.writes}
+    pooled = [op for op in graph.ops if op.name in known & names - written and found[op.name] not in plain]
     chosen = {op.name: op for op in pooled if isinstance(op.type, TensorType) and not batch_dims(op.type)}
     rest = replace(
         graph,

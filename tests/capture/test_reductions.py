@@ -116,6 +116,14 @@ def masked(o, t):
     return (loss * mask).sum() / mask.sum().clamp(min=1)
 
 
+def masked_by_writing(o, t):
+    counts = torch.ones_like(t, dtype=torch.bool)
+    counts[:, 0] = False
+    counts &= t != -100
+    loss = F.cross_entropy(o, t.clamp(min=0), reduction="none")
+    return (loss * counts).sum() / counts.sum().clamp(min=1)
+
+
 def masked_before(o, t):
     mask = (t != -100).double()
     return (F.cross_entropy(o, t.clamp(min=0), reduction="none") * (mask / mask.sum())).sum()
@@ -194,6 +202,7 @@ LOSSES = {
     "shifted labels": (Y, shifted, "sum"),
     "masked": (Y, masked, "sum"),
     "masked, none count": (labels(2.0), masked, "sum"),
+    "masked by writing": (Y, masked_by_writing, "sum"),
     "masked, before": (Y, masked_before, "sum"),
     "masked, maximum": (Y, masked_maximum, "sum"),
     "cosine": (SIGNS, lambda o, t: F.cosine_embedding_loss(o[..., 0], o[..., 1], t), "mean"),
@@ -283,10 +292,17 @@ def test_a_sum_in_half_precision_is_taken_of_quotients():
     assert [str(op.type) for op in graph.ops[-3:]] == ["f16[b, 3]", "f16[b, 3]", "f16[]"]
 
 
+def written_with_outputs(o, t):
+    weight = torch.ones_like(t)
+    weight *= o.detach()
+    return (o * t).sum() / weight.sum()
+
+
 REFUSED = {
     "root": (lambda o, t: F.mse_loss(o, t).sqrt(), "no sum or mean over its samples"),
     "square": (lambda o, t: o.mean() * o.mean(), "it multiplies two values over the batch"),
     "quotient": (lambda o, t: (o * t).sum() / o.abs().sum(), "it divides by a value over the batch"),
+    "quotient, written": (written_with_outputs, "it divides by a value over the batch"),
     "added to itself times its size": (
         lambda o, t: (o - t).abs().sum() * len(o) + o.mean(),
         "adds a sum over the samples to what is none",
