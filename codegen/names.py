@@ -20,7 +20,7 @@ RESERVED = frozenset((*_OURS, *keyword.kwlist, *dir(builtins)))
 # What every stage has as an attribute, so that it cannot be the name of a part of the model.
 STAGE_NAMES = frozenset((
     *dir(nn.Module()), "states", "constants", "mutates", "rereads", "device", "tensor", "put", "trainable", "source",
-    "copies", "refresh", "opaque", "with_tensors", "_find", "_hold", "_scope", "_differentiable",
+    "copies", "refresh", "opaque", "compiled", "with_tensors", "_find", "_hold", "_scope", "_differentiable",
     "_find_differentiable", "_put_constant",
 ))  # fmt: skip
 # Letters that look like digits in most fonts; linters refuse them.

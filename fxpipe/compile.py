@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from .ir.cluster import Cluster
 from .ir.plan import Plan
 from .ir.profile import Profile
 from .loaded import Loaded
-from .options import Options, check, deal, device_labels, stage_devices
+from .options import Options, backend_of, check, deal, device_labels, stage_devices
 from .pipe import Pipe
 from .planned import Planned
 from .schedules.make import Own
@@ -41,6 +41,7 @@ def compile(
     batch_dim: int | Mapping[str, int | None] = 0,
     reduce: str | Mapping[str, str] | None = None,
     deferred_batch_norm: bool = False,
+    compile_stages: bool | str | Callable[..., Any] = False,
     example_inputs: Any = None,
     dump: str | Path | None = None,
 ) -> Pipe:
@@ -80,9 +81,13 @@ def compile(
       may be a batch of its own for the outputs that mix samples; those with a batch dimension ("cat", by output) are
       joined along it.
     - `deferred_batch_norm`: running statistics of whole batches instead of micro-batches.
+    - `compile_stages`: run each stage through `torch.compile`, with Inductor (True), or with a backend, by name or as a
+      function. Random ops stay outside. In schedules that split backward, a compiled stage has all of it in the first
+      half.
     - `dump`: a folder for everything made on the way; the environment variable FXPIPE_DUMP does the same.
 
-    Raises PlanError for options that make no sense; at the first call CaptureError or InputError.
+    Raises PlanError for options that make no sense; at the first call CaptureError or InputError, or CompileError where
+    a stage cannot be compiled.
 
     >>> import torch
     >>> from torch import nn
@@ -170,6 +175,7 @@ def read_options(
         batch_dim=batch_dim,
         reduce=reduce,
         deferred_batch_norm=deferred_batch_norm,
+        compile_stages=compile_stages,
         dump=Path(folder) if folder else None,
         replicas=crews,
     )
@@ -233,10 +239,11 @@ def prepare(pipe: Pipe, example_inputs: Any) -> None:
         pipe.prepare(example_inputs)
 
 
-def load(folder: str | Path, model: nn.Module) -> Loaded:
+def load(folder: str | Path, model: nn.Module, *, compile_stages: bool | str | Callable[..., Any] = False) -> Loaded:
     """The pipe in a folder that `pipe.save` wrote, edits included, with the tensors of `model`.
 
-    It is called like the model, in the way it was saved for; nothing is captured. Raises PackageError if the folder is
-    no package or the model does not fit it.
+    It is called like the model, in the way it was saved for; nothing is captured. `compile_stages` is that of
+    `fxpipe.compile`. Raises PackageError if the folder is no package or the model does not fit it, CompileError if a
+    stage that was edited cannot be compiled.
     """
-    return Loaded(Path(folder), model)
+    return Loaded(Path(folder), model, backend_of(compile_stages))

@@ -19,3 +19,7 @@ class InputError(FxpipeError, ValueError):
 
 class PackageError(FxpipeError):
     """A saved package does not fit the model, or is damaged."""
+
+
+class CompileError(FxpipeError):
+    """A stage cannot be compiled by the backend that was asked for."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .capture import NO_TARGET
 from .capture.loss import modules_in
 from .codegen.load import bind, load_package, tensors_of, unload
+from .compiled_stages import Backend, compile_stages
 from .engines.local import Pipeline
 from .engines.timed import take_step
 from .errors import InputError
@@ -25,13 +26,15 @@ from .shell import Shell, check_grad
 class Loaded(Shell):
     """What `fxpipe.load` returns; see there."""
 
-    def __init__(self, folder: Path, model: nn.Module) -> None:
+    def __init__(self, folder: Path, model: nn.Module, backend: Backend | None = None) -> None:
         super().__init__(model)
         package = load_package(folder)
         forget = weakref.finalize(self, unload, package)
         root = loss_root(package, model)
         self.__dict__.update(package=package, scheduler=None, timeline=None, _root=root, _others={}, _forget=forget)
         try:
+            if backend is not None:
+                compile_stages(package, backend)
             if root is None:
                 self._bind({})
         except BaseException:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,6 +39,7 @@ class Options:
     batch_dim: int | Mapping[str, int | None] = 0
     reduce: str | Mapping[str, str] | None = None
     deferred_batch_norm: bool = False
+    compile_stages: bool | str | Callable[..., Any] = False
     dump: Path | None = None
     replicas: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -72,6 +74,7 @@ def check(options: Options) -> Options:
             )
     if isinstance(options.profile, str) and options.profile not in ("estimate", "measure"):
         raise PlanError(f"profile is {options.profile!r}: write 'estimate' or 'measure', or give a Profile")
+    backend_of(options.compile_stages)
     if options.split_at and len(options.split_at) != n - 1:
         raise PlanError(
             f"split_at names {len(options.split_at)} cuts, which make {len(options.split_at) + 1} stages, "
@@ -80,6 +83,17 @@ def check(options: Options) -> Options:
     if options.schedule != AUTO:
         make_schedule(options, options.devices, options.chunks)
     return options
+
+
+def backend_of(asked: bool | str | Callable[..., Any]) -> str | Callable[..., Any] | None:
+    """The backend that stages are compiled with, None if they are not. Raises PlanError if torch has none of that
+    name."""
+    if isinstance(asked, bool):
+        return "inductor" if asked else None
+    known = torch.compiler.list_backends(exclude_tags=())
+    if isinstance(asked, str) and asked not in known:
+        raise PlanError(f"compile_stages is {asked!r}: write True, a function, or one of {', '.join(known)}")
+    return asked
 
 
 def stage_devices(labels: tuple[str, ...], schedule: Own, stages_per_device: int | None) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from .capture import NO_TARGET, Front, Stepper
 from .clock import timed
 from .codegen.load import bind, load_package, tensors_of, unload, worker_device
 from .codegen.package import constants, save, write
+from .compiled_stages import compile_stages
 from .engines.local import Pipeline
 from .engines.rehearsal import rehearse
 from .engines.timed import take_step
@@ -45,7 +46,7 @@ from .ir.timeline import compare as beside
 from .ir.times import typical
 from .ir.transfers import add_transfers
 from .machine import local_cluster
-from .options import Options, every_device
+from .options import Options, backend_of, every_device
 from .planning import homes
 from .profiling import estimate, measure
 from .report import dump, explain
@@ -75,6 +76,7 @@ class Pipe(Shell):
         sizes = partial(split_sizes, chunks=options.chunks)
         own: dict[str, Any] = {
             "options": options,
+            "_backend": backend_of(options.compile_stages),
             "_front": Front(model, options.batch_dim, reduce=options.reduce, sizes=sizes),
             "_stepper": Stepper(model, options.batch_dim, reduce=options.reduce, sizes=sizes),
             "_builds": {},
@@ -248,6 +250,8 @@ class Pipe(Shell):
             with timed("loading"):
                 write(made.files, folder)
                 package = load_package(folder)
+                if self._backend is not None:
+                    compile_stages(package, self._backend)
                 weakref.finalize(self, unload, package)
                 live = Live(made, package, self._bound(package, made, others), version)
             self._lives[key] = live
@@ -325,7 +329,7 @@ class Pipe(Shell):
 
     def explain(self) -> str:
         """A table: per stage its ops, parameters, time, memory and traffic; then the portals and shared parameters."""
-        return explain(self.build)
+        return explain(self.build, self._backend)
 
     def compare(self) -> str:
         """A table: what was predicted beside what was measured in the last step with `timeline=True`. Predicted is what

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from .compiled_stages import Backend, name_of
 from .ir.opaque import Opaque
 from .ir.plan import Plan
 from .ir.profile import total
@@ -19,7 +20,7 @@ from .viz import svg
 HEADERS = ("stage", "device", "ops", "parameters", "forward", "backward", "keeps", "takes", "gives", "recompute")
 
 
-def explain(build: Build) -> str:
+def explain(build: Build, backend: Backend | None = None) -> str:
     """One row per stage, for one micro-batch: parameters, predicted or measured time, bytes kept for backward, bytes
     that arrive and leave; then the values that travel through portals."""
     rows = [stage_row(build, index) for index in range(len(build.program.stages))]
@@ -28,6 +29,10 @@ def explain(build: Build) -> str:
         f"{build.graph.model}: {len(build.program.stages)} stages, {build.plan.chunks} micro-batches, "
         f"{build.schedule.name}; times {build.profile.source} for a micro-batch of {build.profile.batch}"
     )
+    if backend is not None:
+        head += f"\nstages compiled by {name_of(backend)}"
+        if any(action.kind == "W" for action in build.schedule.place):
+            head += "; backward of a compiled stage is not split: I computes all of it, W nothing"
     return "\n".join([head, "", table, *special_lines(build.program), *replica_lines(build.plan)])
 
 

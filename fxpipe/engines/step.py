@@ -93,7 +93,7 @@ class Step(Batches):
             held = [stand_in for _, stand_in in self.pairs[j]]
             if j in self.engine.offloaded:
                 return offload(stage.device, held)
-            return Saved(held) if self.engine.splits else None
+            return Saved(held) if self.engine.splits and not stage.compiled else None
 
         return [hooks(j, stage) for j, stage in enumerate(self.stages)]
 
@@ -240,6 +240,9 @@ class Step(Batches):
 
     def backward(self, j: int, i: int, *grads: Tensor | None) -> Any:
         """Backward of stage j and micro-batch i, given the gradients of its results: those of what it takes."""
+        return self._backward(j, i, *grads)
+
+    def _backward(self, j: int, i: int, *grads: Tensor | None) -> Any:
         kept = self.kept.pop((j, i))
         roots, given = kept.roots(grads, self.engine.gradients[j][1])
         if roots:
@@ -253,6 +256,8 @@ class Step(Batches):
 
     def input_gradient(self, j: int, i: int, *grads: Tensor | None) -> Any:
         """The half of backward that other stages wait for: the gradients of what stage j takes."""
+        if self.stages[j].compiled:
+            return self._backward(j, i, *grads)
         kept, (takes, gives) = self.kept.pop((j, i)), self.engine.gradients[j]
         assert kept.results is not None
         results = [kept.results[place] for place in gives]
@@ -267,6 +272,8 @@ class Step(Batches):
 
     def weight_gradient(self, j: int, i: int) -> None:
         """The other half: the gradients of the parameters of stage j."""
+        if self.stages[j].compiled:
+            return
         weight_gradient(self.weights.pop((j, i)))
         if self.fresh[j]:
             self.settle(j)

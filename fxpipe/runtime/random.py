@@ -8,6 +8,8 @@ back. The numbers are then the same for every number of stages and workers, and 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from threading import Lock
 
 import torch
@@ -77,6 +79,16 @@ class Draw:
     def __exit__(self, *error: object) -> None:
         self.generator.set_state(self.state)
         self.lock.release()
+
+
+@contextmanager
+def nobody_draws() -> Iterator[None]:
+    """In this context all generators stand still: others wait with their draws."""
+    devices = [torch.device("cpu"), *(torch.device("cuda", k) for k in range(torch.cuda.device_count()))]
+    with ExitStack() as locks:
+        for device in devices:
+            locks.enter_context(_locks.setdefault(device, Lock()))
+        yield
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -80,13 +80,14 @@ class Stage(Scope):
     paths of the buffers that forward writes; `rereads`: those of them whose old contents it reads. `copies` are the
     constants that belong on another device, as they are there, with the version that was copied; `elsewhere` the
     parameters and buffers that do, by their paths: of those each run has a new copy. `opaque`: paths of the submodules
-    that are called whole."""
+    that are called whole. `compiled`: its backward is in one piece."""
 
     states: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
     mutates: tuple[str, ...] = ()
     rereads: tuple[str, ...] = ()
     opaque: tuple[str, ...] = ()
+    compiled: bool = False
 
     def __init__(
         self,
