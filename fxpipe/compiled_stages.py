@@ -48,17 +48,25 @@ def compiled(kind: type[Stage], backend: Backend) -> type[Stage]:
     tree = ast.parse(Path(file).read_text(encoding="utf-8"), file)
     classes = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind.__name__)
     forward = next(node for node in next(classes).body if isinstance(node, ast.FunctionDef) and node.name == "forward")
-    known = dict(kind.forward.__globals__)  # its own, for Dynamo puts what it compiles there
+    known = kind.forward.__globals__
     eager = {name for name, value in known.items() if getattr(value, "__module__", "").startswith("fxpipe.runtime.")}
     try:
-        functions = cut(forward, (*kind.states, *kind.constants, "device"), eager)
+        *pieces, outer = cut(forward, (*kind.states, *kind.constants, "device"), eager)
     except EmitError as error:
         raise CompileError(f"{kind.__name__} cannot be compiled: {error}") from None
-    exec(compile(ast.Module(functions, []), file, "exec"), known)  # type: ignore[arg-type]
-    for function in functions[:-1]:
-        known[function.name] = Piece(kind, known[function.name], backend)
-    own = {"forward": known["forward"], "compiled": True, "__module__": kind.__module__}
+    # Dynamo holds on to the globals of what it compiles: forward, which holds the pieces, has others.
+    made = define(pieces, file, dict(known))
+    compiled_pieces = {piece.name: Piece(kind, made[piece.name], backend) for piece in pieces}
+    found = define([outer], file, known | compiled_pieces)
+    own = {"forward": found["forward"], "compiled": True, "__module__": kind.__module__}
     return type(kind.__name__, (kind,), own)
+
+
+def define(functions: list[ast.FunctionDef], file: str, known: dict[str, Any]) -> dict[str, Any]:
+    """The functions, among the globals that they see."""
+    tree = ast.Module([*functions], [])
+    exec(compile(tree, file, "exec"), known)
+    return known
 
 
 def name_of(backend: Backend) -> str:
