@@ -82,8 +82,8 @@ def compile(
       joined along it.
     - `deferred_batch_norm`: running statistics of whole batches instead of micro-batches.
     - `compile_stages`: run each stage through `torch.compile`, with Inductor (True), or with a backend, by name or as a
-      function. Random ops stay outside. In schedules that split backward, a compiled stage has all of it in the first
-      half.
+      function. Random ops and the model's own autograd functions stay outside. In schedules that split backward, a
+      compiled stage has all of it in the first half.
     - `dump`: a folder for everything made on the way; the environment variable FXPIPE_DUMP does the same.
 
     Raises PlanError for options that make no sense; at the first call CaptureError or InputError, or CompileError where

@@ -1,0 +1,65 @@
+"""A transformers model in a plain loop, and by the library's own Trainer."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import torch
+from torch import nn
+
+import fxpipe
+
+
+def make() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(n_layer=4, n_head=4, n_embd=32, vocab_size=100, n_positions=32))
+
+
+def data(rows: int) -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    text = torch.randint(100, (rows, 16))
+    return [{"input_ids": row, "labels": row} for row in text]
+
+
+def plain(steps: int = 5) -> list[float]:
+    batch = {name: torch.stack([row[name] for row in data(8)]) for name in ("input_ids", "labels")}
+    pipe = fxpipe.compile(make(), devices=2, chunks=4, schedule="1f1b", reduce="mean")
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        losses.append(pipe.step(**batch, use_cache=False).item())
+        optimizer.step()
+    pipe.close()
+    return losses
+
+
+def trainer(steps: int = 5, pipeline: bool = True) -> list[float]:
+    from transformers import Trainer, TrainingArguments
+
+    model = make()
+    model.config.use_cache = False
+    # Trainer divides the sum of the tokens' losses by their number in the whole batch.
+    pipe = fxpipe.compile(model, devices=2, chunks=4, reduce={"loss": "sum"}) if pipeline else model
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder, per_device_train_batch_size=8, max_steps=steps, learning_rate=1e-3, logging_steps=1,
+            report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True,
+            remove_unused_columns=False,
+        )  # fmt: skip
+        made = Trainer(pipe, arguments, train_dataset=data(64))
+        made.train()
+    return [row["loss"] for row in made.state.log_history if "loss" in row]
+
+
+if __name__ == "__main__":
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        raise SystemExit("transformers is not installed: pip install transformers accelerate") from None
+    print("plain loop", *(f"{loss:.4f}" for loss in plain()))
+    print("Trainer", *(f"{loss:.4f}" for loss in trainer()))
+    print("Trainer, no pipeline", *(f"{loss:.4f}" for loss in trainer(pipeline=False)))

@@ -1,0 +1,33 @@
+"""A timm model, trained by steps."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+import fxpipe
+
+
+def losses(steps: int = 5) -> list[float]:
+    import timm
+
+    torch.manual_seed(0)
+    model = timm.create_model("resnet10t", num_classes=10)
+    images, labels = torch.randn(8, 3, 64, 64), torch.randint(10, (8,))
+    pipe = fxpipe.compile(model, devices=2, chunks=2, schedule="1f1b")
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.01, momentum=0.9)
+    found = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        found.append(pipe.step(images, target=labels, loss_fn=F.cross_entropy).item())
+        optimizer.step()
+    pipe.close()
+    return found
+
+
+if __name__ == "__main__":
+    try:
+        import timm  # noqa: F401
+    except ImportError:
+        raise SystemExit("timm is not installed: pip install timm") from None
+    print("timm", *(f"{loss:.4f}" for loss in losses()))
