@@ -116,6 +116,7 @@ def compile(
         batch_dim=batch_dim,
         reduce=reduce,
         deferred_batch_norm=deferred_batch_norm,
+        compile_stages=compile_stages,
         dump=dump,
     )
     pipe = Pipe(model, options)
@@ -141,6 +142,7 @@ def read_options(
     batch_dim: int | Mapping[str, int | None],
     reduce: str | Mapping[str, str] | None,
     deferred_batch_norm: bool,
+    compile_stages: bool | str | Callable[..., Any],
     dump: str | Path | None,
 ) -> Options:
     """The arguments of `compile`, checked."""

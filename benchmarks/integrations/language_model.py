@@ -43,7 +43,7 @@ def trainer(steps: int = 5, pipeline: bool = True) -> list[float]:
     model = make()
     model.config.use_cache = False
     # Trainer divides the sum of the tokens' losses by their number in the whole batch.
-    pipe = fxpipe.compile(model, devices=2, chunks=4, reduce={"loss": "sum"}) if pipeline else model
+    pipe = fxpipe.compile(model, devices=2, chunks=4, reduce="sum") if pipeline else model
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder, per_device_train_batch_size=8, max_steps=steps, learning_rate=1e-3, logging_steps=1,
