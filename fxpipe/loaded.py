@@ -20,7 +20,7 @@ from .engines.local import Pipeline
 from .engines.timed import take_step
 from .errors import InputError
 from .runtime import Stage
-from .shell import Shell, check_grad
+from .shell import Forward, Shell, check_grad
 
 
 class Loaded(Shell):
@@ -42,6 +42,7 @@ class Loaded(Shell):
             raise
         self.train(package.TRAINING)
 
+    @Forward
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs for the whole batch. Raises InputError for another kind of call than it was saved for."""
         if self._outputs is not None:

@@ -52,7 +52,7 @@ from .profiling import estimate, measure
 from .report import dump, explain
 from .runtime import Stage
 from .runtime.microbatch import scatter, split_sizes
-from .shell import Shell, check_grad
+from .shell import Forward, Shell, check_grad
 from .street import Build, Home, build, predict
 from .viz import svg
 
@@ -93,6 +93,7 @@ class Pipe(Shell):
 
     # Running ----------------------------------------------------------------------------------------------------------
 
+    @Forward
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs for the whole batch, computed in micro-batches by the stages; of a stage with replicas
         by the first, for calls are not cut further than that.

@@ -9,7 +9,8 @@ the model itself. Reads and writes of tensors wait while another thread captures
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -18,6 +19,21 @@ from torch import nn
 from .errors import FxpipeError
 
 SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+class Forward:
+    """A method `forward` that shows the signature of the model's: there the transformers' Trainer, for one, looks which
+    columns of a batch the model takes."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self.method = method
+
+    def __get__(self, shell: Any, kind: type | None = None) -> Callable[..., Any]:
+        if shell is None:
+            return self.method
+        bound: Any = partial(self.method, shell)
+        bound.__wrapped__ = shell.model.forward  # where inspect.signature goes on
+        return bound  # type: ignore[no-any-return]
 
 
 class Shell(nn.Module):

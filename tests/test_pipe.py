@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import io
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -237,6 +239,22 @@ def test_attributes_are_set_on_the_model(pipe: fxpipe.Pipe, model: nn.Module, x:
     assert model.scale == 5.0
     assert isinstance(model.norm, nn.Identity)
     close(pipe(x), model(x))
+
+
+def test_the_signature_is_the_models(pipe: fxpipe.Pipe, model: nn.Module, x: Tensor, tmp_path: Path) -> None:
+    pipe(x)
+    pipe.save(tmp_path)
+    for shell in (pipe, fxpipe.load(tmp_path, model)):
+        assert inspect.signature(shell.forward) == inspect.signature(model.forward)
+        assert list(inspect.signature(shell.forward).parameters) == ["x"]
+        close(shell.forward(x), model(x))
+    assert inspect.getdoc(fxpipe.Pipe.forward).startswith("The model's outputs for the whole batch")
+
+
+def test_forward_can_be_wrapped(pipe: fxpipe.Pipe, model: nn.Module, x: Tensor) -> None:
+    inner = pipe.forward
+    pipe.forward = lambda x: -inner(x)
+    close(pipe(x), -model(x))
 
 
 def test_two_pipes_of_one_class(model: nn.Module, x: Tensor) -> None:
