@@ -15,7 +15,11 @@ def make() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(n_layer=4, n_head=4, n_embd=32, vocab_size=100, n_positions=32))
+    config = GPT2Config(
+        n_layer=4, n_head=4, n_embd=32, vocab_size=100, n_positions=32, use_cache=False,
+        embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,  # then a pipe's numbers are the plain model's
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
 
 
 def data(rows: int) -> list[dict[str, Any]]:
@@ -24,33 +28,31 @@ def data(rows: int) -> list[dict[str, Any]]:
     return [{"input_ids": row, "labels": row} for row in text]
 
 
-def plain(steps: int = 5) -> list[float]:
+def losses(steps: int = 5) -> list[float]:
     batch = {name: torch.stack([row[name] for row in data(8)]) for name in ("input_ids", "labels")}
     pipe = fxpipe.compile(make(), devices=2, chunks=4, schedule="1f1b", reduce="mean")
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
-    losses = []
+    found = []
     for _ in range(steps):
         optimizer.zero_grad()
-        losses.append(pipe.step(**batch, use_cache=False).item())
+        found.append(pipe.step(**batch).item())
         optimizer.step()
     pipe.close()
-    return losses
+    return found
 
 
 def trainer(steps: int = 5, pipeline: bool = True) -> list[float]:
+    """By Trainer, of a pipe or of the plain model."""
     from transformers import Trainer, TrainingArguments
 
-    model = make()
-    model.config.use_cache = False
     # Trainer divides the sum of the tokens' losses by their number in the whole batch.
-    pipe = fxpipe.compile(model, devices=2, chunks=4, reduce="sum") if pipeline else model
+    model = fxpipe.compile(make(), devices=2, chunks=4, reduce="sum") if pipeline else make()
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder, per_device_train_batch_size=8, max_steps=steps, learning_rate=1e-3, logging_steps=1,
             report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True,
-            remove_unused_columns=False,
         )  # fmt: skip
-        made = Trainer(pipe, arguments, train_dataset=data(64))
+        made = Trainer(model, arguments, train_dataset=data(64))
         made.train()
     return [row["loss"] for row in made.state.log_history if "loss" in row]
 
@@ -60,6 +62,6 @@ if __name__ == "__main__":
         import transformers  # noqa: F401
     except ImportError:
         raise SystemExit("transformers is not installed: pip install transformers accelerate") from None
-    print("plain loop", *(f"{loss:.4f}" for loss in plain()))
+    print("plain loop", *(f"{loss:.4f}" for loss in losses()))
     print("Trainer", *(f"{loss:.4f}" for loss in trainer()))
     print("Trainer, no pipeline", *(f"{loss:.4f}" for loss in trainer(pipeline=False)))

@@ -8,6 +8,7 @@ import pytest
 
 SCRIPTS = {
     "plain": "torch",
+    "language_model": "transformers",
     "diffusion": "diffusers",
     "vision": "timm",
     "lightning_loop": "lightning",
@@ -20,3 +21,10 @@ def test_a_loop_trains(name: str) -> None:
     pytest.importorskip(SCRIPTS[name])
     losses = import_module(f"benchmarks.integrations.{name}").losses()
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+def test_trainer_trains_a_pipe_as_the_plain_model() -> None:
+    pytest.importorskip("transformers")
+    trainer = import_module("benchmarks.integrations.language_model").trainer
+    assert trainer() == pytest.approx(trainer(pipeline=False), rel=1e-4)
