@@ -9,9 +9,9 @@
 
 Random ops stay outside: their generator is seeded under a lock, op by op, and a compiler may change the order of ops,
 or draw in an order of its own. So do autograd functions of the user's, which Dynamo does not read a second time, and
-what counts in Python, as deferred batch norm. The pieces between are functions
-of tensors and numbers alone, so a compiler need not know what a stage is, nor that the tensors it holds are other ones
-in each step. All lines keep their numbers: an error in a piece has the line of the stage's file in its traceback.
+what counts in Python, as deferred batch norm. The pieces between are functions of tensors and numbers alone, so a
+compiler need not know what a stage is, nor that the tensors it holds are other ones in each step. All lines keep their
+numbers: an error in a piece has the line of the stage's file in its traceback.
 """
 
 from __future__ import annotations
