@@ -8,8 +8,8 @@
         return y
 
 Random ops stay outside: their generator is seeded under a lock, op by op, and a compiler may change the order of ops,
-or draw in an order of its own. So do autograd functions of the user's, which Dynamo does not read a second time, and
-what counts in Python, as deferred batch norm. The pieces between are functions of tensors and numbers alone, so a
+or draw in an order of its own. So do autograd functions of the user's, which Dynamo does not read a second time, what
+counts in Python, as deferred batch norm, and submodules that are called whole. The pieces between are functions of tensors and numbers alone, so a
 compiler need not know what a stage is, nor that the tensors it holds are other ones in each step. All lines keep their
 numbers: an error in a piece has the line of the stage's file in its traceback.
 """
@@ -28,8 +28,8 @@ WORK = (ast.Call, ast.BinOp, ast.UnaryOp, ast.Compare, ast.AugAssign)
 
 def cut(forward: ast.FunctionDef, held: Collection[str], eager: Collection[str]) -> list[ast.FunctionDef]:
     """The pieces, named `piece_12` by the line they begin at; last the new forward, which calls them. `held` are the
-    names and paths of what the stage holds, `eager` the functions whose calls stay in forward. Raises EmitError where a
-    forward that was edited is not a straight line."""
+    names and paths of what the stage holds, `eager` the functions, and the paths of submodules, whose calls stay in
+    forward. Raises EmitError where a forward that was edited is not a straight line."""
     return _Cut(forward, frozenset(held), frozenset(eager)).functions()
 
 
@@ -41,7 +41,7 @@ class _Cut:
         for node in ast.walk(forward):
             if isinstance(node, (ast.If, ast.For, ast.While, ast.Try)):
                 raise EmitError(f"line {node.lineno} branches, and only straight lines are compiled")
-        self.forward, self.held, self.eager = forward, held, eager
+        self.forward, self.held, self.eager = _Inline(held).visit(forward), held, eager
         arguments = {argument.arg for argument in forward.args.args} - {"self"}
         self.locals = arguments | _names(forward, ast.Store)
         self.pieces: list[ast.FunctionDef] = []
@@ -74,8 +74,9 @@ class _Cut:
         """Whether something in the statement is not for a compiler."""
         nodes = list(ast.walk(statement))
         calls = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+        called = {".".join(_path(node) or ()) for node in nodes if isinstance(node, ast.expr)}
         own_functions = any(isinstance(node, ast.Attribute) and node.attr == "higher_order" for node in nodes)
-        return own_functions or not calls.isdisjoint(self.eager) or any(map(_draws, nodes))
+        return own_functions or not self.eager.isdisjoint(calls | called) or any(map(_draws, nodes))
 
     def call(self, statements: list[ast.stmt], live: frozenset[str]) -> list[ast.stmt]:
         """The call of a new piece, and letting go of what only it needed."""
@@ -108,22 +109,32 @@ class _Cut:
         return live
 
 
+class _Inline(ast.NodeTransformer):
+    """Puts its path in place of a variable that stands for a module of the model's: no piece could be given that."""
+
+    def __init__(self, paths: frozenset[str]) -> None:
+        self.paths = paths
+        self.modules: dict[str, ast.expr] = {}
+
+    def visit_Assign(self, node: ast.Assign) -> ast.stmt:
+        self.generic_visit(node)
+        path, target = _path(node.value), node.targets[0]
+        within = ".".join(path or ()) + "."
+        if path and isinstance(target, ast.Name) and any(known.startswith(within) for known in self.paths):
+            self.modules[target.id] = node.value
+            return ast.copy_location(ast.Pass(), node)
+        return node
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return copy.deepcopy(self.modules.get(node.id, node))
+
+
 class _Hoist(ast.NodeTransformer):
     """Puts a name in place of what the stage holds; `held` are the paths by these names."""
 
     def __init__(self, paths: frozenset[str], taken: Collection[str]) -> None:
         self.paths, self.taken = paths, taken
-        self.modules: dict[str, list[str]] = {}  # variables that stand for a module of the model's
         self.held: dict[str, list[str]] = {}
-
-    def visit_Assign(self, node: ast.Assign) -> ast.stmt:
-        path, target = self.path(node.value), node.targets[0]
-        within = ".".join(path or ()) + "."
-        if path and isinstance(target, ast.Name) and any(known.startswith(within) for known in self.paths):
-            self.modules[target.id] = path
-            return ast.copy_location(ast.Pass(), node)
-        self.generic_visit(node)
-        return node
 
     def visit_Delete(self, node: ast.Delete) -> ast.stmt:
         return ast.copy_location(ast.Pass(), node)  # a compiler knows when a tensor is not needed any more
@@ -135,7 +146,7 @@ class _Hoist(ast.NodeTransformer):
         return self.hoisted(node)
 
     def hoisted(self, node: ast.Attribute | ast.Subscript) -> ast.expr:
-        path = self.path(node)
+        path = _path(node)
         if path is None or ".".join(path) not in self.paths:
             self.generic_visit(node)
             return node
@@ -147,17 +158,18 @@ class _Hoist(ast.NodeTransformer):
             self.held[name] = path
         return ast.copy_location(ast.Name(name, ast.Load()), node)
 
-    def path(self, node: ast.expr) -> list[str] | None:
-        """The parts of `self.layers[0].weight`."""
-        if isinstance(node, ast.Name):
-            return [] if node.id == "self" else self.modules.get(node.id)
-        if isinstance(node, ast.Attribute):
-            owner, last = self.path(node.value), node.attr
-        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-            owner, last = self.path(node.value), str(node.slice.value)
-        else:
-            return None
-        return None if owner is None else [*owner, last]
+
+def _path(node: ast.expr) -> list[str] | None:
+    """The parts of `self.layers[0].weight`."""
+    if isinstance(node, ast.Name):
+        return [] if node.id == "self" else None
+    if isinstance(node, ast.Attribute):
+        owner, last = _path(node.value), node.attr
+    elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        owner, last = _path(node.value), str(node.slice.value)
+    else:
+        return None
+    return None if owner is None else [*owner, last]
 
 
 def _chain(path: Sequence[str]) -> ast.expr:

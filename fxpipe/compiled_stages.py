@@ -51,7 +51,7 @@ def compiled(kind: type[Stage], backend: Backend) -> type[Stage]:
     known = kind.forward.__globals__
     eager = {name for name, value in known.items() if getattr(value, "__module__", "").startswith("fxpipe.runtime.")}
     try:
-        *pieces, outer = cut(forward, (*kind.states, *kind.constants, "device"), eager)
+        *pieces, outer = cut(forward, (*kind.states, *kind.constants, "device"), eager | {*kind.opaque})
     except EmitError as error:
         raise CompileError(f"{kind.__name__} cannot be compiled: {error}") from None
     # Dynamo holds on to the globals of what it compiles: forward, which holds the pieces, has others.

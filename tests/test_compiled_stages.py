@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -180,7 +181,7 @@ def test_an_error_of_the_models_is_its_own(backend: str) -> None:
         with pytest.raises(IndexError) as caught:
             pipe.step(torch.tensor([1, 2, 3, 11]), loss_fn=mean)
         (note,) = caught.value.__notes__
-        assert note.startswith("stage 0, micro-batch 1, at test_compiled.py:")
+        assert note.startswith("stage 0, micro-batch 1, at test_compiled_stages.py:")
         assert note.endswith("h = self.embed(x)")
     pipe.step(torch.arange(4), loss_fn=mean)
     pipe.close()
@@ -212,7 +213,9 @@ def test_a_stage_that_dynamo_refuses_is_an_error(tmp_path: Path) -> None:
     loaded = fxpipe.load(tmp_path, model, compile_stages="eager")
     with (
         pytest.warns(UserWarning, match="time.sleep"),
-        pytest.raises(CompileError, match=r"(?s)cannot be compiled by eager at test_compiled.py:\d+  embed  h = self"),
+        pytest.raises(
+            CompileError, match=r"(?s)cannot be compiled by eager at test_compiled_stages.py:\d+  embed  h = self"
+        ),
     ):
         loaded(torch.arange(4))
     loaded.close()
@@ -253,3 +256,37 @@ def test_a_pipe_that_is_gone_leaves_nothing() -> None:
     gc.collect()  # what Dynamo held, which is free now
     assert [kind() for kind in kinds] == [None] * 2
     assert [graph() for graph in graphs] == [None] * len(graphs)
+
+
+# What stays outside ---------------------------------------------------------------------------------------------------
+
+
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return self.fc(x)
+        return -self.fc(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*is kept whole")
+@pytest.mark.parametrize("name", ["opaque", "deferred batch norm"])
+def test_what_only_python_can_do_stays(name: str) -> None:
+    torch.manual_seed(0)
+    inner = Router() if name == "opaque" else nn.BatchNorm1d(6)
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Sequential(inner), nn.Tanh(), nn.Linear(6, 3))
+    twin, backend, x = copy.deepcopy(model), Counting(), torch.randn(8, 4)
+    pipe = fxpipe.compile(twin, 1, 2, compile_stages=backend, deferred_batch_norm=name != "opaque")
+    plainly = fxpipe.compile(model, 1, 2, deferred_batch_norm=name != "opaque")
+    for _ in range(2):
+        torch.testing.assert_close(pipe.step(x, loss_fn=mean), plainly.step(x, loss_fn=mean))
+    for found, wanted in zip(twin.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad)
+    for found, wanted in zip(twin.buffers(), model.buffers(), strict=True):
+        torch.testing.assert_close(found, wanted)
+    assert len(backend.graphs) >= 2
+    pipe.close()
+    plainly.close()

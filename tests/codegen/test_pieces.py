@@ -108,6 +108,32 @@ def test_what_the_stage_holds_is_an_argument() -> None:
     assert "return piece_3(x, self[1].count, self.blocks[0].conv.weight, self.blocks[0].conv.bias, " in found
 
 
+def test_a_variable_for_a_module_is_known_in_all_pieces() -> None:
+    text = """
+        def forward(self, x):
+            x = f(x)
+            norm = self.blocks[0].norm
+            x = count(x, norm.mean)
+            return g(x, norm.weight)
+    """
+    found = pieces(text, "blocks.0.norm.mean blocks.0.norm.weight", eager="count")
+    assert "x = count(x, self.blocks[0].norm.mean)" in found
+    assert "return piece_6(x, self.blocks[0].norm.weight)" in found
+
+
+def test_submodules_called_whole_stay() -> None:
+    text = """
+        def forward(self, x):
+            x = f(x)
+            x = self.experts[0].router(x)
+            x = self.gate.with_tensors({"weight": self.first.weight})(x)
+            return g(x)
+    """
+    found = pieces(text, "first.weight experts.0.router.weight", eager="experts.0.router gate")
+    assert "x = piece_3(x)\n    x = self.experts[0].router(x)\n    x = self.gate.with_tensors(" in found
+    assert found.endswith("return piece_6(x)")
+
+
 def test_functions_of_the_runtime_stay() -> None:
     found = pieces("def forward(self, x):\n    x = f(x)\n    x = count(x)\n    return g(x)", eager="count")
     assert "x = piece_2(x)\n    x = count(x)\n    return piece_4(x)" in found
