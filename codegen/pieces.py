@@ -9,9 +9,9 @@
 
 Random ops stay outside: their generator is seeded under a lock, op by op, and a compiler may change the order of ops,
 or draw in an order of its own. So do autograd functions of the user's, which Dynamo does not read a second time, what
-counts in Python, as deferred batch norm, and submodules that are called whole. The pieces between are functions of tensors and numbers alone, so a
-compiler need not know what a stage is, nor that the tensors it holds are other ones in each step. All lines keep their
-numbers: an error in a piece has the line of the stage's file in its traceback.
+counts in Python, as deferred batch norm, and submodules that are called whole. The pieces between are functions of
+tensors and numbers alone, so a compiler need not know what a stage is, nor that the tensors it holds are other ones in
+each step. All lines keep their numbers: an error in a piece has the line of the stage's file in its traceback.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class _Cut:
         """Whether something in the statement is not for a compiler."""
         nodes = list(ast.walk(statement))
         calls = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-        called = {".".join(_path(node) or ()) for node in nodes if isinstance(node, ast.expr)}
+        paths = {".".join(_path(node) or ()) for node in nodes if isinstance(node, ast.expr)}
         own_functions = any(isinstance(node, ast.Attribute) and node.attr == "higher_order" for node in nodes)
-        return own_functions or not self.eager.isdisjoint(calls | called) or any(map(_draws, nodes))
+        return own_functions or not self.eager.isdisjoint(calls | paths) or any(map(_draws, nodes))
 
     def call(self, statements: list[ast.stmt], live: frozenset[str]) -> list[ast.stmt]:
         """The call of a new piece, and letting go of what only it needed."""

@@ -30,7 +30,7 @@ def data(rows: int) -> list[dict[str, Any]]:
 
 def losses(steps: int = 5) -> list[float]:
     batch = {name: torch.stack([row[name] for row in data(8)]) for name in ("input_ids", "labels")}
-    pipe = fxpipe.compile(make(), devices=2, chunks=4, schedule="1f1b", reduce="mean")
+    pipe = fxpipe.compile(make(), devices=2, chunks=4, schedule="1f1b")
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
     found = []
     for _ in range(steps):
@@ -45,8 +45,7 @@ def trainer(steps: int = 5, pipeline: bool = True) -> list[float]:
     """By Trainer, of a pipe or of the plain model."""
     from transformers import Trainer, TrainingArguments
 
-    # Trainer divides the sum of the tokens' losses by their number in the whole batch.
-    model = fxpipe.compile(make(), devices=2, chunks=4, reduce="sum") if pipeline else make()
+    model = fxpipe.compile(make(), devices=2, chunks=4) if pipeline else make()
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder, per_device_train_batch_size=8, max_steps=steps, learning_rate=1e-3, logging_steps=1,
