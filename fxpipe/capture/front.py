@@ -227,12 +227,11 @@ class Front:
     def _routed(self, now: Now) -> Any:
         """What the route returns. A call that is refused gets another chance as long as there is another way."""
         tried: list[Refused] = []
+        before = dict(self.pieces.of)
         how: str | None = self._how()
         while how is not None:
             try:
                 result = self._route(*now.call.given)
-                self.pieces.tell()
-                return result
             except Refused as refused:
                 refused.route = how
                 tried.append(refused)
@@ -240,10 +239,14 @@ class Front:
                 if isinstance(error, FxpipeError) or not now.swapped:  # ours; or what the pipeline raised
                     raise
                 tried.append(failed(error, how))
+            else:
+                self.pieces.tell()
+                return result
             how = self._another_way(now, tried)
             self._route, self._hooks = self._begin(), self.twins.hooks()
             self.twins.enter()
             self.pieces.enter()
+        self.pieces.of = before
         raise refusals(tried) from tried[-1].__cause__
 
     def _how(self) -> str:
