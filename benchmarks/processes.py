@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks.trainers import Trainer, Workload
 
 SCHEDULES = ("GPipe", "1F1B")
-GRADIENTS = 0  # an order: instead of so many steps
+GRADIENTS, TIDY = 0, -1  # orders: instead of so many steps
 
 
 def pipelining(work: Workload, schedule: str) -> Trainer:
@@ -59,12 +59,12 @@ def pipelining(work: Workload, schedule: str) -> Trainer:
     def gradients() -> list[Tensor]:
         return [gradient for answer in ask(GRADIENTS) for gradient in torch.load(io.BytesIO(answer))]
 
-    return Trainer(run, gradients, close)
+    return Trainer(run, gradients, close, lambda: ask(TIDY))
 
 
 def serve(connection: Connection, work: Workload, schedule: str, rank: int, meeting: str) -> None:
-    """A stage's process: does what it is asked until nobody is there to ask. Garbage is collected after the answer,
-    when the others' is: `benchmarks.timing` keeps it out of the time."""
+    """A stage's process: does what it is asked until nobody is there to ask. Garbage is collected when it is asked for:
+    between rounds, when nobody is timed."""
     torch.set_num_threads(1)
     gc.disable()
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=work.stages)
@@ -74,12 +74,15 @@ def serve(connection: Connection, work: Workload, schedule: str, rank: int, meet
         if order == GRADIENTS:
             connection.send_bytes(packed([p.grad for p in stage.parameters() if p.grad is not None]))
             continue
+        if order == TIDY:
+            gc.collect()
+            connection.send_bytes(b"")
+            continue
         loss = 0.0
         for _ in range(order):
             stage.zero_grad()
             loss = step()
         connection.send_bytes(str(loss).encode())
-        gc.collect()
     dist.destroy_process_group()
 
 

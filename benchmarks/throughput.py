@@ -37,7 +37,8 @@ def measure(work: Workload, rounds: int, steps: int, only: Sequence[str] = ()) -
     }
     try:
         check(made)
-        seconds = in_turn({name: partial(one.run, steps) for name, one in made.items()}, rounds, steps=1)
+        runs = {name: partial(one.run, steps) for name, one in made.items()}
+        seconds = in_turn(runs, rounds, steps=1, tidy=[one.tidy for one in made.values()])
     finally:
         for one in made.values():
             one.close()

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from statistics import median
 from time import perf_counter
 
 from tqdm import tqdm
 
 
-def in_turn(candidates: Mapping[str, Callable[[], object]], rounds: int, steps: int) -> dict[str, list[float]]:
-    """Seconds per step of each candidate, one number per round; every round runs each of them `steps` times."""
+def in_turn(
+    candidates: Mapping[str, Callable[[], object]],
+    rounds: int,
+    steps: int,
+    tidy: Iterable[Callable[[], object]] = (),
+) -> dict[str, list[float]]:
+    """Seconds per step of each candidate, one number per round; every round runs each of them `steps` times. Garbage is
+    collected between rounds, also by those who `tidy` elsewhere."""
+    tidy = (gc.collect, *tidy)
     for candidate in candidates.values():
         for _ in range(steps):
             candidate()
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
-    gc.collect()
+    for collect in tidy:
+        collect()
     gc.disable()
     try:
         for _ in tqdm(range(rounds), desc="rounds", leave=False):
@@ -25,7 +33,8 @@ def in_turn(candidates: Mapping[str, Callable[[], object]], rounds: int, steps: 
                 for _ in range(steps):
                     candidate()
                 seconds[name].append((perf_counter() - start) / steps)
-            gc.collect()
+            for collect in tidy:
+                collect()
     finally:
         gc.enable()
     return seconds

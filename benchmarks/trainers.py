@@ -66,11 +66,12 @@ class Workload:
 @dataclass(frozen=True)
 class Trainer:
     """`run(steps)` trains so many steps and returns the loss of the last; `gradients` are those it left, in the order
-    of the model's parameters."""
+    of the model's parameters; `tidy` collects what garbage it has elsewhere."""
 
     run: Callable[[int], float]
     gradients: Callable[[], list[Tensor]]
     close: Callable[[], object] = lambda: None
+    tidy: Callable[[], object] = lambda: None
 
 
 def trainer(model: nn.Module, step: Callable[[], Tensor], close: Callable[[], object] = lambda: None) -> Trainer:
