@@ -56,16 +56,15 @@ def test_compiled_steps_are_the_models(name: str, schedule: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", NAMES)
-def test_steps_by_each_backend_are_the_models(name: str, schedule: str, backend: str) -> None:
-    check_steps(name, schedule, backend)
+def test_steps_by_inductor_are_the_models(name: str, schedule: str) -> None:
+    check_steps(name, schedule, "inductor")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_every_model_can_be_compiled(name: str) -> None:
+@pytest.mark.parametrize("name", list(MODELS)[::2])
+def test_models_can_be_compiled(name: str) -> None:
     check_steps(name, "zb-h1", "aot_eager")
 
 
