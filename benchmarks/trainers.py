@@ -33,7 +33,7 @@ LOOPS = "no pipeline"
 TORCHGPIPE = "torchgpipe"
 PIPELINING = "torch.distributed.pipelining"
 BARE = "bare threads, 1F1B"
-FXPIPE_SCHEDULES = ("gpipe", "1f1b", "zb-h1")
+FXPIPE_SCHEDULES = ("gpipe", "1f1b", "1f1b-late", "zb-h1")
 Feed = Sequence[tuple[Tensor, Tensor]]  # a sample and its target, or a micro-batch of both
 
 

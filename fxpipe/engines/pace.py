@@ -41,5 +41,5 @@ class Pace:
         warm = self.shared[1:]
         if warm and min(warm) > SMALL * self.actions:
             self.settled = False
-        elif len(self.alone) == TRIALS:
+        elif warm and len(self.alone) >= TRIALS:
             self.settled = min(self.alone) < min(warm)

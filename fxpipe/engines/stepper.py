@@ -115,6 +115,8 @@ class Stepper(Engine):
         m = self.scatter(batch, chunks, kind)
         with self.begun(m, scale, rows or self.timetable):
             self._run(m)
+        if m.context.autocasts:  # it would keep what it cast, the step's aliases, until the outermost context ends
+            torch.clear_autocast_cache()
         if m.failed:
             discard(self._mutating)
             error = m.failed[0]
