@@ -19,6 +19,13 @@ from tests.models import MODELS
 from tests.test_steps import one_step, reference, stepped
 from tests.transparency import assert_same, build, inputs, plain, step
 
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Inductor has compiled before, and a run that was killed has left half written, is not looked at."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+
 NAMES = ("tied transformer", "transformer with dropout", "resnet", "running max", "flatten time", "own function")
 SCHEDULES = ("gpipe", "1f1b", "zb-h1")
 
