@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 import fxpipe
+from benchmarks.integrations.script import need, show
 
 
 def losses(steps: int = 3) -> list[float]:
@@ -33,8 +34,5 @@ def losses(steps: int = 3) -> list[float]:
 
 
 if __name__ == "__main__":
-    try:
-        import diffusers  # noqa: F401
-    except ImportError:
-        raise SystemExit("diffusers is not installed: pip install diffusers") from None
-    print("diffusers", *(f"{loss:.4f}" for loss in losses()))
+    need("diffusers")
+    show("diffusers", losses())

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fxpipe
+from benchmarks.integrations.script import need, show
 
 
 def make() -> nn.Module:
@@ -57,10 +58,7 @@ def trainer(steps: int = 5, pipeline: bool = True) -> list[float]:
 
 
 if __name__ == "__main__":
-    try:
-        import transformers  # noqa: F401
-    except ImportError:
-        raise SystemExit("transformers is not installed: pip install transformers accelerate") from None
-    print("plain loop", *(f"{loss:.4f}" for loss in losses()))
-    print("Trainer", *(f"{loss:.4f}" for loss in trainer()))
-    print("Trainer, no pipeline", *(f"{loss:.4f}" for loss in trainer(pipeline=False)))
+    need("transformers", "accelerate")
+    show("plain loop", losses())
+    show("Trainer", trainer())
+    show("Trainer, no pipeline", trainer(pipeline=False))

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxpipe
+from benchmarks.integrations.script import need, show
 from fxpipe.demo.unet import UNet
 
 
@@ -43,8 +44,5 @@ def losses(steps: int = 5) -> list[float]:
 
 
 if __name__ == "__main__":
-    try:
-        import lightning  # noqa: F401
-    except ImportError:
-        raise SystemExit("lightning is not installed: pip install lightning") from None
-    print("Lightning", *(f"{loss:.4f}" for loss in losses()))
+    need("lightning")
+    show("Lightning", losses())

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 import fxpipe
+from benchmarks.integrations.script import show
 from fxpipe.demo.unet import UNet
 
 
@@ -39,4 +40,4 @@ def losses(steps: int = 5) -> list[float]:
 
 
 if __name__ == "__main__":
-    print("torch.amp", *(f"{loss:.4f}" for loss in losses()))
+    show("torch.amp", losses())

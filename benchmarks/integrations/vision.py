@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 import fxpipe
+from benchmarks.integrations.script import need, show
 
 
 def losses(steps: int = 5) -> list[float]:
@@ -26,8 +27,5 @@ def losses(steps: int = 5) -> list[float]:
 
 
 if __name__ == "__main__":
-    try:
-        import timm  # noqa: F401
-    except ImportError:
-        raise SystemExit("timm is not installed: pip install timm") from None
-    print("timm", *(f"{loss:.4f}" for loss in losses()))
+    need("timm")
+    show("timm", losses())
