@@ -73,6 +73,7 @@ class Stepper(Engine):
         schedule = Schedule(self.schedule, tuple(rows.values()))
         methods = {action: method for row in self.timetable.values() for action, method in row}
         self.alone = {self.devices[-1]: tuple((action, methods[action]) for action in order(schedule)[0])}
+        self._may_run_alone = len(self.timetable) > 1 and all(stage.device.type == "cpu" for stage in self.stages)
         self._paces: dict[int, Pace] = {}  # by how large a batch is, in powers of two
         forwards = ((action.stage, action.micro_batch) for action in schedule.place if action.kind == "F")
         self.at_once = {(j, i) for j, i in forwards if at_once(schedule, j, i)}
@@ -81,10 +82,12 @@ class Stepper(Engine):
     def run(self, batch: Sequence[Any], chunks: int, scale: Tensor | None = None) -> tuple[Any, ...]:
         """The outputs, in order, for the inputs, in order, in at most `chunks` micro-batches; gradients, multiplied by
         `scale`, are added to those of the model and of the inputs. If anything fails, none are."""
-        if len(self.timetable) == 1 or any(stage.device.type != "cpu" for stage in self.stages):
+        if not self._may_run_alone:
             return self.step(batch, chunks, scale, Step)[0]
         size = sum(value.numel() for value in batch if isinstance(value, Tensor)).bit_length()
-        pace = self._paces.setdefault(size, Pace(len(self.alone[self.devices[-1]])))
+        pace = self._paces.get(size)
+        if pace is None:
+            pace = self._paces[size] = Pace(len(self.alone[self.devices[-1]]))
         alone, start = pace.choose(), perf_counter()
         outputs, _ = self.step(batch, chunks, scale, Step, self.alone if alone else self.timetable)
         pace.note(alone, perf_counter() - start)
