@@ -24,7 +24,7 @@ from math import prod
 from typing import Any
 
 from fxpipe.errors import CaptureError
-from fxpipe.ir.graph import Graph, Op, Ref, refs, target_name
+from fxpipe.ir.graph import Graph, Op, Ref, called, refs
 from fxpipe.ir.types import Dim, ScalarType, TensorType, TupleType, ValueType, dim_names, dim_size, tensors
 
 from .explain import at
@@ -340,11 +340,6 @@ def _outer(op: Op, flow: Flow) -> int:
         after = prod(number(size) for size in kind.shape[:dim])
         return max(1, before // after)
     return max(flow.outer.get(source, 1) for source, _ in sources)
-
-
-def called(op: Op) -> str:
-    """The bare name of what an op calls, be it a function or a method."""
-    return target_name(op.target).lstrip(".")
 
 
 def batch_dims(kind: ValueType) -> tuple[int, ...]:

@@ -25,10 +25,9 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from fxpipe.errors import CaptureError
-from fxpipe.ir.graph import Graph, Op, Origin
+from fxpipe.ir.graph import Graph, Op, Origin, called
 
 from .arguments import BatchDim, Call, Leaf, common_size, cut_along
-from .batch import called
 from .convert import Draft, Owner, draft, origin_of
 from .dynamo import Traced, is_boxed, source_name
 from .explain import at

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-from fxpipe.ir.graph import Graph, Op, Ref, refs
+from fxpipe.ir.graph import Graph, Op, Ref, called, refs
 from fxpipe.ir.types import ScalarType, TensorType, TupleType, ValueType, dim_names, tensors
 
-from .batch import Flow, batch_dims, called, in_vmap, multiple
+from .batch import Flow, batch_dims, in_vmap, multiple
 from .symbols import BATCH, VMAP
 
 ADD = {"add", "sub", "iadd", "isub", "rsub", "subtract"}

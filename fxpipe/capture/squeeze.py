@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fxpipe.ir.graph import Graph, Op, Ref
+from fxpipe.ir.graph import Graph, Op, Ref, called
 from fxpipe.ir.types import TensorType, ValueType
 
-from .batch import batch_dims, called
+from .batch import batch_dims
 
 
 def with_named_squeezes(graph: Graph) -> tuple[Graph, tuple[Op, ...]]:

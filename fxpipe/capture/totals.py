@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from fxpipe.ir.dead import without_dead_ops
-from fxpipe.ir.graph import Graph, Input, Op, Output, Ref
+from fxpipe.ir.graph import Graph, Input, Op, Output, Ref, called
 from fxpipe.ir.types import TensorType, tensors
 
-from .batch import batch_dims, called, follow
+from .batch import batch_dims, follow
 from .names import Names
 from .outputs import Reduce, said
 from .reductions import LABEL_LOSSES, SAME, WEIGHTED, ZERO, arguments, kinds, labels_may_be_ignored, reduction

@@ -322,9 +322,14 @@ def is_opaque(op: Op) -> bool:
     return getattr(op.target, "is_opaque", False) is True
 
 
+def called(op: Op) -> str:
+    """The bare name of what an op calls, be it a function or a method."""
+    return target_name(op.target).lstrip(".")
+
+
 def op_name(op: Op) -> str:
-    """The name of what the op calls, without the mark of a method or of an in-place op."""
-    name = target_name(op.target).lstrip(".")
+    """The same without the mark of an in-place op."""
+    name = called(op)
     return name if name.startswith("__") else name.rstrip("_")
 
 

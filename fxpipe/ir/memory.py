@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from .graph import Op, is_opaque, refs, target_name
+from .graph import Op, called, is_opaque, refs, target_name
 from .types import ScalarType, TensorType, TupleType, ValueType
 
 # Functions and methods of torch whose result may be (part of) their first argument ...
@@ -47,7 +47,7 @@ def shares(op: Op) -> tuple[str, ...]:
     """What the op reads whose memory its result may be, in-place results aside."""
     if is_opaque(op):  # which sees to it
         return ()
-    name = target_name(op.target).lstrip(".").partition(".")[0]
+    name = called(op).partition(".")[0]
     if name in VIEWS_OF_ALL or not known(op.target):
         return op.reads
     if name not in VIEWS:

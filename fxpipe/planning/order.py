@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from fxpipe.ir.graph import Graph, may_cross, target_name
+from fxpipe.ir.graph import Graph, called, may_cross
 from fxpipe.ir.legal import legal_cuts
 from fxpipe.ir.profile import OpCost
 
@@ -91,7 +91,7 @@ def _memory_names(graph: Graph) -> dict[str, str]:
         return name
 
     for op in graph.ops:
-        sharing = op.writes if op.writes else () if target_name(op.target).lstrip(".") in FRESH else op.reads
+        sharing = op.writes if op.writes else () if called(op) in FRESH else op.reads
         for name in sharing:
             group[find(name)] = find(op.name)
     written = {find(name) for op in graph.ops for name in op.writes}
