@@ -57,10 +57,9 @@ def timed_costs(costs: Sequence[StageCost], times: Times) -> tuple[StageCost, ..
 
 
 def _timed(cost: StageCost, seconds: Mapping[str, float]) -> StageCost:
-    halves = seconds.get("I", 0.0), seconds.get("W", 0.0)
-    share = halves[0] / sum(halves) if sum(halves) else cost.input_share
-    backward = seconds.get("B", sum(halves))
-    return replace(cost, forward=seconds["F"], backward=backward, input_share=share, again=seconds.get("R", cost.again))
+    halves = (seconds["I"], seconds["W"]) if "I" in seconds else cost.halves  # together they take longer than a B
+    backward = seconds["B"] if "B" in seconds else sum(halves or ())
+    return replace(cost, forward=seconds["F"], backward=backward, halves=halves, again=seconds.get("R", cost.again))
 
 
 def taken_bytes(program: Program, sizes: Mapping[str, int]) -> tuple[int, ...]:

@@ -28,11 +28,11 @@ from fxpipe.ir.timeline import Span, Steps, Timeline
 
 @dataclass(frozen=True)
 class StageCost:
-    """What a stage costs per micro-batch: `forward` and `backward` in seconds, and of `backward` the share that the
-    input gradient takes if it runs apart. In bytes: `saved` for the backward, `taken` from other stages, and `fixed`
-    whatever the micro-batches. `checkpoint` as in a plan: "never", "except_last", "always"; `keeps_at_once`: but
-    nothing is recomputed where backward follows forward at once. `again`: seconds of a recomputation, if they are not
-    those of `forward`."""
+    """What a stage costs per micro-batch: `forward` and `backward` in seconds, and `halves`, the seconds of the input
+    gradient and of the weight gradient where they run apart, if those are not half of `backward` each. In bytes:
+    `saved` for the backward, `taken` from other stages, and `fixed` whatever the micro-batches. `checkpoint` as in a
+    plan: "never", "except_last", "always"; `keeps_at_once`: but nothing is recomputed where backward follows forward at
+    once. `again`: seconds of a recomputation, if they are not those of `forward`."""
 
     forward: float
     backward: float
@@ -40,15 +40,16 @@ class StageCost:
     taken: int = 0
     fixed: int = 0
     checkpoint: str = "never"
-    input_share: float = 0.5
+    halves: tuple[float, float] | None = None
     keeps_at_once: bool = False
     again: float | None = None
 
     def seconds(self, kind: str) -> float:
         if kind == "R" and self.again is not None:
             return self.again
-        share = {"B": 1.0, "I": self.input_share, "W": 1 - self.input_share}
-        return self.forward if kind in "FR" else self.backward * share[kind]
+        if kind in "IW":
+            return self.backward / 2 if self.halves is None else self.halves["IW".index(kind)]
+        return self.backward if kind == "B" else self.forward
 
 
 @dataclass(frozen=True)

@@ -75,8 +75,10 @@ def test_timed_costs() -> None:
     times = Times({("F", 0): 1.0, ("R", 0): 1.5, ("B", 0): 2.0, ("F", 1): 3.0, ("I", 1): 1.0, ("W", 1): 4.0})
     first, last = timed_costs(costs, times)
     assert first == StageCost(1.0, 2.0, saved=180, taken=40, fixed=72, checkpoint="always", again=1.5)
-    assert last == StageCost(3.0, 5.0, saved=50, taken=80, fixed=16, checkpoint="never", input_share=0.2)
+    assert last == StageCost(3.0, 5.0, saved=50, taken=80, fixed=16, checkpoint="never", halves=(1.0, 4.0))
     assert [last.seconds(kind) for kind in "FIWR"] == pytest.approx([3.0, 1.0, 4.0, 3.0])
+    both = timed_costs(costs, Times({("F", 0): 1.0, ("F", 1): 3.0, ("B", 1): 4.0, ("I", 1): 2.0, ("W", 1): 3.0}))[1]
+    assert [both.seconds(kind) for kind in "BIW"] == [4.0, 2.0, 3.0], "two runs of autograd take longer than one"
     timeline = simulate(parse("F0 B0 \n F0 I0 W0"), [first, last])
     spans = {(span.kind, span.stage): (span.start, span.end) for span in timeline.spans}
     assert spans["R", 0] == (1.0, 2.5), "recomputation takes its own time, and does not wait"

@@ -69,7 +69,10 @@ def test_joined_schedules_are_right_and_no_slower(
     checkpoint: str,
 ) -> None:
     split = make(name, placement(name, [f"cpu:{d}" for d in range(n)]), chunks)
-    costs = [StageCost(*seconds[s], checkpoint=checkpoint, input_share=share) for s in range(split.num_stages)]
+    costs = [
+        StageCost(f, b, checkpoint=checkpoint, halves=(share * b, (1 - share) * b))
+        for f, b in (seconds[s] for s in range(split.num_stages))
+    ]
     hops = [Hop(s, s + 1, hop, hop) for s in range(split.num_stages - 1)]
     joined = rejoin(split, costs, hops)
     check(joined)

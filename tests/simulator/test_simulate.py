@@ -112,7 +112,7 @@ def test_several_stages_on_a_device_and_split_backward() -> None:
     """Stages 0 and 3 on one device: what goes between 2 and 3 moves, between stages of one device nothing does."""
     turn = parse("0F0 3F0 3I0 3W0 0B0 \n 1F0 2F0 2B0 1I0 1W0", name="turn")
     hops = [Hop(0, 1, 1, 1), Hop(1, 2, 9, 9), Hop(2, 3, 1, 1)]
-    timeline = simulate(turn, [StageCost(1, 4, saved=8, input_share=0.25)] * 4, hops)
+    timeline = simulate(turn, [StageCost(1, 4, saved=8, halves=(1, 3))] * 4, hops)
     check(timeline)
     assert at(timeline, "device 0") == [("F0", 0, 1), ("F0", 5, 6), ("I0", 6, 7), ("W0", 7, 10), ("B0", 14, 18)]
     assert at(timeline, "device 1") == [("F0", 2, 3), ("F0", 3, 4), ("B0", 8, 12), ("I0", 12, 13), ("W0", 13, 16)]
