@@ -12,7 +12,8 @@ then says when each action can start, and so how long the workers wait for each 
               ended, the gradients are added to the model's. Predicted is what the workers take, and what a rehearsal
               took before and after
 
-Rehearsals and steps take turns, and medians are compared. Each worker has one thread.
+Rehearsals and steps take turns. Each rehearsal is simulated with its own times, and medians are compared. Each worker
+has one thread.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from fxpipe.demo.transformer import PixelTransformer
 from fxpipe.demo.unet import UNet
 from fxpipe.engines.rehearsal import Rehearsal
 from fxpipe.ir.timeline import compare
-from fxpipe.ir.times import Times, typical
-from fxpipe.street import predict
+from fxpipe.ir.times import Times
+from fxpipe.street import predict, rehearsed
 
 WORKERS = ["cpu:0", "cpu:1"]
 BAR = 0.15  # the error that is allowed
@@ -180,12 +181,13 @@ class Trial:
         return perf_counter() - start
 
     def result(self) -> Result:
-        times = typical(self.times)
-        predicted = predict(self.pipe.build, self.setting.chunks, times)
-        measured = sorted(self.timelines, key=lambda one: one.makespan)[len(self.timelines) // 2]
-        workers = predicted.makespan, median(one.makespan for one in self.timelines)
-        step = times.before + predicted.makespan + times.after, median(self.steps)
-        return Result(self.setting, workers, step, compare(predicted, measured))
+        build, chunks = self.pipe.build, self.setting.chunks
+        makespans = [predict(build, chunks, times).makespan for times in self.times]
+        calls = [times.before + span + times.after for times, span in zip(self.times, makespans, strict=True)]
+        measured = sorted(self.timelines, key=lambda one: one.makespan)[(len(self.timelines) - 1) // 2]
+        workers = median(makespans), median(one.makespan for one in self.timelines)
+        step = median(calls), median(self.steps)
+        return Result(self.setting, workers, step, compare(rehearsed(build, chunks, self.times), measured))
 
 
 def trials(case: Case, settings: Sequence[Setting], rounds: int) -> list[Result]:

@@ -43,7 +43,6 @@ from .ir.program import Program
 from .ir.schedule import Schedule
 from .ir.timeline import Timeline
 from .ir.timeline import compare as beside
-from .ir.times import typical
 from .ir.transfers import add_transfers
 from .machine import local_cluster
 from .options import Options, backend_of, every_device
@@ -53,7 +52,7 @@ from .report import dump, explain
 from .runtime import Stage
 from .runtime.microbatch import scatter, split_sizes
 from .shell import Forward, Shell, check_grad
-from .street import Build, Home, build, predict
+from .street import Build, Home, build, predict, rehearsed
 from .viz import svg
 
 
@@ -169,7 +168,7 @@ class Pipe(Shell):
             scheduler: Any = self._live(made).scheduler
             times, outputs = rehearse(scheduler, inputs, self.options.chunks, rounds)
             chunks = len(split_sizes(batch_size(graph, inputs), self.options.chunks))
-            self.__dict__["_rehearsed"] = made, predict(made, chunks, typical(times))
+            self.__dict__["_rehearsed"] = made, rehearsed(made, chunks, times)
             return outputs
 
         with self._lock:

@@ -31,7 +31,7 @@ from .planning import plan, plan_like, with_loss
 from .schedules.auto import auto
 from .schedules.make import SCHEDULES
 from .schedules.one_f_one_b import gpipe
-from .simulator.costs import hops, stage_costs, taken_bytes, timed_costs, timed_hops
+from .simulator.costs import hops, stage_costs, taken_bytes, timed_hops
 from .simulator.rejoin import rejoin
 from .simulator.replicas import reductions, spread
 from .simulator.simulate import StageCost, simulate
@@ -157,7 +157,13 @@ def predict(made: Build, chunks: int, times: Times | None = None) -> Timeline:
     if times is None:
         sums = reductions(made.plan, made.profile, made.cluster)
         return spread(simulate(schedule, costs, hops(program, sizes, made.cluster), labels, sums), crews(made.plan))
-    return simulate(schedule, timed_costs(costs, times), timed_hops(program, times), labels)
+    return simulate(schedule, costs, timed_hops(program, times), labels, took=times.actions)
+
+
+def rehearsed(made: Build, chunks: int, rounds: Sequence[Times]) -> Timeline:
+    """The middle one of the timelines that steps with the times of these rounds would have."""
+    timelines = sorted((predict(made, chunks, times) for times in rounds), key=lambda one: one.makespan)
+    return timelines[(len(timelines) - 1) // 2]
 
 
 def fastest(drafts: Sequence[Draft], cluster: Cluster) -> Draft:

@@ -13,12 +13,11 @@ changed, gradients, buffers and random state included.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from queue import SimpleQueue
-from statistics import fmean, median
+from statistics import median
 from threading import Thread
 from time import perf_counter
 from typing import Any
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.ir.schedule import Action
 from fxpipe.ir.times import Times
 from fxpipe.runtime.aliases import Pair, alias, commit_gradients
 from fxpipe.runtime.batchnorm import discard
@@ -50,7 +50,7 @@ class Rehearsal:
             self.outputs, _ = engine.outcome(m, batch)
 
     def once(self) -> Times:
-        """One rehearsal; the times of actions are means over the micro-batches."""
+        """One rehearsal."""
         with untouched(self.engine):
             start = perf_counter()
             m = self.engine.attempt(self.batch, self.chunks, None, partial(Rehearsed, self.sent))
@@ -62,7 +62,7 @@ class Rehearsal:
             end = perf_counter()
         begins, ends = (edge(moments) for edge, moments in zip((min, max), zip(*m.moments, strict=True), strict=True))
         return Times(
-            {key: fmean(seconds) for key, seconds in sorted(m.seconds.items())},
+            dict(sorted(m.seconds.items())),
             before=begins - start - m.filling,
             after=end - ends - (copied - copying),
             wake=wake() if len(set(self.engine.devices)) > 1 else 0.0,
@@ -84,7 +84,7 @@ class Recorded(Step):
 class Rehearsed(Step):
     """A step to which all has been sent before it begins.
 
-    `seconds`: by kind and stage, of each micro-batch; `moments`: when each action began and ended; `filling`: seconds
+    `seconds`: of each action; `moments`: when each action began and ended; `filling`: seconds
     that it took to put the values where they are found.
     """
 
@@ -95,8 +95,7 @@ class Rehearsed(Step):
     def begin(self, engine: Stepper, *args: Any) -> None:
         super().begin(engine, *args)
         start = perf_counter()
-        self.seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
-        self.again: dict[tuple[int, int], float] = {}
+        self.seconds: dict[Action, float] = {}
         self.moments: list[tuple[float, float]] = []
         self.rows = {
             label: tuple([(action, self.timed(action.kind, action.stage, method)) for action, method in row])
@@ -115,8 +114,8 @@ class Rehearsed(Step):
             start = perf_counter()
             method(engine, m, i)
             end = perf_counter()
-            again = self.again.pop((j, i), 0.0)
-            self.seconds[kind, j].append(end - start - again)
+            again = self.seconds.get(Action("R", j, i), 0.0) if kind in "BI" else 0.0
+            self.seconds[Action(kind, j, i)] = end - start - again
             self.moments.append((start, end))
 
         return run
@@ -125,8 +124,7 @@ class Rehearsed(Step):
         if self.kept[j, i].results is None:
             start = perf_counter()
             super().recompute(j, i)
-            self.again[j, i] = perf_counter() - start
-            self.seconds["R", j].append(self.again[j, i])
+            self.seconds[Action("R", j, i)] = perf_counter() - start
 
     def _post(self, j: int, i: int, target: int, name: str, value: Any, grad: bool, there: Step | None = None) -> None:
         """Nobody waits for it."""

@@ -6,7 +6,6 @@ A tensor that several stages share (a loan) goes over once a step, not once per 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from fxpipe.ir.cluster import Cluster, link
 from fxpipe.ir.network import split_concat
@@ -46,20 +45,6 @@ def stage_costs(
             )
         )
     return tuple(costs)
-
-
-def timed_costs(costs: Sequence[StageCost], times: Times) -> tuple[StageCost, ...]:
-    """The same, with the seconds that were measured."""
-    by_stage: list[dict[str, float]] = [{} for _ in costs]
-    for (kind, stage), seconds in times.actions.items():
-        by_stage[stage][kind] = seconds
-    return tuple(_timed(cost, seconds) for cost, seconds in zip(costs, by_stage, strict=True))
-
-
-def _timed(cost: StageCost, seconds: Mapping[str, float]) -> StageCost:
-    halves = (seconds["I"], seconds["W"]) if "I" in seconds else cost.halves  # together they take longer than a B
-    backward = seconds["B"] if "B" in seconds else sum(halves or ())
-    return replace(cost, forward=seconds["F"], backward=backward, halves=halves, again=seconds.get("R", cost.again))
 
 
 def taken_bytes(program: Program, sizes: Mapping[str, int]) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ How a step is seen, for stage s and micro-batch i:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -28,11 +28,10 @@ from fxpipe.ir.timeline import Span, Steps, Timeline
 
 @dataclass(frozen=True)
 class StageCost:
-    """What a stage costs per micro-batch: `forward` and `backward` in seconds, and `halves`, the seconds of the input
-    gradient and of the weight gradient where they run apart, if those are not half of `backward` each. In bytes:
-    `saved` for the backward, `taken` from other stages, and `fixed` whatever the micro-batches. `checkpoint` as in a
-    plan: "never", "except_last", "always"; `keeps_at_once`: but nothing is recomputed where backward follows forward at
-    once. `again`: seconds of a recomputation, if they are not those of `forward`."""
+    """What a stage costs per micro-batch: `forward` and `backward` in seconds; input gradient and weight gradient take
+    half of `backward` each where they run apart. In bytes: `saved` for the backward, `taken` from other stages, and
+    `fixed` whatever the micro-batches. `checkpoint` as in a plan: "never", "except_last", "always"; `keeps_at_once`:
+    but nothing is recomputed where backward follows forward at once."""
 
     forward: float
     backward: float
@@ -40,16 +39,10 @@ class StageCost:
     taken: int = 0
     fixed: int = 0
     checkpoint: str = "never"
-    halves: tuple[float, float] | None = None
     keeps_at_once: bool = False
-    again: float | None = None
 
     def seconds(self, kind: str) -> float:
-        if kind == "R" and self.again is not None:
-            return self.again
-        if kind in "IW":
-            return self.backward / 2 if self.halves is None else self.halves["IW".index(kind)]
-        return self.backward if kind == "B" else self.forward
+        return {"B": self.backward, "I": self.backward / 2, "W": self.backward / 2}.get(kind, self.forward)
 
 
 @dataclass(frozen=True)
@@ -80,6 +73,7 @@ class _Clock:
     """The state of the walk."""
 
     free: dict[str, float]  # from when on, per device and link
+    took: Mapping[Action, float]
     ended: dict[Action, float] = field(default_factory=dict)
     arrived: dict[Action, float] = field(default_factory=dict)  # the last value that an action takes
     spans: list[Span] = field(default_factory=list)
@@ -93,6 +87,11 @@ class _Clock:
         self.spans.append(span)
         return span
 
+    def run(self, device: str, ready: float, cost: StageCost, action: Action) -> Span:
+        """Occupy a device for as long as the action takes."""
+        seconds = self.took.get(action)
+        return self.occupy(device, ready, cost.seconds(action.kind) if seconds is None else seconds, action)
+
     def keep(self, device: str, at: float, change: int) -> None:
         self.held[device].append((at, change))
 
@@ -103,9 +102,10 @@ def simulate(
     hops: Sequence[Hop] = (),
     devices: Sequence[str] = (),
     reductions: Sequence[Reduction] = (),
+    took: Mapping[Action, float] | None = None,
 ) -> Timeline:
     """The timeline of `schedule` with a cost for each stage. `devices` are names, one per row; `reductions` are done in
-    their order.
+    their order; `took` are the seconds of actions of which they are known.
 
     >>> from fxpipe.ir.schedule import parse
     >>> schedule = parse("F0 F1 . B1 B0 \\n . F0 F1 B1 B0", name="gpipe")
@@ -124,7 +124,7 @@ def simulate(
         raise ValueError(f"costs of {len(costs)} stages for a schedule of {schedule.num_stages}")
     home = [names[device] for _, device in sorted((s, d) for d, row in enumerate(schedule.stages) for s in row)]
     sends = _sends(hops, home)
-    clock = _Clock(free=dict.fromkeys(names, 0.0), held={name: [] for name in names})
+    clock = _Clock(free=dict.fromkeys(names, 0.0), took=took or {}, held={name: [] for name in names})
     actions, stuck = order(schedule)
     if stuck:
         check(schedule)
@@ -154,10 +154,10 @@ def _compute(clock: _Clock, schedule: Schedule, action: Action, device: str, cos
     again = recomputes(schedule, cost, s, i)
     trains = Action("B", s, i) in schedule.place or Action("W", s, i) in schedule.place
     if kind in "BI" and again:
-        repeat = clock.occupy(device, 0.0, cost.seconds("R"), Action("R", s, i))
+        repeat = clock.run(device, 0.0, cost, Action("R", s, i))
         clock.keep(device, repeat.start, cost.saved)
     ready = max(ready, clock.arrived.pop(action, 0.0))
-    span = clock.occupy(device, ready, cost.seconds(kind), action)
+    span = clock.run(device, ready, cost, action)
     if kind == "F" and trains:
         clock.keep(device, span.start, cost.taken if again else cost.saved)
     if kind in "BW":

@@ -9,11 +9,10 @@ from fxpipe.ir.graph import Graph
 from fxpipe.ir.plan import Plan, StagePlan
 from fxpipe.ir.profile import OpCost, Profile
 from fxpipe.ir.program import Loan, Move, Program, Stage
-from fxpipe.ir.schedule import parse
 from fxpipe.ir.times import Times
 from fxpipe.ir.types import TensorType
-from fxpipe.simulator.costs import hops, stage_costs, taken_bytes, timed_costs, timed_hops
-from fxpipe.simulator.simulate import Hop, StageCost, simulate
+from fxpipe.simulator.costs import hops, stage_costs, taken_bytes, timed_hops
+from fxpipe.simulator.simulate import Hop, StageCost
 
 OPS = (
     OpCost("conv", 0.002, 0.004, saved=100, output=80, parameters=36),
@@ -68,22 +67,6 @@ def test_hops() -> None:
 def test_nothing_moves_within_a_device() -> None:
     cluster = Cluster((Device("cpu:0", 10**9, 1e9, 1e9),), ())
     assert {(hop.forward, hop.backward) for hop in hops(program(*["cpu:0"] * 3), {"b": 2}, cluster)} == {(0.0, 0.0)}
-
-
-def test_timed_costs() -> None:
-    costs = stage_costs(PLAN, Profile("Net", 8, "cpu", "measured", OPS), taken=(40, 80))
-    times = Times({("F", 0): 1.0, ("R", 0): 1.5, ("B", 0): 2.0, ("F", 1): 3.0, ("I", 1): 1.0, ("W", 1): 4.0})
-    first, last = timed_costs(costs, times)
-    assert first == StageCost(1.0, 2.0, saved=180, taken=40, fixed=72, checkpoint="always", again=1.5)
-    assert last == StageCost(3.0, 5.0, saved=50, taken=80, fixed=16, checkpoint="never", halves=(1.0, 4.0))
-    assert [last.seconds(kind) for kind in "FIWR"] == pytest.approx([3.0, 1.0, 4.0, 3.0])
-    both = timed_costs(costs, Times({("F", 0): 1.0, ("F", 1): 3.0, ("B", 1): 4.0, ("I", 1): 2.0, ("W", 1): 3.0}))[1]
-    assert [both.seconds(kind) for kind in "BIW"] == [4.0, 2.0, 3.0], "two runs of autograd take longer than one"
-    timeline = simulate(parse("F0 B0 \n F0 I0 W0"), [first, last])
-    spans = {(span.kind, span.stage): (span.start, span.end) for span in timeline.spans}
-    assert spans["R", 0] == (1.0, 2.5), "recomputation takes its own time, and does not wait"
-    assert spans["B", 0] == (5.0, 7.0)
-    assert timeline.end == 9.0
 
 
 def test_hops_of_workers_that_wake_up() -> None:

@@ -56,7 +56,6 @@ def test_the_last_weight_gradient_comes_first() -> None:
     chunks=st.integers(1, 12),
     seconds=st.lists(st.tuples(st.floats(0.1, 3), st.floats(0.1, 3)), min_size=10, max_size=10),
     hop=st.floats(0, 0.5),
-    share=st.floats(0.2, 0.8),
     checkpoint=st.sampled_from(["never", "except_last", "always"]),
 )
 def test_joined_schedules_are_right_and_no_slower(
@@ -65,14 +64,10 @@ def test_joined_schedules_are_right_and_no_slower(
     chunks: int,
     seconds: list[tuple[float, float]],
     hop: float,
-    share: float,
     checkpoint: str,
 ) -> None:
     split = make(name, placement(name, [f"cpu:{d}" for d in range(n)]), chunks)
-    costs = [
-        StageCost(f, b, checkpoint=checkpoint, halves=(share * b, (1 - share) * b))
-        for f, b in (seconds[s] for s in range(split.num_stages))
-    ]
+    costs = [StageCost(*seconds[s], checkpoint=checkpoint) for s in range(split.num_stages)]
     hops = [Hop(s, s + 1, hop, hop) for s in range(split.num_stages - 1)]
     joined = rejoin(split, costs, hops)
     check(joined)

@@ -108,11 +108,27 @@ def test_late_warmup_hides_transfers() -> None:
     assert ahead.makespan < soon.makespan
 
 
+def test_what_single_actions_took() -> None:
+    """Each action takes its own time, and a recomputation its own, too; it does not wait for the gradient."""
+    schedule = parse("F0 F1 . B0 B1 \n . F0 B0 F1 B1", name="1f1b")
+    forward = {Action("F", 0, 0): 1.0, Action("F", 0, 1): 3.0, Action("F", 1, 1): 1.0}
+    backward = {Action("R", 0, 0): 1.5, Action("B", 0, 0): 2.0, Action("B", 1, 1): 5.0}
+    costs = [StageCost(2, 4, checkpoint="always"), StageCost(2, 4)]
+    timeline = simulate(schedule, costs, took={**forward, **backward})
+    ends = {(span.kind, span.stage, span.micro_batch): span.end for span in timeline.spans}
+    assert [ends["F", 0, i] for i in (0, 1)] == [1.0, 4.0]
+    assert [ends["F", 1, 0], ends["B", 1, 0]] == [3.0, 7.0], "2 and 4 seconds, as the stage costs"
+    assert [ends["R", 0, 0], ends["B", 0, 0]] == [5.5, 9.0]
+    assert [ends["F", 1, 1], ends["B", 1, 1]] == [8.0, 13.0]
+    assert [ends["R", 0, 1], ends["B", 0, 1]] == [11.0, 17.0]
+
+
 def test_several_stages_on_a_device_and_split_backward() -> None:
     """Stages 0 and 3 on one device: what goes between 2 and 3 moves, between stages of one device nothing does."""
     turn = parse("0F0 3F0 3I0 3W0 0B0 \n 1F0 2F0 2B0 1I0 1W0", name="turn")
     hops = [Hop(0, 1, 1, 1), Hop(1, 2, 9, 9), Hop(2, 3, 1, 1)]
-    timeline = simulate(turn, [StageCost(1, 4, saved=8, halves=(1, 3))] * 4, hops)
+    took = {action: 1.0 if action.kind == "I" else 3.0 for action in turn.place if action.kind in "IW"}
+    timeline = simulate(turn, [StageCost(1, 4, saved=8)] * 4, hops, took=took)
     check(timeline)
     assert at(timeline, "device 0") == [("F0", 0, 1), ("F0", 5, 6), ("I0", 6, 7), ("W0", 7, 10), ("B0", 14, 18)]
     assert at(timeline, "device 1") == [("F0", 2, 3), ("F0", 3, 4), ("B0", 8, 12), ("I0", 12, 13), ("W0", 13, 16)]
