@@ -41,7 +41,7 @@ device 1      F0  B0  F1  B1  F2  B2  F3  B3
 
 from . import backend
 from .compile import compile, load
-from .errors import CaptureError, FxpipeError, InputError, PackageError, PlanError
+from .errors import CaptureError, FxpipeError, InputError, MixedSamplesWarning, PackageError, PlanError
 from .ir.cluster import Cluster
 from .ir.plan import Plan
 from .ir.profile import Profile
@@ -60,6 +60,7 @@ __all__ = [
     "Cluster",
     "FxpipeError",
     "InputError",
+    "MixedSamplesWarning",
     "PackageError",
     "Pipe",
     "Plan",

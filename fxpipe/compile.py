@@ -77,9 +77,9 @@ def compile(
     - `batch_dim`: the dimension of all inputs that is cut, or by input, as in `{"mask": None}` for one that each
       micro-batch gets whole.
     - `reduce`: how an output without batch dimension is put together, "mean" or "sum", or by output ("loss" for that of
-      a step). Sums and means over the samples are known as such without. It also says that each micro-batch
-      may be a batch of its own for the outputs that mix samples; those with a batch dimension ("cat", by output) are
-      joined along it.
+      a step). Sums and means over the samples are known as such without. Models that mix the samples of a batch do so
+      within each micro-batch; to say so by output ("cat" for those with a batch dimension, which are joined along it)
+      or for all, `reduce="cat"`, is to switch off the MixedSamplesWarning.
     - `deferred_batch_norm`: running statistics of whole batches instead of micro-batches.
     - `compile_stages`: run each stage through `torch.compile`, with Inductor (True), or with a backend, by name or as a
       function. Random ops and the model's own autograd functions stay outside. In schedules that split backward, a

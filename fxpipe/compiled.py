@@ -20,6 +20,7 @@ import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -27,13 +28,15 @@ import torch
 from torch import Tensor, fx, nn
 
 from .capture.arguments import cut_along
+from .capture.guards import check_outputs
 from .capture.lifted import Piece, capture_lifted, lift, not_cut
+from .capture.mixing import tell
 from .clock import timed
 from .codegen.load import bind, load_package, unload
 from .codegen.package import constants, write
 from .engines.local import Pipeline
 from .errors import CaptureError, InputError
-from .ir.graph import Graph
+from .ir.graph import Graph, Mixed
 from .ir.program import Program
 from .ir.types import TensorType, ValueType
 from .machine import local_cluster
@@ -105,7 +108,8 @@ def at_home(result: Any, kind: ValueType) -> Any:
 
 @dataclass(frozen=True)
 class Way:
-    """How calls of one batch size are run, and why not in a better way. Without `live`, as they are."""
+    """How calls of one batch size are run, and why not in a better way, or what is particular about it. Without `live`,
+    as they are."""
 
     live: Live | None
     why: str = ""
@@ -122,6 +126,7 @@ class Compiled:
         self.ways: dict[tuple[int, ...], Way] = {}
         self._lives: dict[bool, Live] = {}  # by whether they cut the batch
         self._shapes: tuple[torch.Size, ...] = ()
+        self._told: set[Mixed] = set()
         self._lock = threading.RLock()
 
     def __call__(self, *flat: Any) -> tuple[Any, ...]:
@@ -165,7 +170,8 @@ class Compiled:
         why = ""
         if self.options.chunks > 1 and sizes and max(sizes) > 1:
             try:
-                return Way(self._cut(flat))
+                live = self._cut(flat)
+                return Way(live, "; ".join(f"mixes samples: {mixed.origin}" for mixed in live.piece.graph.mixed))
             except (CaptureError, InputError) as error:
                 why = str(error)
         try:
@@ -179,13 +185,19 @@ class Compiled:
     def _cut(self, flat: tuple[Any, ...]) -> Live:
         """In micro-batches. Raises CaptureError where the graph does not hold for them."""
         live = self._lives.get(True)
-        if live is not None:
+        if live is None:
+            live = self._lives[True] = self._captured(flat)
+        else:
             live.piece.check(flat, self._micro_batches)
-            return live
+        graph, batch, sizes = live.piece.graph, max(self.sizes(flat)), partial(split_sizes, chunks=self.options.chunks)
+        check_outputs(graph, batch, sizes)
+        tell(graph, batch, sizes, self._told)
+        return live
+
+    def _captured(self, flat: tuple[Any, ...]) -> Live:
         dim, reduce = self.options.batch_dim, self.options.reduce
         piece = capture_lifted(self.name, self.lifted, flat, dim, reduce=reduce, sizes=self._micro_batches)
-        live = self._lives[True] = Live(piece, flat, self.options, self.number)
-        return live
+        return Live(piece, flat, self.options, self.number)
 
     def _whole(self, flat: tuple[Any, ...]) -> Live:
         """In one micro-batch."""

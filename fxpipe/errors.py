@@ -21,5 +21,10 @@ class PackageError(FxpipeError):
     """A saved package does not fit the model, or is damaged."""
 
 
+class MixedSamplesWarning(UserWarning):
+    """The model mixes the samples of a batch, and each micro-batch has only its own: what is returned is what the plain
+    model returns for each micro-batch by itself. The message names the line, and says what to write."""
+
+
 class CompileError(FxpipeError):
     """A stage cannot be compiled by the backend that was asked for."""

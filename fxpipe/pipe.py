@@ -73,11 +73,13 @@ class Pipe(Shell):
     def __init__(self, model: nn.Module, options: Options) -> None:
         super().__init__(model)
         sizes = partial(split_sizes, chunks=options.chunks)
+        whole = options.chunks == 1 and not any(options.replicas.values())
+        reduce = options.reduce or ("mean" if whole else None)  # of one value, any would do
         own: dict[str, Any] = {
             "options": options,
             "_backend": backend_of(options.compile_stages),
-            "_front": Front(model, options.batch_dim, reduce=options.reduce, sizes=sizes),
-            "_stepper": Stepper(model, options.batch_dim, reduce=options.reduce, sizes=sizes),
+            "_front": Front(model, options.batch_dim, reduce=reduce, sizes=sizes),
+            "_stepper": Stepper(model, options.batch_dim, reduce=reduce, sizes=sizes),
             "_builds": {},
             "_lives": {},
             "_last": None,

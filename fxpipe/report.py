@@ -10,7 +10,6 @@ from .compiled_stages import Backend, name_of
 from .ir.opaque import Opaque
 from .ir.plan import Plan
 from .ir.profile import total
-from .ir.program import Program
 from .ir.transfers import add_transfers
 from .ir.types import TensorType, nbytes
 from .ir.units import show_bytes, show_seconds
@@ -33,7 +32,7 @@ def explain(build: Build, backend: Backend | None = None) -> str:
         head += f"\nstages compiled by {name_of(backend)}"
         if any(action.kind == "W" for action in build.schedule.place):
             head += "; backward of a compiled stage is not split: I computes all of it, W nothing"
-    return "\n".join([head, "", table, *special_lines(build.program), *replica_lines(build.plan)])
+    return "\n".join([head, "", table, *special_lines(build), *replica_lines(build.plan)])
 
 
 def stage_row(build: Build, index: int) -> tuple[str, ...]:
@@ -55,8 +54,10 @@ def stage_row(build: Build, index: int) -> tuple[str, ...]:
     )
 
 
-def special_lines(program: Program) -> list[str]:
-    """What is out of the ordinary, one line each: portals, shared parameters, submodules that are kept whole."""
+def special_lines(build: Build) -> list[str]:
+    """What is out of the ordinary, one line each: portals, shared parameters, submodules that are kept whole, lines in
+    which the samples of a micro-batch meet."""
+    program = build.program
     n = len(program.stages)
     portals = [move for move in program.moves if move.portal and move.source >= 0 and move.target < n]
     lines = [f"portal: {move.value}, from stage {move.source} to stage {move.target}" for move in portals]
@@ -69,6 +70,11 @@ def special_lines(program: Program) -> list[str]:
         for stage in program.stages
         for op in stage.ops
         if isinstance(op.target, Opaque)
+    ]
+    lines += [
+        f"mixes samples, each micro-batch by itself: {mixed.origin} ({mixed.what}); seen in {', '.join(mixed.outputs)}"
+        for mixed in build.graph.mixed
+        if build.plan.chunks > 1
     ]
     return ["", *lines] if lines else []
 

@@ -116,6 +116,12 @@ def draft(
 ) -> Draft:
     """The plan and what follows from it."""
     samples = sample_dims(graph) if graph.loss is not None and any(options.replicas.values()) else None
+    if samples is not None and graph.mixed:
+        mixed = graph.mixed[0]
+        raise PlanError(
+            f"{mixed.origin}\n{mixed.what}: replicas have slices of the micro-batches, and would do that with fewer "
+            "samples than a call of the pipe does; leave out replicas, or choose a plan without"
+        )
     with timed("planning"):
         uncut = [] if samples is None else [op.name for op in graph.ops if op.name not in samples]
         decided = decide(graph, profile, cluster, options, home, uncut)

@@ -78,11 +78,6 @@ def test_no_common_batch_size() -> None:
     assert torch.equal(pipe(X, torch.ones(4)), X)
 
 
-class Centre(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x - x.mean(0)
-
-
 class Loss(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return (x**2).mean()
@@ -103,7 +98,6 @@ class Branch(nn.Module):
 @pytest.mark.parametrize(
     ("model", "line", "advice"),
     [
-        (Centre(), "return x - x.mean(0)", "pools the batch"),
         (Largest(), r"return \(x\*\*2\).max\(\)", "reduce"),
         (Branch(), "if x.sum() > 0:", "torch.where|torch.cond"),
     ],

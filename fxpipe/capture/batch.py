@@ -1,19 +1,19 @@
-"""Whether a batch can be cut: follows the batch through the graph and refuses what mixes its samples.
+"""Whether a batch can be cut: follows the batch through the graph and finds what mixes its samples.
 
 In every value the batch `b` must be one dimension, or the slowest part of one (`b*t` after a flatten), or absent:
 
     x            f32[b, 8]      batched
     x.mean(1)    f32[b]         batched
     x.t()        f32[8, b]      batched, along dimension 1
-    x.mean(0)    f32[8]         pooled: fine as an output that is reduced, refused where it meets batched values again
-    x @ x.t()    f32[b, b]      refused
-    x.flip(0)    f32[b, 8]      refused: the batch is there, but no sample stays in its place
+    x.mean(0)    f32[8]         pooled: fine as an output that is reduced, mixed where it meets batched values again
+    x @ x.t()    f32[b, b]      mixed
+    x.flip(0)    f32[b, 8]      mixed: the batch is there, but no sample stays in its place
 
 Ops that are not known here pass if their result has the batch once. Statistics that go into a buffer, batch norm's or
 the model's own, are those of each micro-batch.
 
-What is refused is not the op but the output that comes of it (`outputs.py`), and only where nobody said how to put it
-together.
+Samples that meet are those of one micro-batch. What comes of it is an output all the same (`outputs.py`), with a
+warning (`mixing.py`).
 """
 
 from __future__ import annotations
@@ -70,11 +70,19 @@ TEMPLATE = {f"new_{name}" for name in ("zeros", "ones", "empty", "full", "empty_
 SIZES = {"size", "getattr", "numel", "dim", "sym_size", "sym_numel", "ndimension", "stride", "__get__"}
 
 
+class Mixes(CaptureError):
+    """What an op does, `what`, in which the samples of a batch meet."""
+
+    def __init__(self, op: Op, what: str) -> None:
+        super().__init__(str(refuse(op, what)))
+        self.op, self.what = op, what
+
+
 @dataclass
 class Flow:
     """What is known of each value: whether it depends on the batch's samples, where they were pooled or counted, and
-    how many of a kind stand before the batch in its dimension (1: the batch is the slowest part). `mixed` has the
-    errors about values in which samples met, `scaled` those about values that are more or less for a larger batch;
+    how many of a kind stand before the batch in its dimension (1: the batch is the slowest part). `mixed` has what
+    is wrong with values in which samples met, `scaled` with those that are more or less for a larger batch;
     `vmaps` has the op that entered the vmap over the batch which a value lives in; `beside`, for values with the batch
     in them that live in a vmap over something else, the op that took them there; `sizes` are numbers that depend on how
     large the batch is."""
@@ -85,7 +93,7 @@ class Flow:
     counted: dict[str, Op] = field(default_factory=dict)
     outer: dict[str, int] = field(default_factory=dict)
     mixed: dict[str, CaptureError] = field(default_factory=dict)
-    scaled: dict[str, CaptureError] = field(default_factory=dict)
+    scaled: dict[str, Mixes] = field(default_factory=dict)
     vmaps: dict[str, str] = field(default_factory=dict)
     beside: dict[str, Op] = field(default_factory=dict)
     sizes: set[str] = field(default_factory=lambda: {BATCH})
@@ -156,7 +164,7 @@ def _count(op: Op, flow: Flow) -> None:
     if called(op) in INDEX:
         order = next((o for name in op.reads if (o := flow.counted.get(name)) and called(o) in SHUFFLE), None)
         if order is not None:
-            raise refuse(op, "changes the order of the batch")
+            raise Mixes(op, "changes the order of the batch")
     found = next((flow.counted[name] for name in used if name in flow.counted), None)
     if found is not None and batch_dims(op.type):
         flow.counted.setdefault(op.name, found)
@@ -165,10 +173,10 @@ def _count(op: Op, flow: Flow) -> None:
 def _check_shape(op: Op, flow: Flow) -> None:
     for kind in tensors(op.type):
         if len(batch_dims(kind)) > 1:
-            raise refuse(op, f"makes {kind}, in which every sample meets every other")
+            raise Mixes(op, f"makes {kind}, in which every sample meets every other")
         for dim in batch_dims(kind):
             if multiple(kind.shape[dim]) is None:
-                raise refuse(op, f"takes a part of the batch: {kind}")
+                raise Mixes(op, f"takes a part of the batch: {kind}")
 
 
 def _check_dimension(op: Op, flow: Flow) -> None:
@@ -188,7 +196,7 @@ def _check_dimension(op: Op, flow: Flow) -> None:
             given = {"normalize": 1, "flip": (), "roll": None, "cumsum": 0}.get(name, -1)
         along = range(len(kind.shape)) if given is None and name == "roll" else _ints(given)
         if batch in [dim % len(kind.shape) for dim in along]:
-            raise refuse(op, f"{name} runs along the batch, dimension {batch} of {kind}")
+            raise Mixes(op, f"{name} runs along the batch, dimension {batch} of {kind}")
     elif name in SPLIT or name == "getitem":
         _check_split(op, kind, batch, flow.outer.get(first or "", 1))
     elif name == "squeeze" and len(op.args) == 1 and not op.kwargs and len(kind.shape) > 1:
@@ -212,7 +220,7 @@ def _check_lookup(op: Op, flow: Flow) -> None:
     else:
         found = name in ("embedding", "take", "put") and (batch == 0 or name != "embedding")
     if found:
-        raise refuse(op, f"looks samples up by their number in the batch, dimension {batch} of {kind}")
+        raise Mixes(op, f"looks samples up by their number in the batch, dimension {batch} of {kind}")
 
 
 def _at(index: Any, dim: int, flow: Flow) -> Any:
@@ -243,7 +251,7 @@ def _check_split(op: Op, kind: TensorType, batch: int, outer: int) -> None:
     for piece in pieces:
         dims = batch_dims(piece)
         if dims and multiple(piece.shape[dims[0]]) != many and outer != many:
-            raise refuse(op, f"cuts {kind} along the batch")
+            raise Mixes(op, f"cuts {kind} along the batch")
 
 
 def _check_time(op: Op, flow: Flow) -> None:
@@ -254,7 +262,7 @@ def _check_time(op: Op, flow: Flow) -> None:
     kind = flow.types.get(next((ref.name for ref in refs(op.args[:1])), ""))
     dims = batch_dims(kind) if isinstance(kind, TensorType) else ()
     if dims and dims[0] != (0 if op.args[8] is True else 1):
-        raise refuse(op, f"{called(op)} takes dimension {dims[0]} of {kind}, the batch, for its steps")
+        raise Mixes(op, f"{called(op)} takes dimension {dims[0]} of {kind}, the batch, for its steps")
 
 
 def _check_vmap(op: Op, flow: Flow) -> None:
@@ -268,7 +276,7 @@ def _check_vmap(op: Op, flow: Flow) -> None:
     for name in reads:
         kind = flow.types[name]
         if name in flow.pooled:
-            raise refuse(flow.pooled[name], f"pools the batch into {kind}, which {op.origin} uses for single samples")
+            raise Mixes(flow.pooled[name], f"pools the batch into {kind}, which {op.origin} uses for single samples")
         if isinstance(kind, TensorType):
             if called(op) == "_add_batch_dim" and op.args[1] % len(kind.shape) in batch_dims(kind):
                 entered.add(op.args[2].name)
@@ -281,7 +289,7 @@ def _check_vmap(op: Op, flow: Flow) -> None:
         elif name in flow.vmaps:
             entered.add(flow.vmaps[name])
     if len(entered) > 1:
-        raise refuse(op, "is in two vmaps over the batch, so that every sample meets every other")
+        raise Mixes(op, "is in two vmaps over the batch, so that every sample meets every other")
     if beside and (entered or called(op) not in ELEMENTWISE | {"_add_batch_dim", "_remove_batch_dim"}):
         raise _whole_in_vmap(beside[0], flow.types[beside[0].reads[0]])
     if beside:
@@ -290,8 +298,8 @@ def _check_vmap(op: Op, flow: Flow) -> None:
         flow.vmaps[op.name] = entered.pop()
 
 
-def _whole_in_vmap(op: Op, kind: ValueType) -> CaptureError:
-    return refuse(op, f"takes the whole batch, {kind}, into a vmap", "let the vmap run over the batch")
+def _whole_in_vmap(op: Op, kind: ValueType) -> Mixes:
+    return Mixes(op, f"takes the whole batch, {kind}, into a vmap")
 
 
 def _check_meeting(op: Op, flow: Flow) -> None:
@@ -300,7 +308,7 @@ def _check_meeting(op: Op, flow: Flow) -> None:
         return
     met = next((flow.pooled[name] for name in op.reads if name in flow.pooled), None)
     if met is not None:
-        raise refuse(met, f"pools the batch into {met.type}, which {op.origin or op.name} uses for single samples")
+        raise Mixes(met, f"pools the batch into {met.type}, which {op.origin or op.name} uses for single samples")
 
 
 def _note_scale(op: Op, flow: Flow) -> None:
@@ -309,7 +317,7 @@ def _note_scale(op: Op, flow: Flow) -> None:
         return
     sizes = [name for name in op.reads if isinstance(flow.types[name], ScalarType) and name in flow.sizes]
     if sizes and called(op) in ARITHMETIC:
-        flow.scaled[op.name] = refuse(op, "computes with the batch size, which is another one in a micro-batch")
+        flow.scaled[op.name] = Mixes(op, "computes with the batch size, which is another one in a micro-batch")
     elif met := next((flow.scaled[name] for name in op.reads if name in flow.scaled), None):
         flow.scaled[op.name] = met
 

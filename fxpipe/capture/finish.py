@@ -21,9 +21,10 @@ from .convert import Draft
 from .explain import at
 from .hollow import Slot, dense
 from .loss import name_loss
+from .mixing import Reduce
 from .names import Names
 from .nest import template
-from .outputs import Reduce, check_shapes, find_outputs
+from .outputs import check_shapes, with_outputs
 from .symbols import type_of
 from .totals import spread
 
@@ -147,7 +148,7 @@ def finish(
     }
     exact = {name: size_function(fake, graph, draft) for name, fake in sizes.items()}
     graph = spread(name_loss(graph, own=call.given[3] is None) if loss else graph, values, reduce)
-    graph = replace(graph, outputs=find_outputs(graph, values, exact, reduce))
+    graph = with_outputs(graph, values, exact, reduce)
     check(graph)
     places = {output.value: position for position, output in enumerate(graph.outputs)}
     slots = {slot.path: slot for slot in seen.slots}

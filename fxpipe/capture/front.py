@@ -32,7 +32,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxpipe.errors import CaptureError, FxpipeError
-from fxpipe.ir.graph import Graph
+from fxpipe.ir.graph import Graph, Mixed
 
 from .arguments import Arguments, Asked, BatchDim, Call
 from .baked import merge
@@ -43,9 +43,9 @@ from .finish import Finished, Seen, feed, finish, stand_ins
 from .guards import check_outputs, check_sizes
 from .hollow import Changes, Slot, Snapshot, Twins
 from .inline import inline_checkpoints
+from .mixing import Reduce, tell
 from .nest import change
 from .opaque import Pieces, learn, sized_by_data
-from .outputs import Reduce
 from .warm import SIGNS, warm
 
 Run = Callable[[Graph, tuple[Any, ...]], tuple[Any, ...]]
@@ -127,6 +127,7 @@ class Front:
         self._begin = partial(route, model, function, lambda traced: capture()(traced))  # type: ignore[misc]
         self._route, self._hooks = self._begin(), self.twins.hooks()
         self._now: Now | None = None
+        self._told: set[Mixed] = set()
         self._warm = False
         self._lock = threading.RLock()
 
@@ -198,6 +199,7 @@ class Front:
                 result, now.rebound, tuple(touched.value for touched in kind.touched.values()), self.twins.slots
             )
             kind.finished = finish(drafted, kind.hollows, now.call, seen, self.reduce, self.loss)
+            self._check(kind, now.call)
         return kind.finished
 
     def _pass(self, asked: Asked, run: Run | None, rows: int | None = None) -> tuple[Now, Any]:
@@ -325,7 +327,8 @@ class Front:
             assert kind.drafted is not None
             check_sizes(kind.traced, kind.drafted, call, self.sizes)
             if kind.finished is not None:
-                check_outputs(kind.finished.graph, call, self.sizes)
+                check_outputs(kind.finished.graph, call.batch, self.sizes)
+                tell(kind.finished.graph, call.batch, self.sizes, self._told)
                 kind.fits.add(call.batch)
 
 

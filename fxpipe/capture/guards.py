@@ -50,16 +50,18 @@ def check_sizes(traced: Traced, draft: Draft, call: Call, sizes: Callable[[int],
                 )
 
 
-def check_outputs(graph: Graph, call: Call, sizes: Callable[[int], Sequence[int]]) -> None:
+def check_outputs(graph: Graph, batch: int | None, sizes: Callable[[int], Sequence[int]]) -> None:
     """Raise CaptureError for an output of `b` times `b` where the micro-batches differ in size: nothing joins those."""
-    if call.batch is None or len(set(sizes(call.batch))) == 1:
+    if batch is None or len(set(sizes(batch))) == 1:
         return
     for output in graph.outputs:
         kind = graph.types[output.value]
         if output.batch_dim is not None and len(batch_dims(kind)) > 1:
             raise CaptureError(
                 f"the output {output.value}, {kind}, cannot be joined from micro-batches of the sizes "
-                f"{', '.join(map(str, sizes(call.batch)))}; choose chunks so that all are of one size"
+                f"{', '.join(map(str, sizes(batch)))}; choose chunks so that all are of one size, leave out what "
+                "is left of the data at the end (drop_last=True), or return what it is made of, and make it of what "
+                "the pipe returns"
             )
 
 

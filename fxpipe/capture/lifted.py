@@ -32,10 +32,10 @@ from .convert import Draft, Owner, draft, origin_of
 from .dynamo import Traced, is_boxed, source_name
 from .explain import at
 from .finish import Finished, Seen, feed, finish, stand_ins
-from .guards import baking_line, check_outputs, check_sizes
+from .guards import baking_line, check_sizes
 from .hollow import Slot, dense, hollow
 from .inline import inline_checkpoints
-from .outputs import Reduce
+from .mixing import Reduce
 from .placeholders import attributes
 
 Sizes = Callable[[int], Sequence[int]]
@@ -114,7 +114,6 @@ class Piece:
         """Raise CaptureError if the graph does not hold for micro-batches of these sizes."""
         call = call_of(self.lifted, flat, self.batch_dim)
         check_sizes(self.traced, self.draft, call, sizes)
-        check_outputs(self.graph, call, sizes)
 
 
 def lift(module: fx.GraphModule) -> Lifted:
@@ -218,7 +217,6 @@ def capture_lifted(
     check_sizes(traced, drafted, call, sizes)
     hollows = stand_ins(drafted)
     finished = finish(drafted, hollows, call, Seen(hollows, {}, (), slots), reduce)
-    check_outputs(finished.graph, call, sizes)
     return Piece(lifted, batch_dim, traced, drafted, finished)
 
 

@@ -1,26 +1,23 @@
 """How what the model returns is put together again from what it returns for each micro-batch.
 
-What is refused is an output that cannot be put together, and only where nobody said how: `reduce` tells that each
-micro-batch may be a batch of its own.
+What is refused is an output that cannot be put together, and only where nobody said how.
 """
 
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from fxpipe.errors import CaptureError
 from fxpipe.ir.dead import without_dead_ops
 from fxpipe.ir.graph import Graph, Op, Output
 from fxpipe.ir.types import ScalarType, TensorType, dim_names, tensors
 
 from .batch import Flow, batch_dims, follow, multiple, refuse
+from .mixing import Reduce, find_mixed, said
 from .reductions import SAME, Kind, kinds
 from .symbols import BATCH
 
-Reduce = Mapping[str, str] | str | None
 Sizes = Callable[[Mapping[str, int]], int]
 FROM_VALUES = re.compile(r"u\d+")  # what torch calls a size that it cannot know
 
@@ -38,57 +35,24 @@ def check_shapes(graph: Graph, values: Sequence[str]) -> None:
                 raise refuse(op, f"makes {kind}, whose shape depends on the values of a tensor", advice)
 
 
-def find_outputs(graph: Graph, values: Sequence[str], exact: Mapping[str, Sizes], reduce: Reduce) -> tuple[Output, ...]:
-    """How each returned value is put together again from those of the micro-batches."""
+def with_outputs(graph: Graph, values: Sequence[str], exact: Mapping[str, Sizes], reduce: Reduce) -> Graph:
+    """The graph with how each returned value is put together again from those of the micro-batches."""
     flow = follow(graph)
     found = kinds(graph, flow)
     by_name = {op.name: op for op in graph.ops}
+    mixed = find_mixed(graph, flow, [value for value in values if value not in exact], reduce)
 
     def output(value: str) -> Output:
         op, kind = by_name.get(value), found[value]
         if value in exact:
             return Output(value, None, _reduce_size(value, op, graph, exact[value]))
-        _check_mixed(value, values, graph, flow, reduce)
         if batch_dims(flow.types[value]):
             return _samples(value, op, graph, flow)
         if kind == SAME and value not in flow.depends:
             return Output(value, None, "same")
         return Output(value, None, _pooled(value, op, graph, flow, kind, said(graph, value, reduce)))
 
-    return tuple(map(output, values))
-
-
-def said(graph: Graph, value: str, reduce: Reduce) -> str | None:
-    """What the user says about an output. The loss of a step may be called just that."""
-    if reduce is None or isinstance(reduce, str):
-        return reduce
-    return reduce.get(value) or (reduce.get("loss") if value == graph.loss else None)
-
-
-def _check_mixed(value: str, values: Sequence[str], graph: Graph, flow: Flow, reduce: Reduce) -> None:
-    """Refuse an output in which samples met, unless the user said that this is meant: about this one, or about all."""
-    error = _mixed(value, flow)
-    if error is None:
-        return
-    if said(graph, value, reduce) is None:
-        wrong = [other for other in values if _mixed(other, flow) is not None]
-        consent = {_called(other, graph): "cat" if batch_dims(flow.types[other]) else "mean" for other in wrong}
-        consent |= reduce if isinstance(reduce, Mapping) else {}
-        outside = "compute it outside, from what the pipe returns, or, " if batch_dims(flow.types[value]) else ""
-        raise CaptureError(f"{error}; {outside}if each micro-batch may be a batch of its own, write reduce={consent}")
-    if isinstance(reduce, str):
-        name = _called(value, graph)
-        warnings.warn(f"{error}; the output {name} is now that of each micro-batch", stacklevel=2)
-
-
-def _mixed(value: str, flow: Flow) -> CaptureError | None:
-    """The error about the op that has mixed the samples of a value."""
-    return flow.mixed.get(value) or (flow.scaled.get(value) if batch_dims(flow.types[value]) else None)
-
-
-def _called(value: str, graph: Graph) -> str:
-    """What the user calls an output."""
-    return "loss" if value == graph.loss else value
+    return replace(graph, outputs=tuple(map(output, values)), mixed=mixed)
 
 
 def _samples(value: str, op: Op | None, graph: Graph, flow: Flow) -> Output:
@@ -98,6 +62,8 @@ def _samples(value: str, op: Op | None, graph: Graph, flow: Flow) -> Output:
     if value in flow.counted:
         raise refuse(flow.counted[value], f"numbers the samples of the batch, and is returned as {value}")
     whole = isinstance(kind, TensorType) and multiple(kind.shape[dim]) is not None
+    if value in flow.mixed and not whole:
+        raise flow.mixed[value]
     if not whole or (flow.outer.get(value, 1) > 1 and value != graph.loss):  # a loss is summed: order does not matter
         raise refuse(op, f"the output {value}, {kind}, has other things before the batch in one dimension")
     return Output(value, dim)

@@ -57,6 +57,7 @@ LINEAR_OPS, ELEMENTWISE_LOSSES, ROW_LOSSES = (frozenset(names.split()) for names
 WEIGHTED = {"mse_loss", "l1_loss", "huber_loss"}  # divide by their weights, where they have any; others do not
 LABEL_LOSSES = {"cross_entropy", "nll_loss"}
 SIZES = {"size", "numel", "sym_size", "sym_numel"}
+PAIRS = "it is made of pairs of samples, or of parts of the batch"
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,8 @@ def kinds(graph: Graph, flow: Flow) -> dict[str, Kind]:
     made = {op.name: op for op in graph.ops}
     for op in graph.ops:
         kind = Follow(op, known, flow.types, made).kind()
-        if op.name in flow.mixed:
-            kind = Kind("unknown", blame=op)
+        if op.name in flow.mixed and batch_dims(op.type):  # of its micro-batch, each sample has one value again
+            kind = SAMPLES if one_each(op.type) else Kind("unknown", blame=op, why=PAIRS)
         elif op.writes and states.issuperset(op.writes):
             kind = SAME  # statistics of each micro-batch
         known[op.name] = kind
@@ -101,6 +102,12 @@ def kinds(graph: Graph, flow: Flow) -> dict[str, Kind]:
             if known[name] != kind and (known[name].what, kind.what) != ("samples", "samples"):
                 known[name] = Kind("unknown", blame=op)
     return known
+
+
+def one_each(type: ValueType) -> bool:
+    """Whether the batch is there once, and all of it."""
+    dims = ((kind, batch_dims(kind)) for kind in tensors(type))
+    return all(not at or (len(at) == 1 and multiple(kind.shape[at[0]]) is not None) for kind, at in dims)
 
 
 def kind_of(arg: Any, known: Mapping[str, Kind]) -> Kind:

@@ -13,8 +13,8 @@ from fxpipe.ir.graph import Graph
 from .arguments import Asked, BatchDim
 from .front import Front, Run, Sizes
 from .loss import LOSS_FN, model_and_loss, modules_in, objects_in
+from .mixing import Reduce
 from .nest import change
-from .outputs import Reduce
 
 
 def detached(path: str, tensor: Tensor) -> Tensor:

@@ -26,8 +26,8 @@ from fxpipe.ir.graph import Graph, Input, Op, Output, Ref, called
 from fxpipe.ir.types import TensorType, tensors
 
 from .batch import batch_dims, follow
+from .mixing import Reduce, said
 from .names import Names
-from .outputs import Reduce, said
 from .reductions import LABEL_LOSSES, SAME, WEIGHTED, ZERO, arguments, kinds, labels_may_be_ignored, reduction
 from .shares import with_shares
 

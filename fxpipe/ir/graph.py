@@ -147,6 +147,17 @@ class Output:
 
 
 @dataclass(frozen=True)
+class Mixed:
+    """Samples meet in the op of that line, those of a micro-batch: `what` it does, the `outputs` that come of it, and
+    whether the user said that this is `meant`."""
+
+    origin: Origin
+    what: str
+    outputs: tuple[str, ...]
+    meant: bool
+
+
+@dataclass(frozen=True)
 class Graph:
     """What a model computes, for one kind of call. Check with `check`, print with `str`.
 
@@ -157,6 +168,8 @@ class Graph:
     A graph that is trained in one go names its `loss`, one of the outputs. `totals` is a graph of its own, or None: it
     computes from the inputs of the whole batch what each micro-batch must know about all of it, such as how many labels
     count. Its outputs are inputs of this graph that nobody cuts, and whose path is empty.
+
+    `mixed` tells where the outputs are not those of the whole batch, for each micro-batch is one of its own.
     """
 
     model: str
@@ -171,6 +184,7 @@ class Graph:
     arguments: tuple[str, ...] = ()
     loss: str | None = None
     totals: Graph | None = None
+    mixed: tuple[Mixed, ...] = ()
 
     def __str__(self) -> str:
         return show(self)

@@ -1,4 +1,6 @@
-"""What mixes the samples of a batch is refused, with the user's line; what only looks like it passes."""
+"""What mixes the samples of a batch is found, with the user's line; what only looks like it passes."""
+
+import re
 
 import pytest
 import torch
@@ -139,17 +141,8 @@ MIXES = {
     "flat roll": (lambda self, x: x.roll(1), "roll runs along the batch"),
     "normalize": (lambda self, x: F.normalize(x, dim=0), "normalize runs along the batch"),
     "similarity": (lambda self, x: x.flatten(1) @ x.flatten(1).t(), "every sample meets every other"),
-    "part": (tail, "takes a part of the batch"),
     "shuffled": (lambda self, x: x[torch.randperm(x.shape[0])], "changes the order of the batch"),
-    "numbered": (lambda self, x: (x, torch.arange(x.shape[0])), "numbers the samples"),
-    "numbers": (lambda self, x: x + torch.arange(x.shape[0])[:, None, None], "numbers the samples"),
     "divided": (lambda self, x: x / x.shape[0], "computes with the batch size"),
-    "sequence first": (lambda self, x: x.transpose(0, 1).flatten(0, 1), "other things before the batch"),
-    "both views": (lambda self, x: torch.cat([x, x]), "other things before the batch"),
-    "halves": (halves, "cuts f32.* along the batch|takes a part of the batch"),
-    "one number": (lambda self, x: x.max(), "is one value over the batch.*reduce="),
-    "one more": (lambda self, x: (x, x.shape[0] + 1), "a number that depends on the batch size"),
-    "padded": (lambda self, x: F.pad(x, (0, 0, 0, 0, 1, 0)), "takes a part of the batch"),
     "vmap over another": (lambda self, x: torch.vmap(lambda s: s - s.mean(0), 1, 1)(x), "takes the whole batch, f32"),
     "vmap and the batch": (lambda self, x: torch.vmap(lambda s: (s - x).sum((0, 1)))(x), "takes the whole batch"),
     "vmap beside the batch, pairs": (
@@ -170,11 +163,31 @@ MIXES = {
     "lstm along the batch": (lambda self, x: recurrent(x, False), "the batch, for its steps"),
     "covariance": (lambda self, x: x @ (x.flatten(0, 1).t() @ x.flatten(0, 1)), "pools the batch into f32"),
 }
+REFUSED = {
+    "part": (tail, "takes a part of the batch"),
+    "numbered": (lambda self, x: (x, torch.arange(x.shape[0])), "numbers the samples"),
+    "numbers": (lambda self, x: x + torch.arange(x.shape[0])[:, None, None], "numbers the samples"),
+    "sequence first": (lambda self, x: x.transpose(0, 1).flatten(0, 1), "other things before the batch"),
+    "both views": (lambda self, x: torch.cat([x, x]), "other things before the batch"),
+    "halves": (halves, "cuts f32.* along the batch|takes a part of the batch"),
+    "one number": (lambda self, x: x.max(), "is one value over the batch.*reduce="),
+    "one more": (lambda self, x: (x, x.shape[0] + 1), "a number that depends on the batch size"),
+    "padded": (lambda self, x: F.pad(x, (0, 0, 0, 0, 1, 0)), "takes a part of the batch"),
+}
 
 
 @pytest.mark.parametrize("name", MIXES)
-def test_refuses(name):
+def test_mixes(name):
     body, message = MIXES[name]
+    (mixed,) = capture(Body(body), (torch.randn(6, 5, 4, requires_grad=True),)).mixed
+    assert mixed.origin.file.endswith("test_batch.py")
+    assert re.search(message, mixed.what)
+    assert not mixed.meant
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses(name):
+    body, message = REFUSED[name]
     with pytest.raises(CaptureError, match=r"(?s)test_batch.py:\d+\n    .*" + f"({message})"):
         outputs(body, torch.randn(6, 5, 4, requires_grad=True))
 
@@ -190,8 +203,8 @@ def test_a_squeeze_takes_the_same_from_a_micro_batch_of_one():
         pipe(x[:1])
 
 
-def test_what_mixes_is_refused_only_where_it_comes_out():
-    assert outputs(lambda self, x: ((x @ x.flatten(0, 1).t()).sum(), x.exp())[1]) == [("f32[b, 5, 4]", 0, None)]
+def test_what_mixes_matters_only_where_it_comes_out():
+    assert mixed(lambda self, x: ((x @ x.flatten(0, 1).t()).sum(), x.exp())[1]) == []
 
 
 def pairs(self, x):
@@ -199,19 +212,18 @@ def pairs(self, x):
     return {"pairs": h @ h.t(), "centred": x - x.mean(0), "same": h}
 
 
-@pytest.mark.filterwarnings(r"ignore:[\s\S]*the output sub:UserWarning")
-def test_each_micro_batch_is_a_batch_of_its_own_where_that_is_said():
+def mixed(body, **options):
+    graph = capture(Body(body), (torch.randn(6, 5, 4, requires_grad=True),), **options)
+    return [(one.outputs, one.meant) for one in graph.mixed]
+
+
+def test_each_micro_batch_is_a_batch_of_its_own():
     x = torch.randn(6, 5, 4, requires_grad=True)
-    with pytest.raises(CaptureError, match=r"outside, from what the pipe.*reduce={'matmul': 'cat', 'sub': 'cat'}"):
-        outputs(pairs, x)
-    with pytest.raises(CaptureError, match=r"outside.*reduce={'matmul': 'cat', 'sub': 'cat'}"):
-        outputs(pairs, x, reduce={"matmul": "cat"})
-    found = [("f32[b, b]", 0, None), ("f32[b, 5, 4]", 0, None), ("f32[b, 4]", 0, None)]
-    assert outputs(pairs, x, reduce={"matmul": "cat", "sub": "cat"}) == found
-    with pytest.warns(UserWarning, match=r"(?s)h @ h.t\(\).*the output matmul is now that of each micro-batch"):
-        assert outputs(pairs, x, reduce="mean") == found
-    with pytest.warns(UserWarning, match="takes a part"), pytest.raises(CaptureError, match="has other things before"):
-        outputs(lambda self, x: x[1:], reduce="mean")
+    assert outputs(pairs, x) == [("f32[b, b]", 0, None), ("f32[b, 5, 4]", 0, None), ("f32[b, 4]", 0, None)]
+    assert mixed(pairs) == [(("matmul",), False), (("sub",), False)]
+    assert mixed(pairs, reduce={"matmul": "cat"}) == [(("matmul",), True), (("sub",), False)]
+    assert mixed(pairs, reduce="cat") == [(("matmul",), True), (("sub",), True)]
+    assert mixed(pairs, reduce="mean") == mixed(pairs)  # that is about numbers
 
 
 def through_a_view(self, x):

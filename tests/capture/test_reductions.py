@@ -317,8 +317,7 @@ REFUSED = {
     "linear of a sum": (lambda o, t: F.linear(o.sum((0, 2)), WEIGHT, bias=WEIGHT[0]), "no sum or mean"),
     "a part": (lambda o, t: (o - t)[0].sum() + (o - t).sum(), "no sum or mean"),
     "squared size": (lambda o, t: (o - t).abs().sum() * len(o), "no sum or mean"),
-    "centred": (lambda o, t: (o - o.mean(0)).square().mean(), "pools the batch"),
-    "contrast": (lambda o, t: F.cross_entropy(o[..., 0] @ t[..., 0].t(), torch.arange(len(o))), "meets every other"),
+    "contrast": (lambda o, t: F.cross_entropy(o[..., 0] @ t[..., 0].t(), torch.arange(len(o))), "of pairs of samples"),
 }
 
 
