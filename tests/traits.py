@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -77,18 +78,6 @@ class CachedFunction(Layers):
         for layer in self.layers:
             x = torch.tanh(layer(x) * angles(x.shape[1], 8))
         return x
-
-
-class LazyLayers(nn.Module):
-    """Layers that learn their sizes from the first batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d()
-        self.body = nn.Sequential(nn.Flatten(), nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(3))
-
-    def forward(self, image: Tensor) -> Tensor:
-        return self.body(self.norm(self.conv(image)))
 
 
 # Buffers --------------------------------------------------------------------------------------------------------------
@@ -381,6 +370,27 @@ class FrozenInside(Layers):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = torch.tanh(layer(x))
+        return x
+
+
+class Warns(Layers):
+    """Warns in forward, as what is out of date does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            warnings.warn("use other layers", FutureWarning, stacklevel=2)
+        return x
+
+
+class ToldToCompile(Layers):
+    """Leaves out what it needs where it is told that it is being compiled."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is None and not torch.compiler.is_compiling():
+            mask = torch.ones(x.shape[:1], dtype=x.dtype, device=x.device)
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * mask[:, None]  # type: ignore[index]
         return x
 
 
@@ -701,6 +711,8 @@ TRAITS: dict[str, Case] = {
     "argmax": case(Argmax, vectors),
     "gradient switch": case(GradientSwitch, vectors),
     "frozen inside": case(FrozenInside, vectors),
+    "warns": case(Warns, vectors),
+    "told to compile": case(ToldToCompile, vectors),
     "old norms": case(OldNorms, vectors, batch_norm=True),
     "parametrized": case(Parametrized, vectors, batch_norm=True),
     "parametrized once": case(ParametrizedOnce, vectors),

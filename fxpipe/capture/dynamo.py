@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import itertools
 import logging
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,9 +26,10 @@ from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.source import TensorProperty, TensorPropertySource
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import builtin
+from torch._dynamo.variables.torch import tracing_state_functions
 from torch._subclasses import FakeTensor, FakeTensorMode
 
-from .explain import refusal
+from .explain import Refused, refusal
 from .recurrent import one_step
 
 SETTINGS: dict[str, object] = {
@@ -38,9 +40,12 @@ SETTINGS: dict[str, object] = {
     "accumulated_recompile_limit": 1024,
     "verbose": False,
 }
-# Refusals that reading deeper may avoid.
-SHALLOW = ("Attempted to call function marked as skipped", "setattr() on Tensor.requires_grad")
-# Methods of loggers that may be left out; libraries hang more of them onto the class.
+# Other ways to read a model, by what refusals say that they may avoid.
+WAYS = {
+    "deep": ("Attempted to call function marked as skipped", "setattr() on Tensor.requires_grad"),
+    "plain": ("Observed exception",),
+}
+# Methods of loggers that may be left out, as warnings.warn is; libraries hang more of them onto the class.
 LOGGING = ("debug", "info", "warning", "debug_once", "info_once", "warning_once", "warning_advice")
 
 
@@ -75,21 +80,17 @@ def dynamo(model: nn.Module, function: Callable[..., Any], capture: Capture) -> 
     run = context(fresh)
 
     def call(*given: Any) -> Any:
-        configured.modules = None
-        try:
-            return run(model, *given)
-        except Exception as error:
-            if not isinstance(error, torch._dynamo.exc.TorchDynamoException) and configured.modules is None:
-                raise  # the pipeline's, which runs in here
-            refused = refusal(error, configured.modules)
-            if configured.deep or not any(reason in str(error) for reason in SHALLOW):
-                raise refused from None
-        configured.deep = True
-        try:
-            return run(model, *given)
-        except torch._dynamo.exc.TorchDynamoException:
-            configured.deep = False
-            raise refused from None
+        refused: Refused | None = None
+        while True:
+            configured.modules = None
+            try:
+                return run(model, *given)
+            except Exception as error:  # where Dynamo reads what it has no source of, it fails in ways of its own
+                if not isinstance(error, torch._dynamo.exc.TorchDynamoException) and configured.modules is None:
+                    raise  # the pipeline's, which runs in here
+                refused = refused or refusal(error, configured.modules)
+                if not configured.another(str(error)):
+                    raise refused from None
 
     # Dynamo's table from compiled to original code keeps both alive, and with them all that was captured.
     weakref.finalize(call, reset_code, fresh.__code__).atexit = False
@@ -108,26 +109,39 @@ def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Configured:
-    """Dynamo's compiler, under our settings. Calls that were captured before do not pass here. `deep`: it also reads
-    functions that Dynamo passes over because it takes them for Python's or torch's own business, and lets forward ask
-    for the gradient of a tensor that it made itself. `modules`: those in which it stopped, from the outermost on."""
+    """Dynamo's compiler, under our settings. Calls that were captured before do not pass here. `modules`: those in
+    which it stopped, from the outermost on. `ways`: how else it reads than at first:
+
+      - "deep": also functions that Dynamo passes over because it takes them for Python's or torch's own business; and
+        forward may ask for the gradient of a tensor that it made itself
+      - "plain": nobody tells the model that it is being compiled, whereupon some leave out more than they should
+    """
 
     def __init__(self, compile: Callable[..., Any]) -> None:
         self._torchdynamo_orig_backend = compile  # the name by which Dynamo finds the inner one
-        self.deep = False
+        self.ways: set[str] = set()
         self.modules: tuple[int, ...] | None = None
+
+    def another(self, refusal: str) -> bool:
+        """Whether there is another way to read what was refused so. If not, the next call begins with the first."""
+        news = [way for way, signs in WAYS.items() if way not in self.ways and any(sign in refusal for sign in signs)]
+        self.ways = self.ways | set(news) if news else set()
+        return bool(news)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as settings:
             known: dict[str, Any] = {
                 key: value for key, value in SETTINGS.items() if hasattr(torch._dynamo.config, key)
             }
-            known["ignore_logging_functions"] = {f for name in LOGGING if (f := getattr(logging.Logger, name, None))}
-            if self.deep and hasattr(torch._dynamo.config, "dont_skip_tracing"):
+            methods = (getattr(logging.Logger, name, None) for name in LOGGING)
+            known["ignore_logging_functions"] = {*filter(None, methods), warnings.warn}
+            if "deep" in self.ways and hasattr(torch._dynamo.config, "dont_skip_tracing"):
                 known["dont_skip_tracing"] = True
             settings.enter_context(torch._dynamo.config.patch(known))
-            if self.deep:
+            if "deep" in self.ways:
                 settings.enter_context(_gradients_that_nobody_gets())
+            if "plain" in self.ways:
+                settings.enter_context(_not_compiling())
             # Else a dimension that happens to equal the batch is taken for it.
             settings.enter_context(shape_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
             settings.enter_context(one_step())
@@ -187,6 +201,18 @@ def _gradients_that_nobody_gets() -> Iterator[None]:
         yield
     finally:
         kind._call_setattr = refusing
+
+
+@contextmanager
+def _not_compiling() -> Iterator[None]:
+    """`torch.compiler.is_compiling()` is false in forward, by any of its names."""
+    answers = tracing_state_functions()
+    known = {ask: said for ask, said in answers.items() if ask.__name__ in ("is_compiling", "is_dynamo_compiling")}
+    answers.update(dict.fromkeys(known, False))
+    try:
+        yield
+    finally:
+        answers.update(known)
 
 
 def _name(placeholder: fx.Node) -> str | tuple[str, int]:

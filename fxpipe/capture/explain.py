@@ -53,6 +53,11 @@ ADVICE = (
         "take that out of forward, or put it under `if not torch.compiler.is_compiling():`",
     ),
     (
+        r"does not know how to trace the (Python )?builtin",
+        "it calls a function that is written in C, which cannot be read",
+        "call it before, and pass what it returns to the model",
+    ),
+    (
         r"[Mm]odule-level backwards? hooks",
         "a module in the model has a backward hook, which would not run",
         "put the hook on a parameter or a tensor, as in weight.register_hook(...), or on the pipe itself",
