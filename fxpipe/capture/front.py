@@ -43,9 +43,10 @@ from .finish import Finished, Seen, feed, finish, stand_ins
 from .guards import check_outputs, check_sizes
 from .hollow import Changes, Slot, Snapshot, Twins
 from .inline import inline_checkpoints
+from .learn import learn
 from .mixing import Reduce, tell
 from .nest import change
-from .opaque import Pieces, learn, sized_by_data
+from .opaque import Pieces, sized_by_data
 from .warm import SIGNS, warm
 
 Run = Callable[[Graph, tuple[Any, ...]], tuple[Any, ...]]

@@ -4,19 +4,14 @@
     x = router(x)              so while the model is captured another forward stands in for the submodule's own, which
                                puts a single op into the graph, with the submodule's parameters and buffers as arguments
 
-To trace on, Dynamo must know what the op returns: how many tensors, of which types and shapes. No line of code says so,
-so the plain model runs twice, on as many samples as a micro-batch has and on one more, with the real inputs. What
-differs is along the batch. Afterwards buffers, random numbers and attributes are as they were.
+What the op returns, Dynamo must know to trace on; that is learnt by running the model (`learn.py`).
 """
 
 from __future__ import annotations
 
-import random
 import re
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType
 from typing import Any
@@ -24,27 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.errors import CaptureError
 from fxpipe.ir.graph import Graph, Origin
 from fxpipe.ir.opaque import (
-    ATOMS,
     NOWHERE,
     STAND_INS,
     Gives,
     Opaque,
-    Promise,
-    apart,
-    forward_of,
-    leaves,
     slots,
-    take_apart,
 )
 from fxpipe.ir.types import dim_names, tensors
 
-from .arguments import Call
 from .explain import DATA_SIZES, Refused
-from .hollow import Changes, Snapshot, Twins
-from .nest import change
+from .hollow import Twins
 
 # What functions that may draw random numbers are called. What is missed here is found if it draws when it is learnt.
 DRAWS = re.compile(
@@ -87,12 +73,16 @@ class Piece:
 
     def refusal(self) -> Refused:
         """Why it cannot be kept whole."""
-        found = Refused(
-            self.opaque.origin,
-            f"what {self.opaque.path} returns is no tensor, or of a shape that its arguments do not tell; or it writes "
-            "into them",
+        path = self.opaque.path
+        odd = (
+            f"what {path} returns is no tensor, or of a shape that its arguments do not tell; or it writes into them",
             "return new tensors, of shapes that do not depend on the values of others",
         )
+        another = (
+            f"{path} is called with other arguments while the model is traced than when it runs",
+            "call it in the same way, whatever torch.compiler.is_compiling() says",
+        )
+        found = Refused(self.opaque.origin, *(another if self.asked and self.opaque.promises else odd))
         found.route = f"one graph, {self.opaque.path} kept whole"
         return found
 
@@ -119,20 +109,6 @@ def _empty(gives: Gives, given: list[Tensor], device: torch.device, grad: bool) 
     if grad and (made.is_floating_point() or made.is_complex()):
         made = made.requires_grad_().clone()  # no leaf: it may be written in place
     return made.permute([gives.order.index(dim) for dim in range(len(sizes))])
-
-
-@dataclass(frozen=True)
-class Heard:
-    """One call of a piece in a run of the plain model."""
-
-    piece: Piece
-    key: Any
-    takes: list[tuple[torch.dtype, tuple[int, ...]]]
-    gives: list[Any]  # tensors without memory, and other leaves
-    form: Callable[[Any], Any]
-    drew: bool
-    aliased: bool
-    wrote: bool
 
 
 class Pieces:
@@ -231,183 +207,6 @@ def sized_by_data(graph: Graph, twins: Twins) -> Refused | None:
             inside = [id(m) for path, m in twins.named() if not path or f"{op.origin.module}.".startswith(f"{path}.")]
             return Refused(op.origin, *DATA_SIZES, inside)
     return None
-
-
-# Learning what they return --------------------------------------------------------------------------------------------
-
-
-def learn(pieces: Pieces, run: Callable[..., Any], call: Call, twins: Twins, beside: tuple[Any, ...]) -> Piece | None:
-    """Run the plain model, `run(*arguments)`, for two batch sizes, and note what its pieces return. Gives a piece that
-    cannot be kept whole, if there is one; raises what the model raises."""
-    heard: list[list[Heard]] = []
-    rows = call.rows or 0
-    for count in (rows, rows + 1) if call.rows is not None else (0, 0):
-        with _undone(twins, beside) as changes, _listening(pieces) as calls:
-            run(*(change(part, lambda _, x, n=count: _cut(call, x, n)) for part in call.given))  # type: ignore[misc]
-        heard.append(calls)
-        _note_memories(pieces, changes)
-    if len(heard[0]) != len(heard[1]):
-        raise CaptureError("forward calls its submodules another number of times for another batch size")
-    for one, two in zip(*heard, strict=True):
-        piece: Piece = one.piece
-        promise = _promise(one, two) if piece is two.piece else None
-        if promise is None:
-            return piece
-        known = [old for old in piece.opaque.promises if (old.key, old.takes) != (promise.key, promise.takes)]
-        piece.opaque.promises[:] = [*known, promise]
-        piece.forms[one.key[0]] = one.form
-        piece.draws |= one.drew or two.drew
-        piece.asked = False
-    return next((piece for piece in pieces.of.values() if piece.asked), None)
-
-
-def _note_memories(pieces: Pieces, changes: Changes) -> None:
-    """Note for each piece which attributes changed: of its modules, or of other objects, whosever they are."""
-    for piece in pieces.of.values():
-        own = set(piece.opaque.module.modules())
-        piece.opaque.remembers.update(
-            name for (_, name), to in changes.items() if to.holder in own or not isinstance(to.holder, nn.Module)
-        )
-
-
-def _promise(one: Heard, two: Heard) -> Promise | None:
-    """What two calls have in common; None if the piece cannot be an op."""
-    if one.key != two.key or len(one.takes) != len(two.takes) or len(one.gives) != len(two.gives):
-        return None
-    if one.wrote or two.wrote:
-        return None
-    takes = []
-    varying: list[tuple[int, int, int, int]] = []  # tensor, dimension, and its two sizes
-    for i, ((dtype, small), (_, large)) in enumerate(zip(one.takes, two.takes, strict=True)):
-        if len(small) != len(large):
-            return None
-        takes.append((dtype, tuple(a if a == b else None for a, b in zip(small, large, strict=True))))
-        varying += [(i, d, a, b) for d, (a, b) in enumerate(zip(small, large, strict=True)) if a != b]
-    gives = [_gives(a, b, varying) for a, b in zip(one.gives, two.gives, strict=True)]
-    if any(item is _NOT for item in gives):
-        return None
-    return Promise(one.key, tuple(takes), tuple(gives), one.aliased or two.aliased)
-
-
-_NOT = object()  # in place of what no op returns
-
-
-def _gives(one: Any, two: Any, varying: list[tuple[int, int, int, int]]) -> Any:
-    if not isinstance(one, Tensor) or not isinstance(two, Tensor):
-        return one if type(one) in ATOMS and type(one) is type(two) and one == two else _NOT
-    if one.dtype != two.dtype or one.dim() != two.dim():
-        return _NOT
-    shape: list[Any] = []
-    for a, b in zip(one.shape, two.shape, strict=True):
-        fitting = [(i, d, a, c) for i, d, c, e in varying if a * e == b * c]
-        if a != b and not fitting:
-            return _NOT
-        shape.append(a if a == b else min(fitting, key=lambda found: found[2] != found[3]))
-    strides = one.stride()
-    order = sorted(range(one.dim()), key=lambda dim: -strides[dim])
-    return Gives(one.dtype, tuple(shape), tuple(order))
-
-
-def _cut(call: Call, twin: Tensor, count: int) -> Tensor:
-    """So many samples of the real tensor; its samples come again if it has fewer."""
-    leaf = call.leaves.get(id(twin))
-    if leaf is None:
-        return twin
-    real = leaf.real.detach()
-    if leaf.batch_dim is not None:
-        index = torch.arange(count, device=real.device) % real.shape[leaf.batch_dim]
-        real = real.index_select(leaf.batch_dim, index)
-    return (real.to(twin.device) if real.device != twin.device else real.clone()).requires_grad_(
-        leaf.real.requires_grad
-    )
-
-
-@contextmanager
-def _listening(pieces: Pieces) -> Iterator[list[Heard]]:
-    """In this context the pieces note their calls."""
-    calls: list[Heard] = []
-
-    def listener(piece: Piece) -> Callable[..., Any]:
-        module, own = piece.opaque.module, forward_of(piece.opaque.module)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            tensors, key = take_apart(module, args, kwargs)
-            takes = [(x.dtype, tuple(x.shape)) for x in tensors]
-            held = {x.untyped_storage()._cdata for x in (*tensors, *module.parameters())}
-            before, versions = torch.get_rng_state(), [x._version for x in tensors]
-            result = own(*args, **kwargs)
-            found = leaves(result)
-            aliased = any(isinstance(x, Tensor) and x.untyped_storage()._cdata in held for x in found)
-            drew = not torch.equal(before, torch.get_rng_state())
-            wrote = versions != [x._version for x in tensors]
-            calls.append(Heard(piece, key, takes, list(map(_hollow, found)), _form(result), drew, aliased, wrote))
-            return result
-
-        setattr(forward, STAND_INS, True)
-        return forward
-
-    pieces.enter(listener)
-    try:
-        yield calls
-    finally:
-        pieces.leave()
-
-
-def _hollow(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    if type(leaf) not in (Tensor, nn.Parameter) or leaf.layout is not torch.strided:
-        return _NOT
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
-
-
-def _form(value: Any) -> Callable[[Any], Any]:
-    """A function from the tensors in such an object, or the one tensor, to the object; Dynamo traces it."""
-
-    def made(value: Any, at: int) -> tuple[Callable[[Any], Any], int]:
-        if isinstance(value, Tensor):
-            return lambda tensors: tensors[at], at + 1
-        parts = apart(value)
-        if parts is None:
-            return lambda tensors: value, at
-        together, items = parts
-        makers = []
-        for item in items:
-            maker, at = made(item, at)
-            makers.append(maker)
-        return lambda tensors: together([maker(tensors) for maker in makers]), at
-
-    make, count = made(value, 0)
-    return make if count != 1 else lambda tensor: make([tensor])
-
-
-@contextmanager
-def _undone(twins: Twins, beside: tuple[Any, ...]) -> Iterator[Changes]:
-    """In this context the model runs on copies of its buffers, and of parameters on other devices than its own; at the
-    end its buffers, its attributes and all random numbers are as they were, and there is a list of what attributes
-    were set to."""
-    changes: Changes = {}
-    before = Snapshot((*(module for _, module in twins.named()), *beside))
-    copies: dict[int, Any] = {}
-    numpy = sys.modules.get("numpy")
-    states = random.getstate(), numpy.random.get_state() if numpy is not None else None
-    try:
-        for slot in twins.slots:
-            real = slot.real
-            if real is not None and (slot.kind == "buffer" or real.device != slot.device):
-                if id(real) not in copies:
-                    copy = real.detach().to(slot.device, copy=True).requires_grad_(real.requires_grad)
-                    copies[id(real)] = copy
-                slot.tensors[slot.key] = copies[id(real)]
-        with torch.random.fork_rng():
-            yield changes
-    finally:
-        for slot in twins.slots:
-            slot.tensors[slot.key] = slot.real
-        changes.update(before.restore())
-        random.setstate(states[0])
-        if numpy is not None:
-            numpy.random.set_state(states[1])
 
 
 # Random numbers -------------------------------------------------------------------------------------------------------

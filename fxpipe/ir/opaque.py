@@ -173,7 +173,7 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
 def take_apart(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], Any]:
     """The tensors of a call, and everything else about it."""
     found, nest = tree_flatten((args, dict(kwargs)))
-    others = [None if isinstance(x, Tensor) else int(x) if isinstance(x, torch.SymInt) else x for x in found]
+    others = [Tensor if isinstance(x, Tensor) else int(x) if isinstance(x, torch.SymInt) else x for x in found]
     autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
     return [x for x in found if isinstance(x, Tensor)], (module.training, autocast, nest, others)
 

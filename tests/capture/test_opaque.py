@@ -532,6 +532,42 @@ def test_what_returns_no_tensors_is_kept_in_what_is_around_it():
     pipe.close()
 
 
+class Masked(Branch):
+    """What it computes depends on which of its arguments are there."""
+
+    def forward(self, x, mask=None, bias=None):
+        x = self.fc(x) if x.sum() > -1e9 else x
+        x = x if mask is None else x * mask
+        return x if bias is None else x + bias
+
+
+class Calls(nn.Module):
+    """Gives a mask of ones where it is told that it is being compiled."""
+
+    told = staticmethod(torch.compiler.is_compiling)
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Masked()
+
+    def forward(self, x):
+        mask = torch.ones(WIDTH, dtype=x.dtype) if self.told() else None
+        return self.inner(x, None, torch.sin(x)) + self.inner(x, torch.cos(x)) + self.inner(x, mask)
+
+
+class CallsInAnotherWay(Calls):
+    told = staticmethod(torch.compiler.is_dynamo_compiling)
+
+
+@pytest.mark.parametrize(("middle", "kept"), [(Calls, "middle.0.inner"), (CallsInAnotherWay, "middle.0")])
+def test_submodules_that_are_called_in_another_way_while_they_are_traced(middle, kept):
+    """It once was learnt again and again what the other way returns."""
+    pipe = fxpipe.compile(made(middle), devices=2, chunks=4)
+    assert_calls_alike(pipe, made(middle), batch()[0])
+    assert kept_whole(pipe) == [kept]
+    pipe.close()
+
+
 class Labels(Branch):
     """Returns an object with a part that is no tensor, which the model returns in turn."""
 
