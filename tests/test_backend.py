@@ -35,7 +35,7 @@ EXACT = {"moving average"}
 PLAIN = {"lstm"}  # torch.compile leaves torch's LSTM alone
 QUICK = {
     ("numbers", 4, None), ("numbers", 4, True), ("nested outputs", 4, None), ("own function", 4, None),
-    ("dropout", 1, True), ("counter", 4, None),
+    ("dropout", 1, True), ("counter", 4, None), ("dict output", 4, True),
 }  # fmt: skip
 
 
@@ -72,11 +72,8 @@ def ways() -> list[tuple[str, int, int]]:
 
 
 def cases() -> list[Any]:
-    """All models in four micro-batches; in one, every other model by either way. With dynamic=True, the width that
-    "dict output" returns is not told from a number made of samples: it runs in one micro-batch, with a warning."""
-    found = [
-        (name, 4, dynamic) for name in MODELS for dynamic in (None, True) if (name, dynamic) != ("dict output", True)
-    ]
+    """All models in four micro-batches; in one, every other model by either way."""
+    found = [(name, 4, dynamic) for name in MODELS for dynamic in (None, True)]
     found += [(name, 1, (None, True)[index % 4 == 2]) for index, name in enumerate(MODELS) if index % 2 == 0]
     found += [case for case in QUICK if case not in found]
     return [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in found]

@@ -180,6 +180,11 @@ def clock(self: Any, x: Tensor) -> Tensor:
     return x * time.time()
 
 
+def batch_in_buffer(self: Any, x: Tensor) -> Tensor:
+    self.rows = x * 2
+    return x
+
+
 SHAPE = r"whose shape depends on the values of a tensor; write x \* mask or torch.where"
 REFUSED = {
     hook: r"x.register_hook.*hangs a hook on a value in forward.*autograd.Function",
@@ -193,6 +198,7 @@ REFUSED = {
     repeats: rf"repeat_interleave.*\nmakes f32\[b, .*\], {SHAPE}",
     branch: r"x if x.sum\(\) > 0 else -x\n.*depends on the values of a tensor; write torch.where",
     index: r"self.rows\[self.next % 4\] = .*uses a tensor as a Python number.*in an index, write x\[i\[None\]\]",
+    batch_in_buffer: r"self.rows = x \* 2\nsets the buffer rows, f32\[4, 8\], to f32\[b, 8\]; .* return the tensor",
     clock: r"x \* time.time\(\)\n.*calls a function that is written in C, which cannot be read; call it before",
     index_that_moves: r"self.rows\[self.next\] = .*uses a tensor as a Python number.*in an index, write",
 }

@@ -50,6 +50,22 @@ class LazyTable(Layers):
         return x
 
 
+class LazyBuffer(Layers):
+    """The same table in a buffer, which gets its shape with the first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(1, 8), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table.shape[0] != x.shape[1]:
+            place = torch.arange(x.shape[1], dtype=x.dtype, device=x.device)[:, None]
+            self.table = torch.cos(place * torch.arange(8, dtype=x.dtype, device=x.device))
+        for layer in self.layers:
+            x = torch.tanh(layer(x) + self.table)
+        return x
+
+
 class LazyDict(Layers):
     """Tables by length in a dict, filled as lengths come."""
 
@@ -695,6 +711,7 @@ class TrainEval(Layers):
 
 TRAITS: dict[str, Case] = {
     "lazy table": case(LazyTable, sequences),
+    "lazy buffer": case(LazyBuffer, sequences),
     "lazy dict": case(LazyDict, sequences),
     "cached function": case(CachedFunction, sequences),
     "ring buffer": case(RingBuffer, vectors, batch_norm=True),

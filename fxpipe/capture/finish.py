@@ -17,6 +17,7 @@ from fxpipe.ir.memory import memory
 from fxpipe.ir.types import TensorType
 
 from .arguments import Call
+from .batch import batch_dims
 from .convert import Draft
 from .explain import at
 from .hollow import Slot, dense
@@ -120,6 +121,7 @@ def finish(
     of_hollow |= {
         id(leaf.twin): i.name for leaf in call.leaves.values() for i in draft.graph.inputs if i.path == leaf.path
     }
+    seen = replace(seen, rebound=_keeping_shape(draft, hollows, seen))
     graph = _with_returned_states(draft.graph, seen, of_hollow)
 
     def ref(leaf: Any) -> Ref | None:
@@ -144,7 +146,9 @@ def finish(
     graph = _with_rebound_buffers(graph, draft, hollows, seen)
     check_shapes(graph, values)
     sizes = {
-        name: fake for name, fake in zip(draft.outputs, draft.fakes, strict=True) if isinstance(fake, torch.SymInt)
+        name: fake
+        for name, fake in zip(draft.outputs, draft.fakes, strict=True)
+        if isinstance(fake, torch.SymInt) or (type(fake) is int and name in results)  # a size that does not vary
     }
     exact = {name: size_function(fake, graph, draft) for name, fake in sizes.items()}
     graph = spread(name_loss(graph, own=call.given[3] is None) if loss else graph, values, reduce)
@@ -182,6 +186,28 @@ def _with_returned_states(graph: Graph, seen: Seen, of_hollow: dict[int, str]) -
     return replace(graph, states=tuple(states))
 
 
+def _keeping_shape(draft: Draft, hollows: tuple[Any, ...], seen: Seen) -> dict[int, Slot]:
+    """The buffers that hold something new of the old shape. Where the shape is another, as that of a table that is made
+    once its length is known, the buffer is set to what the call returns, as an attribute would be."""
+    graph, types = draft.graph, draft.graph.types
+    made_by = {op.name: op for op in graph.ops}
+    keeping = dict(seen.rebound)
+    for made, value in zip(hollows, draft.outputs, strict=True):
+        slot = keeping.get(id(made))
+        if slot is None or slot.twin is None:
+            continue
+        kind, new = type_of(slot.twin, {}), types[value]
+        if not isinstance(kind, TensorType) or not isinstance(new, TensorType) or kind.shape != new.shape:
+            if value not in made_by or not isinstance(new, TensorType) or batch_dims(new):
+                origin = made_by[value].origin if value in made_by else Origin("", 0, "", "")
+                raise CaptureError(
+                    f"{at(origin)}\nsets the buffer {slot.path}, {kind}, to {new}; a buffer must not have the shape of "
+                    "the batch: return the tensor instead"
+                )
+            del keeping[id(made)]
+    return keeping
+
+
 def _with_rebound_buffers(graph: Graph, draft: Draft, hollows: tuple[Any, ...], seen: Seen) -> Graph:
     """`self.ema = self.ema * 0.9` makes a new tensor; here it is copied into the buffer, which stays what it is.
 
@@ -199,11 +225,7 @@ def _with_rebound_buffers(graph: Graph, draft: Draft, hollows: tuple[Any, ...], 
         if slot is None or slot.twin is None or (slot.path in states and states[slot.path].name == value):
             continue
         origin = graph.ops[made_at[value]].origin if value in made_at else Origin("", 0, "", "")
-        kind, new = type_of(slot.twin, {}), types[value]
-        if not isinstance(kind, TensorType) or not isinstance(new, TensorType) or kind.shape != new.shape:
-            raise CaptureError(
-                f"{at(origin)}\nsets the buffer {slot.path}, {kind}, to {new}; a buffer must keep its shape"
-            )
+        kind = type_of(slot.twin, {})
         if slot.path not in states:
             states[slot.path] = State(names(slot.path), slot.path, "buffer", kind)
         name = states[slot.path].name
@@ -216,8 +238,10 @@ def _with_rebound_buffers(graph: Graph, draft: Draft, hollows: tuple[Any, ...], 
     return replace(graph, states=tuple(states.values()), ops=tuple(ops))
 
 
-def size_function(fake: torch.SymInt, graph: Graph, draft: Draft) -> Callable[[Mapping[str, int]], int]:
+def size_function(fake: torch.SymInt | int, graph: Graph, draft: Draft) -> Callable[[Mapping[str, int]], int]:
     """The number that a size expression is, given numbers for the names of the graph's sizes and inputs."""
+    if not isinstance(fake, torch.SymInt):
+        return lambda values: fake
     expression = fake.node.expr
 
     def compute(values: Mapping[str, int]) -> int:
