@@ -153,7 +153,7 @@ def _misfit(tensor: Tensor | None, key: str, shape: tuple[int, ...], dtype: str)
     if tensor is None:
         return f"{key}: missing"
     if tensor.is_meta:
-        return f"{key}: has no values, it is on the meta device; call model.to_empty() and load a state_dict first"
+        return f"{key}: has no values, it is on the meta device; call pipe.materialize(), or fxpipe.materialize(model)"
     here = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
     return None if here == (shape, dtype) else f"{key}: {here[1]}{list(here[0])}, expected {dtype}{list(shape)}"
 

@@ -41,13 +41,23 @@ device 1      F0  B0  F1  B1  F2  B2  F3  B3
 
 from . import backend
 from .compile import compile, load
-from .errors import CaptureError, FxpipeError, InputError, MixedSamplesWarning, PackageError, PlanError
+from .errors import (
+    CaptureError,
+    CheckpointError,
+    FxpipeError,
+    InputError,
+    MaterializeError,
+    MixedSamplesWarning,
+    PackageError,
+    PlanError,
+)
 from .ir.cluster import Cluster
 from .ir.plan import Plan
 from .ir.profile import Profile
 from .ir.schedule import Schedule
 from .ir.timeline import Timeline
 from .machine import detect
+from .materialize import materialize
 from .pipe import Pipe
 from .plan import plan
 from .planned import Planned
@@ -57,9 +67,11 @@ from .searched import Searched
 
 __all__ = [
     "CaptureError",
+    "CheckpointError",
     "Cluster",
     "FxpipeError",
     "InputError",
+    "MaterializeError",
     "MixedSamplesWarning",
     "PackageError",
     "Pipe",
@@ -74,6 +86,7 @@ __all__ = [
     "compile",
     "detect",
     "load",
+    "materialize",
     "plan",
     "profile",
     "search",

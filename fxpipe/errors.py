@@ -28,3 +28,11 @@ class MixedSamplesWarning(UserWarning):
 
 class CompileError(FxpipeError):
     """A stage cannot be compiled by the backend that was asked for."""
+
+
+class MaterializeError(FxpipeError):
+    """A tensor on the meta device cannot be given values: nothing in the model says which."""
+
+
+class CheckpointError(FxpipeError):
+    """A checkpoint is none, is damaged, or does not fit the model."""

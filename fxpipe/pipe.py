@@ -45,6 +45,7 @@ from .ir.timeline import Timeline
 from .ir.timeline import compare as beside
 from .ir.transfers import add_transfers
 from .machine import local_cluster
+from .materialize import Init, materialize
 from .options import Options, backend_of, every_device
 from .planning import homes
 from .profiling import estimate, measure
@@ -188,6 +189,12 @@ class Pipe(Shell):
             made = self._built(graph, tuple(found[item.name] for item in graph.inputs))
             if not any(tensor.is_meta for tensor in self.model.state_dict().values()):
                 self._live(made)
+
+    def materialize(self, seed: int = 0, *, init: Init | None = None, checkpoint: str | Path | None = None) -> None:
+        """Give the model's tensors that are on the meta device memory and values, as `fxpipe.materialize` does: they
+        depend on the seed (or `init`, or the checkpoint) and on nothing of the plan."""
+        with self._lock:
+            materialize(self.model, seed, init=init, checkpoint=checkpoint)
 
     def _run(self, graph: Graph, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """The flat outputs for the flat inputs of a call of this kind."""

@@ -450,7 +450,7 @@ def test_a_model_on_the_meta_device(example: Tensor) -> None:
     assert "Net: 3 stages" in pipe.explain()
     assert "class Stage1" in pipe.files["stage1.py"]
     for attempt in (lambda: pipe(X.float()), lambda: pipe.stages):
-        with pytest.raises(PackageError, match=r"it is on the meta device; call model.to_empty\(\)"):
+        with pytest.raises(PackageError, match=r"it is on the meta device; call pipe.materialize\(\)"):
             attempt()
     plain = Net()
     pipe.to_empty(device="cpu").load_state_dict(plain.state_dict())

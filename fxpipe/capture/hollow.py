@@ -99,8 +99,9 @@ class Twins:
     """The stand-ins of the parameters and buffers of modules: of the model, and of what computes its loss. `roots` says
     what the paths of each module's tensors begin with; what hangs in two of them belongs to the first.
 
-    They stay on the devices where the model was at first, whatever becomes of the real tensors; `device` is that of all
-    of them, if they share one. `version` counts how often other tensors than before were found in the model.
+    They stay on the devices where the model was at first, whatever becomes of the real tensors, and all on the meta
+    device if a part of the model was there; `device` is that of all of them, if they share one. `version` counts how
+    often other tensors than before were found in the model.
     """
 
     roots: Roots
@@ -135,6 +136,8 @@ class Twins:
         devices = {slot.path: slot.device for slot in self.slots}
         before = {(id(slot.tensors), slot.key, slot.path): slot for slot in self.slots}
         named = self.named()
+        every = (x for _, module in named for x in (*module._parameters.values(), *module._buffers.values()))
+        meta = torch.device("meta") if any(x is not None and x.is_meta for x in every) else None
         self.modules = [module._modules for _, module in named]
         self.shape = [list(children.values()) for children in self.modules]
         self.slots = []
@@ -143,7 +146,7 @@ class Twins:
             for kind, tensors in dicts.items():
                 for key, real in tensors.items():
                     path = f"{prefix}.{key}" if prefix else key
-                    device = devices.get(path) or (real.device if real is not None else torch.device("cpu"))
+                    device = devices.get(path) or meta or (real.device if real is not None else torch.device("cpu"))
                     known = before.get((id(tensors), key, path))
                     self.slots.append(known or Slot(tensors, key, path, kind, device))
         self.of = {id(slot.twin): slot for slot in self.slots if slot.twin is not None}
