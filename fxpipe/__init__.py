@@ -40,6 +40,7 @@ device 1      F0  B0  F1  B1  F2  B2  F3  B3
 """
 
 from . import backend
+from .checkpoint import last_checkpoint, load_checkpoint, save_checkpoint
 from .compile import compile, load
 from .errors import (
     CaptureError,
@@ -85,9 +86,12 @@ __all__ = [
     "backend",
     "compile",
     "detect",
+    "last_checkpoint",
     "load",
+    "load_checkpoint",
     "materialize",
     "plan",
     "profile",
+    "save_checkpoint",
     "search",
 ]

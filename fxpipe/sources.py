@@ -14,6 +14,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,22 +84,27 @@ def open_safetensors(path: Path) -> Source:
 
 
 def open_folder(path: Path) -> Source:
-    """A folder of torch.distributed.checkpoint. Tensors only: other things in it are pickled, and left alone."""
-    reader = Reader(path)
+    """A folder of torch.distributed.checkpoint."""
+    held = entries(path)
+    return Source(str(path), {key: tuple(entry.size) for key, entry in held.items()}, partial(read, path))
+
+
+def entries(path: Path) -> dict[str, TensorStorageMetadata]:
+    """The tensors in a folder of torch.distributed.checkpoint, by key. What else is there is pickled, and left alone.
+    Raises CheckpointError if it is none."""
     try:
-        metadata = reader.read_metadata()
+        held = Reader(path).read_metadata().state_dict_metadata
     except (OSError, pickle.UnpicklingError, EOFError, AttributeError) as error:
         raise CheckpointError(f"{path} is no folder of torch.distributed.checkpoint: {error}") from None
-    held = {k: m for k, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
+    return {key: entry for key, entry in held.items() if isinstance(entry, TensorStorageMetadata)}
 
-    def fill(tensors: Mapping[str, Tensor]) -> None:
-        if not tensors:
-            return
+
+def read(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Copy those with these keys in a folder into the tensors given. Each process reads what it needs."""
+    if tensors:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each process reads what it needs
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
             load({key: x.detach() for key, x in tensors.items()}, storage_reader=Reader(path), no_dist=True)
-
-    return Source(str(path), {key: tuple(entry.size) for key, entry in held.items()}, fill)
 
 
 def within(source: Source, prefix: str) -> Source:
