@@ -48,6 +48,11 @@ ADVICE = (
         *DATA_SIZES,
     ),
     (
+        r"`(pack_padded_sequence|pad_packed_sequence|pack_sequence)`",
+        "it packs sequences, and how many there are at a step depends on their lengths, which are data",
+        "leave the padding in, and mask what comes of it",
+    ),
+    (
         r"`print`|builtin print|[Ll]ogger|logging",
         "it prints or logs",
         "take that out of forward, or put it under `if not torch.compiler.is_compiling():`",

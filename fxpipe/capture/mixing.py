@@ -70,10 +70,10 @@ def text(graph: Graph, mixed: Mixed, batch: int, rows: Sequence[int]) -> str:
     results = "; ".join(_result(graph, output, batch, rows) for output in outputs)
     consent = {called_by_user(o.value, graph): JOINED if o.batch_dim is not None else o.reduce for o in outputs}
     few = f"{rows[0]}" if rows[0] == rows[-1] else f"{rows[-1]} or {rows[0]}"
+    place = f"{at(mixed.origin)}\n" if mixed.origin.line else ""
     return (
-        f"{at(mixed.origin)}\n"
-        f"{mixed.what}; but a micro-batch has its own samples only, {few} of {batch}. What comes of it is what the "
-        f"plain model makes of each micro-batch by itself: {results}.\n"
+        f"{place}{mixed.what}; but a micro-batch has its own samples only, {few} of {batch}. What comes of it is what "
+        f"the plain model makes of each micro-batch by itself: {results}.\n"
         "If you want that of the whole batch, write chunks=1; or let the model return what goes into this line, and "
         "compute the rest from what the pipe returns (not in the loss_fn of step(), which has micro-batches, too: call "
         "loss.backward()).\n"

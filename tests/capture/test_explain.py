@@ -5,7 +5,7 @@ import traceback
 import pytest
 import torch
 
-from fxpipe.capture.explain import innermost
+from fxpipe.capture.explain import innermost, refusal
 
 INSTALLED = "/home/me/env/lib/python3.11/site-packages"
 MODEL, LIBRARY = ("/home/me/model.py", 7), (f"{INSTALLED}/vit_pytorch/vit.py", 41)
@@ -28,3 +28,10 @@ TORCH = (f"{torch.__path__[0]}/nn/functional.py", 12)
 def test_the_users_line(stack, line):
     found = innermost([traceback.FrameSummary(file, number, "forward", lookup_line=False) for file, number in stack])
     assert (found and (found.file, found.line)) == line
+
+
+def test_packed_sequences_are_named():
+    said = "Attempted to call function marked as skipped: ... the function `pack_padded_sequence` in file `rnn.py`"
+    found = refusal(RuntimeError(said))
+    assert "it packs sequences" in found.reason
+    assert "leave the padding in" in found.advice
