@@ -110,8 +110,7 @@ def test_a_call_is_the_plain_models_on_each_micro_batch(name: str, compiled: Cal
     assert len([one for one in told if one.category is MixedSamplesWarning]) == graphs
 
 
-@pytest.mark.parametrize("name", ["centred", "sorted"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize(("name", "schedule"), [("centred", "1f1b"), ("sorted", "zb-h1")])
 def test_a_step_is_the_plain_models_on_each_micro_batch(name: str, schedule: str) -> None:
     case = CASES[name]
     model, twin = build(case), build(case)
