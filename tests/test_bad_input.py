@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import fxpipe
-from fxpipe.errors import CaptureError, InputError, PackageError, PlanError
+from fxpipe.errors import CaptureError, FxpipeError, InputError, PackageError, PlanError
 
 X = torch.randn(6, 4)
 
@@ -120,6 +122,68 @@ def test_a_package_for_another_model(tmp_path: Any) -> None:
     fxpipe.compile(Net(), devices=2, chunks=2, example_inputs=(X,)).save(tmp_path / "out")
     with pytest.raises(PackageError, match=r"head\.weight"):
         fxpipe.load(tmp_path / "out", nn.Sequential(nn.Linear(4, 4)))
+
+
+class Returns(nn.Module):
+    """What `what` makes of the model and x."""
+
+    def __init__(self, what: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.what, self.w = what, nn.Parameter(torch.linspace(0, 1, 3))
+        self.register_buffer("table", torch.arange(3.0))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.what(self, x)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        lambda self, x: x,
+        lambda self, x: self.w,
+        lambda self, x: {"w": self.w, "x": x},
+        lambda self, x: x.shape[0],
+        lambda self, x: 3,
+        lambda self, x: None,
+    ],
+)
+def test_models_that_compute_nothing(what: Callable[[Any, Tensor], Any]) -> None:
+    model = Returns(what)
+    with pytest.raises(FxpipeError, match=r"Returns has no ops: .*; call the model itself"):
+        fxpipe.compile(model, 2, 3)(X)
+    with pytest.raises(FxpipeError, match=r"Returns has no ops: .*; call the model itself"):
+        fxpipe.compile(model, 2, 3, example_inputs=X)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        lambda self, x: self.w.sin() * 2,
+        lambda self, x: (self.table + 1) * self.w,
+        lambda self, x: (torch.ones(3) * 2 + self.table, self.w * 1),
+    ],
+)
+def test_models_that_do_not_look_at_their_input(what: Callable[[Any, Tensor], Any]) -> None:
+    model = Returns(what)
+    twin = copy.deepcopy(model)
+    pipe = fxpipe.compile(twin, 2, 3)
+    found, expected = (pytree.tree_leaves(one(X)) for one in (pipe, model))
+    torch.testing.assert_close(found, expected)
+    found[-1].sum().backward()
+    expected[-1].sum().backward()
+    torch.testing.assert_close(twin.w.grad, model.w.grad)
+    pipe.close()
+
+
+def test_torch_compile_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = fxpipe.compile(Net(), 2, 3)
+    with torch.compiler.set_stance("force_eager"), pytest.raises(CaptureError, match=r"torch\.compile is switched off"):
+        pipe(X)
+    torch.testing.assert_close(pipe(X), pipe.model(X))
+    pipe.close()
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    with pytest.raises(CaptureError, match=r"torch\.compile is switched off"):
+        fxpipe.compile(Net(), 2, 3)
 
 
 def test_folders_are_not_overwritten(tmp_path: Any) -> None:

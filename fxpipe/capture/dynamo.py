@@ -29,6 +29,8 @@ from torch._dynamo.variables import builtin
 from torch._dynamo.variables.torch import tracing_state_functions
 from torch._subclasses import FakeTensor, FakeTensorMode
 
+from fxpipe.errors import CaptureError
+
 from .explain import Refused, refusal
 from .recurrent import one_step
 
@@ -40,6 +42,10 @@ SETTINGS: dict[str, object] = {
     "accumulated_recompile_limit": 1024,
     "verbose": False,
 }
+SWITCHED_OFF = (
+    "torch.compile is switched off, which reads the model for fxpipe: leave out TORCHDYNAMO_DISABLE and "
+    "torch.compiler.set_stance('force_eager')"
+)
 # Other ways to read a model, by what refusals say that they may avoid.
 WAYS = {
     "deep": ("Attempted to call function marked as skipped", "setattr() on Tensor.requires_grad"),
@@ -75,11 +81,15 @@ def dynamo(model: nn.Module, function: Callable[..., Any], capture: Capture) -> 
         return capture(Traced(module, mode, tuple(map(_name, placeholders)), tuple(map(is_boxed, placeholders))))
 
     context: Any = torch._dynamo.optimize(backend, nopython=True)
+    if not hasattr(context, "callback"):
+        raise CaptureError(SWITCHED_OFF)
     context.callback = configured = _Configured(context.callback)
     fresh = _fresh(function)
     run = context(fresh)
 
     def call(*given: Any) -> Any:
+        if torch._dynamo.eval_frame._stance.stance == "force_eager":
+            raise CaptureError(SWITCHED_OFF)
         refused: Refused | None = None
         while True:
             configured.modules = None

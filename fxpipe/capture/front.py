@@ -143,7 +143,8 @@ class Front:
                 if now.snapshot is not None:
                     now, result = self._complete(asked, run)
             kind = now.kind
-            if now.snapshot is not None or kind is None:
+            assert kind is not None
+            if now.snapshot is not None:
                 raise CaptureError(
                     f"{type(self.model).__name__}, or a hook on it, changes what it depends on, so that no two calls "
                     "are of one kind; does it append to a list? Put values into a dict, or return them, instead"
@@ -170,6 +171,10 @@ class Front:
         """One call of the route; if it is a dry pass, the graph of its kind is complete afterwards. Where a graph is
         refused in which data decides how large something is, that may do inside of a submodule that is kept whole."""
         now, result = self._pass(asked, run)
+        if now.kind is None:
+            raise CaptureError(
+                f"{type(self.model).__name__} has no ops: there is nothing to run on devices; call the model itself"
+            )
         if now.snapshot is None:
             return now, result
         try:
@@ -185,8 +190,8 @@ class Front:
     def _finish(self, now: Now, result: Any, asked: Asked) -> Finished:
         """Complete the graph of the kind of call that a dry pass has shown."""
         kind = now.kind
-        if kind is None or kind.drafted is None:
-            raise CaptureError(f"{type(self.model).__name__} was not captured: is compilation switched off?")
+        assert kind is not None
+        assert kind.drafted is not None
         if kind.finished is None:
             self._check(kind, now.call)
             drafted = kind.drafted

@@ -95,7 +95,7 @@ def check_request(graph: Graph, profile: Profile, cluster: Cluster, labels: Sequ
 def check_profiled(graph: Graph, profile: Profile) -> None:
     """Raise PlanError if there is nothing to plan, or the profile is not one of the graph."""
     if not graph.ops:
-        raise PlanError(f"{graph.model} has no ops: there is nothing to plan")
+        raise PlanError(f"{graph.model} has no ops: there is nothing to plan; call the model itself")
     try:
         check_profile(profile, [op.name for op in graph.ops])
     except ValueError as error:
