@@ -21,12 +21,13 @@ from math import prod
 from typing import Any
 
 from fxpipe.errors import PlanError
+from fxpipe.ir.axes import Axes, axis, permuted, reshaped, whole
 from fxpipe.ir.graph import Graph, Op, Ref, op_name, refs, show_op
-from fxpipe.ir.operators import KINDS, Dimension, Operator, OperatorGraph
+from fxpipe.ir.operators import KINDS, Dimension, Operator
+from fxpipe.ir.reading import Reading, View
 from fxpipe.ir.types import ITEMSIZE, TensorType, dim_size, tensors
 
 from . import kinds
-from .axes import Axes, axis, permuted, reshaped, whole
 from .draft import Draft
 
 POINTWISE = {
@@ -82,14 +83,6 @@ class Held:
     states: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Reading:
-    """The operators, and for each the ops of the graph that belong to it."""
-
-    operators: OperatorGraph
-    ops: Mapping[str, tuple[str, ...]]
-
-
 def read(graph: Graph, sizes: Mapping[str, int]) -> Reading:
     """The operators of a graph, with a number for each of its sizes. Raises PlanError, with the op and the user's line,
     where an op is of no known kind, or the samples are not in its first dimension."""
@@ -97,7 +90,11 @@ def read(graph: Graph, sizes: Mapping[str, int]) -> Reading:
     for op in graph.ops:
         reader.read(op)
     operators = reader.draft.graph(graph.model, reader.element)
-    return Reading(operators, {operator.name: tuple(reader.ops.get(operator.name, ())) for operator in operators})
+    views = reader.seen()
+    ops: dict[str, list[str]] = {operator.name: [] for operator in operators}
+    for name, view in views.items():
+        ops[view.operator].append(name)
+    return Reading(operators, {name: tuple(members) for name, members in ops.items()}, views)
 
 
 class _Reader:
@@ -107,7 +104,7 @@ class _Reader:
         self.draft, self.sizes = Draft(), sizes
         self.values: dict[str, Value | Held] = {}
         self.types = graph.types
-        self.ops: dict[str, list[str]] = {}  # by operator
+        self.ops: dict[str, Value] = {}  # what each op puts out
         self.pieces: dict[str, Value] = {}  # what was taken apart, by the op that did so
         self.views: dict[tuple[str, Axes], Operator] = {}  # what was made of an operator for others to read
         self.names: dict[str, int] = {}
@@ -147,8 +144,7 @@ class _Reader:
             self.pieces[op.name] = self.values[op.name] = self.first(op)
             return
         value = self.rule(op)(self, op)
-        self.values[op.name] = replace(value, name=op.name)
-        self.ops.setdefault(value.operator.name, []).append(op.name)
+        self.values[op.name] = self.ops[op.name] = replace(value, name=op.name)
 
     def rule(self, op: Op) -> Callable[[_Reader, Op], Value]:
         name = op_name(op)
@@ -160,6 +156,17 @@ class _Reader:
 
     def refuse(self, op: Op, why: str) -> PlanError:
         return PlanError(f"{show_op(op)}: {why}")
+
+    def seen(self) -> dict[str, View]:
+        """What each op puts out. A view that others read is of the operator that was made for them, but for the op
+        that an operator was made for."""
+        made, found = {name for name, value in self.values.items() if name not in self.ops}, dict[str, View]()
+        for name, value in self.ops.items():
+            operator = value.operator.name
+            view = self.views.get((operator, value.axes)) if operator in made else None
+            found[name] = View(view.name, whole(view.sizes)) if view else View(operator, value.axes)
+            made.add(operator)
+        return found
 
     # operators -----------------------------------------------------------------------------------
 
