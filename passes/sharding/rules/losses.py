@@ -1,0 +1,213 @@
+"""Numbers over the whole batch: each part is summed by itself, and the sums are added once, on the device of the first.
+
+A mean is the sum of the sums, divided by what it is over: a number of elements, or for losses over labels the weight
+of all labels that count, which is summed part by part, too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fxpipe.ir.graph import Op, Ref, op_name
+from fxpipe.ir.strategy import Region
+from fxpipe.ir.types import TensorType
+
+from ..building import Building, Part
+from ..regions import Place, Places, extent
+from ..rule import Rule, argument, each, every
+
+LABELS = (F.cross_entropy, F.nll_loss)
+PAIRS = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div)
+
+
+def arguments(op: Op) -> dict[str, Any]:
+    """All arguments of a loss, by name."""
+    assert callable(op.target)
+    bound = inspect.signature(op.target).bind(*op.args, **op.kwargs)
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+def _reduction(op: Op) -> str:
+    """How a loss is reduced; "" for a way that is not known."""
+    if op.target not in (*LABELS, *PAIRS):
+        return ""
+    given = arguments(op)
+    if given.get("size_average") is not None or given.get("reduce") is not None:
+        return ""
+    return str(given["reduction"])
+
+
+def _classes(b: Building, op: Op) -> int:
+    """The dimension of the classes."""
+    return 1 if len(b.shape(arguments(op)["input"].name)) > 1 else 0
+
+
+def _label_cuts(b: Building, op: Op) -> Iterable[int]:
+    """Of the scores, any dimension but that of the classes."""
+    if _reduction(op) not in ("mean", "sum", "none"):
+        return ()
+    dims = range(len(b.shape(arguments(op)["input"].name)))
+    return [dim for dim in dims if dim != _classes(b, op)]
+
+
+def _read(b: Building, op: Op, region: Region, device: int) -> dict[str, Any]:
+    """The arguments of a loss over a region of the scores."""
+    given, classes = arguments(op), _classes(b, op)
+    target = given["target"].name
+    probable = len(b.shape(target)) == len(region)
+    of_target = region if probable else (*region[:classes], *region[classes + 1 :])
+    changed = {
+        "input": Ref(b.gather(op, given["input"].name, region, device)),
+        "target": Ref(b.gather(op, target, of_target, device)),
+    }
+    if given.get("weight") is not None:
+        changed["weight"] = Ref(b.whole(op, given["weight"].name, device))
+    return changed
+
+
+def _changed(op: Op, changed: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that a call needs, by name: those that differ from the default."""
+    assert callable(op.target)
+    defaults = {name: p.default for name, p in inspect.signature(op.target).parameters.items()}
+    given = {**arguments(op), **changed}
+    return {n: v for n, v in given.items() if n not in ("input", "target") and (isinstance(v, Ref) or v != defaults[n])}
+
+
+def _labelled(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+    """Cross entropy and the like, to a number: `places` are those of the scores."""
+    sums, weights = [], []
+    for name, place in zip(_names(b, op, places), places, strict=True):
+        read = _read(b, op, place.region, place.device)
+        kwargs = _changed(op, {**read, "reduction": "sum"})
+        sums.append(b.add(op, name, place.device, op.target, (read["input"], read["target"]), kwargs))
+        if _reduction(op) == "mean":
+            weights.append(_weight(b, op, name, place, read))
+    return _combined(b, op, sums, weights, places[0].device)
+
+
+def _weight(b: Building, op: Op, name: str, place: Place, read: Mapping[str, Any]) -> str | float:
+    """The weight of the labels of a part that count; a number where all do."""
+    given, target = arguments(op), read["target"]
+    type = b.types[target.name]
+    assert isinstance(type, TensorType)
+    if len(type.shape) == len(place.region):  # probabilities of the classes
+        return prod(extent(place.region)) / extent(place.region)[_classes(b, op)]
+
+    def step(stem: str, call: Any, args: tuple[Any, ...], type: TensorType) -> Ref:
+        return Ref(b.glue(op, f"{name}_{stem}", place.device, call, args, type))
+
+    counts = step("counts", torch.ne, (target, given["ignore_index"]), replace(type, dtype="bool"))
+    if "weight" not in read:
+        return step("count", torch.sum, (counts,), replace(type, shape=())).name
+    labels = step("labels", torch.where, (counts, target, 0), type)
+    each = b.typed(read["weight"].name, type.shape)
+    of_labels = step("weights", operator.getitem, (read["weight"], labels), each)
+    counted = step("counted", operator.mul, (of_labels, counts), each)
+    return step("weight", torch.sum, (counted,), replace(each, shape=())).name
+
+
+def _names(b: Building, op: Op, places: Places) -> list[str]:
+    return [b.free(f"{op.name}_{at}") for at in range(len(places))]
+
+
+def _combined(
+    b: Building, op: Op, sums: Sequence[str], weights: Sequence[str | float], device: int
+) -> tuple[Part, ...]:
+    """The sum of the sums, divided by the sum of the weights if there are any."""
+    place = Place((), device)
+    (name,) = b.part_names(op, (place,))
+    numbers = [weight for weight in weights if not isinstance(weight, str)]
+    names = [weight for weight in weights if isinstance(weight, str)]
+    below = Ref(_total(b, op, f"{name}_weight", names, device)) if names else sum(numbers)
+    above = _total(b, op, f"{name}_sum" if weights else name, sums, device, own=not weights)
+    if weights:
+        b.add(op, name, device, operator.truediv, (Ref(above), below))
+    return (Part(name if weights else above, (), b.devices[above]),)
+
+
+def _total(b: Building, op: Op, stem: str, terms: Sequence[str], device: int, own: bool = False) -> str:
+    """The sum of numbers."""
+    if len(terms) == 1:
+        return terms[0]
+    stacked = b.glue(op, f"{op.name}_parts", device, torch.stack, ([Ref(term) for term in terms],), b.typed(terms[0], (len(terms),)))
+    name = stem if own else b.free(stem)
+    return b.add(op, name, device, torch.sum, (Ref(stacked),), type=b.typed(terms[0], ()))
+
+
+def _unreduced(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+    """A loss for each place."""
+    classes = _classes(b, op)
+    labels = op.target in LABELS
+
+    def call(region: Region, device: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        scores = b.shape(arguments(op)["input"].name)
+        read = (*region[:classes], (0, scores[classes]), *region[classes:]) if labels else region
+        changed = _read(b, op, read, device) if labels else _read_pair(b, op, read, device)
+        return op.target, (changed["input"], changed["target"]), _changed(op, changed)
+
+    return each(b, op, places, call)
+
+
+def _unreduced_cuts(b: Building, op: Op) -> Iterable[int]:
+    if _reduction(op) != "none":
+        return ()
+    return every(b, op) if op.target in LABELS or _pair_cuts(b, op) else ()
+
+
+def _pair_cuts(b: Building, op: Op) -> Iterable[int]:
+    """Any dimension of two operands of one shape."""
+    given = arguments(op) if _reduction(op) in ("mean", "sum", "none", "batchmean") else {}
+    if not given or given.get("weight") is not None:
+        return ()
+    shape = b.shape(given["input"].name)
+    return range(len(shape)) if shape == b.shape(given["target"].name) else ()
+
+
+def _read_pair(b: Building, op: Op, region: Region, device: int) -> dict[str, Any]:
+    given = arguments(op)
+    return {key: Ref(b.gather(op, given[key].name, region, device)) for key in ("input", "target")}
+
+
+def _paired(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+    """A loss between two tensors of one shape, to a number: `places` are those of the first."""
+    sums = []
+    for name, place in zip(_names(b, op, places), places, strict=True):
+        read = _read_pair(b, op, place.region, place.device)
+        kwargs = _changed(op, {**read, "reduction": "sum"})
+        sums.append(b.add(op, name, place.device, op.target, (read["input"], read["target"]), kwargs))
+    shape = b.shape(arguments(op)["input"].name)
+    over = {"mean": [float(prod(shape))], "batchmean": [float(shape[0])]}
+    return _combined(b, op, sums, over.get(_reduction(op), []), places[0].device)
+
+
+def _summed(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+    """The sum or mean of all numbers of a tensor: `places` are those of the tensor."""
+    x = argument(op, 0, "input").name
+    dtype = {"dtype": op.kwargs["dtype"]} if "dtype" in op.kwargs else {}
+    sums = [
+        b.add(op, name, place.device, torch.sum, (Ref(b.gather(op, x, place.region, place.device)),), dtype)
+        for name, place in zip(_names(b, op, places), places, strict=True)
+    ]
+    over = [float(prod(b.shape(x)))] if op_name(op) == "mean" else []
+    return _combined(b, op, sums, over, places[0].device)
+
+
+def _operand(b: Building, op: Op) -> Iterable[int]:
+    return range(len(b.shape(argument(op, 0, "input").name)))
+
+
+LOSSES = dict.fromkeys((function.__name__ for function in (*LABELS, *PAIRS)), Rule(_unreduced, _unreduced_cuts))
+TO_A_NUMBER = {
+    **dict.fromkeys((function.__name__ for function in LABELS), Rule(_labelled, _label_cuts)),
+    **dict.fromkeys((function.__name__ for function in PAIRS), Rule(_paired, _pair_cuts)),
+    **dict.fromkeys(("sum", "mean"), Rule(_summed, _operand)),
+}

@@ -1,0 +1,93 @@
+"""Pooling: a part reads the rows that its windows reach; what stands for the rows outside of the image is put around it
+at its outer border only, -inf for a maximum and 0 for a mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf
+from typing import Any
+
+import torch.nn.functional as F
+
+from fxpipe.ir.graph import Op, Ref, op_name
+from fxpipe.ir.strategy import Region
+from fxpipe.ir.types import TensorType
+
+from ..building import Building, Part
+from ..regions import Places, extent
+from ..rule import Rule, argument, each, every, with_arguments
+from .convolutions import numbers, slide
+
+NAMES = ("input", "kernel_size", "stride", "padding")
+MAX = {"max_pool1d", "max_pool2d", "fn"}  # torch.nn.functional calls the one with or without indices `fn`
+
+
+def _is_max(op: Op) -> bool:
+    return op_name(op) in MAX
+
+
+def _cuts(b: Building, op: Op) -> Iterable[int]:
+    """Any dimension, unless windows at the border are counted in another way, or their places are wanted, too."""
+    if not isinstance(b.captured[op.name], TensorType):
+        return ()
+    _, _, before = _numbers(b, op)
+    plain = not argument(op, 4, "ceil_mode", False) and (not any(before) or argument(op, 5, "count_include_pad", True))
+    return every(b, op) if _is_max(op) or plain else (0, 1)
+
+
+def _numbers(b: Building, op: Op) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Window, stride and padding in each dimension."""
+    rank = len(b.shape(argument(op, 0, "input").name)) - 2
+    size = numbers(argument(op, 1, "kernel_size"), rank)
+    stride = numbers(argument(op, 2, "stride") or size, rank)
+    dilation = numbers(argument(op, 4, "dilation", 1) if _is_max(op) else 1, rank)
+    window = tuple((s - 1) * d + 1 for s, d in zip(size, dilation, strict=True))
+    return window, stride, numbers(argument(op, 3, "padding", 0), rank)
+
+
+def _make(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+    x = argument(op, 0, "input").name
+    slides = _numbers(b, op)
+    outside = -inf if _is_max(op) else 0.0
+
+    def call(region: Region, device: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        area, pad = slide(region[2:], b.shape(x)[2:], *slides)
+        read = (*region[:2], *area)
+        image = b.gather(op, x, read, device)
+        if any(pad) and pad[::2] != pad[1::2]:
+            padded = [size + pad[-2 * at - 2] + pad[-2 * at - 1] for at, size in enumerate(extent(area))]
+            type = b.typed(image, (*extent(region)[:2], *padded))
+            args = (Ref(image), pad, "constant", outside)
+            image, pad = b.glue(op, f"{image}_padded", device, F.pad, args, type), [0] * len(pad)
+        changed = {"input": Ref(image), "padding": tuple(reversed(pad[::2]))}
+        return op.target, *with_arguments(op, changed, NAMES)
+
+    return each(b, op, places, call)
+
+
+def _adaptive_cuts(b: Building, op: Op) -> Iterable[int]:
+    """Any dimension in which all windows are alike."""
+    sizes = zip(b.shape(op.args[0].name), b.shape(op.name), strict=True)
+    return (0, 1, *(dim for dim, (size, left) in enumerate(sizes) if dim > 1 and size % left == 0))
+
+
+def _make_adaptive(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+    x = argument(op, 0, "input").name
+    windows = [size // left for size, left in zip(b.shape(x)[2:], b.shape(op.name)[2:], strict=True)]
+
+    def call(region: Region, device: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        area = [
+            (0, size) if left == (0, wanted) else (left[0] * window, left[1] * window)
+            for left, window, size, wanted in zip(region[2:], windows, b.shape(x)[2:], b.shape(op.name)[2:], strict=True)
+        ]
+        image = Ref(b.gather(op, x, (*region[:2], *area), device))
+        sizes = extent(region[2:])
+        return op.target, (image, sizes if len(sizes) > 1 else sizes[0]), {}
+
+    return each(b, op, places, call)
+
+
+POOLS = {
+    **dict.fromkeys((*sorted(MAX), "avg_pool1d", "avg_pool2d"), Rule(_make, _cuts)),
+    **dict.fromkeys(("adaptive_avg_pool1d", "adaptive_avg_pool2d"), Rule(_make_adaptive, _adaptive_cuts)),
+}

@@ -1,0 +1,68 @@
+"""Whatever is done to each sample by itself: a part has some of the samples, and all of every other dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from fxpipe.ir.graph import Op, Ref, map_refs, op_name, refs
+from fxpipe.ir.strategy import Region
+from fxpipe.ir.types import TensorType
+
+from ..building import Building, Part
+from ..regions import Places, full
+from ..rule import Rule, argument, each
+
+# Where an op names the dimensions that it is done over: the position of the argument, and its name.
+DIMS = {
+    "amax": (1, "dim"), "amin": (1, "dim"), "argmax": (1, "dim"), "cumsum": (1, "dim"), "flip": (1, "dims"),
+    "log_softmax": (1, "dim"), "mean": (1, "dim"), "normalize": (2, "dim"), "roll": (2, "dims"), "select": (1, "dim"),
+    "softmax": (1, "dim"), "stack": (1, "dim"), "sum": (1, "dim"),
+}  # fmt: skip
+DEFAULTS = {"normalize": 1, "stack": 0}
+ALONE = ("conv_transpose1d", "conv_transpose2d", "group_norm", "instance_norm", "interpolate", "pad", "repeat", "rms_norm")
+
+
+def _first(b: Building, name: str) -> Any:
+    """The first dimension as the model has it, in the sizes of its inputs; None where there is none."""
+    type = b.graph_types[name]
+    return type.shape[0] if isinstance(type, TensorType) and type.shape else None
+
+
+def dims(op: Op, rank: int) -> set[int] | None:
+    """The dimensions that an op is done over, None for all."""
+    given = argument(op, *DIMS[op_name(op)], DEFAULTS.get(op_name(op)))
+    if given is None or given in ((), []):
+        return None
+    return {int(dim) % rank for dim in (given if isinstance(given, (tuple, list)) else (given,))}
+
+
+def _cuts(b: Building, op: Op) -> Iterable[int]:
+    """The first, if it is that of the samples here and in what is read, by name and not by number."""
+    if op.writes or not isinstance(b.captured[op.name], TensorType):
+        return ()
+    read = [ref.name for ref in refs((op.args, dict(op.kwargs)))]
+    samples = [name for name in read if name in b.samples]
+    rank = max((len(b.shape(name)) for name in samples), default=0)
+    if op_name(op) in DIMS and (over := dims(op, rank + (op_name(op) == "stack"))) is None or 0 in (over or ()):
+        return ()
+    if op_name(op) == "pad" and len(argument(op, 1, "pad")) > 2 * (rank - 1):
+        return ()
+    alike = all(_first(b, name) == _first(b, op.name) for name in samples)
+    return (0,) if alike and not any(name in b.numbers for name in read) else ()
+
+
+def _make(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+    def call(region: Region, device: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        def value(ref: Ref) -> Any:
+            own = ref.name in b.samples or (_first(b, ref.name) == _first(b, op.name) and isinstance(_first(b, op.name), str))
+            if not own:
+                return Ref(b.whole(op, ref.name, device))
+            return Ref(b.gather(op, ref.name, (region[0], *full(b.shape(ref.name)[1:])), device))
+
+        return op.target, *map_refs((op.args, dict(op.kwargs)), value)
+
+    return each(b, op, places, call)
+
+
+SAMPLES = dict.fromkeys((*DIMS, *ALONE), Rule(_make, _cuts))

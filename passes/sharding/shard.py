@@ -1,0 +1,179 @@
+"""A captured graph and a strategy, to a graph of which every op has a device and which computes the same.
+
+    conv1  sample/2 on 0 1             device 0   conv1_0 = conv2d(image_0, weight, bias)
+    fc     channel/2 on 0 1            device 1   conv1_1 = conv2d(image_1, weight, bias)
+                                       device 0   flat = cat([flatten_0, flatten_1])
+                                       device 0   fc_0 = linear(flat, weight_0, bias_0)
+                                       device 1   ...
+
+Each op falls into one of these:
+
+- a number that is known once the sizes are: it becomes a literal;
+- an op of an operator: parts where the strategy has them, made by the op's rule;
+- what is made of inputs and states alone, such as masks and positions: every device makes what it needs of it;
+- all else, such as a counter that goes up by one, or random numbers that no sample is read for: done once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+
+from fxpipe.errors import PlanError
+from fxpipe.ir.axes import sizes_of
+from fxpipe.ir.axes import whole as as_it_is
+from fxpipe.ir.evaluate import call
+from fxpipe.ir.graph import Graph, Op, Ref, map_refs, op_name, show_op
+from fxpipe.ir.placed import Placed
+from fxpipe.ir.reading import Reading
+from fxpipe.ir.strategy import Region, Strategy
+from fxpipe.ir.types import ScalarType, TensorType, TupleType
+
+from .building import Building, Part, concrete
+from .regions import Place, Places, box, full, places
+from .rule import WHOLE, Rule, argument
+from .rules import rule_of
+
+
+def shard(graph: Graph, reading: Reading, strategy: Strategy, sizes: Mapping[str, int]) -> Placed:
+    """The graph that computes what `graph` does, with `sizes` a number for each of its sizes, as the strategy says.
+
+    It has the same inputs, states and outputs, and the same gradients. Random ops draw anew for each part, so their
+    numbers are not those of the plain model. Raises PlanError, with the op and the user's line, where memory that has
+    several names is written.
+    """
+    return _Sharder(graph, reading, strategy, sizes).placed()
+
+
+class _Sharder:
+    def __init__(self, graph: Graph, reading: Reading, strategy: Strategy, sizes: Mapping[str, int]) -> None:
+        self.b = Building(graph, sizes)
+        self.b.samples = frozenset(reading.views) | {i.name for i in graph.inputs if i.batch_dim is not None}
+        self.graph, self.reading = graph, reading
+        self.configs = dict(zip((o.name for o in reading.operators), strategy.configs, strict=True))
+        self.changed = {name for op in graph.ops for name in op.writes if name in self.b.states}
+        self.homes: dict[str, int] = {}
+
+    def placed(self) -> Placed:
+        for op in self.graph.ops:
+            self.read(op)
+        names = {output.value: self.returned(output.value) for output in self.graph.outputs}
+        rename = lambda ref: Ref(names.get(ref.name, ref.name))  # noqa: E731
+        made = replace(
+            self.graph,
+            inputs=tuple(replace(item, type=concrete(item.type, self.b.sizes)) for item in self.graph.inputs),
+            states=self.graph.states,
+            ops=tuple(self.b.ops),
+            outputs=tuple(replace(output, value=names[output.value]) for output in self.graph.outputs),
+            result=map_refs(self.graph.result, rename),
+            loss=self.graph.loss and names[self.graph.loss],
+        )
+        return Placed(made, self.b.devices)
+
+    def read(self, op: Op) -> None:
+        """Makes what the captured op makes, or notes how it is made when somebody asks for it."""
+        b = self.b
+        known = all(name in b.numbers for name in op.reads)
+        if isinstance(op.type, ScalarType) and known and op.name not in b.kept:
+            b.numbers[op.name] = call(op, b.numbers)
+            return
+        self.refuse(op)
+        view = self.reading.views.get(op.name)
+        touched = self.changed.intersection((*op.reads, *op.writes))
+        if touched and op_name(op) != "batch_norm":
+            self.once(op, self.home(sorted(touched)))
+        elif view is not None and self.reading.operators.operator(view.operator).kind != "input":
+            b.parts[op.name] = self.make(op, self.places(op, self.rule(op)))
+        elif op.random or not isinstance(op.type, (TensorType, TupleType)):
+            self.once(op, 0)
+        else:
+            b.rest[op.name] = (op, partial(self.at_hand, op))
+
+    def refuse(self, op: Op) -> None:
+        """Memory that is written must have one name."""
+        written = [name for name in op.writes if name not in self.b.states]
+        if written and (not op.args or op.args[0] != Ref(written[0]) or len(written) > 1):
+            raise PlanError(
+                f"{show_op(op)}: it writes memory that is seen as {', '.join(written)}, which parts on several devices "
+                f"cannot share; write the new value to a new tensor"
+            )
+
+    def home(self, states: list[str]) -> int:
+        """The device of states that forward changes: all that touch them are there."""
+        device = next((self.homes[name] for name in states if name in self.homes), 0)
+        self.homes.update(dict.fromkeys(states, device))
+        return device
+
+    def once(self, op: Op, device: int) -> None:
+        self.b.parts[op.name] = WHOLE.make(self.b, op, (Place(full(self.shape(op)), device),))
+
+    def at_hand(self, op: Op, place: Place) -> tuple[Part, ...]:
+        """A region of what every device can make, or more of it where that cannot be cut."""
+        if not isinstance(op.type, TensorType):
+            return WHOLE.make(self.b, op, (place,))
+        rule, shape = self.rule(op), self.shape(op)
+        allowed = set(rule.cuts(self.b, op))
+        region = tuple(r if dim in allowed else (0, shape[dim]) for dim, r in enumerate(place.region))
+        return self.make(op, (Place(region, place.device),))
+
+    def make(self, op: Op, wanted: Places) -> tuple[Part, ...]:
+        """The parts; the op as it is if there is one."""
+        rule, source = self.rule(op), self.reduced(op)
+        uncut = len(wanted) == 1 and wanted[0].region == full(self.b.shape(source) if source else self.shape(op))
+        if uncut and rule.plain and not (op.writes and not self.changed.issuperset(op.writes)):
+            return WHOLE.make(self.b, op, (Place(full(self.shape(op)), wanted[0].device),))
+        return rule.make(self.b, op, wanted)
+
+    def rule(self, op: Op) -> Rule:
+        return rule_of(op, self.reduced(op) is not None)
+
+    def reduced(self, op: Op) -> str | None:
+        """The tensor of the samples that the op makes a number of, if it does."""
+        first = argument(op, 0, "input")
+        if self.shape(op) == () and self.b.is_tensor(first) and first.name in self.b.samples and self.b.shape(first.name):
+            return str(first.name)
+        return None
+
+    def shape(self, op: Op) -> tuple[int, ...]:
+        """The op's shape, or that of the first thing that it makes."""
+        type = self.b.captured[op.name]
+        while isinstance(type, TupleType):
+            type = type.items[0]
+        return tuple(map(int, type.shape)) if isinstance(type, TensorType) else ()
+
+    def places(self, op: Op, rule: Rule) -> Places:
+        """Where the strategy has the parts of an op."""
+        view = self.reading.views[op.name]
+        operator, config = self.reading.operators.operator(view.operator), self.configs[view.operator]
+        allowed = set(rule.cuts(self.b, op))
+        source = self.reduced(op)
+        if source is None:
+            axes, shape = view.axes, self.shape(op)
+            known = sizes_of(axes) == shape
+            return places(operator, config, shape, allowed, lambda region: box(region, axes) if known else None)
+        return places(operator, config, self.b.shape(source), allowed, self.over(source, operator.sizes))
+
+    def over(self, source: str, sizes: tuple[int, ...]) -> Callable[[Region], Region | None]:
+        """Finds where in a tensor a region of what is left of it without its last dimension is; an operator that makes
+        a number stays one for each of its samples, as far as the operator knows."""
+        shape = self.b.shape(source)
+        view = self.reading.views.get(source)
+        inside = self.reading.operators.operator(view.operator).sizes if view else shape
+        axes = view.axes if view else as_it_is(shape)
+        if inside[:-1] != sizes and inside != sizes:
+            inside, axes = shape, as_it_is(shape)
+        if (inside[:-1] != sizes and inside != sizes) or sizes_of(axes) != shape:
+            return lambda region: None
+        last = () if inside == sizes else ((0, inside[-1]),)
+        return lambda region: box((*region, *last), axes)
+
+    def returned(self, name: str) -> str:
+        """The name of a value that the call returns, whole, on the device of its first part."""
+        b = self.b
+        op = next((op for op in self.graph.ops if op.name == name), None)
+        if op is None:
+            return name
+        device = b.parts[name][0].device if name in b.parts else 0
+        b.kept.discard(name)
+        return b.whole(op, name, device or 0)
