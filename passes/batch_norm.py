@@ -17,12 +17,16 @@ _NATIVE = ("input", "weight", "bias", "running_mean", "running_var", "training",
 
 def training_batch_norm(op: Op) -> Mapping[str, Any] | None:
     """The arguments by name of `F.batch_norm`, if the op is one that updates running statistics."""
+    found = arguments(op)
+    return found if found and found["training"] is True and isinstance(found["running_mean"], Ref) else None
+
+
+def arguments(op: Op) -> Mapping[str, Any] | None:
+    """The arguments by name of `F.batch_norm`, if the op is one."""
     if op.target is F.batch_norm:
         bound = _FUNCTIONAL.bind(*op.args, **op.kwargs)
         bound.apply_defaults()
-        found = bound.arguments
-    elif op.target is torch.batch_norm:
-        found = dict(zip(_NATIVE, op.args, strict=False)) | dict(op.kwargs)
-    else:
-        return None
-    return found if found["training"] is True and isinstance(found["running_mean"], Ref) else None
+        return bound.arguments
+    if op.target is torch.batch_norm:
+        return dict(zip(_NATIVE, op.args, strict=False)) | dict(op.kwargs)
+    return None

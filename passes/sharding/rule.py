@@ -85,13 +85,13 @@ def whole(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
     return (Part(name, place.region, place.device, items(b, op, name, place.device)),)
 
 
-def items(b: Building, op: Op, name: str, device: int) -> tuple[Part | None, ...]:
-    """The items of a tuple that has been made; None for those that are no tensors."""
+def items(b: Building, op: Op, name: str, device: int, region: Region | None = None) -> tuple[Part | None, ...]:
+    """The items of a tuple that has been made, all of this region or each of them whole; None for no tensor."""
     found: list[Part | None] = []
     for at, type in enumerate(getattr(b.types[name], "items", ())):
         if isinstance(type, TensorType):
             item = b.add(op, b.free(f"{name}_{at}"), device, operator.getitem, (Ref(name), at), type=type)
-            found.append(Part(item, full(tuple(map(int, type.shape))), device))
+            found.append(Part(item, region or full(tuple(map(int, type.shape))), device))
         else:
             found.append(None)
     return tuple(found)

@@ -6,15 +6,25 @@ from fxpipe.ir.graph import Op, op_name
 
 from ..building import Building
 from ..rule import WHOLE, Rule
+from .attention import ATTENTION
+from .batch_norms import BATCH_NORMS
+from .cells import CELLS
 from .convolutions import CONVOLUTIONS
+from .indexing import INDEXING
+from .joins import JOINS
 from .losses import LOSSES, TO_A_NUMBER
 from .matmuls import MATMULS
+from .norms import NORMS
 from .pointwise import POINTWISE
 from .pools import POOLS
 from .samples import SAMPLES
+from .softmaxes import SOFTMAXES
 from .views import VIEWS
 
-RULES = {**SAMPLES, **CONVOLUTIONS, **LOSSES, **MATMULS, **POINTWISE, **POOLS, **VIEWS}
+RULES = {
+    **SAMPLES, **ATTENTION, **BATCH_NORMS, **CELLS, **CONVOLUTIONS, **INDEXING, **JOINS, **LOSSES, **MATMULS, **NORMS,
+    **POINTWISE, **POOLS, **SOFTMAXES, **VIEWS,
+}  # fmt: skip
 
 
 def rule_of(op: Op, to_a_number: bool = False) -> Rule:

@@ -1,0 +1,128 @@
+"""Steps of recurrent layers. A part has some of the channels of the state: of the weights it needs the rows of these in
+each of the gates, of the state before all channels, and its own ones of what an LSTM remembers.
+
+    gates = linear(x, weight_ih[rows], bias_ih[rows]) + linear(h, weight_hh[rows], bias_hh[rows])
+
+Parts with all channels call torch's own cell.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fxpipe.ir.graph import Op, Ref, op_name
+from fxpipe.ir.types import TupleType, tensors
+
+from ..building import Building, Part
+from ..regions import Place, Places, Range, extent, full
+from ..rule import Rule, items
+
+GATES = {"lstm_cell": 4, "gru_cell": 3, "rnn_tanh_cell": 1, "rnn_relu_cell": 1}
+NAMES = ("input", "hx", "w_ih", "w_hh", "b_ih", "b_hh")
+
+
+def _cuts(b: Building, op: Op) -> Sequence[int]:
+    return (0, 1)
+
+
+def _make(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+    names = b.part_names(op, places)
+    return tuple(Cell(b, op, name, place).part() for name, place in zip(names, places, strict=True))
+
+
+class Cell:
+    """A part of a step: `samples` of its input and state, `channels` of its result."""
+
+    def __init__(self, b: Building, op: Op, name: str, place: Place) -> None:
+        self.b, self.op, self.name, self.place, self.device = b, op, name, place, place.device
+        self.samples, self.channels = place.region
+        given = dict(zip(NAMES, op.args, strict=False)) | dict(op.kwargs)
+        self.x, self.weights = given["input"], [given.get(name) for name in NAMES[2:]]
+        self.states = given["hx"] if isinstance(given["hx"], (tuple, list)) else (given["hx"],)
+        self.size = b.shape(self.states[0].name)[1]
+        self.type = next(tensors(b.captured[op.name]))
+
+    def part(self) -> Part:
+        x, h = self.read(self.x, (0, self.b.shape(self.x.name)[1])), self.read(self.states[0], (0, self.size))
+        own = [self.read(state, self.channels) for state in self.states]
+        if self.channels == (0, self.size):
+            return self.plain(x, own)
+        from_x = self.step("from_x", F.linear, x, *map(self.rows, self.weights[::2]), parts=GATES[op_name(self.op)])
+        from_h = self.step("from_h", F.linear, h, *map(self.rows, self.weights[1::2]), parts=GATES[op_name(self.op)])
+        if op_name(self.op) == "gru_cell":
+            return self.gru(from_x, from_h, own[0])
+        gates = self.step("gates", operator.add, from_x, from_h, parts=GATES[op_name(self.op)])
+        if op_name(self.op) == "lstm_cell":
+            return self.lstm(gates, own[1])
+        activation = torch.tanh if op_name(self.op) == "rnn_tanh_cell" else torch.relu
+        return self.made(self.step("", activation, gates))
+
+    def plain(self, x: Ref, states: Sequence[Ref]) -> Part:
+        """All channels."""
+        held = tuple(weight and Ref(self.b.whole(self.op, weight.name, self.device)) for weight in self.weights)
+        hx = tuple(states) if len(states) > 1 else states[0]
+        one = replace(self.type, shape=extent(self.place.region))
+        type = TupleType((one, one)) if len(states) > 1 else one
+        name = self.b.add(self.op, self.name, self.device, self.op.target, (x, hx, *held), type=type)
+        return Part(name, self.place.region, self.device, items(self.b, self.op, name, self.device, self.place.region))
+
+    def lstm(self, gates: Ref, remembered: Ref) -> Part:
+        take, forget, new, show = (self.gate(gates, at) for at in range(4))
+        kept = self.step("kept", operator.mul, self.step("forget", torch.sigmoid, forget), remembered)
+        taken = self.step("taken", operator.mul, self.step("take", torch.sigmoid, take), self.step("new", torch.tanh, new))
+        c = self.step("c", operator.add, kept, taken)
+        h = self.step("h", operator.mul, self.step("show", torch.sigmoid, show), self.step("shown", torch.tanh, c))
+        return self.made(h, c)
+
+    def gru(self, from_x: Ref, from_h: Ref, before: Ref) -> Part:
+        reset, update = (
+            self.step(stem, torch.sigmoid, self.step("gate", operator.add, self.gate(from_x, at), self.gate(from_h, at)))
+            for at, stem in enumerate(("reset", "update"))
+        )
+        seen = self.step("seen", operator.mul, reset, self.gate(from_h, 2))
+        new = self.step("new", torch.tanh, self.step("both", operator.add, self.gate(from_x, 2), seen))
+        kept = self.step("kept", operator.mul, update, self.step("change", operator.sub, before, new))
+        return self.made(self.step("", operator.add, new, kept))
+
+    def made(self, *states: Ref) -> Part:
+        """What has been made, as an LSTM's two results or the one of others."""
+        parts = tuple(Part(state.name, self.place.region, self.device) for state in states)
+        return Part(parts[0].name, self.place.region, self.device, parts if len(parts) > 1 else ())
+
+    def step(self, stem: str, target: Any, *args: Any, parts: int = 1) -> Ref:
+        """One op on the part's samples and `parts` times its channels."""
+        rows, columns = extent(self.place.region)
+        name = self.b.free(f"{self.name}_{stem}") if stem else self.name
+        type = replace(self.type, shape=(rows, parts * columns))
+        return Ref(self.b.add(self.op, name, self.device, target, args, type=type))
+
+    def gate(self, gates: Ref, at: int) -> Ref:
+        columns = extent(self.place.region)[1]
+        return self.step("gate", operator.getitem, gates, (slice(None), slice(at * columns, (at + 1) * columns)))
+
+    def read(self, value: Ref, channels: Range) -> Ref:
+        return Ref(self.b.gather(self.op, value.name, (self.samples, channels), self.device))
+
+    def rows(self, weight: Ref | None) -> Ref | None:
+        """The rows of the part's channels in each gate, the same for all steps of a layer."""
+        if weight is None:
+            return None
+        key = (f"gates of {weight.name}", (self.channels,), self.device)
+        if key not in self.b.made:
+            shape = self.b.shape(weight.name)
+            first, after = self.channels
+            regions = [((at + first, at + after), *full(shape[1:])) for at in range(0, shape[0], self.size)]
+            pieces = [Ref(self.b.gather(self.op, weight.name, region, self.device)) for region in regions]
+            type = self.b.typed(weight.name, (len(pieces) * (after - first), *shape[1:]))
+            joined = self.b.glue(self.op, f"{weight.name}_rows", self.device, torch.cat, (pieces, 0), type)
+            self.b.made[key] = joined if len(pieces) > 1 else pieces[0].name
+        return Ref(self.b.made[key])
+
+
+CELLS = dict.fromkeys(GATES, Rule(_make, _cuts))

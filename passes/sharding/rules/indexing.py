@@ -1,0 +1,120 @@
+"""Pieces of a tensor: `x[:, 2:6]`, `x.narrow(1, 2, 4)`, `x.chunk(2, 1)[0]`. A part of a piece is a region of what it is a
+piece of; an op follows only where dimensions go or come, or steps are skipped."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from fxpipe.ir.graph import Op, Ref, op_name, refs
+from fxpipe.ir.strategy import Region
+from fxpipe.ir.types import TensorType, TupleType
+
+from ..building import Building, Part
+from ..regions import Place, Places, extent
+from ..rule import WHOLE, Rule, argument
+
+PIECES = {"unbind", "chunk", "split", "split_with_sizes", "tensor_split"}
+Index = tuple[int | slice | None, ...]  # as in x[...], with one entry for each dimension of x, None for a new one
+
+
+def index_of(b: Building, op: Op) -> tuple[str, Index] | None:
+    """The tensor that an op takes a piece of, and which; None if it is no such op, or depends on numbers in a tensor."""
+    x = argument(op, 0, "input").name
+    if x in b.rest and op_name(b.rest[x][0]) in PIECES:
+        return _item(b, b.rest[x][0], op.args[1])
+    if not isinstance(b.captured[x], TensorType):
+        return None
+    shape = b.shape(x)
+    if op_name(op) == "getitem":
+        given = b.literal(op.args[1])
+        return None if any(True for _ in refs(given)) else _spread(x, given, len(shape))
+    dim = int(argument(op, 1, "dim")) % len(shape)
+    if op_name(op) == "select":
+        return _along(x, dim, b.literal(argument(op, 2, "index")))
+    start, length = b.literal((argument(op, 2, "start"), argument(op, 3, "length")))
+    return _along(x, dim, slice(start % shape[dim], start % shape[dim] + length)) if isinstance(start, int) else None
+
+
+def _along(x: str, dim: int, one: int | slice) -> tuple[str, Index]:
+    return x, (*[slice(None)] * dim, one)
+
+
+def _item(b: Building, op: Op, at: int) -> tuple[str, Index]:
+    """One of the pieces that a tensor was taken apart into."""
+    x, type = argument(op, 0, "input").name, b.captured[op.name]
+    assert isinstance(type, TupleType)
+    shape = b.shape(x)
+    sizes = [item.shape for item in type.items if isinstance(item, TensorType)]
+    dim = int(argument(op, 1 if op_name(op) == "unbind" else 2, "dim", 0)) % len(shape)
+    at %= len(sizes)
+    if op_name(op) == "unbind":
+        return _along(x, dim, at)
+    before = sum(int(size[dim]) for size in sizes[:at])
+    return _along(x, dim, slice(before, before + int(sizes[at][dim])))
+
+
+def _spread(x: str, given: Any, rank: int) -> tuple[str, Index] | None:
+    """The index with an entry for each dimension; None if it is made of more than numbers and slices."""
+    entries = given if isinstance(given, tuple) else (given,)
+    if any(isinstance(one, bool) or not (one is None or one is ... or isinstance(one, (int, slice))) for one in entries):
+        return None
+    at = next((at for at, one in enumerate(entries) if one is ...), len(entries))
+    left = rank - sum(one is not None and one is not ... for one in entries)
+    return x, (*entries[:at], *[slice(None)] * left, *entries[at + 1 :])
+
+
+def _cuts(b: Building, op: Op) -> Iterable[int]:
+    return range(len(b.shape(op.name))) if index_of(b, op) else ()
+
+
+def _make(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+    found = index_of(b, op)
+    made = b.parts.get(argument(op, 0, "input").name, ())
+    if found is None and any(part.items for part in made):
+        return tuple(item for part in made if (item := part.items[op.args[1]]) is not None)
+    if found is None:
+        return WHOLE.make(b, op, places)
+    x, index = found
+    names = b.part_names(op, places)
+    return tuple(_part(b, op, x, index, name, place) for name, place in zip(names, places, strict=True))
+
+
+def _part(b: Building, op: Op, x: str, index: Index, name: str, place: Place) -> Part:
+    read, rest = region_of(index, place.region, b.shape(x))
+    made = b.gather(op, x, read, place.device)
+    if any(one != slice(None) for one in rest):
+        type = b.typed(op.name, extent(place.region))
+        made = b.add(op, name, place.device, operator.getitem, (Ref(made), rest), type=type)
+    return Part(made, place.region, b.devices.get(made))
+
+
+def region_of(index: Index, region: Region, shape: Sequence[int]) -> tuple[Region, Index]:
+    """The region of the source that a region of the piece is, and how that is still to be indexed.
+
+    >>> region_of((3, slice(1, None, 2), None), ((0, 2), (0, 1)), (5, 8))
+    (((3, 4), (1, 4)), (0, slice(None, None, 2), None))
+    """
+    ranges, read, rest = list(region), [], list[int | slice | None]()
+    sizes = list(shape)
+    for one in (*index, *[slice(None)] * (len(shape) - sum(one is not None for one in index))):
+        if one is None:
+            ranges.pop(0)
+            rest.append(None)
+            continue
+        size = sizes.pop(0)
+        if isinstance(one, slice):
+            first, _, step = one.indices(size)
+            low, high = ranges.pop(0)
+            read.append((first + low * step, first + (high - 1) * step + 1))
+            rest.append(slice(None, None, step if step != 1 else None))
+        else:
+            read.append((one % size, one % size + 1))
+            rest.append(0)
+    while rest and rest[-1] == slice(None):
+        rest.pop()
+    return tuple(read), tuple(rest)
+
+
+INDEXING = dict.fromkeys(("getitem", "narrow", "select"), Rule(_make, _cuts, plain=False))
