@@ -7,17 +7,18 @@ image as its windows reach over its edge. Zeros are put around the image at its 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.nn.functional as F
 
 from fxpipe.ir.graph import Op, Ref
 from fxpipe.ir.strategy import Region
+from fxpipe.ir.types import TensorType
 
 from ..building import Building, Part
-from ..regions import Places, Range, extent
+from ..regions import Places, Range, full
 from ..rule import Rule, argument, each, with_arguments
 
 NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
@@ -36,58 +37,79 @@ def reached(out: Range, size: int, window: int, stride: int, before: int) -> tup
     return (max(first, 0), min(after, size)), (max(-first, 0), max(after - size, 0))
 
 
-def slide(
-    area: Region, sizes: Sequence[int], window: Sequence[int], stride: Sequence[int], before: Sequence[int]
-) -> tuple[Region, list[int]]:
-    """`reached` in every dimension; the padding as `F.pad` takes it, from the last dimension on."""
-    found = [reached(*each) for each in zip(area, sizes, window, stride, before, strict=True)]
-    return tuple(rows for rows, _ in found), [side for _, sides in reversed(found) for side in sides]
+@dataclass(frozen=True)
+class Slides:
+    """How windows slide over an area: its sizes, those of windows and of what they leave, strides, padding before."""
+
+    sizes: tuple[int, ...]
+    left: tuple[int, ...]
+    window: tuple[int, ...]
+    stride: tuple[int, ...]
+    before: tuple[int, ...]
+
+    def reach(self, area: Region) -> tuple[Region, list[int] | None]:
+        """What the windows for an area of the result reach; and the padding around that as `F.pad` takes it, from the
+        last dimension on, None if it is the op's own."""
+        if area == full(self.left):
+            return full(self.sizes), None
+        each = zip(area, self.sizes, self.window, self.stride, self.before, strict=True)
+        found = [reached(*one) for one in each]
+        return tuple(rows for rows, _ in found), [side for _, sides in reversed(found) for side in sides]
+
+
+def padded(
+    b: Building, op: Op, image: str, pad: list[int] | None, outside: float, device: int
+) -> tuple[Ref, dict[str, Any]]:
+    """An image with what it needs around it; and the op's padding, if that is to change."""
+    if pad is None:
+        return Ref(image), {}
+    if pad[::2] == pad[1::2]:
+        return Ref(image), {"padding": tuple(reversed(pad[::2]))}
+    type = b.types[image]
+    assert isinstance(type, TensorType)
+    rank = len(pad) // 2
+    sizes = [int(size) for size in type.shape]
+    sizes[-rank:] = [size + sum(pad[-2 * at - 2 : len(pad) - 2 * at]) for at, size in enumerate(sizes[-rank:])]
+    made = b.glue(op, f"{image}_padded", device, F.pad, (Ref(image), pad, "constant", outside), replace(type, shape=tuple(sizes)))
+    return Ref(made), {"padding": (0,) * rank}
+
+
+def _slides(b: Building, op: Op) -> Slides:
+    x, weight = (b.shape(argument(op, at, NAMES[at]).name) for at in range(2))
+    rank = len(weight) - 2
+    dilation = numbers(argument(op, 5, "dilation", 1), rank)
+    window = tuple((size - 1) * d + 1 for size, d in zip(weight[2:], dilation, strict=True))
+    padding = argument(op, 4, "padding", 0)
+    same = {"same": tuple((size - 1) // 2 for size in window), "valid": (0,) * rank}
+    before = same[padding] if isinstance(padding, str) else numbers(padding, rank)
+    return Slides(x[2:], b.shape(op.name)[2:], window, numbers(argument(op, 3, "stride", 1), rank), before)
 
 
 def _cuts(b: Building, op: Op) -> Iterable[int]:
     """Any dimension; but a window that lies in the padding altogether has nothing to read."""
-    rank = len(b.shape(op.name)) - 2
-    window, _, before = _slides(b, op)
-    far = [pad >= size for pad, size in zip(before, window, strict=True)]
-    return (0, 1, *(2 + dim for dim in range(rank) if not far[dim]))
-
-
-def _slides(b: Building, op: Op) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Window, stride and the padding before, in each dimension."""
-    _, _, *sizes = b.shape(argument(op, 1, "weight").name)
-    rank = len(sizes)
-    dilation = numbers(argument(op, 5, "dilation", 1), rank)
-    window = tuple((size - 1) * d + 1 for size, d in zip(sizes, dilation, strict=True))
-    padding = argument(op, 4, "padding", 0)
-    same = {"same": tuple((size - 1) // 2 for size in window), "valid": (0,) * rank}
-    before = same[padding] if isinstance(padding, str) else numbers(padding, rank)
-    return window, numbers(argument(op, 3, "stride", 1), rank), before
+    slides = _slides(b, op)
+    within = (before < size for before, size in zip(slides.before, slides.window, strict=True))
+    return (0, 1, *(2 + dim for dim, fine in enumerate(within) if fine))
 
 
 def _make(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
     x, weight, bias = (argument(op, at, NAMES[at]) for at in range(3))
     channels, inside, *_ = b.shape(weight.name)
-    groups = argument(op, 6, "groups", 1)
-    each_group = channels // groups
-    shape = b.shape(x.name)
+    each_group = channels // argument(op, 6, "groups", 1)
     slides = _slides(b, op)
 
     def call(region: Region, device: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         first, after = region[1]
         group, last = first // each_group, (after - 1) // each_group + 1
-        area, pad = slide(region[2:], shape[2:], *slides)
-        read: Region = (region[0], (group * inside, last * inside), *area)
-        image = b.gather(op, x.name, read, device)
-        if any(pad) and pad[::2] != pad[1::2]:
-            padded = [size + pad[-2 * at - 2] + pad[-2 * at - 1] for at, size in enumerate(extent(area))]
-            type = b.typed(image, (*extent(read)[:2], *padded))
-            image, pad = b.glue(op, f"{image}_padded", device, F.pad, (Ref(image), pad), type), [0] * len(pad)
-        rows = ((first, after), *((0, size) for size in b.shape(weight.name)[1:]))
+        area, pad = slides.reach(region[2:])
+        read = b.gather(op, x.name, (region[0], (group * inside, last * inside), *area), device)
+        image, padding = padded(b, op, read, pad, 0.0, device)
+        rows = ((first, after), *full(b.shape(weight.name)[1:]))
         changed = {
-            "input": Ref(image),
+            **padding,
+            "input": image,
             "weight": Ref(b.gather(op, weight.name, rows, device)),
-            "bias": bias and Ref(b.gather(op, bias.name, (rows[0],), device)),
-            "padding": tuple(reversed(pad[::2])),
+            "bias": bias and Ref(b.gather(op, bias.name, rows[:1], device)),
             "groups": last - group,
         }
         return op.target, *with_arguments(op, changed, NAMES)

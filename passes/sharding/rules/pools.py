@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from math import inf
 from typing import Any
 
-import torch.nn.functional as F
-
 from fxpipe.ir.graph import Op, Ref, op_name
 from fxpipe.ir.strategy import Region
 from fxpipe.ir.types import TensorType
@@ -16,7 +14,7 @@ from fxpipe.ir.types import TensorType
 from ..building import Building, Part
 from ..regions import Places, extent
 from ..rule import Rule, argument, each, every, with_arguments
-from .convolutions import numbers, slide
+from .convolutions import Slides, numbers, padded
 
 NAMES = ("input", "kernel_size", "stride", "padding")
 MAX = {"max_pool1d", "max_pool2d", "fn"}  # torch.nn.functional calls the one with or without indices `fn`
@@ -30,37 +28,29 @@ def _cuts(b: Building, op: Op) -> Iterable[int]:
     """Any dimension, unless windows at the border are counted in another way, or their places are wanted, too."""
     if not isinstance(b.captured[op.name], TensorType):
         return ()
-    _, _, before = _numbers(b, op)
-    plain = not argument(op, 4, "ceil_mode", False) and (not any(before) or argument(op, 5, "count_include_pad", True))
+    before = any(_slides(b, op).before)
+    plain = not argument(op, 4, "ceil_mode", False) and (not before or argument(op, 5, "count_include_pad", True))
     return every(b, op) if _is_max(op) or plain else (0, 1)
 
 
-def _numbers(b: Building, op: Op) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Window, stride and padding in each dimension."""
-    rank = len(b.shape(argument(op, 0, "input").name)) - 2
+def _slides(b: Building, op: Op) -> Slides:
+    sizes, left = (b.shape(name)[2:] for name in (argument(op, 0, "input").name, op.name))
+    rank = len(sizes)
     size = numbers(argument(op, 1, "kernel_size"), rank)
     stride = numbers(argument(op, 2, "stride") or size, rank)
     dilation = numbers(argument(op, 4, "dilation", 1) if _is_max(op) else 1, rank)
     window = tuple((s - 1) * d + 1 for s, d in zip(size, dilation, strict=True))
-    return window, stride, numbers(argument(op, 3, "padding", 0), rank)
+    return Slides(sizes, left, window, stride, numbers(argument(op, 3, "padding", 0), rank))
 
 
 def _make(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
-    x = argument(op, 0, "input").name
-    slides = _numbers(b, op)
+    x, slides = argument(op, 0, "input").name, _slides(b, op)
     outside = -inf if _is_max(op) else 0.0
 
     def call(region: Region, device: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        area, pad = slide(region[2:], b.shape(x)[2:], *slides)
-        read = (*region[:2], *area)
-        image = b.gather(op, x, read, device)
-        if any(pad) and pad[::2] != pad[1::2]:
-            padded = [size + pad[-2 * at - 2] + pad[-2 * at - 1] for at, size in enumerate(extent(area))]
-            type = b.typed(image, (*extent(region)[:2], *padded))
-            args = (Ref(image), pad, "constant", outside)
-            image, pad = b.glue(op, f"{image}_padded", device, F.pad, args, type), [0] * len(pad)
-        changed = {"input": Ref(image), "padding": tuple(reversed(pad[::2]))}
-        return op.target, *with_arguments(op, changed, NAMES)
+        area, pad = slides.reach(region[2:])
+        image, padding = padded(b, op, b.gather(op, x, (*region[:2], *area), device), pad, outside, device)
+        return op.target, *with_arguments(op, {"input": image, **padding}, NAMES)
 
     return each(b, op, places, call)
 

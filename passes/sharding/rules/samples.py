@@ -29,11 +29,11 @@ def _first(b: Building, name: str) -> Any:
     return type.shape[0] if isinstance(type, TensorType) and type.shape else None
 
 
-def dims(op: Op, rank: int) -> set[int] | None:
-    """The dimensions that an op is done over, None for all."""
+def dims(op: Op, rank: int) -> set[int]:
+    """The dimensions that an op is done over; all if it names none."""
     given = argument(op, *DIMS[op_name(op)], DEFAULTS.get(op_name(op)))
     if given is None or given in ((), []):
-        return None
+        return set(range(rank))
     return {int(dim) % rank for dim in (given if isinstance(given, (tuple, list)) else (given,))}
 
 
@@ -44,7 +44,7 @@ def _cuts(b: Building, op: Op) -> Iterable[int]:
     read = [ref.name for ref in refs((op.args, dict(op.kwargs)))]
     samples = [name for name in read if name in b.samples]
     rank = max((len(b.shape(name)) for name in samples), default=0)
-    if op_name(op) in DIMS and (over := dims(op, rank + (op_name(op) == "stack"))) is None or 0 in (over or ()):
+    if op_name(op) in DIMS and 0 in dims(op, rank + (op_name(op) == "stack")):
         return ()
     if op_name(op) == "pad" and len(argument(op, 1, "pad")) > 2 * (rank - 1):
         return ()
