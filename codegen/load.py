@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import linecache
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib.machinery import SOURCE_SUFFIXES, FileFinder, SourceFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -86,31 +86,58 @@ def bind(
     as those of a loss function, by path; `calls` the submodules that are called whole, the model's own if they are not
     given: then nobody checks what they return. Raises PackageError, and changes nothing, if the model does not fit,
     PlanError if a device is not there."""
+    stages, whole = bound_stages(module, model, constants, others, calls, move=move)
+    return module.Scheduler(stages, whole)
+
+
+def bound_stages(
+    module: ModuleType,
+    model: nn.Module,
+    constants: Mapping[str, Any] | None = None,
+    others: Mapping[str, Tensor] | None = None,
+    calls: Mapping[str, Opaque] | None = None,
+    *,
+    move: bool = True,
+    here: Mapping[str, torch.device] | None = None,
+) -> tuple[list[Any], Any]:
+    """What `bind` gives to the scheduler: the stages with the model's tensors, and what computes the totals, if
+    anything does. `here`: the devices of this process by their labels; in place of stages on others is None."""
     devices, replicas = module.Scheduler.devices, module.Scheduler.replicas
+    all_labels = [label for j, first in enumerate(devices) for label in (first, *(replicas[j] if replicas else ()))]
+    known = {label: worker_device(label) for label in all_labels} if here is None else here
     for stage, label in enumerate(devices):
         for each in (label, *(replicas[stage] if replicas else ())):
-            _check_device(stage, worker_device(each))
-    tensors = _tensors(module, model, others or {})
-    held = _load_constants(module) if constants is None else constants
-    stages = []
+            if each in known:
+                _check_device(stage, known[each])
     totals = getattr(module, "TOTALS", ())
+    # Every process computes totals for itself.
+    whole_device = known.get(devices[-1]) or next(iter(known.values()))
+    kinds = [(kind, known.get(label)) for kind, label in zip(module.STAGES, devices, strict=True)]
+    kinds += [(kind, whole_device) for kind in totals]
+    kinds += [
+        (kind, known.get(label)) for kind, labels in zip(module.STAGES, replicas, strict=False) for label in labels
+    ]
+    used = {path for kind, device in kinds if device is not None for path in kind.states}
+    tensors = _tensors(module, model, others or {}, used)
+    held = _load_constants(module) if constants is None else constants
     submodules = {
         path: (calls or {}).get(path) or Opaque(path, _submodule(model, path))
-        for kind in [*module.STAGES, *totals]
+        for kind, _ in kinds
         for path in kind.opaque
     }
-    for kind, label in zip([*module.STAGES, *totals], [*devices, *(devices[-1] for _ in totals)], strict=True):
-        device = worker_device(label)
+    stages: list[Any] = []
+    for at, (kind, device) in enumerate(kinds):
+        if device is None:
+            stages.append(None)
+            continue
         for name in kind.constants:
             if name not in held:
                 raise PackageError(f"the package lacks its constant {name!r}, which {CONSTANTS} should have")
-        for path in kind.states if move else ():
+        for path in kind.states if move and at < len(devices) + len(totals) else ():
             _move(tensors[path], device)
         stages.append(kind(tensors, held, device, submodules))
-    whole = stages.pop() if totals else None
-    further = [(kind, label) for kind, labels in zip(module.STAGES, replicas, strict=False) for label in labels]
-    stages += [kind(tensors, held, worker_device(label), submodules) for kind, label in further]
-    return module.Scheduler(stages, whole)
+    whole = stages.pop(len(devices)) if totals else None
+    return stages, whole
 
 
 def _submodule(model: nn.Module, path: str) -> nn.Module:
@@ -138,10 +165,14 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return dict(parameters) | dict(buffers)
 
 
-def _tensors(module: ModuleType, model: nn.Module, others: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The model's tensors by key, checked against those that the package was made for."""
+def _tensors(
+    module: ModuleType, model: nn.Module, others: Mapping[str, Tensor], used: Collection[str]
+) -> dict[str, Tensor]:
+    """The model's tensors by key, checked against those that the package was made for; those that are used need
+    values."""
     found = tensors_of(model) | dict(others)
-    faults = [fault for row in module.TENSORS if (fault := _misfit(found.get(row[0]), *row)) is not None]
+    rows = ((key in used, (found.get(key), key, *rest)) for key, *rest in module.TENSORS)
+    faults = [fault for needed, row in rows if (fault := _misfit(needed, *row)) is not None]
     if faults:
         more = [f"and {len(faults) - 10} more"] if len(faults) > 10 else []
         lines = "".join(f"\n  {fault}" for fault in [*faults[:10], *more])
@@ -149,10 +180,10 @@ def _tensors(module: ModuleType, model: nn.Module, others: Mapping[str, Tensor])
     return found
 
 
-def _misfit(tensor: Tensor | None, key: str, shape: tuple[int, ...], dtype: str) -> str | None:
+def _misfit(used: bool, tensor: Tensor | None, key: str, shape: tuple[int, ...], dtype: str) -> str | None:
     if tensor is None:
         return f"{key}: missing"
-    if tensor.is_meta:
+    if tensor.is_meta and used:
         return f"{key}: has no values, it is on the meta device; call pipe.materialize(), or fxpipe.materialize(model)"
     here = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
     return None if here == (shape, dtype) else f"{key}: {here[1]}{list(here[0])}, expected {dtype}{list(shape)}"

@@ -19,12 +19,13 @@ from fxpipe.codegen.attributes import apart, attributes, differentiable, keep_de
 from fxpipe.codegen.clock import portals, recomputed
 from fxpipe.codegen.lines import INDENT, WIDTH, Brackets, layout
 from fxpipe.codegen.loans import owned
-from fxpipe.codegen.names import clip, doc_prose, identifier, prose, string
+from fxpipe.codegen.names import clip, doc_prose, prose, string
 from fxpipe.codegen.places import Places
 from fxpipe.codegen.stage import constant_names
 from fxpipe.codegen.statements import assign
+from fxpipe.codegen.wires import lent_name
 from fxpipe.ir.plan import Plan
-from fxpipe.ir.program import Loan, Program, Stage, recut
+from fxpipe.ir.program import Program, Stage, recut
 from fxpipe.ir.schedule import Schedule, plain, show
 
 TAKEN = frozenset(("self", "m", "i", "draw", "forward"))  # what the methods themselves call things
@@ -141,13 +142,8 @@ def _lend(program: Program) -> list[str]:
         why = f"{path}: stage {loan.home} owns it, stage {loan.user} uses it too; their gradients add up"
         lines.append(clip(f"{INDENT * 2}# {why}", WIDTH))
         call = Brackets("m.lend(", (str(loan.user), owned(program, loan, constants)), ")")
-        lines += assign([f"m.lent.{_lent(loan)}"], call, 2)
+        lines += assign([f"m.lent.{lent_name(loan)}"], call, 2)
     return lines
-
-
-def _lent(loan: Loan) -> str:
-    """The attribute of `m.lent` that holds the tensor for its user."""
-    return f"{identifier(loan.state)}_for_{loan.user}"
 
 
 # Forward --------------------------------------------------------------------------------------------------------------
@@ -166,7 +162,7 @@ def _forward(stage: Stage, places: Places) -> list[str]:
         lines.append(f"{INDENT * 2}draw = Draws(m.seed, i, m.stages[{j}].device)")
     loans = {loan.state: loan for loan in program.loans if loan.user == j}
     takes = (_variable(name, places) if name in arriving else f"m[i].{places.name(name)}" for name in stage.takes)
-    borrowed = (f"m.lent.{_lent(loans[name])}" for name in stage.borrows)
+    borrowed = (f"m.lent.{lent_name(loans[name])}" for name in stage.borrows)
     args = (str(j), "i", *takes, *borrowed, *(("draw",) if draw else ()))
     call = "m.forward("
     if stage.checkpoint == "always":

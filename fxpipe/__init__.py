@@ -51,6 +51,7 @@ from .errors import (
     MixedSamplesWarning,
     PackageError,
     PlanError,
+    RankError,
 )
 from .ir.cluster import Cluster
 from .ir.plan import Plan
@@ -80,6 +81,7 @@ __all__ = [
     "PlanError",
     "Planned",
     "Profile",
+    "RankError",
     "Schedule",
     "Searched",
     "Timeline",

@@ -20,7 +20,9 @@ from .loaded import Loaded
 from .options import Options, backend_of, check, deal, device_labels, stage_devices
 from .pipe import Pipe
 from .planned import Planned
+from .ranks import RankPipe
 from .schedules.make import Own
+from .worlds import find_world, for_ranks
 
 
 def compile(
@@ -44,6 +46,8 @@ def compile(
     compile_stages: bool | str | Callable[..., Any] = False,
     example_inputs: Any = None,
     dump: str | Path | None = None,
+    group: Any = None,
+    timeout: float = 300.0,
 ) -> Pipe:
     """A module that computes what `model` computes, as a pipeline over `devices`, with the model's own gradients.
 
@@ -85,6 +89,10 @@ def compile(
       function. Random ops and the model's own autograd functions stay outside. In schedules that split backward, a
       compiled stage has all of it in the first half.
     - `dump`: a folder for everything made on the way; the environment variable FXPIPE_DUMP does the same.
+    - `group`: the ranks that are the devices, a ProcessGroup or a DeviceMesh of one dimension. In a script that
+      torchrun started, or where a process group of several ranks is initialized, a count of `devices` stands for all
+      ranks without it (a list of devices stands for those of this process); see `RankPipe`.
+    - `timeout`: seconds after which a rank that does not answer counts as lost.
 
     Raises PlanError for options that make no sense; at the first call CaptureError or InputError, or CompileError where
     a stage cannot be compiled.
@@ -100,8 +108,9 @@ def compile(
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"model is a {type(model).__name__}; fxpipe.compile takes an nn.Module")
+    world = find_world(devices, group, timeout)
     options = read_options(
-        devices,
+        devices if world is None else world.labels,
         chunks,
         checkpoint=checkpoint,
         schedule=schedule,
@@ -119,7 +128,7 @@ def compile(
         compile_stages=compile_stages,
         dump=dump,
     )
-    pipe = Pipe(model, options)
+    pipe = Pipe(model, options) if world is None else RankPipe(model, for_ranks(options), world)
     if example_inputs is not None:
         prepare(pipe, example_inputs)
     return pipe

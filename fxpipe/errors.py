@@ -36,3 +36,7 @@ class MaterializeError(FxpipeError):
 
 class CheckpointError(FxpipeError):
     """A checkpoint is none, is damaged, or does not fit the model."""
+
+
+class RankError(FxpipeError):
+    """Another rank has failed, is gone, or has another model or plan: the message says which, and what happened."""

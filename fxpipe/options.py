@@ -23,7 +23,8 @@ AUTO = "auto"  # the schedule that is fastest, as simulated, of those that fit i
 @dataclass(frozen=True)
 class Options:
     """The arguments of `fxpipe.compile`, each as given there but `devices`: one label per stage, `replicas`: by that
-    label the further devices of the stage, and the cluster that they are in, if one was given."""
+    label the further devices of the stage, and the cluster that they are in, if one was given. `ranks`: a device is a
+    process of torch.distributed, `cpu:1` or `cuda:1` that of rank 1."""
 
     devices: tuple[str, ...]
     chunks: int
@@ -42,6 +43,7 @@ class Options:
     compile_stages: bool | str | Callable[..., Any] = False
     dump: Path | None = None
     replicas: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    ranks: bool = False
 
 
 def check(options: Options) -> Options:

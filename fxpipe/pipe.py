@@ -106,6 +106,11 @@ class Pipe(Shell):
         with self._lock:
             return self._front(args, kwargs, self._run)
 
+    def forward_only(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs for the whole batch, without gradients: for evaluation."""
+        with torch.no_grad():
+            return self(*args, **kwargs)
+
     def step(
         self,
         *args: Any,
@@ -208,12 +213,7 @@ class Pipe(Shell):
         key = id(graph.ops), self.model.training
         made: Build | None = self._builds.get(key)
         if made is None:
-            graph = replace(graph, training=self.model.training)
-            sizes = micro_batch_sizes(graph, inputs, self.options.chunks)
-            cluster = self.options.cluster or local_cluster(every_device(self.options))
-            with timed("profiling"):
-                profile = self._profile(graph, inputs, sizes, cluster)
-            made = build(graph, profile, sizes, cluster, self.options, self._home)
+            made = self._make(replace(graph, training=self.model.training), inputs)
             self._builds[key] = made
             if self._home is None:
                 self.__dict__["_home"] = Home(made.plan, homes(graph, made.plan))
@@ -227,6 +227,14 @@ class Pipe(Shell):
             self._builds[key] = made
         self.__dict__["_last"] = made
         return made
+
+    def _make(self, graph: Graph, inputs: Sequence[Any]) -> Build:
+        """The street from a graph on."""
+        sizes = micro_batch_sizes(graph, inputs, self.options.chunks)
+        cluster = self.options.cluster or local_cluster(every_device(self.options))
+        with timed("profiling"):
+            profile = self._profile(graph, inputs, sizes, cluster)
+        return build(graph, profile, sizes, cluster, self.options, self._home)
 
     def _profile(self, graph: Graph, inputs: Sequence[Any], sizes: Mapping[str, int], cluster: Cluster) -> Profile:
         """What the ops cost for one micro-batch, on the first device."""

@@ -29,7 +29,7 @@ from .options import AUTO, Options, candidates, make_schedule
 from .passes import lower, replicate
 from .planning import plan, plan_like, with_loss
 from .schedules.auto import auto
-from .schedules.make import SCHEDULES
+from .schedules.make import SCHEDULES, make
 from .schedules.one_f_one_b import gpipe
 from .simulator.costs import hops, stage_costs, taken_bytes, timed_hops
 from .simulator.rejoin import rejoin
@@ -85,7 +85,7 @@ def build(
     best = made[0] if len(made) == 1 else fastest(made, cluster)
     with timed("codegen"):
         notes = [note(profile, stage.ops) for stage in best.plan.stages]
-        if graph.loss is None:
+        if graph.loss is None and not options.ranks:
             emitted = emit_scheduler(best.program, best.plan.chunks, totals=best.totals)
         else:
             emitted = emit_steps(best.program, best.schedule, best.plan, best.totals)
@@ -136,7 +136,8 @@ def draft(
         costs = stage_costs(runs, profile, taken_bytes(program, sizes), keeps_at_once=graph.loss is not None)
         between, sums = hops(program, sizes, cluster), reductions(runs, profile, cluster)
         schedule = schedule_of(program, decided, options, fitting(decided, costs, cluster))
-        if options.schedule in SCHEDULES:  # not one that the user wrote
+        forwards = all(action.kind == "F" for action in schedule.place)
+        if options.schedule in SCHEDULES and not forwards:  # not one that the user wrote
             schedule = rejoin(schedule, costs, between)
         labels = tuple(dict.fromkeys(program.devices))
         timeline = spread(simulate(schedule, costs, between, labels, sums), crews(runs))
@@ -184,6 +185,8 @@ def fastest(drafts: Sequence[Draft], cluster: Cluster) -> Draft:
 
 def schedule_of(program: Program, plan: Plan, options: Options, limit: int) -> Schedule:
     """The order of a step; what forward() alone runs is GPipe's. `limit` micro-batches fit into memory."""
+    if program.graph.loss is None and options.ranks:
+        return make("forward-only", program.devices, plan.chunks)
     if program.graph.loss is None:
         return share(gpipe(len(program.stages), plan.chunks), program.devices)
     return make_schedule(options, program.devices, plan.chunks, limit)

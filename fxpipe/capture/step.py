@@ -28,6 +28,9 @@ class NoTarget:
     def __repr__(self) -> str:
         return "no target"
 
+    def __reduce__(self) -> str:
+        return "NO_TARGET"  # there is one, in every process
+
 
 NO_TARGET = NoTarget()
 

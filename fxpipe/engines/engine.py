@@ -74,7 +74,7 @@ class Engine:
 
     def __init__(self, stages: Sequence[Stage], whole: Stage | None = None) -> None:
         """`stages`: a module for each of `devices`, then one for each of `replicas`."""
-        n, labels = len(self.devices), {*self.devices, *(label for labels in self.replicas for label in labels)}
+        n = len(self.devices)
         if len(stages) != n + sum(map(len, self.replicas)):
             raise ValueError(f"the scheduler is for {n + sum(map(len, self.replicas))} stages, not {len(stages)}")
         self.stages, self.further = tuple(stages[:n]), tuple(stages[n:])
@@ -85,9 +85,14 @@ class Engine:
         all_stages = self.stages if whole is None else (*self.stages, whole)
         self._copying = tuple(stage for stage in all_stages if stage.copies or stage.elsewhere)
         self._on_cpu = any(stage.device.type == "cpu" for stage in stages)
-        # The calling thread, which would only wait, is the worker of the last stage's device.
-        self._workers = {label: Worker(label) for label in sorted(labels - {self.devices[-1]})}
+        self._workers = {label: Worker(label) for label in sorted(self.workers())}
         self._close = weakref.finalize(self, close, tuple(self._workers.values()))
+
+    def workers(self) -> set[str]:
+        """The labels of the worker threads. The calling thread, which would only wait, is the worker of the last
+        stage's device."""
+        labels = {*self.devices, *(label for labels in self.replicas for label in labels)}
+        return labels - {self.devices[-1]}
 
     @property
     def source(self) -> str:

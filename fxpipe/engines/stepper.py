@@ -71,8 +71,8 @@ class Stepper(Engine):
             for label, row in rows.items()
         }
         schedule = Schedule(self.schedule, tuple(rows.values()))
-        methods = {action: method for row in self.timetable.values() for action, method in row}
-        self.alone = {self.devices[-1]: tuple((action, methods[action]) for action in order(schedule)[0])}
+        self.methods = {action: method for row in self.timetable.values() for action, method in row}
+        self.alone = {self.devices[-1]: tuple((action, self.methods[action]) for action in order(schedule)[0])}
         self._may_run_alone = len(self.timetable) > 1 and all(stage.device.type == "cpu" for stage in self.stages)
         self._paces: dict[int, Pace] = {}  # by how large a batch is, in powers of two
         forwards = ((action.stage, action.micro_batch) for action in schedule.place if action.kind == "F")

@@ -1,0 +1,189 @@
+"""The processes of a pipe: a rank for each device, and how they tell each other small things.
+
+torch.distributed's collectives are of no use where one rank may be gone: its neighbours get an error, the others wait.
+So everything is sent from one rank to another, and who agrees on something does so through the leader, rank 0:
+
+    rank 1 ──▶ leader ──▶ rank 1        whoever is gone, the leader sees it at once, or its own end is seen by all
+    rank 2 ──▶        ──▶ rank 2
+
+A wait that ends in an error means that a rank is lost: it has ended, or stands still for longer than the timeout.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+LEADER = 0
+UP, DOWN = 0, 1  # lanes: to ranks with larger numbers, and to those with smaller ones
+BLOCK, COUNT = 256, 8  # bytes: what small things fit into, with their length before them
+
+
+class Lost(Exception):
+    """A rank is gone, or does not answer."""
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(reason)
+        self.rank = rank
+
+
+@dataclass(eq=False)
+class World:
+    """The ranks of one pipe, as one of them sees it. `labels`: of the devices, by rank; `device`: this rank's own;
+    `lanes`: the groups in which values go up and down; `control`: that in which everything else is said, from memory
+    of the host; `timeout`: seconds after which a rank that does not answer counts as lost; `lost`: why no step can be
+    any more, once one is."""
+
+    rank: int
+    labels: tuple[str, ...]
+    device: torch.device
+    lanes: tuple[Any, Any]
+    control: Any
+    timeout: float
+    store: Any = None
+    lost: Lost | None = None
+    limit: timedelta = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.limit = timedelta(seconds=self.timeout)
+
+    @property
+    def label(self) -> str:
+        return self.labels[self.rank]
+
+    @property
+    def others(self) -> Sequence[int]:
+        return [rank for rank in range(len(self.labels)) if rank != self.rank]
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == LEADER
+
+    # One message ------------------------------------------------------------------------------------------------------
+
+    def start(self, send: bool, peer: int, tensor: Tensor, group: Any = None) -> Any:
+        """Begin to send a tensor, or to receive into it. Raises Lost."""
+        if group is None:
+            group = self.lanes[UP if (peer > self.rank) == send else DOWN]
+        try:
+            return group.send([tensor], peer, 0) if send else group.recv([tensor], peer, 0)
+        except RuntimeError as error:
+            raise self.lose(peer, error) from None
+
+    def finish(self, work: Any, peer: int) -> None:
+        """Until what was begun is done. Raises Lost."""
+        try:
+            work.wait(self.limit)
+        except RuntimeError as error:
+            raise self.lose(peer, error) from None
+
+    def lose(self, peer: int, error: Exception) -> Lost:
+        """A rank is lost: what others have said of it, or else what is seen here."""
+        if self.lost is not None and self.lost.rank == peer:
+            return self.lost
+        late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+        reason = f"did not answer for {self.timeout:g} s" if late else "is gone: its connection is closed"
+        known = self._tell(f"{peer} {reason}")
+        rank, _, told = known.partition(" ")
+        self.lost = Lost(int(rank), f"rank {rank} {told}")
+        return self.lost
+
+    def _tell(self, what: str) -> str:
+        """Leave word in the store of the process group, for those who only see that this rank has gone in turn; the
+        first word counts. Gives it."""
+        if self.store is None:
+            return what
+        try:
+            return str(self.store.compare_set("lost", "", what).decode())
+        except RuntimeError:  # the store is gone, too
+            return what
+
+    # Small things -----------------------------------------------------------------------------------------------------
+
+    def tell(self, peer: int, data: bytes) -> None:
+        """Send bytes: one message, and another if there are many of them."""
+        first, rest = data[: BLOCK - COUNT], data[BLOCK - COUNT :]
+        head = len(data).to_bytes(COUNT, "little") + first.ljust(BLOCK - COUNT, b"\0")
+        tensors = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (head, rest) if part]
+        for work in [self.start(True, peer, tensor, self.control) for tensor in tensors]:
+            self.finish(work, peer)
+
+    def hear(self, peer: int) -> bytes:
+        """Receive bytes."""
+        head = self._hear(peer, BLOCK)
+        length = int.from_bytes(head[:COUNT], "little")
+        rest = length - (BLOCK - COUNT)
+        return head[COUNT : COUNT + length] + (self._hear(peer, rest) if rest > 0 else b"")
+
+    def _hear(self, peer: int, length: int) -> bytes:
+        buffer = torch.empty(length, dtype=torch.uint8)
+        self.finish(self.start(False, peer, buffer, self.control), peer)
+        return buffer.numpy().tobytes()
+
+    def tell_all(self, data: bytes) -> None:
+        """From one rank to all others, in turn; those who are there get it even if one is lost."""
+        lost = None
+        for peer in self.others:
+            try:
+                self.tell(peer, data)
+            except Lost as error:
+                lost = error
+        if lost is not None:
+            raise lost
+
+    def share(self, value: Any = None, home: int = LEADER) -> Any:
+        """A rank's value, which others get a copy of."""
+        if self.rank == home:
+            self.tell_all(pickle.dumps(value))
+            return value
+        return pickle.loads(self.hear(home))
+
+    def collect(self, value: Any) -> list[Any]:
+        """The values of all ranks, to all of them."""
+        if not self.leads:
+            self.tell(LEADER, pickle.dumps(value))
+            found: list[Any] = self.share()
+            return found
+        found = [value, *(pickle.loads(self.hear(peer)) for peer in self.others)]
+        self.share(found)
+        return found
+
+
+# The door -------------------------------------------------------------------------------------------------------------
+
+
+_worlds: dict[Any, World] = {}  # groups are never given back: torch would give the next one the same name
+
+
+def join(group: Any, device: torch.device, timeout: float) -> World:
+    """The world of the ranks of `group`, with connections of its own, which all pipes on these ranks share."""
+    ranks, limit = dist.get_process_group_ranks(group), timedelta(seconds=timeout)
+    key = (*ranks, device, timeout, id(dist.group.WORLD))
+    if key in _worlds:
+        return _worlds[key]
+
+    def new(backend: str) -> Any:
+        return dist.new_group(list(ranks), limit, backend, use_local_synchronization=True)
+
+    control = new("gloo")
+    # With NCCL what is sent to a rank waits behind what was begun with it before, so the two ways are two groups.
+    lanes = (control, control) if device.type == "cpu" else (new("nccl"), new("nccl"))
+    labels = tuple(f"{device.type}:{rank}" for rank in range(len(ranks)))
+    made = _worlds[key] = World(dist.get_rank(group), labels, device, lanes, control, timeout, store_of(control))
+    return made
+
+
+def store_of(group: Any) -> Any:
+    """A store of the group's own, where it has one."""
+    try:
+        store = dist.distributed_c10d._get_default_store()
+    except (AttributeError, RuntimeError):
+        return None
+    return dist.distributed_c10d.PrefixStore(f"fxpipe/{group.group_name}", store)

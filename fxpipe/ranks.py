@@ -1,0 +1,480 @@
+"""The pipe in a world of torch.distributed: each rank has the stages of its own device, and all make the same calls.
+
+    rank 0, the leader                        every other rank
+    step(x, target=y)                         step(x, target=y), or what of it is used there, or step()
+      │ front: which kind of call?              │
+      ├─ header: number of the kind, seed ─────▶├ front, with stand-ins for what was left out
+      │  a new one? all capture, compare graphs, and follow the leader's plan
+      ▼                                         ▼
+    its part of the step, the verdict         its part of the step, the verdict
+
+Whatever a rank raises on the way, it takes part until the others know of it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from types import ModuleType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from .capture import NO_TARGET
+from .capture.nest import change
+from .codegen.load import bound_stages, tensors_of
+from .codegen.package import constants
+from .codegen.wires import wires
+from .engines.distributed import Ranked, describe, on_rank
+from .engines.world import LEADER, Lost, World
+from .errors import FxpipeError, RankError
+from .ir.cluster import Cluster
+from .ir.graph import Graph
+from .ir.opaque import opaques
+from .ir.plan import Plan
+from .ir.profile import Profile
+from .ir.schedule import Schedule
+from .options import Options
+from .pipe import Pipe, match, micro_batch_sizes
+from .runtime.random import new_seed
+from .shell import check_grad
+from .street import Build, build
+
+NEW = -1  # the number of a kind of call that nobody has seen yet
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the leader says before each call. `kind`: its number, in the order of their first calls; `seed` of the
+    random ops; `scale` of the gradients; `given`: the arguments, if they look different from those of the last call,
+    pickled, with tensors on the meta device; `failed`: why the leader makes no call."""
+
+    kind: int = NEW
+    seed: int = 0
+    scale: float | None = None
+    given: bytes | None = None
+    failed: str | None = None
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What the leader has decided for a kind of call."""
+
+    plan: Plan
+    schedule: Schedule
+    profile: Profile
+    cluster: Cluster
+
+
+Given = tuple[tuple[Any, ...], dict[str, Any], Any]  # args, kwargs, target
+Run = Callable[[Graph, tuple[Any, ...]], tuple[Any, ...]]
+
+
+class RankPipe(Pipe):
+    """What `fxpipe.compile` returns inside a torch.distributed world; see there, and `Pipe`."""
+
+    def __init__(self, model: nn.Module, options: Options, world: World) -> None:
+        super().__init__(model, options)
+        self.__dict__.update(world=world, _known={}, _texts=[], _keys=[], _given=None, _header=None, _joined=False)
+
+    # Running ----------------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As `forward_only`. Raises FxpipeError where gradients are wanted."""
+        if torch.is_grad_enabled():
+            raise FxpipeError(
+                "autograd does not reach from one process to another: call pipe.step(...) to train, and "
+                "pipe.forward_only(...) to evaluate"
+            )
+        return self.forward_only(*args, **kwargs)
+
+    def forward_only(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs for the whole batch, without gradients, on every rank."""
+
+        def call(given: Given, run: Run) -> Any:
+            with torch.no_grad():
+                return self._front(given[0], given[1], run)
+
+        return self._call(call, (args, kwargs, NO_TARGET))
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = NO_TARGET,
+        loss_fn: Callable[..., Any] | None = None,
+        outputs: bool = False,
+        scaler: torch.amp.GradScaler | None = None,
+        timeline: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """The loss of the batch, on every rank; gradients are added to those of this rank's parameters.
+
+        Every rank makes this call. The leader, rank 0, passes all arguments; any other rank passes what its stages use,
+        and may leave out the rest, or pass None for it: `pipe.step(target=y, loss_fn=loss_fn)` on the last one.
+        `loss_fn` and `outputs` are the same on all. With `outputs`, every rank gets what the model returns. The scale
+        is that of the leader's `scaler`. The gradient of an input is on each rank what its own stages add to it.
+
+        If anything fails on any rank, no gradient is added on any. Raises what failed here, and RankError for what
+        failed elsewhere or if a rank is lost.
+        """
+        if timeline:
+            raise FxpipeError("timeline=True is for pipes in one process; leave it out")
+
+        def call(given: Given, run: Run) -> Any:
+            check_grad()
+            given_args, given_kwargs, given_target = given
+            return self._stepper.step(given_args, given_kwargs, given_target, loss_fn, outputs, run)
+
+        scale = None if scaler is None else float(scaler.scale(torch.ones((), device=self.world.device)))
+        loss, output = self._call(call, (args, kwargs, target), scale)
+        return (loss, output) if outputs else loss
+
+    def rehearse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Only for pipes in one process."""
+        raise FxpipeError("rehearse is for pipes in one process")
+
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        """Capture, plan and generate for this kind of call, on all ranks, without running it."""
+
+        def call(given: Given, run: Run) -> None:
+            graph = self._front.capture(given[0], given[1])
+            found: dict[str, Any] = {}
+            match(graph.call, (given[0], given[1]), found)
+            inputs = tuple(found[item.name] for item in graph.inputs)
+            made = self._agree(graph, inputs)
+            if not any(tensor.is_meta for tensor in self.own_tensors().values()):
+                self._live(made)
+            if self.world.leads and not self._joined:
+                self.__dict__["_joined"] = True
+                self.world.tell_all(pickle.dumps(replace(self._header, kind=self._number(graph))))
+
+        self._call(call, (args, kwargs, NO_TARGET), runs=False)
+
+    # The protocol of a call -------------------------------------------------------------------------------------------
+
+    def _call(
+        self, call: Callable[[Given, Run], Any], given: Given, scale: float | None = None, runs: bool = True
+    ) -> Any:
+        """One call, made by all ranks together."""
+        with self._lock:
+            if self.world.lost is not None:
+                raise RankError(f"{self.world.lost}; start all ranks again")
+            self.__dict__["_joined"] = False
+            try:
+                return self._lead(call, given, scale) if self.world.leads else self._follow(call, given, runs)
+            except Lost as lost:
+                raise RankError(str(lost)) from None
+
+    def _lead(self, call: Callable[[Given, Run], Any], given: Given, scale: float | None) -> Any:
+        looks = pickle.dumps(change(given, on_meta))
+        header = Header(scale=scale, given=None if looks == self._given else looks)
+        self.__dict__.update(_header=header, _given=looks)
+        try:
+            return call(given, self._run)
+        except BaseException as error:
+            if not self._joined:  # nobody else knows yet
+                self.__dict__["_given"] = None
+                self.world.tell_all(pickle.dumps(Header(failed=describe(error))))
+            raise
+
+    def _follow(self, call: Callable[[Given, Run], Any], given: Given, runs: bool) -> Any:
+        header = self._listen()
+        looks: Given = pickle.loads(self._given)
+        try:
+            given = filled(looks, given)
+            check_same(given, looks, self.world.rank)
+            return call(given, self._run)
+        except BaseException as error:
+            if not self._joined and (runs or header.kind == NEW):
+                self._refuse(header, looks, error)
+            raise
+
+    def _listen(self) -> Header:
+        """The leader's next header. Raises RankError if it makes no call."""
+        header: Header = pickle.loads(self.world.hear(LEADER))
+        if header.failed is not None:
+            raise RankError(f"rank {LEADER}: {header.failed}")
+        self.__dict__.update(_header=header, _given=header.given or self._given)
+        return header
+
+    def _refuse(self, header: Header, looks: Given, error: BaseException) -> None:
+        """Take part in a call that has failed here, so that all ranks know."""
+        if header.kind == NEW:
+            agree(self.world, None, error)
+            return
+        live = self._live(self._builds[self._keys[header.kind]])
+        graph = live.build.graph
+        args, kwargs, target = looks
+        named = kwargs if target is NO_TARGET else {**kwargs, "target": target, "loss_target": target}
+        found: dict[str, Any] = {}
+        match(graph.call, (args, named), found)
+        inputs = [found.get(item.name, 0) for item in graph.inputs if item.path]
+        scheduler: Any = live.scheduler
+        scheduler.run(inputs, self.options.chunks, error=error)  # raises it
+
+    def _run(self, graph: Graph, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """This rank's part of a call of this kind."""
+        made = self._agree(graph, inputs)
+        if self._joined:  # a new kind
+            error = None
+            try:
+                self._live(made)
+            except Exception as failed:
+                error = failed
+            agree(self.world, "", error)
+            if error is not None:
+                raise error
+        scheduler: Ranked = self._live(made).scheduler  # type: ignore[assignment]
+        number = self._number(graph)
+        if self.world.leads:
+            seed = new_seed() if scheduler.random else 0
+            header = replace(self._header, kind=number, seed=seed)
+            self.__dict__["_joined"] = True
+            self.world.tell_all(pickle.dumps(header))
+        else:
+            header = self._listen() if self._header.kind == NEW else self._header
+            if header.kind != number:
+                raise RankError(
+                    f"this call is of another kind on rank {self.world.rank} than on rank {LEADER}: is the model in "
+                    "training on one and in evaluation on the other, or does the loss function differ?"
+                )
+            self.__dict__["_joined"] = True
+        scale = None if header.scale is None else torch.tensor(header.scale)
+        return scheduler.run(inputs, self.options.chunks, scale, header.seed)
+
+    def _number(self, graph: Graph) -> int:
+        return int(self._texts.index(self._known[id(graph.ops), self.model.training]))
+
+    def _agree(self, graph: Graph, inputs: Sequence[Any]) -> Build:
+        """The build for a kind of call, the same on all ranks; a new one if it is new to all."""
+        new = not self._knows(graph)
+        if self.world.leads and new:
+            self.__dict__["_joined"] = True
+            self.world.tell_all(pickle.dumps(self._header))
+            self.__dict__["_header"] = replace(self._header, given=None)
+        elif not self.world.leads and new != (self._header.kind == NEW):
+            raise RankError(
+                f"this call is of a kind that is new on rank {self.world.rank if new else LEADER} alone: is the model "
+                "in training on one rank and in evaluation on the other, or does the loss function differ?"
+            )
+        made = self._built(graph, inputs)
+        if new:
+            self._note(graph)
+        return made
+
+    def _knows(self, graph: Graph) -> bool:
+        """Whether there is a build for this kind of call: ranks do not capture equally often, so one that was captured
+        again is the same if its graph looks the same."""
+        key = id(graph.ops), self.model.training
+        if key in self._known:
+            return True
+        graph = replace(graph, training=self.model.training)
+        text = str(graph)
+        if text not in self._texts:
+            return False
+        made = self._builds[self._keys[self._texts.index(text)]]
+        program = replace(made.program, graph=replace(made.program.graph, states=graph.states))
+        self._builds[key] = replace(made, graph=graph, program=program)
+        self._known[key] = text
+        return True
+
+    def _note(self, graph: Graph) -> None:
+        """A kind of call that all ranks have agreed on."""
+        key = id(graph.ops), self.model.training
+        self._known[key] = text = str(replace(graph, training=self.model.training))
+        self._texts.append(text)
+        self._keys.append(key)
+
+    def _make(self, graph: Graph, inputs: Sequence[Any]) -> Build:
+        """The street from a graph on: the leader decides, the others follow."""
+        self.__dict__["_joined"] = True
+        agree(self.world, f"{described(self.options)}\n{graph}")
+        if self.world.leads:
+            error, decided = None, None
+            try:
+                made = super()._make(graph, inputs)
+                decided = Decided(made.plan, made.schedule, made.profile, made.cluster)
+            except Exception as failed:
+                error = failed
+            self.world.share((decided, describe(error)))
+            if error is not None:
+                raise error
+        else:
+            decided, failed_there = self.world.share()
+            if decided is None:
+                raise RankError(f"rank {LEADER}: {failed_there}")
+            made = self._made_like(graph, inputs, decided)
+        agree(self.world, f"{made.program}\n{made.schedule}\n{digest(made.files)}")
+        return made
+
+    def _made_like(self, graph: Graph, inputs: Sequence[Any], decided: Decided) -> Build:
+        """The street, without decisions."""
+        sizes = micro_batch_sizes(graph, inputs, self.options.chunks)
+        devices = tuple(stage.device for stage in decided.plan.stages)
+        options = replace(self.options, plan=decided.plan, schedule=decided.schedule, devices=devices)
+        return build(graph, decided.profile, sizes, decided.cluster, options, None)
+
+    def _bound(self, package: ModuleType, made: Build, others: Mapping[str, Tensor]) -> Any:
+        calls = {opaque.path: opaque for opaque in opaques(made.graph)}
+        held, here = constants(made.program, made.totals), {self.world.label: self.world.device}
+        stages, whole = bound_stages(package, self.model, held, others, calls, here=here)
+        return on_rank(package.Scheduler, stages, whole, self.world, wires(made.program, made.schedule))
+
+    # The model --------------------------------------------------------------------------------------------------------
+
+    def own_tensors(self) -> dict[str, Tensor]:
+        """The parameters and buffers that this rank keeps and trains, by path: those of its stages, on the leader also
+        those that no stage uses. All of the model's before the first call, which decides."""
+        tensors = tensors_of(self.model)
+        if self._home is None:
+            return tensors
+        labels = [stage.device for stage in self._home.plan.stages]
+        homes = {id(tensors[path]): labels[stage] for path, stage in self._home.stages.items() if path in tensors}
+        ours, leader = self.world.label, self.world.labels[LEADER]
+        return {path: tensor for path, tensor in tensors.items() if homes.get(id(tensor), leader) == ours}
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Those of the stages on this rank, with the model's own keys."""
+        own = {id(tensor) for tensor in self.own_tensors().values()}
+        return iter([pair for pair in super().named_parameters(*args, **kwargs) if id(pair[1]) in own])
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Those of the stages on this rank, with the model's own keys."""
+        own = {id(tensor) for tensor in self.own_tensors().values()}
+        return iter([pair for pair in super().named_buffers(*args, **kwargs) if id(pair[1]) in own])
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """What of the model's is kept on this rank, with the model's own keys; all ranks together have all of it."""
+        found, own = super().state_dict(*args, **kwargs), self.own_tensors()
+        elsewhere = tensors_of(self.model).keys() - own.keys()
+        prefix = kwargs.get("prefix", "")
+        for path in elsewhere:
+            found.pop(prefix + path, None)
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Into the model: all of it, or what belongs on this rank. What belongs elsewhere is left alone."""
+        own = self.own_tensors()
+        elsewhere = tensors_of(self.model).keys() - own.keys()
+        kept = {key: value for key, value in state_dict.items() if key not in elsewhere}
+        with self._lock:
+            found = self.model.load_state_dict(kept, strict=False, assign=assign)
+        missing = [key for key in found.missing_keys if key not in elsewhere]
+        if strict and (missing or found.unexpected_keys):
+            raise RuntimeError(
+                f"rank {self.world.rank} cannot load this state_dict: missing {missing}, unexpected "
+                f"{found.unexpected_keys}"
+            )
+        return type(found)(missing, found.unexpected_keys)
+
+    def drop_others(self) -> None:
+        """Free the memory of the parameters and buffers that belong to other ranks. They keep their shapes, for
+        captures to come; nobody may look at their values. Raises FxpipeError before the first call."""
+        if self._home is None:
+            raise FxpipeError("it is not decided yet which rank has which stage: pass example_inputs to fxpipe.compile")
+        own = {tensor.untyped_storage().data_ptr() for tensor in self.own_tensors().values()}
+        for tensor in tensors_of(self.model).values():
+            if not tensor.is_meta and tensor.untyped_storage().data_ptr() not in own:
+                tensor.grad = None
+                tensor.untyped_storage().resize_(0)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise FxpipeError("a pipe over ranks is not copied: copy pipe.model and compile that")
+
+    def __reduce__(self) -> NoReturn:
+        raise FxpipeError("a pipe over ranks is not pickled: save pipe.state_dict() on each rank")
+
+
+# What ranks must have the same ----------------------------------------------------------------------------------------
+
+
+def agree(world: World, text: str | None, error: BaseException | None = None) -> None:
+    """Raise, on every rank, if one of them has failed, or has another text: then with the lines that differ. A rank
+    that has failed gives its error, and has to raise it itself."""
+    heard = world.collect((digest(text), describe(error) if error is not None else None))
+    if error is not None:
+        return
+    for rank, (_, failed) in enumerate(heard):
+        if failed is not None:
+            raise RankError(f"rank {rank}: {failed}")
+    odd = next((rank for rank, (found, _) in enumerate(heard) if found != heard[LEADER][0]), None)
+    if odd is not None:
+        texts = world.collect(text)
+        lines = difflib.unified_diff(
+            texts[LEADER].splitlines(), texts[odd].splitlines(), f"rank {LEADER}", f"rank {odd}", lineterm="", n=1
+        )
+        some = list(lines)
+        more = [f"... and {len(some) - 40} more lines"] if len(some) > 40 else []
+        raise RankError(
+            "\n".join([f"ranks {LEADER} and {odd} do not have the same model and plan:", *some[:40], *more])
+        )
+
+
+def digest(value: Any) -> str:
+    text = value if isinstance(value, str) else repr(sorted(value.items()) if isinstance(value, Mapping) else value)
+    return sha256(text.encode()).hexdigest()
+
+
+def described(options: Options) -> str:
+    """What of the options every rank must have the same, a line each."""
+    schedule = options.schedule if isinstance(options.schedule, str) else str(type(options.schedule).__name__)
+    return "\n".join(
+        [
+            f"devices     {', '.join(options.devices)}",
+            f"chunks      {options.chunks}",
+            f"schedule    {schedule}",
+            f"checkpoint  {options.checkpoint if isinstance(options.checkpoint, str) else sorted(options.checkpoint)}",
+        ]
+    )
+
+
+# What a rank was given ------------------------------------------------------------------------------------------------
+
+
+def on_meta(path: str, tensor: Tensor) -> Tensor:
+    """The shape of a tensor, as it is told to other ranks."""
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def filled(looks: Given, given: Given) -> Given:
+    """The arguments of this rank, with stand-ins for those that it has left out or passed as None."""
+    (args, kwargs, target), (own_args, own_kwargs, own_target) = looks, given
+    new = tuple(own_args[at] if at < len(own_args) else arg for at, arg in enumerate(args)) + own_args[len(args) :]
+    named = {**kwargs, **own_kwargs}
+    pairs = zip(new, (*args, *new[len(args) :]), strict=True)
+    return (
+        tuple(stand_in(value, look) for value, look in pairs),
+        {key: stand_in(value, kwargs.get(key)) for key, value in named.items()},
+        target if own_target is NO_TARGET else stand_in(own_target, target),
+    )
+
+
+def stand_in(value: Any, look: Any) -> Any:
+    return look if value is None else value
+
+
+def check_same(given: Given, looks: Given, rank: int) -> None:
+    """Raise RankError where a tensor has another shape or type than the leader's."""
+    ours, theirs = tensors_in(given), tensors_in(looks)
+    for path in ours.keys() & theirs.keys():
+        here, there = ((x.dtype, list(x.shape)) for x in (ours[path], theirs[path]))
+        if here != there:
+            raise RankError(
+                f"rank {rank} was given {path} of type {here[0]} and shape {here[1]}, and rank {LEADER} {there[0]} "
+                f"{there[1]}: all ranks work on the same batch"
+            )
+
+
+def tensors_in(given: Given) -> dict[str, Tensor]:
+    """The tensors among the arguments, by where they are."""
+    args, kwargs, target = given
+    named = {**{f"argument {at}": arg for at, arg in enumerate(args)}, **kwargs, "target": target}
+    found: dict[str, Tensor] = {}
+    for name, value in named.items():
+        change(value, found.setdefault, name)
+    return found

@@ -1,0 +1,97 @@
+"""Processes that are ranks, kept for many tests: to start one takes seconds.
+
+    pool.run(function, *args, ranks=(0, 1))      function(group, *args), a function of a module, on each of these ranks
+
+They are forked from a server that has imported everything, and meet through a file.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SIZE = 4
+GROUPS = ((0, 1), (2, 3), (0, 1, 2, 3))
+PATIENCE = 120  # seconds that one function may take
+LIMIT = timedelta(seconds=60)
+
+
+class RankFailed(AssertionError):
+    """The traceback of a rank."""
+
+
+class Pool:
+    """`size` ranks that wait for something to do."""
+
+    def __init__(self, size: int = SIZE) -> None:
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["tests.distributed.warm"])
+        self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        meeting = str(Path(self.folder.name) / "meet")
+        ends = [context.Pipe() for _ in range(size)]
+        self.processes = [
+            context.Process(target=serve, args=(theirs, rank, size, meeting), daemon=True)
+            for rank, (_, theirs) in enumerate(ends)
+        ]
+        for process in self.processes:
+            process.start()
+        for _, theirs in ends:
+            theirs.close()
+        self.ends = [ours for ours, _ in ends]
+
+    def start(self, function: Callable[..., Any], *args: Any, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            self.ends[rank].send((function, tuple(ranks), args))
+
+    def results(self, ranks: Sequence[int], patience: float = PATIENCE) -> list[Any]:
+        """What the function has returned on each rank. Raises RankFailed with the tracebacks of those it failed on."""
+        found = []
+        for rank in ranks:
+            if not self.ends[rank].poll(patience):
+                raise RankFailed(f"rank {rank} does not answer")
+            found.append(self.ends[rank].recv())
+        failed = [f"rank {rank}:\n{text}" for rank, (text, _) in zip(ranks, found, strict=True) if text]
+        if failed:
+            raise RankFailed("\n".join(failed))
+        return [value for _, value in found]
+
+    def run(self, function: Callable[..., Any], *args: Any, ranks: Sequence[int] = tuple(range(SIZE))) -> list[Any]:
+        self.start(function, *args, ranks=ranks)
+        return self.results(ranks)
+
+    def close(self) -> None:
+        for end in self.ends:
+            end.close()
+        wait([process.sentinel for process in self.processes], timeout=1)
+        for process in self.processes:
+            process.kill()
+        self.folder.cleanup()
+
+
+def serve(end: Connection, rank: int, size: int, meeting: str) -> None:
+    """Do what comes, until nobody is there to ask."""
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    store = dist.FileStore(meeting, size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=LIMIT)
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in GROUPS if max(ranks) < size}
+    while True:
+        try:
+            function, ranks, args = end.recv()
+        except EOFError:
+            return
+        try:
+            answer = "", function(groups[ranks], *args)
+        except BaseException:
+            answer = traceback.format_exc(), None
+        end.send(answer)
