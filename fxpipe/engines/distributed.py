@@ -16,6 +16,7 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -275,7 +276,7 @@ class Ranked(Stepper):
         if not missing:
             return None
         return InputError(
-            f"rank {self.world.rank} uses {', '.join(missing)}, which it was not given: pass it on this rank, too"
+            f"{', '.join(missing)}: not given on rank {self.world.rank}, whose stages use it; pass it there, too"
         )
 
     def _seen(self, name: str, value: Any) -> Any:
@@ -342,7 +343,7 @@ class Ranked(Stepper):
             for work, _ in works:
                 self._guarded(m, None, self.world.finish, work, peer)
         try:
-            told = verdict(self.world, describe(m.error) if m.broken else None)
+            told = verdict(self.world, Failure.of(m.error) if m.broken else None)
         except Lost as error:
             told = str(error)
         if told is not None:
@@ -412,22 +413,35 @@ def describe(error: BaseException | None) -> str:
     return f"{name}{error}{notes}"
 
 
-def verdict(world: World, failed: str | None) -> str | None:
+@dataclass(frozen=True)
+class Failure:
+    """What a rank says of its failure; `own` if it is its own, and not that another one is lost, or has failed before:
+    then there is no text."""
+
+    text: str
+    own: bool
+
+    @staticmethod
+    def of(error: BaseException | None) -> Failure:
+        return Failure(describe(error), error is not None and not isinstance(error, RankError))
+
+
+def verdict(world: World, failed: Failure | None) -> str | None:
     """What has failed on any rank, None if nothing has. `failed` is what has failed on this one. Raises Lost."""
     if not world.leads:
         world.tell(LEADER, pickle.dumps(failed))
         told: str | None = pickle.loads(world.hear(LEADER))
         return told
-    heard: list[tuple[int, str | None]] = [(LEADER, failed)]
+    heard: list[tuple[int, Failure | None]] = [(LEADER, failed)]
     for peer in world.others:
         try:
             heard.append((peer, pickle.loads(world.hear(peer))))
         except Lost as error:
-            heard.append((error.rank, str(error)))
-    # What was seen of a lost rank speaks for itself, and counts less than what a rank has to say of its own.
-    own = [f"rank {rank}: {what}" for rank, what in heard if what and not what.startswith("rank ")]
-    causes = own + [what for _, what in heard if what and what.startswith("rank ")]
-    told = next(iter(causes), None if all(what is None for _, what in heard) else "a rank has failed")
+            heard.append((peer, Failure(str(error), False)))
+    failures = [(rank, failure) for rank, failure in heard if failure is not None]
+    causes = [f"rank {rank}: {failure.text}" for rank, failure in failures if failure.own]
+    causes += [failure.text for _, failure in failures if failure.text and not failure.own]
+    told = next(iter(causes), "a rank has failed" if failures else None)
     for peer in world.others:
         try:
             world.tell(peer, pickle.dumps(told))

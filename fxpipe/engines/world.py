@@ -47,7 +47,7 @@ class World:
     lanes: tuple[Any, Any]
     control: Any
     timeout: float
-    store: Any = None
+    store: Any
     lost: Lost | None = None
     limit: timedelta = field(init=False)
 
@@ -98,8 +98,6 @@ class World:
     def _tell(self, what: str) -> str:
         """Leave word in the store of the process group, for those who only see that this rank has gone in turn; the
         first word counts. Gives it."""
-        if self.store is None:
-            return what
         try:
             return str(self.store.compare_set("lost", "", what).decode())
         except RuntimeError:  # the store is gone, too
@@ -159,31 +157,26 @@ class World:
 # The door -------------------------------------------------------------------------------------------------------------
 
 
-_worlds: dict[Any, World] = {}  # groups are never given back: torch would give the next one the same name
+_worlds: dict[Any, World] = {}
 
 
 def join(group: Any, device: torch.device, timeout: float) -> World:
     """The world of the ranks of `group`, with connections of its own, which all pipes on these ranks share."""
-    ranks, limit = dist.get_process_group_ranks(group), timedelta(seconds=timeout)
+    ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
     key = (*ranks, device, timeout, id(dist.group.WORLD))
     if key in _worlds:
         return _worlds[key]
-
-    def new(backend: str) -> Any:
-        return dist.new_group(list(ranks), limit, backend, use_local_synchronization=True)
-
-    control = new("gloo")
-    # With NCCL what is sent to a rank waits behind what was begun with it before, so the two ways are two groups.
-    lanes = (control, control) if device.type == "cpu" else (new("nccl"), new("nccl"))
+    # Backends by themselves: torch.distributed.new_group asks all ranks of the whole world to take part, or else (torch
+    # 2.13) that all are in equally many groups, from which it makes the new one's name.
+    c10d: Any = dist.distributed_c10d
+    store = c10d.PrefixStore(f"fxpipe/{'-'.join(map(str, ranks))}/{timeout}", c10d._get_default_store())
+    limit = timedelta(seconds=timeout)
+    control = c10d.ProcessGroupGloo(c10d.PrefixStore("control", store), rank, len(ranks), limit)
+    lanes = control, control
+    if device.type == "cuda":
+        # With NCCL what is sent to a rank waits behind what was begun with it before, so the two ways are two groups.
+        up, down = (c10d.PrefixStore(way, store) for way in ("up", "down"))
+        lanes = tuple(c10d.ProcessGroupNCCL(way, rank, len(ranks), limit) for way in (up, down))
     labels = tuple(f"{device.type}:{rank}" for rank in range(len(ranks)))
-    made = _worlds[key] = World(dist.get_rank(group), labels, device, lanes, control, timeout, store_of(control))
+    made = _worlds[key] = World(rank, labels, device, lanes, control, timeout, store)
     return made
-
-
-def store_of(group: Any) -> Any:
-    """A store of the group's own, where it has one."""
-    try:
-        store = dist.distributed_c10d._get_default_store()
-    except (AttributeError, RuntimeError):
-        return None
-    return dist.distributed_c10d.PrefixStore(f"fxpipe/{group.group_name}", store)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import fxpipe
-from fxpipe import street
+from fxpipe import FxpipeError, RankError, street
 from fxpipe.codegen.load import bound_stages, load_package, tensors_of, unload
 from fxpipe.codegen.package import constants, write
 from fxpipe.codegen.wires import wires
@@ -168,3 +173,137 @@ def owner(made: street.Build, model: nn.Module, world: World) -> Own:
     found = {id(tensors[path]): made.plan.stages[s].device for path, s in homes(made.graph, made.plan).items()}
     first = world.labels[0]
     return lambda: {p: t for p, t in tensors_of(model).items() if found.get(id(tensors[p]), first) == world.label}
+
+
+# Faults ---------------------------------------------------------------------------------------------------------------
+
+
+class Chain(nn.Module):
+    """A stage for each rank, each with a bomb."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Boom(Exception):
+    """What a stage raises."""
+
+
+def chain(group: Any, schedule: str, **options: Any) -> tuple[RankPipe, nn.Module, tuple[Tensor, Tensor]]:
+    """A pipe of a chain, and a batch for it."""
+    n = dist.get_world_size(group)
+    torch.manual_seed(0)
+    model = Chain(n).double()
+    x, y = torch.randn(2, 8, 6, dtype=torch.float64)
+    pipe = fxpipe.compile(
+        model, n, 4, schedule=schedule, split_at=[f"layers.{k}" for k in range(1, n)], group=group, **options
+    )
+    assert isinstance(pipe, RankPipe)
+    return pipe, model, (x, y)
+
+
+def at(pipe: RankPipe, action: str, do: Callable[[], None]) -> None:
+    """Let this happen in an action, such as "1B2", if it is one of this rank."""
+    scheduler: Any = pipe.scheduler
+    found = next((a for a in scheduler.methods if str(a) == action), None)
+    if found is None or not scheduler.here(found.stage):
+        return
+    method = scheduler.methods[found]
+
+    def once(*args: Any) -> None:
+        scheduler.methods[found] = method
+        do()
+        method(*args)
+
+    scheduler.methods[found] = once
+
+
+def throw() -> None:
+    raise Boom("boom")
+
+
+def fail_everywhere(group: Any, schedule: str) -> None:
+    """One action after the other fails, on whatever rank it is; the next step is exact each time."""
+    pipe, model, (x, y) = chain(group, schedule, timeout=60)
+    rank = dist.get_rank(group)
+
+    def step() -> Tensor:
+        found: Tensor = pipe.step(x, target=y, loss_fn=F.mse_loss)
+        return found
+
+    loss = step()
+    wanted = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    scheduler: Any = pipe.scheduler
+    for action in [a for a in scheduler.methods if a.micro_batch in (0, 3)]:
+        model.zero_grad()
+        at(pipe, str(action), throw)
+        home = scheduler.rank_of(action.stage)
+        with pytest.raises(Boom if rank == home else RankError) as caught:
+            step()
+        where = f"stage {action.stage}, micro-batch {action.micro_batch}"
+        if rank == home:
+            assert caught.value.__notes__[0].startswith(where)
+        else:
+            assert f"rank {home}: Boom: boom\n{where}" in str(caught.value)
+        assert all(p.grad is None for p in model.parameters()), f"gradients after {action} failed"
+    torch.testing.assert_close(step(), loss, rtol=1e-9, atol=0)
+    for name, p in model.named_parameters():
+        if name in wanted:
+            torch.testing.assert_close(p.grad, wanted[name], rtol=1e-9, atol=0)
+    pipe.close()
+
+
+def differ(group: Any) -> None:
+    """Each rank has another model, batch, mode or number of micro-batches: an error everywhere, which shows it."""
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    x, y = torch.randn(2, 8, 6)
+    pipe = fxpipe.compile(Chain(n + (rank == 2)), n, 4, group=group)
+    with raises("ranks 0 and 2 do not have the same model and plan", "+  parameter  layers_4_weight"):
+        pipe.step(x, target=y, loss_fn=F.mse_loss)
+    pipe = fxpipe.compile(Chain(n), n, 4 + (rank == 1), group=group)
+    with raises("-chunks      4", "+chunks      5"):
+        pipe.step(x, target=y, loss_fn=F.mse_loss)
+    pipe = fxpipe.compile(Chain(n), n, 4, group=group)
+    pipe.step(x, target=y, loss_fn=F.mse_loss)
+    with raises("rank 3 was given argument 0 of type torch.float32 and shape [6, 6], and rank 0"):
+        pipe.step(x[:6] if rank == 3 else x, target=y, loss_fn=F.mse_loss)
+    pipe.train(rank != 1)
+    with raises("new on rank 1 alone"):
+        pipe.step(x, target=y, loss_fn=F.mse_loss)
+    pipe.train()
+    with raises("rank 3: " * (rank != 3) + "target: not given on rank 3, whose stages use it"):
+        pipe.step(x, target=y if rank == 0 else None, loss_fn=F.mse_loss)
+    with raises("loss_fn is 3" if rank == 0 else "rank 0: loss_fn is 3"):
+        pipe.step(x, target=y, loss_fn=3 if rank == 0 else F.mse_loss)
+    loss = pipe.step(x, target=y, loss_fn=F.mse_loss)
+    assert abs(float(loss) - float(F.mse_loss(pipe.forward_only(x), y))) < 1e-6
+    with raises("devices is 3, and there are 4 ranks"):
+        fxpipe.compile(Chain(n), 3, 4, group=group)
+
+
+@contextmanager
+def raises(*texts: str) -> Iterator[None]:
+    """All these are in the message."""
+    with pytest.raises(FxpipeError) as caught:
+        yield
+    missing = [text for text in texts if text not in str(caught.value)]
+    assert not missing, f"{missing} not in: {caught.value}"
+
+
+def lose(group: Any, end: str) -> None:
+    """Rank 1 ends, or stands still, in the middle of a step."""
+    pipe, _, (x, y) = chain(group, "1f1b", timeout=4)
+    pipe.step(x, target=y, loss_fn=F.mse_loss)
+    at(pipe, "1F2", lambda: os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[end]))
+    try:
+        pipe.step(x, target=y, loss_fn=F.mse_loss)
+    except RankError:
+        with raises("start all ranks again"):
+            pipe.step(x, target=y, loss_fn=F.mse_loss)
+        raise

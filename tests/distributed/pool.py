@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -21,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 SIZE = 4
-GROUPS = ((0, 1), (2, 3), (0, 1, 2, 3))
-PATIENCE = 120  # seconds that one function may take
+GROUPS = ((0, 1), (2, 3), (0, 1, 2), (0, 1, 2, 3))
+PATIENCE = 30  # seconds that one function may take
 LIMIT = timedelta(seconds=60)
 
 
@@ -55,15 +56,15 @@ class Pool:
 
     def results(self, ranks: Sequence[int], patience: float = PATIENCE) -> list[Any]:
         """What the function has returned on each rank. Raises RankFailed with the tracebacks of those it failed on."""
-        found = []
-        for rank in ranks:
-            if not self.ends[rank].poll(patience):
-                raise RankFailed(f"rank {rank} does not answer")
-            found.append(self.ends[rank].recv())
-        failed = [f"rank {rank}:\n{text}" for rank, (text, _) in zip(ranks, found, strict=True) if text]
+        end = time.monotonic() + patience
+        answered = {
+            rank: self.ends[rank].recv() for rank in ranks if self.ends[rank].poll(max(0.0, end - time.monotonic()))
+        }
+        failed = [f"rank {rank}:\n{text}" for rank, (text, _) in answered.items() if text]
+        failed += [f"rank {rank} does not answer" for rank in ranks if rank not in answered]
         if failed:
             raise RankFailed("\n".join(failed))
-        return [value for _, value in found]
+        return [answered[rank][1] for rank in ranks]
 
     def run(self, function: Callable[..., Any], *args: Any, ranks: Sequence[int] = tuple(range(SIZE))) -> list[Any]:
         self.start(function, *args, ranks=ranks)
@@ -74,13 +75,12 @@ class Pool:
             end.close()
         wait([process.sentinel for process in self.processes], timeout=1)
         for process in self.processes:
-            process.kill()
+            process.kill()  # also one that is stopped
         self.folder.cleanup()
 
 
 def serve(end: Connection, rank: int, size: int, meeting: str) -> None:
     """Do what comes, until nobody is there to ask."""
-    faulthandler.enable()
     torch.set_num_threads(1)
     store = dist.FileStore(meeting, size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=LIMIT)
@@ -90,8 +90,10 @@ def serve(end: Connection, rank: int, size: int, meeting: str) -> None:
             function, ranks, args = end.recv()
         except EOFError:
             return
+        faulthandler.dump_traceback_later(PATIENCE)
         try:
             answer = "", function(groups[ranks], *args)
         except BaseException:
             answer = traceback.format_exc(), None
+        faulthandler.cancel_dump_traceback_later()
         end.send(answer)

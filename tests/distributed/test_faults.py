@@ -1,0 +1,44 @@
+"""Whatever fails on a rank, in any action: every rank ends with an error that says where, soon, and no gradient has
+changed. After an error the pipe works; after the loss of a rank it says so."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+from tests.distributed import cases
+from tests.distributed.pool import Pool, RankFailed
+
+ALL = (0, 1, 2, 3)
+SOON = 15  # seconds
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_an_error_in_any_action(pool: Pool, schedule: str) -> None:
+    pool.run(cases.fail_everywhere, schedule)
+
+
+def test_ranks_that_differ(pool: Pool) -> None:
+    pool.run(cases.differ)
+
+
+@pytest.mark.parametrize("end", ["kill", "stop"])
+def test_a_rank_is_lost(end: str) -> None:
+    """Ranks of its own, for they end."""
+    ranks = Pool(3)
+    try:
+        ranks.start(cases.lose, end, ranks=(0, 1, 2))
+        began = time.monotonic()
+        for rank in (0, 2):
+            with pytest.raises((RankFailed, EOFError)) as caught:
+                ranks.results((rank,), SOON)
+            assert "RankError: rank 1 " + ("is gone" if end == "kill" else "did not answer for 4 s") in str(
+                caught.value
+            )
+            # What did not come, or was not taken.
+            assert re.search(r"stage [01], micro-batch [1-3], (the gradient of )?\w+, at cases.py:", str(caught.value))
+        assert time.monotonic() - began < SOON
+    finally:
+        ranks.close()
