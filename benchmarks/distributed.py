@@ -1,0 +1,226 @@
+"""Steps over two ranks, beside torch.distributed.pipelining: the same stages, in the same two processes, over gloo.
+
+    python -m benchmarks.distributed
+
+The first table is of stages that do next to nothing: what an action costs. The second is of stages that compute: how
+much faster two ranks are than the plain loop on one. The third is of a U-Net whose skips go past stages, with several
+stages on each rank, which the peer cannot be given: its stages hand values to the next one only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: OpenMP spins, and busy processes become ten times slower
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tabulate import tabulate
+from torch import Tensor, nn
+
+import fxpipe
+from benchmarks.models import UNet
+from benchmarks.timing import in_turn
+from benchmarks.trainers import Workload
+
+RANKS = 2
+PLAIN = "plain loop on one rank"
+PEER = "torch.distributed.pipelining"
+SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
+TINY = Workload(stages=2 * RANKS, chunks=8, rows=4, width=16, depth=1)
+LARGE = Workload(stages=2 * RANKS, chunks=16, rows=64, width=512, depth=2)
+Step = Callable[[], Tensor | None]
+Seconds = Mapping[str, list[float]]
+
+
+# One step of each -----------------------------------------------------------------------------------------------------
+
+
+def plain(work: Workload) -> Step:
+    """On rank 0; the other one waits."""
+    model, (x, y) = work.model(), work.batch()
+
+    def step() -> Tensor | None:
+        loss = None
+        if dist.get_rank() == 0:
+            model.zero_grad()
+            pairs = zip(x.split(work.rows), y.split(work.rows), strict=True)
+            loss = sum((F.mse_loss(model(a), b) / work.chunks for a, b in pairs), start=torch.zeros(()))
+            loss.backward()
+        dist.barrier()
+        return loss
+
+    return step
+
+
+def ours(work: Workload, schedule: str) -> tuple[Step, nn.Module]:
+    model, (x, y) = work.model(), work.batch()
+    stages = work.stages if schedule == "interleaved" else RANKS
+    split_at = [str(k * work.stages // stages) for k in range(1, stages)]
+    pipe = fxpipe.compile(model, RANKS, work.chunks, schedule=schedule, checkpoint="never", split_at=split_at)
+
+    def step() -> Tensor:
+        model.zero_grad()
+        loss: Tensor = pipe.step(x, target=y, loss_fn=F.mse_loss)
+        return loss
+
+    return step, model
+
+
+def theirs(work: Workload, schedule: str) -> tuple[Step, nn.Module]:
+    from torch.distributed import pipelining
+
+    model, (x, y), rank = work.model(), work.batch(), dist.get_rank()
+    stages = work.stages if schedule == "interleaved" else RANKS
+    each = work.stages // stages
+    mine = [
+        pipelining.PipelineStage(model[k * each : (k + 1) * each], k, stages, torch.device("cpu"))
+        for k in range(rank, stages, RANKS)
+    ]
+    kind = getattr(pipelining, SCHEDULES[schedule])
+    order = kind(mine if schedule == "interleaved" else mine[0], work.chunks, loss_fn=F.mse_loss)
+
+    def step() -> Tensor | None:
+        model.zero_grad()
+        losses: list[Tensor] = []
+        inputs = (x,) if rank == 0 else ()
+        if rank == RANKS - 1:
+            order.step(*inputs, target=y, losses=losses, return_outputs=False)
+            return torch.stack([loss.detach() for loss in losses]).mean()
+        order.step(*inputs, return_outputs=False)
+        return None
+
+    return step, model
+
+
+def candidates(work: Workload) -> dict[str, Step]:
+    """All of them, after a look at whether they compute the same gradients."""
+    found = {PLAIN: plain(work)}
+    for schedule in SCHEDULES:
+        (peer, model), (own, same) = theirs(work, schedule), ours(work, schedule)
+        peer(), own()
+        for p, q in zip(model.parameters(), same.parameters(), strict=True):
+            if p.grad is not None:
+                assert q.grad is not None
+                torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=1e-6)
+        found |= {f"{PEER}, {schedule}": peer, f"fxpipe, {schedule}": own}
+    return found
+
+
+def unets(rows: int, size: int, width: int, chunks: int) -> dict[str, Step]:
+    """A U-Net over two and over four stages, and the plain loop of it."""
+    x = torch.randn(rows * chunks, 3, size, size)
+
+    def loss_of(output: Tensor) -> Tensor:
+        return output.square().mean()
+
+    def alone() -> Tensor | None:
+        if dist.get_rank() == 0:
+            model.zero_grad()
+            for part in x.split(rows):
+                (loss_of(model(part)) / chunks).backward()
+        dist.barrier()
+        return None
+
+    torch.manual_seed(0)
+    model, found = UNet(2, width, depth=2), {PLAIN: alone}
+    for schedule in ("1f1b", "interleaved"):
+        torch.manual_seed(0)
+        pipe = fxpipe.compile(UNet(2, width, depth=2), RANKS, chunks, schedule=schedule, checkpoint="never")
+
+        def step(pipe: fxpipe.Pipe = pipe) -> Tensor:
+            pipe.zero_grad()
+            loss: Tensor = pipe.step(x, loss_fn=loss_of)
+            return loss
+
+        found[f"fxpipe, {schedule}"] = step
+    return found
+
+
+# Two processes --------------------------------------------------------------------------------------------------------
+
+
+def serve(
+    end: Connection, rank: int, meeting: str, rounds: int, works: Sequence[Workload], unet: Sequence[int]
+) -> None:
+    """Time everything together with the other rank; rank 0 tells what it found."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
+    found: list[Seconds] = [in_turn(candidates(work), rounds, steps=5) for work in works]
+    found.append(in_turn(unets(*unet), rounds, steps=1))
+    end.send(found)
+    dist.barrier()
+
+
+def measure(rounds: int, works: Sequence[Workload], unet: Sequence[int]) -> list[Seconds]:
+    """Seconds per step of each candidate, for each workload, and then for the U-Net."""
+    context = get_context("spawn")
+    ends = [context.Pipe() for _ in range(RANKS)]
+    with tempfile.TemporaryDirectory(prefix="gloo-") as folder:
+        processes = [
+            context.Process(target=serve, args=(end, rank, str(Path(folder) / "meet"), rounds, works, unet))
+            for rank, (_, end) in enumerate(ends)
+        ]
+        for process, (_, end) in zip(processes, ends, strict=True):
+            process.start()
+            end.close()
+        found: list[Seconds] = ends[0][0].recv()
+        for process in processes:
+            process.join()
+    return found
+
+
+# Tables ---------------------------------------------------------------------------------------------------------------
+
+
+def overhead_table(work: Workload, seconds: Seconds) -> str:
+    """Microseconds per action: of a stage and micro-batch, forward or backward."""
+    rows = []
+    for name, times in seconds.items():
+        actions = 2 * work.chunks * (work.stages if "interleaved" in name else RANKS)
+        rows.append((name, f"{median(times) / actions * 1e6:.1f}", part(name, seconds)))
+    return tabulate(
+        rows, ("", "us per action", "of the peer's"), disable_numparse=True, colalign=("left", *["right"] * 2)
+    )
+
+
+def speed_table(seconds: Seconds) -> str:
+    """Milliseconds per step, and how much faster than the plain loop that is."""
+    plain_loop = median(seconds[PLAIN])
+    rows = [
+        (name, f"{median(times) * 1e3:.1f}", f"{plain_loop / median(times):.2f}", part(name, seconds))
+        for name, times in seconds.items()
+    ]
+    headers = ("", "ms per step", "speed-up", "of the peer's time")
+    return tabulate(rows, headers, disable_numparse=True, colalign=("left", *["right"] * 3))
+
+
+def part(name: str, seconds: Seconds) -> str:
+    """Of the time of the peer with the same schedule."""
+    peer = seconds.get(name.replace("fxpipe", PEER)) if name.startswith("fxpipe") else None
+    return f"{median(seconds[name]) / median(peer):.2f}" if peer else ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Training steps over two ranks, with gloo between them.")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rows", type=int, default=LARGE.rows, help="samples in a micro-batch of the second table")
+    options = parser.parse_args()
+    large = replace(LARGE, rows=options.rows)
+    tiny, compute, unet = measure(options.rounds, (TINY, large), (4, 64, 16, 8))
+    print(f"stages that do next to nothing, {TINY.chunks} micro-batches\n\n{overhead_table(TINY, tiny)}")
+    print(f"\nstages that compute, {large.chunks} micro-batches\n\n{speed_table(compute)}")
+    print(f"\na U-Net with long skips, which {PEER} cannot be given\n\n{speed_table(unet)}")
+
+
+if __name__ == "__main__":
+    main()
