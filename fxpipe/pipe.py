@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -195,11 +195,46 @@ class Pipe(Shell):
             if not any(tensor.is_meta for tensor in self.model.state_dict().values()):
                 self._live(made)
 
-    def materialize(self, seed: int = 0, *, init: Init | None = None, checkpoint: str | Path | None = None) -> None:
+    def materialize(
+        self,
+        seed: int = 0,
+        *,
+        init: Init | None = None,
+        checkpoint: str | Path | None = None,
+        stages: Collection[int] | None = None,
+    ) -> None:
         """Give the model's tensors that are on the meta device memory and values, as `fxpipe.materialize` does: they
-        depend on the seed (or `init`, or the checkpoint) and on nothing of the plan."""
+        depend on the seed (or `init`, or the checkpoint) and on nothing of the plan. `stages`: only those that have
+        their home in one of these; what no stage uses is at home in the first."""
         with self._lock:
-            materialize(self.model, seed, init=init, checkpoint=checkpoint)
+            only = None if stages is None else self.keys_of(stages)
+            materialize(self.model, seed, init=init, checkpoint=checkpoint, only=only)
+
+    def keys_of(self, stages: Collection[int]) -> frozenset[str]:
+        """The keys of the model's tensors that are at home in these stages. Raises FxpipeError before the first call,
+        which decides."""
+        if self._home is None:
+            raise FxpipeError("it is not decided yet which stage has what: pass example_inputs to fxpipe.compile")
+        return frozenset(key for key in tensors_of(self.model) if self._home.stages.get(key, 0) in stages)
+
+    def torch_stages(
+        self, stages: Collection[int], device: str | torch.device | None = None, group: Any = None
+    ) -> list[Any]:
+        """These stages as `PipelineStage`s of torch.distributed.pipelining, on `device`, for the ranks of `group`: what
+        torch's schedules take, for calls of the kind that was compiled or run last.
+
+            pipe = fxpipe.compile(model, devices=["cpu"] * world, chunks=8, example_inputs=batch)
+            (stage,) = pipe.torch_stages([rank], device)
+            Schedule1F1B(stage, 8, loss_fn).step(batch)  # and step(target=..., losses=...) on the last rank
+
+        torch's stages are a chain: skips and tied weights are relayed through the stages between. Micro-batches are all
+        of the same size there, and the order of the last stage's tensors is that in which the model returns them.
+        Raises FxpipeError for a model whose loss or statistics are those of the whole batch.
+        """
+        from .pipelining import torch_stages  # here, for what it imports takes as long as the rest of fxpipe
+
+        with self._lock:
+            return torch_stages(self, stages, device, group)
 
     def _run(self, graph: Graph, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """The flat outputs for the flat inputs of a call of this kind."""
