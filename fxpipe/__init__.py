@@ -66,12 +66,14 @@ from .planned import Planned
 from .profile import profile
 from .search import search
 from .searched import Searched
+from .training import GradScaler, clip_grad_norm_
 
 __all__ = [
     "CaptureError",
     "CheckpointError",
     "Cluster",
     "FxpipeError",
+    "GradScaler",
     "InputError",
     "MaterializeError",
     "MixedSamplesWarning",
@@ -86,6 +88,7 @@ __all__ = [
     "Searched",
     "Timeline",
     "backend",
+    "clip_grad_norm_",
     "compile",
     "detect",
     "last_checkpoint",

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from .errors import CheckpointError
 from .materialize import listed
 from .optimizer_state import find_state, groups_of, kept, names_of
+from .ranks import RankPipe
 from .shell import Shell
 from .sources import entries, read
 
@@ -49,8 +50,7 @@ def save_checkpoint(
     path = Path(folder)
     if (path / TABLE).exists():
         raise CheckpointError(f"{path} has a checkpoint already; choose another folder")
-    alone = not dist.is_initialized()
-    rank = 0 if alone else dist.get_rank()
+    group, rank, alone = world_of(model)
     tensors = {MODEL + key: value for key, value in model_tensors(model, alone).items()}
     about: dict[str, Any] = {}
     if optimizer is not None:
@@ -63,7 +63,7 @@ def save_checkpoint(
     tensors[f"{ABOUT}{rank}"] = to_bytes(about)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        save(tensors, checkpoint_id=path, no_dist=alone)
+        save(tensors, checkpoint_id=path, process_group=group, no_dist=alone)
 
 
 def load_checkpoint(
@@ -98,6 +98,15 @@ def last_checkpoint(folder: str | Path) -> Path | None:
     """The newest checkpoint among the folders in this one; those that were not finished do not count."""
     tables = sorted(Path(folder).glob(f"*/{TABLE}"), key=lambda table: table.stat().st_mtime_ns)
     return tables[-1].parent if tables else None
+
+
+def world_of(model: nn.Module) -> tuple[Any, int, bool]:
+    """The group of those who save the model, this process's rank there, and whether it is the only one."""
+    if isinstance(model, RankPipe):
+        return model.world.control, model.world.rank, False
+    if isinstance(model, Shell) or not dist.is_initialized():
+        return None, 0, True
+    return None, dist.get_rank(), False
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -207,15 +207,21 @@ class Pipe(Shell):
         depend on the seed (or `init`, or the checkpoint) and on nothing of the plan. `stages`: only those that have
         their home in one of these; what no stage uses is at home in the first."""
         with self._lock:
-            only = None if stages is None else self.keys_of(stages)
+            only = self.keys_here() if stages is None else self.keys_of(stages)
             materialize(self.model, seed, init=init, checkpoint=checkpoint, only=only)
+
+    def keys_here(self) -> Collection[str] | None:
+        """The keys of the model's tensors that this process needs; None: all."""
+        return None
 
     def keys_of(self, stages: Collection[int]) -> frozenset[str]:
         """The keys of the model's tensors that are at home in these stages. Raises FxpipeError before the first call,
         which decides."""
         if self._home is None:
             raise FxpipeError("it is not decided yet which stage has what: pass example_inputs to fxpipe.compile")
-        return frozenset(key for key in tensors_of(self.model) if self._home.stages.get(key, 0) in stages)
+        tensors = tensors_of(self.model)
+        homes = {id(tensors[key]): stage for key, stage in self._home.stages.items() if key in tensors}
+        return frozenset(key for key, tensor in tensors.items() if homes.get(id(tensor), 0) in stages)
 
     def torch_stages(
         self, stages: Collection[int], device: str | torch.device | None = None, group: Any = None
@@ -326,6 +332,15 @@ class Pipe(Shell):
                 live.scheduler.close()
                 unload(live.package)
             self._folder.cleanup()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the one to print, log and show a bar: there is one in each world."""
+        return True
+
+    def collect(self, value: Any) -> list[Any]:
+        """What the processes of the pipe pass here, all of them together, in their order."""
+        return [value]
 
     # Looking ----------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import difflib
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from types import ModuleType
@@ -129,6 +129,11 @@ class RankPipe(Pipe):
             given_args, given_kwargs, given_target = given
             return self._stepper.step(given_args, given_kwargs, given_target, loss_fn, outputs, run)
 
+        if scaler is not None and type(scaler) is torch.amp.GradScaler:
+            raise FxpipeError(
+                "this GradScaler sees the infinities of one rank alone, so ranks would skip other steps; use "
+                "fxpipe.GradScaler(pipe, ...)"
+            )
         scale = None if scaler is None else float(scaler.scale(torch.ones((), device=self.world.device)))
         loss, output = self._call(call, (args, kwargs, target), scale)
         return (loss, output) if outputs else loss
@@ -324,6 +329,22 @@ class RankPipe(Pipe):
         stages, whole = bound_stages(package, self.model, held, others, calls, here=here)
         return on_rank(package.Scheduler, stages, whole, self.world, wires(made.program, made.schedule))
 
+    @property
+    def leads(self) -> bool:
+        """Whether this is the leader, rank 0."""
+        return bool(self.world.leads)
+
+    def collect(self, value: Any) -> list[Any]:
+        """What the ranks pass here, all of them together, in their order. Raises RankError if one is lost."""
+        with self._lock:
+            if self.world.lost is not None:
+                raise RankError(f"{self.world.lost}; start all ranks again")
+            try:
+                found: list[Any] = self.world.collect(value)
+            except Lost as lost:
+                raise RankError(str(lost)) from None
+            return found
+
     # The model --------------------------------------------------------------------------------------------------------
 
     def own_tensors(self) -> dict[str, Tensor]:
@@ -336,6 +357,12 @@ class RankPipe(Pipe):
         homes = {id(tensors[path]): labels[stage] for path, stage in self._home.stages.items() if path in tensors}
         ours, leader = self.world.label, self.world.labels[LEADER]
         return {path: tensor for path, tensor in tensors.items() if homes.get(id(tensor), leader) == ours}
+
+    def keys_here(self) -> Collection[str]:
+        """The keys of `own_tensors`. Raises FxpipeError before the first call, which decides."""
+        if self._home is None:
+            raise FxpipeError("it is not decided yet which rank has which stage: pass example_inputs to fxpipe.compile")
+        return self.own_tensors().keys()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """Those of the stages on this rank, with the model's own keys."""
@@ -374,8 +401,7 @@ class RankPipe(Pipe):
     def drop_others(self) -> None:
         """Free the memory of the parameters and buffers that belong to other ranks. They keep their shapes, for
         captures to come; nobody may look at their values. Raises FxpipeError before the first call."""
-        if self._home is None:
-            raise FxpipeError("it is not decided yet which rank has which stage: pass example_inputs to fxpipe.compile")
+        self.keys_here()  # decided?
         own = {tensor.untyped_storage().data_ptr() for tensor in self.own_tensors().values()}
         for tensor in tensors_of(self.model).values():
             if not tensor.is_meta and tensor.untyped_storage().data_ptr() not in own:

@@ -1,132 +1,20 @@
-"""Our stages, driven by torch's schedules, have the plain model's gradients."""
+"""Our stages as torch's: a chain that relays what skips, with the model's own gradients. (In tests/distributed, torch's
+schedules drive them.)"""
 
 from __future__ import annotations
 
 import copy
-import multiprocessing
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch import nn
 
 import fxpipe
 from fxpipe.errors import FxpipeError, PlanError
 from fxpipe.pipelining import chain_stages
 from tests.models import MODELS
-
-RANKS, CHUNKS, BATCH = 2, 4, 8
-
-
-class Skips(nn.Module):
-    """Values that pass stages by, a mask, a number that depends on the batch, and tied weights at both ends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 8)
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
-        self.head = nn.Linear(8, 11)
-        self.head.weight = self.embed.weight
-        self.double()
-
-    def forward(self, ids: Tensor, scale: Tensor) -> Tensor:
-        mask = (ids > 3)[..., None]
-        skip = x = self.embed(ids)
-        for index, layer in enumerate(self.layers):
-            x = x + torch.tanh(layer(x)) * mask
-            x = x.reshape(ids.shape[0], -1, 8) * scale
-            if index == 3:
-                x = x + skip
-        return self.head(x)
-
-
-def loss_fn(output: Tensor, ids: Tensor) -> Tensor:
-    return F.cross_entropy(output.flatten(0, 1), ids.flatten())
-
-
-def example() -> tuple[Tensor, Tensor, Tensor]:
-    ids = torch.randint(0, 11, (BATCH, 5), generator=torch.Generator().manual_seed(0))
-    return ids, torch.linspace(0.5, 1.5, BATCH, dtype=torch.float64)[:, None, None], ids.roll(1)
-
-
-def expected(model: nn.Module) -> tuple[float, dict[str, Tensor]]:
-    ids, scale, target = example()
-    loss = loss_fn(model(ids, scale), target)
-    loss.backward()
-    return loss.item(), {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
-
-
-def check(rank: int, make_schedule: Any, per_rank: int) -> None:
-    """Steps by this schedule, from a model on the meta device, of which each rank makes its own stages."""
-    with torch.device("meta"):
-        plain, model = Skips(), Skips()
-    fxpipe.materialize(plain, seed=1)
-    loss, gradients = expected(plain)
-    ids, scale, target = example()
-    n = RANKS * per_rank
-    pipe = fxpipe.compile(model, devices=["cpu"] * n, chunks=CHUNKS, example_inputs=(ids, scale))
-    mine = range(rank, n, RANKS)
-    pipe.materialize(seed=1, stages=mine)
-    stages = pipe.torch_stages(mine)
-    schedule = make_schedule(stages if per_rank > 1 else stages[0], CHUNKS, loss_fn)
-    losses: list[Tensor] = []
-    for _ in range(2):
-        model.zero_grad()
-        last = {"target": target, "losses": losses} if rank == RANKS - 1 else {}
-        schedule.step(*((ids, scale) if rank == 0 else ()), **last)
-    for stage in stages:
-        for key, parameter in stage.submod.named_parameters():
-            torch.testing.assert_close(parameter.grad, gradients[key], rtol=1e-9, atol=0)
-    if rank == RANKS - 1:
-        torch.testing.assert_close(torch.stack(losses).mean().item(), loss, rtol=1e-9, atol=0)
-    assert {key for key, p in model.named_parameters() if not p.is_meta} == {
-        key for stage in stages for key, _ in stage.submod.named_parameters()
-    }
-    pipe.close()
-
-
-def rank_main(rank: int, store: str, results: Any) -> None:
-    """All schedules in one world, for processes are slow to start."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    for name, schedule, per_rank in SCHEDULES:
-        try:
-            check(rank, schedule, per_rank)
-            results.put((name, rank, ""))
-        except BaseException as error:
-            results.put((name, rank, f"{type(error).__name__}: {error}"))
-            raise
-    dist.destroy_process_group()
-
-
-SCHEDULES = [
-    ("gpipe", ScheduleGPipe, 1),
-    ("1f1b", Schedule1F1B, 1),
-    ("interleaved", ScheduleInterleaved1F1B, 2),
-]
-
-
-def test_gradients_are_the_plain_models(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    ranks = [context.Process(target=rank_main, args=(rank, str(tmp_path / "store"), results)) for rank in range(RANKS)]
-    try:
-        for rank in ranks:
-            rank.start()
-        for _ in range(RANKS * len(SCHEDULES)):
-            name, rank, wrong = results.get(timeout=120)
-            assert not wrong, f"{name}, rank {rank}: {wrong}"
-    finally:
-        for process in ranks:
-            process.join(20)
-            process.kill()
-
-
-# In one process -------------------------------------------------------------------------------------------------------
 
 NAMES = ["set item", "numbers", "tied module", "batch norm", "pass through", "class token", "optional inputs"]
 

@@ -201,7 +201,9 @@ class Building:
         dim = next(dim for dim in range(len(region)) if len({common[dim] for _, common in pieces}) > 1)
         ranges = sorted({common[dim] for _, common in pieces})
         rows = [
-            self._collect(op, name, (*region[:dim], r, *region[dim + 1 :]), [p for p, c in pieces if c[dim] == r], device)
+            self._collect(
+                op, name, (*region[:dim], r, *region[dim + 1 :]), [p for p, c in pieces if c[dim] == r], device
+            )
             for r in ranges
         ]
         shape = extent(region)

@@ -81,7 +81,16 @@ def whole(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
         copy = b.glue(op, f"{copied}_copy", place.device, "clone", (Ref(copied),), b.typed(copied, b.shape(written[0])))
         args = (Ref(copy), *args[1:])
     states = tuple(ref for ref in op.writes if ref in b.states)
-    b.add(op, name, place.device, op.target, args, kwargs, writes=states or (copy,) if written else states, random=op.random)
+    b.add(
+        op,
+        name,
+        place.device,
+        op.target,
+        args,
+        kwargs,
+        writes=states or (copy,) if written else states,
+        random=op.random,
+    )
     return (Part(name, place.region, place.device, items(b, op, name, place.device)),)
 
 

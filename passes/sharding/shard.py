@@ -131,7 +131,12 @@ class _Sharder:
     def reduced(self, op: Op) -> str | None:
         """The tensor of the samples that the op makes a number of, if it does."""
         first = argument(op, 0, "input")
-        if self.shape(op) == () and self.b.is_tensor(first) and first.name in self.b.samples and self.b.shape(first.name):
+        if (
+            self.shape(op) == ()
+            and self.b.is_tensor(first)
+            and first.name in self.b.samples
+            and self.b.shape(first.name)
+        ):
             return str(first.name)
         return None
 

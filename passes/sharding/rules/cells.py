@@ -75,14 +75,18 @@ class Cell:
     def lstm(self, gates: Ref, remembered: Ref) -> Part:
         take, forget, new, show = (self.gate(gates, at) for at in range(4))
         kept = self.step("kept", operator.mul, self.step("forget", torch.sigmoid, forget), remembered)
-        taken = self.step("taken", operator.mul, self.step("take", torch.sigmoid, take), self.step("new", torch.tanh, new))
+        taken = self.step(
+            "taken", operator.mul, self.step("take", torch.sigmoid, take), self.step("new", torch.tanh, new)
+        )
         c = self.step("c", operator.add, kept, taken)
         h = self.step("h", operator.mul, self.step("show", torch.sigmoid, show), self.step("shown", torch.tanh, c))
         return self.made(h, c)
 
     def gru(self, from_x: Ref, from_h: Ref, before: Ref) -> Part:
         reset, update = (
-            self.step(stem, torch.sigmoid, self.step("gate", operator.add, self.gate(from_x, at), self.gate(from_h, at)))
+            self.step(
+                stem, torch.sigmoid, self.step("gate", operator.add, self.gate(from_x, at), self.gate(from_h, at))
+            )
             for at, stem in enumerate(("reset", "update"))
         )
         seen = self.step("seen", operator.mul, reset, self.gate(from_h, 2))

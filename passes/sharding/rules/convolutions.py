@@ -70,7 +70,9 @@ def padded(
     rank = len(pad) // 2
     sizes = [int(size) for size in type.shape]
     sizes[-rank:] = [size + sum(pad[-2 * at - 2 : len(pad) - 2 * at]) for at, size in enumerate(sizes[-rank:])]
-    made = b.glue(op, f"{image}_padded", device, F.pad, (Ref(image), pad, "constant", outside), replace(type, shape=tuple(sizes)))
+    made = b.glue(
+        op, f"{image}_padded", device, F.pad, (Ref(image), pad, "constant", outside), replace(type, shape=tuple(sizes))
+    )
     return Ref(made), {"padding": (0,) * rank}
 
 

@@ -58,7 +58,9 @@ def _item(b: Building, op: Op, at: int) -> tuple[str, Index]:
 def _spread(x: str, given: Any, rank: int) -> tuple[str, Index] | None:
     """The index with an entry for each dimension; None if it is made of more than numbers and slices."""
     entries = given if isinstance(given, tuple) else (given,)
-    if any(isinstance(one, bool) or not (one is None or one is ... or isinstance(one, (int, slice))) for one in entries):
+    if any(
+        isinstance(one, bool) or not (one is None or one is ... or isinstance(one, (int, slice))) for one in entries
+    ):
         return None
     at = next((at for at, one in enumerate(entries) if one is ...), len(entries))
     left = rank - sum(one is not None and one is not ... for one in entries)

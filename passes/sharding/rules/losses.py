@@ -138,7 +138,9 @@ def _total(b: Building, op: Op, stem: str, terms: Sequence[str], device: int, ow
     """The sum of numbers."""
     if len(terms) == 1:
         return terms[0]
-    stacked = b.glue(op, f"{op.name}_parts", device, torch.stack, ([Ref(term) for term in terms],), b.typed(terms[0], (len(terms),)))
+    stacked = b.glue(
+        op, f"{op.name}_parts", device, torch.stack, ([Ref(term) for term in terms],), b.typed(terms[0], (len(terms),))
+    )
     name = stem if own else b.free(stem)
     return b.add(op, name, device, torch.sum, (Ref(stacked),), type=b.typed(terms[0], ()))
 

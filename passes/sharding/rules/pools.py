@@ -68,7 +68,9 @@ def _make_adaptive(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
     def call(region: Region, device: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         area = [
             (0, size) if left == (0, wanted) else (left[0] * window, left[1] * window)
-            for left, window, size, wanted in zip(region[2:], windows, b.shape(x)[2:], b.shape(op.name)[2:], strict=True)
+            for left, window, size, wanted in zip(
+                region[2:], windows, b.shape(x)[2:], b.shape(op.name)[2:], strict=True
+            )
         ]
         image = Ref(b.gather(op, x, (*region[:2], *area), device))
         sizes = extent(region[2:])

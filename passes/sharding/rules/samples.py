@@ -20,7 +20,16 @@ DIMS = {
     "softmax": (1, "dim"), "stack": (1, "dim"), "sum": (1, "dim"),
 }  # fmt: skip
 DEFAULTS = {"normalize": 1, "stack": 0}
-ALONE = ("conv_transpose1d", "conv_transpose2d", "group_norm", "instance_norm", "interpolate", "pad", "repeat", "rms_norm")
+ALONE = (
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "group_norm",
+    "instance_norm",
+    "interpolate",
+    "pad",
+    "repeat",
+    "rms_norm",
+)
 
 
 def _first(b: Building, name: str) -> Any:
@@ -55,7 +64,9 @@ def _cuts(b: Building, op: Op) -> Iterable[int]:
 def _make(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
     def call(region: Region, device: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         def value(ref: Ref) -> Any:
-            own = ref.name in b.samples or (_first(b, ref.name) == _first(b, op.name) and isinstance(_first(b, op.name), str))
+            own = ref.name in b.samples or (
+                _first(b, ref.name) == _first(b, op.name) and isinstance(_first(b, op.name), str)
+            )
             if not own:
                 return Ref(b.whole(op, ref.name, device))
             return Ref(b.gather(op, ref.name, (region[0], *full(b.shape(ref.name)[1:])), device))

@@ -158,7 +158,10 @@ def _expand(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
 
 
 VIEWS = {
-    **dict.fromkeys(("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as"), Rule(_reshape, every, plain=False)),
+    **dict.fromkeys(
+        ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as"),
+        Rule(_reshape, every, plain=False),
+    ),
     **dict.fromkeys(("transpose", "swapaxes", "swapdims", "permute", "t"), Rule(_permute, every)),
     **dict.fromkeys(("expand", "expand_as"), Rule(_expand, every)),
 }

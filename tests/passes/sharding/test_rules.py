@@ -65,7 +65,10 @@ CASES: dict[str, tuple[nn.Module, tuple[Tensor, ...]]] = {
         Calls(lambda c, x: F.avg_pool2d(F.max_pool2d(c(x), 2, ceil_mode=True), 2, ceil_mode=True), nn.Conv2d(4, 4, 1)),
         (image,),
     ),
-    "pools, counts": (Calls(lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False) * F.avg_pool2d(x, 3, 2, 1)), (image,)),
+    "pools, counts": (
+        Calls(lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False) * F.avg_pool2d(x, 3, 2, 1)),
+        (image,),
+    ),
     "pools, adaptive": (Calls(lambda c, x: F.adaptive_avg_pool2d(c(x), (7, 2)), nn.Conv2d(4, 4, 1)), (image,)),
     "pools1d": (Calls(lambda x: F.max_pool1d(x, 3, 2, 1) + F.avg_pool1d(x, 3, 2, 1)), (sequence,)),
     "flat": (nn.Sequential(nn.Conv2d(4, 6, 3), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(120, 7)), (image,)),
@@ -92,10 +95,20 @@ CASES: dict[str, tuple[nn.Module, tuple[Tensor, ...]]] = {
     "softmax": (Calls(lambda a, x: a(x).softmax(-1) + F.log_softmax(a(x), dim=1), *linears(1)), (sequence,)),
     "concat": (Calls(lambda a, b, x: torch.cat([a(x), x, b(x)], -1) * 2, *linears(2)), (sequence,)),
     "fused": (Calls(lambda a, x: sum(part.tanh() for part in a(x).chunk(3, -1)), *linears(1, 12)), (sequence,)),
-    "pieces": (Calls(lambda a, x: a(x)[:, -1, ::2] * a(x).narrow(2, 1, 4)[:, 0] + x[:, 1, :4], *linears(1)), (sequence,)),
-    "views": (Calls(lambda a, x: a(x).reshape(-1, 4, 10).permute(0, 2, 1).flatten(1).relu() * 2, *linears(1)), (sequence,)),
+    "pieces": (
+        Calls(lambda a, x: a(x)[:, -1, ::2] * a(x).narrow(2, 1, 4)[:, 0] + x[:, 1, :4], *linears(1)),
+        (sequence,),
+    ),
+    "views": (
+        Calls(lambda a, x: a(x).reshape(-1, 4, 10).permute(0, 2, 1).flatten(1).relu() * 2, *linears(1)),
+        (sequence,),
+    ),
     "positions": (
-        Calls(lambda a, e, x: a(x) + e(torch.arange(x.shape[1])) * x.new_ones(x.shape[0], 1, 8), *linears(1), nn.Embedding(5, 8)),
+        Calls(
+            lambda a, e, x: a(x) + e(torch.arange(x.shape[1])) * x.new_ones(x.shape[0], 1, 8),
+            *linears(1),
+            nn.Embedding(5, 8),
+        ),
         (sequence,),
     ),
     "in place": (Calls(lambda a, x: a(x).add_(1).mul_(x).relu_() - 1, *linears(1)), (sequence,)),
