@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
 import fxpipe
@@ -207,6 +208,8 @@ REFUSED = {
 @pytest.mark.parametrize("body", REFUSED, ids=lambda body: body.__name__)
 @pytest.mark.parametrize("how", ["call", "step"])
 def test_refused_with_the_line(body: Callable[[Any, Tensor], Any], how: str) -> None:
+    if body is hook and TorchVersion(torch.__version__) < "2.12":
+        pytest.skip("torch 2.11 makes it a function of the gradient of each micro-batch, as the advice says")
     case = Case(lambda: Body(body), vectors, frozenset())
     x = torch.randn(8, 8)
     with compiled(case, case.make()) as pipe:

@@ -156,6 +156,7 @@ class _Configured:
             settings.enter_context(shape_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
             settings.enter_context(one_step())
             settings.enter_context(_quiet("torch._subclasses.fake_tensor"))  # our error says it better
+            settings.enter_context(_quiet("torch._dynamo.metrics_context"))  # torch 2.11 cannot write down our settings
             try:
                 return self._torchdynamo_orig_backend(*args, **kwargs)
             except Exception as error:  # some are Python's own, of checks inside of Dynamo

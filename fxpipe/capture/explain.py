@@ -78,7 +78,8 @@ ADVICE = (
         "pass what changes from call to call as a tensor, or make fewer kinds of calls",
     ),
 )
-OWN_ERRORS = r"(?:got|raised exception) (\w+)\((['\"])(.*?)\2,?\)"  # what the model itself raised
+# What the model itself raised; torch 2.11 shows its arguments as Dynamo sees them.
+OWN_ERRORS = r"(?:got|raised exception) (\w+)\((?:\[ConstantVariable\(str: )?(['\"])(.*?)\2(?:,?\)|\)\]\))"
 
 
 class Refused(CaptureError):

@@ -32,8 +32,10 @@ def one_step() -> Iterator[None]:
 
 
 def _first_step(layer: Callable[..., Any]) -> Callable[..., Any]:
-    def run(sequence: Any, *args: Any, **kwargs: Any) -> Any:
-        out, last = layer(sequence[:1], *args, **kwargs)
+    def run(sequence: Any, hidden: Any, *args: Any, **kwargs: Any) -> Any:
+        out, last = layer(sequence[:1], hidden, *args, **kwargs)
+        if isinstance(last, tuple):  # of an LSTM; torch 2.11 squeezes it along the batch instead of the steps
+            last = tuple(x.reshape(before.shape) for x, before in zip(last, hidden, strict=True))
         return out.expand(sequence.shape[0], *out.shape[1:]).contiguous(), last
 
     return run
