@@ -41,11 +41,11 @@ class Counting:
         return graph.forward
 
 
-def check_steps(name: str, schedule: str, backend: str) -> None:
+def check_steps(name: str, schedule: str, backend: str, devices: int = 2, **options: Any) -> None:
     """Steps of a compiled pipe against the plain model: full, uneven, and of single samples."""
     case = stepped(MODELS[name])
     model, twin = build(case), build(case)
-    pipe = fxpipe.compile(twin, 2, 3, schedule=schedule, compile_stages=backend, **case.options)
+    pipe = fxpipe.compile(twin, devices, 3, schedule=schedule, compile_stages=backend, **{**case.options, **options})
 
     def run(args: Any, kwargs: Any) -> Any:
         return pipe.step(*args, loss_fn=case.loss, outputs=True, **kwargs)
@@ -60,6 +60,10 @@ def check_steps(name: str, schedule: str, backend: str) -> None:
 @pytest.mark.parametrize(("name", "schedule"), list(zip(NAMES[3:], SCHEDULES, strict=True)))
 def test_compiled_steps_are_the_models(name: str, schedule: str) -> None:
     check_steps(name, schedule, "aot_eager")
+
+
+def test_compiled_steps_with_replicas_are_the_models() -> None:
+    check_steps("own function", "1f1b", "eager", devices=3, replicas=(2, 1))
 
 
 @pytest.mark.slow
