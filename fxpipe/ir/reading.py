@@ -1,5 +1,5 @@
-"""A captured graph as operators: which ops of the graph belong to each operator, and what each op puts out, as a view of
-what its operator does.
+"""A captured graph as operators: which ops of the graph belong to each operator, and what each op puts out, as a view
+of what its operator does.
 
     operator  ops                          views
     conv1     conv2d, relu                 both as the operator puts it out

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .shard import shard
+from fxpipe.passes.sharding.shard import shard
 
 __all__ = ["shard"]

@@ -1,5 +1,5 @@
-"""The bigger graph while it is written down: each value of the captured graph is known by its parts, and whoever needs a
-region of it gathers it from those.
+"""The bigger graph while it is written down: each value of the captured graph is known by its parts, and whoever needs
+a region of it gathers it from those.
 
     x = [x_0: rows 0..4 on device 0, x_1: rows 4..8 on device 1]
 
@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from fxpipe.ir.graph import Graph, Op, Ref, Region as Context, map_refs
+from fxpipe.ir.graph import Graph, Op, Ref, map_refs
+from fxpipe.ir.graph import Region as Context
 from fxpipe.ir.strategy import Region
 from fxpipe.ir.types import ObjectType, ScalarType, TensorType, TupleType, ValueType, dim_size
-
-from .regions import Place, extent, full, index, inside, overlap
+from fxpipe.passes.sharding.regions import Place, extent, full, index, inside, overlap
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,8 @@ class Building:
         writes: tuple[str, ...] = (),
         random: bool = False,
     ) -> str:
-        """One more op on a device, made for `op` of the captured graph; of its type and in its contexts if no others are
-        given. Its name."""
+        """One more op on a device, made for `op` of the captured graph; of its type and in its contexts if no others
+        are given. Its name."""
         made = replace(
             op,
             name=name,

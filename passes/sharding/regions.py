@@ -68,15 +68,14 @@ def places(
     """The parts of a tensor of this shape, of which only the `allowed` dimensions may be cut. `box` finds where the
     operator's regions are in it. As many dimensions as can stay cut do."""
     for kept in _subsets([dim for dim, degree in enumerate(config.degrees) if degree > 1]):
-        found: dict[Region, int] | None = {}
+        found: dict[Region, int] = {}
         for region, device in zip(regions(operator, config), config.devices, strict=True):
             joined = tuple(r if d in kept else (0, operator.sizes[d]) for d, r in enumerate(region))
             here = box(joined)
             if here is None or not _may(here, shape, allowed):
-                found = None
                 break
             found.setdefault(here, device)
-        if found and sum(prod(extent(region)) for region in found) == prod(shape):
+        if sum(prod(extent(region)) for region in found) == prod(shape):
             return tuple(Place(region, device) for region, device in found.items())
     return (Place(full(shape), config.devices[0]),)
 

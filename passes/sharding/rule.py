@@ -14,9 +14,8 @@ from typing import Any
 from fxpipe.ir.graph import Op, Ref
 from fxpipe.ir.strategy import Region
 from fxpipe.ir.types import TensorType
-
-from .building import Building, Part
-from .regions import Places, extent, full
+from fxpipe.passes.sharding.building import Building, Part
+from fxpipe.passes.sharding.regions import Places, extent, full
 
 Make = Callable[[Building, Op, Places], tuple[Part, ...]]
 Cuts = Callable[[Building, Op], Iterable[int]]

@@ -29,11 +29,10 @@ from fxpipe.ir.placed import Placed
 from fxpipe.ir.reading import Reading
 from fxpipe.ir.strategy import Region, Strategy
 from fxpipe.ir.types import ScalarType, TensorType, TupleType
-
-from .building import Building, Part, concrete
-from .regions import Place, Places, box, full, places
-from .rule import WHOLE, Rule, argument
-from .rules import rule_of
+from fxpipe.passes.sharding.building import Building, Part, concrete
+from fxpipe.passes.sharding.regions import Place, Places, box, full, places
+from fxpipe.passes.sharding.rule import WHOLE, Rule, argument
+from fxpipe.passes.sharding.rules import rule_of
 
 
 def shard(graph: Graph, reading: Reading, strategy: Strategy, sizes: Mapping[str, int]) -> Placed:

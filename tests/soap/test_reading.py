@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from fxpipe.capture import capture
 from fxpipe.errors import PlanError
 from fxpipe.ir.operators import Operator, OperatorGraph
-from fxpipe.soap.convolutional import alexnet, inception, resnet
 from fxpipe.ir.reading import Reading
+from fxpipe.soap.convolutional import alexnet, inception, resnet
 from fxpipe.soap.reading import read
 from fxpipe.soap.recurrent import nmt, rnnlm, rnntc
 from tests.soap.small import SMALL

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from fxpipe.ir.graph import Op, op_name
-
-from ..building import Building
-from ..rule import WHOLE, Rule
-from .attention import ATTENTION
-from .batch_norms import BATCH_NORMS
-from .cells import CELLS
-from .convolutions import CONVOLUTIONS
-from .indexing import INDEXING
-from .joins import JOINS
-from .losses import LOSSES, TO_A_NUMBER
-from .matmuls import MATMULS
-from .norms import NORMS
-from .pointwise import POINTWISE
-from .pools import POOLS
-from .samples import SAMPLES
-from .softmaxes import SOFTMAXES
-from .views import VIEWS
+from fxpipe.passes.sharding.rule import WHOLE, Rule
+from fxpipe.passes.sharding.rules.attention import ATTENTION
+from fxpipe.passes.sharding.rules.batch_norms import BATCH_NORMS
+from fxpipe.passes.sharding.rules.cells import CELLS
+from fxpipe.passes.sharding.rules.convolutions import CONVOLUTIONS
+from fxpipe.passes.sharding.rules.indexing import INDEXING
+from fxpipe.passes.sharding.rules.joins import JOINS
+from fxpipe.passes.sharding.rules.losses import LOSSES, TO_A_NUMBER
+from fxpipe.passes.sharding.rules.matmuls import MATMULS
+from fxpipe.passes.sharding.rules.norms import NORMS
+from fxpipe.passes.sharding.rules.pointwise import ELEMENTWISE
+from fxpipe.passes.sharding.rules.pools import POOLS
+from fxpipe.passes.sharding.rules.samples import SAMPLES
+from fxpipe.passes.sharding.rules.softmaxes import SOFTMAXES
+from fxpipe.passes.sharding.rules.views import SHAPES
 
 RULES = {
     **SAMPLES, **ATTENTION, **BATCH_NORMS, **CELLS, **CONVOLUTIONS, **INDEXING, **JOINS, **LOSSES, **MATMULS, **NORMS,
-    **POINTWISE, **POOLS, **SOFTMAXES, **VIEWS,
+    **ELEMENTWISE, **POOLS, **SOFTMAXES, **SHAPES,
 }  # fmt: skip
 
 

@@ -1,5 +1,5 @@
-"""Scaled dot product attention: a part has some of the samples and heads, and some of the queries unless a query's place
-decides which keys it sees. It reads all keys and values of those."""
+"""Scaled dot product attention: a part has some of the samples and heads, and some of the queries unless a query's
+place decides which keys it sees. It reads all keys and values of those."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 
 from fxpipe.ir.graph import Op, Ref
 from fxpipe.ir.strategy import Region
-
-from ..building import Building, Part
-from ..regions import Places, full
-from ..rule import Rule, aligned, argument, each, with_arguments
+from fxpipe.passes.sharding.building import Building, Part
+from fxpipe.passes.sharding.regions import Places, full
+from fxpipe.passes.sharding.rule import Rule, aligned, argument, each, with_arguments
 
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 

@@ -1,6 +1,6 @@
 """Batch norm. In training it is over the samples and the area, which may be cut: each part finds its mean and variance,
-and those are put together on one device (Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing
-sample variances", 1979). The running statistics change once, by those of all.
+and those are put together on one device (Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for
+computing sample variances", 1979). The running statistics change once, by those of all.
 
     x_0  mean_0 = mean(x_0), var_0 = var(x_0)         mean = sum of share_i * mean_i
     x_1  mean_1 = mean(x_1), var_1 = var(x_1)         var  = sum of share_i * (var_i + (mean_i - mean) ** 2)
@@ -24,10 +24,9 @@ from fxpipe.ir.graph import Op, Ref
 from fxpipe.ir.graph import Region as Context
 from fxpipe.ir.strategy import Region
 from fxpipe.passes.batch_norm import arguments
-
-from ..building import Building, Part
-from ..regions import Place, Places, extent
-from ..rule import Rule, each, every
+from fxpipe.passes.sharding.building import Building, Part
+from fxpipe.passes.sharding.regions import Place, Places, extent
+from fxpipe.passes.sharding.rule import Rule, each, every
 
 NO_GRAD = (Context("grad", (False,)),)
 Given = Mapping[str, Any]

@@ -18,10 +18,9 @@ import torch.nn.functional as F
 
 from fxpipe.ir.graph import Op, Ref, op_name
 from fxpipe.ir.types import TupleType, tensors
-
-from ..building import Building, Part
-from ..regions import Place, Places, Range, extent, full
-from ..rule import Rule, items
+from fxpipe.passes.sharding.building import Building, Part
+from fxpipe.passes.sharding.regions import Place, Places, Range, extent, full
+from fxpipe.passes.sharding.rule import Rule, items
 
 GATES = {"lstm_cell": 4, "gru_cell": 3, "rnn_tanh_cell": 1, "rnn_relu_cell": 1}
 NAMES = ("input", "hx", "w_ih", "w_hh", "b_ih", "b_hh")

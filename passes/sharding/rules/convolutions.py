@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from fxpipe.ir.graph import Op, Ref
 from fxpipe.ir.strategy import Region
 from fxpipe.ir.types import TensorType
-
-from ..building import Building, Part
-from ..regions import Places, Range, full
-from ..rule import Rule, argument, each, with_arguments
+from fxpipe.passes.sharding.building import Building, Part
+from fxpipe.passes.sharding.regions import Places, Range, full
+from fxpipe.passes.sharding.rule import Rule, argument, each, with_arguments
 
 NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 

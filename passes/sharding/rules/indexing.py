@@ -1,5 +1,5 @@
-"""Pieces of a tensor: `x[:, 2:6]`, `x.narrow(1, 2, 4)`, `x.chunk(2, 1)[0]`. A part of a piece is a region of what it is a
-piece of; an op follows only where dimensions go or come, or steps are skipped."""
+"""Pieces of a tensor: `x[:, 2:6]`, `x.narrow(1, 2, 4)`, `x.chunk(2, 1)[0]`. A part of a piece is a region of what it
+is a piece of; an op follows only where dimensions go or come, or steps are skipped."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from fxpipe.ir.families import PIECES
 from fxpipe.ir.graph import Op, Ref, op_name, refs
 from fxpipe.ir.strategy import Region
 from fxpipe.ir.types import TensorType, TupleType
+from fxpipe.passes.sharding.building import Building, Part
+from fxpipe.passes.sharding.regions import Place, Places, extent
+from fxpipe.passes.sharding.rule import WHOLE, Rule, argument
 
-from ..building import Building, Part
-from ..regions import Place, Places, extent
-from ..rule import WHOLE, Rule, argument
-
-PIECES = {"unbind", "chunk", "split", "split_with_sizes", "tensor_split"}
 Index = tuple[int | slice | None, ...]  # as in x[...], with one entry for each dimension of x, None for a new one
 
 
 def index_of(b: Building, op: Op) -> tuple[str, Index] | None:
-    """The tensor that an op takes a piece of, and which; None if it is no such op, or depends on numbers in a tensor."""
+    """The tensor that an op takes a piece of, and which; None if that is not made of numbers that are known."""
     x = argument(op, 0, "input").name
     if x in b.rest and op_name(b.rest[x][0]) in PIECES:
         return _item(b, b.rest[x][0], op.args[1])

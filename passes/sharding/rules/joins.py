@@ -8,10 +8,9 @@ import torch
 
 from fxpipe.ir.graph import Op, Ref
 from fxpipe.ir.types import TensorType
-
-from ..building import Building, Part
-from ..regions import Place, Places, extent, overlap
-from ..rule import WHOLE, Rule, argument
+from fxpipe.passes.sharding.building import Building, Part
+from fxpipe.passes.sharding.regions import Place, Places, extent, overlap
+from fxpipe.passes.sharding.rule import WHOLE, Rule, argument
 
 
 def _cuts(b: Building, op: Op) -> Iterable[int]:

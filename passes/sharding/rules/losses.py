@@ -19,10 +19,9 @@ import torch.nn.functional as F
 from fxpipe.ir.graph import Op, Ref, op_name
 from fxpipe.ir.strategy import Region
 from fxpipe.ir.types import TensorType
-
-from ..building import Building, Part
-from ..regions import Place, Places, extent
-from ..rule import Rule, argument, each, every
+from fxpipe.passes.sharding.building import Building, Part
+from fxpipe.passes.sharding.regions import Place, Places, extent
+from fxpipe.passes.sharding.rule import Rule, argument, each, every
 
 LABELS = (F.cross_entropy, F.nll_loss)
 PAIRS = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div)
@@ -109,7 +108,7 @@ def _weight(b: Building, op: Op, name: str, place: Place, read: Mapping[str, Any
     if "weight" not in read:
         return step("count", torch.sum, (counts,), replace(type, shape=())).name
     labels = step("labels", torch.where, (counts, target, 0), type)
-    each = b.typed(read["weight"].name, type.shape)
+    each = replace(b.typed(read["weight"].name, ()), shape=type.shape)
     of_labels = step("weights", operator.getitem, (read["weight"], labels), each)
     counted = step("counted", operator.mul, (of_labels, counts), each)
     return step("weight", torch.sum, (counted,), replace(each, shape=())).name

@@ -1,5 +1,5 @@
-"""Products of matrices: a part has its own rows and columns, and reads all that they are summed over. Columns of a layer
-are rows of its weights."""
+"""Products of matrices: a part has its own rows and columns, and reads all that they are summed over. Columns of a
+layer are rows of its weights."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import torch.nn.functional as F
 
 from fxpipe.ir.graph import Op, Ref, refs
 from fxpipe.ir.strategy import Region
-
-from ..building import Building, Part
-from ..regions import Places
-from ..rule import Rule, aligned, argument, each, every, with_arguments
+from fxpipe.passes.sharding.building import Building, Part
+from fxpipe.passes.sharding.regions import Places
+from fxpipe.passes.sharding.rule import Rule, aligned, argument, each, every, with_arguments
 
 
 def _linear(b: Building, op: Op, places: Places) -> tuple[Part, ...]:

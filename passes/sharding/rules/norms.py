@@ -7,10 +7,9 @@ from typing import Any
 
 from fxpipe.ir.graph import Op, Ref
 from fxpipe.ir.strategy import Region
-
-from ..building import Building, Part
-from ..regions import Places
-from ..rule import Rule, argument, each, with_arguments
+from fxpipe.passes.sharding.building import Building, Part
+from fxpipe.passes.sharding.regions import Places
+from fxpipe.passes.sharding.rule import Rule, argument, each, with_arguments
 
 NAMES = ("input", "normalized_shape", "weight", "bias")
 

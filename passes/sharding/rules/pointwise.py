@@ -11,23 +11,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fxpipe.ir.families import LIKE, POINTWISE
 from fxpipe.ir.graph import Op, Ref, map_refs, op_name, refs
 from fxpipe.ir.strategy import Region
 from fxpipe.ir.types import TensorType
+from fxpipe.passes.sharding.building import Building, Part
+from fxpipe.passes.sharding.regions import Places
+from fxpipe.passes.sharding.rule import Rule, aligned, each, every
 
-from ..building import Building, Part
-from ..regions import Places
-from ..rule import Rule, aligned, each, every
-
-NAMES = """
-    abs add alpha_dropout ceil celu clamp clip clone contiguous cos detach div double dropout elu eq erf exp expm1
-    float floor ge gelu gt half hardsigmoid hardswish hardtanh iadd imul invert isub itruediv le leaky_relu log log1p
-    log2 logical_and logical_not logical_or logsigmoid lt masked_fill maximum minimum mish mul nan_to_num ne neg pow
-    reciprocal relu relu6 round rsqrt rsub selu sigmoid sign silu sin softplus softsign sqrt square sub tan tanh
-    threshold to truediv type_as where
-    empty_like full_like ones_like rand_like randn_like zeros_like
-""".split()
-CHANNELS = ("dropout1d", "dropout2d", "dropout3d", "feature_dropout", "feature_alpha_dropout")
+CHANNELS = ("dropout1d", "dropout2d", "dropout3d", "feature_dropout", "feature_alpha_dropout")  # drop them whole
 AUGMENTED = {
     operator.iadd: operator.add,
     operator.imul: operator.mul,
@@ -97,11 +89,10 @@ def _cast(b: Building, op: Op, parts: tuple[Part, ...]) -> tuple[Part, ...]:
 
 
 def _samples_and_channels(b: Building, op: Op) -> Iterable[int]:
-    """Channels are dropped whole."""
     return (0, 1)
 
 
-POINTWISE = {
-    **dict.fromkeys(NAMES, Rule(_make, every)),
+ELEMENTWISE = {
+    **dict.fromkeys((*POINTWISE, *(name for name in LIKE if name.endswith("_like"))), Rule(_make, every)),
     **dict.fromkeys(CHANNELS, Rule(_make, _samples_and_channels)),
 }

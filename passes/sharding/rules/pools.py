@@ -10,11 +10,10 @@ from typing import Any
 from fxpipe.ir.graph import Op, Ref, op_name
 from fxpipe.ir.strategy import Region
 from fxpipe.ir.types import TensorType
-
-from ..building import Building, Part
-from ..regions import Places, extent
-from ..rule import Rule, argument, each, every, with_arguments
-from .convolutions import Slides, numbers, padded
+from fxpipe.passes.sharding.building import Building, Part
+from fxpipe.passes.sharding.regions import Places, extent
+from fxpipe.passes.sharding.rule import Rule, argument, each, every, with_arguments
+from fxpipe.passes.sharding.rules.convolutions import Slides, numbers, padded
 
 NAMES = ("input", "kernel_size", "stride", "padding")
 MAX = {"max_pool1d", "max_pool2d", "fn"}  # torch.nn.functional calls the one with or without indices `fn`

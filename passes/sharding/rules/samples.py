@@ -8,10 +8,9 @@ from typing import Any
 from fxpipe.ir.graph import Op, Ref, map_refs, op_name, refs
 from fxpipe.ir.strategy import Region
 from fxpipe.ir.types import TensorType
-
-from ..building import Building, Part
-from ..regions import Places, full
-from ..rule import Rule, argument, each
+from fxpipe.passes.sharding.building import Building, Part
+from fxpipe.passes.sharding.regions import Places, full
+from fxpipe.passes.sharding.rule import Rule, argument, each
 
 # Where an op names the dimensions that it is done over: the position of the argument, and its name.
 DIMS = {

@@ -15,13 +15,13 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
+from fxpipe.ir.families import PERMUTATIONS, VIEWS
 from fxpipe.ir.graph import Op, Ref, op_name
 from fxpipe.ir.strategy import Region
 from fxpipe.ir.types import TensorType
-
-from ..building import Building, Part
-from ..regions import Places, Range, extent, full, index, inside
-from ..rule import Rule, aligned, each, every
+from fxpipe.passes.sharding.building import Building, Part
+from fxpipe.passes.sharding.regions import Places, Range, extent, full, index, inside
+from fxpipe.passes.sharding.rule import Rule, aligned, each, every
 
 KEPT = ("flatten", "squeeze", "unsqueeze")  # they name no sizes, so parts are viewed as the whole is
 Group = tuple[slice, slice]  # dimensions of the source, and those of the result that they become
@@ -50,7 +50,7 @@ def groups(source: Sequence[int], shape: Sequence[int]) -> Iterator[Group]:
 
 
 def run(region: Region, shape: Sequence[int]) -> Range:
-    """The shortest run of numbers, in their order, that has a region of this shape in it: from its first to its last."""
+    """The shortest run of numbers, in their order, that has a region of a tensor of this shape in it."""
     first = last = 0
     for (low, high), size in zip(region, shape, strict=True):
         first, last = first * size + low, last * size + high - 1
@@ -157,11 +157,11 @@ def _expand(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
     return each(b, op, places, call)
 
 
-VIEWS = {
+SHAPES = {
     **dict.fromkeys(
-        ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as"),
+        VIEWS - {"getitem", "narrow"},
         Rule(_reshape, every, plain=False),
     ),
-    **dict.fromkeys(("transpose", "swapaxes", "swapdims", "permute", "t"), Rule(_permute, every)),
+    **dict.fromkeys(PERMUTATIONS, Rule(_permute, every)),
     **dict.fromkeys(("expand", "expand_as"), Rule(_expand, every)),
 }

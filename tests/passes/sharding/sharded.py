@@ -68,7 +68,8 @@ def results(model: nn.Module, inputs: Sequence[Tensor], graph: Graph, typed: boo
         check_types(graph, values)
     outputs = [values[output.value] for output in graph.outputs]
     loss = sum((y * torch.linspace(1, 2, y.numel()).reshape(y.shape)).sum() for y in outputs)
-    wanted = parameters | {f"input {at}": x for at, x in enumerate(inputs) if x.requires_grad}
+    wanted = {name: x for name, x in parameters.items() if x.requires_grad}
+    wanted |= {f"input {at}": x for at, x in enumerate(inputs) if x.requires_grad}
     gradients = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
     return dict(enumerate(outputs)) | dict(zip(wanted, gradients, strict=True)) | buffers
 

@@ -1,0 +1,98 @@
+"""A sharded graph computes what the graph does, for random strategies on random graphs and on the published models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fxpipe.errors import PlanError
+from fxpipe.ir.graph import show_op
+from fxpipe.ir.placed import Placed
+from fxpipe.ir.strategy import Config, Strategy
+from fxpipe.soap.reading import read
+from tests.passes.sharding.sharded import Sample, anyhow, assert_exact, results, sample
+from tests.random_models import GraphModel, grown
+from tests.random_models import sample as sample_of
+from tests.soap.random_graphs import module, network
+from tests.soap.small import SMALL
+from tests.transparency import build, inputs
+
+
+def assert_all_exact(made: Sample, count: int, seed: int = 0) -> None:
+    random = Random(seed)
+    for _ in range(count):
+        devices = random.choice((1, 2, 3, 4, 8))
+        assert_exact(made, anyhow(made.reading.operators, devices, random), devices)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_models(name: str) -> None:
+    made = sample(build(SMALL[name]), *inputs(SMALL[name], 4)[0])
+    assert_all_exact(made, 3 if name == "inception" else 6)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_networks(seed: int) -> None:
+    made = network(seed)
+    assert_all_exact(sample(module(made), *made.inputs()), 6, seed)
+
+
+def test_random_graphs() -> None:
+    """Of those random models that have operators, 240 strategies."""
+    done = seed = 0
+    while done < 60:
+        seed += 1
+        random = Random(seed)
+        graph = grown(random.choice, changes_inputs=False)
+        if any(op.random or len(op.writes) > 1 for op in graph.ops) or not any(item.type.grad for item in graph.inputs):
+            continue
+        try:
+            reading = read(graph, {"b": 6})
+        except PlanError:
+            continue
+        torch.manual_seed(seed)
+        model, xs = GraphModel(graph), tuple(sample_of(item, 6) for item in graph.inputs)
+        made = Sample(model, xs, graph, reading, 6, results(model, xs, graph))
+        assert_all_exact(made, 4, seed)
+        done += 1
+
+
+class LeNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 4, 5, padding=2), nn.Conv2d(4, 8, 3)
+        self.fc1, self.fc2 = nn.Linear(72, 16), nn.Linear(16, 5)
+
+    def forward(self, image: Tensor, label: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.conv1(image)), 2)
+        x = F.max_pool2d(F.relu(self.conv2(x)), 2)
+        x = F.relu(self.fc1(x.flatten(1)))
+        x = self.fc2(x)
+        return F.cross_entropy(x, label)
+
+
+def lenet() -> Sample:
+    return sample(LeNet(), torch.randn(6, 1, 16, 16), torch.randint(0, 5, (6,)))
+
+
+def listing(placed: Placed) -> str:
+    """The ops of each device, where they are."""
+    rows = [f"device {placed.devices[op.name]}  {show_op(op)}" for op in placed.graph.ops]
+    return "\n".join(row.replace(": f64", "  f64") for row in rows) + "\n"
+
+
+def test_golden(golden: Callable[[str, str], None]) -> None:
+    """Samples, then the area, then channels; the classes are whole, and the loss is cut by sample again."""
+    made = lenet()
+    cut = {"conv1": (2, 1, 1, 1), "x": (2, 1, 1, 1), "conv2": (1, 1, 2, 1), "fc1": (1, 2), "cross_entropy": (2,)}
+    configs = []
+    for operator in made.reading.operators:
+        degrees = cut.get(operator.name, (1,) * len(operator.output))
+        configs.append(Config(degrees, (0, 1)[: max(degrees)]))
+    placed = assert_exact(made, Strategy(tuple(configs)), 2)
+    golden("passes/sharded.txt", listing(placed))
