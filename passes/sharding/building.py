@@ -14,7 +14,7 @@ alone: each device that needs a region of it makes that region itself (`rest`), 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count
 from typing import Any
@@ -62,6 +62,7 @@ class Building:
         self.rest: dict[str, tuple[Op, Callable[[Place], tuple[Part, ...]]]] = {}
         self.made: dict[tuple[str, Region, int | None], str] = {}
         self.draws = count()
+        self.numbers_of: dict[str, Iterator[int]] = {}
         self.taken = {size.name for size in graph.sizes} | set(self.types)
         self.states = {state.name for state in graph.states}
         self.samples: frozenset[str] = frozenset()
@@ -91,18 +92,18 @@ class Building:
 
     def free(self, stem: str, own: str = "") -> str:
         """A name like `stem` that no other value has or will have; `own` is what the op at hand is called."""
-        names = chain((stem,), (f"{stem}_{number}" for number in count()))
+        names = chain((stem,), (f"{stem}_{number}" for number in self.numbers_of.setdefault(stem, count())))
         name = next(n for n in names if n not in self.taken and (n == own or n not in self.reserved))
         self.taken.add(name)
         return name
 
     def part_names(self, op: Op, places: Sequence[Place]) -> list[str]:
         """Names for the parts of an op: `conv1_0`, `conv1_1`; its own for the whole of it."""
-        if len(places) == 1 and op.name not in self.rest.keys() | self.taken:
+        if len(places) == 1 and op.name not in self.rest and op.name not in self.taken:
             self.taken.add(op.name)
             return [op.name]
         names = [f"{op.name}_{at}" for at in range(len(places))]
-        if not (self.taken | self.reserved).isdisjoint(names):
+        if any(name in self.taken or name in self.reserved for name in names):
             names = [f"{op.name}_part{at}" for at in range(len(places))]
         return [self.free(name) for name in names]
 

@@ -12,6 +12,7 @@ from fxpipe.passes.sharding.rules.indexing import INDEXING
 from fxpipe.passes.sharding.rules.joins import JOINS
 from fxpipe.passes.sharding.rules.losses import LOSSES, TO_A_NUMBER
 from fxpipe.passes.sharding.rules.matmuls import MATMULS
+from fxpipe.passes.sharding.rules.multi_head import MULTI_HEAD
 from fxpipe.passes.sharding.rules.norms import NORMS
 from fxpipe.passes.sharding.rules.pointwise import ELEMENTWISE
 from fxpipe.passes.sharding.rules.pools import POOLS
@@ -20,7 +21,8 @@ from fxpipe.passes.sharding.rules.softmaxes import SOFTMAXES
 from fxpipe.passes.sharding.rules.views import SHAPES
 
 RULES = {
-    **SAMPLES, **ATTENTION, **BATCH_NORMS, **CELLS, **CONVOLUTIONS, **INDEXING, **JOINS, **LOSSES, **MATMULS, **NORMS,
+    **SAMPLES, **ATTENTION, **BATCH_NORMS, **CELLS, **CONVOLUTIONS, **INDEXING, **JOINS, **LOSSES, **MATMULS,
+    **MULTI_HEAD, **NORMS,
     **ELEMENTWISE, **POOLS, **SOFTMAXES, **SHAPES,
 }  # fmt: skip
 

@@ -46,7 +46,7 @@ def dims(op: Op, rank: int) -> set[int]:
 
 
 def _cuts(b: Building, op: Op) -> Iterable[int]:
-    """The first, if it is that of the samples here and in what is read, by name and not by number."""
+    """The first, if it is that of the samples in the result and in what is read of them, and in nothing else."""
     if op.writes or not isinstance(b.captured[op.name], TensorType):
         return ()
     read = [ref.name for ref in refs((op.args, dict(op.kwargs)))]
@@ -57,18 +57,16 @@ def _cuts(b: Building, op: Op) -> Iterable[int]:
     if op_name(op) == "pad" and len(argument(op, 1, "pad")) > 2 * (rank - 1):
         return ()
     alike = all(_first(b, name) == _first(b, op.name) for name in samples)
-    return (0,) if alike and not any(name in b.numbers for name in read) else ()
+    held = any(_first(b, name) == _first(b, op.name) for name in read if name not in samples)
+    return () if held or not alike or any(name in b.numbers for name in read) else (0,)
 
 
 def _make(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
     def call(region: Region, device: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         def value(ref: Ref) -> Any:
-            own = ref.name in b.samples or (
-                _first(b, ref.name) == _first(b, op.name) and isinstance(_first(b, op.name), str)
-            )
-            if not own:
-                return Ref(b.whole(op, ref.name, device))
-            return Ref(b.gather(op, ref.name, (region[0], *full(b.shape(ref.name)[1:])), device))
+            if ref.name in b.samples:
+                return Ref(b.gather(op, ref.name, (region[0], *full(b.shape(ref.name)[1:])), device))
+            return Ref(b.whole(op, ref.name, device))
 
         return op.target, *map_refs((op.args, dict(op.kwargs)), value)
 

@@ -96,3 +96,24 @@ def test_golden(golden: Callable[[str, str], None]) -> None:
         configs.append(Config(degrees, (0, 1)[: max(degrees)]))
     placed = assert_exact(made, Strategy(tuple(configs)), 2)
     golden("passes/sharded.txt", listing(placed))
+
+
+class Written(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        y[:, 0].mul_(3)
+        return y
+
+
+def test_memory_with_several_names_is_refused() -> None:
+    made = sample(Written(), torch.randn(6, 4))
+    strategy = anyhow(made.reading.operators, 2, Random(0))
+    with pytest.raises(PlanError, match=r"mul_\(.*test_shard.py:\d+  y\[:, 0\].*it writes memory that is seen as"):
+        made.shard(strategy)
+
+
+def test_each_part_draws_its_own_numbers() -> None:
+    made = sample(nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Dropout(0.5)), torch.randn(6, 4))
+    last = Config((3, 1), (0, 1, 0))
+    placed = made.shard(Strategy((*[Config((1, 1), (0,))] * (len(made.reading.operators) - 1), last)))
+    assert [op.draw for op in placed.graph.ops if op.random] == list(range(6))
