@@ -34,11 +34,13 @@ KINDS = frozenset(
 
 @dataclass(frozen=True)
 class Dimension:
-    """One dimension of an operator's output: its size, and what cutting it cuts."""
+    """One dimension of an operator's output: its size, and what cutting it cuts. It is cut between multiples of `step`
+    only, as channels are between the heads of attention."""
 
     name: str
     size: int
     role: Role = ""
+    step: int = 1
 
     def __str__(self) -> str:
         return f"{self.name} {self.size} {self.role}".rstrip()

@@ -21,7 +21,7 @@ from math import prod
 
 from tabulate import tabulate
 
-from .operators import Operator, OperatorGraph
+from .operators import Dimension, Operator, OperatorGraph
 
 Region = tuple[tuple[int, int], ...]  # for each dimension the first index and the one after the last
 
@@ -60,6 +60,11 @@ def split(size: int, degree: int, part: int) -> tuple[int, int]:
     return part * base + min(part, longer), (part + 1) * base + min(part + 1, longer)
 
 
+def fits(dimension: Dimension, degree: int) -> bool:
+    """Whether a dimension cut into `degree` parts is cut between multiples of its step."""
+    return all(split(dimension.size, degree, part)[0] % dimension.step == 0 for part in range(degree))
+
+
 def regions(operator: Operator, config: Config) -> tuple[Region, ...]:
     """The region of the output that each part computes, in order of parts."""
     cuts = [
@@ -81,6 +86,9 @@ def check_config(operator: Operator, config: Config, devices: int) -> None:
             raise ValueError(f"{where}: {dimension.name} of size {dimension.size} cannot be cut into {degree} parts")
         if degree > 1 and not dimension.role:
             raise ValueError(f"{where}: {dimension.name} cannot be cut; it can be in {_cuttable(operator)}")
+        if not fits(dimension, degree):
+            steps = f"{dimension.name} of size {dimension.size} is cut between multiples of {dimension.step}"
+            raise ValueError(f"{where}: {steps}, so not into {degree} equal parts")
     if len(config.devices) != config.parts:
         raise ValueError(f"{where} has {config.parts} parts, but {len(config.devices)} devices are named for them")
     for device in config.devices:

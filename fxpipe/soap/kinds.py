@@ -177,9 +177,10 @@ def matmul(name: str, a: Operator, b: Operator) -> Operator:
     return Operator(name, "matmul", (a.name, b.name), (*_with_roles(a, {})[:-2], rows, columns), 2.0 * a.sizes[-1])
 
 
-def scaled_dot_product(name: str, query: Operator, key: Operator, value: Operator) -> Operator:
+def scaled_dot_product(name: str, query: Operator, key: Operator, value: Operator, heads: int) -> Operator:
     """Attention of (sample, length, channel) tensors, all heads at once. Channels are cut between heads."""
-    output = _with_roles(query, {})
+    *others, channel = _with_roles(query, {})
+    output = (*others, replace(channel, step=channel.size // heads))
     return Operator(name, "scaled_dot_product", (query.name, key.name, value.name), output, 4.0 * key.sizes[1])
 
 

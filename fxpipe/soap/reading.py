@@ -403,7 +403,8 @@ def _attention(r: _Reader, op: Op) -> Value:
     values = [value for value in map(r.values.get, (ref.name for ref in refs(op.args[:3]))) if isinstance(value, Value)]
     if len(values) == 3 and all(_heads(value) for value in values):
         query, key, value = values
-        made = kinds.scaled_dot_product(r.name(op), query.operator, key.operator, value.operator)
+        heads = r.shape(op.name)[1]
+        made = kinds.scaled_dot_product(r.name(op), query.operator, key.operator, value.operator, heads)
         return replace(r.make(op, made, query.operator.sizes), axes=query.axes)
     xs = r.operands(op)
     return r.make(op, r.alone(r.name(op), xs, r.shape(op.name), 4.0 * xs[min(1, len(xs) - 1)].sizes[-2]))
@@ -416,13 +417,13 @@ def _multi_head(r: _Reader, op: Op) -> Value:
     roots = [value.operator for value in read if isinstance(value, Value) and value.axes == _turned(value.operator)]
     if len(roots) < 3:
         raise r.refuse(op, "queries, keys and values are not (sample, length, channel); write batch_first=True")
-    name, channel = r.name(op), roots[0].sizes[2]
+    name, channel, heads = r.name(op), roots[0].sizes[2], int(argument(op, 4, "num_heads"))
     parts = [
         r.new(kinds.linear(f"{name}.{part}", x, channel, f"{name}.{part}"))
         for part, x in zip("qkv", roots, strict=True)
     ]
     query, key, value = (part.operator for part in parts)
-    mixed = r.new(kinds.scaled_dot_product(f"{name}.mix", query, key, value)).operator
+    mixed = r.new(kinds.scaled_dot_product(f"{name}.mix", query, key, value, heads)).operator
     made = r.new(kinds.linear(f"{name}.out", mixed, channel, f"{name}.out"))
     return replace(made, axes=_turned(made.operator))
 

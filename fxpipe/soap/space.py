@@ -12,7 +12,7 @@ from itertools import product
 from math import prod
 
 from fxpipe.ir.operators import Operator
-from fxpipe.ir.strategy import Config
+from fxpipe.ir.strategy import Config, fits
 
 
 def fixed(operator: Operator) -> Config:
@@ -32,7 +32,8 @@ def configs(operator: Operator, devices: int, roles: str = "SAP") -> tuple[Confi
         return (fixed(operator),)
     divisors = [d for d in range(1, devices + 1) if devices % d == 0]
     choices = [
-        [d for d in divisors if d <= one.size] if one.role and one.role in roles else [1] for one in operator.output
+        [d for d in divisors if d <= one.size and fits(one, d)] if one.role and one.role in roles else [1]
+        for one in operator.output
     ]
     return tuple(
         place(operator, degrees, first)

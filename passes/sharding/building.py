@@ -39,18 +39,15 @@ class Part:
     items: tuple[Part | None, ...] = ()
 
 
-Make = Callable[["Building", Op, tuple[Place, ...]], tuple[Part, ...]]
-
-
 class Building:
     """The ops so far, and all that is known of their values."""
 
     def __init__(self, graph: Graph, sizes: Mapping[str, int]) -> None:
-        self.graph, self.sizes = graph, sizes
+        self.sizes = sizes
         self.ops: list[Op] = []
         self.devices: dict[str, int] = {}
-        self.graph_types = graph.types
-        self.captured: dict[str, ValueType] = {n: concrete(t, sizes) for n, t in graph.types.items()}
+        self.symbolic = graph.types
+        self.captured: dict[str, ValueType] = {n: concrete(t, sizes) for n, t in self.symbolic.items()}
         self.types: dict[str, ValueType] = {item.name: self.captured[item.name] for item in graph.inputs}
         self.types |= {state.name: self.captured[state.name] for state in graph.states}
         self.numbers: dict[str, Any] = dict(sizes)
@@ -59,15 +56,15 @@ class Building:
             for name, type in self.types.items()
             if isinstance(type, TensorType)
         }
-        self.rest: dict[str, tuple[Op, Callable[[Place], tuple[Part, ...]]]] = {}
-        self.made: dict[tuple[str, Region, int | None], str] = {}
+        self.rest: dict[str, tuple[Op, Callable[[Place], tuple[Part, ...]]]] = {}  # and how a region of it is made
+        self.made: dict[tuple[str, Region, int], str] = {}  # what has been gathered, by name, region and device
         self.draws = count()
         self.numbers_of: dict[str, Iterator[int]] = {}
         self.taken = {size.name for size in graph.sizes} | set(self.types)
         self.states = {state.name for state in graph.states}
-        self.samples: frozenset[str] = frozenset()
+        self.samples: frozenset[str] = frozenset()  # what depends on them
         self.reserved = {op.name for op in graph.ops}
-        self.kept = {output.value for output in graph.outputs}
+        self.kept = {output.value for output in graph.outputs}  # whose names are for what is returned
 
     # what is known ---------------------------------------------------------------------------------
 
@@ -80,13 +77,11 @@ class Building:
     def is_tensor(self, arg: Any) -> bool:
         return isinstance(arg, Ref) and isinstance(self.captured[arg.name], TensorType)
 
-    def typed(self, like: str, shape: Sequence[int], dtype: str | None = None, grad: bool | None = None) -> TensorType:
+    def typed(self, like: str, shape: Sequence[int]) -> TensorType:
         """The type of something computed of values like this one, captured or new."""
         type = self.types[like] if like in self.types else self.captured[like]
         assert isinstance(type, TensorType)
-        return TensorType(
-            dtype or type.dtype, tuple(shape), type.device, type.grad if grad is None else grad and type.grad
-        )
+        return replace(type, shape=tuple(shape))
 
     # names -----------------------------------------------------------------------------------------
 
@@ -165,9 +160,11 @@ class Building:
         type = self.captured[name]
         if isinstance(type, TensorType):
             return self.gather(op, name, full(self.shape(name)), device)
-        if name in self.rest:
+        if name in self.rest and (name, (), device) not in self.made:
             self._make(name, (), device)
-        return self.parts[name][-1].name if name in self.parts else name
+        if (name, (), device) in self.made:
+            return self.made[name, (), device]
+        return self.parts[name][0].name if name in self.parts else name  # a number or an object that is passed in
 
     def gather(self, op: Op, name: str, region: Region, device: int) -> str:
         """The name of a region of a captured tensor, for `op` to read on a device."""
@@ -185,8 +182,8 @@ class Building:
         (part,) = rule(Place(region, device))
         if part.items or not isinstance(self.captured[name], TensorType):
             self.parts[name] = (part,)
-            return
-        if part.region != region:
+            found = part.name
+        elif part.region != region:
             found = self.piece(made, name, part, region, device)
             self.made[name, part.region, device] = part.name
         else:

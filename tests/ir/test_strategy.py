@@ -53,6 +53,15 @@ def test_what_has_no_role_is_not_cut():
         check(GRAPH, STRATEGY.replace(0, Config((1, 2), (0, 1))), 4)
 
 
+def test_heads_are_not_cut_apart():
+    """Channels of three heads of four: (0, 6) is one and a half."""
+    three = Operator("mix", "scaled_dot_product", ("x",), (Dimension("channel", 12, "A", step=4),))
+    graph = OperatorGraph("heads", (X, three))
+    check(graph, Strategy((FED, Config((3,), (0, 1, 0)))), 2)
+    with pytest.raises(ValueError, match="12 is cut between multiples of 4, so not into 2 equal parts"):
+        check(graph, Strategy((FED, Config((2,), (0, 1)))), 2)
+
+
 def test_a_strategy_has_a_config_for_each_operator():
     with pytest.raises(ValueError, match="2 operators, but the strategy has 1 configs"):
         check(GRAPH, Strategy((FED,)), 4)

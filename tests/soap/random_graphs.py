@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxpipe.ir.operators import Operator, OperatorGraph
-from fxpipe.ir.strategy import Config, Strategy
+from fxpipe.ir.strategy import Config, Strategy, fits
 from fxpipe.soap import kinds
 from fxpipe.soap.draft import Draft
 from fxpipe.soap.space import fixed
@@ -109,7 +109,10 @@ def _steps(random: Random, name: str, kind: str, x: Operator, others: Sequence[O
         return [Step(name, "concat", (x.name, random.choice(beside).name), relu)]
     if kind == "attention":
         linear = [Step(f"{name}_{part}", "linear", (x.name,), False, {"channel": 2 * HEADS}) for part in "qkv"]
-        return [*linear, Step(name, "scaled_dot_product", tuple(step.name for step in linear))]
+        return [
+            *linear,
+            Step(name, "scaled_dot_product", tuple(step.name for step in linear), options={"heads": HEADS}),
+        ]
     if kind == "lstm":
         channel = random.randint(2, 5)
         states = [o for o in others if o.kind == "lstm" and o.sizes[1] == channel]
@@ -207,8 +210,7 @@ def module(network: Network) -> Module:
 
 
 def strategy(graph: OperatorGraph, devices: int, random: Random) -> Strategy:
-    """Every operator cut anyhow into at most `devices` parts, or twice as many, each part on any device. Heads are not
-    cut apart."""
+    """Every operator cut anyhow into at most `devices` parts, or twice as many, each part on any device."""
     return Strategy(tuple(fixed(o) if o.kind == "input" else _config(o, devices, random) for o in graph))
 
 
@@ -217,9 +219,7 @@ def _config(operator: Operator, devices: int, random: Random) -> Config:
     degrees = [1] * len(operator.output)
     for at in random.sample(range(len(degrees)), len(degrees)):
         most = min(left, operator.sizes[at]) if operator.roles[at] else 1
-        if operator.kind == "scaled_dot_product" and at == 2:
-            most = min(most, HEADS)
-        degrees[at] = random.randint(1, most)
+        degrees[at] = random.choice([d for d in range(1, most + 1) if fits(operator.output[at], d)])
         left //= degrees[at]
     parts = torch.tensor(degrees).prod().item()
     return Config(tuple(degrees), tuple(random.randrange(devices) for _ in range(int(parts))))

@@ -80,7 +80,7 @@ def test_attention_reads_all_positions_of_keys_and_values():
     sequence = linear("q", elementwise("x", image("i", 2, 5, 8, 8)), 8)
     three = OperatorGraph("q", (sequence,)).operators[0]
     query = elementwise("q3", type(three)("q3", "input", (), three.output[:3]))
-    attend = scaled_dot_product("attend", query, query, query)
+    attend = scaled_dot_product("attend", query, query, query, 1)
     region = (0, 1), (2, 3), (0, 4)
     assert reads(OperatorGraph("g", (query, attend)), attend, region) == (
         region,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -142,7 +143,7 @@ def _update(b: Building, op: Op, given: Given, statistics: Sequence[tuple[Ref, R
         momentum = b.on(op, momentum, device)
     for at, key in enumerate(("running_mean", "running_var")):
         state = given[key].name
-        type = b.typed(state, b.shape(state), grad=False)
+        type = replace(b.typed(state, b.shape(state)), grad=False)
 
         def step(stem: str, target: Any, *args: Any, writes: tuple[str, ...] = ()) -> Ref:
             name = b.free(stem)

@@ -33,7 +33,7 @@ ALONE = (
 
 def _first(b: Building, name: str) -> Any:
     """The first dimension as the model has it, in the sizes of its inputs; None where there is none."""
-    type = b.graph_types[name]
+    type = b.symbolic[name]
     return type.shape[0] if isinstance(type, TensorType) and type.shape else None
 
 

@@ -17,7 +17,7 @@ from fxpipe.ir.operators import Operator, OperatorGraph
 from fxpipe.ir.placed import Placed
 from fxpipe.ir.placed import check as check_placed
 from fxpipe.ir.reading import Reading
-from fxpipe.ir.strategy import Config, Strategy
+from fxpipe.ir.strategy import Config, Strategy, fits
 from fxpipe.ir.types import TensorType
 from fxpipe.passes.sharding import shard
 from fxpipe.soap.reading import read
@@ -113,7 +113,8 @@ def _anyhow(operator: Operator, devices: int, random: Random) -> Config:
         return fixed(operator)
     left, degrees = random.choice((1, devices, 2 * devices)), [1] * len(operator.output)
     for at in random.sample(range(len(degrees)), len(degrees)):
-        degrees[at] = random.randint(1, min(left, operator.sizes[at])) if operator.roles[at] else 1
+        most = min(left, operator.sizes[at]) if operator.roles[at] else 1
+        degrees[at] = random.choice([d for d in range(1, most + 1) if fits(operator.output[at], d)])
         left //= degrees[at]
     parts = int(torch.tensor(degrees).prod())
     return Config(tuple(degrees), tuple(random.randrange(devices) for _ in range(parts)))

@@ -33,7 +33,7 @@ def assert_all_exact(made: Sample, count: int, seed: int = 0) -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_small_models(name: str) -> None:
     made = sample(build(SMALL[name]), *inputs(SMALL[name], 4)[0])
-    assert_all_exact(made, 3 if name == "inception" else 6)
+    assert_all_exact(made, 2 if name == "inception" else 4)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -43,9 +43,9 @@ def test_random_networks(seed: int) -> None:
 
 
 def test_random_graphs() -> None:
-    """Of those random models that have operators, 240 strategies."""
+    """Of those random models that have operators, 200 strategies."""
     done = seed = 0
-    while done < 60:
+    while done < 50:
         seed += 1
         random = Random(seed)
         graph = grown(random.choice, changes_inputs=False)
