@@ -42,13 +42,14 @@ from .stepper import Rows, Stepper
 from .wire import FailedElsewhere, Size, blank, failure, read, seal
 from .world import LEADER, Lost, World
 
+Numbers = dict[int, tuple[Any, torch.dtype]]  # outputs that are one number, by their places
 AHEAD = 32  # messages to one rank that may be on their way: what is sent is kept until it has been received
 
 
 class RankStep(Step):
     """One step under way, as one rank sees it. `outbox` has what its actions send, until its program says so; `posted`
-    what it has begun to receive; `sent` what it has begun to send, by rank; `error`: why this rank has failed, None as
-    long as it has not, or if another rank has failed that it knows no more of."""
+    what it has begun to receive; `sent` what it has begun to send, by rank; `numbers`: the outputs that are one number;
+    `broken`: whether it has failed, and `error` why, if it was not another rank that has failed before."""
 
     engine: Ranked
 
@@ -64,6 +65,7 @@ class RankStep(Step):
         self.posted: dict[Key, tuple[Message, Tensor, Any]] = {}
         self.sent: dict[int, deque[tuple[Any, Tensor]]] = {rank: deque() for rank in world.others}
         self.awaited: dict[int, list[Lent]] = {}
+        self.numbers: Numbers = {}
         self.broken, self.error = error is not None, error
 
     def fail(self, error: BaseException | None) -> None:
@@ -342,25 +344,49 @@ class Ranked(Stepper):
         for peer, works in m.sent.items():
             for work, _ in works:
                 self._guarded(m, None, self.world.finish, work, peer)
+        if not m.broken:
+            self._guarded(m, None, self._settle, m)
         try:
-            told = verdict(self.world, Failure.of(m.error) if m.broken else None)
+            found = verdict(self.world, Failure.of(m.error) if m.broken else m.numbers)
         except Lost as error:
-            told = str(error)
-        if told is not None:
+            found = str(error)
+        if isinstance(found, str):
             m.fail(None)
-            m.failed.append(m.error or RankError(told))
+            m.failed.append(m.error or RankError(found))
+        else:
+            m.numbers = found
 
     # Results ----------------------------------------------------------------------------------------------------------
 
     def gather(self, m: Batches) -> tuple[Any, ...]:
         """The outputs, from who makes them, on all ranks."""
+        assert isinstance(m, RankStep)
         whole = []
-        for (name, dim, reduce), maker in zip(self.outputs, self.wires.makers, strict=True):
-            home, found = LEADER if maker < 0 else self.rank_of(maker), None
-            if home == self.world.rank:
-                found = gather([getattr(micro_batch, name) for micro_batch in m], dim, reduce, m.sizes)
-            whole.append(share_value(self.world, found, home))
+        for at in range(len(self.outputs)):
+            if at in m.numbers:
+                number, dtype = m.numbers[at]
+                whole.append(torch.tensor(number, dtype=dtype, device=self.world.device))
+            else:
+                home = self._home(at)
+                found = self._gathered(m, at) if home == self.world.rank else None
+                whole.append(share_value(self.world, found, home))
         return tuple(whole)
+
+    def _home(self, at: int) -> int:
+        """The rank that has output number `at`."""
+        maker = self.wires.makers[at]
+        return LEADER if maker < 0 else self.rank_of(maker)
+
+    def _gathered(self, m: Batches, at: int) -> Any:
+        name, dim, reduce = self.outputs[at]
+        return gather([getattr(micro_batch, name) for micro_batch in m], dim, reduce, m.sizes)
+
+    def _settle(self, m: RankStep) -> None:
+        """Find the outputs of this rank that are tensors of one number, as the loss is."""
+        here = [at for at in range(len(self.outputs)) if self._home(at) == self.world.rank]
+        for at, value in [(at, self._gathered(m, at)) for at in here if self.outputs[at][1] is None]:
+            if isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex():
+                m.numbers[at] = value.item(), value.dtype
 
     def outcome(self, m: Step, batch: Sequence[Any]) -> tuple[tuple[Any, ...], list[Pair]]:
         try:
@@ -426,22 +452,26 @@ class Failure:
         return Failure(describe(error), error is not None and not isinstance(error, RankError))
 
 
-def verdict(world: World, failed: Failure | None) -> str | None:
-    """What has failed on any rank, None if nothing has. `failed` is what has failed on this one. Raises Lost."""
+def verdict(world: World, found: Failure | Numbers) -> str | Numbers:
+    """What has failed on any rank, or, if nothing has, the numbers of all. `found` is what there is of this rank.
+    Raises Lost."""
     if not world.leads:
-        world.tell(LEADER, pickle.dumps(failed))
-        told: str | None = pickle.loads(world.hear(LEADER))
+        world.tell(LEADER, pickle.dumps(found))
+        told: str | Numbers = pickle.loads(world.hear(LEADER))
         return told
-    heard: list[tuple[int, Failure | None]] = [(LEADER, failed)]
+    heard: list[tuple[int, Failure | Numbers]] = [(LEADER, found)]
     for peer in world.others:
         try:
             heard.append((peer, pickle.loads(world.hear(peer))))
         except Lost as error:
             heard.append((peer, Failure(str(error), False)))
-    failures = [(rank, failure) for rank, failure in heard if failure is not None]
+    failures = [(rank, failure) for rank, failure in heard if isinstance(failure, Failure)]
     causes = [f"rank {rank}: {failure.text}" for rank, failure in failures if failure.own]
     causes += [failure.text for _, failure in failures if failure.text and not failure.own]
-    told = next(iter(causes), "a rank has failed" if failures else None)
+    if failures:
+        told = next(iter(causes), "a rank has failed")
+    else:
+        told = {at: number for _, numbers in heard if isinstance(numbers, dict) for at, number in numbers.items()}
     for peer in world.others:
         try:
             world.tell(peer, pickle.dumps(told))
