@@ -307,3 +307,58 @@ def lose(group: Any, end: str) -> None:
         with raises("start all ranks again"):
             pipe.step(x, target=y, loss_fn=F.mse_loss)
         raise
+
+
+# Users ----------------------------------------------------------------------------------------------------------------
+
+
+def train(group: Any) -> None:
+    """Some steps of two batches each, beside the plain model."""
+    rank = dist.get_rank(group)
+    pipe, model, (x, y) = chain(group, "1f1b", example_inputs=torch.ones(8, 6, dtype=torch.float64))
+    plain_model = Chain(4).double()
+    plain_model.load_state_dict(model.state_dict())
+    assert list(pipe.state_dict()) == [f"layers.{rank}.weight", f"layers.{rank}.bias"]
+    if rank == 2:
+        pipe.drop_others()
+        assert sum(p.untyped_storage().nbytes() for p in model.parameters()) == (36 + 6) * 8
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (pipe, plain_model)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    for turn in range(3):
+        for half in (slice(0, 5), slice(5, 8)):
+            loss = pipe.step(x[half], target=y[half], loss_fn=F.mse_loss, scaler=scaler)
+            wanted = F.mse_loss(plain_model(x[half]), y[half])
+            (wanted * 2.0**8).backward()
+            torch.testing.assert_close(loss, wanted.detach(), rtol=1e-9, atol=0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=turn != 1)
+    pipe.eval()
+    torch.testing.assert_close(pipe.forward_only(x), plain_model(x).detach(), rtol=1e-9, atol=0)
+    with torch.no_grad():
+        torch.testing.assert_close(pipe(x[:3]), plain_model(x[:3]), rtol=1e-9, atol=0)
+    with raises("autograd does not reach from one process to another"):
+        pipe(x)
+    fresh = Chain(4).double().state_dict()
+    pipe.load_state_dict(fresh)  # of a whole model
+    assert all(torch.equal(value, fresh[key]) for key, value in pipe.state_dict().items())
+    pipe.load_state_dict(pipe.state_dict())
+    with pytest.raises(RuntimeError, match=r"missing \['layers\..\.bias'\]"):
+        pipe.load_state_dict({f"layers.{rank}.weight": fresh[f"layers.{rank}.weight"]})
+
+
+def mesh(group: Any) -> None:
+    """Two pipes at once, each over one row of a mesh."""
+    rows = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    torch.manual_seed(0)
+    model, (x, y) = Chain(4).double(), torch.randn(2, 8, 6, dtype=torch.float64)
+    with raises("group is a mesh of 2 dimensions"):
+        fxpipe.compile(model, 2, 4, group=rows)
+    plan = fxpipe.compile(model, ["cpu:0", "cpu:1"], 4, schedule="1f1b", example_inputs=x).plan
+    pipe = fxpipe.compile(model, 2, plan=plan, group=rows["pp"])
+    half = slice(0, 4) if rows.get_local_rank("dp") == 0 else slice(4, 8)
+    loss = pipe.step(x[half], target=y[half], loss_fn=F.mse_loss)
+    torch.testing.assert_close(loss, F.mse_loss(model(x[half]), y[half]).detach(), rtol=1e-9, atol=0)
+    assert [stage.device for stage in pipe.plan.stages] == ["cpu:0", "cpu:1"]
+    assert str(pipe.programs).startswith("1f1b on 2 devices\ncpu:0\n  run ")
+    pipe.close()
