@@ -191,7 +191,7 @@ class Pipe(Shell):
                 graph = self._front.capture(args, kwargs)
             found: dict[str, Any] = {}
             match(graph.call, (args, kwargs), found)
-            made = self._built(graph, tuple(found[item.name] for item in graph.inputs))
+            made = self._built(graph, tuple(found[item.name] for item in graph.inputs if item.path))
             if not any(tensor.is_meta for tensor in self.model.state_dict().values()):
                 self._live(made)
 

@@ -149,7 +149,7 @@ class RankPipe(Pipe):
             graph = self._front.capture(given[0], given[1])
             found: dict[str, Any] = {}
             match(graph.call, (given[0], given[1]), found)
-            inputs = tuple(found[item.name] for item in graph.inputs)
+            inputs = tuple(found[item.name] for item in graph.inputs if item.path)
             made = self._agree(graph, inputs)
             if not any(tensor.is_meta for tensor in self.own_tensors().values()):
                 self._live(made)

@@ -456,3 +456,19 @@ def test_a_model_on_the_meta_device(example: Tensor) -> None:
     pipe.to_empty(device="cpu").load_state_dict(plain.state_dict())
     torch.testing.assert_close(pipe(X.float()), plain(X.float()))
     pipe.close()
+
+
+def test_prepared_for_a_loss_that_knows_the_whole_batch() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 5)
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return F.cross_entropy(self.linear(x), labels)
+
+    labels = torch.tensor([0, 1, -100, 2, -100, -100, 3, 4])
+    model = Masked()
+    pipe = fxpipe.compile(model, devices=2, chunks=4, example_inputs=(X.float(), labels))
+    torch.testing.assert_close(pipe(X.float(), labels), model(X.float(), labels))
+    pipe.close()
