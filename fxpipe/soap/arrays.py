@@ -60,6 +60,8 @@ class Problem(NamedTuple):
     out_edges: Ints
     in_first: Ints
     in_edges: Ints
+    around_first: Ints  # of both: all edges of an operator
+    around_edges: Ints
     group: Ints  # [n], -1 without weights
     group_first: Ints  # [G + 1] into group_members
     group_members: Ints
@@ -74,6 +76,7 @@ class Problem(NamedTuple):
     seconds: Floats  # [kinds of devices, all parts of all rows, 2]
     device_kind: Ints  # [D]
     choice_first: Ints  # [rows + 1] number of the row's first choice: one for each device that it can begin on
+    simulations: int = 1  # of each proposal; with more the time of that can be told apart
 
 
 def _record(ints: str, floats: str) -> np.dtype[np.void]:
@@ -111,6 +114,7 @@ class State(NamedTuple):
     queue: Records  # [slots + G]
     old_forward: Ints  # [most edges of an operator, M + 1] to take back
     old_backward: Ints
+    old_sync: Records  # [D]
     old_place: Ints  # [M]
     old_span: Floats  # [2 M]
     volume: Floats  # [M M] scratch
@@ -145,6 +149,7 @@ def problem(
     seconds_first, seconds = _seconds(graph, cluster, once(cost), operators, rows)
     out_first, out_edges = _grouped(len(placed), [i for i, _ in ends])
     in_first, in_edges = _grouped(len(placed), [j for _, j in ends])
+    around_first, around = _grouped(len(placed), [end for both in ends for end in both])
     shards = [_shards(operator, row) for operator, own in zip(operators, rows, strict=True) for row in own]
     return Problem(
         n=len(placed),
@@ -163,6 +168,8 @@ def problem(
         out_edges=out_edges,
         in_first=in_first,
         in_edges=in_edges,
+        around_first=around_first,
+        around_edges=around // 2,
         group=_ints([group_of.get(i, -1) for i in range(len(placed))]),
         group_first=_ints(np.cumsum([0, *map(len, groups)])),
         group_members=_ints([i for group in groups for i in group]),
@@ -261,6 +268,7 @@ def state(p: Problem, capacity: int) -> State:
         queue=np.zeros(slots + p.groups + 1, EVENT),
         old_forward=ints(most, p.parts + 1),
         old_backward=ints(most, p.parts + 1),
+        old_sync=np.zeros(p.devices, SYNC),
         old_place=ints(p.parts),
         old_span=floats(2 * p.parts),
         volume=floats(p.parts * p.parts),

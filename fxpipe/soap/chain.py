@@ -11,8 +11,9 @@ from __future__ import annotations
 import numpy as np
 
 from .arrays import Floats, Ints, Problem, State
+from .change import build, compact, copy, room
 from .compiled import compiled, entry
-from .delta import build, change, compact, keep, restart, room, run, simulate_all, take_back
+from .delta import attempt, simulate_all
 from .full import full
 
 
@@ -58,19 +59,6 @@ def has_room(p: Problem, s: State, i: int, row: int) -> bool:
     return bool(s.top[0] + more <= len(s.message))
 
 
-@compiled
-def attempt(p: Problem, s: State, i: int, row: int, devices: Ints, limit: float) -> bool:
-    """Place operator i otherwise, and keep that if the step then takes no longer than `limit`."""
-    top, old = s.top[0], s.row[i]
-    since = change(p, s, i, row, devices)
-    cost = run(p, s, restart(p, s, i, since), limit)
-    if cost <= limit:
-        keep(p, s, i, since, cost)
-        return True
-    take_back(p, s, i, old, top)
-    return False
-
-
 @entry
 def begin(p: Problem, s: State, rows: Ints, devices: Ints) -> bool:
     """Simulate a strategy from nothing, to change it from there; False if there is no room for all messages."""
@@ -78,12 +66,6 @@ def begin(p: Problem, s: State, rows: Ints, devices: Ints) -> bool:
         return False
     simulate_all(p, s)
     return True
-
-
-@entry
-def from_nothing(p: Problem, s: State, rows: Ints, devices: Ints, times: Floats) -> float:
-    """`full`, for Python to call."""
-    return full(p, s, rows, devices, times)
 
 
 @entry
@@ -116,7 +98,7 @@ def walk(
     """Go `steps` steps, from the strategy in `s`. `best` has one number, the best cost, whose strategy is in `best_row`
     and `best_place`; improvements are noted in `trace` as (step, cost). Returns how many steps were taken, fewer where
     there was no room, and writes the number of improvements into `trace[0, 0]`."""
-    M, found = p.parts, 0
+    M, found, cost, task = p.parts, 0, s.cost, s.task
     for step in range(steps):
         again = random[0]
         i = int(uniform(random) * p.n)
@@ -126,12 +108,12 @@ def walk(
             random[0] = again
             trace[0, 0] = found
             return step
-        limit = s.cost[0] - temperature * np.log(1.0 - uniform(random))
-        if attempt(p, s, i, row, devices, limit) and s.cost[0] < best[0]:
-            best[0] = s.cost[0]
-            best_row[:] = s.row
+        limit = cost[0] - temperature * np.log(1.0 - uniform(random))
+        if attempt(p, s, i, row, devices, limit) and cost[0] < best[0]:
+            best[0] = cost[0]
+            copy(best_row, s.row)
             for t in range(p.n * M):
-                best_place[t // M, t % M] = s.task[t].place
+                best_place[t // M, t % M] = task[t].place
             found += 1
             trace[found, 0] = step
             trace[found, 1] = best[0]
@@ -175,13 +157,14 @@ def walk_from_nothing(
 
 
 @entry
-def differences(p: Problem, s: State, f: State, times: Floats) -> int:
-    """How many ready, start and end times in `s` are not those that `full` wrote to `times`, with `f` to work in."""
+def differences(p: Problem, s: State, f: State, rows: Ints, devices: Ints, times: Floats) -> int:
+    """How many ready, start and end times in `s` are not those of its strategy simulated from nothing, with `f` and
+    `times` to work in."""
     n, M, D = p.n, p.parts, p.devices
     slots = 2 * n * M
     messages = slots + p.groups
+    found = int(full(p, f, rows, devices, times) != s.cost[0])
     exchanges = messages + f.top[0]
-    found = 0
     for i in range(n):
         for k in range(p.row_parts[s.row[i]]):
             for t in (i * M + k, (2 * n - 1 - i) * M + k):

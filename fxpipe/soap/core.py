@@ -11,7 +11,7 @@ from fxpipe.ir.operators import OperatorGraph
 from fxpipe.ir.strategy import Config, Strategy, check
 
 from .arrays import RANK, Floats, Ints, problem, state
-from .chain import begin, differences, from_nothing, improve, walk, walk_from_nothing
+from .chain import begin, differences, improve, walk, walk_from_nothing
 from .costs import Cost
 from .exhaust import exhaust
 from .space import fixed
@@ -35,6 +35,7 @@ class Core:
         self.placed = tuple(at for at, operator in enumerate(graph) if operator.kind != "input")
         self.problem = problem(graph, cluster, cost, tuple(starts), roles)
         self.state = state(self.problem, capacity)
+        self._work = state(self.problem, 0)
         self.random: Ints = np.array([(seed * 0x9E3779B97F4A7C15 + 0x1234567) % (1 << 63) or 1], np.int64)
         self._devices = np.zeros(self.problem.parts, np.int64)
         self._forget()
@@ -99,12 +100,11 @@ class Core:
 
     def differences(self) -> int:
         """How many times of tasks are not those of a simulation from nothing (algorithm 1): 0 if all is well."""
-        work = self.state._replace(**{name: array.copy() for name, array in self.state._asdict().items()})
-        p = self.problem
-        rows, places = self._arrays(self.strategy)
-        times = self._times()
-        seconds = from_nothing(p, work, rows, places, times)
-        return int(differences(p, self.state, work, times)) + int(seconds != self.seconds)
+        if len(self._work.message) != len(self.state.message):
+            self._work = state(self.problem, len(self.state.message))
+        rows, places = self.state.row, self.state.task["place"][: self.problem.n * self.problem.parts]
+        placed = np.ascontiguousarray(places, np.int64).reshape(self._best_place.shape)
+        return int(differences(self.problem, self.state, self._work, rows, placed, self._times()))
 
     def walk_from_nothing(self, steps: int, temperature: float) -> None:
         """The chain of `walk` with algorithm 1 for each proposal, to be compared with it. Needs room from the start."""

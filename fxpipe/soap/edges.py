@@ -76,34 +76,42 @@ def overlaps(
                         message[top].peer = ((k0 * a[1] + k1) * a[2] + k2) * a[3] + k3
                         volume[top - begin] = v2 * v3
                         top += 1
-    rows[parts:] = top
+    rows[parts:].fill(top)
     return top
 
 
 @compiled
-def join(p: Problem, s: State, e: int) -> None:
-    """Make the rows of an edge anew, at the end of those in use, from the rows and places of its two operators."""
-    i, j = p.source[e], p.target[e]
-    row_a, row_b = s.row[i], s.row[j]
-    a, b, parts = p.degrees[row_a], p.degrees[row_b], p.row_parts[row_b]
-    s.top[0] = rows_between(
-        overlaps(
-            a, b, p.sizes[i], p.sizes[j], p.need[e], parts, s.backward_rows[e], s.message, s.volume, s.scratch, s.top[0]
-        ),
-        s.top[0],
-        parts,
-        s.forward_rows[e],
-        s.backward_rows[e],
-        s.task[i * p.parts : (i + 1) * p.parts],
-        s.task[j * p.parts : (j + 1) * p.parts],
-        s.message,
-        s.volume,
-        s.counted,
-        p.link,
-        p.latency,
-        p.rate,
-        p.element,
-    )
+def join(p: Problem, s: State, edges: Ints) -> bool:
+    """Make the rows of these edges anew, at the end of those in use, from the rows and places of their operators, and
+    add them to the load of links. False if there is no room."""
+    for x in range(len(edges)):
+        e = edges[x]
+        i, j = p.source[e], p.target[e]
+        row_a, row_b = s.row[i], s.row[j]
+        parts, top = p.row_parts[row_b], s.top[0]
+        backward, forward = s.backward_rows[e], s.forward_rows[e]
+        if top + 2 * p.row_parts[row_a] * parts > len(s.message):
+            return False
+        a, b = p.degrees[row_a], p.degrees[row_b]
+        middle = overlaps(a, b, p.sizes[i], p.sizes[j], p.need[e], parts, backward, s.message, s.volume, s.scratch, top)
+        s.top[0] = rows_between(
+            middle,
+            top,
+            parts,
+            forward,
+            backward,
+            s.task[i * p.parts : (i + 1) * p.parts],
+            s.task[j * p.parts : (j + 1) * p.parts],
+            s.message,
+            s.volume,
+            s.counted,
+            p.link,
+            p.latency,
+            p.rate,
+            p.element,
+            s.link_load,
+        )
+    return True
 
 
 @compiled
@@ -122,10 +130,11 @@ def rows_between(
     latency: Floats,
     rate: Floats,
     element: int,
+    link_load: Floats,
 ) -> int:
     """Given who reads of whom, in rows from `begin` to `middle`, add the rows of the other direction, and say for both
     which link each message takes and for how long. Returns where the next row begins."""
-    count[:] = 0
+    count.fill(0)
     for x in range(begin, middle):
         count[message[x].peer] += 1
     at = middle
@@ -146,26 +155,34 @@ def rows_between(
             message[y].wire = link[a, b]
             message[x].lasts = latency[b, a] + size / rate[b, a]
             message[y].lasts = latency[a, b] + size / rate[a, b]
+            if a != b:
+                link_load[message[x].wire] += message[x].lasts
+                link_load[message[y].wire] += message[y].lasts
     return at
 
 
 @compiled
-def count_waits(p: Problem, s: State, e: int, sign: int) -> None:
-    """Add an edge's messages to what its parts wait for and to the load of links, or with sign -1 take them away."""
-    i, j, M = p.source[e], p.target[e], p.parts
-    add_load(s.message[s.backward_rows[e, 0] : s.forward_rows[e, M]], s.link_load, sign)
-    backward = (2 * p.n - 1 - i) * M
-    for m in range(p.row_parts[s.row[j]]):
-        s.task[j * M + m].waits += sign * (s.backward_rows[e, m + 1] - s.backward_rows[e, m])
-    for k in range(p.row_parts[s.row[i]]):
-        s.task[backward + k].waits += sign * (s.forward_rows[e, k + 1] - s.forward_rows[e, k])
+def count_waits(p: Problem, s: State, edges: Ints, sign: int) -> None:
+    """Add the messages of these edges to what their parts wait for, or with sign -1 take them away."""
+    M, task = p.parts, s.task
+    for x in range(len(edges)):
+        e = edges[x]
+        i, j = p.source[e], p.target[e]
+        from_producer, from_consumer = s.backward_rows[e], s.forward_rows[e]  # who has as many as it hands back
+        for m in range(p.row_parts[s.row[j]]):
+            task[j * M + m].waits += sign * (from_producer[m + 1] - from_producer[m])
+        for k in range(p.row_parts[s.row[i]]):
+            task[(2 * p.n - 1 - i) * M + k].waits += sign * (from_consumer[k + 1] - from_consumer[k])
 
 
 @compiled
-def add_load(message: Records, link_load: Floats, sign: int) -> None:
-    for x in range(len(message)):
-        if message[x].wire >= 0:
-            link_load[message[x].wire] += sign * message[x].lasts
+def unload(p: Problem, s: State, edges: Ints) -> None:
+    """Take the messages of these edges off the load of their links."""
+    message, load = s.message, s.link_load
+    for x in range(len(edges)):
+        for y in range(s.backward_rows[edges[x], 0], s.forward_rows[edges[x], p.parts]):
+            if message[y].wire >= 0:
+                load[message[y].wire] -= message[y].lasts
 
 
 @compiled
@@ -195,29 +212,23 @@ def hold(p: Problem, s: State, i: int, sign: int) -> None:
 
 @compiled
 def exchange(p: Problem, s: State, g: int) -> None:
-    """What each device passes on to the next that holds any of the group's weights."""
+    """What each device passes on to the next that holds any of the group's weights, the last one to the first."""
     share = p.group_bytes[g] / p.shares
-    first, previous = -1, -1
-    cover, held = s.cover[g], s.held[g]
+    cover, held, sync = s.cover[g], s.held[g], s.sync[g]
+    to = -1
     for d in range(p.devices):
+        for u in range(p.shares):
+            if to < 0 and cover[d, u] > 0:
+                to = d
+    for d in range(p.devices - 1, -1, -1):
         passed, holds = 0.0, False
         for u in range(p.shares):
             if cover[d, u] > 0:
                 holds = True
                 n = held[u]
                 passed += 2 * (n - 1) / n * share
-        s.sync[g, d].lasts = passed
-        if holds:
-            first = d if first < 0 else first
-            if previous >= 0:
-                _pass_on(p, s, g, previous, d)
-            previous = d
-    if previous >= 0:
-        _pass_on(p, s, g, previous, first)
-
-
-@compiled
-def _pass_on(p: Problem, s: State, g: int, d: int, to: int) -> None:
-    if s.sync[g, d].lasts > 0:
-        s.sync[g, d].wire = p.link[d, to]
-        s.sync[g, d].lasts = p.latency[d, to] + s.sync[g, d].lasts / p.rate[d, to]
+        sync[d].lasts = 0.0
+        if passed > 0:
+            sync[d].wire = p.link[d, to]
+            sync[d].lasts = p.latency[d, to] + passed / p.rate[d, to]
+        to = d if holds else to

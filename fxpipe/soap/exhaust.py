@@ -11,8 +11,10 @@ from __future__ import annotations
 import numpy as np
 
 from .arrays import Floats, Ints, Problem, State
-from .chain import attempt, choose, has_room
+from .chain import choose, has_room
+from .change import copy
 from .compiled import compiled, entry
+from .delta import attempt
 
 SAFE = 1 - 1e-9  # the bounds' own rounding never cuts off a strategy as fast as the best
 
@@ -21,7 +23,7 @@ SAFE = 1 - 1e-9  # the bounds' own rounding never cuts off a strategy as fast as
 def quickest(p: Problem, row: int, result: Floats) -> None:
     """Into `result`, of all kinds of devices the least: work of all parts, forward of the quickest part, backward."""
     first = p.seconds_first[row]
-    result[:] = np.inf
+    result.fill(np.inf)
     for kind in range(len(p.seconds)):
         work = 0.0
         for k in range(first, first + p.row_parts[row]):
@@ -93,7 +95,7 @@ def exhaust(p: Problem, s: State, best: Floats, best_row: Ints, best_place: Ints
         last = i == n - 1
         if attempt(p, s, i, row, devices, np.nextafter(best[0], 0.0) if last else np.inf) and s.cost[0] < best[0]:
             best[0] = s.cost[0]
-            best_row[:] = s.row
+            copy(best_row, s.row)
             for t in range(n * M):
                 best_place[t // M, t % M] = s.task[t].place
         if not last:

@@ -7,11 +7,11 @@ from __future__ import annotations
 import numpy as np
 
 from .arrays import Floats, Ints, Problem, State
-from .compiled import compiled
-from .delta import build
+from .change import build
+from .compiled import allocating, compiled
 
 
-@compiled
+@allocating
 def full(p: Problem, s: State, rows: Ints, devices: Ints, times: Floats) -> float:
     """Seconds of a strategy; `s` is room to work in, `times` for ready, start and end of each task: computations and
     gatherings by slots, then messages as they lie in `s`, then what devices pass on in groups. Minus one if there is no
@@ -77,21 +77,16 @@ def full(p: Problem, s: State, rows: Ints, devices: Ints, times: Floats) -> floa
                 key[task] = messages * wide + g * D + d
                 edge_from[edges], edge_to[edges] = slots + g, task
                 edges += 1
-    return _algorithm_1(place, seconds, key, exists, edge_from[:edges], edge_to[:edges], D + p.links, times)
+    first, after, waits = _successors(count, edge_from[:edges], edge_to[:edges])
+    most = 0.0
+    for _ in range(p.simulations):
+        most = _algorithm_1(place, seconds, key, exists, first, after, waits.copy(), D + p.links, times)
+    return most
 
 
-@compiled
-def _algorithm_1(
-    place: Ints,
-    seconds: Floats,
-    key: Ints,
-    exists: Ints,
-    edge_from: Ints,
-    edge_to: Ints,
-    places: int,
-    times: Floats,
-) -> float:
-    count = len(place)
+@allocating
+def _successors(count: int, edge_from: Ints, edge_to: Ints) -> tuple[Ints, Ints, Ints]:
+    """The tasks after task t, `after[first[t] : first[t + 1]]`, and how many each waits for."""
     first = np.zeros(count + 1, np.int64)
     waits = np.zeros(count, np.int64)
     for x in range(len(edge_from)):
@@ -103,6 +98,23 @@ def _algorithm_1(
     for x in range(len(edge_from)):
         after[filled[edge_from[x]]] = edge_to[x]
         filled[edge_from[x]] += 1
+    return first, after, waits
+
+
+@allocating
+def _algorithm_1(
+    place: Ints,
+    seconds: Floats,
+    key: Ints,
+    exists: Ints,
+    first: Ints,
+    after: Ints,
+    waits: Ints,
+    places: int,
+    times: Floats,
+) -> float:
+    """Seconds until the last task has ended; ready, start and end of each go into `times`. `waits` are used up."""
+    count = len(place)
     ready = np.zeros(count)
     free = np.zeros(places)
     queue = np.empty(count, np.int64)
