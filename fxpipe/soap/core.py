@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from .arrays import RANK, Floats, Ints, problem, state
 from .chain import begin, differences, improve, walk, walk_from_nothing
 from .costs import Cost
 from .exhaust import exhaust
+from .leaps import explore, leap
+from .patterns import patterns
 from .space import fixed
 
 
@@ -38,6 +40,8 @@ class Core:
         self._work = state(self.problem, 0)
         self.random: Ints = np.array([(seed * 0x9E3779B97F4A7C15 + 0x1234567) % (1 << 63) or 1], np.int64)
         self._devices = np.zeros(self.problem.parts, np.int64)
+        self._patterns = patterns(self.problem, [graph.operators[at] for at in self.placed])
+        self._leap = leap(self.problem)
         self._forget()
 
     def _forget(self) -> None:
@@ -72,13 +76,33 @@ class Core:
 
     def walk(self, steps: int, temperature: float) -> list[tuple[int, float]]:
         """Go `steps` steps of the chain; `temperature` is in seconds. Returns (step, seconds) of each improvement."""
+        best = self._best_seconds, self._best_row, self._best_place
+
+        def go(left: int, trace: Floats) -> int:
+            found: int = walk(self.problem, self.state, self.random, left, temperature, *best, trace, self._devices)
+            return found
+
+        return self._steps(steps, go)
+
+    def explore(self, steps: int, temperature: float, share: float) -> list[tuple[int, float]]:
+        """As `walk`, where a `share` of the steps are leaps: changes of many operators at once."""
+        best = self._best_seconds, self._best_row, self._best_place
+
+        def go(left: int, trace: Floats) -> int:
+            found: int = explore(
+                *(self.problem, self._patterns, self.state, self._leap, self.random, left, temperature, share),
+                *(*best, trace, self._devices),
+            )
+            return found
+
+        return self._steps(steps, go)
+
+    def _steps(self, steps: int, go: Callable[[int, Floats], int]) -> list[tuple[int, float]]:
+        """Go on, with more room each time there was not enough, until all steps are taken."""
         found: list[tuple[int, float]] = []
         trace, done = np.zeros((steps + 1, 2)), 0
         while done < steps:
-            taken = walk(
-                *(self.problem, self.state, self.random, steps - done, temperature),
-                *(self._best_seconds, self._best_row, self._best_place, trace, self._devices),
-            )
+            taken = go(steps - done, trace)
             found += [(done + int(at), float(cost)) for at, cost in trace[1 : int(trace[0, 0]) + 1]]
             done += taken
             if done < steps:

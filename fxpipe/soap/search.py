@@ -1,9 +1,10 @@
-"""Searching for a fast strategy: the SOAP paper's Markov chain, then single changes until none is an improvement."""
+"""Searching for a fast strategy: a chain of changes, then single changes until none is an improvement."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from math import inf
 from random import Random
 from time import monotonic
 from typing import Any
@@ -17,10 +18,13 @@ from fxpipe.ir.units import show_seconds
 
 from .core import Core
 from .costs import Cost, roofline
-from .strategies import data_parallel, expert, scattered
+from .strategies import data_parallel, expert, model_parallel, one_device, scattered
 
 TEMPERATURE = 0.01  # of the start's seconds: a step slower by this much is taken once in e times
+COOLED = 0.01  # of the temperature is left in the end
+MOST_LEAPS = 0.8  # of the steps in the beginning
 SLICE = 0.1  # seconds between two looks at the clock
+BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}{postfix}"
 
 
 @dataclass(frozen=True)
@@ -56,67 +60,118 @@ def search(
     temperature: float = TEMPERATURE,
     roles: str = "SAP",
     progress: bool = True,
+    method: str = "leaps",
+    finish: bool = True,
 ) -> Found:
-    """The best strategy found in `budget` seconds. Two thirds of it go to chains, an equal share for each start, which
-    ends early once half of it has passed without a better strategy. The best of all is then given to `polish`, which
-    has the time that is left.
+    """The best strategy found in `budget` seconds. Two thirds of them go to exploring, by `method`:
 
-    `cost` are the seconds of parts, estimated where it is not given; `roles` are the dimensions that may be cut,
-    besides as in the starts.
+    - "leaps": from the best start, changes of single operators and of whole windows of them (`leaps`), many of the
+      latter and at a high temperature in the beginning, hardly any and at a low one in the end. Model parallelism and
+      one device are among the starts, if none are given.
+    - "mcmc": as published, a chain of single changes at one temperature from each start, which all get an equal share
+      of the time, and end early once half of that has passed without a better strategy.
+
+    The best strategy is then given to `polish`. That ends in a local optimum, whatever time it takes; or with the
+    budget, if `finish` is false.
+
+    `cost` are the seconds of parts, estimated where it is not given; `temperature` is a part of the start's seconds;
+    `roles` are the dimensions that may be cut, besides as in the starts.
     """
     if budget <= 0:
         raise ValueError(f"a search of {budget} seconds finds nothing; give it a budget above 0")
-    given = starting(graph, len(cluster.devices), seed, roles) if starts is None else dict(starts)
+    if method not in METHODS:
+        raise ValueError(f"there is no method {method!r}; there are {', '.join(METHODS)}")
+    given = dict(starts) if starts is not None else starting(graph, len(cluster.devices), seed, roles)
+    if starts is None and method == "leaps":
+        given |= {"model parallel": model_parallel(graph, len(cluster.devices)), "one device": one_device(graph)}
     if not given:
         raise ValueError("there is no strategy to start from")
     core = Core(graph, cluster, cost or roofline(), given.values(), roles, seed)
     _compile(core, next(iter(given.values())))
-    begun = monotonic()
-    trace: list[tuple[float, float]] = []
-    costs: list[tuple[str, float]] = []
-    ends: list[tuple[Strategy, float]] = []
-    proposals = 0
-    bar: tqdm[Any]
-    with tqdm(total=len(given) + 1, desc="search", unit="start", disable=not progress) as bar:
-        for name, start in given.items():
-            costs.append((name, core.begin(start)))
-            trace.append((monotonic() - begun, core.seconds))
-            proposals += _chain(core, budget / len(given) * 2 / 3, temperature * core.seconds, begun, trace, bar)
-            ends.append(core.best)
-            bar.update()
-        core.begin(min(ends, key=lambda end: end[1])[0])
-        tried, optimum = polish(core, begun + budget - monotonic())
-        trace.append((monotonic() - begun, core.seconds))
-        bar.update()
-    return Found(core.strategy, core.seconds, optimum, proposals + tried, tuple(_falling(trace)), tuple(costs))
+    costs = {name: core.begin(start) for name, start in given.items()}
+    log = Log(costs.values())
+    with tqdm(total=budget, desc="search", unit="s", disable=not progress, bar_format=BAR) as log.bar:
+        best, explored = METHODS[method](core, given, costs, budget * 2 / 3, temperature, log)
+        core.begin(best)
+        tried, optimum = polish(core, inf if finish else budget - log.passed, log)
+    return Found(core.strategy, core.seconds, optimum, explored + tried, tuple(log.trace), tuple(costs.items()))
+
+
+class Log:
+    """What a search has come by: the trace of the best known seconds, and a bar that shows it."""
+
+    def __init__(self, starts: Iterable[float]) -> None:
+        self.begun = monotonic()
+        self.trace: list[tuple[float, float]] = [(0.0, min(starts))]
+        self.bar: tqdm[Any] = tqdm(disable=True)
+
+    @property
+    def passed(self) -> float:
+        """Seconds since the search began."""
+        return monotonic() - self.begun
+
+    def __call__(self, seconds: float, doing: str) -> None:
+        """Note the seconds of a strategy that has been found, and what is being done."""
+        if seconds < self.trace[-1][1]:
+            self.trace.append((self.passed, seconds))
+        self.bar.n = min(self.passed, self.bar.total or 0.0)
+        self.bar.set_postfix_str(f"{doing}, best {show_seconds(self.trace[-1][1])}")
 
 
 def _compile(core: Core, start: Strategy) -> None:
     """What the search calls is compiled when it is called first; that is not part of the budget."""
     core.begin(start)
     core.walk(1, core.seconds)
+    core.explore(1, core.seconds, 0.5)
     core.improve(0)
 
 
-def _chain(
-    core: Core, budget: float, temperature: float, begun: float, trace: list[tuple[float, float]], bar: tqdm[Any]
-) -> int:
-    """Walk until the budget is spent, or half of it has passed without an improvement. Returns the steps taken."""
-    start = last = monotonic()
-    steps, done = 16, 0
-    while (now := monotonic()) - start < budget and now - last < budget / 2:
-        improved = core.walk(steps, temperature)
-        took = max(monotonic() - now, 1e-6)
-        if improved:
-            last = monotonic()
-            trace.append((last - begun, improved[-1][1]))
-        done += steps
-        steps = max(1, min(int(steps * SLICE / took), 8 * steps))
-        bar.set_postfix_str(f"best {show_seconds(core.best[1])}, {done} tried")
-    return done
+def _leaps(
+    core: Core, starts: Mapping[str, Strategy], costs: Mapping[str, float], budget: float, hot: float, log: Log
+) -> tuple[Strategy, int]:
+    """One chain that cools down, from the best start. Returns the best strategy, and how many were tried."""
+    name = min(costs, key=costs.__getitem__)
+    core.begin(starts[name])
+    start, tried, steps = monotonic(), 0, 16
+    while (done := (monotonic() - start) / budget) < 1:
+        began = monotonic()
+        core.explore(steps, hot * costs[name] * COOLED**done, MOST_LEAPS * (1 - done))
+        tried += steps
+        steps = _next_steps(steps, monotonic() - began)
+        log(core.best[1], f"{tried:,} tried")
+    return core.best[0], tried
 
 
-def polish(core: Core, budget: float = float("inf")) -> tuple[int, bool]:
+def _mcmc(
+    core: Core, starts: Mapping[str, Strategy], costs: Mapping[str, float], budget: float, hot: float, log: Log
+) -> tuple[Strategy, int]:
+    """The published chains. Returns the best strategy of all, and how many were tried."""
+    ends: list[tuple[Strategy, float]] = []
+    tried = 0
+    for name, strategy in starts.items():
+        core.begin(strategy)
+        each = budget / len(starts)
+        start = last = monotonic()
+        steps = 16
+        while (now := monotonic()) - start < each and now - last < each / 2:
+            if core.walk(steps, hot * costs[name]):
+                last = monotonic()
+            tried += steps
+            steps = _next_steps(steps, monotonic() - now)
+            log(core.best[1], f"from {name}, {tried:,} tried")
+        ends.append(core.best)
+    return min(ends, key=lambda end: end[1])[0], tried
+
+
+METHODS = {"leaps": _leaps, "mcmc": _mcmc}
+
+
+def _next_steps(steps: int, took: float) -> int:
+    """How many steps to take until the next look at the clock."""
+    return max(1, min(int(steps * SLICE / max(took, 1e-6)), 8 * steps))
+
+
+def polish(core: Core, budget: float = inf, log: Callable[[float, str], None] | None = None) -> tuple[int, bool]:
     """Change single operators to their best configs, in turn, until no change is an improvement: a local optimum. Ends
     early once `budget` seconds have passed. Returns how many strategies were tried, and whether it is an optimum."""
     end = monotonic() + budget
@@ -126,6 +181,8 @@ def polish(core: Core, budget: float = float("inf")) -> tuple[int, bool]:
         unchanged = 0 if core.improve(i) else unchanged + 1
         tried += int(p.choice_first[p.row_first[i + 1]] - p.choice_first[p.row_first[i]])
         i = (i + 1) % p.n
+        if log:
+            log(core.seconds, f"{unchanged} of {p.n} operators are at their best")
     return tried, unchanged == p.n
 
 
@@ -146,12 +203,3 @@ def best_of_all(graph: OperatorGraph, cluster: Cluster, cost: Cost | None = None
     tried = core.exhaust()
     strategy, seconds = core.best
     return Found(strategy, seconds, True, tried, ((monotonic() - begun, seconds),), (("data parallel", first),))
-
-
-def _falling(trace: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Only what was better than all before."""
-    found: list[tuple[float, float]] = []
-    for at, seconds in trace:
-        if not found or seconds < found[-1][1]:
-            found.append((at, seconds))
-    return found

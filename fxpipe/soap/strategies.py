@@ -32,6 +32,11 @@ def model_parallel(graph: OperatorGraph, devices: int) -> Strategy:
     return Strategy(tuple(found))
 
 
+def one_device(graph: OperatorGraph) -> Strategy:
+    """Everything whole on the first device: no communication, and no help from the others."""
+    return Strategy(tuple(Config((1,) * len(operator.output), (0,)) for operator in graph))
+
+
 def krizhevsky(graph: OperatorGraph, devices: int) -> Strategy:
     """Fully-connected layers cut by parameter, all else by sample (Krizhevsky, "One weird trick for parallelizing
     convolutional neural networks", 2014)."""
