@@ -15,6 +15,7 @@ from .errors import FxpipeError
 from .ir.clusters import PRESETS
 from .search import search
 from .searched import Searched
+from .searched_why import explain
 from .soap.models import MODELS
 
 
@@ -28,6 +29,10 @@ def add(commands: Any) -> None:
     find.add_argument("--batch", type=int, help="samples in a training step, those of the inputs if not given")
     find.add_argument("--budget", type=float, default=60, help="seconds that the search may take")
     find.add_argument("--seed", type=int, default=0, help="of what the search draws")
+    find.add_argument("--method", choices=("leaps", "mcmc"), default="leaps", help="mcmc is the published search")
+    find.add_argument(
+        "--explain", action="store_true", help="search for changed clusters too: what would they be worth?"
+    )
     find.add_argument("--out", type=Path, help="write the strategy to this JSON file")
     find.add_argument("--svg", type=Path, help="draw the strategy")
     find.add_argument("--timeline", type=Path, help="draw the simulated step")
@@ -38,7 +43,7 @@ def add(commands: Any) -> None:
 
 def run_search(options: argparse.Namespace) -> None:
     found = _found(options)
-    print(found)
+    print(explain(found, options.budget) if options.explain else found)
     drawn = ((options.out, found.dump), (options.svg, found.picture), (options.timeline, found.svg))
     for path, draw in drawn:
         if path is not None:
@@ -48,7 +53,8 @@ def run_search(options: argparse.Namespace) -> None:
 
 def _found(options: argparse.Namespace) -> Searched:
     cluster = read_cluster(options.cluster)
-    how: dict[str, Any] = {"budget": options.budget, "seed": options.seed, "progress": sys.stderr.isatty()}
+    how: dict[str, Any] = {"budget": options.budget, "seed": options.seed, "method": options.method}
+    how["progress"] = sys.stderr.isatty()
     if options.model in MODELS:
         if options.batch is not None and options.batch < 1:
             raise FxpipeError(f"batch is {options.batch}: a step has at least one sample")

@@ -29,13 +29,17 @@ def search(
     budget: float = 60,
     seed: int = 0,
     progress: bool = False,
+    method: str = "leaps",
 ) -> Searched:
     """The fastest strategy found for training steps of `what` on `cluster`, in simulation.
 
     - `what`: a model, with `example_inputs` (it may be on the meta device), or a graph of operators.
     - `cluster`: a `Cluster`, or the name of a published one: "p100:4" is four devices of the "p100".
     - `batch`: samples in a step, those of the inputs if not given.
-    - `budget`: seconds that the search may take; `seed` of what it draws; `progress` shows a bar.
+    - `budget`: seconds that the search may take. Where they end before it is sure that no other cut or place of a
+      single operator makes the step faster, it goes on until then.
+    - `method`: "leaps" changes many operators at once, or "mcmc", the search that the SOAP paper published.
+    - `seed` of what it draws; `progress` shows a bar.
 
     Raises PlanError where an op of the model is of no known kind, with the user's line, and where numba is missing.
 
@@ -53,7 +57,7 @@ def search(
         raise PlanError(str(error)) from None
     with timed("searching"):
         try:
-            found = fastest(graph, where, budget=budget, seed=seed, progress=progress)
+            found = fastest(graph, where, budget=budget, seed=seed, progress=progress, method=method)
         except ValueError as error:
             raise PlanError(str(error)) from None
     return Searched(graph, where, found.strategy, found.trace, found.proposals)

@@ -56,9 +56,15 @@ class Searched:
         """The simulated step, of every device and every link."""
         return timeline(self.graph, self.cluster, self.strategy, self.cost, self.graph.name)
 
-    @property
+    @cached_property
     def seconds(self) -> float:
-        """What a step takes, as simulated."""
+        """What a step takes, as simulated: by the compiled core where numba is there, or else in plain Python."""
+        if "timeline" not in self.__dict__:
+            try:
+                from .soap.core import Core
+            except ImportError:
+                return self.timeline.makespan
+            return Core(self.graph, self.cluster, self.cost, (self.strategy,), roles="").begin(self.strategy)
         return self.timeline.makespan
 
     @cached_property

@@ -14,6 +14,7 @@ from fxpipe.ir.clusters import preset
 from fxpipe.ir.strategy import Config, Strategy
 from fxpipe.search import search
 from fxpipe.searched import Searched, load, parse, table
+from fxpipe.searched_why import explain
 from fxpipe.soap.convolutional import alexnet
 from fxpipe.soap.recurrent import rnnlm
 from fxpipe.soap.strategies import data_parallel, krizhevsky
@@ -39,6 +40,23 @@ def test_it_is_never_slower_than_data_parallelism() -> None:
     found = search(alexnet(32), FOUR, budget=1)
     assert 0 < found.seconds <= found.data_parallel.seconds
     assert sum(found.timeline.busy) <= 4 * found.seconds
+
+
+def test_the_compiled_core_says_the_same_as_plain_python() -> None:
+    graph = rnnlm(8, 3, vocab=11, width=8)
+    found = Searched(graph, FOUR, data_parallel(graph, 4).replace(3, Config((2, 2), (0, 0, 3, 1))))
+    assert found.seconds == pytest.approx(found.timeline.makespan, rel=1e-12)
+
+
+def test_what_other_hardware_would_be_worth() -> None:
+    graph = rnnlm(8, 3, vocab=11, width=8)
+    found = Searched(graph, FOUR, data_parallel(graph, 4))
+    text = explain(found, budget=0.2)
+    server, bandwidth = text.splitlines()[-2:]
+    assert server == "one more server      " + server[21:]
+    assert server.endswith("nothing joins 'server 0' to other servers")
+    assert bandwidth.startswith("twice the bandwidth  ")
+    assert bandwidth.count("-") == 2  # as it is, and more so when searched again
 
 
 def test_what_is_transferred() -> None:

@@ -33,6 +33,48 @@ def one_more(cluster: Cluster) -> Cluster:
     return Cluster((*cluster.devices, twin), (*cluster.links, *more), switches)
 
 
+def one_more_server(cluster: Cluster) -> Cluster:
+    """With a server more, that has what is in the last one and is joined to whatever that is joined to. Raises
+    ValueError where nothing joins servers.
+
+    >>> from .clusters import preset
+    >>> one_more_server(preset("p100:8")).labels[-4:]
+    ('P100:8', 'P100:9', 'P100:10', 'P100:11')
+    """
+    name, servers = cluster.devices[-1].server, {device.server for device in cluster.devices}
+    taken = {*cluster.labels, *servers, *(switch.name for switch in cluster.switches)}
+    twins: dict[str, str] = {}
+
+    def twin(one: str) -> None:
+        twins[one] = _next(one, taken)
+        taken.add(twins[one])
+
+    twin(name)
+    for device in cluster.devices:
+        if device.server == name:
+            twin(device.label)
+    own = [e for e in cluster.switches if e.name == name]
+    left = [e for e in cluster.switches if e.name != name]
+    while inner := [e for e in left if twins.keys() >= set(e.members) and e.members != (name,)]:
+        for switch in inner:
+            twin(switch.name)
+        own += inner
+        left = [e for e in left if e not in inner]
+    joining = [e for e in left if twins.keys() & set(e.members)]
+    links = [replace(e, ends=_renamed(e.ends, twins)) for e in cluster.links if twins.keys() & set(e.ends)]
+    across = [
+        e for e in cluster.links if len({name} & set(e.ends)) == 1 and set(e.ends) <= servers and len(servers) > 1
+    ]
+    if not joining and not across:
+        raise ValueError(f"nothing joins {name!r} to other servers")
+    devices = [replace(d, label=twins[d.label], server=twins[name]) for d in cluster.devices if d.server == name]
+    copies = [replace(e, name=twins[e.name], members=tuple(twins[m] for m in e.members)) for e in own]
+    switches = (*(_joined(e, twins) if e in joining else e for e in cluster.switches), *copies)
+    more = [e for e in links if e not in cluster.links]
+    more += [replace(e, ends=(name, twins[name])) for e in across[-1:]]
+    return Cluster((*cluster.devices, *devices), (*cluster.links, *more), switches)
+
+
 def _joined(switch: Switch, twins: dict[str, str]) -> Switch:
     new = [twins[member] for member in switch.members if member in twins]
     return replace(switch, members=tuple(dict.fromkeys((*switch.members, *new))))

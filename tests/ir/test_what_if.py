@@ -6,7 +6,7 @@ import pytest
 
 from fxpipe.ir.cluster import Cluster, Device, Link, check, link
 from fxpipe.ir.clusters import PRESETS, dapple_a, dapple_b, preset
-from fxpipe.ir.what_if import fewer, one_more, widened
+from fxpipe.ir.what_if import fewer, one_more, one_more_server, widened
 
 THREE = Cluster(
     tuple(Device(f"cuda:{i}", 1, 1, 1) for i in range(3)),
@@ -27,6 +27,32 @@ def test_one_more_device_is_joined_like_the_last(name: str) -> None:
 def test_it_is_in_the_last_server_or_in_one_of_its_own() -> None:
     assert one_more(dapple_a()).devices[-1].server == "server 1"
     assert one_more(dapple_b()).devices[-1].server == "server 16"
+
+
+@pytest.mark.parametrize("name", ["A", "B", "p100", "k80"])
+def test_one_more_server_is_like_the_last(name: str) -> None:
+    cluster = preset(name)
+    more = one_more_server(cluster)
+    check(more)
+    new = more.devices[-1]
+    assert new.server not in {device.server for device in cluster.devices}
+    each = [device.server for device in more.devices].count(new.server)
+    assert len(more.devices) == len(cluster.devices) + each
+    for one, twin in ((cluster.labels[-1], more.labels[-1]), (cluster.labels[-each], more.labels[-each])):
+        assert link(more, more.labels[0], twin).bandwidth == link(more, more.labels[0], one).bandwidth
+    if each > 1:
+        assert link(more, *more.labels[-2:]).bandwidth == link(cluster, *cluster.labels[-2:]).bandwidth
+
+
+def test_servers_joined_by_links() -> None:
+    devices = tuple(Device(f"cuda:{i}", 1, 1, 1, f"server {i // 2}") for i in range(4))
+    within = tuple(Link((name, name), 9, 1) for name in ("server 0", "server 1"))
+    more = one_more_server(Cluster(devices, (*within, Link(("server 0", "server 1"), 5, 1))))
+    check(more)
+    assert more.labels[-2:] == ("cuda:4", "cuda:5")
+    assert [link(more, one, "cuda:5").bandwidth for one in more.labels[:5]] == [5, 5, 5, 5, 9]
+    with pytest.raises(ValueError, match="nothing joins 'server 0' to other servers"):
+        one_more_server(Cluster(devices[:2], within[:1]))
 
 
 def test_links_between_devices() -> None:
