@@ -74,23 +74,23 @@ def dapple_c(between: float = 10 * GBIT, all_reduce: float | None = None) -> Clu
     return servers(16, 1, V100, 1.0, between, between_latency=ETHERNET_LATENCY, all_reduce=all_reduce)
 
 
-def p100s(nodes: int = 4, between: float = 100 * GBIT) -> Cluster:
+def p100s(nodes: int = 4, between: float = 100 * GBIT, within: float = 20e9) -> Cluster:
     """FlexFlow's P100 cluster: 4 nodes of 4 P100 with NVLink. A P100 has four NVLinks of 20 GB/s each way, one or two
     of which go to each neighbour; EDR InfiniBand is 100 Gb/s (the paper writes GB/s)."""
-    return servers(nodes, 4, P100, 20e9, between, NVLINK_LATENCY, INFINIBAND_LATENCY)
+    return servers(nodes, 4, P100, within, between, NVLINK_LATENCY, INFINIBAND_LATENCY)
 
 
-def k80s(nodes: int = 16, between: float = 56 * GBIT) -> Cluster:
+def k80s(nodes: int = 16, between: float = 56 * GBIT, within: float = 12e9) -> Cluster:
     """FlexFlow's K80 cluster: 16 nodes of 4 GPUs. Neighbours share a private PCIe switch, and all four the one above
     it; what leaves a pair takes the pair's port, and what leaves a node its card. PCIe 3 x16 carries 12 GB/s."""
     labels = [f"K80:{i}" for i in range(4 * nodes)]
     devices = tuple(replace(K80, label=label, server=f"node {i // 4}") for i, label in enumerate(labels))
     pairs = tuple(
-        Switch(f"pair {p}", (labels[2 * p], labels[2 * p + 1]), 12e9, PCIE_LATENCY, through=True)
+        Switch(f"pair {p}", (labels[2 * p], labels[2 * p + 1]), within, PCIE_LATENCY, through=True)
         for p in range(2 * nodes)
     )
     boxes = tuple(
-        Switch(f"node {n}", (f"pair {2 * n}", f"pair {2 * n + 1}"), 12e9, PCIE_LATENCY, through=True)
+        Switch(f"node {n}", (f"pair {2 * n}", f"pair {2 * n + 1}"), within, PCIE_LATENCY, through=True)
         for n in range(nodes)
     )
     network = Switch("network", tuple(f"node {n}" for n in range(nodes)), between, INFINIBAND_LATENCY)

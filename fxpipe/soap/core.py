@@ -55,6 +55,11 @@ class Core:
         return float(self.state.cost[0])
 
     @property
+    def computation(self) -> float:
+        """The seconds of computation of the strategy that it is at, of all devices together."""
+        return float(self.state.device["load"].sum())
+
+    @property
     def strategy(self) -> Strategy:
         """The strategy that it is at."""
         p = self.problem
