@@ -74,22 +74,14 @@ def whole(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
     (place,) = places
     (name,) = b.part_names(op, places)
     args, kwargs = b.on(op, (op.args, dict(op.kwargs)), place.device)
-    written = [ref for ref in op.writes if ref not in b.states]
-    if written:
+    writes = op.writes
+    if any(written not in b.states for written in writes):
         copied = args[0].name
-        copy = b.glue(op, f"{copied}_copy", place.device, "clone", (Ref(copied),), b.typed(copied, b.shape(written[0])))
-        args = (Ref(copy), *args[1:])
-    states = tuple(ref for ref in op.writes if ref in b.states)
-    b.add(
-        op,
-        name,
-        place.device,
-        op.target,
-        args,
-        kwargs,
-        writes=states or (copy,) if written else states,
-        random=op.random,
-    )
+        type = b.types[copied]
+        assert isinstance(type, TensorType)
+        copy = b.glue(op, f"{copied}_copy", place.device, "clone", (Ref(copied),), type)
+        args, writes = (Ref(copy), *args[1:]), (copy,)
+    b.add(op, name, place.device, op.target, args, kwargs, writes=writes, random=op.random)
     return (Part(name, place.region, place.device, items(b, op, name, place.device)),)
 
 

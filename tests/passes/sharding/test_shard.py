@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.models import ResNet
 from fxpipe.errors import PlanError
 from fxpipe.ir.graph import show_op
 from fxpipe.ir.placed import Placed
@@ -34,6 +35,12 @@ def assert_all_exact(made: Sample, count: int, seed: int = 0) -> None:
 def test_small_models(name: str) -> None:
     made = sample(build(SMALL[name]), *inputs(SMALL[name], 4)[0])
     assert_all_exact(made, 2 if name == "inception" else 4)
+
+
+def test_a_network_with_batch_norm() -> None:
+    """Statistics over samples and area, of which every part has some; they change once."""
+    made = sample(ResNet((1,), width=4, classes=5), torch.randn(6, 3, 32, 32))
+    assert_all_exact(made, 4)
 
 
 @pytest.mark.parametrize("seed", range(8))
