@@ -85,10 +85,10 @@ class Building:
 
     # names -----------------------------------------------------------------------------------------
 
-    def free(self, stem: str, own: str = "") -> str:
-        """A name like `stem` that no other value has or will have; `own` is what the op at hand is called."""
+    def free(self, stem: str) -> str:
+        """A name like `stem` that no other value has or will have."""
         names = chain((stem,), (f"{stem}_{number}" for number in self.numbers_of.setdefault(stem, count())))
-        name = next(n for n in names if n not in self.taken and (n == own or n not in self.reserved))
+        name = next(n for n in names if n not in self.taken and n not in self.reserved)
         self.taken.add(name)
         return name
 
@@ -205,10 +205,12 @@ class Building:
             for r in ranges
         ]
         shape = extent(region)
-        own = name if region == full(self.shape(name)) and name not in self.kept else ""
+        whole = region == full(self.shape(name)) and name not in self.kept and name not in self.taken
         type = replace(self.typed(rows[0], shape), grad=any(self._grad(row) for row in rows))
         args = ([Ref(row) for row in rows], dim)
-        return self.add(op, self.free(name, own), device, torch.cat, args, type=type, regions=())
+        return self.add(
+            op, name if whole else self.free(f"{name}_joined"), device, torch.cat, args, type=type, regions=()
+        )
 
     def piece(self, op: Op, name: str, part: Part, region: Region, device: int) -> str:
         """A region that lies in a part, cut where the part is."""

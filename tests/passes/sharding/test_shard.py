@@ -88,9 +88,9 @@ def lenet() -> Sample:
 
 
 def listing(placed: Placed) -> str:
-    """The ops of each device, where they are."""
-    rows = [f"device {placed.devices[op.name]}  {show_op(op)}" for op in placed.graph.ops]
-    return "\n".join(row.replace(": f64", "  f64") for row in rows) + "\n"
+    """The ops and their devices, without the model's lines."""
+    rows = [(placed.devices[op.name], show_op(op).partition("  @ ")[0]) for op in placed.graph.ops]
+    return "".join(f"device {device}  {op}\n" for device, op in rows)
 
 
 def test_golden(golden: Callable[[str, str], None]) -> None:
