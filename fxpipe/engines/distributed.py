@@ -17,7 +17,6 @@ import pickle
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -26,8 +25,8 @@ from torch import Tensor
 from fxpipe.errors import FxpipeError, InputError, RankError
 from fxpipe.ir.device_programs import Message
 from fxpipe.ir.schedule import Action
-from fxpipe.ir.types import dim_size
-from fxpipe.ir.wires import Form, Lent, Wires
+from fxpipe.ir.types import Dim, dim_size
+from fxpipe.ir.wires import Lent, Wires
 from fxpipe.runtime import Stage
 from fxpipe.runtime.aliases import Pair, alias, commit_gradients
 from fxpipe.runtime.batchnorm import commit
@@ -46,6 +45,19 @@ Numbers = dict[int, tuple[Any, torch.dtype]]  # outputs that are one number, by 
 AHEAD = 32  # messages to one rank that may be on their way: what is sent is kept until it has been received
 
 
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """A message, as it is sent in every step: what the generated code calls it, the rank at the other end, and its
+    form; `number`: the type of a Python number."""
+
+    message: Message
+    key: Key
+    peer: int
+    dtype: torch.dtype
+    shape: tuple[Dim, ...]
+    number: str | None
+
+
 class RankStep(Step):
     """One step under way, as one rank sees it. `outbox` has what its actions send, until its program says so; `posted`
     what it has begun to receive; `sent` what it has begun to send, by rank; `numbers`: the outputs that are one number;
@@ -54,15 +66,14 @@ class RankStep(Step):
     engine: Ranked
 
     def begin(self, engine: Stepper, pairs: list[list[Pair]], scale: Tensor | None, rows: Rows) -> None:
-        self.known = [{n: getattr(m, source).shape[dim] for n, source, dim in self.wires.sizes} for m in self]
-        self.sized: dict[tuple[str, int | None], Size] = {}
+        self.known = [tuple([getattr(m, source).shape[dim] for _, source, dim in self.wires.sizes]) for m in self]
         super().begin(engine, pairs, scale, rows)
 
     def place_in(self, world: World, wires: Wires, seed: int, error: BaseException | None) -> None:
         """Say on which rank of what it is, what random numbers begin with, and whether it has failed already."""
         self.world, self.wires, self.seed = world, wires, seed
         self.outbox: dict[Key, tuple[Any, bool]] = {}
-        self.posted: dict[Key, tuple[Message, Tensor, Any]] = {}
+        self.posted: dict[Key, tuple[Wire, Size, Tensor, Any]] = {}
         self.sent: dict[int, deque[tuple[Any, Tensor]]] = {rank: deque() for rank in world.others}
         self.awaited: dict[int, list[Lent]] = {}
         self.numbers: Numbers = {}
@@ -79,40 +90,24 @@ class RankStep(Step):
 
     # Messages ---------------------------------------------------------------------------------------------------------
 
-    def size(self, message: Message) -> Size:
-        """The type and shape of what a message carries."""
-        key = message.value, message.micro_batch
-        if key not in self.sized:
-            form = self.wires.forms[message.value]
-            known = {} if message.micro_batch is None else self.known[message.micro_batch]
-            self.sized[key] = element(form), tuple([dim_size(dim, known) for dim in form.shape])
-        return self.sized[key]
-
-    def key(self, message: Message) -> Key:
-        """What the generated code calls a message: where it goes, and under which name."""
-        name = self.wires.names.get(message.value, message.value)
-        if message.gradient:
-            name = f"gradient of {name} from stage {message.source}"
-        return message.target, -1 if message.micro_batch is None else message.micro_batch, name
-
-    def expect(self, message: Message) -> None:
+    def expect(self, wire: Wire) -> None:
         """Begin to receive."""
-        peer = self.engine.rank_of(message.source)
-        buffer = blank(self.size(message), self.world.device)
+        size = self.size(wire)
+        buffer = blank(size, self.world.device)
         try:
-            work = self.world.start(False, peer, buffer)
+            work = self.world.start(False, wire.peer, buffer)
         except Lost as error:
-            self.fail(self.located(error, message))
+            self.fail(self.located(error, wire.message))
         else:
-            self.posted[self.key(message)] = message, buffer, work
+            self.posted[wire.key] = wire, size, buffer, work
 
-    def dispatch(self, message: Message) -> None:
+    def dispatch(self, wire: Wire) -> None:
         """Begin to send what an action has left in the outbox; or that this rank has failed."""
-        peer, size = self.engine.rank_of(message.target), self.size(message)
-        buffer, key = blank(size, self.world.device), self.key(message)
+        size, message, peer = self.size(wire), wire.message, wire.peer
+        buffer = blank(size, self.world.device)
         if message.gradient and message.micro_batch is None and not self.broken:
-            self.outbox[key] = self.gradient_of_loan(message), False
-        found = self.outbox.pop(key, None)
+            self.outbox[wire.key] = self.gradient_of_loan(message), False
+        found = self.outbox.pop(wire.key, None)
         if found is None or self.broken:
             failure(buffer)
         else:
@@ -130,12 +125,17 @@ class RankStep(Step):
 
     def open_message(self, key: Key) -> Any:
         """What a message brings, once it is there. Raises FailedElsewhere or Lost."""
-        message, buffer, work = self.posted.pop(key)
+        wire, size, buffer, work = self.posted.pop(key)
         try:
-            self.world.finish(work, self.engine.rank_of(message.source))
+            self.world.finish(work, wire.peer)
         except Lost as error:
-            raise self.located(error, message) from None
-        return read(buffer, self.size(message), self.wires.forms[message.value].number)
+            raise self.located(error, wire.message) from None
+        return read(buffer, size, wire.number)
+
+    def size(self, wire: Wire) -> Size:
+        """The type and shape of what a message carries."""
+        i = wire.message.micro_batch
+        return self.engine.size(wire, () if i is None else self.known[i])
 
     def located(self, error: Lost, message: Message) -> RankError:
         """What was to come of a lost rank, or to go there."""
@@ -166,8 +166,10 @@ class RankStep(Step):
                 setattr(self.lent, loan.borrowed, self.lend(loan.user, self.owned(loan)))
             elif home:
                 tensor = self.owned(loan)
-                message = Message(loan.state, loan.home, loan.user)
-                self.outbox[self.key(message)] = tensor.detach(), tensor.requires_grad
+                self.outbox[key_of(Message(loan.state, loan.home, loan.user), self.wires)] = (
+                    tensor.detach(),
+                    tensor.requires_grad,
+                )
             elif user:
                 self.awaited.setdefault(loan.user, []).append(loan)
 
@@ -180,7 +182,7 @@ class RankStep(Step):
     def borrow(self, j: int) -> None:
         """Take what other ranks lend to stage j, before its first action."""
         for loan in self.awaited.pop(j, ()):
-            found = self.open_message(self.key(Message(loan.state, loan.home, j)))
+            found = self.open_message(key_of(Message(loan.state, loan.home, j), self.wires))
             setattr(self.lent, loan.borrowed, found)
             if found.requires_grad:
                 self.fresh[j].append(found)
@@ -197,7 +199,7 @@ class RankStep(Step):
         """Add the gradient of what was lent to what its owner has."""
         if self.engine.here(message.source):  # it is among the pairs of the borrower
             return
-        loan, grad = self.loan(message.value, message.source), self.open_message(self.key(message))
+        loan, grad = self.loan(message.value, message.source), self.open_message(key_of(message, self.wires))
         if grad is not None:
             stand_in = alias(self.owned(loan))
             stand_in.grad = grad
@@ -222,7 +224,8 @@ class Ranked(Stepper):
         super().__init__(stages, whole)
         programs = wires.programs
         rows = dict(zip(programs.devices, programs.rows, strict=True))
-        self.program = rows.get(world.label, ())
+        self.program = [(do, self._wire(do, what)) for do, what in rows.get(world.label, ())]
+        self._sizes: dict[tuple[str, tuple[int, ...]], Size] = {}
         used = {name for name, j in self.feeds if self.here(j)}
         gives, takes = self.totals
         self._summing = not used.isdisjoint(gives)
@@ -233,12 +236,27 @@ class Ranked(Stepper):
         self._used = used
         self._on_cpu = False  # inputs move to their stages alone
 
+    def _wire(self, do: str, what: Action | Message) -> Action | Message | Wire:
+        """A line of the program, with all that can be known before a step."""
+        if isinstance(what, Action) or do == "reduce":
+            return what
+        form, end = self.wires.forms[what.value], what.target if do == "send" else what.source
+        dtype: torch.dtype = getattr(torch, form.dtype)
+        return Wire(what, key_of(what, self.wires), self._ranks[end], dtype, form.shape, form.number)
+
+    def size(self, wire: Wire, known: tuple[int, ...]) -> Size:
+        """The type and shape of what a message carries, for these sizes of its micro-batch."""
+        key = wire.message.value, known
+        if key not in self._sizes:
+            if len(self._sizes) > 10_000:
+                self._sizes.clear()  # a program whose shapes never repeat
+            sizes = dict(zip((name for name, _, _ in self.wires.sizes), known, strict=False))
+            self._sizes[key] = wire.dtype, tuple([dim_size(dim, sizes) for dim in wire.shape])
+        return self._sizes[key]
+
     def here(self, j: int) -> bool:
         """Whether stage j is on this rank."""
         return self._ranks[j] == self.world.rank
-
-    def rank_of(self, j: int) -> int:
-        return self._ranks[j]
 
     def workers(self) -> set[str]:
         return set()  # beside the calling thread
@@ -299,14 +317,13 @@ class Ranked(Stepper):
         """All of this rank's program; back when everyone is done and the verdict is known."""
         assert isinstance(m, RankStep)
         for do, what in self.program:
-            if what.micro_batch is not None and what.micro_batch > m.last:
+            i = what.message.micro_batch if isinstance(what, Wire) else what.micro_batch
+            if i is not None and i > m.last:
                 continue
             if isinstance(what, Action):
                 self._act(m, what)
-            elif do == "receive":
-                m.expect(what)
-            elif do == "send":
-                m.dispatch(what)
+            elif isinstance(what, Wire):
+                m.expect(what) if do == "receive" else m.dispatch(what)
             elif not m.broken:
                 self._guarded(m, None, m.reduce, what)
         for key in list(m.posted):  # a rank that has failed takes what comes, all the same
@@ -375,7 +392,7 @@ class Ranked(Stepper):
     def _home(self, at: int) -> int:
         """The rank that has output number `at`."""
         maker = self.wires.makers[at]
-        return LEADER if maker < 0 else self.rank_of(maker)
+        return LEADER if maker < 0 else self._ranks[maker]
 
     def _gathered(self, m: Batches, at: int) -> Any:
         name, dim, reduce = self.outputs[at]
@@ -406,10 +423,12 @@ def on_rank(
     return scheduler
 
 
-@cache
-def element(form: Form) -> torch.dtype:
-    found: torch.dtype = getattr(torch, form.dtype)
-    return found
+def key_of(message: Message, wires: Wires) -> Key:
+    """What the generated code calls a message: where it goes, and under which name."""
+    name = wires.names.get(message.value, message.value)
+    if message.gradient:
+        name = f"gradient of {name} from stage {message.source}"
+    return message.target, -1 if message.micro_batch is None else message.micro_batch, name
 
 
 def is_meta(value: Any) -> bool:

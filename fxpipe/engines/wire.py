@@ -10,6 +10,7 @@ step, so that no message is left over.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -29,10 +30,7 @@ class FailedElsewhere(Exception):
 def blank(size: Size, device: torch.device) -> Tensor:
     """A buffer for a value of this type and shape."""
     dtype, shape = size
-    count = 1
-    for length in shape:
-        count *= length
-    return torch.empty(HEAD + count * dtype.itemsize, dtype=torch.uint8, device=device)
+    return torch.empty(HEAD // dtype.itemsize + prod(shape), dtype=dtype, device=device)
 
 
 def failure(buffer: Tensor) -> Tensor:
@@ -48,7 +46,7 @@ def seal(value: Any, grad: bool, size: Size, buffer: Tensor) -> Tensor:
     if value is None:
         word |= MISSING
     elif not isinstance(value, Tensor):
-        _elements(buffer, size).fill_(value)
+        _elements(buffer, size[1]).fill_(value)
     else:
         if value.layout is not torch.strided:
             value = value.to_dense()
@@ -59,10 +57,10 @@ def seal(value: Any, grad: bool, size: Size, buffer: Tensor) -> Tensor:
             )
         order = _order(value)
         if order is None:
-            _elements(buffer, size).copy_(value)
+            _elements(buffer, size[1]).copy_(value)
         else:
             word |= ORDERED | sum(dim << (4 + 4 * place) for place, dim in enumerate(order))
-            _elements(buffer, (size[0], tuple(value.shape[dim] for dim in order))).copy_(value.permute(order))
+            _elements(buffer, tuple(value.shape[dim] for dim in order)).copy_(value.permute(order))
     _word(buffer).fill_(word)
     return buffer
 
@@ -75,14 +73,14 @@ def read(buffer: Tensor, size: Size, number: str | None) -> Any:
     if word & MISSING:
         return None
     if number is not None:
-        found = _elements(buffer, size).item()
+        found = _elements(buffer, size[1]).item()
         return bool(found) if number == "bool" else found
     if word & ORDERED:
         order = [word >> (4 + 4 * place) & 15 for place in range(len(size[1]))]
-        value = _elements(buffer, (size[0], tuple(size[1][dim] for dim in order)))
+        value = _elements(buffer, tuple(size[1][dim] for dim in order))
         value = value.permute(sorted(range(len(order)), key=order.__getitem__))
     else:
-        value = _elements(buffer, size)
+        value = _elements(buffer, size[1])
     return value.requires_grad_() if word & GRAD else value
 
 
@@ -96,8 +94,9 @@ def _order(value: Tensor) -> list[int] | None:
 
 
 def _word(buffer: Tensor) -> Tensor:
-    return buffer[:8].view(torch.int64)
+    """The word, as one number."""
+    return buffer[: HEAD // buffer.itemsize].view(torch.int64)[0]
 
 
-def _elements(buffer: Tensor, size: Size) -> Tensor:
-    return buffer[HEAD:].view(size[0]).view(size[1])
+def _elements(buffer: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return buffer[HEAD // buffer.itemsize :].view(shape)
