@@ -79,7 +79,9 @@ class RankPipe(Pipe):
 
     def __init__(self, model: nn.Module, options: Options, world: World) -> None:
         super().__init__(model, options)
-        self.__dict__.update(world=world, _known={}, _texts=[], _keys=[], _given=None, _header=None, _joined=False)
+        self.__dict__.update(
+            world=world, _known={}, _texts=[], _keys=[], _given=None, _looks=None, _header=None, _joined=False
+        )
 
     # Running ----------------------------------------------------------------------------------------------------------
 
@@ -188,7 +190,7 @@ class RankPipe(Pipe):
 
     def _follow(self, call: Callable[[Given, Run], Any], given: Given, runs: bool) -> Any:
         header = self._listen()
-        looks: Given = pickle.loads(self._given)
+        looks: Given = self._looks
         try:
             given = filled(looks, given)
             check_same(given, looks, self.world.rank)
@@ -203,7 +205,9 @@ class RankPipe(Pipe):
         header: Header = pickle.loads(self.world.hear(LEADER))
         if header.failed is not None:
             raise RankError(f"rank {LEADER}: {header.failed}")
-        self.__dict__.update(_header=header, _given=header.given or self._given)
+        self.__dict__["_header"] = header
+        if header.given is not None:
+            self.__dict__["_looks"] = pickle.loads(header.given)
         return header
 
     def _refuse(self, header: Header, looks: Given, error: BaseException) -> None:
