@@ -29,6 +29,7 @@ from fxpipe.capture import Stepper
 from fxpipe.codegen.load import bind, load_package, unload
 from fxpipe.codegen.package import constants, write
 from fxpipe.ir.graph import Graph
+from fxpipe.ir.plan import Plan, StagePlan
 from fxpipe.ir.schedule import Action, Schedule, dump_csv, needs, show
 from fxpipe.machine import local_cluster
 from fxpipe.options import Options, device_labels, every_device, stage_devices
@@ -254,3 +255,27 @@ def test_many_legal_schedules_give_the_same_gradients(
     placed: tuple[tuple[str, ...], Schedule], checkpoint: str
 ) -> None:
     check_schedule(placed[0], placed[1].chunks, placed[1], checkpoint)
+
+
+class Borrower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x @ self.weight
+        back = self.weight.t()
+        return h.sin() @ back
+
+
+def test_a_stage_that_only_borrows_is_recomputed_with_its_gradient() -> None:
+    """It takes nothing with a gradient and owns nothing, so what it gave was once sent as if it had none."""
+    model = Borrower()
+    x = torch.randn(4, 4)
+    model(x).sum().backward()
+    wanted, model.weight.grad = model.weight.grad, None
+    stages = [StagePlan(ops, f"cpu:{j}", "always") for j, ops in enumerate([("h",), ("back",), ("sin", "output")])]
+    pipe = fxpipe.compile(model, plan=Plan("Borrower", tuple(stages), 2), reduce="sum")
+    pipe.step(x, loss_fn=lambda y: y.sum())
+    pipe.close()
+    torch.testing.assert_close(model.weight.grad, wanted)

@@ -210,8 +210,8 @@ class Step(Batches):
         with torch.no_grad():
             results = stage.forward(*args)
         self.kept[j, i] = kept
-        takes, gives = self.engine.gradients[j]
-        if not (any(args[place].requires_grad for place in takes) or stage.trainable()):
+        _, gives = self.engine.gradients[j]
+        if not (any(isinstance(x, Tensor) and x.requires_grad for x in args) or stage.trainable()):
             return results
         several = results if isinstance(results, tuple) else (results,)
         marked = tuple([alias(y) if place in gives else y for place, y in enumerate(several)])
