@@ -16,6 +16,8 @@ and what it needs is done, all actions being one clock long. What an action need
     B(s, i)   backward          F(s, i) and B(s + 1, i), or I(s + 1, i)
     I(s, i)   input gradient    as B: the half of it that the stage before waits for
     W(s, i)   weight gradient   I(s, i): the half that nobody waits for
+
+Stages are a chain unless `sources` says which others each one takes from: then F and B wait for these.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
@@ -56,10 +58,12 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A name, and for each device its actions in order."""
+    """A name, and for each device its actions in order. `sources`: of each stage those before it that it takes from, if
+    they are not a chain."""
 
     name: str
     devices: tuple[tuple[Action, ...], ...]
+    sources: tuple[tuple[int, ...], ...] = ()
 
     def __str__(self) -> str:
         return show(self)
@@ -75,6 +79,14 @@ class Schedule:
         return tuple(tuple(sorted({action.stage for action in row})) for row in self.devices)
 
     @cached_property
+    def users(self) -> tuple[tuple[int, ...], ...]:
+        """Of each stage those that take from it."""
+        return tuple(
+            tuple(user for user, sources in enumerate(self.sources) if stage in sources)
+            for stage in range(self.num_stages)
+        )
+
+    @cached_property
     def num_stages(self) -> int:
         return 1 + max((stage for stages in self.stages for stage in stages), default=-1)
 
@@ -87,14 +99,14 @@ class Schedule:
 def needs(schedule: Schedule, action: Action) -> tuple[Action, ...]:
     """The actions that must be done before this one can start."""
     kind, s, i = action
-    if kind == "F":
-        return (Action("F", s - 1, i),) if s > 0 else ()
     if kind == "W":
         return (Action("I", s, i),)
-    if s + 1 == schedule.num_stages:
-        return (Action("F", s, i),)
-    gradient = Action("I", s + 1, i)
-    return Action("F", s, i), gradient if gradient in schedule.place else gradient._replace(kind="B")
+    if kind == "F":
+        sources = schedule.sources[s] if schedule.sources else range(max(s - 1, 0), s)
+        return tuple(Action("F", source, i) for source in sources)
+    users = schedule.users[s] if schedule.sources else range(s + 1, min(s + 2, schedule.num_stages))
+    gradients = (Action("I", user, i) for user in users)
+    return Action("F", s, i), *(g if g in schedule.place else g._replace(kind="B") for g in gradients)
 
 
 def at_once(schedule: Schedule, stage: int, micro_batch: int) -> bool:
@@ -213,7 +225,7 @@ def share(schedule: Schedule, devices: Sequence[str]) -> Schedule:
     for name, column, row in zip(devices, clocks(schedule), schedule.devices, strict=True):
         rows[name] += zip(column, row, strict=True)
     merged = (sorted(row, key=lambda cell: (cell[0], cell[1].stage)) for row in rows.values())
-    return Schedule(schedule.name, tuple(tuple(action for _, action in row) for row in merged))
+    return replace(schedule, devices=tuple(tuple(action for _, action in row) for row in merged))
 
 
 def only(schedule: Schedule, chunks: int) -> Schedule:
@@ -229,7 +241,7 @@ def only(schedule: Schedule, chunks: int) -> Schedule:
     if chunks < 1:
         raise ValueError(f"chunks is {chunks}; a schedule needs at least one")
     rows = (tuple(action for action in row if action.micro_batch < chunks) for row in schedule.devices)
-    return Schedule(schedule.name, tuple(rows))
+    return replace(schedule, devices=tuple(rows))
 
 
 # The checker ----------------------------------------------------------------------------------------------------
