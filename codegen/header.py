@@ -42,7 +42,7 @@ def _takes(program: Program, stage: Stage, variables: Mapping[str, str]) -> Iter
         yield _Row("takes", variables[name], str(program.types[name]), place)
     for loan in program.loans:
         if loan.user == stage.index and loan.state in stage.borrows:
-            place = f"from stage {loan.home}, once a step: {program.state(loan.state).path}"
+            place = f"from stage {loan.home}, once a step: {program.state(loan.state).held}"
             yield _Row("borrows", variables[loan.state], str(program.types[loan.state]), place)
 
 

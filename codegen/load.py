@@ -133,8 +133,10 @@ def bound_stages(
         for name in kind.constants:
             if name not in held:
                 raise PackageError(f"the package lacks its constant {name!r}, which {CONSTANTS} should have")
+        parts = {held for held, *_ in kind.parts}
         for path in kind.states if move and at < len(devices) + len(totals) else ():
-            _move(tensors[path], device)
+            if path not in parts:  # a tensor of which others have other parts stays where it is
+                _move(tensors[path], device)
         stages.append(kind(tensors, held, device, submodules))
     whole = stages.pop(len(devices)) if totals else None
     return stages, whole

@@ -31,7 +31,7 @@ def lend(program: Program, places: Places) -> list[str]:
             continue
         stages = " and ".join(map(str, users[name]))
         why = f"stage {loan.home} owns it, stage {stages} uses it too; their gradients add up"
-        lines.append(clip(f"{INDENT * 2}# {prose(program.state(loan.state).path)}: {why}", WIDTH))
+        lines.append(clip(f"{INDENT * 2}# {prose(program.state(loan.state).held)}: {why}", WIDTH))
         here, there = (torch_device(program.devices[index]) for index in (loan.home, loan.user))
         lines += _lend(f"m.lent.{name}", owned(program, loan, constants), here, there, loan.user)
     return lines
@@ -49,5 +49,5 @@ def _lend(place: str, owned: str, here: str, there: str, user: int) -> list[str]
 def owned(program: Program, loan: Loan, constants: Mapping[str, str]) -> str:
     """The tensor in the stage that owns it."""
     held = constants.get(loan.state)
-    path = f"self.{held}" if held else state_path(program.state(loan.state).path)
+    path = f"self.{held}" if held else state_path(program.state(loan.state).held)
     return f"self.stages[{loan.home}]" + path.removeprefix("self")

@@ -1,6 +1,6 @@
 """A program as the files of a Python package, and its way to the disk.
 
-    stage0.py ... stageN.py   what runs on each device
+    stage0.py ... stageN.py   what runs on each device, or, where that is many stages, device0.py ... deviceN.py
     scheduler.py              when, and what moves between them
     plan.json                 the decisions behind both
     __init__.py               what the package is, the tensors it expects, and the model's own call:
@@ -26,7 +26,7 @@ from fxpipe.codegen.imports import import_blocks
 from fxpipe.codegen.lines import WIDTH, Brackets, Doc, layout, prefix
 from fxpipe.codegen.names import doc_prose, string
 from fxpipe.codegen.spelling import literal
-from fxpipe.codegen.stage import constant_names, emit_stage, emit_totals
+from fxpipe.codegen.stage import constant_names, emit_device, emit_stage, emit_totals
 from fxpipe.errors import PackageError
 from fxpipe.ir.graph import Ref, State, refs
 from fxpipe.ir.plan import Plan
@@ -45,22 +45,40 @@ _PUBLIC = ("CHUNKS", "MODEL", "STAGES", "TENSORS", "TRAINING", "Scheduler", "inp
 
 
 def package(
-    program: Program, plan: Plan, scheduler_source: str, notes: Sequence[str] = (), totals: Program | None = None
+    program: Program,
+    plan: Plan,
+    scheduler_source: str,
+    notes: Sequence[str] = (),
+    totals: Program | None = None,
+    by_device: bool = False,
 ) -> dict[str, str]:
     """The files of the package, by name. `notes` are facts for the header of each stage; `totals` computes what the
-    micro-batches must know of the whole batch, in one stage."""
+    micro-batches must know of the whole batch, in one stage. `by_device`: the stages of a device are in one file."""
     notes = notes or [""] * len(program.stages)
-    stages = {f"stage{j}.py": emit_stage(program, j, note) for j, note in zip(range(len(notes)), notes, strict=True)}
+    homes = _homes(program, by_device)
+    if by_device:
+        pairs = dict(zip(program.devices, homes, strict=True))
+        stages = {f"{home}.py": emit_device(program, device, notes) for device, home in pairs.items()}
+    else:
+        stages = {f"{home}.py": emit_stage(program, j, notes[j]) for j, home in enumerate(homes)}
     others = {"scheduler.py": scheduler_source, "plan.json": dump_plan(plan)}
     others |= {} if totals is None else {"totals.py": emit_totals(totals)}
-    return {"__init__.py": _init(program, plan, totals), **stages, **others}
+    return {"__init__.py": _init(program, plan, totals, homes), **stages, **others}
 
 
-def _init(program: Program, plan: Plan, totals: Program | None) -> str:
+def _homes(program: Program, by_device: bool) -> list[str]:
+    """The name of the file of each stage."""
+    devices = list(dict.fromkeys(program.devices))
+    return [f"device{devices.index(s.device)}" if by_device else f"stage{s.index}" for s in program.stages]
+
+
+def _init(program: Program, plan: Plan, totals: Program | None, homes: Sequence[str]) -> str:
     functions, modules, call = face(program.graph)
-    n = len(program.stages)
-    names = tuple(f"Stage{j}" for j in range(n))
-    relative = ["from .scheduler import Scheduler", *(f"from .stage{j} import Stage{j}" for j in range(n))]
+    by_device = not all(home == f"stage{j}" for j, home in enumerate(homes))
+    names = tuple(f"{home}.Stage{j}" if by_device else f"Stage{j}" for j, home in enumerate(homes))
+    relative = [f"from . import {', '.join(sorted(set(homes)))}"] if by_device else []
+    relative += ["from .scheduler import Scheduler"]
+    relative += [] if by_device else [f"from .{home} import Stage{j}" for j, home in enumerate(homes)]
     relative += [] if totals is None else ["from .totals import Totals"]
     facts: dict[str, Doc] = {
         "MODEL": string(program.graph.model),
@@ -124,7 +142,7 @@ def _wrapped(call: str) -> list[str]:
 
 
 def _tensors(program: Program, totals: Program | None) -> Doc:
-    states = {state.path: state for part in (program, totals) if part is not None for state in part.graph.states}
+    states = {state.held: state for one in (program, totals) if one is not None for state in one.graph.states}
     rows = [
         Brackets(
             "(",
@@ -133,7 +151,7 @@ def _tensors(program: Program, totals: Program | None) -> Doc:
             "literal",
         )
         for state in states.values()
-        if state.kind != "constant" and isinstance(state.type, TensorType)
+        if state.kind != "constant" and not state.part and isinstance(state.type, TensorType)
     ]
     return Brackets("(", tuple(rows), ")", "literal")
 
@@ -169,7 +187,7 @@ def write(files: Mapping[str, str], folder: str | Path) -> None:
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     for old in path.glob("*.py"):
-        if old.name not in files and re.fullmatch(r"stage\d+\.py|totals\.py", old.name):
+        if old.name not in files and re.fullmatch(r"(stage|device)\d+\.py|totals\.py", old.name):
             old.unlink()
     for name, text in files.items():
         (path / name).write_text(text, encoding="utf-8", newline="\n")

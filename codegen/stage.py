@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import operator
 import re
+import textwrap
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,23 +53,43 @@ def emit_stage(program: Program, index: int, notes: str = "") -> str:
     return _emit(program, stage, f"Stage{index}", title, notes)
 
 
+def emit_device(program: Program, device: str, notes: Sequence[str]) -> str:
+    """The source of a file for all stages of a device, which are many where ops are placed one by one: a class for
+    each, with its header. `notes` has facts for each stage of the program."""
+    n, stages = len(program.stages), [stage for stage in program.stages if stage.device == device]
+    listed = ", ".join(str(stage.index) for stage in stages)
+    title = f"What {doc_prose(device)} runs: of {n} stages {listed}. Each runs when what it takes has arrived."
+    lines = [*textwrap.wrap(f'"""{title}"""', WIDTH), "", *_imports(program, stages)]
+    for stage in stages:
+        about = f"Stage {stage.index} of {n}{_modules(stage)}."
+        docstring, code = _parts(program, stage, f"Stage{stage.index}", about, notes[stage.index])
+        indented = [f"{INDENT}{line}".rstrip() for line in docstring]
+        lines += ["", "", f"class Stage{stage.index}(Stage):", *indented, "", *code]
+    return "\n".join(lines) + "\n"
+
+
+def _modules(stage: Stage) -> str:
+    """The modules of the model that the ops of a stage come from, the first of them."""
+    found = list(dict.fromkeys(op.origin.module for op in stage.ops if op.origin.module))
+    some = ", ".join(map(doc_prose, found[:4]))
+    return (f": {some}" + (" ..." if len(found) > 4 else "")) if found else ""
+
+
 def _emit(program: Program, stage: Stage, name: str, title: str, notes: str) -> str:
-    paths = _paths(program, stage)
-    needed = {module for op in stage.ops for module in modules(op)} | {"torch" for op in stage.ops if op.regions}
-    taken = {module.partition(".")[0] for module in needed} | {name, *_runtime_names(stage)}
-    variables = assign(stage, program.types, paths, taken)
-    lines = [
-        *header(program, stage, variables.of, title, notes),
-        "",
-        *_imports(program, stage, needed),
-        "",
-        "",
-        f"class {name}(Stage):",
+    docstring, code = _parts(program, stage, name, title, notes)
+    return "\n".join([*docstring, "", *_imports(program, [stage]), "", "", f"class {name}(Stage):", *code]) + "\n"
+
+
+def _parts(program: Program, stage: Stage, name: str, title: str, notes: str) -> tuple[list[str], list[str]]:
+    """The docstring of a stage, and what is in its class."""
+    taken = {module.partition(".")[0] for module in _needed(stage)} | {name, *_runtime_names(stage)}
+    variables = assign(stage, program.types, _paths(program, stage), taken)
+    code = [
         *_attributes(program, stage),
         *_signature(program, stage, variables),
         *_body(program, stage, variables),
     ]
-    return "\n".join(lines) + "\n"
+    return header(program, stage, variables.of, title, notes), code
 
 
 def constant_names(program: Program) -> dict[str, str]:
@@ -91,17 +112,26 @@ def _paths(program: Program, stage: Stage) -> dict[str, str]:
     constants = constant_names(program)
     states = {state.name: state for state in program.graph.states}
     return {
-        name: f"self.{constants[name]}" if name in constants else state_path(states[name].path) for name in stage.states
+        name: f"self.{constants[name]}" if name in constants else state_path(states[name].held) for name in stage.states
     }
 
 
 # The top of the file --------------------------------------------------------------------------------------------------
 
 
-def _imports(program: Program, stage: Stage, needed: Collection[str]) -> list[str]:
-    signature = [program.types[name] for name in (*stage.takes, *stage.borrows, *stage.gives)]
+def _imports(program: Program, stages: Sequence[Stage]) -> list[str]:
+    signature = [program.types[name] for stage in stages for name in (*stage.takes, *stage.borrows, *stage.gives)]
     tensor = ["from torch import Tensor"] if any(isinstance(kind, TensorType) for kind in signature) else []
-    return import_blocks(needed, tensor, [f"from fxpipe.runtime import {', '.join(_runtime_names(stage))}"])
+    names = sorted(
+        {name for stage in stages for name in _runtime_names(stage)}, key=lambda name: (name.islower(), name)
+    )
+    needed = {module for stage in stages for module in _needed(stage)}
+    return import_blocks(needed, tensor, [f"from fxpipe.runtime import {', '.join(names)}"])
+
+
+def _needed(stage: Stage) -> set[str]:
+    """The modules that the code of a stage names."""
+    return {module for op in stage.ops for module in modules(op)} | {"torch" for op in stage.ops if op.regions}
 
 
 def _runtime_names(stage: Stage) -> list[str]:
@@ -116,7 +146,7 @@ def _attributes(program: Program, stage: Stage) -> list[str]:
     constants = constant_names(program)
     held = [name for name in stage.states if name not in constants]
     lists = {
-        "states": [states[name].path for name in held],
+        "states": [states[name].held for name in held],
         "constants": [constants[name] for name in stage.states if name in constants],
         "mutates": [states[name].path for name in stage.mutates],
         "rereads": [states[name].path for name in stage.rereads],
@@ -128,6 +158,11 @@ def _attributes(program: Program, stage: Stage) -> list[str]:
         if paths
         for line in layout(prefix(f"{name} = ", Brackets("(", tuple(map(string, paths)), ")", "literal")), 1)
     ]
+    parts = [states[name] for name in held if states[name].part]
+    if parts:
+        lines.append(f"{INDENT}# parts of the model's tensors: of each the ranges in its dimensions")
+        rows = (Brackets("(", (string(s.held), string(s.path), literal(s.part)), ")", "literal") for s in parts)
+        lines += layout(Brackets("parts = (", tuple(rows), ")", "literal"), 1)
     return [*lines, ""] if lines else []
 
 

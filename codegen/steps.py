@@ -138,7 +138,7 @@ def _lend(program: Program) -> list[str]:
     constants = constant_names(program)
     lines = [f"{INDENT}def lend(self, m: Step) -> None:"]
     for loan in program.loans:
-        path = prose(program.state(loan.state).path)
+        path = prose(program.state(loan.state).held)
         why = f"{path}: stage {loan.home} owns it, stage {loan.user} uses it too; their gradients add up"
         lines.append(clip(f"{INDENT * 2}# {why}", WIDTH))
         call = Brackets("m.lend(", (str(loan.user), owned(program, loan, constants)), ")")

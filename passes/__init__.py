@@ -16,6 +16,7 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program, check
 from fxpipe.passes.cut import cut
 from fxpipe.passes.defer_batch_norm import defer_batch_norm
+from fxpipe.passes.hold import hold
 from fxpipe.passes.mutations import mutations
 from fxpipe.passes.place import place
 from fxpipe.passes.portals import portals
@@ -25,7 +26,7 @@ from fxpipe.passes.replicate import replicate
 from fxpipe.passes.share import share
 from fxpipe.passes.stop_gradients import stop_gradients
 
-__all__ = ["PASSES", "Pass", "cut", "lower", "replicate"]
+__all__ = ["PASSES", "Pass", "cut", "hold", "lower", "replicate"]
 
 Pass = Callable[[Program, Plan], Program]
 

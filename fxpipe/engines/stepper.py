@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fxpipe.ir.schedule import Action, Schedule, at_once, order, parse
 from fxpipe.runtime import Stage
-from fxpipe.runtime.aliases import Pair, alias, commit_gradients, standing_in
+from fxpipe.runtime.aliases import Pair, alias, commit_gradients, put_together, standing_in
 from fxpipe.runtime.batchnorm import commit, discard
 from fxpipe.runtime.context import Context
 from fxpipe.runtime.note import add_note
@@ -140,7 +140,8 @@ class Stepper(Engine):
     def outcome(self, m: Step, batch: Sequence[Any]) -> tuple[tuple[Any, ...], list[Pair]]:
         """The outputs of the batch, and all gradients, with what they are for."""
         outputs = tuple([x.detach() if isinstance(x, Tensor) else x for x in self.gather(m)])
-        return outputs, [*(pair for pairs in m.pairs for pair in pairs), *self._inputs(m.leaves, batch)]
+        pairs = put_together([pair for pairs in m.pairs for pair in pairs], self.stages)
+        return outputs, [*pairs, *self._inputs(m.leaves, batch)]
 
     def _run(self, m: Step) -> None:
         """Every worker its row; back when all are done or have stopped."""

@@ -124,7 +124,8 @@ class State:
 
     `path` is the model's own key for parameters and buffers, `aliases` its other keys for the same tensor (tied
     weights). A constant is anything else the model holds on to (a plain tensor attribute, a nested function): the
-    object itself is in `value`.
+    object itself is in `value`. `part`: it is only this region of the tensor, given by the first index and the one
+    after the last in each dimension.
     """
 
     name: str
@@ -133,6 +134,16 @@ class State:
     type: ValueType
     aliases: tuple[str, ...] = ()
     value: Any = field(default=None, compare=False)
+    part: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def held(self) -> str:
+        """The path at which a stage holds it.
+
+        >>> State("w", "fc.weight", "parameter", NO_VALUE, part=((0, 4),)).held
+        'fc.weight_0_4'
+        """
+        return "_".join([self.path, *(str(end) for ends in self.part for end in ends)])
 
 
 @dataclass(frozen=True)
@@ -300,7 +311,7 @@ def show(graph: Graph) -> str:
     lines = [f"{graph.model}, {mode}"]
     lines += [f"  input   {i.name}: {i.type}" + _dim(i.batch_dim) for i in graph.inputs]
     lines += [f"  size    {s.name} = {s.input}.shape[{s.dim}]" for s in graph.sizes]
-    lines += [f"  {s.kind:<9}  {s.name}: {s.type}  {' = '.join((s.path, *s.aliases))}" for s in graph.states]
+    lines += [f"  {s.kind:<9}  {s.name}: {s.type}  {' = '.join((s.held, *s.aliases))}" for s in graph.states]
     lines += [f"  {show_op(op)}" for op in graph.ops]
     lines += [f"  output  {o.value}" + (f" by {o.reduce}" if o.reduce else _dim(o.batch_dim)) for o in graph.outputs]
     lines += [f"  loss    {graph.loss}"] if graph.loss is not None else []

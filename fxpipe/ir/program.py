@@ -204,8 +204,8 @@ def show_stage(program: Program, stage: Stage) -> str:
     states = {state.name: state for state in program.graph.states}
     lines = [f"stage {stage.index} on {', '.join(stage.devices)}, recompute {stage.checkpoint}"]
     lines += [f"  takes    {name}: {program.types[name]}" for name in stage.takes]
-    lines += [f"  owns     {name}: {program.types[name]}  {states[name].path}" for name in stage.states]
-    lines += [f"  borrows  {name}: {program.types[name]}  {states[name].path}" for name in stage.borrows]
+    lines += [f"  owns     {name}: {program.types[name]}  {states[name].held}" for name in stage.states]
+    lines += [f"  borrows  {name}: {program.types[name]}  {states[name].held}" for name in stage.borrows]
     lines += [f"  mutates  {name}" + ("  (read again)" if name in stage.rereads else "") for name in stage.mutates]
     lines += [f"  {show_op(op)}" for op in stage.ops]
     lines += [f"  gives    {name}: {program.types[name]}" for name in stage.gives]

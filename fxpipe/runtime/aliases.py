@@ -43,6 +43,28 @@ def standing_in(stages: Sequence[Stage]) -> Iterator[list[list[Pair]]]:
             held[name] = tensor
 
 
+def put_together(pairs: Sequence[Pair], stages: Sequence[Stage]) -> list[Pair]:
+    """The pairs, with those of parts made one for each tensor that they are parts of: autograd would fill up each
+    part's gradient with zeros, and add all of these."""
+    parts = {
+        id(stage.tensor(path)): (stage.elsewhere[path], region)
+        for stage in stages
+        for path, region in stage.regions.items()
+    }
+    if not parts:
+        return list(pairs)
+    others, wholes = list[Pair](), dict[int, Pair]()
+    for tensor, stand_in in pairs:
+        if id(tensor) not in parts:
+            others.append((tensor, stand_in))
+        elif stand_in.grad is not None:
+            whole, region = parts[id(tensor)]
+            _, found = wholes.setdefault(id(whole), (whole, alias(whole)))
+            found.grad = torch.zeros_like(whole) if found.grad is None else found.grad
+            found.grad[region] += stand_in.grad.to(whole.device)
+    return [*others, *wholes.values()]
+
+
 def commit_gradients(pairs: Sequence[Pair]) -> None:
     """Add what the aliases have collected to the gradients of the model's tensors. Hooks see all of it, once; a tensor
     that was computed outside of the model passes it on."""

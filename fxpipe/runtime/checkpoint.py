@@ -72,7 +72,7 @@ class Task:
             raise RuntimeError(self.changed())
         takes = tuple([x.detach().requires_grad_(want) for x, want in zip(saved, self.wanted, strict=True)])
         parameters, aliases = self.parameters, {}
-        if any(x._backward_hooks for x in parameters):
+        if self.stage.regions or any(x._backward_hooks for x in parameters):
             aliases = self.aliases()
             parameters = tuple([aliases.get(id(x), x) for x in parameters])
         try:
@@ -92,8 +92,12 @@ class Task:
         return instead(self.stage, tensors)
 
     def aliases(self) -> dict[int, Tensor]:
-        """By the id of each parameter, one with the same memory and no hooks: hooks see the whole gradient, once."""
-        return {id(x): nn.Parameter(x.detach()) for x in self.parameters if isinstance(x, nn.Parameter)}
+        """By the id of each parameter, one with the same memory and no hooks: hooks see the whole gradient, once. Parts
+        of parameters, too, lest a gradient that comes back for a part goes on from there to the whole here as well."""
+        parts = {id(self.stage.tensor(path)) for path in self.stage.regions}
+        return {
+            id(x): nn.Parameter(x.detach()) for x in self.parameters if isinstance(x, nn.Parameter) or id(x) in parts
+        }
 
     def changed(self) -> str:
         """The message for a parameter that changed between forward and backward: the old values are gone."""

@@ -79,14 +79,16 @@ class Stage(Scope):
     """`states`: paths of the model's parameters and buffers; `constants`: names of other things it uses. `mutates`:
     paths of the buffers that forward writes; `rereads`: those of them whose old contents it reads. `copies` are the
     constants that belong on another device, as they are there, with the version that was copied; `elsewhere` the
-    parameters and buffers that do, by their paths: of those each run has a new copy. `opaque`: paths of the submodules
-    that are called whole. `compiled`: its backward is in one piece."""
+    parameters and buffers that do, or are held in part, by their paths: of those each run has a new copy or view.
+    `opaque`: paths of the submodules that are called whole. `parts`: which of the paths stand for a part of a tensor,
+    the path of that tensor, and the ranges of the part in its dimensions. `compiled`: its backward is in one piece."""
 
     states: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
     mutates: tuple[str, ...] = ()
     rereads: tuple[str, ...] = ()
     opaque: tuple[str, ...] = ()
+    parts: tuple[tuple[str, str, tuple[tuple[int, int], ...]], ...] = ()
     compiled: bool = False
 
     def __init__(
@@ -103,8 +105,10 @@ class Stage(Scope):
             scope._hold(name, Whole((calls or {})[path]))
         self.copies: dict[str, tuple[Tensor, int]] = {}
         self.elsewhere: dict[str, Tensor] = {}
+        self.regions = {held: tuple([slice(*ends) for ends in region]) for held, _, region in self.parts}
+        sources = {held: path for held, path, _ in self.parts}
         for path in self.states:
-            self._put_state(path, tensors[path])
+            self._put_state(path, tensors[sources.get(path, path)])
         for name in self.constants:
             self._put_constant(name, constants[name])
         self._find_differentiable()
@@ -145,11 +149,12 @@ class Stage(Scope):
                     self.elsewhere[path].copy_(self.tensor(path))
 
     def _put_state(self, path: str, tensor: Tensor) -> None:
-        """Hold a tensor of the model, or a copy on the stage's device, through which gradients go back."""
+        """Hold a tensor of the model, or the stage's part of it, or a copy on the stage's device, through which
+        gradients go back."""
         self.elsewhere.pop(path, None)
-        if tensor.device != self.device:
+        if tensor.device != self.device or path in self.regions:
             self.elsewhere[path] = tensor
-            tensor = copied(tensor, self.device)
+            tensor = copied(tensor, self.device, self.regions.get(path))
         self.put(path, tensor)
 
     def _put_constant(self, name: str, value: Any) -> None:
@@ -180,10 +185,10 @@ class Stage(Scope):
         return tuple([x for x in self._differentiable if x.requires_grad])
 
 
-def copied(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on a device; gradients go back through it."""
+def copied(tensor: Tensor, device: torch.device, region: tuple[slice, ...] | None = None) -> Tensor:
+    """A copy of a tensor, or of a region of it, on a device; a view, if it is there. Gradients go back through it."""
     with torch.inference_mode(False), torch.enable_grad():
-        return tensor.to(device)
+        return (tensor if region is None else tensor[region]).to(device)
 
 
 def version_of(tensor: Tensor) -> int:
