@@ -1,0 +1,151 @@
+"""How well the simulator tells which strategy is faster, on two CPU workers: simulated beside measured steps.
+
+    python -m benchmarks.strategies
+
+A convolutional and a recurrent network, each under data parallelism, model parallelism, the expert's strategy, all on
+one worker, and strategies drawn at random. Parts are measured (`parts.py`), what a message takes too
+(`Cluster.detect`), and the simulator (the SOAP paper's algorithm 1) puts them together. No number is adjusted.
+Strategies take turns, and medians are compared. Each worker has one thread.
+
+Two figures count: how far each simulated step is from the measured one, and whether of each two strategies whose
+simulated steps differ by more than a tenth the one that is faster in simulation is so in truth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from random import Random
+from statistics import median
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: OpenMP spins, and busy workers become ten times slower
+
+import torch
+import torch.nn.functional as F
+from tabulate import tabulate
+from torch import Tensor, nn
+
+import fxpipe
+from benchmarks.models import RNNTC, AlexNet
+from benchmarks.parts import measured
+from benchmarks.timing import in_turn
+from fxpipe.ir.cluster import Cluster
+from fxpipe.ir.operators import OperatorGraph
+from fxpipe.ir.strategy import Strategy
+from fxpipe.search import operators_of
+from fxpipe.soap.costs import Cost
+from fxpipe.soap.simulate import simulate
+from fxpipe.soap.space import place
+from fxpipe.soap.strategies import data_parallel, expert, model_parallel, scattered
+
+WORKERS = 2
+BAR = 0.30  # the error that is allowed
+CLEAR = 1.10  # strategies whose simulated steps differ by more have an order
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and a batch."""
+
+    model: nn.Module
+    x: Tensor
+    target: Tensor
+
+
+@dataclass(frozen=True)
+class Result:
+    """Seconds of a step."""
+
+    name: str
+    simulated: float
+    measured: float
+
+
+def cases() -> dict[str, Callable[[], Case]]:
+    """Models of which a part takes milliseconds; each is made when it is asked for."""
+    return {"alexnet": alexnet, "rnntc": rnntc}
+
+
+def alexnet(width: int = 24, hidden: int = 1024, size: int = 127, rows: int = 32) -> Case:
+    model = AlexNet(width=width, hidden=hidden, classes=100, size=size)
+    return Case(model, torch.randn(rows, 3, size, size), torch.randint(100, (rows,)))
+
+
+def rnntc(width: int = 512, layers: int = 2, steps: int = 6, rows: int = 64) -> Case:
+    model = RNNTC(vocab=1000, width=width, layers=layers, classes=10)
+    return Case(model, torch.randint(1000, (rows, steps)), torch.randint(10, (rows,)))
+
+
+def strategies(graph: OperatorGraph, drawn: int) -> dict[str, Strategy]:
+    """Those that are compared, by name; `drawn` of them at random."""
+    one = Strategy(tuple(place(operator, (1,) * len(operator.output), 0) for operator in graph))
+    found = {"data parallel": data_parallel(graph, WORKERS), "model parallel": model_parallel(graph, WORKERS)}
+    found |= {"expert": expert(graph, WORKERS), "one worker": one}
+    return found | {f"random {seed}": scattered(graph, WORKERS, Random(seed)) for seed in range(drawn)}
+
+
+def trials(case: Case, cost: Cost, rounds: int, drawn: int) -> list[Result]:
+    """Every strategy, simulated and measured. The first device of the cluster stands for both."""
+    cluster = Cluster.detect(WORKERS)
+    graph = operators_of(case.model, cluster, (case.x,), None)
+    found = strategies(graph, drawn)
+    pipes = {name: fxpipe.compile(copy.deepcopy(case.model), strategy=(graph, one), devices=WORKERS)
+             for name, one in found.items()}  # fmt: skip
+    try:
+        times = in_turn({name: _step(pipe, case) for name, pipe in pipes.items()}, rounds, 1)
+    finally:
+        for pipe in pipes.values():
+            pipe.close()
+    return [Result(name, simulate(graph, cluster, one, cost), median(times[name])) for name, one in found.items()]
+
+
+def _step(pipe: fxpipe.Pipe, case: Case) -> Callable[[], object]:
+    def step() -> object:
+        pipe.zero_grad()
+        return pipe.step(case.x, target=case.target, loss_fn=F.cross_entropy)
+
+    return step
+
+
+def table(results: Sequence[Result]) -> str:
+    """A line for each strategy, in milliseconds."""
+    rows = [
+        (one.name, f"{1e3 * one.simulated:.1f}", f"{1e3 * one.measured:.1f}", f"{one.simulated / one.measured:.2f}")
+        for one in sorted(results, key=lambda one: one.simulated)
+    ]
+    headers = ("strategy", "simulated (ms)", "measured (ms)", "ratio")
+    return tabulate(rows, headers, colalign=("left", "right", "right", "right"), disable_numparse=True)
+
+
+def verdict(results: Sequence[Result]) -> Iterator[str]:
+    """Whether the errors are small, and the order right."""
+    inside = sum(abs(one.simulated / one.measured - 1) <= BAR for one in results)
+    yield f"{inside} of {len(results)} within {BAR:.0%}"
+    pairs = [sorted(pair, key=lambda one: one.simulated) for pair in combinations(results, 2)]
+    clear = [(fast, slow) for fast, slow in pairs if slow.simulated > CLEAR * fast.simulated]
+    wrong = [(fast, slow) for fast, slow in clear if fast.measured >= slow.measured]
+    yield f"{len(clear) - len(wrong)} of {len(clear)} pairs that differ by more than {CLEAR - 1:.0%} are in order"
+    for fast, slow in wrong:
+        yield f"  {fast.name} is measured {fast.measured / slow.measured - 1:.0%} slower than {slow.name}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Simulated beside measured strategies, on two CPU workers.")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--drawn", type=int, default=6, help="strategies drawn at random")
+    parser.add_argument("--only", nargs="+", default=list(cases()), choices=list(cases()), help="models")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    cost = measured()
+    for key in options.only:
+        results = trials(cases()[key](), cost, options.rounds, options.drawn)
+        print(f"\n{key}\n\n{table(results)}\n", *verdict(results), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
