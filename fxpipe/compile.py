@@ -22,6 +22,7 @@ from .pipe import Pipe
 from .planned import Planned
 from .ranks import RankPipe
 from .schedules.make import Own
+from .strategies import Asked, place_of
 from .worlds import find_world, for_ranks
 
 
@@ -39,6 +40,7 @@ def compile(
     balance: str | Sequence[int] = "time",
     split_at: Sequence[str] = (),
     plan: Plan | Planned | str | Path | None = None,
+    strategy: Asked | None = None,
     profile: str | Profile = "estimate",
     batch_dim: int | Mapping[str, int | None] = 0,
     reduce: str | Mapping[str, str] | None = None,
@@ -76,6 +78,10 @@ def compile(
       device, those that share one share all.
     - `plan`: a plan made before, what `fxpipe.plan` returned, or the path of the JSON file of either; it decides
       devices, chunks and stages. With `devices`, those stand for the plan's own, in the order of their first stages.
+    - `strategy`: how each operator is cut and where its parts run: what `fxpipe.search` returned, the path of its JSON
+      file, or a pair of an `OperatorGraph` and its `Strategy`. `devices` are then those of its cluster, in order;
+      `chunks` is 1 if not given, and divides each batch. A function of (graph, sizes) that returns a `Placed` graph
+      puts every single op where it likes.
     - `profile`: "estimate" (from FLOPs and bytes; runs nothing, always the same), "measure" (times each op), or one
       made before.
     - `batch_dim`: the dimension of all inputs that is cut, or by input, as in `{"mask": None}` for one that each
@@ -121,6 +127,7 @@ def compile(
         balance=balance,
         split_at=split_at,
         plan=plan,
+        strategy=strategy,
         profile=profile,
         batch_dim=batch_dim,
         reduce=reduce,
@@ -147,6 +154,7 @@ def read_options(
     balance: str | Sequence[int],
     split_at: Sequence[str],
     plan: Plan | Planned | str | Path | None,
+    strategy: Asked | None = None,
     profile: str | Profile,
     batch_dim: int | Mapping[str, int | None],
     reduce: str | Mapping[str, str] | None,
@@ -156,7 +164,22 @@ def read_options(
 ) -> Options:
     """The arguments of `compile`, checked."""
     chosen = read_plan(plan)
-    if chosen is not None:
+    place = None
+    if strategy is not None:
+        place, count = place_of(strategy)
+        _refuse_beside_strategy(
+            plan=plan is not None,
+            replicas=replicas is not None,
+            stages_per_device=stages_per_device is not None,
+            balance=balance != "time",
+            split_at=bool(split_at),
+            offload=bool(offload),
+            profile=profile != "estimate",
+            deferred_batch_norm=deferred_batch_norm,
+        )
+        labels, micro_batches = _strategy_devices(devices, count), chunks or 1
+        crews = deal(labels, None)
+    elif chosen is not None:
         chosen = runnable(chosen, devices)
         if replicas is not None:
             raise PlanError("the plan says how many devices run each stage: leave out replicas, or the plan")
@@ -189,8 +212,32 @@ def read_options(
         compile_stages=compile_stages,
         dump=Path(folder) if folder else None,
         replicas=crews,
+        place=place,
     )
     return check(options)
+
+
+def _refuse_beside_strategy(**given: bool) -> None:
+    """Raise PlanError for an option that says what the strategy says already."""
+    if told := [name for name, is_given in given.items() if is_given]:
+        raise PlanError(
+            f"{' and '.join(told)} beside strategy: the strategy says where everything runs; leave out one of them"
+        )
+
+
+def _strategy_devices(
+    devices: int | Sequence[str | torch.device] | Cluster | None, count: int | None
+) -> tuple[str, ...]:
+    """The labels that stand for the `count` devices of a strategy, or more."""
+    asked = count if devices is None else devices
+    if asked is None:
+        raise PlanError("say on which devices the function places ops, as in devices=4")
+    labels = asked.labels if isinstance(asked, Cluster) else device_labels(asked)
+    if len(labels) < (count or 0):
+        raise PlanError(f"the strategy is for {count} devices, and devices names {len(labels)}")
+    if len(set(labels)) < len(labels):
+        raise PlanError(f"a strategy has a number for each device; name each of {', '.join(labels)} once")
+    return labels
 
 
 def read_plan(plan: Plan | Planned | str | Path | None) -> Plan | None:

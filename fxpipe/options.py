@@ -12,19 +12,23 @@ import torch
 
 from .errors import PlanError
 from .ir.cluster import Cluster
+from .ir.graph import Graph
+from .ir.placed import Placed
 from .ir.plan import CHECKPOINT_MODES, Plan
 from .ir.profile import Profile
 from .ir.schedule import Schedule
 from .schedules.make import SCHEDULES, WARM, Own, make, placement
 
+Place = Callable[[Graph, Mapping[str, int]], Placed]  # what a strategy makes of a graph with these sizes
 AUTO = "auto"  # the schedule that is fastest, as simulated, of those that fit into memory
 
 
 @dataclass(frozen=True)
 class Options:
     """The arguments of `fxpipe.compile`, each as given there but `devices`: one label per stage, `replicas`: by that
-    label the further devices of the stage, and the cluster that they are in, if one was given. `ranks`: a device is a
-    process of torch.distributed, `cpu:1` or `cuda:1` that of rank 1."""
+    label the further devices of the stage, and the cluster that they are in, if one was given. With a strategy, which
+    is here what `place`s ops, `devices` has the label of each of its devices. `ranks`: a device is a process of
+    torch.distributed, `cpu:1` or `cuda:1` that of rank 1."""
 
     devices: tuple[str, ...]
     chunks: int
@@ -43,6 +47,7 @@ class Options:
     compile_stages: bool | str | Callable[..., Any] = False
     dump: Path | None = None
     replicas: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    place: Place | None = None
     ranks: bool = False
 
 
@@ -82,9 +87,20 @@ def check(options: Options) -> Options:
             f"split_at names {len(options.split_at)} cuts, which make {len(options.split_at) + 1} stages, "
             f"but there are {n} devices: name {n - 1} modules"
         )
-    if options.schedule != AUTO:
+    if options.place is not None:
+        check_placed(options)
+    elif options.schedule != AUTO:
         make_schedule(options, options.devices, options.chunks)
     return options
+
+
+def check_placed(options: Options) -> None:
+    """Raise PlanError for what makes no sense where a strategy has placed all ops."""
+    straight, asked = [name for name, form in SCHEDULES.items() if form.shape == "straight"], options.schedule
+    if isinstance(asked, str) and len(asked.split()) == 1 and asked not in straight:
+        raise PlanError(f"schedule is {asked!r}; with a strategy, write one of {', '.join(straight)}, or a grid")
+    if not isinstance(options.checkpoint, str):
+        raise PlanError("checkpoint names stages, which a strategy does not; write 'never', 'except_last' or 'always'")
 
 
 def backend_of(asked: bool | str | Callable[..., Any]) -> str | Callable[..., Any] | None:

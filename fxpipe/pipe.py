@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import sharded
 from .capture import NO_TARGET, Front, Stepper
 from .clock import timed
 from .codegen.load import bind, load_package, tensors_of, unload, worker_device
@@ -31,7 +32,7 @@ from .compiled_stages import compile_stages
 from .engines.local import Pipeline
 from .engines.rehearsal import rehearse
 from .engines.timed import take_step
-from .errors import FxpipeError, PackageError
+from .errors import FxpipeError, InputError, PackageError
 from .ir.cluster import Cluster
 from .ir.device_programs import DevicePrograms
 from .ir.evaluate import with_totals
@@ -250,22 +251,20 @@ class Pipe(Shell):
         """The build for a kind of call, made if there is none yet."""
         if self._closed:
             raise FxpipeError("this pipe is closed; compile the model again")
-        # Kinds of calls that differ in constants alone, as in `model.mask = mask`, have the same ops.
-        key = id(graph.ops), self.model.training
+        sizes = None
+        if self.options.place is not None:
+            check_even(batch_size(graph, inputs), self.options.chunks)
+            sizes = micro_batch_sizes(graph, inputs, self.options.chunks)
+        key = kind_of(graph, self.model.training, sizes)
         made: Build | None = self._builds.get(key)
         if made is None:
-            made = self._make(replace(graph, training=self.model.training), inputs)
-            self._builds[key] = made
-            if self._home is None:
+            made = self._builds[key] = self._make(replace(graph, training=self.model.training), inputs)
+            if self._home is None and self.options.place is None:
                 self.__dict__["_home"] = Home(made.plan, homes(graph, made.plan))
             if self.options.dump is not None:
                 dump(made, self.options.dump, len(self._builds))
         elif made.graph.states is not graph.states:
-            ordered = replace(made.program.graph, states=graph.states)
-            made = replace(
-                made, graph=replace(made.graph, states=graph.states), program=replace(made.program, graph=ordered)
-            )
-            self._builds[key] = made
+            made = self._builds[key] = with_states(made, graph)
         self.__dict__["_last"] = made
         return made
 
@@ -273,6 +272,8 @@ class Pipe(Shell):
         """The street from a graph on."""
         sizes = micro_batch_sizes(graph, inputs, self.options.chunks)
         cluster = self.options.cluster or local_cluster(every_device(self.options))
+        if self.options.place is not None:
+            return sharded.build(graph, sizes, cluster, self.options)
         with timed("profiling"):
             profile = self._profile(graph, inputs, sizes, cluster)
         return build(graph, profile, sizes, cluster, self.options, self._home)
@@ -297,7 +298,7 @@ class Pipe(Shell):
 
     def _live(self, made: Build) -> Live:
         """The build's package, imported, with the tensors that the model has now."""
-        key = id(made.graph.ops), made.graph.training
+        key = kind_of(made.graph, made.graph.training, None if self.options.place is None else made.sizes)
         live: Live | None = self._lives.get(key)
         others: dict[str, Tensor] = {}
         version = self._front.twins.version
@@ -433,6 +434,28 @@ class Pipe(Shell):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled is the model and how to compile it."""
         return Pipe, (self.model, self.options)
+
+
+def kind_of(graph: Graph, training: bool, sizes: Mapping[str, int] | None) -> tuple[Any, ...]:
+    """What calls with one build have in common. Kinds that differ in constants alone, as in `model.mask = mask`, have
+    the same ops. `sizes` are given where the build is for these alone."""
+    return id(graph.ops), training, *(() if sizes is None else sizes.items())
+
+
+def with_states(made: Build, graph: Graph) -> Build:
+    """The build with the states of `graph`, which has the same ops."""
+    parts = (state for state in made.program.graph.states if state.part)
+    ordered = replace(made.program.graph, states=(*graph.states, *parts))
+    return replace(made, graph=replace(made.graph, states=graph.states), program=replace(made.program, graph=ordered))
+
+
+def check_even(samples: int, chunks: int) -> None:
+    """Raise InputError where micro-batches would not be of one size, which is what a strategy is for."""
+    if len(set(split_sizes(samples, chunks))) > 1:
+        raise InputError(
+            f"a batch of {samples} cannot be cut into {chunks} micro-batches of one size, as a strategy needs them: "
+            f"give a multiple of {chunks} samples, as DataLoader(drop_last=True) does, or compile with other chunks"
+        )
 
 
 def real(graph: Graph, tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -83,17 +83,32 @@ def build(
     """All the values from a graph and its profile on. With a `home`, ops go where their parameters live."""
     made = [draft(graph, profile, sizes, cluster, choice, home) for choice in choices(graph, options, home)]
     best = made[0] if len(made) == 1 else fastest(made, cluster)
-    with timed("codegen"):
-        notes = [note(profile, stage.ops) for stage in best.plan.stages]
-        if graph.loss is None and not options.ranks:
-            emitted = emit_scheduler(best.program, best.plan.chunks, totals=best.totals)
-        else:
-            emitted = emit_steps(best.program, best.schedule, best.plan, best.totals)
-        files = package(best.program, best.plan, emitted, notes, best.totals)
+    as_steps = graph.loss is not None or options.ranks
+    files = emitted(best.program, best.schedule, best.plan, profile, best.totals, as_steps)
     return Build(
         graph, sizes, cluster, profile, best.plan, best.schedule, best.program, best.trail, best.timeline, files,
         best.totals,
     )  # fmt: skip
+
+
+def emitted(
+    program: Program,
+    schedule: Schedule,
+    plan: Plan,
+    profile: Profile,
+    totals: Program | None,
+    as_steps: bool,
+    by_device: bool = False,
+) -> dict[str, str]:
+    """The files of the package, one for each stage, or for each device. `as_steps`: by rows of a schedule, be it to
+    train or not."""
+    with timed("codegen"):
+        notes = [note(profile, stage.ops) for stage in plan.stages]
+        if as_steps:
+            scheduler = emit_steps(program, schedule, plan, totals)
+        else:
+            scheduler = emit_scheduler(program, plan.chunks, totals=totals)
+        return package(program, plan, scheduler, notes, totals, by_device)
 
 
 def choices(graph: Graph, options: Options, home: Home | None) -> list[Options]:
