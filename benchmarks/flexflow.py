@@ -77,12 +77,16 @@ def search(core: Core, start: Strategy, seed: int, seconds: float) -> Cell:
     while process_time() - began < seconds:
         core.walk(steps, temperature)
         proposals, steps = proposals + steps, 2 * steps
-    walks = core.walk, core.walk_from_nothing
-    delta, full = (chain(core, walk, start, random, proposals, temperature) for walk in walks)
-    once = core.problem
-    core.problem = once._replace(simulations=2)
-    delta_twice, full_twice = (chain(core, walk, start, random, proposals, temperature) for walk in walks)
+    once, times, ends = core.problem, [], set()
+    for problem in (once, once._replace(simulations=2)):
+        core.problem = problem
+        for walk in (core.walk_from_nothing, core.walk):
+            times.append(chain(core, walk, start, random, proposals, temperature))
+            ends.add((core.seconds, int(core.random[0])))
     core.problem = once
+    if len(ends) > 1:
+        raise RuntimeError(f"chains of {core.graph.name} on {core.devices} devices differ: {ends}")
+    full, delta, full_twice, delta_twice = times
     return Cell(proposals, full, delta, (full_twice - full, delta_twice - delta))
 
 
@@ -90,9 +94,12 @@ def chain(core: Core, walk: Walk, start: Strategy, random: Ints, proposals: int,
     """The seconds of the processor that the chain takes."""
     core.begin(start)
     core.random[:] = random
-    began = process_time()
-    walk(proposals, temperature)
-    return process_time() - began
+    times = []
+    for steps in (0, proposals):  # with none: what the call itself takes
+        began = process_time()
+        walk(steps, temperature)
+        times.append(process_time() - began)
+    return times[1] - times[0]
 
 
 def row(name: str, devices: int, seconds: float, starts: int) -> tuple[str, ...]:
@@ -115,7 +122,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=PAPER, default=list(PAPER))
     parser.add_argument("--devices", nargs="+", type=int, choices=DEVICES, default=list(DEVICES))
     parser.add_argument(
-        "--seconds", type=float, default=0.6, help="of search by delta for each cell, all starts together"
+        "--seconds", type=float, default=0.3, help="of search by delta for each cell, all starts together"
     )
     parser.add_argument("--starts", type=int, default=10, help="random strategies to search from")
     given = parser.parse_args()

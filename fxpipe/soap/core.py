@@ -10,7 +10,7 @@ from fxpipe.ir.cluster import Cluster
 from fxpipe.ir.operators import OperatorGraph
 from fxpipe.ir.strategy import Config, Strategy, check
 
-from .arrays import RANK, Floats, Ints, problem, state
+from .arrays import RANK, Ints, problem, state
 from .chain import begin, differences, improve, walk, walk_from_nothing
 from .costs import Cost
 from .exhaust import exhaust
@@ -37,7 +37,7 @@ class Core:
         self.placed = tuple(at for at, operator in enumerate(graph) if operator.kind != "input")
         self.problem = problem(graph, cluster, cost, tuple(starts), roles)
         self.state = state(self.problem, capacity)
-        self._work = state(self.problem, 0)
+        self._work, self._times = state(self.problem, 0), np.zeros((0, 3))
         self.random: Ints = np.array([(seed * 0x9E3779B97F4A7C15 + 0x1234567) % (1 << 63) or 1], np.int64)
         self._devices = np.zeros(self.problem.parts, np.int64)
         self._patterns = patterns(self.problem, [graph.operators[at] for at in self.placed])
@@ -129,24 +129,26 @@ class Core:
 
     def differences(self) -> int:
         """How many times of tasks are not those of a simulation from nothing (algorithm 1): 0 if all is well."""
-        if len(self._work.message) != len(self.state.message):
-            self._work = state(self.problem, len(self.state.message))
+        self._make_room_for_times()
         rows, places = self.state.row, self.state.task["place"][: self.problem.n * self.problem.parts]
         placed = np.ascontiguousarray(places, np.int64).reshape(self._best_place.shape)
-        return int(differences(self.problem, self.state, self._work, rows, placed, self._times()))
+        return int(differences(self.problem, self.state, self._work, rows, placed, self._times))
 
     def walk_from_nothing(self, steps: int, temperature: float) -> None:
         """The chain of `walk` with algorithm 1 for each proposal, to be compared with it. Needs room from the start."""
         rows, places = self._arrays(self.strategy)
-        times, cost = self._times(), np.array([self.seconds])
-        chain = rows, places, cost, times, self._devices
+        self._make_room_for_times()
+        chain = rows, places, np.array([self.seconds]), self._times, self._devices
         if walk_from_nothing(self.problem, self.state, self.random, steps, temperature, *chain) < 0:
             raise ValueError(f"{len(self.state.message)} messages are too few; make the core with more")
         begin(self.problem, self.state, rows, places)
 
-    def _times(self) -> Floats:
-        p = self.problem
-        return np.zeros((2 * p.n * p.parts + p.groups * (1 + p.devices) + len(self.state.message), 3))
+    def _make_room_for_times(self) -> None:
+        """A second state of the same size, and a line for each of its tasks: what algorithm 1 works in."""
+        if len(self._work.message) != len(self.state.message):
+            p, messages = self.problem, len(self.state.message)
+            self._work = state(p, messages)
+            self._times = np.zeros((2 * p.n * p.parts + p.groups * (1 + p.devices) + messages, 3))
 
     def _grow(self) -> None:
         larger = state(self.problem, 2 * len(self.state.message))
