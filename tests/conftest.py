@@ -12,6 +12,8 @@ import pytest
 import torch
 
 GOLDEN = Path(__file__).parent / "golden"
+SEARCHES = ("soap", "search.py", "searched.py", "test_searched.py", "test_strategy_search.py")
+GROUPS = dict.fromkeys(SEARCHES, "compiled by numba") | {"distributed": "over ranks"}  # by folder or file
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,13 +24,17 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)  # before the groups are read
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Slow tests are there only when asked for by `-m`; tests that need a GPU say so where there is none."""
+    """Slow tests are there only when asked for by `-m`; tests that need a GPU say so where there is none. Tests that
+    share what takes long to make (compiled code, a pool of ranks) share a process."""
     if "slow" not in config.getoption("-m"):
         slow = [item for item in items if "slow" in item.keywords]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if "slow" not in item.keywords]
     for item in items:
+        if group := next((name for room, name in GROUPS.items() if room in item.path.parts), None):
+            item.add_marker(pytest.mark.xdist_group(group))
         if "cuda" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 

@@ -19,11 +19,13 @@ from typing import NamedTuple
 import numpy as np
 
 from .arrays import Floats, Ints, Problem, State
-from .chain import attempt, choose, has_room, uniform
+from .chain import choose, has_room, uniform
+from .change import compact, copy, is_jam, put
 from .compiled import compiled, entry
-from .delta import MARGIN, compact, keep, put, restart, run
-from .edges import count_waits, exchange, hold, join
+from .delta import MARGIN, attempt, keep, run
+from .edges import count_waits, exchange, hold, join, unload
 from .patterns import Patterns
+from .restart import restart
 
 
 class Leap(NamedTuple):
@@ -98,17 +100,15 @@ def neighbour(p: Problem, i: int, random: Ints) -> int:
 
 
 @compiled
-def draw(p: Problem, q: Patterns, random: Ints, to: Leap, devices: Ints) -> Ints:
-    """Draw a leap from the strategy in `to`, and make it there. Returns the operators of the window."""
-    order, first, after = window(q, random)
-    members = q.order[order, first:after]
+def draw(p: Problem, q: Patterns, random: Ints, to: Leap, members: Ints, devices: Ints) -> None:
+    """Draw a leap of the operators of a window, from the strategy in `to`, and make it there."""
     lead = members[below(random, len(members))]
     way = uniform(random)
     if way < 0.2:
         far = 1 + below(random, p.devices - 1) if p.devices > 1 else 0
         for i in members:
             move(p, to, i, to.rows[i], (to.places[i, 0] + far) % p.devices)
-        return members
+        return
     if way < 0.6:
         lead = neighbour(p, lead, random)
         row, begin = to.rows[lead], to.places[lead, 0]
@@ -118,7 +118,6 @@ def draw(p: Problem, q: Patterns, random: Ints, to: Leap, devices: Ints) -> Ints
         begin = devices[0]
     for i in members:
         move(p, to, i, q.row_for[q.pattern_of[row], i], begin)
-    return members
 
 
 @compiled
@@ -143,7 +142,7 @@ def mark(p: Problem, to: Leap, members: Ints) -> None:
     """Collect the edges and groups of weights that a change of these operators touches, each once."""
     to.turn[0] += 1
     turn = to.turn[0]
-    to.counts[:] = 0
+    to.counts.fill(0)
     for i in members:
         for side in range(2):
             first, edges = (p.in_first, p.in_edges) if side == 0 else (p.out_first, p.out_edges)
@@ -177,11 +176,13 @@ def take(p: Problem, s: State, to: Leap, members: Ints) -> None:
     M = p.parts
     for d in range(p.devices):
         s.device[d].load_ = s.device[d].load
-    s.link_load_[:] = s.link_load
-    for e in to.edges[: to.counts[0]]:
-        to.old_forward[e] = s.forward_rows[e]
-        to.old_backward[e] = s.backward_rows[e]
-        count_waits(p, s, e, -1)
+    copy(s.link_load_, s.link_load)
+    edges = to.edges[: to.counts[0]]
+    for e in edges:
+        copy(to.old_forward[e], s.forward_rows[e])
+        copy(to.old_backward[e], s.backward_rows[e])
+    count_waits(p, s, edges, -1)
+    unload(p, s, edges)
     for i in members:
         if p.group[i] >= 0:
             hold(p, s, i, -1)
@@ -195,10 +196,9 @@ def take(p: Problem, s: State, to: Leap, members: Ints) -> None:
             s.old_place[k] = s.task[forward + k].place
         put(p, s, i, to.rows[i], to.places[i])
         to.rows[i] = row
-        to.places[i] = s.old_place
-    for e in to.edges[: to.counts[0]]:
-        join(p, s, e)
-        count_waits(p, s, e, 1)
+        copy(to.places[i], s.old_place)
+    join(p, s, edges)
+    count_waits(p, s, edges, 1)
     _hold_again(p, s, to, members)
 
 
@@ -215,8 +215,8 @@ def _hold_again(p: Problem, s: State, to: Leap, members: Ints) -> None:
 def go_back(p: Problem, s: State, to: Leap, members: Ints, top: int) -> None:
     """Undo `take`, when rows ended at `top`."""
     M = p.parts
-    for e in to.edges[: to.counts[0]]:
-        count_waits(p, s, e, -1)
+    edges = to.edges[: to.counts[0]]
+    count_waits(p, s, edges, -1)
     for i in members:
         if p.group[i] >= 0:
             hold(p, s, i, -1)
@@ -226,26 +226,15 @@ def go_back(p: Problem, s: State, to: Leap, members: Ints, top: int) -> None:
             s.task[forward + k].place = s.task[backward + k].place = to.places[i, k]
             s.task[forward + k].span = to.old_spans[i, k]
             s.task[backward + k].span = to.old_spans[i, M + k]
-    for e in to.edges[: to.counts[0]]:
-        s.forward_rows[e] = to.old_forward[e]
-        s.backward_rows[e] = to.old_backward[e]
-        count_waits(p, s, e, 1)
+    for e in edges:
+        copy(s.forward_rows[e], to.old_forward[e])
+        copy(s.backward_rows[e], to.old_backward[e])
+    count_waits(p, s, edges, 1)
     _hold_again(p, s, to, members)
     for d in range(p.devices):
         s.device[d].load = s.device[d].load_
-    s.link_load[:] = s.link_load_
+    copy(s.link_load, s.link_load_)
     s.top[0] = top
-
-
-@compiled
-def overloaded(p: Problem, s: State, limit: float) -> bool:
-    """Whether a device or a link alone has more to do than `limit`."""
-    most = 0.0
-    for d in range(p.devices):
-        most = max(most, s.device[d].load)
-    for w in range(p.links):
-        most = max(most, s.link_load[w])
-    return bool(most > limit * MARGIN)
 
 
 @compiled
@@ -255,7 +244,7 @@ def attempt_leap(p: Problem, s: State, to: Leap, members: Ints, limit: float) ->
     top = s.top[0]
     take(p, s, to, members)
     cost = np.inf
-    if not overloaded(p, s, limit):
+    if not is_jam(p, s, limit * MARGIN):
         cost = run(p, s, restart(p, s, -1, 0.0), limit)
     if cost <= limit:
         keep(p, s, -1, 0.0, cost)
@@ -289,7 +278,9 @@ def explore(
     for step in range(steps):
         again, room = random[0], True
         if uniform(random) < share:
-            members = draw(p, q, random, to, devices)
+            order, first, after = window(q, random)
+            members = q.order[order, first:after]
+            draw(p, q, random, to, members, devices)
             mark(p, to, members)
             room = fits(p, s, to)
             if room:
