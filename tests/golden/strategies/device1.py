@@ -89,8 +89,8 @@ class Stage3(Stage):
 
     def forward(self, flatten_0: Tensor, flatten_1: Tensor) -> Tensor:
         # alexnet.py:34  x = F.relu(self.fc6(x.flatten(1)))
-        flatten = torch.cat([flatten_0, flatten_1])
-        linear_part1 = F.linear(flatten, self.fc6.weight_8_16, self.fc6.bias_8_16)
+        flatten_joined = torch.cat([flatten_0, flatten_1])
+        linear_part1 = F.linear(flatten_joined, self.fc6.weight_8_16, self.fc6.bias_8_16)
         x_5_1 = F.relu(linear_part1)
         return x_5_1
 
@@ -113,8 +113,8 @@ class Stage5(Stage):
 
     def forward(self, x_5_0: Tensor, x_5_1: Tensor) -> Tensor:
         # alexnet.py:35  x = F.relu(self.fc7(x))
-        x_5 = torch.cat([x_5_0, x_5_1], dim=1)
-        linear_1 = F.linear(x_5, self.fc7.weight_8_16, self.fc7.bias_8_16)
+        x_5_joined = torch.cat([x_5_0, x_5_1], dim=1)
+        linear_1 = F.linear(x_5_joined, self.fc7.weight_8_16, self.fc7.bias_8_16)
         x_6_1 = F.relu(linear_1)
         return x_6_1
 
@@ -136,6 +136,6 @@ class Stage7(Stage):
 
     def forward(self, x_6_0: Tensor, x_6_1: Tensor) -> Tensor:
         # alexnet.py:36  fc8  return self.fc8(x)
-        x_6 = torch.cat([x_6_0, x_6_1], dim=1)
-        linear_2_1 = F.linear(x_6, self.fc8.weight_3_5, self.fc8.bias_3_5)
+        x_6_joined = torch.cat([x_6_0, x_6_1], dim=1)
+        linear_2_1 = F.linear(x_6_joined, self.fc8.weight_3_5, self.fc8.bias_3_5)
         return linear_2_1
