@@ -10,7 +10,7 @@ from fxpipe.ir.cluster import Cluster
 from fxpipe.ir.operators import OperatorGraph
 from fxpipe.ir.strategy import Config, Strategy, check
 
-from .arrays import RANK, Ints, problem, state
+from .arrays import RANK, Floats, Ints, problem, state
 from .chain import begin, differences, improve, walk, walk_from_nothing
 from .costs import Cost
 from .exhaust import exhaust
