@@ -103,7 +103,7 @@ def last_checkpoint(folder: str | Path) -> Path | None:
 def world_of(model: nn.Module) -> tuple[Any, int, bool]:
     """The group of those who save the model, this process's rank there, and whether it is the only one."""
     if isinstance(model, RankPipe):
-        return model.world.control, model.world.rank, False
+        return model.world.group, model.world.rank, False
     if isinstance(model, Shell) or not dist.is_initialized():
         return None, 0, True
     return None, dist.get_rank(), False

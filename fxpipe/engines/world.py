@@ -36,11 +36,12 @@ class Lost(Exception):
 
 @dataclass(eq=False)
 class World:
-    """The ranks of one pipe, as one of them sees it. `labels`: of the devices, by rank; `device`: this rank's own;
-    `lanes`: the groups in which values go up and down; `control`: that in which everything else is said, from memory
+    """The ranks of one pipe, as one of them sees it. `group`: the ProcessGroup that they are, for collectives;
+    `labels`: of the devices, by rank; `device`: this rank's own; `lanes`: the groups in which values go up and down; `control`: that in which everything else is said, from memory
     of the host; `timeout`: seconds after which a rank that does not answer counts as lost; `lost`: why no step can be
     any more, once one is."""
 
+    group: Any
     rank: int
     labels: tuple[str, ...]
     device: torch.device
@@ -178,5 +179,5 @@ def join(group: Any, device: torch.device, timeout: float) -> World:
         up, down = (c10d.PrefixStore(way, store) for way in ("up", "down"))
         lanes = tuple(c10d.ProcessGroupNCCL(way, rank, len(ranks), limit) for way in (up, down))
     labels = tuple(f"{device.type}:{rank}" for rank in range(len(ranks)))
-    made = _worlds[key] = World(rank, labels, device, lanes, control, timeout, store)
+    made = _worlds[key] = World(group, rank, labels, device, lanes, control, timeout, store)
     return made

@@ -323,7 +323,7 @@ def train(group: Any) -> None:
         pipe.drop_others()
         assert sum(p.untyped_storage().nbytes() for p in model.parameters()) == (36 + 6) * 8
     optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (pipe, plain_model)]
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    scaler = fxpipe.GradScaler(pipe, "cpu", init_scale=2.0**8)
     for turn in range(3):
         for half in (slice(0, 5), slice(5, 8)):
             loss = pipe.step(x[half], target=y[half], loss_fn=F.mse_loss, scaler=scaler)
