@@ -37,9 +37,10 @@ class Lost(Exception):
 @dataclass(eq=False)
 class World:
     """The ranks of one pipe, as one of them sees it. `group`: the ProcessGroup that they are, for collectives;
-    `labels`: of the devices, by rank; `device`: this rank's own; `lanes`: the groups in which values go up and down; `control`: that in which everything else is said, from memory
-    of the host; `timeout`: seconds after which a rank that does not answer counts as lost; `lost`: why no step can be
-    any more, once one is."""
+    `labels`: of the devices, by rank; `device`: this rank's own; `lanes`: the connections in which values go up and
+    down; `control`: that in which everything else is said, from memory of the host; `timeout`: seconds after which a
+    rank that does not answer counts as lost; `store`: where the first to see that leaves word; `lost`: why no step can
+    be any more, once one is."""
 
     group: Any
     rank: int
