@@ -118,7 +118,7 @@ class RankPipe(Pipe):
         Every rank makes this call. The leader, rank 0, passes all arguments; any other rank passes what its stages use,
         and may leave out the rest, or pass None for it: `pipe.step(target=y, loss_fn=loss_fn)` on the last one.
         `loss_fn` and `outputs` are the same on all. With `outputs`, every rank gets what the model returns. The scale
-        is that of the leader's `scaler`. The gradient of an input is on each rank what its own stages add to it.
+        is that of the leader's `scaler`. An input that needs a gradient gets it on every rank that passes it.
 
         If anything fails on any rank, no gradient is added on any. Raises what failed here, and RankError for what
         failed elsewhere or if a rank is lost.
@@ -492,7 +492,9 @@ def check_same(given: Given, looks: Given, rank: int) -> None:
     """Raise RankError where a tensor has another shape or type than the leader's."""
     ours, theirs = tensors_in(given), tensors_in(looks)
     for path in ours.keys() & theirs.keys():
-        here, there = ((x.dtype, list(x.shape)) for x in (ours[path], theirs[path]))
+        here, there = ((x.dtype, list(x.shape), x.requires_grad) for x in (ours[path], theirs[path]))
+        if here[:2] == there[:2] and here != there:
+            raise RankError(f"{path} needs a gradient on one of the ranks {LEADER} and {rank} alone; let it on both")
         if here != there:
             raise RankError(
                 f"rank {rank} was given {path} of type {here[0]} and shape {here[1]}, and rank {LEADER} {there[0]} "

@@ -37,7 +37,7 @@ from fxpipe.runtime.stream import use_stream
 from .box import Key
 from .engine import Batches
 from .step import Step
-from .stepper import Rows, Stepper
+from .stepper import Leaves, Rows, Stepper
 from .wire import FailedElsewhere, Size, blank, failure, read, seal
 from .world import LEADER, Lost, World
 
@@ -275,8 +275,8 @@ class Ranked(Stepper):
         error: BaseException | None = None,
     ) -> tuple[Any, ...]:
         """The outputs, on every rank, for the inputs, of which those must be here that stages of this rank use; each
-        rank gets the gradients of its own stages. `seed` is what random numbers begin with. With an `error`, this rank
-        only takes part, and fails by it."""
+        rank gets the gradients of its own stages, and those of the inputs that it has. `seed` is what random numbers
+        begin with. With an `error`, this rank only takes part, and fails by it."""
 
         def kind(sizes: tuple[int, ...], place: Any, draws: bool) -> RankStep:
             m = RankStep(sizes, place, False)
@@ -286,7 +286,7 @@ class Ranked(Stepper):
         seen = [self._seen(name, value) for (name, _), value in zip(self.inputs, batch, strict=True)]
         m = self.attempt(seen, chunks, scale, kind, {self.devices[-1]: ()})  # one thread has the only box
         commit(self._mutating)
-        outputs, pairs = self.outcome(m, seen)
+        outputs, pairs = self.outcome(m, batch)
         commit_gradients(pairs)
         return outputs
 
@@ -411,6 +411,24 @@ class Ranked(Stepper):
         except Lost as error:
             raise RankError(str(error)) from None
         return outputs, pairs if m.grad else []
+
+    def _inputs(self, leaves: Leaves, batch: Sequence[Any]) -> list[Pair]:
+        """The inputs that need a gradient, with the sum of what the stages of all ranks have for them."""
+        named = {name: value for (name, _), value in zip(self.inputs, batch, strict=True) if isinstance(value, Tensor)}
+        wanted = {name: value for name, value in named.items() if value.requires_grad and name not in self.detached}
+        if not wanted or not torch.is_grad_enabled():
+            return []
+        ours = {id(value): whole.grad for value, whole in super()._inputs(leaves, batch)}
+        mine = {name: ours[id(value)] for name, value in wanted.items() if id(value) in ours}
+        parts = self.world.collect({name: None if grad is None else grad.cpu() for name, grad in mine.items()})
+        pairs = []
+        for name, value in wanted.items():
+            grads = [part[name] for part in parts if part.get(name) is not None]
+            if grads and not value.is_meta:
+                whole = alias(value)
+                whole.grad = torch.stack(grads).sum(0).to(value.device)
+                pairs.append((value, whole))
+        return pairs
 
 
 def on_rank(

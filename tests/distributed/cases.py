@@ -63,8 +63,9 @@ def step_over(group: Any, model: nn.Module, own: Own, call: Any, seed: int, step
     all_gradients = {name: grad for result, _ in parts for name, grad in result.gradients.items()}
     all_gradients = {name: all_gradients[name] for name, _ in model.named_parameters()}
     for index, grads in enumerate(zip(*(found for _, found in parts), strict=True)):
-        some = [grad for grad in grads if grad is not None]
-        all_gradients[f"input {index}"] = sum(some[1:], start=some[0]) if some else None
+        some = [grad for grad in grads if grad is not None]  # on each rank that has passed the input
+        assert all(torch.equal(grad, some[0]) for grad in some)
+        all_gradients[f"input {index}"] = some[0] if some else None
     all_buffers = {name: value for result, _ in parts for name, value in result.buffers.items()}
     for result, _ in parts[1:]:
         assert_same(Result(result.output, {}, {}), Result(output, {}, {}), 0)
