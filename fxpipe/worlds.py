@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from .engines.world import World, join
 from .errors import PlanError
 from .ir.cluster import Cluster
+from .meeting import fresh_store
 from .options import Options
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -51,7 +53,10 @@ def in_world(timeout: float) -> bool:
         if not all(name in os.environ for name in TORCHRUN) or int(os.environ["WORLD_SIZE"]) < 2:
             return False
         gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])) > 0
-        dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timedelta(seconds=timeout))
+        backend, limit = "cpu:gloo,cuda:nccl" if gpus else "gloo", timedelta(seconds=timeout)
+        store, rank, size = next(rendezvous("env://", timeout=limit))
+        store = fresh_store(store, rank, size, timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     return dist.get_world_size() > 1
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parents[2]
 
 SCRIPTS = {
     "plain": "torch",
@@ -28,3 +33,28 @@ def test_trainer_trains_a_pipe_as_the_plain_model() -> None:
     pytest.importorskip("transformers")
     trainer = import_module("benchmarks.integrations.language_model").trainer
     assert trainer() == pytest.approx(trainer(pipeline=False), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_script_over_ranks_goes_on_after_a_kill(tmp_path: Path) -> None:
+    """Its losses are those of a run that nobody has disturbed, to the last bit."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = ["--max-restarts", "1", "-m", "benchmarks.integrations.ranks"]
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    options = ["--steps", "9", "--every", "3"]
+    runs = [
+        subprocess.Popen([*torchrun, *script, str(killed), *options, "--kill", "5"], cwd=ROOT),
+        subprocess.Popen([*torchrun, *script, str(whole), *options], cwd=ROOT),
+    ]
+    try:
+        assert [run.wait(timeout=240) for run in runs] == [0, 0]
+    finally:
+        for run in runs:
+            run.kill()
+    found, wanted = (
+        [line.split() for line in (path / "losses.txt").read_text().splitlines()] for path in (killed, whole)
+    )
+    assert [int(step) for step, _ in found] == [0, 1, 2, 3, 4, *range(3, 9)]
+    assert dict(found) == dict(wanted)
+    assert all(dict(wanted)[step] == loss for step, loss in found)
+    assert float.fromhex(wanted[-1][1]) < float.fromhex(wanted[0][1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +135,38 @@ def looped(group: Any) -> None:
     for key, value in pipe.state_dict().items():
         torch.testing.assert_close(value, reference[key], rtol=1e-9, atol=1e-12)
     pipe.close()
+
+
+class Most:
+    """The most memory that this process has had since, over what it had then."""
+
+    def __init__(self) -> None:
+        ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: what is freed is given back at once
+        Path("/proc/self/clear_refs").write_text("5")  # Linux forgets the peak
+        self.before = self._read("VmRSS")
+
+    def bytes(self) -> int:
+        return self._read("VmHWM") - self.before
+
+    def _read(self, name: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def stays_within(group: Any, width: int, depth: int) -> int:
+    """Steps of a model with so many layers on each rank. Gives the most memory, in bytes, that all of it took."""
+    for wide in (8, width):  # first a small one, for what a first step loads
+        with torch.device("meta"):
+            layers = (nn.Linear(wide, wide, bias=False) for _ in range(depth * dist.get_world_size(group)))
+            model = nn.Sequential(*layers)
+        x, most = torch.ones(4, wide), Most()
+        pipe = piped(group, model, example_inputs=x)
+        pipe.materialize(seed=0)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        for _ in range(3):
+            pipe.step(x, target=x, loss_fn=F.mse_loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        found = most.bytes()
+        pipe.close()
+    return found

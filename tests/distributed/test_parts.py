@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import fxpipe
@@ -35,6 +37,17 @@ def test_saved_on_four_ranks(pool: Pool, tmp_path: Path) -> None:
     found.append(train(plain, optimizer, range(3, 23)))
     for one in (*losses, *found):
         torch.testing.assert_close(one, losses[0], rtol=1e-9, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak of memory from /proc")
+def test_a_model_that_fits_on_no_rank(pool: Pool) -> None:
+    """The peak of each rank is within a tenth of what its own parameters and gradients take."""
+    width, depth = 1024, 12
+    layer = 4 * width * width
+    limit = int(1.1 * 2 * depth * layer)
+    assert limit < len(ALL) * depth * layer  # what the parameters of the whole model take alone
+    assert max(pool.run(parts.stays_within, width, depth, ranks=ALL)) < limit
 
 
 def test_a_loop_with_all_that_users_do(pool: Pool) -> None:
