@@ -14,9 +14,10 @@ from .clock import timed
 from .codegen.load import tensors_of, worker_device
 from .errors import InputError, PlanError
 from .ir.cluster import Cluster, Device
+from .ir.evaluate import with_totals
 from .ir.graph import Graph
 from .ir.profile import Profile
-from .pipe import batch_size, given, match, micro_batch_sizes
+from .pipe import batch_size, given, match, micro_batch_sizes, real
 from .profiling import estimate, measure
 
 
@@ -79,7 +80,7 @@ def profile(
         graph = replace(Front(model, batch_dim, reduce=reduce).capture(inputs, kwargs), training=model.training)
     found: dict[str, Any] = {}
     match(graph.call, (inputs, kwargs), found)
-    values = tuple(found[item.name] for item in graph.inputs)
+    values = tuple(found[item.name] for item in graph.inputs if item.path)
     whole = batch_size(graph, values)
     rows = whole if batch is None else batch
     if rows < 1:
@@ -111,9 +112,12 @@ def _measured(
         here = worker_device(where)
     except RuntimeError as error:
         raise PlanError(f"{where!r} is not a device to measure on: {error}") from None
+    passed = {item.name: value for item, value in given(graph, values)}
+    with torch.no_grad():
+        known = with_totals(graph, passed, real(graph.totals, tensors) if graph.totals is not None else {})
     pieces = {
-        item.name: value if item.batch_dim is None else value.narrow(item.batch_dim, 0, rows)
-        for item, value in given(graph, values)
+        item.name: known[item.name] if item.batch_dim is None else known[item.name].narrow(item.batch_dim, 0, rows)
+        for item in graph.inputs
     }
     states = {s.name: s.value if s.kind == "constant" else tensors[s.path] for s in graph.states}
     return measure(graph, pieces, states, str(here))

@@ -40,6 +40,20 @@ def test_measured_where_the_model_is() -> None:
         fxpipe.profile(net(), torch.zeros(6, 8), batch=7)
 
 
+@pytest.mark.parametrize("device", [None, V100], ids=["measured", "estimated"])
+def test_a_loss_that_knows_the_whole_batch(device: object) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 5)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(self.linear(x), labels)
+
+    made = fxpipe.profile(Masked(), torch.ones(4, 8), torch.tensor([0, -100, 1, 2]), device=device, batch=2)
+    assert any(cost.forward > 0 for cost in made.ops)
+
+
 def test_refusals() -> None:
     with pytest.raises(PlanError, match=r"takes an nn\.Module"):
         fxpipe.profile(torch.relu, torch.zeros(2))  # type: ignore[arg-type]

@@ -6,12 +6,14 @@ import ctypes
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.errors import FxpipeError
 from fxpipe.materialize import slots_of
 from tests.test_checkpoint import Net, adam, batch, train
 
@@ -120,6 +122,8 @@ def looped(group: Any) -> None:
     plain.load_state_dict(model.state_dict())
     pipe = piped(group, model, example_inputs=batch(0))
     mine = "layers.0.weight" in (pipe.keys_here() or ())
+    with pytest.raises(FxpipeError, match=r"so ranks would skip other steps; use fxpipe.GradScaler\(pipe, ...\)"):
+        pipe.step(batch(0), target=batch(0), loss_fn=F.cross_entropy, scaler=torch.amp.GradScaler("cpu"))
     found = loop(
         model, pipe, fxpipe.GradScaler(pipe, "cpu", init_scale=1024.0), fxpipe.clip_grad_norm_,
         model.layers[0].weight if mine else None,
