@@ -26,11 +26,14 @@ class _Row(NamedTuple):
     place: str
 
 
-def header(program: Program, stage: Stage, variables: Mapping[str, str], title: str, notes: str) -> list[str]:
-    """The lines of the docstring. `notes` are facts that others have measured or estimated."""
+def header(
+    program: Program, stage: Stage, variables: Mapping[str, str], title: str, notes: str, width: int = WIDTH
+) -> list[str]:
+    """The lines of the docstring, of up to `width` characters. `notes` are facts that others have measured or
+    estimated."""
     rows = [*_takes(program, stage, variables), *_gives(program, stage, variables), *_updates(program, stage)]
-    facts = textwrap.wrap(doc_prose(_facts(program, stage, notes)), WIDTH)  # not indented, or formatters dedent all
-    table = [*_table(rows), ""] if rows else []
+    facts = textwrap.wrap(doc_prose(_facts(program, stage, notes)), width)  # not indented, or formatters dedent all
+    table = [*_table(rows, width), ""] if rows else []
     return [f'"""{title}', "", *table, *facts, '"""']
 
 
@@ -78,7 +81,7 @@ def _updates(program: Program, stage: Stage) -> Iterator[_Row]:
         yield _Row("updates", program.state(name).path, str(program.types[name]), "in place, once per micro-batch")
 
 
-def _table(rows: list[_Row]) -> list[str]:
+def _table(rows: list[_Row], width: int) -> list[str]:
     """Rows in columns; a row that is too wide goes on in a second line."""
     shown = [_Row(*(doc_prose(cell) for cell in row)) for row in rows]
     label, name, kind = (max(len(row[i]) for row in shown) for i in range(3))
@@ -86,13 +89,13 @@ def _table(rows: list[_Row]) -> list[str]:
     lines = []
     for row in shown:
         line = f"{INDENT}{row.label:<{label}}  {row.name:<{name}}  {row.type:<{kind}}  {row.place}".rstrip()
-        if len(line) <= WIDTH:
+        if len(line) <= width:
             lines.append(line)
         else:
             indent = INDENT * 2 + " " * label
             first = f"{INDENT}{row.label:<{label}}  {row.name}  {row.type}"
-            lines += textwrap.wrap(first, WIDTH, subsequent_indent=indent, drop_whitespace=True)
-            lines += textwrap.wrap(row.place, WIDTH, initial_indent=indent, subsequent_indent=indent)
+            lines += textwrap.wrap(first, width, subsequent_indent=indent, drop_whitespace=True)
+            lines += textwrap.wrap(row.place, width, initial_indent=indent, subsequent_indent=indent)
     return lines
 
 

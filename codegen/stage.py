@@ -62,7 +62,8 @@ def emit_device(program: Program, device: str, notes: Sequence[str]) -> str:
     lines = [*textwrap.wrap(f'"""{title}"""', WIDTH), "", *_imports(program, stages)]
     for stage in stages:
         about = f"Stage {stage.index} of {n}{_modules(stage)}."
-        docstring, code = _parts(program, stage, f"Stage{stage.index}", about, notes[stage.index])
+        inside = WIDTH - len(INDENT)
+        docstring, code = _parts(program, stage, f"Stage{stage.index}", about, notes[stage.index], inside)
         indented = [f"{INDENT}{line}".rstrip() for line in docstring]
         lines += ["", "", f"class Stage{stage.index}(Stage):", *indented, "", *code]
     return "\n".join(lines) + "\n"
@@ -80,8 +81,10 @@ def _emit(program: Program, stage: Stage, name: str, title: str, notes: str) -> 
     return "\n".join([*docstring, "", *_imports(program, [stage]), "", "", f"class {name}(Stage):", *code]) + "\n"
 
 
-def _parts(program: Program, stage: Stage, name: str, title: str, notes: str) -> tuple[list[str], list[str]]:
-    """The docstring of a stage, and what is in its class."""
+def _parts(
+    program: Program, stage: Stage, name: str, title: str, notes: str, width: int = WIDTH
+) -> tuple[list[str], list[str]]:
+    """The docstring of a stage, in lines of up to `width`, and what is in its class."""
     taken = {module.partition(".")[0] for module in _needed(stage)} | {name, *_runtime_names(stage)}
     variables = assign(stage, program.types, _paths(program, stage), taken)
     code = [
@@ -89,7 +92,7 @@ def _parts(program: Program, stage: Stage, name: str, title: str, notes: str) ->
         *_signature(program, stage, variables),
         *_body(program, stage, variables),
     ]
-    return header(program, stage, variables.of, title, notes), code
+    return header(program, stage, variables.of, title, notes, width), code
 
 
 def constant_names(program: Program) -> dict[str, str]:

@@ -24,8 +24,8 @@ class Stage1(Stage):
         gives    flatten_1     f64[2, 8]          to stage 2
         sends    flatten_1     f64[2, 8]          to stage 3, through a portal
 
-    15 ops, 0 parameters; recomputed in backward, except the last micro-batch; forward 93.7 us, backward 186 us,
-    keeps 20.9 kB (estimated, b = 4)
+    15 ops, 0 parameters; recomputed in backward, except the last micro-batch; forward 93.7 us, backward 186
+    us, keeps 20.9 kB (estimated, b = 4)
     """
 
     def forward(
@@ -79,8 +79,8 @@ class Stage3(Stage):
         gives  x_5_1      f64[4, 8]  to stage 4
         sends  x_5_1      f64[4, 8]  to stage 5, through a portal
 
-    3 ops, 72 parameters; recomputed in backward, except the last micro-batch; forward 15.2 us, backward 20.3 us,
-    keeps 512 B (estimated, b = 4)
+    3 ops, 72 parameters; recomputed in backward, except the last micro-batch; forward 15.2 us, backward 20.3
+    us, keeps 512 B (estimated, b = 4)
     """
 
     states = ("fc6.weight_8_16", "fc6.bias_8_16")
@@ -103,8 +103,8 @@ class Stage5(Stage):
         gives  x_6_1  f64[4, 8]  to stage 6
         sends  x_6_1  f64[4, 8]  to stage 7, through a portal
 
-    3 ops, 136 parameters; recomputed in backward, except the last micro-batch; forward 15.3 us, backward 20.5 us,
-    keeps 768 B (estimated, b = 4)
+    3 ops, 136 parameters; recomputed in backward, except the last micro-batch; forward 15.3 us, backward 20.5
+    us, keeps 768 B (estimated, b = 4)
     """
 
     states = ("fc7.weight_8_16", "fc7.bias_8_16")
@@ -126,8 +126,8 @@ class Stage7(Stage):
         takes  x_6_1       f64[4, 8]  from stage 5, through a portal
         gives  linear_2_1  f64[4, 2]  to stage 8
 
-    2 ops, 34 parameters; recomputed in backward, except the last micro-batch; forward 10.2 us, backward 15.3 us,
-    keeps 512 B (estimated, b = 4)
+    2 ops, 34 parameters; recomputed in backward, except the last micro-batch; forward 10.2 us, backward 15.3
+    us, keeps 512 B (estimated, b = 4)
     """
 
     states = ("fc8.weight_3_5", "fc8.bias_3_5")
