@@ -55,14 +55,20 @@ def stage_row(build: Build, index: int) -> tuple[str, ...]:
 
 
 def special_lines(build: Build) -> list[str]:
-    """What is out of the ordinary, one line each: portals, shared parameters, submodules that are kept whole, lines in
-    which the samples of a micro-batch meet."""
+    """What is out of the ordinary, one line each: portals, shared parameters, parts of parameters, submodules that are
+    kept whole, lines in which the samples of a micro-batch meet."""
     program = build.program
     n = len(program.stages)
     portals = [move for move in program.moves if move.portal and move.source >= 0 and move.target < n]
     lines = [f"portal: {move.value}, from stage {move.source} to stage {move.target}" for move in portals]
     lines += [
         f"shared: {loan.state}, at home in stage {loan.home}, used by stage {loan.user}" for loan in program.loans
+    ]
+    lines += [
+        f"part: {program.state(name).held}, held by stage {stage.index} on {stage.device}"
+        for stage in program.stages
+        for name in stage.states
+        if program.state(name).part
     ]
     lines += [
         f"opaque: {op.target.path}, kept whole in stage {stage.index}, because of "

@@ -27,13 +27,14 @@ from fxpipe.ir.strategy import Config, Strategy
 from fxpipe.options import device_labels
 from fxpipe.search import operators_of
 from fxpipe.searched import Searched
-from fxpipe.soap.strategies import data_parallel, krizhevsky, model_parallel, scattered
+from fxpipe.soap.strategies import data_parallel, krizhevsky, scattered
 from fxpipe.strategies import Sharding
 from tests.models import Case, Inputs
 from tests.soap.small import SMALL
 from tests.transparency import build, inputs
 
 TOLERANCE = 1e-9
+HEAD = ("hidden", "head")
 SAMPLES = 4
 
 
@@ -77,7 +78,7 @@ CASES = {
     **SMALL,
 }
 # How many strategies each model runs: 300 by default, and some for Inception, which takes long to capture.
-COUNTS = {"convolutional": 130, "mixed": 114, "alexnet": 16, "rnnlm": 14, "rnntc": 12, "nmt": 8, "resnet": 6}
+COUNTS = {"convolutional": 133, "mixed": 114, "alexnet": 16, "rnnlm": 14, "rnntc": 12, "nmt": 8, "resnet": 3}
 COUNTS |= {"inception": 6}
 
 
@@ -281,11 +282,32 @@ def test_a_device_file(golden: Any) -> None:
 
 def test_it_says_which_parts_run_where() -> None:
     model, x, graph = small()
-    pipe = fxpipe.compile(model, strategy=(graph, model_parallel(graph, 2)))
+    pipe = fxpipe.compile(model, strategy=(graph, krizhevsky(graph, 2)))
     pipe.prepare(x)
-    assert "cpu:1" in pipe.explain()
-    assert "linear" in str(pipe.trail["cut"])
+    assert "part: hidden.weight_3_6, held by stage 3 on cpu:1" in pipe.explain()
+    assert "f32[3, 36]  hidden.weight_3_6" in str(pipe.trail["cut"])
     pipe.close()
+
+
+def test_a_pipeline_of_sharded_stages() -> None:
+    """Convolutions cut between samples over two devices, the head between its weights over two others: values only go
+    from the former to the latter, so these are two stages, and in 1F1B the first runs ahead."""
+    with bench("convolutional") as made:
+        graph = made.operators[2]
+        samples, weights = data_parallel(graph, 2).configs, krizhevsky(graph, 2).configs
+        configs = [
+            replace(two, devices=tuple(device + 2 for device in two.devices)) if operator.name in HEAD else one
+            for operator, one, two in zip(graph, samples, weights, strict=True)
+        ]
+        made.set(Strategy(tuple(configs)), 4, chunks=2, schedule="1f1b", checkpoint="never")
+        made.check(by_step=True)
+        labels = tuple(dict.fromkeys(made.pipe.build.program.devices))
+        rows = dict(zip(labels, made.pipe.schedule.devices, strict=True))
+        assert "".join(action.short for action in rows["cpu:1"]) == "F0F1B0B1"
+        kinds = "".join(action.kind for action in rows["cpu:3"])
+        each = len(kinds) // 4
+        assert kinds == 2 * (each * "F" + each * "B"), "forward and backward of a micro-batch in turn"
+        made.check(by_step=False)
 
 
 # What is refused -------------------------------------------------------------------------------------------------
