@@ -17,10 +17,10 @@ SMALL = {
 @pytest.mark.parametrize("model", SMALL)
 def test_every_strategy_is_simulated_and_measured(model: str) -> None:
     assert set(SMALL) == set(strategies.cases())
-    results = trials(SMALL[model](), measured(rounds=1), rounds=1, drawn=1)
-    assert len(results) == 5
+    results = trials(SMALL[model](), measured(rounds=1), rounds=1, drawn=0)
+    assert len(results) == 4
     assert min(seconds for one in results for seconds in (one.simulated, one.measured)) > 0
-    assert len({one.simulated for one in results}) > 3
+    assert len({one.simulated for one in results}) > 2
 
 
 def test_what_is_said_of_the_results() -> None:
