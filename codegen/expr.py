@@ -78,9 +78,9 @@ def _expression(op: Op, names: Names) -> Doc:
 def _whole(target: Opaque, args: tuple[Any, ...], names: Names) -> Doc:
     """`self.router(x)`: a submodule called whole. Tensors that the stage has under another path are named."""
     tensors, given, others = args
-    owner = state_path(target.path)
+    owner, inside = (state_path(target.path), f"{target.path}.") if target.path else ("self.whole_model", "")
     pairs = zip(target.names, tensors, strict=True)
-    elsewhere = {name: ref for name, ref in pairs if names(ref.name) != state_path(f"{target.path}.{name}")}
+    elsewhere = {name: ref for name, ref in pairs if names(ref.name) != state_path(f"{inside}{name}")}
     if elsewhere:
         owner = f"{owner}.with_tensors({flat(nest(elsewhere, names))})"
     return Brackets(f"{owner}(", (*(nest(arg, names) for arg in given), *_keywords(others, names)), ")")

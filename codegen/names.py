@@ -20,8 +20,8 @@ RESERVED = frozenset((*_OURS, *keyword.kwlist, *dir(builtins)))
 # What every stage has as an attribute, so that it cannot be the name of a part of the model.
 STAGE_NAMES = frozenset((
     *dir(nn.Module()), "states", "constants", "mutates", "rereads", "device", "tensor", "put", "trainable", "source",
-    "copies", "refresh", "opaque", "compiled", "with_tensors", "_find", "_hold", "_scope", "_differentiable",
-    "_find_differentiable", "_put_constant",
+    "copies", "refresh", "opaque", "compiled", "with_tensors", "whole_model", "_find", "_hold", "_scope",
+    "_differentiable", "_find_differentiable", "_put_constant",
 ))  # fmt: skip
 # Letters that look like digits in most fonts; linters refuse them.
 AMBIGUOUS = frozenset("lOI")

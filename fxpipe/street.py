@@ -18,6 +18,7 @@ from .errors import PlanError
 from .ir import plan as plans
 from .ir.cluster import Cluster
 from .ir.graph import Graph
+from .ir.opaque import Opaque, opaques
 from .ir.plan import Plan, StagePlan
 from .ir.profile import Profile, total
 from .ir.program import Program
@@ -112,13 +113,37 @@ def emitted(
 
 
 def choices(graph: Graph, options: Options, home: Home | None) -> list[Options]:
-    """What is to be tried: all schedules that the stages allow, if none was asked for."""
+    """What is to be tried: all schedules that the stages allow, if none was asked for. A model that is kept whole has
+    one stage."""
+    if options.plan is None and (whole := _whole_model(graph)) is not None:
+        return [_on_one_device(options, whole)]
     if options.schedule != AUTO:
         return [options]
     if graph.loss is None:
         return [replace(options, schedule="gpipe")]
     dealt = None if home is None else tuple(stage.device for stage in home.plan.stages)
     return [replace(options, schedule=name, devices=devices) for name, devices in candidates(options.devices, dealt)]
+
+
+def _whole_model(graph: Graph) -> Opaque | None:
+    return next((opaque for opaque in opaques(graph) if not opaque.path), None)
+
+
+def _on_one_device(options: Options, whole: Opaque) -> Options:
+    """All in one stage, on the first device. Raises PlanError where there must be several."""
+    if options.ranks:
+        raise PlanError(
+            f"{whole.origin}\n{whole.reason}: {whole} is kept whole, as one op, and each rank is to have a stage; move "
+            "these lines into the forward of a submodule"
+        )
+    first = options.devices[0]
+    mode = (
+        options.checkpoint if isinstance(options.checkpoint, str) else "except_last" if options.checkpoint else "never"
+    )
+    return replace(
+        options, devices=(first,), schedule="gpipe", warmup=None, checkpoint=mode, offload=frozenset(), balance="time",
+        split_at=(), replicas={first: ()},
+    )  # fmt: skip
 
 
 def draft(

@@ -90,26 +90,12 @@ class Largest(nn.Module):
         return (x**2).max()
 
 
-class Branch(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        if x.sum() > 0:
-            return x
-        return -x
-
-
-@pytest.mark.parametrize(
-    ("model", "line", "advice"),
-    [
-        (Largest(), r"return \(x\*\*2\).max\(\)", "reduce"),
-        (Branch(), "if x.sum() > 0:", "torch.where|torch.cond"),
-    ],
-)
-def test_models_that_cannot_be_cut(model: nn.Module, line: str, advice: str) -> None:
+def test_a_model_that_cannot_be_cut() -> None:
     x = X.clone().requires_grad_()  # of data alone, what mixes samples is computed for the whole batch
-    with pytest.raises(CaptureError, match=advice) as raised:
-        fxpipe.compile(model, devices=1, chunks=2)(x)
+    with pytest.raises(CaptureError, match="reduce") as raised:
+        fxpipe.compile(Largest(), devices=1, chunks=2)(x)
     assert "test_bad_input.py" in str(raised.value)
-    assert line.replace("\\", "") in str(raised.value)
+    assert "return (x**2).max()" in str(raised.value)
 
 
 @pytest.mark.parametrize("reduce", [None, "mean"])

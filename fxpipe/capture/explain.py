@@ -26,6 +26,8 @@ DATA_SIZES = (
     "the shape of its result depends on the values of a tensor",
     "write x * mask or torch.where(mask, x, 0) in place of x[mask]",
 )
+HOOKED = "a module in the model has a backward hook, which would not run"
+DERIVES = "it takes derivatives inside of forward"
 # What Dynamo's message says, what is wrong, what to write instead.
 ADVICE = (
     (
@@ -64,12 +66,12 @@ ADVICE = (
     ),
     (
         r"[Mm]odule-level backwards? hooks",
-        "a module in the model has a backward hook, which would not run",
+        HOOKED,
         "put the hook on a parameter or a tensor, as in weight.register_hook(...), or on the pipe itself",
     ),
     (
         r"autograd\.grad",
-        "it takes derivatives inside of forward",
+        DERIVES,
         "write them out, as operations",
     ),
     (

@@ -259,7 +259,7 @@ class Front:
 
     def _how(self) -> str:
         """How a call is captured, in words."""
-        kept = [piece.opaque.path for piece in self.pieces.of.values()]
+        kept = [str(piece.opaque) for piece in self.pieces.of.values()]
         return f"one graph, {', '.join(kept)} kept whole" if kept else "one graph"
 
     def _another_way(self, now: Now, tried: list[Refused]) -> str | None:

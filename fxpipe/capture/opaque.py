@@ -29,7 +29,7 @@ from fxpipe.ir.opaque import (
 )
 from fxpipe.ir.types import dim_names, tensors
 
-from .explain import DATA_SIZES, Refused
+from .explain import DATA_SIZES, DERIVES, HOOKED, Refused
 from .hollow import Twins
 
 # What functions that may draw random numbers are called. What is missed here is found if it draws when it is learnt.
@@ -73,7 +73,7 @@ class Piece:
 
     def refusal(self) -> Refused:
         """Why it cannot be kept whole."""
-        path = self.opaque.path
+        path = str(self.opaque)
         odd = (
             f"what {path} returns is no tensor, or of a shape that its arguments do not tell; or it writes into them",
             "return new tensors, of shapes that do not depend on the values of others",
@@ -83,7 +83,7 @@ class Piece:
             "call it in the same way, whatever torch.compiler.is_compiling() says",
         )
         found = Refused(self.opaque.origin, *(another if self.asked and self.opaque.promises else odd))
-        found.route = f"one graph, {self.opaque.path} kept whole"
+        found.route = f"one graph, {path} kept whole"
         return found
 
     def stand_in(self, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -91,7 +91,7 @@ class Piece:
         promise, given = self.opaque.promise(args, kwargs)
         if promise is None:
             self.asked = True
-            raise LookupError(f"what {self.opaque.path} returns is not known yet")
+            raise LookupError(f"what {self.opaque} returns is not known yet")
         grad = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, *given))
         device = next((x.device for x in (*given, *tensors)), torch.device("cpu"))
         made = [_empty(gives, given, device, grad) for gives in promise.gives if isinstance(gives, Gives)]
@@ -150,17 +150,22 @@ class Pieces:
         return bool(stale)
 
     def keep(self, twins: Twins, refused: Refused) -> bool:
-        """Keep one more submodule whole: of those that a break is inside of, the innermost that is not yet. False if
-        that would be the whole model."""
+        """Keep one more submodule whole: of those that a break is inside of, the innermost that is not yet; at last the
+        model itself, unless that takes derivatives: a forward that is to be recomputed runs without. False if there is
+        none, or if a hook would see the gradient of each micro-batch there."""
+        if refused.reason == HOOKED:
+            return False
         named = {id(module): (path, module) for path, module in twins.named()}
         inside = [named[key] for key in refused.modules or () if key in named]
+        inside = [pair for pair in inside if pair[0] or refused.reason != DERIVES]
         return self._keep(inside, refused.where or NOWHERE, refused.reason, twins)
 
     def keep_around(self, twins: Twins, piece: Piece) -> bool:
         """Keep the submodule around a piece whole, in its place."""
         self.given_up.add(id(piece.opaque.module))
         del self.of[id(piece.opaque.module)]
-        around = [pair for pair in twins.named() if piece.opaque.path.startswith(f"{pair[0]}.")]
+        path, part = piece.opaque.path, piece.opaque.module
+        around = [(p, m) for p, m in twins.named() if (path.startswith(f"{p}.") if p else part in set(m.modules()))]
         return self._keep(around, piece.opaque.origin, piece.opaque.reason, twins)
 
     def _keep(self, inside: Sequence[tuple[str, nn.Module]], origin: Origin, reason: str, twins: Twins) -> bool:
@@ -168,7 +173,7 @@ class Pieces:
         each would cost another trace of the whole model."""
         for path, module in reversed(inside):
             own = type(module).forward is not nn.Module.forward  # lists of modules have none
-            if path and own and id(module) not in self.of and id(module) not in self.given_up:
+            if own and id(module) not in self.of and id(module) not in self.given_up:
                 found = [(path, module)]
                 if any(type(piece.opaque.module) is type(module) for piece in self.of.values()):
                     found += [pair for pair in twins.named() if type(pair[1]) is type(module)]
@@ -191,12 +196,18 @@ class Pieces:
         for piece in self.of.values():
             if not piece.told:
                 piece.told = True
-                opaque = piece.opaque
-                warnings.warn(
-                    f"{opaque.path} is kept whole: one opaque op that no cut goes through and that runs as plain "
-                    f"Python, because of {opaque.origin} ({opaque.reason})",
-                    stacklevel=2,
-                )
+                warnings.warn(_told(piece.opaque), stacklevel=2)
+
+
+def _told(opaque: Opaque) -> str:
+    why = f"because of {opaque.origin} ({opaque.reason})"
+    if opaque.path:
+        return f"{opaque} is kept whole: one opaque op that no cut goes through and that runs as plain Python, {why}"
+    return (
+        f"{opaque} is kept whole, and nothing is pipelined: the model is one opaque op on one stage, which runs as "
+        f"plain Python on each micro-batch, {why}; move these lines into the forward of a submodule, and the rest is "
+        "cut"
+    )
 
 
 def sized_by_data(graph: Graph, twins: Twins) -> Refused | None:

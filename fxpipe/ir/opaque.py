@@ -79,9 +79,10 @@ class Opaque:
     """A submodule to be called whole: `opaque(tensors, args, kwargs)`, with its parameters and buffers in the order of
     `names`, returns the tensors in what the submodule returns, in order; one alone as it is.
 
-    `path` is the model's own; `origin` is the line that cannot be traced, `reason` why. `promises` grows while kinds of
-    calls are captured; without any, what is returned is not checked. `written`: lines that write into what it returns;
-    `remembers`: attributes that forward sets, so that it may do another thing when it runs again.
+    `path` is the model's own, "" for the model itself; `origin` is the line that cannot be traced, `reason` why.
+    `promises` grows while kinds of calls are captured; without any, what is returned is not checked. `written`: lines
+    that write into what it returns; `remembers`: attributes that forward sets, so that it may do another thing when it
+    runs again.
     """
 
     path: str
@@ -95,10 +96,10 @@ class Opaque:
 
     @property
     def __name__(self) -> str:
-        return f"opaque {self.path}"
+        return f"opaque {self}"
 
     def __repr__(self) -> str:
-        return self.path
+        return self.path or type(self.module).__name__
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -158,7 +159,7 @@ class Opaque:
 
     @property
     def _who(self) -> str:
-        return f"{self.path}, which runs as it is because of {self.origin}," if self.origin.line else self.path
+        return f"{self}, which runs as it is because of {self.origin}," if self.origin.line else str(self)
 
 
 def _show(parts: Sequence[Any]) -> str:

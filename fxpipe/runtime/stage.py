@@ -59,19 +59,19 @@ class Scope(nn.Module):
 
 class Whole(Scope):
     """A submodule that is called whole, as the model's own code: `self.router(x)`. `run` does that, given the tensors
-    that it has here, their paths being `names`, and the arguments."""
+    that it has here, their paths being `names`, and the arguments. Of a whole model they are in the stage itself."""
 
-    def __init__(self, run: Any) -> None:
+    def __init__(self, run: Any, stage: Stage | None = None) -> None:
         super().__init__()
-        self.__dict__["run"] = run
+        self.__dict__.update(run=run, stage=stage)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.with_tensors({})(*args, **kwargs)
 
     def with_tensors(self, others: Mapping[str, Tensor]) -> Callable[..., Any]:
         """The submodule with some tensors from elsewhere: those that it shares with other parts of the model."""
-        run = self.__dict__["run"]
-        tensors = [others[name] if name in others else self.tensor(name) for name in run.names]
+        run, held = self.__dict__["run"], self.__dict__["stage"] or self
+        tensors = [others[name] if name in others else held.tensor(name) for name in run.names]
         return lambda *args, **kwargs: run(tensors, args, kwargs)
 
 
@@ -80,8 +80,9 @@ class Stage(Scope):
     paths of the buffers that forward writes; `rereads`: those of them whose old contents it reads. `copies` are the
     constants that belong on another device, as they are there, with the version that was copied; `elsewhere` the
     parameters and buffers that do, or are held in part, by their paths: of those each run has a new copy or view.
-    `opaque`: paths of the submodules that are called whole. `parts`: which of the paths stand for a part of a tensor,
-    the path of that tensor, and the ranges of the part in its dimensions. `compiled`: its backward is in one piece."""
+    `opaque`: paths of the submodules that are called whole, "" for the model. `parts`: which of the paths stand for a
+    part of a tensor, the path of that tensor, and the ranges of the part in its dimensions. `compiled`: its backward is
+    in one piece."""
 
     states: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
@@ -102,7 +103,7 @@ class Stage(Scope):
         self.device = torch.device(device)
         for path in self.opaque:
             scope, name = self._scope(path)
-            scope._hold(name, Whole((calls or {})[path]))
+            scope._hold(name, Whole((calls or {})[path], None if path else self))
         self.copies: dict[str, tuple[Tensor, int]] = {}
         self.elsewhere: dict[str, Tensor] = {}
         self.regions = {held: tuple([slice(*ends) for ends in region]) for held, _, region in self.parts}
@@ -115,6 +116,11 @@ class Stage(Scope):
 
     def forward(self, *args: Any) -> Any:
         raise NotImplementedError("generated stages say what they compute")
+
+    @property
+    def whole_model(self) -> Any:
+        """The model, where it is called whole."""
+        return self._find("")
 
     @property
     def source(self) -> str:

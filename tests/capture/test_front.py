@@ -182,11 +182,11 @@ def test_nothing_changes_when_the_model_is_refused_or_the_run_fails():
         def forward(self, x, fine=True):
             self.calls += 1
             h = self.fc(x)
-            return h if fine or h.sum() > 0 else -h
+            return h if fine else {h} if h.sum() > 0 else {x}
 
     model, x = Refused(), torch.randn(6, 4)
     weight, front = model.fc.weight, Front(model)
-    with pytest.raises(CaptureError, match=r"(?s)test_front.py:\d+.*return h if fine.*torch.where") as caught:
+    with pytest.raises(CaptureError, match=r"(?s)test_front.py:\d+.*return h if fine.*return new tensors") as caught:
         front((x, False), {}, run_on(model, []))
     assert caught.value.__cause__ is None
     assert model.fc.weight is weight
@@ -355,11 +355,6 @@ def body_item(self, x):
     return x * float(x.detach().numpy().sum())
 
 
-def body_print(self, x):
-    print("here")
-    return x
-
-
 def body_input(self, x):
     x += 1
     return x
@@ -385,7 +380,6 @@ def body_parameter(self, x):
 
 
 REFUSED = {
-    body_print: r"print\(\"here\"\).*takes? that out of forward|print\(\"here\"\).*take that out",
     body_input: r"x \+= 1\nwrites into the input x, .*write x = x \+ 1",
     body_constant: r"self.constant \+= 1\nwrites into constant.*register_buffer\('constant'",
     body_shapes: r"x @ torch.ones\(3, 3\).*it raises RuntimeError: a and b must have same reduction dim",

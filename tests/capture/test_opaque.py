@@ -505,6 +505,38 @@ def test_writes_into_what_may_be_an_argument_are_refused():
     other.close()
 
 
+class Top(Net):
+    """The break is in the forward of the model itself."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x if x.sum() > 0 else x * 2
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-v", "auto"])
+def test_a_model_that_breaks_in_its_own_forward_is_one_op_on_one_stage(schedule, tmp_path):
+    torch.manual_seed(0)
+    model, (x, target) = Top(Counts()).double(), batch()
+    pipe = fxpipe.compile(model, devices=2, chunks=4, schedule=schedule, checkpoint="always")
+    said = r"Top is kept whole, and nothing is pipelined: .* because of test_opaque.py:\d+  .*; move these lines into"
+    with pytest.warns(UserWarning, match=said):
+        assert_calls_alike(pipe, model, x)
+    assert len(pipe.stages) == 1
+    assert "opaque: Top, kept whole in stage 0" in pipe.explain()
+    assert "self.whole_model(x)" in pipe.stages[0].source
+    pipe.save(tmp_path / "out")
+    loaded = fxpipe.load(tmp_path / "out", model)
+    assert_calls_alike(loaded, model, x)
+    own = copy.deepcopy(model)
+    own.zero_grad()
+    pipe.zero_grad()
+    expected = plain(own, x, 4, target)
+    torch.testing.assert_close(pipe.step(x, target=target, loss_fn=F.mse_loss), expected.detach())
+    assert_alike(pipe, own)
+    loaded.close()
+    pipe.close()
+
+
 class Thing:
     def __init__(self, x):
         self.x = x
