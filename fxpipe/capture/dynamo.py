@@ -23,9 +23,10 @@ import torch
 import torch.fx.experimental._config as shape_config
 from torch import fx, nn
 from torch._C._dynamo.eval_frame import reset_code
+from torch._dynamo import variables
 from torch._dynamo.source import TensorProperty, TensorPropertySource
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-from torch._dynamo.variables import builtin
+from torch._dynamo.variables import builtin, tensor
 from torch._dynamo.variables.torch import tracing_state_functions
 from torch._subclasses import FakeTensor, FakeTensorMode
 
@@ -155,6 +156,7 @@ class _Configured:
             # Else a dimension that happens to equal the batch is taken for it.
             settings.enter_context(shape_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
             settings.enter_context(one_step())
+            settings.enter_context(_hooks_are_ops())
             settings.enter_context(_quiet("torch._subclasses.fake_tensor"))  # our error says it better
             settings.enter_context(_quiet("torch._dynamo.metrics_context"))  # torch 2.11 cannot write down our settings
             try:
@@ -212,6 +214,33 @@ def _gradients_that_nobody_gets() -> Iterator[None]:
         yield
     finally:
         kind._call_setattr = refusing
+
+
+@contextmanager
+def _hooks_are_ops() -> Iterator[None]:
+    """A hook on a value that forward makes is an op of the graph, as it is from torch 2.13 on. Before, Dynamo makes a
+    function of the gradient there: of each micro-batch's, which for a hook that is not linear is another function."""
+    if not hasattr(tensor, "_ApplyBackwardHook"):
+        yield
+        return
+    kind: Any = tensor.TensorVariable
+    hanging = kind._method_register_hook
+
+    def hang(self: Any, tx: Any, name: str, hook: Any) -> Any:
+        if self.source:
+            return hanging(self, tx, name, hook)
+        tx.output.create_proxy("call_function", register_hook, (self.as_proxy(),), {})
+        return variables.RemovableHandleVariable(mutation_type=variables.base.ValueMutationNew())
+
+    kind._method_register_hook = hang
+    try:
+        yield
+    finally:
+        kind._method_register_hook = hanging
+
+
+def register_hook(value: Any) -> None:
+    """Stands in a graph for a hook on the value; no graph with one is run."""
 
 
 @contextmanager
