@@ -105,6 +105,30 @@ def test_dropout_inside_of_torchs_checkpoint(check: Callable[..., None]) -> None
     check(case, build(replace(case, make=lambda: Checkpointed(0.3, recompute=False))), build(case))
 
 
+@pytest.mark.parametrize("check", [check_calls, check_steps])
+def test_einops_in_a_model(check: Callable[..., None]) -> None:
+    """Its functions, and its layers between others."""
+    einops = pytest.importorskip("einops")
+    torch_layers = pytest.importorskip("einops.layers.torch")
+
+    class Patches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Sequential(torch_layers.Rearrange("b (t p) -> b t p", p=2), nn.Linear(2, 6), nn.Tanh())
+            self.scale = nn.Parameter(torch.randn(3))
+            self.head = nn.Sequential(torch_layers.Reduce("b t c -> b c", "mean"), nn.Linear(6, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.embed(x)
+            scale = einops.repeat(self.scale, "h -> b h t d", b=len(h), t=h.shape[1], d=2)
+            h = einops.rearrange(h, "b t (h d) -> b h t d", h=3) * scale
+            pooled = einops.reduce(h, "b h t d -> b h 1 d", "max")
+            return self.head(einops.rearrange(h - pooled, "b h t d -> b t (h d)"))
+
+    case = Case(Patches, vectors, frozenset())
+    check(case, build(case), build(case))
+
+
 # Refused --------------------------------------------------------------------------------------------------------------
 
 
