@@ -8,7 +8,6 @@ a pipeline where that is worth it and right. Backward is autograd's, so micro-ba
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ from typing import Any
 from tabulate import tabulate
 from torch import fx
 
-from .compile import compile, read_options
+from .compile import read_options
 from .compiled import Compiled, Way
 from .errors import PlanError
 from .options import Options
@@ -25,7 +24,6 @@ from .options import Options
 # Those of `fxpipe.compile` that say something here.
 OPTIONS = ("devices", "chunks", "schedule", "checkpoint", "plan", "balance", "split_at", "batch_dim", "reduce",
            "deferred_batch_norm", "dump")  # fmt: skip
-ASIDE = ("model", "example_inputs", "group", "timeout")  # what only `fxpipe.compile` itself takes
 HEADERS = ("graph", "line", "ops", "batch", "stages", "micro-batches", "why")
 numbers = itertools.count()
 living: weakref.WeakValueDictionary[int, Compiled] = weakref.WeakValueDictionary()
@@ -71,9 +69,7 @@ def checked(asked: Mapping[str, Any], mode: str | None) -> Options:
         )
     if "plan" not in asked and not {"devices", "chunks"} <= asked.keys():
         raise PlanError('say how many: torch.compile(model, backend="fxpipe", options={"devices": 4, "chunks": 8})')
-    parameters = inspect.signature(compile).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.name not in ASIDE}
-    return read_options(**(defaults | dict(asked)))
+    return read_options(asked)
 
 
 def report() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,11 @@ from .ranks import RankPipe
 from .schedules.make import Own
 from .strategies import Asked, place_of
 from .worlds import find_world, for_ranks
+
+ASIDE = ("model", "example_inputs", "group", "timeout")  # arguments of `compile` that are no options
+SAID_BY_STRATEGY = (
+    "plan", "replicas", "stages_per_device", "balance", "split_at", "offload", "profile", "deferred_batch_norm",
+)  # fmt: skip
 
 
 def compile(
@@ -112,78 +118,36 @@ def compile(
     True
     >>> pipe.close()
     """
+    asked = {name: value for name, value in locals().items() if name not in ASIDE}
     if not isinstance(model, nn.Module):
         raise PlanError(f"model is a {type(model).__name__}; fxpipe.compile takes an nn.Module")
     world = find_world(devices, group, timeout)
-    options = read_options(
-        devices if world is None else world.labels,
-        chunks,
-        checkpoint=checkpoint,
-        schedule=schedule,
-        stages_per_device=stages_per_device,
-        replicas=replicas,
-        warmup=warmup,
-        offload=offload,
-        balance=balance,
-        split_at=split_at,
-        plan=plan,
-        strategy=strategy,
-        profile=profile,
-        batch_dim=batch_dim,
-        reduce=reduce,
-        deferred_batch_norm=deferred_batch_norm,
-        compile_stages=compile_stages,
-        dump=dump,
-    )
+    options = read_options(asked if world is None else asked | {"devices": world.labels})
     pipe = Pipe(model, options) if world is None else RankPipe(model, for_ranks(options), world)
     if example_inputs is not None:
         prepare(pipe, example_inputs)
     return pipe
 
 
-def read_options(
-    devices: int | Sequence[str | torch.device] | Cluster | None,
-    chunks: int | None,
-    *,
-    checkpoint: str | Collection[int],
-    schedule: Own,
-    stages_per_device: int | None,
-    replicas: Sequence[int] | None,
-    warmup: Sequence[int] | None,
-    offload: Collection[int],
-    balance: str | Sequence[int],
-    split_at: Sequence[str],
-    plan: Plan | Planned | str | Path | None,
-    strategy: Asked | None = None,
-    profile: str | Profile,
-    batch_dim: int | Mapping[str, int | None],
-    reduce: str | Mapping[str, str] | None,
-    deferred_batch_norm: bool,
-    compile_stages: bool | str | Callable[..., Any],
-    dump: str | Path | None,
-) -> Options:
-    """The arguments of `compile`, checked."""
-    chosen = read_plan(plan)
+def read_options(asked: Mapping[str, Any]) -> Options:
+    """These arguments of `compile`, checked; the others are as they are there where nothing is said."""
+    defaults = {one.name: one.default for one in signature(compile).parameters.values() if one.name not in ASIDE}
+    given = defaults | dict(asked)
+    devices, chunks, replicas, schedule = (given[name] for name in ("devices", "chunks", "replicas", "schedule"))
+    chosen = read_plan(given["plan"])
     place = None
-    if strategy is not None:
-        place, count = place_of(strategy)
+    if given["strategy"] is not None:
+        place, count = place_of(given["strategy"])
         _refuse_beside_strategy(
-            plan=plan is not None,
-            replicas=replicas is not None,
-            stages_per_device=stages_per_device is not None,
-            balance=balance != "time",
-            split_at=bool(split_at),
-            offload=bool(offload),
-            profile=profile != "estimate",
-            deferred_batch_norm=deferred_batch_norm,
+            {name: bool(given[name]) and given[name] != defaults[name] for name in SAID_BY_STRATEGY}
         )
-        labels, micro_batches = _strategy_devices(devices, count), chunks or 1
+        labels, chunks = _strategy_devices(devices, count), chunks or 1
         crews = deal(labels, None)
     elif chosen is not None:
         chosen = runnable(chosen, devices)
         if replicas is not None:
             raise PlanError("the plan says how many devices run each stage: leave out replicas, or the plan")
-        labels, micro_batches = tuple(stage.device for stage in chosen.stages), chosen.chunks
+        labels, chunks, schedule = tuple(stage.device for stage in chosen.stages), chosen.chunks, chosen.schedule
         crews = {stage.device: stage.replicas for stage in chosen.stages}
     elif devices is None or chunks is None:
         raise PlanError("say how many: fxpipe.compile(model, devices=4, chunks=8)")
@@ -191,33 +155,30 @@ def read_options(
         labels = devices.labels if isinstance(devices, Cluster) else device_labels(devices)
         crews = deal(labels, replicas)
         labels = labels if replicas is None else tuple(crews)
-        labels = stage_devices(labels, schedule, stages_per_device)
-        micro_batches = chunks
-    folder = dump or os.environ.get("FXPIPE_DUMP")
+        labels = stage_devices(labels, schedule, given["stages_per_device"])
+    folder = given["dump"] or os.environ.get("FXPIPE_DUMP")
+    checkpoint, balance, warmup = given["checkpoint"], given["balance"], given["warmup"]
+    as_they_are = ("profile", "batch_dim", "reduce", "deferred_batch_norm", "compile_stages")
     options = Options(
         devices=labels,
-        chunks=micro_batches,
-        schedule=schedule if chosen is None else chosen.schedule,
+        chunks=chunks,
+        schedule=schedule,
         warmup=None if warmup is None else tuple(warmup),
         checkpoint=checkpoint if isinstance(checkpoint, str) else frozenset(checkpoint),
-        offload=frozenset(offload),
+        offload=frozenset(given["offload"]),
         balance=balance if isinstance(balance, str) else tuple(balance),
-        split_at=tuple(split_at),
-        profile=profile,
+        split_at=tuple(given["split_at"]),
         cluster=devices if isinstance(devices, Cluster) else None,
         plan=chosen,
-        batch_dim=batch_dim,
-        reduce=reduce,
-        deferred_batch_norm=deferred_batch_norm,
-        compile_stages=compile_stages,
         dump=Path(folder) if folder else None,
         replicas=crews,
         place=place,
+        **{name: given[name] for name in as_they_are},
     )
     return check(options)
 
 
-def _refuse_beside_strategy(**given: bool) -> None:
+def _refuse_beside_strategy(given: Mapping[str, bool]) -> None:
     """Raise PlanError for an option that says what the strategy says already."""
     if told := [name for name, is_given in given.items() if is_given]:
         raise PlanError(

@@ -115,7 +115,7 @@ def emitted(
 def choices(graph: Graph, options: Options, home: Home | None) -> list[Options]:
     """What is to be tried: all schedules that the stages allow, if none was asked for. A model that is kept whole has
     one stage."""
-    if options.plan is None and (whole := _whole_model(graph)) is not None:
+    if options.plan is None and options.place is None and (whole := _whole_model(graph)) is not None:
         return [_on_one_device(options, whole)]
     if options.schedule != AUTO:
         return [options]
