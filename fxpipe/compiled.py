@@ -30,13 +30,13 @@ from torch import Tensor, fx, nn
 from .capture.arguments import cut_along
 from .capture.guards import check_outputs
 from .capture.lifted import Piece, capture_lifted, lift, not_cut
-from .capture.mixing import tell
+from .capture.mixing import refuse_unmeant
 from .clock import timed
 from .codegen.load import bind, load_package, unload
 from .codegen.package import constants, write
 from .engines.local import Pipeline
 from .errors import CaptureError, InputError
-from .ir.graph import Graph, Mixed
+from .ir.graph import Graph
 from .ir.program import Program
 from .ir.types import TensorType, ValueType
 from .machine import local_cluster
@@ -126,7 +126,6 @@ class Compiled:
         self.ways: dict[tuple[int, ...], Way] = {}
         self._lives: dict[bool, Live] = {}  # by whether they cut the batch
         self._shapes: tuple[torch.Size, ...] = ()
-        self._told: set[Mixed] = set()
         self._lock = threading.RLock()
 
     def __call__(self, *flat: Any) -> tuple[Any, ...]:
@@ -189,9 +188,8 @@ class Compiled:
             live = self._lives[True] = self._captured(flat)
         else:
             live.piece.check(flat, self._micro_batches)
-        graph, batch, sizes = live.piece.graph, max(self.sizes(flat)), partial(split_sizes, chunks=self.options.chunks)
-        check_outputs(graph, batch, sizes)
-        tell(graph, batch, sizes, self._told)
+        check_outputs(live.piece.graph, max(self.sizes(flat)), partial(split_sizes, chunks=self.options.chunks))
+        refuse_unmeant(live.piece.graph)
         return live
 
     def _captured(self, flat: tuple[Any, ...]) -> Live:

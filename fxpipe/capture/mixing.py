@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 
-from fxpipe.errors import MixedSamplesWarning
+from fxpipe.errors import CaptureError, MixedSamplesWarning
 from fxpipe.ir.graph import Graph, Mixed, Output
 from fxpipe.ir.types import TensorType, dim_names, dim_size
 
@@ -64,21 +64,39 @@ def tell(graph: Graph, batch: int | None, sizes: Callable[[int], Sequence[int]],
         told.update(new)
 
 
+def refuse_unmeant(graph: Graph) -> None:
+    """Raise CaptureError for a line that mixes samples, if the user has not said that it is meant."""
+    for mixed in graph.mixed:
+        if not mixed.meant:
+            raise CaptureError(
+                f"{_place(mixed)}{mixed.what}, and a micro-batch has its own samples only. If that is meant, write "
+                f"reduce={_consent(graph, mixed)}, or reduce={JOINED!r} for whatever mixes samples"
+            )
+
+
 def text(graph: Graph, mixed: Mixed, batch: int, rows: Sequence[int]) -> str:
     """The line, what it means for the outputs, and what to write."""
     outputs = [output for output in graph.outputs if output.value in mixed.outputs]
     results = "; ".join(_result(graph, output, batch, rows) for output in outputs)
-    consent = {called_by_user(o.value, graph): JOINED if o.batch_dim is not None else o.reduce for o in outputs}
     few = f"{rows[0]}" if rows[0] == rows[-1] else f"{rows[-1]} or {rows[0]}"
-    place = f"{at(mixed.origin)}\n" if mixed.origin.line else ""
     return (
-        f"{place}{mixed.what}; but a micro-batch has its own samples only, {few} of {batch}. What comes of it is what "
-        f"the plain model makes of each micro-batch by itself: {results}.\n"
+        f"{_place(mixed)}{mixed.what}; but a micro-batch has its own samples only, {few} of {batch}. What comes of it "
+        f"is what the plain model makes of each micro-batch by itself: {results}.\n"
         "If you want that of the whole batch, write chunks=1; or let the model return what goes into this line, and "
         "compute the rest from what the pipe returns (not in the loss_fn of step(), which has micro-batches, too: call "
         "loss.backward()).\n"
-        f"If this is meant, write reduce={consent}, or reduce={JOINED!r} for whatever mixes samples."
+        f"If this is meant, write reduce={_consent(graph, mixed)}, or reduce={JOINED!r} for whatever mixes samples."
     )
+
+
+def _place(mixed: Mixed) -> str:
+    return f"{at(mixed.origin)}\n" if mixed.origin.line else ""
+
+
+def _consent(graph: Graph, mixed: Mixed) -> dict[str, str | None]:
+    """What the user writes, as `reduce`, to say that it is meant."""
+    outputs = [output for output in graph.outputs if output.value in mixed.outputs]
+    return {called_by_user(o.value, graph): JOINED if o.batch_dim is not None else o.reduce for o in outputs}
 
 
 def _result(graph: Graph, output: Output, batch: int, rows: Sequence[int]) -> str:

@@ -60,5 +60,5 @@ def test_every_model_and_schedule_over_2_ranks(pool: Pool) -> None:
 
 @pytest.mark.slow
 def test_every_model_and_schedule_over_4_ranks(pool: Pool) -> None:
-    for at, name in enumerate(MODELS):  # each in every other configuration: they start four processes' work on two cores
+    for at, name in enumerate(MODELS):  # in every other configuration each: four ranks have two cores
         assert min(pool.run(cases.engine_is_the_model, name, CONFIGS[at % 2 :: 2], CHUNKS, (7,))) >= 1, name
