@@ -24,6 +24,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 import fxpipe
 from fxpipe.engines.pace import Pace
@@ -311,7 +312,8 @@ def test_the_error_lets_go_of_the_step(subjects: Callable[..., Subject]) -> None
             assert fuse.action is None
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
-        left = [type(one).__name__ for one in gc.garbage if isinstance(one, (Tensor, Step))]
+        found = [one for one in gc.garbage if isinstance(one, (Tensor, Step))]
+        left = [type(one).__name__ for one in found if not isinstance(one, FakeTensor)]  # those are of some capture
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
