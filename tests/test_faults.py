@@ -24,7 +24,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 
 import fxpipe
 from fxpipe.engines.pace import Pace
@@ -302,6 +301,7 @@ def test_the_note_names_the_line(subjects: Callable[..., Subject], config: Any) 
 def test_the_error_lets_go_of_the_step(subjects: Callable[..., Subject]) -> None:
     """An error that is dealt with leaves no activations behind, waiting for the garbage collector."""
     subject = subjects(*CONFIGS[1])
+    subject.step()
     gc.collect()
     gc.disable()
     try:
@@ -312,8 +312,8 @@ def test_the_error_lets_go_of_the_step(subjects: Callable[..., Subject]) -> None
             assert fuse.action is None
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
-        found = [one for one in gc.garbage if isinstance(one, (Tensor, Step))]
-        left = [type(one).__name__ for one in found if not isinstance(one, FakeTensor)]  # those are of some capture
+        # A model that an earlier test has captured may be let go of just now: neither are those activations.
+        left = [type(one).__name__ for one in gc.garbage if type(one) is Tensor or isinstance(one, Step)]
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
