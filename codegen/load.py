@@ -103,12 +103,11 @@ def bound_stages(
     """What `bind` gives to the scheduler: the stages with the model's tensors, and what computes the totals, if
     anything does. `here`: the devices of this process by their labels; in place of stages on others is None."""
     devices, replicas = module.Scheduler.devices, module.Scheduler.replicas
-    all_labels = [label for j, first in enumerate(devices) for label in (first, *(replicas[j] if replicas else ()))]
-    known = {label: worker_device(label) for label in all_labels} if here is None else here
-    for stage, label in enumerate(devices):
-        for each in (label, *(replicas[stage] if replicas else ())):
-            if each in known:
-                _check_device(stage, known[each])
+    placed = [(j, label) for j, first in enumerate(devices) for label in (first, *(replicas[j] if replicas else ()))]
+    known = {label: worker_device(label) for _, label in placed} if here is None else here
+    for stage, label in placed:
+        if label in known:
+            _check_device(stage, known[label])
     totals = getattr(module, "TOTALS", ())
     # Every process computes totals for itself.
     whole_device = known.get(devices[-1]) or next(iter(known.values()))

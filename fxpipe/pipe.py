@@ -221,8 +221,12 @@ class Pipe(Shell):
         if self._home is None:
             raise FxpipeError("it is not decided yet which stage has what: pass example_inputs to fxpipe.compile")
         tensors = tensors_of(self.model)
-        homes = {id(tensors[key]): stage for key, stage in self._home.stages.items() if key in tensors}
+        homes = self._homes(tensors)
         return frozenset(key for key, tensor in tensors.items() if homes.get(id(tensor), 0) in stages)
+
+    def _homes(self, tensors: Mapping[str, Tensor]) -> dict[int, int]:
+        """The stages of tensors of the model that a stage uses, by their ids."""
+        return {id(tensors[key]): stage for key, stage in self._home.stages.items() if key in tensors}
 
     def torch_stages(
         self, stages: Collection[int], device: str | torch.device | None = None, group: Any = None

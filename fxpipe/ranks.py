@@ -39,7 +39,7 @@ from .ir.plan import Plan
 from .ir.profile import Profile
 from .ir.schedule import Schedule
 from .options import Options
-from .pipe import Pipe, match, micro_batch_sizes
+from .pipe import Pipe, kind_of, match, micro_batch_sizes, with_states
 from .runtime.random import new_seed
 from .shell import check_grad
 from .street import Build, build
@@ -256,7 +256,7 @@ class RankPipe(Pipe):
         return scheduler.run(inputs, self.options.chunks, scale, header.seed)
 
     def _number(self, graph: Graph) -> int:
-        return int(self._texts.index(self._known[id(graph.ops), self.model.training]))
+        return int(self._known[kind_of(graph, self.model.training, None)])
 
     def _agree(self, graph: Graph, inputs: Sequence[Any]) -> Build:
         """The build for a kind of call, the same on all ranks; a new one if it is new to all."""
@@ -278,24 +278,23 @@ class RankPipe(Pipe):
     def _knows(self, graph: Graph) -> bool:
         """Whether there is a build for this kind of call: ranks do not capture equally often, so one that was captured
         again is the same if its graph looks the same."""
-        key = id(graph.ops), self.model.training
+        key = kind_of(graph, self.model.training, None)
         if key in self._known:
             return True
         graph = replace(graph, training=self.model.training)
         text = str(graph)
         if text not in self._texts:
             return False
-        made = self._builds[self._keys[self._texts.index(text)]]
-        program = replace(made.program, graph=replace(made.program.graph, states=graph.states))
-        self._builds[key] = replace(made, graph=graph, program=program)
-        self._known[key] = text
+        number = self._texts.index(text)
+        self._builds[key] = replace(with_states(self._builds[self._keys[number]], graph), graph=graph)
+        self._known[key] = number
         return True
 
     def _note(self, graph: Graph) -> None:
         """A kind of call that all ranks have agreed on."""
-        key = id(graph.ops), self.model.training
-        self._known[key] = text = str(replace(graph, training=self.model.training))
-        self._texts.append(text)
+        key = kind_of(graph, self.model.training, None)
+        self._known[key] = len(self._keys)
+        self._texts.append(str(replace(graph, training=self.model.training)))
         self._keys.append(key)
 
     def _make(self, graph: Graph, inputs: Sequence[Any]) -> Build:
@@ -357,10 +356,10 @@ class RankPipe(Pipe):
         tensors = tensors_of(self.model)
         if self._home is None:
             return tensors
-        labels = [stage.device for stage in self._home.plan.stages]
-        homes = {id(tensors[path]): labels[stage] for path, stage in self._home.stages.items() if path in tensors}
-        ours, leader = self.world.label, self.world.labels[LEADER]
-        return {path: tensor for path, tensor in tensors.items() if homes.get(id(tensor), leader) == ours}
+        stages, ours = self._home.plan.stages, self.world.label
+        labels = {tensor: stages[stage].device for tensor, stage in self._homes(tensors).items()}
+        leader = self.world.labels[LEADER]
+        return {path: tensor for path, tensor in tensors.items() if labels.get(id(tensor), leader) == ours}
 
     def keys_here(self) -> Collection[str]:
         """The keys of `own_tensors`. Raises FxpipeError before the first call, which decides."""

@@ -27,7 +27,7 @@ from .profiling import estimate
 from .schedules.segmented import segmented
 from .simulator.costs import hops, stage_costs, taken_bytes
 from .simulator.simulate import simulate
-from .street import Build, emitted, whole_plan
+from .street import Build, emitted, lowered_totals
 
 
 def build(graph: Graph, sizes: Mapping[str, int], cluster: Cluster, options: Options) -> Build:
@@ -47,7 +47,7 @@ def build(graph: Graph, sizes: Mapping[str, int], cluster: Cluster, options: Opt
     trail: dict[str, Program] = {}
     with timed("passes"):
         program = lower(placed.graph, decided, watch=trail.__setitem__)
-        totals = None if graph.totals is None else lower(graph.totals, whole_plan(graph.totals, decided))
+        totals = lowered_totals(graph, decided)
     with timed("simulator"):
         costs = stage_costs(decided, profile, taken_bytes(program, sizes), keeps_at_once=graph.loss is not None)
         schedule = schedule_of(program, options)

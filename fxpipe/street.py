@@ -170,7 +170,7 @@ def draft(
         program = lower(graph, decided, watch=trail.__setitem__)
         if samples is not None:
             program = trail["replicate"] = replicate(program, decided, samples)
-        totals = None if graph.totals is None else lower(graph.totals, whole_plan(graph.totals, decided))
+        totals = lowered_totals(graph, decided)
     with timed("simulator"):
         runs = decided if graph.loss is not None else without_replicas(decided)
         costs = stage_costs(runs, profile, taken_bytes(program, sizes), keeps_at_once=graph.loss is not None)
@@ -246,10 +246,14 @@ def fitting(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> int:
     return max(1, min(fits))
 
 
-def whole_plan(totals: Graph, plan: Plan) -> Plan:
-    """All in one stage, on the device where the pipeline ends, for that is where the loss is."""
+def lowered_totals(graph: Graph, plan: Plan) -> Program | None:
+    """What micro-batches must know of the whole batch, if anything: all in one stage, on the device where the pipeline
+    ends, for that is where the loss is."""
+    totals = graph.totals
+    if totals is None:
+        return None
     stage = StagePlan(tuple(op.name for op in totals.ops), plan.stages[-1].device, "never")
-    return Plan(totals.model, (stage,), 1)
+    return lower(totals, Plan(totals.model, (stage,), 1))
 
 
 def schedule_text(options: Options) -> str:

@@ -10,10 +10,11 @@ What is held has a gradient of its own, and its place in that of the parameter i
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fxpipe.ir.graph import Graph, Op, Ref, State
+from fxpipe.ir.graph import Op, Ref, State
 from fxpipe.ir.placed import Placed
 from fxpipe.ir.types import TensorType
 
@@ -23,9 +24,10 @@ def hold(placed: Placed) -> Placed:
     graph = placed.graph
     written = {name for op in graph.ops for name in op.writes} | {output.value for output in graph.outputs}
     paths = {state.path for state in graph.states}
+    parameters = {state.name: state for state in graph.states if state.kind == "parameter" and not state.part}
     found: dict[str, State] = {}
     for op in graph.ops:
-        made = _part(graph, op)
+        made = _part(parameters, op)
         if made is not None and not {op.name, op.reads[0]} & written and made.held not in paths:
             found[op.name] = made
     if not found:
@@ -35,12 +37,12 @@ def hold(placed: Placed) -> Placed:
     return Placed(replace(graph, ops=ops, states=(*graph.states, *found.values())), devices)
 
 
-def _part(graph: Graph, op: Op) -> State | None:
+def _part(parameters: Mapping[str, State], op: Op) -> State | None:
     """The state that the op takes out of a parameter; None if it does something else."""
     if op.target is not operator.getitem or not isinstance(op.args[0], Ref) or not isinstance(op.type, TensorType):
         return None
-    state = next((state for state in graph.states if state.name == op.args[0].name), None)
-    if state is None or state.kind != "parameter" or state.part or not isinstance(state.type, TensorType):
+    state = parameters.get(op.args[0].name)
+    if state is None or not isinstance(state.type, TensorType):
         return None
     ends = _ends(op.args[1], state.type.shape)
     return None if ends is None else State(op.name, state.path, state.kind, op.type, part=ends)

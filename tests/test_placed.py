@@ -15,7 +15,7 @@ import fxpipe
 from fxpipe.errors import InputError, PlanError
 from fxpipe.ir.graph import Graph
 from fxpipe.ir.placed import Placed
-from fxpipe.planning.segments import blocks
+from fxpipe.planning.segments import blocks, dependencies
 from tests.models import MODELS, Case
 from tests.transparency import Result, assert_same, build, inputs, plain, step
 
@@ -37,7 +37,7 @@ def anywhere(devices: int, seed: int) -> Callable[[Graph, Mapping[str, int]], Pl
 
     def place(graph: Graph, sizes: Mapping[str, int]) -> Placed:
         rng = Random(seed)
-        drawn = ((rng.randrange(devices), block) for block in blocks(graph))
+        drawn = ((rng.randrange(devices), block) for block in blocks(graph, dependencies(graph)))
         return Placed(graph, {graph.ops[at].name: device for device, block in drawn for at in block})
 
     return place

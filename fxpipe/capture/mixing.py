@@ -76,8 +76,7 @@ def refuse_unmeant(graph: Graph) -> None:
 
 def text(graph: Graph, mixed: Mixed, batch: int, rows: Sequence[int]) -> str:
     """The line, what it means for the outputs, and what to write."""
-    outputs = [output for output in graph.outputs if output.value in mixed.outputs]
-    results = "; ".join(_result(graph, output, batch, rows) for output in outputs)
+    results = "; ".join(_result(graph, output, batch, rows) for output in _outputs(graph, mixed))
     few = f"{rows[0]}" if rows[0] == rows[-1] else f"{rows[-1]} or {rows[0]}"
     return (
         f"{_place(mixed)}{mixed.what}; but a micro-batch has its own samples only, {few} of {batch}. What comes of it "
@@ -95,8 +94,14 @@ def _place(mixed: Mixed) -> str:
 
 def _consent(graph: Graph, mixed: Mixed) -> dict[str, str | None]:
     """What the user writes, as `reduce`, to say that it is meant."""
-    outputs = [output for output in graph.outputs if output.value in mixed.outputs]
-    return {called_by_user(o.value, graph): JOINED if o.batch_dim is not None else o.reduce for o in outputs}
+    return {
+        called_by_user(output.value, graph): JOINED if output.batch_dim is not None else output.reduce
+        for output in _outputs(graph, mixed)
+    }
+
+
+def _outputs(graph: Graph, mixed: Mixed) -> list[Output]:
+    return [output for output in graph.outputs if output.value in mixed.outputs]
 
 
 def _result(graph: Graph, output: Output, batch: int, rows: Sequence[int]) -> str:

@@ -36,13 +36,13 @@ def segments(placed: Placed, seconds: Mapping[str, float] | None = None) -> tupl
     nothing if not given: then segments are as few as they can be. Raises PlanError where ops that must run together are
     on several devices."""
     graph = placed.graph
-    before = _before(graph)
-    whole = blocks(graph)
+    before = dependencies(graph)
+    whole = blocks(graph, before)
     _refuse_torn(graph, placed, whole)
     return _Turns(placed, before, whole, seconds or {}).taken()
 
 
-def _before(graph: Graph) -> list[set[int]]:
+def dependencies(graph: Graph) -> list[set[int]]:
     """For each op, by position, those that must have run: who makes what it reads, and, where memory is written, those
     that touched it on the other side of the write."""
     made = {op.name: at for at, op in enumerate(graph.ops)}
@@ -62,9 +62,9 @@ def _before(graph: Graph) -> list[set[int]]:
 # Ops that stay together -----------------------------------------------------------------------------------------------
 
 
-def blocks(graph: Graph) -> list[tuple[int, ...]]:
-    """All ops, by position, in blocks that run in one go on one device: what is tied, and what lies between."""
-    before = _before(graph)
+def blocks(graph: Graph, before: Sequence[set[int]]) -> list[tuple[int, ...]]:
+    """All ops, by position, in blocks that run in one go on one device: what is tied, and what lies between. `before`
+    are the `dependencies` of the graph."""
     block_of = {at: {at} for at in range(len(graph.ops))}
     root, known = memory(graph.ops, graph.types), graph.types
     for tie in ties(graph):

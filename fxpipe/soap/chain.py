@@ -51,6 +51,26 @@ def choose(p: Problem, i: int, choice: int, devices: Ints) -> int:
 
 
 @compiled
+def below(random: Ints, n: int) -> int:
+    """One of 0 .. n - 1."""
+    return int(uniform(random) * n)
+
+
+@compiled
+def propose(p: Problem, random: Ints, devices: Ints) -> tuple[int, int]:
+    """Draw an operator, and the row of a config for it; `devices` are filled with those of its parts."""
+    i = below(random, p.n)
+    first, after = p.choice_first[p.row_first[i]], p.choice_first[p.row_first[i + 1]]
+    return i, choose(p, i, first + below(random, after - first), devices)
+
+
+@compiled
+def threshold(seconds: float, temperature: float, random: Ints) -> float:
+    """Draw how long a step may take to be kept, if it takes `seconds` now."""
+    return float(seconds - temperature * np.log(1.0 - uniform(random)))
+
+
+@compiled
 def has_room(p: Problem, s: State, i: int, row: int) -> bool:
     """Whether the messages of a changed operator fit behind those in use, if need be after clearing up."""
     more = room(p, s, i, row)
@@ -101,14 +121,12 @@ def walk(
     M, found, cost, task = p.parts, 0, s.cost, s.task
     for step in range(steps):
         again = random[0]
-        i = int(uniform(random) * p.n)
-        first, after = p.choice_first[p.row_first[i]], p.choice_first[p.row_first[i + 1]]
-        row = choose(p, i, first + int(uniform(random) * (after - first)), devices)
+        i, row = propose(p, random, devices)
         if not has_room(p, s, i, row):
             random[0] = again
             trace[0, 0] = found
             return step
-        limit = cost[0] - temperature * np.log(1.0 - uniform(random))
+        limit = threshold(cost[0], temperature, random)
         if attempt(p, s, i, row, devices, limit) and cost[0] < best[0]:
             best[0] = cost[0]
             copy(best_row, s.row)
@@ -137,10 +155,8 @@ def walk_from_nothing(
     """The same chain with algorithm 1 for every proposal. `rows`, `place` and `cost` are the strategy it is at."""
     old = devices.copy()
     for _ in range(steps):
-        i = int(uniform(random) * p.n)
-        first, after = p.choice_first[p.row_first[i]], p.choice_first[p.row_first[i + 1]]
-        row = choose(p, i, first + int(uniform(random) * (after - first)), devices)
-        limit = cost[0] - temperature * np.log(1.0 - uniform(random))
+        i, row = propose(p, random, devices)
+        limit = threshold(cost[0], temperature, random)
         old_row = rows[i]
         old[:] = place[i]
         rows[i] = row

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .arrays import Floats, Ints, Problem, State
-from .chain import choose, has_room, uniform
+from .chain import below, choose, has_room, propose, threshold, uniform
 from .change import compact, copy, is_jam, put
 from .compiled import compiled, entry
 from .delta import MARGIN, attempt, keep, run
@@ -65,12 +65,6 @@ def leap(p: Problem) -> Leap:
         old_backward=ints(edges, p.parts + 1),
         old_spans=np.zeros((p.n, 2 * p.parts)),
     )
-
-
-@compiled
-def below(random: Ints, n: int) -> int:
-    """One of 0 .. n - 1."""
-    return int(uniform(random) * n)
 
 
 @compiled
@@ -284,15 +278,13 @@ def explore(
             mark(p, to, members)
             room = fits(p, s, to)
             if room:
-                limit = s.cost[0] - temperature * np.log(1.0 - uniform(random))
+                limit = threshold(s.cost[0], temperature, random)
                 attempt_leap(p, s, to, members, limit)
         else:
-            i = below(random, p.n)
-            low, high = p.choice_first[p.row_first[i]], p.choice_first[p.row_first[i + 1]]
-            row = choose(p, i, low + below(random, high - low), devices)
+            i, row = propose(p, random, devices)
             room = has_room(p, s, i, row)
             if room:
-                limit = s.cost[0] - temperature * np.log(1.0 - uniform(random))
+                limit = threshold(s.cost[0], temperature, random)
                 attempt(p, s, i, row, devices, limit)
                 note(p, s, to, i)
         if not room:
