@@ -13,25 +13,26 @@ Whatever a rank raises on the way, it takes part until the others know of it.
 
 from __future__ import annotations
 
-import difflib
 import pickle
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from .agreement import agree, described, digest
 from .capture import NO_TARGET
 from .capture.nest import change
 from .codegen.load import bound_stages, tensors_of
 from .codegen.package import constants
 from .codegen.wires import wires
-from .engines.distributed import Ranked, describe, on_rank
+from .engines.distributed import Ranked, on_rank
+from .engines.verdict import describe
 from .engines.world import LEADER, Lost, World
 from .errors import FxpipeError, RankError
+from .given import Given, check_same, filled, on_meta
 from .ir.cluster import Cluster
 from .ir.graph import Graph
 from .ir.opaque import opaques
@@ -70,7 +71,6 @@ class Decided:
     cluster: Cluster
 
 
-Given = tuple[tuple[Any, ...], dict[str, Any], Any]  # args, kwargs, target
 Run = Callable[[Graph, tuple[Any, ...]], tuple[Any, ...]]
 
 
@@ -416,96 +416,3 @@ class RankPipe(Pipe):
 
     def __reduce__(self) -> NoReturn:
         raise FxpipeError("a pipe over ranks is not pickled: save pipe.state_dict() on each rank")
-
-
-# What ranks must have the same ----------------------------------------------------------------------------------------
-
-
-def agree(world: World, text: str | None, error: BaseException | None = None) -> None:
-    """Raise, on every rank, if one of them has failed, or has another text: then with the lines that differ. A rank
-    that has failed gives its error, and has to raise it itself."""
-    heard = world.collect((digest(text), describe(error) if error is not None else None))
-    if error is not None:
-        return
-    for rank, (_, failed) in enumerate(heard):
-        if failed is not None:
-            raise RankError(f"rank {rank}: {failed}")
-    odd = next((rank for rank, (found, _) in enumerate(heard) if found != heard[LEADER][0]), None)
-    if odd is not None:
-        texts = world.collect(text)
-        lines = difflib.unified_diff(
-            texts[LEADER].splitlines(), texts[odd].splitlines(), f"rank {LEADER}", f"rank {odd}", lineterm="", n=1
-        )
-        some = list(lines)
-        more = [f"... and {len(some) - 40} more lines"] if len(some) > 40 else []
-        raise RankError(
-            "\n".join([f"ranks {LEADER} and {odd} do not have the same model and plan:", *some[:40], *more])
-        )
-
-
-def digest(value: Any) -> str:
-    text = value if isinstance(value, str) else repr(sorted(value.items()) if isinstance(value, Mapping) else value)
-    return sha256(text.encode()).hexdigest()
-
-
-def described(options: Options) -> str:
-    """What of the options every rank must have the same, a line each."""
-    schedule = options.schedule if isinstance(options.schedule, str) else str(type(options.schedule).__name__)
-    return "\n".join(
-        [
-            f"devices     {', '.join(options.devices)}",
-            f"chunks      {options.chunks}",
-            f"schedule    {schedule}",
-            f"checkpoint  {options.checkpoint if isinstance(options.checkpoint, str) else sorted(options.checkpoint)}",
-        ]
-    )
-
-
-# What a rank was given ------------------------------------------------------------------------------------------------
-
-
-def on_meta(path: str, tensor: Tensor) -> Tensor:
-    """The shape of a tensor, as it is told to other ranks."""
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return made.requires_grad_(tensor.requires_grad)
-
-
-def filled(looks: Given, given: Given) -> Given:
-    """The arguments of this rank, with stand-ins for those that it has left out or passed as None."""
-    (args, kwargs, target), (own_args, own_kwargs, own_target) = looks, given
-    new = tuple(own_args[at] if at < len(own_args) else arg for at, arg in enumerate(args)) + own_args[len(args) :]
-    named = {**kwargs, **own_kwargs}
-    pairs = zip(new, (*args, *new[len(args) :]), strict=True)
-    return (
-        tuple(stand_in(value, look) for value, look in pairs),
-        {key: stand_in(value, kwargs.get(key)) for key, value in named.items()},
-        target if own_target is NO_TARGET else stand_in(own_target, target),
-    )
-
-
-def stand_in(value: Any, look: Any) -> Any:
-    return look if value is None else value
-
-
-def check_same(given: Given, looks: Given, rank: int) -> None:
-    """Raise RankError where a tensor has another shape or type than the leader's."""
-    ours, theirs = tensors_in(given), tensors_in(looks)
-    for path in ours.keys() & theirs.keys():
-        here, there = ((x.dtype, list(x.shape), x.requires_grad) for x in (ours[path], theirs[path]))
-        if here[:2] == there[:2] and here != there:
-            raise RankError(f"{path} needs a gradient on one of the ranks {LEADER} and {rank} alone; let it on both")
-        if here != there:
-            raise RankError(
-                f"rank {rank} was given {path} of type {here[0]} and shape {here[1]}, and rank {LEADER} {there[0]} "
-                f"{there[1]}: all ranks work on the same batch"
-            )
-
-
-def tensors_in(given: Given) -> dict[str, Tensor]:
-    """The tensors among the arguments, by where they are."""
-    args, kwargs, target = given
-    named = {**{f"argument {at}": arg for at, arg in enumerate(args)}, **kwargs, "target": target}
-    found: dict[str, Tensor] = {}
-    for name, value in named.items():
-        change(value, found.setdefault, name)
-    return found

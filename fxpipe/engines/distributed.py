@@ -13,20 +13,17 @@ If a rank is lost, those who were to hear from it fail in the same way, and no s
 
 from __future__ import annotations
 
-import pickle
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxpipe.errors import FxpipeError, InputError, RankError
+from fxpipe.errors import InputError, RankError
 from fxpipe.ir.device_programs import Message
 from fxpipe.ir.schedule import Action
-from fxpipe.ir.types import Dim, dim_size
-from fxpipe.ir.wires import Lent, Wires
+from fxpipe.ir.types import dim_size
+from fxpipe.ir.wires import Wires
 from fxpipe.runtime import Stage
 from fxpipe.runtime.aliases import Pair, alias, commit_gradients
 from fxpipe.runtime.batchnorm import commit
@@ -34,184 +31,13 @@ from fxpipe.runtime.microbatch import gather
 from fxpipe.runtime.note import add_note
 from fxpipe.runtime.stream import use_stream
 
-from .box import Key
 from .engine import Batches
+from .rank_step import RankStep, Wire, key_of
 from .step import Step
-from .stepper import Leaves, Rows, Stepper
-from .wire import FailedElsewhere, Size, blank, failure, read, seal
+from .stepper import Leaves, Stepper
+from .verdict import Failure, share_value, verdict
+from .wire import FailedElsewhere, Size
 from .world import LEADER, Lost, World
-
-Numbers = dict[int, tuple[Any, torch.dtype]]  # outputs that are one number, by their places
-AHEAD = 32  # messages to one rank that may be on their way: what is sent is kept until it has been received
-
-
-@dataclass(frozen=True, slots=True)
-class Wire:
-    """A message, as it is sent in every step: what the generated code calls it, the rank at the other end, and its
-    form; `number`: the type of a Python number."""
-
-    message: Message
-    key: Key
-    peer: int
-    dtype: torch.dtype
-    shape: tuple[Dim, ...]
-    number: str | None
-
-
-class RankStep(Step):
-    """One step under way, as one rank sees it. `outbox` has what its actions send, until its program says so; `posted`
-    what it has begun to receive; `sent` what it has begun to send, by rank; `numbers`: the outputs that are one number;
-    `broken`: whether it has failed, and `error` why, if it was not another rank that has failed before."""
-
-    engine: Ranked
-
-    def begin(self, engine: Stepper, pairs: list[list[Pair]], scale: Tensor | None, rows: Rows) -> None:
-        self.known = [tuple([getattr(m, source).shape[dim] for _, source, dim in self.wires.sizes]) for m in self]
-        super().begin(engine, pairs, scale, rows)
-
-    def place_in(self, world: World, wires: Wires, seed: int, error: BaseException | None) -> None:
-        """Say on which rank of what it is, what random numbers begin with, and whether it has failed already."""
-        self.world, self.wires, self.seed = world, wires, seed
-        self.outbox: dict[Key, tuple[Any, bool]] = {}
-        self.posted: dict[Key, tuple[Wire, Size, Tensor, Any]] = {}
-        self.sent: dict[int, deque[tuple[Any, Tensor]]] = {rank: deque() for rank in world.others}
-        self.awaited: dict[int, list[Lent]] = {}
-        self.numbers: Numbers = {}
-        self.broken, self.error = error is not None, error
-
-    def fail(self, error: BaseException | None) -> None:
-        """Nothing more is computed here. The first error is the one to tell of."""
-        self.error = self.error if self.broken else error
-        self.broken = True
-
-    def feed(self, name: str, j: int) -> None:
-        if self.engine.here(j) and not self.broken:
-            super().feed(name, j)
-
-    # Messages ---------------------------------------------------------------------------------------------------------
-
-    def expect(self, wire: Wire) -> None:
-        """Begin to receive."""
-        size = self.size(wire)
-        buffer = blank(size, self.world.device)
-        try:
-            work = self.world.start(False, wire.peer, buffer)
-        except Lost as error:
-            self.fail(self.located(error, wire.message))
-        else:
-            self.posted[wire.key] = wire, size, buffer, work
-
-    def dispatch(self, wire: Wire) -> None:
-        """Begin to send what an action has left in the outbox; or that this rank has failed."""
-        size, message, peer = self.size(wire), wire.message, wire.peer
-        buffer = blank(size, self.world.device)
-        if message.gradient and message.micro_batch is None and not self.broken:
-            self.outbox[wire.key] = self.gradient_of_loan(message), False
-        found = self.outbox.pop(wire.key, None)
-        if found is None or self.broken:
-            failure(buffer)
-        else:
-            try:
-                seal(*found, size, buffer)
-            except ValueError as error:
-                self.fail(located(error, self.wires, message))
-                failure(buffer)
-        try:
-            self.sent[peer].append((self.world.start(True, peer, buffer), buffer))
-            while len(self.sent[peer]) > AHEAD:
-                self.world.finish(self.sent[peer].popleft()[0], peer)
-        except Lost as error:
-            self.fail(self.located(error, message))
-
-    def open_message(self, key: Key) -> Any:
-        """What a message brings, once it is there. Raises FailedElsewhere or Lost."""
-        wire, size, buffer, work = self.posted.pop(key)
-        try:
-            self.world.finish(work, wire.peer)
-        except Lost as error:
-            raise self.located(error, wire.message) from None
-        return read(buffer, size, wire.number)
-
-    def size(self, wire: Wire) -> Size:
-        """The type and shape of what a message carries."""
-        i = wire.message.micro_batch
-        return self.engine.size(wire, () if i is None else self.known[i])
-
-    def located(self, error: Lost, message: Message) -> RankError:
-        """What was to come of a lost rank, or to go there."""
-        found = RankError(str(error))
-        located(found, self.wires, message)
-        return found
-
-    def receive(self, j: int, i: int, *names: str) -> Any:
-        arrived = self.boxes[j].arrived
-        values = [
-            arrived.pop(key) if key in arrived else self.open_message(key) for key in [(j, i, name) for name in names]
-        ]
-        return values[0] if len(values) == 1 else values
-
-    def _post(self, j: int, i: int, target: int, name: str, value: Any, grad: bool, there: Step | None = None) -> None:
-        if self.engine.here(target):
-            super()._post(j, i, target, name, value, grad)
-        else:
-            self.outbox[target, i, name] = value, grad
-
-    # Tensors that stages lend -----------------------------------------------------------------------------------------
-
-    def lend_all(self) -> None:
-        """Borrow from stages of this rank, get ready what others borrow from it, and note what comes from others."""
-        for loan in self.wires.lent:
-            home, user = self.engine.here(loan.home), self.engine.here(loan.user)
-            if home and user:
-                setattr(self.lent, loan.borrowed, self.lend(loan.user, self.owned(loan)))
-            elif home:
-                tensor = self.owned(loan)
-                self.outbox[key_of(Message(loan.state, loan.home, loan.user), self.wires)] = (
-                    tensor.detach(),
-                    tensor.requires_grad,
-                )
-            elif user:
-                self.awaited.setdefault(loan.user, []).append(loan)
-
-    def owned(self, loan: Lent) -> Tensor:
-        """What is lent, as its stage holds it now."""
-        stage = self.stages[loan.home]
-        found: Tensor = getattr(stage, loan.path) if loan.constant else stage.tensor(loan.path)
-        return found
-
-    def borrow(self, j: int) -> None:
-        """Take what other ranks lend to stage j, before its first action."""
-        for loan in self.awaited.pop(j, ()):
-            found = self.open_message(key_of(Message(loan.state, loan.home, j), self.wires))
-            setattr(self.lent, loan.borrowed, found)
-            if found.requires_grad:
-                self.fresh[j].append(found)
-
-    def gradient_of_loan(self, message: Message) -> Tensor | None:
-        """The gradient of what was borrowed, all of it."""
-        found: Tensor = getattr(self.lent, self.loan(message.value, message.source).borrowed)
-        return found.grad
-
-    def loan(self, state: str, user: int) -> Lent:
-        return next(loan for loan in self.wires.lent if (loan.state, loan.user) == (state, user))
-
-    def reduce(self, message: Message) -> None:
-        """Add the gradient of what was lent to what its owner has."""
-        if self.engine.here(message.source):  # it is among the pairs of the borrower
-            return
-        loan, grad = self.loan(message.value, message.source), self.open_message(key_of(message, self.wires))
-        if grad is not None:
-            stand_in = alias(self.owned(loan))
-            stand_in.grad = grad
-            self.pairs[loan.home].append((self.owner(self.owned(loan)), stand_in))
-
-    # What an action computes ------------------------------------------------------------------------------------------
-
-    def forward(self, j: int, i: int, *args: Any) -> Any:
-        return super().forward(j, i, *args) if self.grad else self.stages[j].forward(*args)
-
-    def forward_to_recompute(self, j: int, i: int, *args: Any) -> Any:
-        return super().forward_to_recompute(j, i, *args) if self.grad else self.stages[j].forward(*args)
 
 
 class Ranked(Stepper):
@@ -441,86 +267,6 @@ def on_rank(
     return scheduler
 
 
-def key_of(message: Message, wires: Wires) -> Key:
-    """What the generated code calls a message: where it goes, and under which name."""
-    name = wires.names.get(message.value, message.value)
-    if message.gradient:
-        name = f"gradient of {name} from stage {message.source}"
-    return message.target, -1 if message.micro_batch is None else message.micro_batch, name
-
-
 def is_meta(value: Any) -> bool:
     """Whether it stands for a tensor that other ranks have, and only has its shape."""
     return isinstance(value, Tensor) and value.is_meta
-
-
-def located(error: Exception, wires: Wires, message: Message) -> Exception:
-    """The error, with a note of the message that it is about."""
-    at = wires.origins.get(message.value)
-    what = f"stage {message.source}, " + (
-        "which lends" if message.micro_batch is None else f"micro-batch {message.micro_batch},"
-    )
-    error.add_note(f"{what} {'the gradient of ' * message.gradient}{message.value}" + (f", at {at}" if at else ""))
-    return error
-
-
-# The verdict ----------------------------------------------------------------------------------------------------------
-
-
-def describe(error: BaseException | None) -> str:
-    """What others are told of an error; nothing, if another rank has failed before."""
-    if error is None:
-        return ""
-    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
-    name = "" if isinstance(error, FxpipeError) else f"{type(error).__name__}: "
-    return f"{name}{error}{notes}"
-
-
-@dataclass(frozen=True)
-class Failure:
-    """What a rank says of its failure; `own` if it is its own, and not that another one is lost, or has failed before:
-    then there is no text."""
-
-    text: str
-    own: bool
-
-    @staticmethod
-    def of(error: BaseException | None) -> Failure:
-        return Failure(describe(error), error is not None and not isinstance(error, RankError))
-
-
-def verdict(world: World, found: Failure | Numbers) -> str | Numbers:
-    """What has failed on any rank, or, if nothing has, the numbers of all. `found` is what there is of this rank.
-    Raises Lost."""
-    if not world.leads:
-        world.tell(LEADER, pickle.dumps(found))
-        told: str | Numbers = pickle.loads(world.hear(LEADER))
-        return told
-    heard: list[tuple[int, Failure | Numbers]] = [(LEADER, found)]
-    for peer in world.others:
-        try:
-            heard.append((peer, pickle.loads(world.hear(peer))))
-        except Lost as error:
-            heard.append((peer, Failure(str(error), False)))
-    failures = [(rank, failure) for rank, failure in heard if isinstance(failure, Failure)]
-    causes = [f"rank {rank}: {failure.text}" for rank, failure in failures if failure.own]
-    causes += [failure.text for _, failure in failures if failure.text and not failure.own]
-    if failures:
-        told = next(iter(causes), "a rank has failed")
-    else:
-        told = {at: number for _, numbers in heard if isinstance(numbers, dict) for at, number in numbers.items()}
-    for peer in world.others:
-        try:
-            world.tell(peer, pickle.dumps(told))
-        except Lost:
-            continue
-    return told
-
-
-def share_value(world: World, value: Any, home: int) -> Any:
-    """A tensor, or a number, that one rank has, on all of them. Raises Lost."""
-    if world.rank != home:
-        found = world.share(None, home)
-        return found.to(world.device) if isinstance(found, Tensor) else found
-    world.share(value.detach().cpu() if isinstance(value, Tensor) else value, home)
-    return value
