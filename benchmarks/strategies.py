@@ -3,8 +3,9 @@
     python -m benchmarks.strategies
 
 A convolutional and a recurrent network, each under data parallelism, model parallelism, the expert's strategy, all on
-one worker, and strategies drawn at random. Parts are measured (`parts.py`), what a message takes too
-(`Cluster.detect`), and the simulator (the SOAP paper's algorithm 1) puts them together. No number is adjusted.
+one worker, and strategies drawn at random. Parts are measured (`parts.py`), alone and beside others, what a message
+takes too (`Cluster.detect`), and the simulator puts them together: the SOAP paper's algorithm 1, with parts that take
+longer while other workers compute (`fxpipe.soap.contention`). No number is adjusted.
 Strategies take turns, and medians are compared. Each worker has one thread.
 
 Two figures count: how far each simulated step is from the measured one, and whether of each two strategies whose
@@ -37,14 +38,16 @@ from fxpipe.ir.cluster import Cluster
 from fxpipe.ir.operators import OperatorGraph
 from fxpipe.ir.strategy import Strategy
 from fxpipe.search import operators_of
+from fxpipe.soap.contention import simulate_shared
 from fxpipe.soap.costs import Cost
-from fxpipe.soap.simulate import simulate
 from fxpipe.soap.space import place
 from fxpipe.soap.strategies import data_parallel, expert, model_parallel, scattered
 
 WORKERS = 2
 BAR = 0.30  # the error that is allowed
 CLEAR = 1.10  # strategies whose simulated steps differ by more have an order
+
+Costs = tuple[Cost, Cost]  # alone, and while all workers are busy
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ def strategies(graph: OperatorGraph, drawn: int) -> dict[str, Strategy]:
     return found | {f"random {seed}": scattered(graph, WORKERS, Random(seed)) for seed in range(drawn)}
 
 
-def trials(case: Case, cost: Cost, rounds: int, drawn: int) -> list[Result]:
+def trials(case: Case, costs: Costs, rounds: int, drawn: int) -> list[Result]:
     """Every strategy, simulated and measured. The first device of the cluster stands for both."""
     cluster = Cluster.detect(WORKERS)
     graph = operators_of(case.model, cluster, (case.x,), None)
@@ -100,7 +103,9 @@ def trials(case: Case, cost: Cost, rounds: int, drawn: int) -> list[Result]:
     finally:
         for pipe in pipes.values():
             pipe.close()
-    return [Result(name, simulate(graph, cluster, one, cost), median(times[name])) for name, one in found.items()]
+    return [
+        Result(name, simulate_shared(graph, cluster, one, *costs), median(times[name])) for name, one in found.items()
+    ]
 
 
 def _step(pipe: fxpipe.Pipe, case: Case) -> Callable[[], object]:
@@ -141,9 +146,9 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    cost = measured()
+    costs = measured(1), measured(WORKERS)
     for key in options.only:
-        results = trials(cases()[key](), cost, options.rounds, options.drawn)
+        results = trials(cases()[key](), costs, options.rounds, options.drawn)
         print(f"\n{key}\n\n{table(results)}\n", *verdict(results), sep="\n")
 
 

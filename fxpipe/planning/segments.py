@@ -4,15 +4,17 @@
     device 1       └── d ─ e ───────┘
 
 Devices take turns in time, as far as the ops' seconds tell it: the one that could start first takes all that it can
-compute by then, and what follows from that on the same device. A segment takes all its values when it starts and gives
-all at its end, so it also ends before an op that would keep another device waiting for longer than a hand-over takes.
+compute by then, and what follows from that on the same device, what another device waits for first. A segment takes all
+its values when it starts and gives all at its end, so it also ends before an op that would keep another device waiting
+for longer than a hand-over takes; in the backward it takes and gives the other way round, and the same holds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
+from math import inf
 
 from fxpipe.errors import PlanError
 from fxpipe.ir.graph import Graph, Op, target_name
@@ -126,7 +128,7 @@ def _refuse_torn(graph: Graph, placed: Placed, blocks: Sequence[tuple[int, ...]]
 @dataclass
 class _Turns:
     """Blocks given to devices, turn by turn. `free` is when each device is done, `ended` when each op is; `ready` the
-    blocks of each device whose ops may run, by their first op."""
+    blocks of each device whose ops may run, by their `way` and their first op."""
 
     placed: Placed
     before: Sequence[set[int]]
@@ -134,7 +136,7 @@ class _Turns:
     seconds: Mapping[str, float]
     free: dict[int, float] = field(default_factory=dict)
     ended: dict[int, float] = field(default_factory=dict)
-    ready: dict[int, list[int]] = field(default_factory=dict)
+    ready: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         ops = self.placed.graph.ops
@@ -149,49 +151,68 @@ class _Turns:
             for need in needs:
                 self.users[need].append(first)
         self.waits = {first: len(needs) for first, needs in self.needs.items()}
+        self.cost = {
+            first: sum(self.seconds.get(ops[at].name, 0.0) for at in block) for first, block in self.at.items()
+        }
+        self.way = self.ways()
         for first, count in self.waits.items():
             if not count:
-                self.ready.setdefault(self.device[first], []).append(first)
-        for heads in self.ready.values():
-            heapify(heads)
+                self.offer(first)
+
+    def ways(self) -> dict[int, float]:
+        """Seconds that the device of a block still computes, from its start on, until another device gets something
+        that follows from it."""
+        found: dict[int, float] = {}
+        for first in sorted(self.at, key=lambda first: self.at[first][-1], reverse=True):
+            given = any(self.device[user] != self.device[first] for user in self.users[first])
+            onward = 0.0 if given else min((found[user] for user in self.users[first]), default=inf)
+            found[first] = self.cost[first] + onward
+        return found
+
+    def offer(self, first: int) -> None:
+        """A block that nothing but time keeps from running now."""
+        heappush(self.ready.setdefault(self.device[first], []), (self.way[first], first))
 
     def taken(self) -> tuple[Segment, ...]:
-        found = []
+        ops, found = self.placed.graph.ops, []
         while any(self.ready.values()):
             start, _, device = min(self.earliest(device) for device, heads in self.ready.items() if heads)
-            names = self.placed.graph.ops
-            found.append(Segment(device, tuple(names[at].name for at in self.turn(device, start))))
+            found.append(Segment(device, tuple(ops[at].name for at in sorted(self.turn(device, start)))))
         return tuple(found)
 
     def earliest(self, device: int) -> tuple[float, int, int]:
         """When the device could start, with which block."""
-        start, first = min((self.arrival(first, device), first) for first in self.ready[device])
+        start, first = min((self.arrival(first), first) for _, first in self.ready[device])
         return max(start, self.free.get(device, 0.0)), first, device
 
-    def arrival(self, first: int, device: int) -> float:
+    def arrival(self, first: int) -> float:
         """When all is there that a block takes from other devices."""
-        return max((self.ended[need] for need in self.needs[first] if self.device[need] != device), default=0.0)
+        return max((self.ended[need] for need in self.taken_by(first)), default=0.0)
+
+    def taken_by(self, first: int) -> list[int]:
+        """The blocks of other devices that a block takes from."""
+        return [need for need in self.needs[first] if self.device[need] != self.device[first]]
 
     def turn(self, device: int, start: float) -> list[int]:
-        """A segment: blocks that can run by now, in the graph's order, for as long as nobody waits too long."""
-        now, waiting, taken = start, None, list[int]()
-        later: list[int] = []
-        heads = self.ready[device]
-        while heads:
-            first = heappop(heads)
-            cost = sum(self.seconds.get(self.placed.graph.ops[at].name, 0.0) for at in self.at[first])
-            late = self.arrival(first, device) > start
-            if late or (waiting is not None and now + cost - waiting > WORTH):
+        """A segment: blocks that can run by now, for as long as nobody waits too long."""
+        now, given = start, inf
+        taken, later = list[int](), list[int]()
+        while self.ready[device]:
+            _, first = heappop(self.ready[device])
+            late = self.arrival(first) > start
+            keeps_values = now + self.cost[first] - given > WORTH
+            keeps_gradients = now - start > WORTH and bool(self.taken_by(first))
+            if late or keeps_values or keeps_gradients:
                 later.append(first)
                 continue
-            now += cost
+            now += self.cost[first]
             taken += self.at[first]
             self.ended[first] = now
-            given = any(self.device[user] != device for user in self.users[first])
-            waiting = now if given and waiting is None else waiting
+            if any(self.device[user] != device for user in self.users[first]):
+                given = min(given, now)
             self.release(first)
-        self.ready[device] = later
-        heapify(later)
+        for first in later:
+            self.offer(first)
         self.free[device] = now
         for first in {at for at in taken if at in self.at}:  # all is given at the end
             self.ended[first] = now
@@ -202,4 +223,4 @@ class _Turns:
         for user in self.users[first]:
             self.waits[user] -= 1
             if not self.waits[user]:
-                heappush(self.ready.setdefault(self.device[user], []), user)
+                self.offer(user)

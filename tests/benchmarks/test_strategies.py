@@ -17,7 +17,7 @@ SMALL = {
 @pytest.mark.parametrize("model", SMALL)
 def test_every_strategy_is_simulated_and_measured(model: str) -> None:
     assert set(SMALL) == set(strategies.cases())
-    results = trials(SMALL[model](), measured(rounds=1), rounds=1, drawn=0)
+    results = trials(SMALL[model](), (measured(1, rounds=1), measured(2, rounds=1)), rounds=1, drawn=0)
     assert len(results) == 4
     assert min(seconds for one in results for seconds in (one.simulated, one.measured)) > 0
     assert len({one.simulated for one in results}) > 2
