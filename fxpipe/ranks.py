@@ -29,6 +29,7 @@ from .codegen.load import bound_stages, tensors_of
 from .codegen.package import constants
 from .codegen.wires import wires
 from .engines.distributed import Ranked, on_rank
+from .engines.timed_rank import take_step
 from .engines.verdict import describe
 from .engines.world import LEADER, Lost, World
 from .errors import FxpipeError, RankError
@@ -51,12 +52,14 @@ NEW = -1  # the number of a kind of call that nobody has seen yet
 @dataclass(frozen=True)
 class Header:
     """What the leader says before each call. `kind`: its number, in the order of their first calls; `seed` of the
-    random ops; `scale` of the gradients; `given`: the arguments, if they look different from those of the last call,
-    pickled, with tensors on the meta device; `failed`: why the leader makes no call."""
+    random ops; `scale` of the gradients; `timeline`: whether the step is timed; `given`: the arguments, if they look
+    different from those of the last call, pickled, with tensors on the meta device; `failed`: why the leader makes no
+    call."""
 
     kind: int = NEW
     seed: int = 0
     scale: float | None = None
+    timeline: bool = False
     given: bytes | None = None
     failed: str | None = None
 
@@ -118,13 +121,12 @@ class RankPipe(Pipe):
         Every rank makes this call. The leader, rank 0, passes all arguments; any other rank passes what its stages use,
         and may leave out the rest, or pass None for it: `pipe.step(target=y, loss_fn=loss_fn)` on the last one.
         `loss_fn` and `outputs` are the same on all. With `outputs`, every rank gets what the model returns. The scale
-        is that of the leader's `scaler`. An input that needs a gradient gets it on every rank that passes it.
+        is that of the leader's `scaler`. With the leader's `timeline`, `pipe.timeline` is that of all ranks, on every
+        rank, by the leader's clock. An input that needs a gradient gets it on every rank that passes it.
 
         If anything fails on any rank, no gradient is added on any. Raises what failed here, and RankError for what
         failed elsewhere or if a rank is lost.
         """
-        if timeline:
-            raise FxpipeError("timeline=True is for pipes in one process; leave it out")
 
         def call(given: Given, run: Run) -> Any:
             check_grad()
@@ -137,7 +139,7 @@ class RankPipe(Pipe):
                 "fxpipe.GradScaler(pipe, ...)"
             )
         scale = None if scaler is None else float(scaler.scale(torch.ones((), device=self.world.device)))
-        loss, output = self._call(call, (args, kwargs, target), scale)
+        loss, output = self._call(call, (args, kwargs, target), scale, timeline)
         return (loss, output) if outputs else loss
 
     def rehearse(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -164,7 +166,12 @@ class RankPipe(Pipe):
     # The protocol of a call -------------------------------------------------------------------------------------------
 
     def _call(
-        self, call: Callable[[Given, Run], Any], given: Given, scale: float | None = None, runs: bool = True
+        self,
+        call: Callable[[Given, Run], Any],
+        given: Given,
+        scale: float | None = None,
+        timeline: bool = False,
+        runs: bool = True,
     ) -> Any:
         """One call, made by all ranks together."""
         with self._lock:
@@ -172,13 +179,15 @@ class RankPipe(Pipe):
                 raise RankError(f"{self.world.lost}; start all ranks again")
             self.__dict__["_joined"] = False
             try:
-                return self._lead(call, given, scale) if self.world.leads else self._follow(call, given, runs)
+                if self.world.leads:
+                    return self._lead(call, given, Header(scale=scale, timeline=timeline))
+                return self._follow(call, given, runs)
             except Lost as lost:
                 raise RankError(str(lost)) from None
 
-    def _lead(self, call: Callable[[Given, Run], Any], given: Given, scale: float | None) -> Any:
+    def _lead(self, call: Callable[[Given, Run], Any], given: Given, header: Header) -> Any:
         looks = pickle.dumps(change(given, on_meta))
-        header = Header(scale=scale, given=None if looks == self._given else looks)
+        header = replace(header, given=None if looks == self._given else looks)
         self.__dict__.update(_header=header, _given=looks)
         try:
             return call(given, self._run)
@@ -253,7 +262,10 @@ class RankPipe(Pipe):
                 )
             self.__dict__["_joined"] = True
         scale = None if header.scale is None else torch.tensor(header.scale)
-        return scheduler.run(inputs, self.options.chunks, scale, header.seed)
+        found, timeline = take_step(scheduler, inputs, self.options.chunks, scale, header.seed, header.timeline)
+        if timeline is not None:
+            self.__dict__.update(_timeline=timeline, _timed=self.build)
+        return found
 
     def _number(self, graph: Graph) -> int:
         return int(self._known[kind_of(graph, self.model.training, None)])

@@ -14,7 +14,7 @@ If a rank is lost, those who were to hear from it fail in the same way, and no s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +38,8 @@ from .stepper import Leaves, Stepper
 from .verdict import Failure, share_value, verdict
 from .wire import FailedElsewhere, Size
 from .world import LEADER, Lost, World
+
+R = TypeVar("R", bound=RankStep)
 
 
 class Ranked(Stepper):
@@ -103,18 +105,30 @@ class Ranked(Stepper):
         """The outputs, on every rank, for the inputs, of which those must be here that stages of this rank use; each
         rank gets the gradients of its own stages, and those of the inputs that it has. `seed` is what random numbers
         begin with. With an `error`, this rank only takes part, and fails by it."""
+        return self.take(RankStep, batch, chunks, scale, seed, error)[0]
 
-        def kind(sizes: tuple[int, ...], place: Any, draws: bool) -> RankStep:
-            m = RankStep(sizes, place, False)
+    def take(
+        self,
+        kind: type[R],
+        batch: Sequence[Any],
+        chunks: int,
+        scale: Tensor | None = None,
+        seed: int = 0,
+        error: BaseException | None = None,
+    ) -> tuple[tuple[Any, ...], R]:
+        """`run`, by a step of some kind, which is returned too."""
+
+        def begin(sizes: tuple[int, ...], place: Any, draws: bool) -> R:
+            m = kind(sizes, place, False)
             m.place_in(self.world, self.wires, seed, error or self._check(batch))
             return m
 
         seen = [self._seen(name, value) for (name, _), value in zip(self.inputs, batch, strict=True)]
-        m = self.attempt(seen, chunks, scale, kind, {self.devices[-1]: ()})  # one thread has the only box
+        m = self.attempt(seen, chunks, scale, begin, {self.devices[-1]: ()})  # one thread has the only box
         commit(self._mutating)
         outputs, pairs = self.outcome(m, batch)
         commit_gradients(pairs)
-        return outputs
+        return outputs, m
 
     def _check(self, batch: Sequence[Any]) -> InputError | None:
         """What is wrong with the inputs, as far as they are used here."""
@@ -232,8 +246,10 @@ class Ranked(Stepper):
                 m.numbers[at] = value.item(), value.dtype
 
     def outcome(self, m: Step, batch: Sequence[Any]) -> tuple[tuple[Any, ...], list[Pair]]:
+        assert isinstance(m, RankStep)
         try:
             outputs, pairs = super().outcome(m, batch)
+            m.report()
         except Lost as error:
             raise RankError(str(error)) from None
         return outputs, pairs if m.grad else []
