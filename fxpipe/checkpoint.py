@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from .errors import CheckpointError
 from .materialize import listed
 from .optimizer_state import find_state, groups_of, kept, names_of
-from .ranks import RankPipe
+from .rank_shell import RankShell
 from .shell import Shell
 from .sources import entries, read
 
@@ -102,7 +102,7 @@ def last_checkpoint(folder: str | Path) -> Path | None:
 
 def world_of(model: nn.Module) -> tuple[Any, int, bool]:
     """The group of those who save the model, this process's rank there, and whether it is the only one."""
-    if isinstance(model, RankPipe):
+    if isinstance(model, RankShell):
         return model.world.group, model.world.rank, False
     if isinstance(model, Shell) or not dist.is_initialized():
         return None, 0, True

@@ -107,11 +107,6 @@ class Pipe(Shell):
         with self._lock:
             return self._front(args, kwargs, self._run)
 
-    def forward_only(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs for the whole batch, without gradients: for evaluation."""
-        with torch.no_grad():
-            return self(*args, **kwargs)
-
     def step(
         self,
         *args: Any,
@@ -337,15 +332,6 @@ class Pipe(Shell):
                 live.scheduler.close()
                 unload(live.package)
             self._folder.cleanup()
-
-    @property
-    def leads(self) -> bool:
-        """Whether this process is the one to print, log and show a bar: there is one in each world."""
-        return True
-
-    def collect(self, value: Any) -> list[Any]:
-        """What the processes of the pipe pass here, all of them together, in their order."""
-        return [value]
 
     # Looking ----------------------------------------------------------------------------------------------------------
 

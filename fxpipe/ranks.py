@@ -14,7 +14,7 @@ Whatever a rank raises on the way, it takes part until the others know of it.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, NoReturn
@@ -31,7 +31,7 @@ from .codegen.wires import wires
 from .engines.distributed import Ranked, on_rank
 from .engines.timed_rank import take_step
 from .engines.verdict import describe
-from .engines.world import LEADER, Lost, World
+from .engines.world import LEADER, World
 from .errors import FxpipeError, RankError
 from .given import Given, check_same, filled, on_meta
 from .ir.cluster import Cluster
@@ -42,6 +42,7 @@ from .ir.profile import Profile
 from .ir.schedule import Schedule
 from .options import Options
 from .pipe import Pipe, kind_of, match, micro_batch_sizes, with_states
+from .rank_shell import RankShell, scale_of
 from .runtime.random import new_seed
 from .shell import check_grad
 from .street import Build, build
@@ -77,7 +78,7 @@ class Decided:
 Run = Callable[[Graph, tuple[Any, ...]], tuple[Any, ...]]
 
 
-class RankPipe(Pipe):
+class RankPipe(RankShell, Pipe):
     """What `fxpipe.compile` returns inside a torch.distributed world; see there, and `Pipe`."""
 
     def __init__(self, model: nn.Module, options: Options, world: World) -> None:
@@ -87,15 +88,6 @@ class RankPipe(Pipe):
         )
 
     # Running ----------------------------------------------------------------------------------------------------------
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As `forward_only`. Raises FxpipeError where gradients are wanted."""
-        if torch.is_grad_enabled():
-            raise FxpipeError(
-                "autograd does not reach from one process to another: call pipe.step(...) to train, and "
-                "pipe.forward_only(...) to evaluate"
-            )
-        return self.forward_only(*args, **kwargs)
 
     def forward_only(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs for the whole batch, without gradients, on every rank."""
@@ -133,13 +125,7 @@ class RankPipe(Pipe):
             given_args, given_kwargs, given_target = given
             return self._stepper.step(given_args, given_kwargs, given_target, loss_fn, outputs, run)
 
-        if scaler is not None and type(scaler) is torch.amp.GradScaler:
-            raise FxpipeError(
-                "this GradScaler sees the infinities of one rank alone, so ranks would skip other steps; use "
-                "fxpipe.GradScaler(pipe, ...)"
-            )
-        scale = None if scaler is None else float(scaler.scale(torch.ones((), device=self.world.device)))
-        loss, output = self._call(call, (args, kwargs, target), scale, timeline)
+        loss, output = self._call(call, (args, kwargs, target), scale_of(scaler, self.world.device), timeline)
         return (loss, output) if outputs else loss
 
     def rehearse(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -174,16 +160,11 @@ class RankPipe(Pipe):
         runs: bool = True,
     ) -> Any:
         """One call, made by all ranks together."""
-        with self._lock:
-            if self.world.lost is not None:
-                raise RankError(f"{self.world.lost}; start all ranks again")
+        with self.together():
             self.__dict__["_joined"] = False
-            try:
-                if self.world.leads:
-                    return self._lead(call, given, Header(scale=scale, timeline=timeline))
-                return self._follow(call, given, runs)
-            except Lost as lost:
-                raise RankError(str(lost)) from None
+            if self.world.leads:
+                return self._lead(call, given, Header(scale=scale, timeline=timeline))
+            return self._follow(call, given, runs)
 
     def _lead(self, call: Callable[[Given, Run], Any], given: Given, header: Header) -> Any:
         looks = pickle.dumps(change(given, on_meta))
@@ -344,22 +325,6 @@ class RankPipe(Pipe):
         stages, whole = bound_stages(package, self.model, held, others, calls, here=here)
         return on_rank(package.Scheduler, stages, whole, self.world, wires(made.program, made.schedule))
 
-    @property
-    def leads(self) -> bool:
-        """Whether this is the leader, rank 0."""
-        return bool(self.world.leads)
-
-    def collect(self, value: Any) -> list[Any]:
-        """What the ranks pass here, all of them together, in their order. Raises RankError if one is lost."""
-        with self._lock:
-            if self.world.lost is not None:
-                raise RankError(f"{self.world.lost}; start all ranks again")
-            try:
-                found: list[Any] = self.world.collect(value)
-            except Lost as lost:
-                raise RankError(str(lost)) from None
-            return found
-
     # The model --------------------------------------------------------------------------------------------------------
 
     def own_tensors(self) -> dict[str, Tensor]:
@@ -377,54 +342,4 @@ class RankPipe(Pipe):
         """The keys of `own_tensors`. Raises FxpipeError before the first call, which decides."""
         if self._home is None:
             raise FxpipeError("it is not decided yet which rank has which stage: pass example_inputs to fxpipe.compile")
-        return self.own_tensors().keys()
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """Those of the stages on this rank, with the model's own keys."""
-        own = {id(tensor) for tensor in self.own_tensors().values()}
-        return iter([pair for pair in super().named_parameters(*args, **kwargs) if id(pair[1]) in own])
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """Those of the stages on this rank, with the model's own keys."""
-        own = {id(tensor) for tensor in self.own_tensors().values()}
-        return iter([pair for pair in super().named_buffers(*args, **kwargs) if id(pair[1]) in own])
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """What of the model's is kept on this rank, with the model's own keys; all ranks together have all of it."""
-        found, own = super().state_dict(*args, **kwargs), self.own_tensors()
-        elsewhere = tensors_of(self.model).keys() - own.keys()
-        prefix = kwargs.get("prefix", "")
-        for path in elsewhere:
-            found.pop(prefix + path, None)
-        return found
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Into the model: all of it, or what belongs on this rank. What belongs elsewhere is left alone."""
-        own = self.own_tensors()
-        elsewhere = tensors_of(self.model).keys() - own.keys()
-        kept = {key: value for key, value in state_dict.items() if key not in elsewhere}
-        with self._lock:
-            found = self.model.load_state_dict(kept, strict=False, assign=assign)
-        missing = [key for key in found.missing_keys if key not in elsewhere]
-        if strict and (missing or found.unexpected_keys):
-            raise RuntimeError(
-                f"rank {self.world.rank} cannot load this state_dict: missing {missing}, unexpected "
-                f"{found.unexpected_keys}"
-            )
-        return type(found)(missing, found.unexpected_keys)
-
-    def drop_others(self) -> None:
-        """Free the memory of the parameters and buffers that belong to other ranks. They keep their shapes, for
-        captures to come; nobody may look at their values. Raises FxpipeError before the first call."""
-        self.keys_here()  # decided?
-        own = {tensor.untyped_storage().data_ptr() for tensor in self.own_tensors().values()}
-        for tensor in tensors_of(self.model).values():
-            if not tensor.is_meta and tensor.untyped_storage().data_ptr() not in own:
-                tensor.grad = None
-                tensor.untyped_storage().resize_(0)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise FxpipeError("a pipe over ranks is not copied: copy pipe.model and compile that")
-
-    def __reduce__(self) -> NoReturn:
-        raise FxpipeError("a pipe over ranks is not pickled: save pipe.state_dict() on each rank")
+        return super().keys_here()

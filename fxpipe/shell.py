@@ -60,6 +60,20 @@ class Shell(nn.Module):
         else:
             setattr(self.model, name, value)
 
+    def forward_only(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs for the whole batch, without gradients: for evaluation."""
+        with torch.no_grad():
+            return self(*args, **kwargs)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the one to print, log and show a bar: there is one in each world."""
+        return True
+
+    def collect(self, value: Any) -> list[Any]:
+        """What the processes of the pipe pass here, all of them together, in their order."""
+        return [value]
+
     def train(self, mode: bool = True) -> Self:
         """Switch the model, and all in it, to training or evaluation."""
         self.model.train(mode)

@@ -1,0 +1,130 @@
+"""What is on this rank of a model that is spread over several, and what ranks do together.
+
+Each rank has the model's own module with all of its keys, and the values of its own stages: what looks at parameters,
+buffers or the state sees those, and what all ranks see together is the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from .codegen.load import tensors_of
+from .engines.world import Lost, World
+from .errors import FxpipeError, RankError
+from .shell import Shell
+
+
+class RankShell(Shell):
+    """A pipe over the ranks of `world`, as one of them sees it."""
+
+    world: World
+
+    def own_tensors(self) -> dict[str, Tensor]:
+        """The parameters and buffers that this rank keeps and trains, by path."""
+        raise NotImplementedError
+
+    def keys_here(self) -> Collection[str]:
+        """The keys of `own_tensors`."""
+        return self.own_tensors().keys()
+
+    # Calls ------------------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As `forward_only`. Raises FxpipeError where gradients are wanted."""
+        if torch.is_grad_enabled():
+            raise FxpipeError(
+                "autograd does not reach from one process to another: call pipe.step(...) to train, and "
+                "pipe.forward_only(...) to evaluate"
+            )
+        return self.forward_only(*args, **kwargs)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """In this context is what all ranks do at once. Raises RankError if one is lost, now or before."""
+        with self._lock:
+            if self.world.lost is not None:
+                raise RankError(f"{self.world.lost}; start all ranks again")
+            try:
+                yield
+            except Lost as lost:
+                raise RankError(str(lost)) from None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the leader, rank 0."""
+        return bool(self.world.leads)
+
+    def collect(self, value: Any) -> list[Any]:
+        """What the ranks pass here, all of them together, in their order. Raises RankError if one is lost."""
+        with self.together():
+            found: list[Any] = self.world.collect(value)
+            return found
+
+    # The model --------------------------------------------------------------------------------------------------------
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Those of the stages on this rank, with the model's own keys."""
+        own = {id(tensor) for tensor in self.own_tensors().values()}
+        return iter([pair for pair in super().named_parameters(*args, **kwargs) if id(pair[1]) in own])
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Those of the stages on this rank, with the model's own keys."""
+        own = {id(tensor) for tensor in self.own_tensors().values()}
+        return iter([pair for pair in super().named_buffers(*args, **kwargs) if id(pair[1]) in own])
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """What of the model's is kept on this rank, with the model's own keys; all ranks together have all of it."""
+        found, own = super().state_dict(*args, **kwargs), self.own_tensors()
+        elsewhere = tensors_of(self.model).keys() - own.keys()
+        prefix = kwargs.get("prefix", "")
+        for path in elsewhere:
+            found.pop(prefix + path, None)
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Into the model: all of it, or what belongs on this rank. What belongs elsewhere is left alone."""
+        own = self.own_tensors()
+        elsewhere = tensors_of(self.model).keys() - own.keys()
+        kept = {key: value for key, value in state_dict.items() if key not in elsewhere}
+        with self._lock:
+            found = self.model.load_state_dict(kept, strict=False, assign=assign)
+        missing = [key for key in found.missing_keys if key not in elsewhere]
+        if strict and (missing or found.unexpected_keys):
+            raise RuntimeError(
+                f"rank {self.world.rank} cannot load this state_dict: missing {missing}, unexpected "
+                f"{found.unexpected_keys}"
+            )
+        return type(found)(missing, found.unexpected_keys)
+
+    def drop_others(self) -> None:
+        """Free the memory of the parameters and buffers that belong to other ranks. They keep their shapes, for
+        captures to come; nobody may look at their values. Raises FxpipeError before the first call."""
+        self.keys_here()  # decided?
+        own = {tensor.untyped_storage().data_ptr() for tensor in self.own_tensors().values()}
+        for tensor in tensors_of(self.model).values():
+            if not tensor.is_meta and tensor.untyped_storage().data_ptr() not in own:
+                tensor.grad = None
+                tensor.untyped_storage().resize_(0)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise FxpipeError("a pipe over ranks is not copied: copy pipe.model and compile that")
+
+    def __reduce__(self) -> NoReturn:
+        raise FxpipeError("a pipe over ranks is not pickled: save pipe.state_dict() on each rank")
+
+
+def scale_of(scaler: torch.amp.GradScaler | None, device: torch.device) -> float | None:
+    """What gradients are multiplied with. Raises FxpipeError for a scaler that looks at one rank alone."""
+    if scaler is None:
+        return None
+    if type(scaler) is torch.amp.GradScaler:
+        raise FxpipeError(
+            "this GradScaler sees the infinities of one rank alone, so ranks would skip other steps; use "
+            "fxpipe.GradScaler(pipe, ...)"
+        )
+    return float(scaler.scale(torch.ones((), device=device)))
