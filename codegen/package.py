@@ -6,6 +6,7 @@
     __init__.py               what the package is, the tensors it expects, and the model's own call:
                               `inputs` takes a call apart, `result` puts the model's result together
     constants.pt              tensors that the model holds outside its parameters and buffers, if any
+    wires.json                what moves between devices, and in what form, for those that are processes
 
 So a saved package runs without capturing the model again, and without the compiler.
 """
@@ -33,8 +34,11 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.plan import dump as dump_plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.types import TensorType
+from fxpipe.ir.wires import Wires
+from fxpipe.ir.wires import dump as dump_wires
 
 CONSTANTS = "constants.pt"
+WIRES = "wires.json"
 DTYPES = {
     "f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16", "f8_e4m3": "float8_e4m3fn",
     "f8_e5m2": "float8_e5m2", "i64": "int64", "i32": "int32", "i16": "int16", "i8": "int8", "u64": "uint64",
@@ -159,9 +163,15 @@ def _tensors(program: Program, totals: Program | None) -> Doc:
 # To the disk ----------------------------------------------------------------------------------------------------------
 
 
-def save(program: Program, files: Mapping[str, str], folder: str | Path, totals: Program | None = None) -> None:
-    """Write the package so that it can be loaded in another process. Raises PackageError, and writes nothing, if it
-    holds something that would not be there."""
+def save(
+    program: Program,
+    files: Mapping[str, str],
+    folder: str | Path,
+    totals: Program | None = None,
+    wires: Wires | None = None,
+) -> None:
+    """Write the package so that it can be loaded in another process, or, with its `wires`, in several. Raises
+    PackageError, and writes nothing, if it holds something that would not be there."""
     tensors = {name: _savable(program, name, value) for name, value in constants(program, totals).items()}
     for file, text in files.items():
         if re.search(r"^import __main__$", text, re.MULTILINE):
@@ -174,12 +184,11 @@ def save(program: Program, files: Mapping[str, str], folder: str | Path, totals:
             f"{', '.join(unknown)} changes between calls of the model, and a saved package would not see it; "
             "pass it as an argument, or make it a buffer"
         )
-    write(files, folder)
-    target = Path(folder) / CONSTANTS
+    for old in (CONSTANTS, WIRES):
+        (Path(folder) / old).unlink(missing_ok=True)
+    write(dict(files) | ({} if wires is None else {WIRES: dump_wires(wires)}), folder)
     if tensors:
-        torch.save(tensors, target)
-    else:
-        target.unlink(missing_ok=True)
+        torch.save(tensors, Path(folder) / CONSTANTS)
 
 
 def write(files: Mapping[str, str], folder: str | Path) -> None:

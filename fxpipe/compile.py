@@ -18,6 +18,7 @@ from .ir.cluster import Cluster
 from .ir.plan import Plan
 from .ir.profile import Profile
 from .loaded import Loaded
+from .loaded_ranks import LoadedRanks
 from .options import Options, backend_of, check, deal, device_labels, stage_devices
 from .pipe import Pipe
 from .planned import Planned
@@ -258,11 +259,23 @@ def prepare(pipe: Pipe, example_inputs: Any) -> None:
         pipe.prepare(example_inputs)
 
 
-def load(folder: str | Path, model: nn.Module, *, compile_stages: bool | str | Callable[..., Any] = False) -> Loaded:
+def load(
+    folder: str | Path,
+    model: nn.Module,
+    *,
+    compile_stages: bool | str | Callable[..., Any] = False,
+    group: Any = None,
+    timeout: float = 300.0,
+) -> Loaded:
     """The pipe in a folder that `pipe.save` wrote, edits included, with the tensors of `model`.
 
-    It is called like the model, in the way it was saved for; nothing is captured. `compile_stages` is that of
-    `fxpipe.compile`. Raises PackageError if the folder is no package or the model does not fit it, CompileError if a
-    stage that was edited cannot be compiled.
+    It is called like the model, in the way it was saved for; nothing is captured. `compile_stages`, `group` and
+    `timeout` are those of `fxpipe.compile`: where there are several ranks, they are the devices of the package, each
+    runs its own stages, and all have the same files. Raises PackageError if the folder is no package, or one for other
+    devices, or the model does not fit it, CompileError if a stage that was edited cannot be compiled, RankError on
+    every rank if one of them has failed or has other files.
     """
-    return Loaded(Path(folder), model, backend_of(compile_stages))
+    world, backend = find_world(None, group, timeout), backend_of(compile_stages)
+    if world is None:
+        return Loaded(Path(folder), model, backend)
+    return LoadedRanks(Path(folder), model, world, backend)

@@ -17,6 +17,7 @@ from .capture.loss import modules_in
 from .codegen.load import bind, load_package, tensors_of, unload
 from .compiled_stages import Backend, compile_stages
 from .engines.local import Pipeline
+from .engines.stepper import Stepper
 from .engines.timed import take_step
 from .errors import InputError
 from .runtime import Stage
@@ -45,10 +46,8 @@ class Loaded(Shell):
     @Forward
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs for the whole batch. Raises InputError for another kind of call than it was saved for."""
-        if self._outputs is not None:
-            raise InputError("this package was saved after a step: call .step(...), or save one after calling the pipe")
         with self._lock:
-            inputs = self._inputs(args, kwargs)
+            inputs = self._call_inputs(args, kwargs)
             return self.package.result(*self.scheduler.run(inputs, self.package.CHUNKS))
 
     def step(
@@ -64,18 +63,37 @@ class Loaded(Shell):
         """Forward and backward of a whole batch, as `pipe.step(...)` does it, for the kind of step that it was saved
         for. The loss is in the files: of `loss_fn` only the tensors are used, if it has any, and else it may be left
         out."""
+        with self._lock:
+            inputs = self._step_inputs(args, kwargs, target, outputs)
+            self._bind_loss(loss_fn)
+            found, self.__dict__["timeline"] = take_step(self.scheduler, inputs, self.package.CHUNKS, scaler, timeline)
+            loss, output = self.package.result(*found)
+        return (loss, output) if outputs else loss
+
+    def _call_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The flat inputs of a call. Raises InputError for one that the package is not for."""
+        if self._outputs is not None:
+            raise InputError("this package was saved after a step: call .step(...), or save one after calling the pipe")
+        if torch.is_grad_enabled() and isinstance(self.scheduler, Stepper):
+            raise InputError(
+                "this package was saved from a pipe over ranks, whose calls compute no gradients: call "
+                ".forward_only(...), or save one after pipe.step(...)"
+            )
+        return self._inputs(args, kwargs)
+
+    def _step_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, outputs: bool) -> Any:
+        """Those of a step."""
         if self._outputs is None:
             raise InputError("this package was saved after a call: call it, or save one after pipe.step(...)")
         if outputs and not self._outputs:
             raise InputError("this package was saved after a step that returned the loss alone, without outputs=True")
         check_grad()
-        with self._lock:
-            self._bind_loss(loss_fn)
-            name = "loss_target" if "loss_target" in signature(self.package.inputs).parameters else "target"
-            inputs = self._inputs(args, kwargs if target is NO_TARGET else kwargs | {name: target})
-            found, self.__dict__["timeline"] = take_step(self.scheduler, inputs, self.package.CHUNKS, scaler, timeline)
-            loss, output = self.package.result(*found)
-        return (loss, output) if outputs else loss
+        return self._inputs(args, self._named(kwargs, target))
+
+    def _named(self, kwargs: Mapping[str, Any], target: Any) -> Mapping[str, Any]:
+        """The target among the keyword arguments of the package's own call."""
+        name = "loss_target" if "loss_target" in signature(self.package.inputs).parameters else "target"
+        return kwargs if target is NO_TARGET else {**kwargs, name: target}
 
     def _inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self.training != self.package.TRAINING:

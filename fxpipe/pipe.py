@@ -28,6 +28,7 @@ from .capture import NO_TARGET, Front, Stepper
 from .clock import timed
 from .codegen.load import bind, load_package, tensors_of, unload, worker_device
 from .codegen.package import constants, save, write
+from .codegen.wires import wires
 from .compiled_stages import compile_stages
 from .engines.local import Pipeline
 from .engines.rehearsal import rehearse
@@ -45,6 +46,7 @@ from .ir.schedule import Schedule
 from .ir.timeline import Timeline
 from .ir.timeline import compare as beside
 from .ir.transfers import add_transfers
+from .ir.wires import Wires
 from .machine import local_cluster
 from .materialize import Init, materialize
 from .options import Options, backend_of, every_device
@@ -409,13 +411,23 @@ class Pipe(Shell):
     # Keeping ----------------------------------------------------------------------------------------------------------
 
     def save(self, folder: str | Path, overwrite: bool = False) -> None:
-        """Write the package of the last kind of call, to be read, edited, and run again by `fxpipe.load`.
+        """Write the package of the last kind of call, to be read, edited, and run again by `fxpipe.load`: after a step
+        also over ranks, one for each device.
 
         Raises PackageError if the folder has something in it already, unless `overwrite` is true."""
         path = Path(folder)
         if path.exists() and any(path.iterdir()) and not overwrite:
             raise PackageError(f"{path} is not empty; choose another folder, or save(..., overwrite=True)")
-        save(self.build.program, self.build.files, path, self.build.totals)
+        made = self.build
+        save(made.program, made.files, path, made.totals, self._wires(made))
+
+    def _wires(self, made: Build) -> Wires | None:
+        """What moves in a step, if each of its devices can be a process."""
+        if made.graph.loss is None and not self.options.ranks:
+            return None
+        if self.options.place is not None or any(stage.replicas for stage in made.plan.stages):
+            return None
+        return wires(made.program, made.schedule)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipe:
         """A pipe of its own around a copy of the model. It compiles anew at its first call."""

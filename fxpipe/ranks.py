@@ -16,6 +16,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -318,6 +319,19 @@ class RankPipe(RankShell, Pipe):
         devices = tuple(stage.device for stage in decided.plan.stages)
         options = replace(self.options, plan=decided.plan, schedule=decided.schedule, devices=devices)
         return build(graph, decided.profile, sizes, decided.cluster, options, None)
+
+    def save(self, folder: str | Path, overwrite: bool = False) -> None:
+        """As in one process. All ranks call it, and the leader writes."""
+        error = None
+        if self.leads:
+            try:
+                super().save(folder, overwrite)
+            except Exception as failed:
+                error = failed
+        with self.together():
+            agree(self.world, "", error)
+        if error is not None:
+            raise error
 
     def _bound(self, package: ModuleType, made: Build, others: Mapping[str, Tensor]) -> Any:
         calls = {opaque.path: opaque for opaque in opaques(made.graph)}

@@ -6,10 +6,13 @@ the batch at hand.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from .device_programs import DevicePrograms
+from .device_programs import DevicePrograms, Message, Step, check
+from .schedule import Action
 from .types import Dim
 
 
@@ -50,3 +53,34 @@ class Wires:
     sizes: tuple[tuple[str, str, int], ...]
     lent: tuple[Lent, ...]
     makers: tuple[int, ...]
+
+
+def dump(wires: Wires) -> str:
+    """The wires as JSON text, a line for each step of a device; `load` reads it back."""
+    data: dict[str, Any] = asdict(wires)
+    rows = [",\n   ".join(map(json.dumps, row)) for row in data["programs"].pop("rows")]
+    body = "\n  ],\n  [\n   ".join(rows)
+    return f'{json.dumps(data).removesuffix("}")},\n "rows": [\n  [\n   {body}\n  ]\n ]\n}}\n'
+
+
+def load(text: str) -> Wires:
+    """The wires that `dump` wrote. Raises ValueError for text that is none, or whose steps cannot run."""
+    try:
+        data = json.loads(text)
+        rows = tuple(tuple(_step(*step) for step in row) for row in data.pop("rows"))
+        programs = DevicePrograms(data["programs"]["name"], tuple(data["programs"]["devices"]), rows)
+        forms = {name: Form(**one | {"shape": tuple(one["shape"])}) for name, one in data["forms"].items()}
+        tuples = {name: tuple(data[name]) for name in ("devices", "makers")}
+        sizes, lent = tuple(map(tuple, data["sizes"])), tuple(Lent(**one) for one in data["lent"])
+        found = Wires(**data | tuples | {"programs": programs, "forms": forms, "sizes": sizes, "lent": lent})
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"not what moves between the stages of a package: {error!r}") from None
+    check(programs)
+    return found
+
+
+def _step(do: str, what: list[Any]) -> Step:
+    if do == "run":
+        return Step(do, Action(*what))
+    *message, (sender, receiver) = what
+    return Step(do, Message._make([*message, (sender, receiver)]))

@@ -1,0 +1,200 @@
+"""A saved package over ranks: each has the stages of its own device, and what moves between them is in `wires.json`.
+
+Nothing is captured, planned or generated, so ranks agree once, on the files; after that a call is the leader's header,
+this rank's part of the work, and the verdict.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .agreement import agree
+from .capture import NO_TARGET
+from .capture.nest import change
+from .codegen.load import bound_stages, tensors_of
+from .codegen.package import CONSTANTS, WIRES
+from .compiled_stages import Backend
+from .engines.distributed import on_rank
+from .engines.stepper import Stepper, read_rows
+from .engines.timed_rank import take_step
+from .engines.verdict import describe
+from .engines.world import LEADER, Lost, World
+from .errors import PackageError, RankError
+from .given import Given, check_same, filled, on_meta
+from .ir.schedule import Action
+from .ir.wires import Wires
+from .ir.wires import load as load_wires
+from .loaded import Loaded
+from .rank_shell import RankShell, scale_of
+from .ranks import Header
+from .runtime.random import new_seed
+
+TEXT = (".py", ".json")  # files that are shown where they differ
+Flat = Callable[..., Any]  # the flat inputs of a call
+
+
+class LoadedRanks(RankShell, Loaded):
+    """What `fxpipe.load` returns inside a torch.distributed world; see there, `Loaded`, and for calls `RankPipe`."""
+
+    def __init__(self, folder: Path, model: nn.Module, world: World, backend: Backend | None = None) -> None:
+        self.__dict__.update(world=world, _looks=None)  # what `_bind` needs
+        error = None
+        try:
+            super().__init__(folder, model, backend)
+            if self._root is not None:
+                raise PackageError(
+                    f"the loss of this package has tensors of its own, {self._root}...: over ranks, it has to be a "
+                    "function, or a part of the model"
+                )
+        except Exception as failed:
+            error = failed
+        try:
+            agree(world, None if error else text_of(folder), error)
+        except Lost as lost:
+            raise RankError(str(lost)) from None
+        if error is not None:
+            raise error
+
+    def forward_only(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs for the whole batch, without gradients, on every rank. Raises InputError for another kind
+        of call than it was saved for."""
+
+        def flat(args: tuple[Any, ...], kwargs: Mapping[str, Any], _: Any) -> Any:
+            return self._call_inputs(args, kwargs)
+
+        with torch.no_grad():
+            return self.package.result(*self._call((args, kwargs, NO_TARGET), flat))
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = NO_TARGET,
+        loss_fn: Callable[..., Any] | None = None,
+        outputs: bool = False,
+        scaler: torch.amp.GradScaler | None = None,
+        timeline: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """As `RankPipe.step`, for the kind of step that it was saved for."""
+
+        def flat(args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Any:
+            return self._step_inputs(args, kwargs, target, outputs)
+
+        header = Header(scale=scale_of(scaler, self.world.device), timeline=timeline)
+        loss, output = self.package.result(*self._call((args, kwargs, target), flat, header))
+        return (loss, output) if outputs else loss
+
+    # The protocol of a call -------------------------------------------------------------------------------------------
+
+    def _call(self, given: Given, flat: Flat, header: Header | None = None) -> tuple[Any, ...]:
+        """The outputs of one call, made by all ranks together."""
+        with self.together():
+            if self.world.leads:
+                return self._lead(given, flat, header or Header())
+            return self._follow(given, flat)
+
+    def _lead(self, given: Given, flat: Flat, header: Header) -> tuple[Any, ...]:
+        try:
+            inputs = flat(*given)
+        except BaseException as error:
+            self.world.tell_all(pickle.dumps(Header(failed=describe(error))))
+            raise
+        looks = pickle.dumps(change(given, on_meta))
+        seed = new_seed() if self.scheduler.random else 0
+        header = replace(header, seed=seed, given=None if looks == self._looks else looks)
+        self.__dict__["_looks"] = looks
+        self.world.tell_all(pickle.dumps(header))
+        return self._take(inputs, header)
+
+    def _follow(self, given: Given, flat: Flat) -> tuple[Any, ...]:
+        header: Header = pickle.loads(self.world.hear(LEADER))
+        if header.failed is not None:
+            raise RankError(f"rank {LEADER}: {header.failed}")
+        if header.given is not None:
+            self.__dict__["_looks"] = header.given
+        looks: Given = pickle.loads(self._looks)
+        try:
+            given = filled(looks, given)
+            check_same(given, looks, self.world.rank)
+            inputs = flat(*given)
+        except BaseException as error:  # take part, so that all ranks know
+            args, kwargs, target = looks
+            inputs = self.package.inputs(*args, **self._named(kwargs, target))
+            self.scheduler.run(inputs, self.package.CHUNKS, error=error)
+            raise
+        return self._take(inputs, header)
+
+    def _take(self, inputs: Any, header: Header) -> tuple[Any, ...]:
+        scale = None if header.scale is None else torch.tensor(header.scale)
+        chunks: int = self.package.CHUNKS
+        found, timeline = take_step(self.scheduler, inputs, chunks, scale, header.seed, header.timeline)
+        self.__dict__["timeline"] = timeline
+        return found
+
+    # The package ------------------------------------------------------------------------------------------------------
+
+    def _bind(self, others: Mapping[str, Tensor]) -> None:
+        found = wires_of(self.package)
+        check_ranks(found, self.world)
+        here = {self.world.label: self.world.device}
+        stages, whole = bound_stages(self.package, self.model, None, others, here=here)
+        made = on_rank(self.package.Scheduler, stages, whole, self.world, found)
+        self.__dict__.update(scheduler=made, _others=others)
+
+    def own_tensors(self) -> dict[str, Tensor]:
+        """The parameters and buffers that this rank keeps and trains, by path: those of its stages, on the leader also
+        those that no stage uses."""
+        tensors, labels = tensors_of(self.model), dict[int, str]()
+        for kind, label in zip(self.package.STAGES, self.package.Scheduler.devices, strict=True):
+            for path in kind.states:
+                labels.setdefault(id(tensors.get(path)), label)
+        leader = self.world.labels[LEADER]
+        return {path: x for path, x in tensors.items() if labels.get(id(x), leader) == self.world.label}
+
+
+def wires_of(package: Any) -> Wires:
+    """What moves between the stages of a package. Raises PackageError where nobody knows."""
+    file = Path(next(iter(package.__path__))) / WIRES
+    if not issubclass(package.Scheduler, Stepper):
+        raise PackageError(
+            "this package was saved after a call of a pipe in one process; over ranks, save one after pipe.step(...), "
+            "or from a pipe over ranks"
+        )
+    if not file.exists():
+        raise PackageError(f"{file} is not there: this package is for devices of one process; save it anew")
+    try:
+        found = load_wires(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise PackageError(f"{file}: {error}") from None
+    rows = read_rows(package.Scheduler.rows)
+    for label, steps in zip(found.programs.devices, found.programs.rows, strict=True):
+        runs = tuple(step.what for step in steps if isinstance(step.what, Action) and step.what.kind != "R")
+        if rows.get(label) != runs:
+            raise PackageError(f"the rows of {label} in scheduler.py and {WIRES} differ: edit both, or neither")
+    return found
+
+
+def check_ranks(wires: Wires, world: World) -> None:
+    """Raise PackageError if the package is not for these ranks."""
+    wanted = tuple(dict.fromkeys(wires.devices))
+    if set(wanted) != set(world.labels):
+        raise PackageError(
+            f"the package is for {len(wanted)} devices, {', '.join(wanted)}, and the ranks are {len(world.labels)}, "
+            f"{', '.join(world.labels)}: start as many, or save it from a pipe over such devices"
+        )
+
+
+def text_of(folder: Path) -> str:
+    """What ranks must have the same."""
+    files = {path.name: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*")) if path.suffix in TEXT}
+    constants = folder / CONSTANTS
+    held = sha256(constants.read_bytes()).hexdigest() if constants.exists() else "none"
+    return "\n".join([*(f"{name}\n{text}" for name, text in files.items()), f"{CONSTANTS} {held}"])

@@ -1,0 +1,44 @@
+"""What moves between processes, kept in a file."""
+
+from __future__ import annotations
+
+import pytest
+
+from fxpipe.ir.device_programs import DevicePrograms, Message, Step
+from fxpipe.ir.schedule import Action
+from fxpipe.ir.wires import Form, Lent, Wires, dump, load
+
+X, DX = Message("x", 0, 1, 0), Message("x", 1, 0, 0, gradient=True)
+ROWS = (
+    (Step("run", Action("F", 0, 0)), Step("receive", DX), Step("send", X), Step("run", Action("B", 0, 0))),
+    (Step("receive", X), Step("run", Action("F", 1, 0)), Step("run", Action("B", 1, 0)), Step("send", DX)),
+)
+WIRES = Wires(
+    programs=DevicePrograms("gpipe", ("cpu:0", "cpu:1"), ROWS),
+    devices=("cpu:0", "cpu:1"),
+    names={"x": "x_1"},
+    forms={"x": Form("float32", ("b", 4)), "n": Form("int64", (), "int")},
+    origins={"x": "net.py:3  x = self.a(x)"},
+    sizes=(("b", "image", 0),),
+    lent=(Lent("w", 0, 1, "a.weight", False, "w_for_1"),),
+    makers=(1, -1),
+)
+
+
+def test_back_from_text() -> None:
+    text = dump(WIRES)
+    assert load(text) == WIRES
+    assert '   ["send", ["x", 0, 1, 0, false, [0, 0]]],\n' in text, "a line for each step"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"rows"', '"row"', "not what moves between the stages of a package: KeyError"),
+        ('["receive", ["x", 0, 1, 0, false, [0, 0]]],', "", r"the programs of 'gpipe' cannot run: cpu:\d"),
+        ('"float32"', "float32", "Expecting value"),
+    ],
+)
+def test_refuses(old: str, new: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load(dump(WIRES).replace(old, new))
