@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: OpenMP spins, busy workers become ten times slower
 
@@ -12,8 +13,10 @@ import pytest
 import torch
 
 GOLDEN = Path(__file__).parent / "golden"
+# By folder or file, the first that fits: tests that share what takes long to make (compiled code, a pool of ranks)
+# share a process. Those of None share nothing.
 SEARCHES = ("soap", "search.py", "searched.py", "test_searched.py", "test_strategy_search.py")
-GROUPS = dict.fromkeys(SEARCHES, "compiled by numba") | {"distributed": "over ranks"}  # by folder or file
+GROUPS = {"test_product.py": None} | dict.fromkeys(SEARCHES, "compiled by numba") | {"distributed": "over ranks"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,17 +27,27 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
 
 
-@pytest.hookimpl(tryfirst=True)  # before the groups are read
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Groups go to processes whole, the largest first; other tests one by one. pytest-xdist 3.8 reads its own marks of
+    groups from a name of tests that pytest 9.2 no longer has: with these two, `loadgroup` alone groups nothing."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            parts = PurePath(nodeid.partition("::")[0]).parts
+            return next((group for room, group in GROUPS.items() if room in parts), None) or nodeid
+
+    return ByGroup(config, log) if config.getvalue("dist") == "loadgroup" else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Slow tests are there only when asked for by `-m`; tests that need a GPU say so where there is none. Tests that
-    share what takes long to make (compiled code, a pool of ranks) share a process."""
+    """Slow tests are there only when asked for by `-m`; tests that need a GPU say so where there is none."""
     if "slow" not in config.getoption("-m"):
         slow = [item for item in items if "slow" in item.keywords]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if "slow" not in item.keywords]
     for item in items:
-        if group := next((name for room, name in GROUPS.items() if room in item.path.parts), None):
-            item.add_marker(pytest.mark.xdist_group(group))
         if "cuda" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 

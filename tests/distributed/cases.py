@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -18,21 +17,16 @@ from torch.utils import _pytree as pytree
 
 import fxpipe
 from fxpipe import FxpipeError, RankError, street
-from fxpipe.codegen.load import bound_stages, load_package, tensors_of, unload
-from fxpipe.codegen.package import constants, write
+from fxpipe.codegen.load import bound_stages, tensors_of
+from fxpipe.codegen.package import constants
 from fxpipe.codegen.wires import wires
 from fxpipe.engines.distributed import on_rank
 from fxpipe.engines.world import World
-from fxpipe.machine import local_cluster
-from fxpipe.options import Options, every_device, stage_devices
-from fxpipe.pipe import match, micro_batch_sizes
 from fxpipe.planning import homes
-from fxpipe.profiling import estimate
 from fxpipe.ranks import RankPipe
 from fxpipe.runtime.random import new_seed
-from fxpipe.worlds import find_world
 from tests.models import MODELS
-from tests.test_steps import captured, reference, stepped
+from tests.test_steps import reference, stepped
 from tests.transparency import Result, assert_same, build, inputs
 
 Config = tuple[str, str]  # schedule, checkpoint
@@ -121,38 +115,7 @@ def used(pipe: RankPipe) -> set[int]:
     return {at for at, (name, _) in enumerate(scheduler.inputs) if name in scheduler._used}
 
 
-# Many configurations of one capture -----------------------------------------------------------------------------------
-
-
-def engine_is_the_model(group: Any, name: str, configs: Sequence[Config], chunks: int, batches: Sequence[int]) -> int:
-    """How many of the configurations run; each rank builds them all from one capture."""
-    case = stepped(MODELS[name])
-    world = find_world(None, group, 60)
-    assert world is not None
-    model, ran = build(case), 0
-    wanted = {batch: reference(case, model, batch, chunks) for batch in batches} if world.leads else {}
-    graph = captured(case, build(case), batches[0], chunks)
-    given: dict[str, Any] = {}
-    match(graph.call, inputs(case, batches[0]), given)
-    flat = [given[item.name] for item in graph.inputs if item.path]
-    for schedule, checkpoint in configs:
-        labels = stage_devices(world.labels, schedule, None)
-        if len(labels) > len(graph.ops):
-            continue  # a stage has at least one
-        twin = build(case)
-        options = Options(labels, chunks, schedule=schedule, checkpoint=checkpoint, ranks=True)
-        cluster, sizes = local_cluster(every_device(options)), micro_batch_sizes(graph, flat, chunks)
-        made = street.build(graph, estimate(graph, sizes, cluster.device(labels[0])), sizes, cluster, options, None)
-        with TemporaryDirectory() as folder:
-            write(made.files, folder)
-            package = load_package(folder)
-        own, step = owner(made, twin, world), step_of(made, package, twin, world)
-        for batch in batches:
-            got = step_over(group, twin, own, inputs(case, batch), batch, step)
-            compare(group, got, lambda batch=batch: wanted[batch], case.tol)
-        unload(package)
-        ran += 1
-    return ran
+# What was captured and built before -----------------------------------------------------------------------------------
 
 
 def step_of(made: street.Build, package: Any, model: nn.Module, world: World) -> Step:

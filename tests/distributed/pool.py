@@ -25,6 +25,7 @@ SIZE = 4
 GROUPS = ((0, 1), (2, 3), (0, 1, 2), (0, 1, 2, 3))
 PATIENCE = 200  # seconds that one function may take
 LIMIT = timedelta(seconds=60)
+WARM = ["tests.distributed.warm"]
 
 
 class RankFailed(AssertionError):
@@ -32,11 +33,12 @@ class RankFailed(AssertionError):
 
 
 class Pool:
-    """`size` ranks that wait for something to do."""
+    """`size` ranks that wait for something to do, forked from a server, or ("fork") from this process."""
 
-    def __init__(self, size: int = SIZE) -> None:
-        context = get_context("forkserver")
-        context.set_forkserver_preload(["tests.distributed.warm"])
+    def __init__(self, size: int = SIZE, how: str = "forkserver") -> None:
+        context: Any = get_context(how)
+        if how == "forkserver":
+            context.set_forkserver_preload(WARM)
         self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
         meeting = str(Path(self.folder.name) / "meet")
         ends = [context.Pipe() for _ in range(size)]
@@ -76,6 +78,7 @@ class Pool:
         wait([process.sentinel for process in self.processes], timeout=1)
         for process in self.processes:
             process.kill()  # also one that is stopped
+            process.join()
         self.folder.cleanup()
 
 
