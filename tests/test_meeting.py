@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from fxpipe.errors import RankError
 from fxpipe.meeting import fresh_store
 
 SIZE = 3
@@ -25,6 +26,13 @@ def test_a_second_start_sees_nothing_of_the_first(tmp_path: Path) -> None:
             assert {met[rank].get("address") for rank in range(SIZE)} == {str(start).encode()}
 
 
-def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
-    with pytest.raises(TimeoutError, match=r"of 2 ranks, not all have come to meet in 0\.1 s"):
-        fresh_store(dist.FileStore(str(tmp_path / "store"), 2), 0, 2, 0.1)
+@pytest.mark.parametrize("missing", range(SIZE))
+def test_a_rank_that_does_not_come(missing: int, tmp_path: Path) -> None:
+    """All others name it."""
+    others = [rank for rank in range(SIZE) if rank != missing]
+    stores = [dist.FileStore(str(tmp_path / "store"), SIZE) for _ in others]
+    with ThreadPoolExecutor(SIZE) as ranks:
+        waiting = [ranks.submit(fresh_store, store, rank, SIZE, 1) for rank, store in zip(others, stores, strict=True)]
+        for future in waiting:
+            with pytest.raises(RankError, match=rf"rank {missing} did not come in 1 s, to meet the other ranks"):
+                future.result(30)
