@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .blame import blame
+
 LEADER = 0
 UP, DOWN = 0, 1  # lanes: to ranks with larger numbers, and to those with smaller ones
 BLOCK, COUNT = 256, 8  # bytes: what small things fit into, with their length before them
@@ -92,18 +94,9 @@ class World:
             return self.lost
         late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
         reason = f"did not answer for {self.timeout:g} s" if late else "is gone: its connection is closed"
-        known = self._tell(f"{peer} {reason}")
-        rank, _, told = known.partition(" ")
-        self.lost = Lost(int(rank), f"rank {rank} {told}")
+        rank, why = blame(self.store, self.rank, peer, reason, self.timeout / 4 if late else 0)
+        self.lost = Lost(rank, f"rank {rank} {why}")
         return self.lost
-
-    def _tell(self, what: str) -> str:
-        """Leave word in the store of the process group, for those who only see that this rank has gone in turn; the
-        first word counts. Gives it."""
-        try:
-            return str(self.store.compare_set("lost", "", what).decode())
-        except RuntimeError:  # the store is gone, too
-            return what
 
     # Small things -----------------------------------------------------------------------------------------------------
 
