@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from .optimizer_state import find_state, groups_of, kept, names_of
 from .rank_shell import RankShell
 from .shell import Shell
 from .sources import entries, read
+from .writing import write
 
 MODEL, OPTIM, EXTRA, ABOUT = "model.", "optim.", "extra.", "about."
 TABLE = ".metadata"  # which torch.distributed.checkpoint writes when all else is there
@@ -45,12 +47,25 @@ def save_checkpoint(
     In a world of processes all of them call it, and each writes what it has. `extra` is kept beside, that of the first
     process: tensors, and what JSON knows, as in `step=100, schedule=scheduler.state_dict(), rng=torch.get_rng_state()`.
     A folder is a checkpoint only once all of it is there. Raises CheckpointError if it is one already, or if something
-    is neither tensor nor JSON.
+    is neither tensor nor JSON; what fails on one rank of a pipe is a RankError on all others.
     """
     path = Path(folder)
+    found = partial(contents, path, model, optimizer, extra)
+    if isinstance(model, RankShell):
+        write(path, found, model)
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        save(found(), checkpoint_id=path, no_dist=place_of(model)[1])
+
+
+def contents(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """What this process writes, by key. Raises CheckpointError, see `save_checkpoint`."""
     if (path / TABLE).exists():
         raise CheckpointError(f"{path} has a checkpoint already; choose another folder")
-    group, rank, alone = world_of(model)
+    rank, alone = place_of(model)
     tensors = {MODEL + key: value for key, value in model_tensors(model, alone).items()}
     about: dict[str, Any] = {}
     if optimizer is not None:
@@ -60,10 +75,7 @@ def save_checkpoint(
     if rank == 0:
         tensors |= {EXTRA + name: value.detach() for name, value in extra.items() if isinstance(value, Tensor)}
         about["extra"] = {name: value for name, value in extra.items() if not isinstance(value, Tensor)}
-    tensors[f"{ABOUT}{rank}"] = to_bytes(about)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        save(tensors, checkpoint_id=path, process_group=group, no_dist=alone)
+    return tensors | {f"{ABOUT}{rank}": to_bytes(about)}
 
 
 def load_checkpoint(
@@ -100,13 +112,13 @@ def last_checkpoint(folder: str | Path) -> Path | None:
     return tables[-1].parent if tables else None
 
 
-def world_of(model: nn.Module) -> tuple[Any, int, bool]:
-    """The group of those who save the model, this process's rank there, and whether it is the only one."""
+def place_of(model: nn.Module) -> tuple[int, bool]:
+    """This process's rank among those who save the model, and whether it is the only one."""
     if isinstance(model, RankShell):
-        return model.world.group, model.world.rank, False
+        return model.world.rank, False
     if isinstance(model, Shell) or not dist.is_initialized():
-        return None, 0, True
-    return None, dist.get_rank(), False
+        return 0, True
+    return dist.get_rank(), False
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

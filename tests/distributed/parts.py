@@ -60,6 +60,8 @@ def saved(group: Any, folder: Path) -> list[float]:
     pipe = piped(group, Net())
     optimizer = adam(pipe)  # before the first call: it has all parameters, on every rank
     train(pipe, optimizer, range(3))
+    with pytest.raises(FxpipeError, match=r"^(rank 0: )?only tensors, and what JSON knows, can be saved"):
+        fxpipe.save_checkpoint(folder, pipe, optimizer, step=3, rule=print)  # which the leader alone would keep
     fxpipe.save_checkpoint(folder, pipe, optimizer, step=3)
     losses = train(pipe, optimizer, range(3, 23))
     pipe.close()

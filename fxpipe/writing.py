@@ -1,0 +1,52 @@
+"""Write a checkpoint from all ranks of a pipe at once.
+
+The files are those of torch.distributed.checkpoint, whose own `save` waits in collectives of the process group: there,
+a rank that is gone is an error without a name, and not of all others. Here the ranks speak with each other as in all of
+their calls, so that all others get an error that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from .engines.verdict import describe
+from .errors import RankError
+from .rank_shell import RankShell
+
+
+def write(path: Path, find: Callable[[], dict[str, Tensor]], pipe: RankShell) -> None:
+    """Write the tensors of this rank, by key, as it finds them; back when the checkpoint is whole. Raises, on every
+    rank, what has failed on one, as RankError on all others."""
+    planner, writer = DefaultSavePlanner(), FileSystemWriter(path)
+
+    def plan() -> Any:
+        planner.set_up_planner(find(), writer.storage_meta(), pipe.leads)
+        writer.set_up_storage_writer(pipe.leads)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    plans, contents = planner.create_global_plan(from_each(pipe, plan))
+    own = writer.prepare_global_plan(plans)[pipe.world.rank]
+    written = from_each(pipe, lambda: writer.write_data(planner.finish_plan(own), planner).wait())
+    from_each(pipe, lambda: writer.finish(contents, written) if pipe.leads else None)
+
+
+def from_each(pipe: RankShell, do: Callable[[], Any]) -> list[Any]:
+    """What each rank gets from it, by rank. A rank on which it fails raises its error, and all others RankError."""
+    found, error = None, None
+    try:
+        found = do()
+    except Exception as failed:
+        error = failed
+    heard = pipe.collect((found, describe(error)))
+    if error is not None:
+        raise error
+    for rank, (_, failure) in enumerate(heard):
+        if failure:
+            raise RankError(f"rank {rank}: {failure}")
+    return [one for one, _ in heard]
