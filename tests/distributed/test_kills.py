@@ -1,0 +1,169 @@
+"""Ranks that are killed, stopped or interrupted at any moment of their lives: all others end with an error that
+names them, soon. Started again, they go on from the last checkpoint as if nothing had been, to the last bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed.lives import SIZE, live
+
+SOON = 15  # seconds, until all know
+PATIENCE = 200  # seconds, for whatever nothing stands in the way of
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to which rank: after so many steps, and which part of a step later."""
+
+    kind: str
+    rank: int
+    steps: int
+    later: float
+
+    @property
+    def timeout(self) -> float:
+        """Seconds until a rank counts as lost: nobody sees in any other way that one stands still."""
+        return 4.0 if self.kind == "stop" else 60.0
+
+
+@dataclass(eq=False)
+class Ranks:
+    """Processes from one start to the end of all; `said`: the errors that they ended with."""
+
+    processes: list[BaseProcess]
+    ends: list[Connection]
+    steps: list[list[float]] = field(init=False)  # of each rank: when it had met the others, and had done a step
+    reached: int = 0
+    said: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.steps = [[] for _ in self.processes]
+
+    def listen(self, until: float, rank: int) -> None:
+        """Hear what a rank says next, if it says something."""
+        if not self.ends[rank].poll(max(0.0, until - time.monotonic())):
+            return
+        try:
+            kind, what = self.ends[rank].recv()
+        except (EOFError, ConnectionResetError):
+            self.said.setdefault(rank, "")
+            return
+        if kind == "error":
+            self.said[rank] = what
+        else:
+            self.steps[rank].append(time.monotonic())
+            self.reached = max(self.reached, what)
+
+
+@contextmanager
+def started(port: int, folder: Path, timeout: float) -> Iterator[Ranks]:
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["tests.distributed.warm", "tests.distributed.lives"])
+    ends = [context.Pipe() for _ in range(SIZE)]
+    processes = [
+        context.Process(target=live, args=(theirs, rank, port, folder, timeout), daemon=True)
+        for rank, (_, theirs) in enumerate(ends)
+    ]
+    for process in processes:
+        process.start()
+    for _, theirs in ends:
+        theirs.close()
+    try:
+        yield Ranks(processes, [ours for ours, _ in ends])
+    finally:
+        for process in processes:
+            process.kill()  # also one that is stopped
+            process.join()
+        for ours, _ in ends:
+            ours.close()
+
+
+def strike(ranks: Ranks, fault: Fault, usual: float) -> float:
+    """Let it happen; gives how many seconds later all others have ended. `usual`: how long a first step takes."""
+    wait_for(ranks, fault.rank, fault.steps)
+    mine = ranks.steps[fault.rank]
+    time.sleep(fault.later * (usual if fault.steps == 0 else mine[-1] - mine[-2]))
+    struck, process = time.monotonic(), ranks.processes[fault.rank]
+    assert process.pid is not None
+    os.kill(process.pid, SIGNALS[fault.kind])
+    for rank in [rank for rank in range(SIZE) if rank != fault.rank or fault.kind == "interrupt"]:
+        while rank not in ranks.said and time.monotonic() < struck + SOON:
+            ranks.listen(struck + SOON, rank)
+    return time.monotonic() - struck
+
+
+def wait_for(ranks: Ranks, rank: int, steps: int) -> None:
+    """Until a rank has done so many steps."""
+    end = time.monotonic() + PATIENCE
+    while len(ranks.steps[rank]) <= steps and not ranks.said and time.monotonic() < end:
+        ranks.listen(end, rank)
+    assert not ranks.said, ranks.said
+    assert len(ranks.steps[rank]) > steps, f"rank {rank} has come to step {len(ranks.steps[rank]) - 1} of {steps}"
+
+
+def undisturbed(port: int, folder: Path, step: int) -> dict[str, str]:
+    """The losses of a run up to this step at least, with what is in the folder before, by step."""
+    with started(port, folder, 60.0) as ranks:
+        while ranks.reached < step:
+            wait_for(ranks, 0, len(ranks.steps[0]))
+        for end in ranks.ends:
+            end.send("enough")
+        for process in ranks.processes:
+            process.join(PATIENCE)
+            assert process.exitcode == 0
+    return dict(losses(folder))
+
+
+def losses(folder: Path) -> list[tuple[str, str]]:
+    """Step and loss, as often as it was computed."""
+    lines = (folder / "losses.txt").read_text().splitlines()
+    return [(step, loss) for step, loss in map(str.split, lines)]
+
+
+def random_faults(count: int) -> Iterator[Fault]:
+    draw = random.Random(0)
+    for kind in draw.sample(["kill", "stop", "interrupt"], k=count, counts=[count * 3 // 5, count // 5, count // 5]):
+        yield Fault(kind, draw.randrange(SIZE), draw.randint(kind == "stop", 5), draw.uniform(0, 1.2))
+
+
+@pytest.mark.slow
+def test_fifty_at_random_moments(tmp_path: Path) -> None:
+    """One store for all of them, as torchrun's agent keeps it."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    folder, whole = tmp_path / "struck", tmp_path / "whole"
+    folder.mkdir()
+    whole.mkdir()
+    usual, reached = 1.0, 0
+    for fault in random_faults(50):
+        with started(store.port, folder, fault.timeout) as ranks:
+            seconds = strike(ranks, fault, usual)
+            for rank in range(SIZE):
+                told = ranks.said.get(rank, "nothing")
+                if rank != fault.rank:
+                    assert re.search(rf"RankError: rank {fault.rank}\b", told), f"{fault}: rank {rank} said {told}"
+                elif fault.kind == "interrupt":
+                    assert "KeyboardInterrupt" in told, f"{fault}: it said {told}"
+            assert seconds < SOON
+            reached = max(reached, ranks.reached)
+            if len(times := ranks.steps[fault.rank]) > 1:
+                usual = times[1] - times[0]
+    found = undisturbed(store.port, folder, reached + 4)
+    wanted = undisturbed(store.port, whole, max(map(int, found)) + 1)
+    assert len(losses(folder)) > len(found) > 50  # some were computed more than once
+    assert all(wanted[step] == loss for step, loss in losses(folder))
+    assert found.keys() == {str(step) for step in range(len(found))}
