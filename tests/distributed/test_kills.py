@@ -150,7 +150,7 @@ def test_fifty_at_random_moments(tmp_path: Path) -> None:
     folder, whole = tmp_path / "struck", tmp_path / "whole"
     folder.mkdir()
     whole.mkdir()
-    usual, reached = 1.0, 0
+    usual, reached, located = 1.0, 0, 0
     for fault in random_faults(50):
         with started(store.port, folder, fault.timeout) as ranks:
             seconds = strike(ranks, fault, usual)
@@ -158,6 +158,7 @@ def test_fifty_at_random_moments(tmp_path: Path) -> None:
                 told = ranks.said.get(rank, "nothing")
                 if rank != fault.rank:
                     assert re.search(rf"RankError: rank {fault.rank}\b", told), f"{fault}: rank {rank} said {told}"
+                    located += bool(re.search(r"stage \d, micro-batch \d, .* at lives.py:", told))
                 elif fault.kind == "interrupt":
                     code = ranks.processes[rank].exitcode  # less than 0 where it was in C++, which aborts
                     assert "KeyboardInterrupt" in told or (code or 0) < 0, f"{fault}: {code}, it said {told}"
@@ -165,6 +166,7 @@ def test_fifty_at_random_moments(tmp_path: Path) -> None:
             reached = max(reached, ranks.reached)
             if len(times := ranks.steps[fault.rank]) > 1:
                 usual = times[1] - times[0]
+    assert located  # those who were in an action, or waited for what was to come
     found = undisturbed(store.port, folder, reached + 4)
     wanted = undisturbed(store.port, whole, max(map(int, found)) + 1)
     assert len(losses(folder)) > len(found) > 50  # some were computed more than once
