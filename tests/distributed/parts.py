@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +57,10 @@ def materialised(group: Any) -> int:
     return bytes_of(model)
 
 
-def saved(group: Any, folder: Path) -> list[float]:
+Run = tuple[dict[str, Tensor], list[float]]  # what is on a rank where others go on, and the next twenty losses
+
+
+def saved(group: Any, folder: Path) -> Run:
     """Trains for three steps, saves, and goes on for twenty."""
     torch.manual_seed(1)
     pipe = piped(group, Net())
@@ -63,12 +69,13 @@ def saved(group: Any, folder: Path) -> list[float]:
     with pytest.raises(FxpipeError, match=r"^(rank 0: )?only tensors, and what JSON knows, can be saved"):
         fxpipe.save_checkpoint(folder, pipe, optimizer, step=3, rule=print)  # which the leader alone would keep
     fxpipe.save_checkpoint(folder, pipe, optimizer, step=3)
+    state = held(pipe, optimizer)
     losses = train(pipe, optimizer, range(3, 23))
     pipe.close()
-    return losses
+    return state, losses
 
 
-def gone_on(group: Any, folder: Path, meta: bool) -> list[float]:
+def gone_on(group: Any, folder: Path, meta: bool) -> Run:
     """Goes on for twenty steps where others have stopped."""
     torch.manual_seed(dist.get_rank())  # nobody has the right values before
     pipe = piped(group, on_meta() if meta else Net(), example_inputs=batch(0))
@@ -76,9 +83,27 @@ def gone_on(group: Any, folder: Path, meta: bool) -> list[float]:
         pipe.materialize(checkpoint=folder)
     optimizer = adam(pipe)
     assert fxpipe.load_checkpoint(folder, pipe, optimizer) == {"step": 3}
+    state = held(pipe, optimizer)
     losses = train(pipe, optimizer, range(3, 23))
     pipe.close()
-    return losses
+    return state, losses
+
+
+def held(run: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Parameters, buffers, and what the optimizer keeps of each parameter, by key."""
+    found = {key: value.detach().clone() for key, value in run.state_dict().items()}
+    for key, parameter in run.named_parameters():
+        found |= {f"{name} of {key}": value.clone() for name, value in optimizer.state.get(parameter, {}).items()}
+    return found
+
+
+def put_together(runs: Sequence[Run]) -> Run:
+    """What all ranks have, each thing on one of them, and the losses, the same on all."""
+    states = [state for state, _ in runs]
+    whole = {key: value for state in states for key, value in state.items()}
+    assert sum(map(len, states)) == len(whole)
+    assert all(losses == runs[0][1] for _, losses in runs)
+    return whole, runs[0][1]
 
 
 def resaved(group: Any, source: Path, folder: Path) -> None:
@@ -149,30 +174,56 @@ class Most:
     def __init__(self) -> None:
         ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: what is freed is given back at once
         Path("/proc/self/clear_refs").write_text("5")  # Linux forgets the peak
-        self.before = self._read("VmRSS")
+        self.before = self.read("VmRSS")
 
     def bytes(self) -> int:
-        return self._read("VmHWM") - self.before
+        return self.read("VmHWM") - self.before
 
-    def _read(self, name: str) -> int:
+    def read(self, name: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
-def stays_within(group: Any, width: int, depth: int) -> int:
-    """Steps of a model with so many layers on each rank. Gives the most memory, in bytes, that all of it took."""
-    for wide in (8, width):  # first a small one, for what a first step loads
-        with torch.device("meta"):
-            layers = (nn.Linear(wide, wide, bias=False) for _ in range(depth * dist.get_world_size(group)))
-            model = nn.Sequential(*layers)
-        x, most = torch.ones(4, wide), Most()
-        pipe = piped(group, model, example_inputs=x)
-        pipe.materialize(seed=0)
-        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-        for _ in range(3):
-            pipe.step(x, target=x, loss_fn=F.mse_loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        found = most.bytes()
-        pipe.close()
+@contextmanager
+def at_most(more: int) -> Iterator[None]:
+    """In this context the process gets so many bytes and no more."""
+    before, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (Most().read("VmData") + more, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (before, hard))
+
+
+def stays_within(group: Any, width: int, depth: int) -> float:
+    """Steps of a model with so many layers on each rank, whose parameters alone no rank may hold. Gives the most memory
+    that all of it took, for each byte of the parameters and gradients that are here."""
+    layers = depth * dist.get_world_size(group)
+    whole = layers * 4 * width * width
+    with at_most(3 * whole // 4):
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            torch.empty(whole, dtype=torch.uint8)
+        for _ in range(2):  # the first time also loads what all later steps share
+            most = Most()
+            needed = 2 * steps_of(group, width, layers)
+            found = most.bytes() / needed
     return found
+
+
+def steps_of(group: Any, width: int, layers: int) -> int:
+    """Some steps of so many layers; gives the bytes of the parameters here."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+    x = torch.ones(4, width)
+    pipe = piped(group, model, example_inputs=x)
+    pipe.materialize(init=lambda module, path: nn.init.eye_(module.weight) if path else None)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.001)
+    losses = []
+    for _ in range(3):
+        losses.append(pipe.step(x, target=2 * x, loss_fn=F.mse_loss).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[2] < losses[1] < losses[0]
+    own = bytes_of(model)
+    pipe.close()
+    return own
