@@ -58,3 +58,26 @@ def test_a_script_over_ranks_goes_on_after_a_kill(tmp_path: Path) -> None:
     assert dict(found) == dict(wanted)
     assert all(dict(wanted)[step] == loss for step, loss in found)
     assert float.fromhex(wanted[-1][1]) < float.fromhex(wanted[0][1])
+
+
+@pytest.mark.slow
+def test_a_transformer_over_ranks_is_trained_as_the_plain_model(tmp_path: Path) -> None:
+    """Losses, norms and evaluations; stopped half way, and started again."""
+    pytest.importorskip("transformers")
+    ranks, alone = tmp_path / "ranks", tmp_path / "alone"
+    script = ["-m", "benchmarks.integrations.pretrain"]
+    options = ["--double", "--steps", "8", "--every", "2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *script]
+    for command in (
+        [*torchrun, str(ranks), *options, "--until", "4"],
+        [*torchrun, str(ranks), *options],
+        [sys.executable, *script, str(alone), *options, "--plain"],
+    ):
+        subprocess.run(command, cwd=ROOT, check=True, timeout=400)
+    found, wanted = (
+        [line.split() for line in (path / "losses.txt").read_text().splitlines()] for path in (ranks, alone)
+    )
+    assert [int(row[0]) for row in found] == list(range(8))
+    for row, other in zip(found, wanted, strict=True):
+        assert list(map(float, row)) == pytest.approx(list(map(float, other)), rel=1e-9)
+    assert float(found[-1][1]) < float(found[0][1])
