@@ -11,12 +11,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: OpenMP spins, bus
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 GOLDEN = Path(__file__).parent / "golden"
 # By folder or file, the first that fits: tests that share what takes long to make (compiled code, a pool of ranks)
 # share a process. Those of None share nothing.
 SEARCHES = ("soap", "search.py", "searched.py", "test_searched.py", "test_strategy_search.py")
 GROUPS = {"test_product.py": None} | dict.fromkeys(SEARCHES, "compiled by numba") | {"distributed": "over ranks"}
+
+
+# A run finds what the one before has found, however busy the machine: what is new comes with new tests.
+slow_to_draw = [HealthCheck.too_slow]
+settings.register_profile("steady", derandomize=True, database=None, deadline=None, suppress_health_check=slow_to_draw)
+settings.load_profile("steady")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

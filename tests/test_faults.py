@@ -32,7 +32,7 @@ from fxpipe.ir.schedule import Action
 from fxpipe.runtime import worker
 
 CHUNKS = 5
-SOON = 2.0  # seconds
+SOON = 20.0  # seconds: at once, on a machine that is busy
 KINDS = {
     "F": ("forward", "forward_to_recompute"),
     "R": ("recompute",),

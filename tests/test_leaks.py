@@ -236,7 +236,7 @@ def test_pipes_leave_nothing(closed: bool) -> None:
     for _ in range(2):
         once(x)
     before = held()
-    for _ in range(20):
+    for _ in range(6):
         once(x)
     assert grown(before) == {}
 
@@ -254,7 +254,7 @@ def test_loaded_packages_leave_nothing(tmp_path: Path, closed: bool) -> None:
     pipe.save(tmp_path / "out")
     once(x)
     before = held()
-    for _ in range(20):
+    for _ in range(6):
         once(x)
     assert grown(before) == {}
     pipe.close()

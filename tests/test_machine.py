@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from time import perf_counter
+from time import process_time
 
 import pytest
 import torch
@@ -14,9 +14,9 @@ from fxpipe.machine import cores, cpu_memory
 
 
 def test_cpu_workers_share_what_there_is() -> None:
-    start = perf_counter()
+    start = process_time()
     cluster = fxpipe.Cluster.detect(workers=2)
-    assert perf_counter() - start < 20  # about a second where nobody else is at work
+    assert process_time() - start < 20  # seconds of computing
     check(cluster)
     assert cluster.labels == ("cpu:0", "cpu:1")
     first, second = cluster.devices

@@ -76,5 +76,4 @@ def test_random_modules_keep_what_they_compute(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_sixty_random_modules_keep_what_they_compute(tmp_path: Path) -> None:
-    start = Random().randrange(1_000_000_000)
-    check_seeds(range(start, start + 60), tmp_path)
+    check_seeds(range(100, 160), tmp_path)

@@ -52,7 +52,7 @@ class Seeded(TorchDispatchMode):
 def build(case: Case, *, training: bool = True) -> nn.Module:
     """The case's model in double precision, the same at every call."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         return case.make().double().train(training)
 
 
@@ -60,7 +60,7 @@ def inputs(case: Case, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The case's inputs, the same at every call; gradients are wanted for all that can have them, unless the case makes
     its inputs as it wants them."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(batch)
+        torch.default_generator.manual_seed(batch)
         made = case.inputs(batch)
     if "own-gradients" in case.traits:
         return made

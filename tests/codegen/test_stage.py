@@ -422,9 +422,9 @@ def test_many_ops(tools: SimpleNamespace) -> None:
     names = ["x", *(f"h_{k}" for k in range(10_000))]
     ops = [op(new, torch.add, Ref(old), X, line=k // 3) for k, (old, new) in enumerate(pairwise(names))]
     made = program(*ops)
-    start = time.perf_counter()
+    start = time.process_time()
     emit_stage(made, 0)
-    assert time.perf_counter() - start < 30
+    assert time.process_time() - start < 30
 
 
 def test_long_signatures_and_scalars(linted: Callable[[str], None]) -> None:

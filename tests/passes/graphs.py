@@ -105,7 +105,7 @@ class _Reading:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.values[n.name])
         before = {name: (value._version, value.detach().clone()) for name, value in self.held.items()}
         written_first = args[0] if args else None
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         target: Any = node.target
         result = getattr(args[0], target)(*args[1:], **kwargs) if isinstance(target, str) else target(*args, **kwargs)
         result = written_first if target is operator.setitem else result

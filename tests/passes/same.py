@@ -20,7 +20,7 @@ Values = dict[str, Any]
 
 
 def draw(number: int) -> AbstractContextManager[None]:
-    torch.manual_seed(number)
+    torch.default_generator.manual_seed(number)
     return nullcontext()
 
 
