@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
 
 
-NAMES = ("tied transformer", "transformer with dropout", "resnet", "running max", "flatten time", "own function")
+NAMES = ("tied transformer", "transformer with dropout", "batch norm", "running max", "flatten time", "own function")
+BATCHES = (8, 7, 2)  # in three micro-batches: full ones, uneven ones, and single samples
 SCHEDULES = ("gpipe", "1f1b", "zb-h1")
 
 
@@ -42,8 +43,10 @@ class Counting:
         return graph.forward
 
 
-def check_steps(name: str, schedule: str, backend: str, devices: int = 2, **options: Any) -> None:
-    """Steps of a compiled pipe against the plain model: full, uneven, and of single samples."""
+def check_steps(
+    name: str, schedule: str, backend: str, devices: int = 2, batches: Sequence[int] = BATCHES, **options: Any
+) -> None:
+    """Steps of a compiled pipe against the plain model."""
     case = stepped(MODELS[name])
     model, twin = build(case), build(case)
     pipe = fxpipe.compile(twin, devices, 3, schedule=schedule, compile_stages=backend, **{**case.options, **options})
@@ -52,7 +55,7 @@ def check_steps(name: str, schedule: str, backend: str, devices: int = 2, **opti
         return pipe.step(*args, loss_fn=case.loss, outputs=True, **kwargs)
 
     try:
-        for batch in (8, 7, 2):
+        for batch in batches:
             assert_same(one_step(case, twin, batch, run), reference(case, model, batch, 3))
     finally:
         pipe.close()
@@ -70,13 +73,14 @@ def test_compiled_steps_with_replicas_are_the_models() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_by_inductor_are_the_models(name: str) -> None:
-    """In one process: what it compiles for the first schedule is there for the others."""
+    """In one process: what it compiles for the first schedule, three seconds for each kernel, is there for the others.
+    Single samples are kernels of their own, once."""
     for schedule in SCHEDULES:
-        check_steps(name, schedule, "inductor")
+        check_steps(name, schedule, "inductor", batches=BATCHES if name == "own function" else BATCHES[:2])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(MODELS)[::2])
+@pytest.mark.parametrize("name", ["resnet", *(name for name in list(MODELS)[::2] if name != "amoebanet")])
 def test_models_can_be_compiled(name: str) -> None:
     check_steps(name, "zb-h1", "aot_eager")
 

@@ -135,11 +135,12 @@ def check_captured(name: str, graph: Graph, config: Config) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_every_configuration_is_the_model(name: str) -> None:
-    """The full product, on one capture of each model, which takes most of the time otherwise."""
+    """The full product, on one capture of each model, which takes most of the time otherwise; every fifth for the model
+    of many hundred ops."""
     case = MODELS[name]
     chunked = {key: value for key, value in case.options.items() if key in ("batch_dim", "reduce")}
     graph = capture(build(case), *inputs(case, BATCHES[0]), **chunked)
-    for config in ALL:
+    for config in ALL[:: 5 if name == "amoebanet" else 1]:
         check_captured(name, graph, config)
 
 
