@@ -51,6 +51,10 @@ from .street import Build, build
 NEW = -1  # the number of a kind of call that nobody has seen yet
 
 
+class Outdated(Exception):
+    """The leader's arguments look different now. Never leaves this file."""
+
+
 @dataclass(frozen=True)
 class Header:
     """What the leader says before each call. `kind`: its number, in the order of their first calls; `seed` of the
@@ -180,16 +184,27 @@ class RankPipe(RankShell, Pipe):
             raise
 
     def _follow(self, call: Callable[[Given, Run], Any], given: Given, runs: bool) -> Any:
-        header = self._listen()
-        looks: Given = self._looks
-        try:
-            given = filled(looks, given)
-            check_same(given, looks, self.world.rank)
-            return call(given, self._run)
-        except BaseException as error:
-            if not self._joined and (runs or header.kind == NEW):
-                self._refuse(header, looks, error)
-            raise
+        """The front goes ahead with what the leader has said of the arguments before, if those of this rank look as
+        they did then, while the leader's front works on the same call; what the leader says now is heard in between."""
+        own = pickle.dumps(change(given, on_meta))
+        self.__dict__["_header"] = None
+        if own != self._given:
+            self._listen()
+        self.__dict__["_given"] = own
+        while True:
+            looks: Given = self._looks
+            try:
+                whole = filled(looks, given)
+                check_same(whole, looks, self.world.rank)
+                return call(whole, self._run)
+            except Outdated:
+                continue
+            except BaseException as error:
+                if self._header is None and self._listen().given is not None:
+                    continue
+                if not self._joined and (runs or self._header.kind == NEW):
+                    self._refuse(self._header, looks, error)
+                raise
 
     def _listen(self) -> Header:
         """The leader's next header. Raises RankError if it makes no call."""
@@ -199,6 +214,13 @@ class RankPipe(RankShell, Pipe):
         self.__dict__["_header"] = header
         if header.given is not None:
             self.__dict__["_looks"] = pickle.loads(header.given)
+        return header
+
+    def _heard(self) -> Header:
+        """The leader's header for this call. Raises Outdated if its arguments do not look as they did before."""
+        if self._header is None and self._listen().given is not None:
+            raise Outdated
+        header: Header = self._header
         return header
 
     def _refuse(self, header: Header, looks: Given, error: BaseException) -> None:
@@ -236,7 +258,8 @@ class RankPipe(RankShell, Pipe):
             self.__dict__["_joined"] = True
             self.world.tell_all(pickle.dumps(header))
         else:
-            header = self._listen() if self._header.kind == NEW else self._header
+            header = self._heard()
+            header = self._listen() if header.kind == NEW else header
             if header.kind != number:
                 raise RankError(
                     f"this call is of another kind on rank {self.world.rank} than on rank {LEADER}: is the model in "
@@ -259,7 +282,7 @@ class RankPipe(RankShell, Pipe):
             self.__dict__["_joined"] = True
             self.world.tell_all(pickle.dumps(self._header))
             self.__dict__["_header"] = replace(self._header, given=None)
-        elif not self.world.leads and new != (self._header.kind == NEW):
+        elif not self.world.leads and new != (self._heard().kind == NEW):
             raise RankError(
                 f"this call is of a kind that is new on rank {self.world.rank if new else LEADER} alone: is the model "
                 "in training on one rank and in evaluation on the other, or does the loss function differ?"

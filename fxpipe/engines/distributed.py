@@ -54,6 +54,7 @@ class Ranked(Stepper):
         rows = dict(zip(programs.devices, programs.rows, strict=True))
         self.program = [(do, self._wire(do, what)) for do, what in rows.get(world.label, ())]
         self._sizes: dict[tuple[str, tuple[int, ...]], Size] = {}
+        self._coming: dict[int, dict[int, list[Wire]]] = {}
         used = {name for name, j in self.feeds if self.here(j)}
         gives, takes = self.totals
         self._summing = not used.isdisjoint(gives)
@@ -81,6 +82,16 @@ class Ranked(Stepper):
             sizes = dict(zip((name for name, _, _ in self.wires.sizes), known, strict=False))
             self._sizes[key] = wire.dtype, tuple([dim_size(dim, sizes) for dim in wire.shape])
         return self._sizes[key]
+
+    def coming(self, last: int) -> dict[int, list[Wire]]:
+        """What each other rank sends to this one in a step whose last micro-batch has this number, in order."""
+        if last not in self._coming:
+            coming: dict[int, list[Wire]] = {peer: [] for peer in self.world.others}
+            for do, what in self.program:
+                if do == "receive" and isinstance(what, Wire) and (what.message.micro_batch or 0) <= last:
+                    coming[what.peer].append(what)
+            self._coming[last] = coming
+        return self._coming[last]
 
     def here(self, j: int) -> bool:
         """Whether stage j is on this rank."""
@@ -156,6 +167,9 @@ class Ranked(Stepper):
     def _run(self, m: Step) -> None:
         """All of this rank's program; back when everyone is done and the verdict is known."""
         assert isinstance(m, RankStep)
+        for peer in self.world.others:
+            m.expect_early(peer)
+        self._guarded(m, None, self.world.listen, *self.world.others)  # for the verdict
         for do, what in self.program:
             i = what.message.micro_batch if isinstance(what, Wire) else what.micro_batch
             if i is not None and i > m.last:
@@ -174,14 +188,13 @@ class Ranked(Stepper):
         """One action, if nothing has failed yet. What is computed again is so by the backward that needs it."""
         if action.kind == "R" or m.broken:
             return
-        method, j = self.methods[action], action.stage
+        self._guarded(m, action, self._compute, m, action)
 
-        def act() -> None:
-            with use_stream(m.compute[j]):
-                m.borrow(j)
-                method(self, m, action.micro_batch)
-
-        self._guarded(m, action, act)
+    def _compute(self, m: RankStep, action: Action) -> None:
+        with use_stream(m.compute[action.stage]):
+            if m.awaited:
+                m.borrow(action.stage)
+            self.methods[action](self, m, action.micro_batch)
 
     def _guarded(self, m: RankStep, action: Action | None, do: Any, *args: Any) -> None:
         """Do something, and fail with what it raises."""
@@ -212,6 +225,8 @@ class Ranked(Stepper):
             m.failed.append(m.error or RankError(found))
         else:
             m.numbers = found
+        if not self.world.leads and self.world.lost is None:
+            self._guarded(m, None, self.world.listen, LEADER)  # for the next call
 
     # Results ----------------------------------------------------------------------------------------------------------
 

@@ -19,13 +19,14 @@ from .box import Key
 from .step import Step
 from .stepper import Rows, Stepper
 from .verdict import Numbers
-from .wire import Size, blank, failure, read, seal
+from .wire import Size, blank, failure, nbytes, read, seal
 from .world import Lost, World
 
 if TYPE_CHECKING:
     from .distributed import Ranked
 
 AHEAD = 32  # messages to one rank that may be on their way: what is sent is kept until it has been received
+EARLY, SMALL = 16, 2**16  # messages from one rank that may be waited for before the program says so, and their bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,8 @@ class Wire:
 
 class RankStep(Step):
     """One step under way, as one rank sees it. `outbox` has what its actions send, until its program says so; `posted`
-    what it has begun to receive; `sent` what it has begun to send, by rank; `numbers`: the outputs that are one number;
+    what it has begun to receive, `begun` how much of `coming` from each rank, and `reached` how much of it the program
+    has asked for; `sent` what it has begun to send, by rank; `numbers`: the outputs that are one number;
     `broken`: whether it has failed, and `error` why, if it was not another rank that has failed before."""
 
     engine: Ranked
@@ -51,6 +53,7 @@ class RankStep(Step):
     def begin(self, engine: Stepper, pairs: list[list[Pair]], scale: Tensor | None, rows: Rows) -> None:
         self.known = [tuple([getattr(m, source).shape[dim] for _, source, dim in self.wires.sizes]) for m in self]
         super().begin(engine, pairs, scale, rows)
+        self.coming = self.engine.coming(self.last)
 
     def place_in(self, world: World, wires: Wires, seed: int, error: BaseException | None) -> None:
         """Say on which rank of what it is, what random numbers begin with, and whether it has failed already."""
@@ -58,6 +61,8 @@ class RankStep(Step):
         self.outbox: dict[Key, tuple[Any, bool]] = {}
         self.posted: dict[Key, tuple[Wire, Size, Tensor, Any]] = {}
         self.sent: dict[int, deque[tuple[Any, Tensor]]] = {rank: deque() for rank in world.others}
+        self.reached = dict.fromkeys(world.others, 0)
+        self.begun = dict.fromkeys(world.others, 0)
         self.awaited: dict[int, list[Lent]] = {}
         self.numbers: Numbers = {}
         self.broken, self.error = error is not None, error
@@ -77,15 +82,31 @@ class RankStep(Step):
     # Messages ---------------------------------------------------------------------------------------------------------
 
     def expect(self, wire: Wire) -> None:
-        """Begin to receive."""
-        size = self.size(wire)
-        buffer = blank(size, self.world.device)
-        try:
-            work = self.world.start(False, wire.peer, buffer)
-        except Lost as error:
-            self.fail(self.located(error, wire.message))
-        else:
+        """Begin to receive, if that has not begun yet."""
+        self.reached[wire.peer] += 1
+        self.expect_early(wire.peer)
+
+    def expect_early(self, peer: int) -> None:
+        """Begin to receive what the program has reached, and small messages that come after it. With gloo the receiver
+        has to tell the sender that it is ready, and what is said in time costs neither of them a wait."""
+        coming, begun, reached = self.coming[peer], self.begun[peer], self.reached[peer]
+        early = EARLY if self.world.device.type == "cpu" else 0  # NCCL's work in the order in which they are begun
+        if begun > reached + early // 2:
+            return
+        while begun < len(coming) and begun < reached + early:
+            wire, size = coming[begun], self.size(coming[begun])
+            if begun >= reached and nbytes(size) > SMALL:
+                break
+            buffer = blank(size, self.world.device)
+            try:
+                work = self.world.start(False, peer, buffer)
+            except Lost as error:
+                self.fail(self.located(error, wire.message))
+                begun = len(coming)
+                break
             self.posted[wire.key] = wire, size, buffer, work
+            begun += 1
+        self.begun[peer] = begun
 
     def dispatch(self, wire: Wire) -> None:
         """Begin to send what an action has left in the outbox; or that this rank has failed."""

@@ -1,4 +1,4 @@
-"""How a step went, as all ranks agree through the leader: what has failed anywhere, or the numbers of all."""
+"""How a step went, as all ranks hear from each other: what has failed anywhere, or the numbers of all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fxpipe.errors import FxpipeError, RankError
 
-from .world import LEADER, Lost, World
+from .world import Lost, World
 
 Numbers = dict[int, tuple[Any, torch.dtype]]  # outputs that are one number, by their places
 
@@ -39,31 +39,31 @@ class Failure:
 
 
 def verdict(world: World, found: Failure | Numbers) -> str | Numbers:
-    """What has failed on any rank, or, if nothing has, the numbers of all. `found` is what there is of this rank.
-    Raises Lost."""
-    if not world.leads:
-        world.tell(LEADER, pickle.dumps(found))
-        told: str | Numbers = pickle.loads(world.hear(LEADER))
-        return told
-    heard: list[tuple[int, Failure | Numbers]] = [(LEADER, found)]
+    """What has failed on any rank, or, if nothing has, the numbers of all. `found` is what there is of this rank: it
+    tells all others, so that nobody waits for what another makes of it, and all come to the same."""
+    heard, begun, data = {world.rank: found}, list[tuple[int, Any, Tensor]](), pickle.dumps(found)
     for peer in world.others:
         try:
-            heard.append((peer, pickle.loads(world.hear(peer))))
+            begun += [(peer, *one) for one in world.begin_to_tell(peer, data)]
         except Lost as error:
-            heard.append((peer, Failure(str(error), False)))
-    failures = [(rank, failure) for rank, failure in heard if isinstance(failure, Failure)]
+            heard[peer] = Failure(str(error), False)
+    for peer in world.others:
+        try:
+            heard[peer] = pickle.loads(world.hear(peer))
+        except Lost as error:
+            heard[peer] = Failure(str(error), False)
+    for peer, work, _ in begun:  # who has told something has heard this
+        try:
+            world.finish(work, peer)
+        except Lost as error:
+            heard[peer] = Failure(str(error), False)
+    heard = dict(sorted(heard.items()))
+    failures = [(rank, failure) for rank, failure in heard.items() if isinstance(failure, Failure)]
     causes = [f"rank {rank}: {failure.text}" for rank, failure in failures if failure.own]
     causes += [failure.text for _, failure in failures if failure.text and not failure.own]
     if failures:
-        told = next(iter(causes), "a rank has failed")
-    else:
-        told = {at: number for _, numbers in heard if isinstance(numbers, dict) for at, number in numbers.items()}
-    for peer in world.others:
-        try:
-            world.tell(peer, pickle.dumps(told))
-        except Lost:
-            continue
-    return told
+        return next(iter(causes), "a rank has failed")
+    return {at: number for numbers in heard.values() if isinstance(numbers, dict) for at, number in numbers.items()}
 
 
 def share_value(world: World, value: Any, home: int) -> Any:

@@ -10,6 +10,8 @@ step, so that no message is left over.
 
 from __future__ import annotations
 
+import ctypes
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -29,13 +31,17 @@ class FailedElsewhere(Exception):
 
 def blank(size: Size, device: torch.device) -> Tensor:
     """A buffer for a value of this type and shape."""
-    dtype, shape = size
-    return torch.empty(HEAD // dtype.itemsize + prod(shape), dtype=dtype, device=device)
+    return torch.empty(_layout(size)[0], dtype=size[0], device=device)
+
+
+def nbytes(size: Size) -> int:
+    """The memory of a message."""
+    return _layout(size)[0] * size[0].itemsize
 
 
 def failure(buffer: Tensor) -> Tensor:
     """The message that there is none."""
-    _word(buffer).fill_(FAILED)
+    _write(buffer, FAILED)
     return buffer
 
 
@@ -46,41 +52,41 @@ def seal(value: Any, grad: bool, size: Size, buffer: Tensor) -> Tensor:
     if value is None:
         word |= MISSING
     elif not isinstance(value, Tensor):
-        _elements(buffer, size[1]).fill_(value)
+        _elements(buffer, size).fill_(value)
     else:
         if value.layout is not torch.strided:
             value = value.to_dense()
-        if (value.dtype, value.shape) != (size[0], torch.Size(size[1])):
+        if value.dtype != size[0] or value.shape != size[1]:
             raise ValueError(
                 f"a value of type {value.dtype} and shape {list(value.shape)} was to be sent to another rank, where "
                 f"{size[0]} and {list(size[1])} is expected: its type or shape depends on the data"
             )
         order = _order(value)
         if order is None:
-            _elements(buffer, size[1]).copy_(value)
+            _elements(buffer, size).copy_(value)
         else:
             word |= ORDERED | sum(dim << (4 + 4 * place) for place, dim in enumerate(order))
-            _elements(buffer, tuple(value.shape[dim] for dim in order)).copy_(value.permute(order))
-    _word(buffer).fill_(word)
+            _elements(buffer, (size[0], tuple(value.shape[dim] for dim in order))).copy_(value.permute(order))
+    _write(buffer, word)
     return buffer
 
 
 def read(buffer: Tensor, size: Size, number: str | None) -> Any:
     """What a message brings: a leaf that needs a gradient if the value did, or None. Raises FailedElsewhere."""
-    word = int(_word(buffer))
+    word = _word(buffer)
     if word & FAILED:
         raise FailedElsewhere
     if word & MISSING:
         return None
     if number is not None:
-        found = _elements(buffer, size[1]).item()
+        found = _elements(buffer, size).item()
         return bool(found) if number == "bool" else found
     if word & ORDERED:
         order = [word >> (4 + 4 * place) & 15 for place in range(len(size[1]))]
-        value = _elements(buffer, tuple(size[1][dim] for dim in order))
+        value = _elements(buffer, (size[0], tuple(size[1][dim] for dim in order)))
         value = value.permute(sorted(range(len(order)), key=order.__getitem__))
     else:
-        value = _elements(buffer, size[1])
+        value = _elements(buffer, size)
     return value.requires_grad_() if word & GRAD else value
 
 
@@ -93,10 +99,27 @@ def _order(value: Tensor) -> list[int] | None:
     return order if value.permute(order).is_contiguous() else None
 
 
-def _word(buffer: Tensor) -> Tensor:
-    """The word, as one number."""
-    return buffer[: HEAD // buffer.itemsize].view(torch.int64)[0]
+def _write(buffer: Tensor, word: int) -> None:
+    if buffer.is_cpu:  # ten times as fast as by a tensor
+        ctypes.c_int64.from_address(buffer.data_ptr()).value = word
+    else:
+        buffer[: HEAD // buffer.itemsize].view(torch.int64)[0] = word
 
 
-def _elements(buffer: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return buffer[HEAD // buffer.itemsize :].view(shape)
+def _word(buffer: Tensor) -> int:
+    if buffer.is_cpu:
+        return ctypes.c_int64.from_address(buffer.data_ptr()).value
+    return int(buffer[: HEAD // buffer.itemsize].view(torch.int64)[0])
+
+
+def _elements(buffer: Tensor, size: Size) -> Tensor:
+    _, strides, first = _layout(size)
+    return buffer.as_strided(size[1], strides, first)
+
+
+@lru_cache(4096)
+def _layout(size: Size) -> tuple[int, tuple[int, ...], int]:
+    """How many elements a message has, how far apart those of each dimension lie, and where they begin."""
+    dtype, shape = size
+    first = HEAD // dtype.itemsize
+    return first + prod(shape), tuple([max(1, prod(shape[dim + 1 :])) for dim in range(len(shape))]), first

@@ -25,7 +25,8 @@ from .blame import blame
 
 LEADER = 0
 UP, DOWN = 0, 1  # lanes: to ranks with larger numbers, and to those with smaller ones
-BLOCK, COUNT = 256, 8  # bytes: what small things fit into, with their length before them
+VALUES, SAID = 0, 1  # tags: the two may share a connection
+BLOCK, COUNT = 512, 8  # bytes: what small things fit into, with their length before them
 
 
 class Lost(Exception):
@@ -42,7 +43,7 @@ class World:
     `labels`: of the devices, by rank; `device`: this rank's own; `lanes`: the connections in which values go up and
     down; `control`: that in which everything else is said, from memory of the host; `timeout`: seconds after which a
     rank that does not answer counts as lost; `store`: where the first to see that leaves word; `lost`: why no step can
-    be any more, once one is."""
+    be any more, once one is; `ears`: what this rank has begun to hear from others."""
 
     group: Any
     rank: int
@@ -54,6 +55,7 @@ class World:
     store: Any
     lost: Lost | None = None
     limit: timedelta = field(init=False)
+    ears: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.limit = timedelta(seconds=self.timeout)
@@ -74,10 +76,11 @@ class World:
 
     def start(self, send: bool, peer: int, tensor: Tensor, group: Any = None) -> Any:
         """Begin to send a tensor, or to receive into it. Raises Lost."""
+        tag = VALUES if group is None else SAID
         if group is None:
             group = self.lanes[UP if (peer > self.rank) == send else DOWN]
         try:
-            return group.send([tensor], peer, 0) if send else group.recv([tensor], peer, 0)
+            return group.send([tensor], peer, tag) if send else group.recv([tensor], peer, tag)
         except RuntimeError as error:
             raise self.lose(peer, error) from None
 
@@ -102,30 +105,48 @@ class World:
 
     def tell(self, peer: int, data: bytes) -> None:
         """Send bytes: one message, and another if there are many of them."""
+        for work, _ in self.begin_to_tell(peer, data):
+            self.finish(work, peer)
+
+    def begin_to_tell(self, peer: int, data: bytes) -> list[tuple[Any, Tensor]]:
+        """The works of `tell`, and what is to be kept until they are done."""
         first, rest = data[: BLOCK - COUNT], data[BLOCK - COUNT :]
         head = len(data).to_bytes(COUNT, "little") + first.ljust(BLOCK - COUNT, b"\0")
         tensors = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (head, rest) if part]
-        for work in [self.start(True, peer, tensor, self.control) for tensor in tensors]:
-            self.finish(work, peer)
+        return [(self.start(True, peer, tensor, self.control), tensor) for tensor in tensors]
+
+    def listen(self, *peers: int) -> None:
+        """Begin to hear what these ranks say next: with gloo it arrives in a third of the time if this was said before
+        it is sent. Raises Lost."""
+        for peer in peers:
+            if peer not in self.ears:
+                buffer = torch.empty(BLOCK, dtype=torch.uint8)
+                self.ears[peer] = buffer, self.start(False, peer, buffer, self.control)
 
     def hear(self, peer: int) -> bytes:
         """Receive bytes."""
-        head = self._hear(peer, BLOCK)
+        self.listen(peer)
+        buffer, work = self.ears.pop(peer)
+        self.finish(work, peer)
+        head = buffer.numpy().tobytes()
         length = int.from_bytes(head[:COUNT], "little")
-        rest = length - (BLOCK - COUNT)
-        return head[COUNT : COUNT + length] + (self._hear(peer, rest) if rest > 0 else b"")
-
-    def _hear(self, peer: int, length: int) -> bytes:
-        buffer = torch.empty(length, dtype=torch.uint8)
-        self.finish(self.start(False, peer, buffer, self.control), peer)
-        return buffer.numpy().tobytes()
+        if length <= BLOCK - COUNT:
+            return head[COUNT : COUNT + length]
+        rest = torch.empty(length - (BLOCK - COUNT), dtype=torch.uint8)
+        self.finish(self.start(False, peer, rest, self.control), peer)
+        return head[COUNT:] + rest.numpy().tobytes()
 
     def tell_all(self, data: bytes) -> None:
-        """From one rank to all others, in turn; those who are there get it even if one is lost."""
-        lost = None
+        """From one rank to all others; those who are there get it even if one is lost."""
+        lost, begun = None, list[tuple[int, Any, Tensor]]()
         for peer in self.others:
             try:
-                self.tell(peer, data)
+                begun += [(peer, *one) for one in self.begin_to_tell(peer, data)]
+            except Lost as error:
+                lost = error
+        for peer, work, _ in begun:
+            try:
+                self.finish(work, peer)
             except Lost as error:
                 lost = error
         if lost is not None:

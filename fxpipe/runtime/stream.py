@@ -8,8 +8,7 @@ The CPU has none: None stands in for its stream.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -39,14 +38,9 @@ def current_stream(device: torch.device) -> Stream:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
-@contextmanager
-def use_stream(stream: Stream) -> Iterator[None]:
+def use_stream(stream: Stream) -> AbstractContextManager[object]:
     """Work inside goes to the stream, on the stream's device."""
-    if stream is None:
-        yield
-    else:
-        with torch.cuda.stream(stream):
-            yield
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def wait_stream(waiting: Stream, done: Stream) -> None:
