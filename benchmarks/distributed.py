@@ -2,7 +2,8 @@
 
     python -m benchmarks.distributed
 
-The first table is of stages that do next to nothing: what an action costs. The second is of stages that compute: how
+The first table is of stages that do next to nothing: what an action costs, beyond what the rank that has most to do
+computes (that is timed on both ranks at once, too, for they share the machine). The second is of stages that compute: how
 much faster two ranks are than the plain loop on one. The third is of a U-Net whose skips go past stages, with several
 stages on each rank, which the peer cannot be given: its stages hand values to the next one only.
 """
@@ -34,6 +35,7 @@ from benchmarks.trainers import Workload
 
 RANKS = 2
 PLAIN = "plain loop on one rank"
+BUSIEST = "stages of the busiest rank alone"
 PEER = "torch.distributed.pipelining"
 SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
 TINY = Workload(stages=2 * RANKS, chunks=8, rows=4, width=16, depth=1)
@@ -58,6 +60,20 @@ def plain(work: Workload) -> Step:
             loss.backward()
         dist.barrier()
         return loss
+
+    return step
+
+
+def busiest(work: Workload) -> Callable[[], None]:
+    """What the last rank computes, on both ranks at once: half of the layers and the loss, with nothing between."""
+    model, (x, y) = work.model()[work.stages // 2 :], work.batch()
+    pieces = [(a.detach().requires_grad_(), b) for a, b in zip(x.split(work.rows), y.split(work.rows), strict=True)]
+
+    def step() -> None:
+        model.zero_grad()
+        for a, b in pieces:
+            a.grad = None
+            F.mse_loss(model(a), b).backward()
 
     return step
 
@@ -102,9 +118,9 @@ def theirs(work: Workload, schedule: str) -> tuple[Step, nn.Module]:
     return step, model
 
 
-def candidates(work: Workload) -> dict[str, Step]:
+def candidates(work: Workload) -> dict[str, Callable[[], object]]:
     """All of them, after a look at whether they compute the same gradients."""
-    found = {PLAIN: plain(work)}
+    found: dict[str, Callable[[], object]] = {PLAIN: plain(work), BUSIEST: busiest(work)}
     for schedule in SCHEDULES:
         (peer, model), (own, same) = theirs(work, schedule), ours(work, schedule)
         peer(), own()
@@ -183,14 +199,23 @@ def measure(rounds: int, works: Sequence[Workload], unet: Sequence[int]) -> list
 
 
 def overhead_table(work: Workload, seconds: Seconds) -> str:
-    """Microseconds per action: of a stage and micro-batch, forward or backward."""
-    rows = []
+    """Microseconds per action, of a stage and micro-batch, forward or backward: all, and what is not computing. Of each
+    the least, which other work on the machine disturbs least."""
+    rows, compute = [], min(seconds[BUSIEST])
     for name, times in seconds.items():
         actions = 2 * work.chunks * (work.stages if "interleaved" in name else RANKS)
-        rows.append((name, f"{median(times) / actions * 1e6:.1f}", part(name, seconds)))
-    return tabulate(
-        rows, ("", "us per action", "of the peer's"), disable_numparse=True, colalign=("left", *["right"] * 2)
-    )
+        peer = seconds.get(name.replace("fxpipe", PEER)) if name.startswith("fxpipe") else None
+        over = (min(times) - compute) / actions * 1e6 if name not in (PLAIN, BUSIEST) else None
+        rows.append(
+            (
+                name,
+                f"{min(times) / actions * 1e6:.1f}",
+                "" if over is None else f"{over:.1f}",
+                f"{(min(times) - compute) / (min(peer) - compute):.2f}" if peer else "",
+            )
+        )
+    headers = ("", "us per action", "overhead", "of the peer's")
+    return tabulate(rows, headers, disable_numparse=True, colalign=("left", *["right"] * 3))
 
 
 def speed_table(seconds: Seconds) -> str:

@@ -21,6 +21,21 @@ def on_meta(path: str, tensor: Tensor) -> Tensor:
     return made.requires_grad_(tensor.requires_grad)
 
 
+def glance(given: Given) -> tuple[Any, ...] | None:
+    """What tells arguments that look the same, at a tenth of the price of pickling their looks; None if there are other
+    things among them than tensors and plain values."""
+    args, kwargs, target = given
+    found: list[Any] = [len(args), *kwargs]
+    for value in (*args, *kwargs.values(), target):
+        if isinstance(value, Tensor) and value.layout is torch.strided:
+            found.append((value.shape, value.stride(), value.dtype, value.requires_grad))
+        elif value is None or value is NO_TARGET or type(value) in (bool, int, float, str):
+            found.append((type(value), value))
+        else:
+            return None
+    return tuple(found)
+
+
 def filled(looks: Given, given: Given) -> Given:
     """The arguments of this rank, with stand-ins for those that it has left out or passed as None."""
     (args, kwargs, target), (own_args, own_kwargs, own_target) = looks, given

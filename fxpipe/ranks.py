@@ -34,7 +34,7 @@ from .engines.timed_rank import take_step
 from .engines.verdict import describe
 from .engines.world import LEADER, World
 from .errors import FxpipeError, RankError
-from .given import Given, check_same, filled, on_meta
+from .given import Given, check_same, filled, glance, on_meta
 from .ir.cluster import Cluster
 from .ir.graph import Graph
 from .ir.opaque import opaques
@@ -89,7 +89,7 @@ class RankPipe(RankShell, Pipe):
     def __init__(self, model: nn.Module, options: Options, world: World) -> None:
         super().__init__(model, options)
         self.__dict__.update(
-            world=world, _known={}, _texts=[], _keys=[], _given=None, _looks=None, _header=None, _joined=False
+            world=world, _known={}, _texts=[], _keys=[], _given=None, _seen=None, _looks=None, _header=None, _joined=False
         )
 
     # Running ----------------------------------------------------------------------------------------------------------
@@ -172,25 +172,31 @@ class RankPipe(RankShell, Pipe):
             return self._follow(call, given, runs)
 
     def _lead(self, call: Callable[[Given, Run], Any], given: Given, header: Header) -> Any:
-        looks = pickle.dumps(change(given, on_meta))
-        header = replace(header, given=None if looks == self._given else looks)
-        self.__dict__.update(_header=header, _given=looks)
+        self.__dict__["_header"] = header = replace(header, given=self._news(given))
         try:
             return call(given, self._run)
         except BaseException as error:
             if not self._joined:  # nobody else knows yet
-                self.__dict__["_given"] = None
+                self.__dict__.update(_given=None, _seen=None)
                 self.world.tell_all(pickle.dumps(Header(failed=describe(error))))
             raise
+
+    def _news(self, given: Given) -> bytes | None:
+        """What the leader's arguments look like, pickled, if not as in the last call."""
+        seen = glance(given)
+        if seen is not None and seen == self._seen:
+            return None
+        looks, before = pickle.dumps(change(given, on_meta)), self._given
+        self.__dict__.update(_given=looks, _seen=seen)
+        return None if looks == before else looks
 
     def _follow(self, call: Callable[[Given, Run], Any], given: Given, runs: bool) -> Any:
         """The front goes ahead with what the leader has said of the arguments before, if those of this rank look as
         they did then, while the leader's front works on the same call; what the leader says now is heard in between."""
-        own = pickle.dumps(change(given, on_meta))
-        self.__dict__["_header"] = None
-        if own != self._given:
+        seen, before = glance(given), self._seen
+        self.__dict__.update(_header=None, _seen=seen)
+        if seen is None or seen != before:
             self._listen()
-        self.__dict__["_given"] = own
         while True:
             looks: Given = self._looks
             try:

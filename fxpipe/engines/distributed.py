@@ -167,8 +167,6 @@ class Ranked(Stepper):
     def _run(self, m: Step) -> None:
         """All of this rank's program; back when everyone is done and the verdict is known."""
         assert isinstance(m, RankStep)
-        for peer in self.world.others:
-            m.expect_early(peer)
         self._guarded(m, None, self.world.listen, *self.world.others)  # for the verdict
         for do, what in self.program:
             i = what.message.micro_batch if isinstance(what, Wire) else what.micro_batch

@@ -61,6 +61,7 @@ class RankStep(Step):
         self.outbox: dict[Key, tuple[Any, bool]] = {}
         self.posted: dict[Key, tuple[Wire, Size, Tensor, Any]] = {}
         self.sent: dict[int, deque[tuple[Any, Tensor]]] = {rank: deque() for rank in world.others}
+        self.early = EARLY if world.device.type == "cpu" else 0  # what NCCL begins to receive is in the way of others
         self.reached = dict.fromkeys(world.others, 0)
         self.begun = dict.fromkeys(world.others, 0)
         self.awaited: dict[int, list[Lent]] = {}
@@ -84,16 +85,14 @@ class RankStep(Step):
     def expect(self, wire: Wire) -> None:
         """Begin to receive, if that has not begun yet."""
         self.reached[wire.peer] += 1
-        self.expect_early(wire.peer)
+        if self.begun[wire.peer] < self.reached[wire.peer]:
+            self.begin_to_receive(wire.peer, 0)
 
-    def expect_early(self, peer: int) -> None:
-        """Begin to receive what the program has reached, and small messages that come after it. With gloo the receiver
-        has to tell the sender that it is ready, and what is said in time costs neither of them a wait."""
+    def begin_to_receive(self, peer: int, early: int) -> None:
+        """Begin to receive what the program has reached, and so many small messages that come after it. With gloo the
+        receiver has to tell the sender that it is ready, and if that is said in time nobody waits for it."""
         coming, begun, reached = self.coming[peer], self.begun[peer], self.reached[peer]
-        early = EARLY if self.world.device.type == "cpu" else 0  # NCCL's work in the order in which they are begun
-        if begun > reached + early // 2:
-            return
-        while begun < len(coming) and begun < reached + early:
+        while begun < min(len(coming), reached + early):
             wire, size = coming[begun], self.size(coming[begun])
             if begun >= reached and nbytes(size) > SMALL:
                 break
@@ -133,6 +132,9 @@ class RankStep(Step):
     def open_message(self, key: Key) -> Any:
         """What a message brings, once it is there. Raises FailedElsewhere or Lost."""
         wire, size, buffer, work = self.posted.pop(key)
+        if self.early and not work.is_completed():  # there is time
+            for peer in self.coming:
+                self.begin_to_receive(peer, self.early)
         try:
             self.world.finish(work, wire.peer)
         except Lost as error:
