@@ -89,7 +89,15 @@ class RankPipe(RankShell, Pipe):
     def __init__(self, model: nn.Module, options: Options, world: World) -> None:
         super().__init__(model, options)
         self.__dict__.update(
-            world=world, _known={}, _texts=[], _keys=[], _given=None, _seen=None, _looks=None, _header=None, _joined=False
+            world=world,
+            _known={},
+            _texts=[],
+            _keys=[],
+            _given=None,
+            _seen=None,
+            _looks=None,
+            _header=None,
+            _joined=False,
         )
 
     # Running ----------------------------------------------------------------------------------------------------------

@@ -167,7 +167,6 @@ class Ranked(Stepper):
     def _run(self, m: Step) -> None:
         """All of this rank's program; back when everyone is done and the verdict is known."""
         assert isinstance(m, RankStep)
-        self._guarded(m, None, self.world.listen, *self.world.others)  # for the verdict
         for do, what in self.program:
             i = what.message.micro_batch if isinstance(what, Wire) else what.micro_batch
             if i is not None and i > m.last:

@@ -132,10 +132,10 @@ class RankStep(Step):
     def open_message(self, key: Key) -> Any:
         """What a message brings, once it is there. Raises FailedElsewhere or Lost."""
         wire, size, buffer, work = self.posted.pop(key)
-        if self.early and not work.is_completed():  # there is time
-            for peer in self.coming:
-                self.begin_to_receive(peer, self.early)
         try:
+            for peer in self.coming if self.early else ():  # there is time, if this waits
+                self.begin_to_receive(peer, self.early)
+                self.world.listen(peer)  # for the verdict
             self.world.finish(work, wire.peer)
         except Lost as error:
             raise self.located(error, wire.message) from None
