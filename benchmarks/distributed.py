@@ -2,10 +2,10 @@
 
     python -m benchmarks.distributed
 
-The first table is of stages that do next to nothing: what an action costs, beyond what the rank that has most to do
-computes (that is timed on both ranks at once, too, for they share the machine). The second is of stages that compute: how
-much faster two ranks are than the plain loop on one. The third is of a U-Net whose skips go past stages, with several
-stages on each rank, which the peer cannot be given: its stages hand values to the next one only.
+The first table is of stages that do next to nothing: what an action costs, beyond what the rank computes that has most
+to do (timed on both ranks at once, too, for they share the machine). The second is of stages that compute: how much
+faster two ranks are than the plain loop on one. The third is of a U-Net whose skips go past stages, with several stages
+on each rank, which the peer cannot be given: its stages hand values to the next one only.
 """
 
 from __future__ import annotations

@@ -216,16 +216,17 @@ class RankPipe(RankShell, Pipe):
             except BaseException as error:
                 if self._header is None and self._listen().given is not None:
                     continue
-                if not self._joined and (runs or self._header.kind == NEW):
-                    self._refuse(self._header, looks, error)
+                header: Header = self._header
+                if header.failed is None and not self._joined and (runs or header.kind == NEW):
+                    self._refuse(header, looks, error)
                 raise
 
     def _listen(self) -> Header:
         """The leader's next header. Raises RankError if it makes no call."""
         header: Header = pickle.loads(self.world.hear(LEADER))
+        self.__dict__["_header"] = header
         if header.failed is not None:
             raise RankError(f"rank {LEADER}: {header.failed}")
-        self.__dict__["_header"] = header
         if header.given is not None:
             self.__dict__["_looks"] = pickle.loads(header.given)
         return header
