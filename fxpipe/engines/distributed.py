@@ -4,7 +4,7 @@
     rank 1  receive x[0]  run 1F0  receive x[1]  run 1B0  send dx[0] ...    `add_transfers` has made and checked
 
 To receive is to begin to: nobody waits until an action takes what was to come. To send never waits. All forms are
-known, so a step has two small exchanges with the leader beside the values: the header before it, and the verdict after.
+known, so beside the values little is said: the leader's header before a step, and after it how it went, by all to all.
 
 A rank that fails goes on to the end of its program without computing: what it sends says that it has failed, and who
 takes that fails in turn. So nothing hangs and nothing is left over, and the verdict tells everyone what happened where.
@@ -207,7 +207,7 @@ class Ranked(Stepper):
             m.fail(error)
 
     def _conclude(self, m: RankStep) -> None:
-        """Wait for what was sent, and hear from the leader how it went. What this rank raises goes to `failed`."""
+        """Wait for what was sent, and hear how it went. What this rank raises goes to `failed`."""
         for peer, works in m.sent.items():
             for work, _ in works:
                 self._guarded(m, None, self.world.finish, work, peer)

@@ -88,7 +88,7 @@ def gather(values: Sequence[Any], dim: int | None, reduce: str | None, sizes: Se
     shares = [size / total for size in sizes]
     if isinstance(values[0], Tensor) and values[0].dtype in (torch.float32, torch.float64):  # a few ops for all
         weights = torch.tensor(shares, dtype=values[0].dtype, device=values[0].device)
-        return (torch.stack(list(values)).movedim(0, -1) * weights).movedim(-1, 0).sum(0)
+        return (torch.stack(list(values)) * weights.view(-1, *[1] * values[0].dim())).sum(0)
     return _sum([value * share for value, share in zip(values, shares, strict=True)])
 
 
