@@ -93,11 +93,11 @@ class World:
 
     def lose(self, peer: int, error: Exception) -> Lost:
         """A rank is lost: what others have said of it, or else what is seen here."""
-        if self.lost is not None and self.lost.rank == peer:
+        if self.lost is not None:  # what is seen later may follow from it
             return self.lost
         late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
         reason = f"did not answer for {self.timeout:g} s" if late else "is gone: its connection is closed"
-        rank, why = blame(self.store, self.rank, peer, reason, self.timeout / 4 if late else 0)
+        rank, why = blame(self.store, self.rank, peer, reason, late, self.timeout / 4)
         self.lost = Lost(rank, f"rank {rank} {why}")
         return self.lost
 
