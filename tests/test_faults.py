@@ -379,7 +379,7 @@ def test_a_worker_that_is_gone(
             assert all(parameter.grad is None for parameter in subject.pipe.parameters())
         else:
             gone.close()
-        thread.join(5)
+        thread.join(60)
         assert not thread.is_alive()
         check_exact(subject)
         assert workers[label].thread.is_alive()

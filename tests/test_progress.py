@@ -37,6 +37,6 @@ def test_the_clock_goes_on_and_stops(capsys: pytest.CaptureFixture[str]) -> None
     with elapsing("planning", seconds=0.3):
         assert log.level == logging.DEBUG
         time.sleep(0.5)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # an earlier test's may end just now
     assert log.level == level
     assert not capsys.readouterr().err

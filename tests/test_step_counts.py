@@ -121,7 +121,7 @@ def test_recomputation_starts_before_the_gradient_is_there(
     send = Step.send_gradient
 
     def held_back(m: Step, j: int, i: int, target: int, name: str, value: Any) -> None:
-        if not begun[target, i].wait(5):
+        if not begun[target, i].wait(60):
             late.append((target, i))
         send(m, j, i, target, name, value)
 

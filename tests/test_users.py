@@ -224,7 +224,7 @@ def test_moving_average(make: Make) -> None:
             for a, b in zip(average.parameters(), pipe.parameters(), strict=True):
                 a.lerp_(b, 0.1)
         own.update_parameters(pipe)
-    assert threading.active_count() == before, "a copy has no threads until it is called"
+    assert threading.active_count() <= before, "a copy has no threads until it is called"
     close(average(X), plain(X))
     close(own(X), plain(X))
     average.close()

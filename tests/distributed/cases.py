@@ -266,7 +266,7 @@ def raises(*texts: str) -> Iterator[None]:
 
 def lose(group: Any, end: str) -> None:
     """Rank 1 ends, or stands still, in the middle of a step."""
-    pipe, _, (x, y) = chain(group, "1f1b", timeout=4)
+    pipe, _, (x, y) = chain(group, "1f1b", timeout=10)
     pipe.step(x, target=y, loss_fn=F.mse_loss)
     at(pipe, "1F2", lambda: os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[end]))
     try:

@@ -12,7 +12,7 @@ from tests.distributed import cases
 from tests.distributed.pool import Pool, RankFailed
 
 ALL = (0, 1, 2, 3)
-SOON = 15  # seconds
+SOON = 60  # seconds, on a machine that is busy
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -34,7 +34,7 @@ def test_a_rank_is_lost(end: str) -> None:
         for rank in (0, 2):
             with pytest.raises((RankFailed, EOFError)) as caught:
                 ranks.results((rank,), SOON)
-            assert "RankError: rank 1 " + ("is gone" if end == "kill" else "did not answer for 4 s") in str(
+            assert "RankError: rank 1 " + ("is gone" if end == "kill" else "did not answer for 10 s") in str(
                 caught.value
             )
             # What did not come, or was not taken.

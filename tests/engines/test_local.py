@@ -400,7 +400,7 @@ def test_threads_stay_and_end_with_the_pipe() -> None:
     try:
         del pipe
         for thread in workers:
-            thread.join(5)
+            thread.join(60)
         assert not any(thread.is_alive() for thread in workers)
     finally:
         gc.enable()
@@ -411,7 +411,7 @@ def test_stages_of_a_tick_run_at_once(make: Callable[..., Scheduler]) -> None:
 
     def meet(h: Tensor, i: int, j: int) -> Tensor:
         if (i, j) in ((1, 0), (0, 1)):
-            meeting.wait(timeout=10)  # each waits for the other: one after the other would not do
+            meeting.wait(timeout=60)  # each waits for the other: one after the other would not do
         return h
 
     for stage in pipe.stages:

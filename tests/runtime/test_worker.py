@@ -18,10 +18,10 @@ def test_orders_run_in_turn_on_one_thread() -> None:
 
     for i in range(3):
         worker.orders.put((compute, "m", (i, 0), current_context(), None, reports))
-    assert [reports.get(timeout=5) for _ in range(3)] == [None] * 3
+    assert [reports.get(timeout=60) for _ in range(3)] == [None] * 3
     assert seen == [("m", i, "fxpipe cpu:7") for i in range(3)]
     close([worker])
-    worker.thread.join(5)
+    worker.thread.join(60)
     assert not worker.thread.is_alive()
 
 
@@ -32,9 +32,9 @@ def test_what_is_raised_is_reported_and_the_thread_goes_on() -> None:
         raise error
 
     worker.orders.put((fail, None, (4, 2), current_context(), None, reports))
-    assert reports.get(timeout=5) == ((4, 2), error)
+    assert reports.get(timeout=60) == ((4, 2), error)
     worker.orders.put((lambda m, i: None, None, (5, 2), current_context(), None, reports))
-    assert reports.get(timeout=5) is None
+    assert reports.get(timeout=60) is None
     worker.close()
 
 
@@ -45,5 +45,5 @@ def test_a_context_that_cannot_be_entered_is_reported() -> None:
 
     worker, reports = Worker("cpu:7"), SimpleQueue[Any]()
     worker.orders.put((lambda m, i: None, None, (0, 0), Broken(False, False, ()), None, reports))
-    assert "no such mode" in str(reports.get(timeout=5)[1])
+    assert "no such mode" in str(reports.get(timeout=60)[1])
     worker.close()
