@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -11,7 +12,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: OpenMP spins, bus
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
 GOLDEN = Path(__file__).parent / "golden"
 # By folder or file, the first that fits: tests that share what takes long to make (compiled code, a pool of ranks)
@@ -20,18 +20,24 @@ SEARCHES = ("soap", "search.py", "searched.py", "test_searched.py", "test_strate
 GROUPS = {"test_product.py": None} | dict.fromkeys(SEARCHES, "compiled by numba") | {"distributed": "over ranks"}
 
 
-# A run finds what the one before has found, however busy the machine: what is new comes with new tests.
-slow_to_draw = [HealthCheck.too_slow]
-settings.register_profile("steady", derandomize=True, database=None, deadline=None, suppress_health_check=slow_to_draw)
-settings.load_profile("steady")
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden from what the code prints now")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+    with suppress(ImportError):  # what needs a GPU does without
+        steady_examples()
+
+
+def steady_examples() -> None:
+    """Each run of hypothesis tries what the one before has tried, however busy the machine: a fault that is found is
+    one of what has changed."""
+    from hypothesis import HealthCheck, settings
+
+    busy = [HealthCheck.too_slow]
+    settings.register_profile("steady", derandomize=True, database=None, deadline=None, suppress_health_check=busy)
+    settings.load_profile("steady")
 
 
 @pytest.hookimpl(optionalhook=True)
