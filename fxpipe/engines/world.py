@@ -116,8 +116,8 @@ class World:
         return [(self.start(True, peer, tensor, self.control), tensor) for tensor in tensors]
 
     def listen(self, *peers: int) -> None:
-        """Begin to hear what these ranks say next: with gloo it arrives in a third of the time if this was said before
-        it is sent. Raises Lost."""
+        """Begin to hear what these ranks say next, so that they need not wait until this rank is ready to. Raises
+        Lost."""
         for peer in peers:
             if peer not in self.ears:
                 buffer = torch.empty(BLOCK, dtype=torch.uint8)
