@@ -27,7 +27,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
 
 
-NAMES = ("tied transformer", "transformer with dropout", "batch norm", "running max", "flatten time", "own function")
+NAMES = ("tied transformer", "transformer with dropout", "resnet", "running max", "flatten time", "own function")
 BATCHES = (8, 7, 2)  # in three micro-batches: full ones, uneven ones, and single samples
 SCHEDULES = ("gpipe", "1f1b", "zb-h1")
 
@@ -80,7 +80,7 @@ def test_steps_by_inductor_are_the_models(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["resnet", *(name for name in list(MODELS)[::2] if name != "amoebanet")])
+@pytest.mark.parametrize("name", [name for name in list(MODELS)[::2] if name != "amoebanet"])
 def test_models_can_be_compiled(name: str) -> None:
     check_steps(name, "zb-h1", "aot_eager")
 
