@@ -3,6 +3,10 @@ parallelism.
 
     python -m benchmarks.strategy_search --seconds 10             leaps and mcmc, medians over the seeds
     python -m benchmarks.strategy_search --against-data-parallel  as figures 7 and 8 of the FlexFlow paper
+    python -m benchmarks.strategy_search --exhaustive             is what is found the optimum of small models?
+
+Those small models have few strategies enough to leave out none: on runs of neighbouring devices, which are the space
+that is searched, and on any.
 
 Both methods have all of their time for exploring and polishing; the chain gets what leaps took, if that was more.
 
@@ -18,20 +22,29 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from math import prod
 from statistics import median
-from time import monotonic
+from time import monotonic, process_time
+
+import numpy as np
 
 from fxpipe.ir.cluster import Cluster
 from fxpipe.ir.clusters import k80s, p100s, preset
 from fxpipe.ir.operators import OperatorGraph
 from fxpipe.ir.units import show_bytes, show_seconds
+from fxpipe.soap.arrays import problem
+from fxpipe.soap.convolutional import lenet
 from fxpipe.soap.core import Core
 from fxpipe.soap.costs import once, roofline
 from fxpipe.soap.models import MODELS
-from fxpipe.soap.search import search
+from fxpipe.soap.recurrent import rnnlm
+from fxpipe.soap.search import best_of_all, search
 from fxpipe.soap.strategies import data_parallel, expert
 from fxpipe.soap.tasks import tasks
+from fxpipe.soap.trips import choices
 
+SMALL = {"LeNet": lenet, "RNNLM": partial(rnnlm, steps=2)}
 SAME = 1e-9  # part of the seconds by which two simulated steps may differ and be the same
 
 Row = tuple[str, ...]
@@ -133,6 +146,20 @@ HEADS = ("model", "cluster", "data par.", "expert", "found", "times", "at most",
 HEADS += ("bytes d.p.", "found", "comp. d.p.", "found")
 
 
+def against_all(name: str, where: str, anywhere: bool, seconds: float) -> Row:
+    """Whether the strategy found is the fastest of the whole space, and of how many strategies that is."""
+    graph, cluster = SMALL[name](), preset(where)
+    found = search(graph, cluster, budget=seconds, progress=False)
+    began = process_time()
+    best = best_of_all(graph, cluster, start=found.strategy, anywhere=anywhere)
+    took = process_time() - began
+    space = choices(problem(graph, cluster, once(roofline())), anywhere)
+    count = prod(float(configs) for configs in np.diff(space.first))
+    worth = verdict(found.seconds, best.seconds)
+    on = "any" if anywhere else "runs"
+    return name, where, on, f"{count:.1e}", f"{best.proposals:,}", show_seconds(took), worth
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Searches for strategies.")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
@@ -142,7 +169,14 @@ def main() -> None:
     parser.add_argument("--against-data-parallel", action="store_true", help="instead of the published chain")
     parser.add_argument("--clusters", nargs="+", choices=CLUSTERS, default=CLUSTERS, help="for that")
     parser.add_argument("--effective", action="store_true", help="links as in the authors' simulator")
+    parser.add_argument("--exhaustive", action="store_true", help="small models on four devices, beside all strategies")
     given = parser.parse_args()
+    if given.exhaustive:
+        show(("model", "cluster", "devices", "strategies", "simulated", "seconds", "found is"))
+        for anywhere in (False, True):
+            for name in SMALL:
+                show(against_all(name, "p100:4", anywhere, given.seconds))
+        return
     if given.against_data_parallel:
         show(HEADS)
         for where in given.clusters:

@@ -20,7 +20,7 @@ except ImportError as error:
 jit: Any = njit  # its own types leave options out
 
 # The files with compiled functions, and `arrays` of whose types they are.
-COMPILED = ("arrays", "edges", "change", "events", "restart", "delta", "full", "chain", "leaps", "exhaust")
+COMPILED = ("arrays", "edges", "change", "events", "restart", "delta", "full", "chain", "leaps", "trips", "exhaust")
 
 F = TypeVar("F", bound=Callable[..., Any])
 

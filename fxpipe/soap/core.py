@@ -17,6 +17,9 @@ from .exhaust import exhaust
 from .leaps import explore, leap
 from .patterns import patterns
 from .space import fixed
+from .trips import choices
+
+MOST_PARTS = 6  # the bounds of exhaustive search are about sets of parts
 
 
 class Core:
@@ -120,10 +123,14 @@ class Core:
             self._grow()
         return found > 0
 
-    def exhaust(self) -> int:
-        """Find the best of all strategies: `best`. Returns the number of strategies simulated."""
-        place = self._best_seconds, self._best_row, self._best_place, self._devices
-        while (found := exhaust(self.problem, self.state, *place)) < 0:
+    def exhaust(self, anywhere: bool = False) -> int:
+        """Find the best of all strategies: `best`, which stays what it is where none is faster. With `anywhere`, parts
+        may be on any devices, not on runs of neighbours alone. Returns the number of strategies simulated."""
+        p = self.problem
+        if p.parts > MOST_PARTS:
+            raise ValueError(f"all strategies are searched for up to {MOST_PARTS} parts; here operators have {p.parts}")
+        best = self._best_seconds, self._best_row, self._best_place
+        while (found := exhaust(p, choices(p, anywhere), self.state, state(p, p.parts**2), *best)) < 0:
             self._grow()
         return found
 

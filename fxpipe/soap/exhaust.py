@@ -1,104 +1,207 @@
-"""Compiled: the fastest of all strategies, for spaces of some millions. Operators get their configs one after the
+"""Compiled: the fastest of all strategies, for spaces of up to some 10^10. Operators get their configs one after the
 other, depth first; a branch is left where even the best of it cannot beat the best known strategy, by a bound that is
 never above the true seconds, as in A*:
 
     load    no device does its part of what is placed, and of what is not no device does less than the mean
-    path    the longest chain of operators, forward and back, each taking at least its quickest part
+    path    the longest path through what is placed, on through the rest, and all the way back (`trips`)
+
+After the path back, devices exchange weights: those at least that the placed operators have in common.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from .arrays import Floats, Ints, Problem, State
-from .chain import choose, has_room
+from .chain import has_room
 from .change import copy
-from .compiled import compiled, entry
+from .compiled import allocating, compiled, entry
 from .delta import attempt
+from .trips import Choices, Trips, between, message, trip, trips
 
-SAFE = 1 - 1e-9  # the bounds' own rounding never cuts off a strategy as fast as the best
+SAME = 1 - 1e-12  # strategies whose seconds differ by less are equally fast; so much for the rounding of bounds
+
+
+class Placed(NamedTuple):
+    """What is known of the operators that are placed; line i of arrays with n + 1 is how it is before operator i is."""
+
+    choice: Ints  # [n]
+    bound: Floats  # [n + 1]
+    load: Floats  # [n + 1, D]
+    ends: Floats  # [n, M] when a part can have ended forward
+    tails: Floats  # [n + 1, n, M] how long it is from a part's gradients to the end of the step
+    held: Ints  # [n + 1, G, D] shares of weights, as sets
+    exchange: Floats  # [n + 1, G] seconds of their exchange
+    rest: Floats  # [n + 1] seconds of work of what is not placed yet
+    latency: Floats  # [D] the least to any other device
+    slowness: Floats  # [D]
+
+
+@allocating
+def nothing(p: Problem, c: Choices, t: Trips) -> Placed:
+    """No operator is placed yet."""
+    n, M, D, G = p.n, p.parts, p.devices, max(1, p.groups)
+    rest, latency, slowness = np.zeros(n + 1), np.full(D, np.inf), np.full(D, np.inf)
+    for i in range(n - 1, -1, -1):
+        least = np.inf
+        for choice in range(c.first[i], c.first[i + 1]):
+            least = min(least, t.work[choice].sum())
+        rest[i] = rest[i + 1] + least
+    for d in range(D):
+        for other in range(D):
+            if other != d:
+                latency[d] = min(latency[d], p.latency[d, other])
+                slowness[d] = min(slowness[d], t.slowness[d, other])
+    return Placed(
+        np.zeros(n, np.int64),
+        np.zeros(n + 1),
+        np.zeros((n + 1, D)),
+        np.zeros((n, M)),
+        np.zeros((n + 1, n, M)),
+        np.zeros((n + 1, G, D), np.int64),
+        np.zeros((n + 1, G)),
+        rest,
+        latency,
+        slowness,
+    )
 
 
 @compiled
-def quickest(p: Problem, row: int, result: Floats) -> None:
-    """Into `result`, of all kinds of devices the least: work of all parts, forward of the quickest part, backward."""
-    first = p.seconds_first[row]
-    result.fill(np.inf)
-    for kind in range(len(p.seconds)):
-        work = 0.0
-        for k in range(first, first + p.row_parts[row]):
-            work += p.seconds[kind, k, 0] + p.seconds[kind, k, 1]
-            result[1] = min(result[1], p.seconds[kind, k, 0])
-            result[2] = min(result[2], p.seconds[kind, k, 1])
-        result[0] = min(result[0], work)
+def place(p: Problem, c: Choices, t: Trips, known: Placed, i: int, choice: int, limit: float) -> bool:
+    """Give operator i a config, if the step can then take less than `limit`; all before it have theirs."""
+    bound, load = known.bound[i], known.load[i + 1]
+    known.choice[i] = choice
+    copy(load, known.load[i])
+    total = known.rest[i + 1]
+    for k in range(t.parts[choice]):
+        load[c.place[choice, k]] += t.work[choice, k, 0] + t.work[choice, k, 1]
+    for d in range(p.devices):
+        bound = max(bound, load[d])
+        total += load[d]
+    bound = max(bound, total / p.devices)
+    if bound >= limit:
+        return False
+    _forward(p, c, t, known, i)
+    first = _hold(p, t, known, i)
+    for j in range(i):
+        copy(known.tails[i + 1, j], known.tails[i, j])
+    for j in range(first, i + 1):
+        _backward(p, c, t, known, j, i + 1)
+    known.bound[i + 1] = max(bound, trip(t, choice, known.ends[i], known.tails[i + 1, i]))
+    return bool(known.bound[i + 1] < limit)
 
 
 @compiled
-def path(p: Problem, least: Floats, forward: Floats, backward: Floats) -> float:
-    """The longest chain: forward from an operator to its readers, and at the end of that all the way back."""
-    longest = 0.0
+def _forward(p: Problem, c: Choices, t: Trips, known: Placed, i: int) -> None:
+    """When the parts of operator i can have ended."""
+    choice, ends = known.choice[i], known.ends
+    ends[i].fill(0.0)
+    for x in range(p.in_first[i], p.in_first[i + 1]):
+        e = p.in_edges[x]
+        j, other = p.source[e], known.choice[p.source[e]]
+        pair = between(p, c, t, e, other, choice)
+        for m in range(t.parts[choice]):
+            for k in range(t.parts[other]):
+                size = t.read[pair, k, m]
+                if size > 0:
+                    arrives = ends[j, k] + message(p, t, size, c.place[other, k], c.place[choice, m])
+                    ends[i, m] = max(ends[i, m], arrives)
+    for m in range(t.parts[choice]):
+        ends[i, m] += t.work[choice, m, 0]
+
+
+@compiled
+def _backward(p: Problem, c: Choices, t: Trips, known: Placed, i: int, at: int) -> None:
+    """How long it is from the gradients of operator i's parts to the end of the step."""
+    choice, tails = known.choice[i], known.tails[at]
+    tails[i].fill(known.exchange[at, p.group[i]] if p.group[i] >= 0 else 0.0)
+    for x in range(p.in_first[i], p.in_first[i + 1]):
+        e = p.in_edges[x]
+        j, other = p.source[e], known.choice[p.source[e]]
+        pair = between(p, c, t, e, other, choice)
+        for m in range(t.parts[choice]):
+            for k in range(t.parts[other]):
+                size = t.read[pair, k, m]
+                if size > 0:
+                    sent = message(p, t, size, c.place[choice, m], c.place[other, k])
+                    tails[i, m] = max(tails[i, m], sent + tails[j, k])
+    for m in range(t.parts[choice]):
+        tails[i, m] += t.work[choice, m, 1]
+
+
+@compiled
+def _hold(p: Problem, t: Trips, known: Placed, i: int) -> int:
+    """Note who holds operator i's weights. Returns the first operator with a tail that this makes longer."""
+    for g in range(p.groups):
+        known.exchange[i + 1, g] = known.exchange[i, g]
+        copy(known.held[i + 1, g], known.held[i, g])
+    g = p.group[i]
+    if g < 0:
+        return i
+    held = known.held[i + 1, g]
+    for d in range(p.devices):
+        held[d] |= t.holds[known.choice[i], d]
+    most, share = 0.0, p.group_bytes[g] / p.shares
+    for d in range(p.devices):
+        passed = 0.0
+        for u in range(p.shares):
+            if held[d] >> u & 1:
+                holders = 0
+                for other in range(p.devices):
+                    holders += held[other] >> u & 1
+                passed += 2 * (holders - 1) / holders * share
+        if passed > 0:
+            most = max(most, known.latency[d] + passed * known.slowness[d])
+    known.exchange[i + 1, g] = most
+    return int(p.group_members[p.group_first[g]]) if most > known.exchange[i, g] else i
+
+
+@compiled
+def simulate(p: Problem, c: Choices, s: State, at: Ints, choice: Ints, limit: float) -> int:
+    """Simulate a strategy, changing what `s` is `at`. Returns whether it takes less than `limit`, -1 if there is no
+    room."""
+    last = p.n - 1
     for i in range(p.n):
-        forward[i] = 0.0
-        backward[i] = 0.0
-        for x in range(p.in_first[i], p.in_first[i + 1]):
-            j = p.source[p.in_edges[x]]
-            forward[i] = max(forward[i], forward[j])
-            backward[i] = max(backward[i], backward[j])
-        forward[i] += least[i, 1]
-        backward[i] += least[i, 2]
-        longest = max(longest, forward[i] + backward[i])
-    return longest
+        if at[i] != choice[i]:
+            row = c.row[choice[i]]
+            if not has_room(p, s, i, row):
+                return -1
+            if not attempt(p, s, i, row, c.place[choice[i]], limit if i == last else np.inf):
+                return 0
+            at[i] = choice[i]
+    return int(s.cost[0] <= limit)
 
 
 @entry
-def exhaust(p: Problem, s: State, best: Floats, best_row: Ints, best_place: Ints, devices: Ints) -> int:
+def exhaust(p: Problem, c: Choices, s: State, work: State, best: Floats, best_row: Ints, best_place: Ints) -> int:
     """Find the fastest strategy that takes less than `best[0]` seconds; what it is goes where `chain.walk` puts it.
-    Returns how many strategies were simulated, or -1 where there was no room."""
-    n, M, D = p.n, p.parts, p.devices
-    least = np.full((n, 3), np.inf)  # of the operators that are not placed yet, over all their rows
-    free = np.empty((n, 3))
-    one = np.empty(3)
-    for i in range(n):
-        for row in range(p.row_first[i], p.row_first[i + 1]):
-            quickest(p, row, one)
-            for x in range(3):
-                least[i, x] = min(least[i, x], one[x])
-    free[:] = least
-    rest = np.zeros(n + 1)
-    for i in range(n - 1, -1, -1):
-        rest[i] = rest[i + 1] + free[i, 0]
-    load = np.zeros((n + 1, D))
-    forward, backward = np.empty(n), np.empty(n)
-    next_choice = np.empty(n, np.int64)
-    next_choice[0] = p.choice_first[p.row_first[0]]
+    `work` is a second state to work in. Returns how many strategies were simulated, or -1 where there was no room."""
+    n = p.n
+    t = trips(p, c, work)
+    known = nothing(p, c, t)
+    at, following = np.full(n, -1), c.first[:-1].copy()
     i, simulated = 0, 0
     while i >= 0:
-        choice = next_choice[i]
-        if choice == p.choice_first[p.row_first[i + 1]]:
-            least[i] = free[i]
+        choice = following[i]
+        if choice == c.first[i + 1]:
             i -= 1
             continue
-        next_choice[i] += 1
-        row = choose(p, i, choice, devices)
-        load[i + 1] = load[i]
-        for k in range(p.row_parts[row]):
-            d = devices[k]
-            at = p.seconds_first[row] + k
-            load[i + 1, d] += p.seconds[p.device_kind[d], at, 0] + p.seconds[p.device_kind[d], at, 1]
-        quickest(p, row, least[i])
-        bound = max(load[i + 1].max(), (load[i + 1].sum() + rest[i + 1]) / D, path(p, least, forward, backward))
-        if bound * SAFE > best[0]:
+        following[i] += 1
+        if not place(p, c, t, known, i, choice, best[0] * SAME):
             continue
-        if not has_room(p, s, i, row):
-            return -1
-        simulated += 1
-        last = i == n - 1
-        if attempt(p, s, i, row, devices, np.nextafter(best[0], 0.0) if last else np.inf) and s.cost[0] < best[0]:
-            best[0] = s.cost[0]
-            copy(best_row, s.row)
-            for t in range(n * M):
-                best_place[t // M, t % M] = s.task[t].place
-        if not last:
+        if i < n - 1:
             i += 1
-            next_choice[i] = p.choice_first[p.row_first[i]]
+            following[i] = c.first[i]
+            continue
+        simulated += 1
+        faster = simulate(p, c, s, at, known.choice, np.nextafter(best[0], 0.0))
+        if faster < 0:
+            return -1
+        if faster:
+            best[0] = s.cost[0]
+            for j in range(n):
+                best_row[j] = c.row[at[j]]
+                copy(best_place[j], c.place[at[j]])
     return simulated

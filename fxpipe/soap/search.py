@@ -194,12 +194,20 @@ def is_local_optimum(core: Core) -> bool:
     return not better
 
 
-def best_of_all(graph: OperatorGraph, cluster: Cluster, cost: Cost | None = None, roles: str = "SAP") -> Found:
-    """The fastest strategy of the whole space, for small ones."""
-    start = data_parallel(graph, len(cluster.devices))
-    core = Core(graph, cluster, cost or roofline(), (start,), roles)
-    begun = monotonic()
-    first = core.begin(start)
-    tried = core.exhaust()
-    strategy, seconds = core.best
-    return Found(strategy, seconds, True, tried, ((monotonic() - begun, seconds),), (("data parallel", first),))
+def best_of_all(
+    graph: OperatorGraph,
+    cluster: Cluster,
+    cost: Cost | None = None,
+    start: Strategy | None = None,
+    anywhere: bool = False,
+) -> Found:
+    """The fastest strategy of the whole space of `space.configs`, for graphs of some ten operators and few devices: the
+    operators cut in any dimensions, on any run of neighbouring devices; or `anywhere`, each part on any device that has
+    no other part of the operator. What is slower than `start` (data parallelism) is left out unseen, so that a good one
+    makes it quick. To a 10^12th part: a strategy that is faster by less may be missed."""
+    first = start or data_parallel(graph, len(cluster.devices))
+    core = Core(graph, cluster, cost or roofline(), (first,))
+    begun, seconds = monotonic(), core.begin(first)
+    tried = core.exhaust(anywhere)
+    best, least = core.best
+    return Found(best, least, True, tried, ((monotonic() - begun, least),), (("start", seconds),))
