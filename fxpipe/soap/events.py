@@ -8,12 +8,18 @@ from .compiled import compiled
 
 
 @compiled
+def before(time: float, key: int, other_time: float, other_key: int) -> bool:
+    """Whether one event comes before another."""
+    return time < other_time or (time == other_time and key < other_key)
+
+
+@compiled
 def push(queue: Records, size: int, time: float, key: int) -> int:
     """Into a binary heap of (time, key)."""
     at = size
     while at > 0:
         up = (at - 1) >> 1
-        if queue[up].time < time or (queue[up].time == time and queue[up].key < key):
+        if before(queue[up].time, queue[up].key, time, key):
             break
         queue[at].time = queue[up].time
         queue[at].key = queue[up].key
@@ -34,12 +40,9 @@ def pop(queue: Records, size: int) -> int:
         if down >= size:
             break
         right = down + 1
-        if right < size and (
-            queue[right].time < queue[down].time
-            or (queue[right].time == queue[down].time and queue[right].key < queue[down].key)
-        ):
+        if right < size and before(queue[right].time, queue[right].key, queue[down].time, queue[down].key):
             down = right
-        if time < queue[down].time or (time == queue[down].time and key < queue[down].key):
+        if before(time, key, queue[down].time, queue[down].key):
             break
         queue[at].time = queue[down].time
         queue[at].key = queue[down].key

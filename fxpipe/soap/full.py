@@ -9,6 +9,7 @@ import numpy as np
 from .arrays import Floats, Ints, Problem, State
 from .change import build
 from .compiled import allocating, compiled
+from .events import before
 
 
 @allocating
@@ -149,7 +150,7 @@ def _push(queue: Ints, size: int, task: int, ready: Floats, key: Ints) -> int:
     while at > 0:
         up = (at - 1) >> 1
         other = queue[up]
-        if ready[other] < ready[task] or (ready[other] == ready[task] and key[other] < key[task]):
+        if before(ready[other], key[other], ready[task], key[task]):
             break
         queue[at] = other
         at = up
@@ -167,9 +168,9 @@ def _pop(queue: Ints, size: int, ready: Floats, key: Ints) -> int:
         if down >= size:
             break
         a, b = queue[down], queue[min(down + 1, size - 1)]
-        if ready[b] < ready[a] or (ready[b] == ready[a] and key[b] < key[a]):
+        if before(ready[b], key[b], ready[a], key[a]):
             down, a = down + 1, b
-        if ready[task] < ready[a] or (ready[task] == ready[a] and key[task] < key[a]):
+        if before(ready[task], key[task], ready[a], key[a]):
             break
         queue[at] = a
         at = down
