@@ -11,7 +11,7 @@ for longer than a hand-over takes; in the backward it takes and gives the other 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
@@ -39,7 +39,7 @@ def segments(placed: Placed, seconds: Mapping[str, float] | None = None) -> tupl
     on several devices."""
     graph = placed.graph
     before = dependencies(graph)
-    whole = blocks(graph, before)
+    whole = blocks(placed, before)
     _refuse_torn(graph, placed, whole)
     return _Turns(placed, before, whole, seconds or {}).taken()
 
@@ -64,9 +64,10 @@ def dependencies(graph: Graph) -> list[set[int]]:
 # Ops that stay together -----------------------------------------------------------------------------------------------
 
 
-def blocks(graph: Graph, before: Sequence[set[int]]) -> list[tuple[int, ...]]:
-    """All ops, by position, in blocks that run in one go on one device: what is tied, and what lies between. `before`
-    are the `dependencies` of the graph."""
+def blocks(placed: Placed, before: Sequence[set[int]]) -> list[tuple[int, ...]]:
+    """All ops, by position, in blocks that run in one go on one device: what is tied, what lies between, and what is
+    made of nothing with who reads it first. `before` are the `dependencies` of the graph."""
+    graph = placed.graph
     block_of = {at: {at} for at in range(len(graph.ops))}
     root, known = memory(graph.ops, graph.types), graph.types
     for tie in ties(graph):
@@ -76,9 +77,21 @@ def blocks(graph: Graph, before: Sequence[set[int]]) -> list[tuple[int, ...]]:
             continue
         touching = {at for at, op in enumerate(span, tie.first) if _touches(op, root(tie.name), root, known)}
         _join(block_of, {tie.first, tie.last} | touching)
+    for at, user in _made_of_nothing(placed, before):
+        _join(block_of, {at, user})
     while loose := next((b for b in _distinct(block_of) if len(b) > 1 and _between(block_of, b, before) - b), None):
         _join(block_of, _between(block_of, loose, before))
     return [tuple(sorted(block)) for block in _distinct(block_of)]
+
+
+def _made_of_nothing(placed: Placed, before: Sequence[set[int]]) -> Iterator[tuple[int, int]]:
+    """Ops that read nothing, such as zeros for a first state, and the first op that reads each, on the same device. By
+    themselves they would be segments that wait for nothing, and empty ones once stages make such values anew."""
+    ops, devices = placed.graph.ops, placed.devices
+    for at, op in enumerate(ops):
+        users = (user for user in range(at + 1, len(ops)) if at in before[user])
+        if not op.reads and (user := next(users, None)) and devices[ops[user].name] == devices[op.name]:
+            yield at, user
 
 
 def _join(block_of: dict[int, set[int]], members: set[int]) -> None:

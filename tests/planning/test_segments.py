@@ -7,7 +7,7 @@ import operator
 import pytest
 
 from fxpipe.errors import PlanError
-from fxpipe.ir.graph import Graph, Op, Origin, Output, Ref
+from fxpipe.ir.graph import Graph, Input, Op, Origin, Output, Ref
 from fxpipe.ir.placed import Placed
 from fxpipe.ir.types import TensorType, TupleType
 from fxpipe.planning.segments import segments
@@ -17,12 +17,16 @@ ORIGIN = Origin("net.py", 3, "x = self.fc(x)", "fc")
 
 
 def op(name: str, *reads: str, writes: tuple[str, ...] = (), type: TensorType | TupleType = X) -> Op:
+    """It reads the input if nothing else."""
+    reads = reads or ("x",)
     return Op(name, operator.add, tuple(map(Ref, reads)), {}, type, ORIGIN, writes=writes)
 
 
 def placed(on: str, *ops: Op) -> Placed:
     """`on` has the device of each op."""
-    graph = Graph("net", True, (), (), (), ops, (Output(ops[-1].name, 0),), ((), {}), Ref(ops[-1].name))
+    graph = Graph(
+        "net", True, (Input("x", "x", X, 0),), (), (), ops, (Output(ops[-1].name, 0),), ((), {}), Ref(ops[-1].name)
+    )
     return Placed(graph, {one.name: int(device) for one, device in zip(ops, on, strict=True)})
 
 
@@ -42,6 +46,13 @@ def test_nobody_waits_for_what_others_do_not_need() -> None:
     assert shown(placed("0010", *ops)) == "0: a b | 1: c | 0: d"
     assert shown(placed("0010", *ops), a=1, b=1, c=1, d=1) == "0: a | 0: b | 1: c | 0: d"
     assert shown(placed("0010", *ops), a=1, b=1e-6, c=1, d=1) == "0: a b | 1: c | 0: d"
+
+
+def test_what_is_made_of_nothing_waits_for_its_first_reader() -> None:
+    """Zeros for a state would be a segment of their own before b, which waits for device 0."""
+    zeros = Op("zeros", operator.add, (), {}, X, ORIGIN)
+    assert shown(placed("1011", zeros, op("a"), op("b", "a", "zeros"), op("c", "b"))) == "0: a | 1: zeros b c"
+    assert shown(placed("101", zeros, op("a"), op("b", "a", "zeros")), a=1, b=1) == "0: a | 1: zeros b"
 
 
 def test_what_is_tied_runs_in_one_segment() -> None:
