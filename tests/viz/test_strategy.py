@@ -15,7 +15,7 @@ from fxpipe.soap.draft import Draft
 from fxpipe.soap.kinds import concat, conv2d, flatten, image, linear
 from fxpipe.soap.recurrent import nmt
 from fxpipe.soap.simulate import timeline
-from fxpipe.soap.strategies import data_parallel, expert
+from fxpipe.soap.strategies import data_parallel, expert, krizhevsky
 from fxpipe.viz import svg
 from fxpipe.viz.strategy import draw
 
@@ -55,6 +55,12 @@ def boxes(picture: str) -> dict[str, list[tuple[float, float, str]]]:
         parts = [p.attrib for p in group.iter(f"{SVG}rect") if "fill" in p.attrib]
         found[(title.text or "").split(",")[0]] = [(float(p["x"]), float(p["y"]), p["fill"]) for p in parts]
     return found
+
+
+def test_golden_of_the_front_page(golden: Callable[[str, str], None]) -> None:
+    """AlexNet's convolutions cut by sample, the large linear layers by channel."""
+    graph = alexnet()
+    golden("viz/alexnet.svg", draw(graph, krizhevsky(graph, 4), FOUR, facts="sample parallel, then channel parallel"))
 
 
 def test_golden(golden: Callable[[str, str], None]) -> None:
