@@ -14,27 +14,29 @@ from collections.abc import Sequence
 from fxpipe.codegen.lines import INDENT, WIDTH
 from fxpipe.codegen.names import clip, doc_prose
 from fxpipe.ir.program import Program
+from fxpipe.ir.units import count
+
+ORDER = (
+    "F1 is the forward of micro-batch 1. Backward walks the grid from right to left: on each device the later",
+    "micro-batch goes first. Autograd would not know that by itself: a token, a tensor without elements, goes from",
+    "one micro-batch to the next.",
+)
+ONE_AFTER_THE_OTHER = ("F0 is the forward of the batch, which is one micro-batch: stages run one after the other.",)
 
 
 def docstring(program: Program, chunks: int, grid: str | None) -> list[str]:
     """The lines of the docstring, with `grid` or else GPipe's clock as the picture."""
     picture = [INDENT + line for line in (grid or draw_clock(program.devices, chunks)).splitlines()]
     n = len(program.stages)
-    facts = f"{n} {'stages' if n > 1 else 'stage'}, {chunks} micro-batches{recomputed(program)}"
+    facts = f"{count(n, 'stage', 'stages')}, {count(chunks, 'micro-batch', 'micro-batches')}{recomputed(program)}"
     title = clip(f'"""{doc_prose(program.graph.model)}, pipelined: {facts}.', WIDTH)
-    order = [
-        "F1 is the forward of micro-batch 1. Backward walks the grid from right to left: on each device the later",
-        "micro-batch goes first. Autograd would not know that by itself: a token, a tensor without elements, goes from",
-        "one micro-batch to the next.",
-    ]
+    order = ORDER if chunks > 1 else ONE_AFTER_THE_OTHER
     return [title, "", *(line.rstrip() for line in picture), "", *order, *portals(program), '"""']
 
 
 def portals(program: Program) -> list[str]:
     """The values that go past stages, for the end of a docstring."""
-    n = len(program.stages)
-    long = [move for move in program.moves if move.portal and move.source >= 0 and move.target < n]
-    lines = [f"{INDENT}{doc_prose(m.value)}  from stage {m.source} to stage {m.target}" for m in long]
+    lines = [f"{INDENT}{doc_prose(m.value)}  from stage {m.source} to stage {m.target}" for m in program.portals]
     return ["", "Portals, past the stages between:", "", *lines] if lines else []
 
 

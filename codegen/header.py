@@ -41,7 +41,7 @@ def _takes(program: Program, stage: Stage, variables: Mapping[str, str]) -> Iter
     moves = {move.value: move for move in program.moves if move.target == stage.index}
     sizes = {size.name: f"{size.input}.shape[{size.dim}]" for size in program.graph.sizes}
     for name in stage.takes:
-        place = _source(moves[name]) if name in moves else sizes.get(name, "known to every stage")
+        place = _source(program, moves[name]) if name in moves else sizes.get(name, "known to every stage")
         yield _Row("takes", variables[name], str(program.types[name]), place)
     for loan in program.loans:
         if loan.user == stage.index and loan.state in stage.borrows:
@@ -49,21 +49,21 @@ def _takes(program: Program, stage: Stage, variables: Mapping[str, str]) -> Iter
             yield _Row("borrows", variables[loan.state], str(program.types[loan.state]), place)
 
 
-def _source(move: Move) -> str:
+def _source(program: Program, move: Move) -> str:
     if move.source < 0:
         return "from the caller"
-    return f"from stage {move.source}" + (", through a portal" if move.portal else "")
+    return f"from stage {move.source}" + (", through a portal" if move in program.portals else "")
 
 
 def _gives(program: Program, stage: Stage, variables: Mapping[str, str]) -> Iterator[_Row]:
-    n = len(program.stages)
+    n, portals = len(program.stages), program.portals
     leaving: dict[str, list[Move]] = {name: [] for name in stage.gives}
     for move in program.moves:
         if move.source == stage.index:
             leaving[move.value].append(move)
     for name, moves in leaving.items():
-        near = [move for move in moves if move.target == n or not move.portal]
-        far = [move for move in moves if move not in near]
+        near = [move for move in moves if move not in portals]
+        far = [move for move in moves if move in portals]
         kind = str(program.types[name])
         if near or not far:
             yield _Row("gives", variables[name], kind, _targets(near, n))

@@ -6,7 +6,8 @@ gradient, summed over the micro-batches, comes back once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 from fxpipe.codegen.lines import INDENT, WIDTH
 from fxpipe.codegen.names import clip, prose, state_path
@@ -25,16 +26,23 @@ def lend(program: Program, places: Places) -> list[str]:
     for loan in program.loans:
         users.setdefault(places.lent(loan), []).append(loan.user)
     lines = [f"{INDENT}def lend(self, m: Batches) -> None:"]
-    for loan in program.loans:
-        name = places.lent(loan)
-        if loan.user != users[name][0]:
-            continue
-        stages = " and ".join(map(str, users[name]))
-        why = f"stage {loan.home} owns it, stage {stages} uses it too; their gradients add up"
-        lines.append(clip(f"{INDENT * 2}# {prose(program.state(loan.state).held)}: {why}", WIDTH))
-        here, there = (torch_device(program.devices[index]) for index in (loan.home, loan.user))
-        lines += _lend(f"m.lent.{name}", owned(program, loan, constants), here, there, loan.user)
+    first = [loan for loan in program.loans if loan.user == users[places.lent(loan)][0]]
+    for (home, stages), alike in groupby(first, key=lambda loan: (loan.home, users[places.lent(loan)])):
+        loans = list(alike)
+        lines.append(reason(program, loans, stages))
+        here, there = (torch_device(program.devices[index]) for index in (home, stages[0]))
+        for loan in loans:
+            lines += _lend(f"m.lent.{places.lent(loan)}", owned(program, loan, constants), here, there, stages[0])
     return lines
+
+
+def reason(program: Program, loans: Sequence[Loan], users: Sequence[int]) -> str:
+    """The comment above tensors that one stage lends to the same others."""
+    stages = " and ".join(map(str, users))
+    path, home = prose(program.state(loans[0].state).held), loans[0].home
+    one = f"{path}: stage {home} owns it, stage {stages} uses it too; their gradients add up"
+    many = f"stage {home} owns these, stage {stages} uses them too; their gradients add up"
+    return clip(f"{INDENT * 2}# {one if len(loans) == 1 else many}", WIDTH)
 
 
 def _lend(place: str, owned: str, here: str, there: str, user: int) -> list[str]:

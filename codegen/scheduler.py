@@ -34,7 +34,7 @@ def emit_scheduler(program: Program, chunks: int, grid: str | None = None, total
     blocks = [attributes(program, places, "Pipeline", totals), lend(program, places)]
     for stage in program.stages:
         rule = f"{INDENT}# stage {stage.index}, {prose(stage.device)} "
-        methods = [_ready(stage, places), _compute(stage, places)]
+        methods = [_ready(stage, places, chunks > 1), _compute(stage, places)]
         blocks.append([rule + "-" * (WIDTH - len(rule)), "", *apart(methods)])
     blocks.append(_gather(program, places))
     body = [*apart(blocks)]
@@ -55,10 +55,10 @@ def _imports(body: Sequence[str]) -> list[str]:
 # Before a stage runs --------------------------------------------------------------------------------------------------
 
 
-def _ready(stage: Stage, places: Places) -> list[str]:
-    """`ready_j`: copies from other devices, and the edge from micro-batch i to i - 1."""
+def _ready(stage: Stage, places: Places, ordered: bool) -> list[str]:
+    """`ready_j`: copies from other devices, and the edge from micro-batch i to i - 1 where there are several."""
     # Copies come first: in backward they then go before the other micro-batch's work, and the neighbour waits less.
-    fork, join = _order(stage, places)
+    fork, join = _order(stage, places) if ordered else ([], [])
     body = [*fork, *_opens(stage, places), *join]
     return [f"{INDENT}def ready_{stage.index}(self, m: Batches, i: int) -> None:", *body] if body else []
 
@@ -117,7 +117,8 @@ def _copy(stage: Stage, source: int, names: Sequence[str], places: Places) -> li
     j, devices = stage.index, places.program.devices
     there = [places.at(name, source) for name in names]
     here = [places.at(name, j) for name in names]
-    past = f", past stage {' and '.join(map(str, range(source + 1, j)))}" if j - source > 1 else ""
+    long = any((source, j) == (move.source, move.target) for move in places.program.portals)
+    past = f", past stage {' and '.join(map(str, range(source + 1, j)))}" if long else ""
     args = (f"self.streams[{source}, i]", f"self.streams[{j}, i]", f"self.stages[{j}].device", *there)
     lines = [f"{INDENT * 2}# {prose(devices[source])} -> {prose(devices[j])}{past}; the copy waits for F(i) alone"]
     lines += assign(here, Brackets("copy(", args, ")"), 2)

@@ -32,6 +32,7 @@ from fxpipe.ir.types import TensorType, ValueType, tensors
 
 LONG_PATH = 80  # characters from which on a path of the model is written in two steps
 _OWNER = re.compile(r"(self\..*\]\.\w+|self\..*)((?:\.\w+)+)")  # up to the last index, if there is one; the rest
+MODULES = 4  # as many of a stage's modules as its title names
 LARGE = 1 << 16  # elements from which on letting go of a tensor is worth a line
 VIEWS = frozenset((
     "view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "permute",
@@ -72,8 +73,8 @@ def emit_device(program: Program, device: str, notes: Sequence[str]) -> str:
 def _modules(stage: Stage) -> str:
     """The modules of the model that the ops of a stage come from, the first of them."""
     found = list(dict.fromkeys(op.origin.module for op in stage.ops if op.origin.module))
-    some = ", ".join(map(doc_prose, found[:4]))
-    return (f": {some}" + (" ..." if len(found) > 4 else "")) if found else ""
+    some, more = ", ".join(map(doc_prose, found[:MODULES])), len(found) - MODULES
+    return (f": {some}" + (f" and {more} more" if more > 0 else "")) if found else ""
 
 
 def _emit(program: Program, stage: Stage, name: str, title: str, notes: str) -> str:

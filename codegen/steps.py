@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from fxpipe.codegen.attributes import apart, attributes, differentiable, keep_dead_ends, row
 from fxpipe.codegen.clock import portals, recomputed
 from fxpipe.codegen.lines import INDENT, WIDTH, Brackets, layout
-from fxpipe.codegen.loans import owned
+from fxpipe.codegen.loans import owned, reason
 from fxpipe.codegen.names import clip, doc_prose, prose, string
 from fxpipe.codegen.places import Places
 from fxpipe.codegen.stage import constant_names
@@ -27,6 +28,7 @@ from fxpipe.codegen.wires import lent_name
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program, Stage, recut
 from fxpipe.ir.schedule import Schedule, plain, show
+from fxpipe.ir.units import count
 
 TAKEN = frozenset(("self", "m", "i", "draw", "forward"))  # what the methods themselves call things
 
@@ -63,8 +65,9 @@ def _docstring(program: Program, schedule: Schedule) -> list[str]:
     """The schedule as a grid, and how to read it."""
     labels = tuple(dict.fromkeys(program.devices))
     grid = show(schedule, labels).splitlines()[1:]
-    n, facts = len(program.stages), recomputed(program)
-    count = f"{n} {'stages' if n > 1 else 'stage'}, {schedule.chunks} micro-batches"
+    n = len(program.stages)
+    facts = f"{count(n, 'stage', 'stages')}, {count(schedule.chunks, 'micro-batch', 'micro-batches')}, "
+    facts += doc_prose(schedule.name) + recomputed(program)
     kinds = {action.kind for action in schedule.place}
     stage = "" if plain(schedule) else str(min(2, n - 1))
     what = stage and f" on stage {stage}"
@@ -76,7 +79,7 @@ def _docstring(program: Program, schedule: Schedule) -> list[str]:
         "and waits for nothing else."
     )
     return [
-        clip(f'"""{doc_prose(program.graph.model)}, trained: {count}, {doc_prose(schedule.name)}{facts}.', WIDTH),
+        clip(f'"""{doc_prose(program.graph.model)}, trained: {facts}.', WIDTH),
         "",
         *(_clipped(INDENT + line) for line in grid),
         "",
@@ -137,12 +140,12 @@ def _lend(program: Program) -> list[str]:
         return []
     constants = constant_names(program)
     lines = [f"{INDENT}def lend(self, m: Step) -> None:"]
-    for loan in program.loans:
-        path = prose(program.state(loan.state).held)
-        why = f"{path}: stage {loan.home} owns it, stage {loan.user} uses it too; their gradients add up"
-        lines.append(clip(f"{INDENT * 2}# {why}", WIDTH))
-        call = Brackets("m.lend(", (str(loan.user), owned(program, loan, constants)), ")")
-        lines += assign([f"m.lent.{lent_name(loan)}"], call, 2)
+    for (_, user), alike in groupby(program.loans, key=lambda loan: (loan.home, loan.user)):
+        loans = list(alike)
+        lines.append(reason(program, loans, [user]))
+        for loan in loans:
+            call = Brackets("m.lend(", (str(user), owned(program, loan, constants)), ")")
+            lines += assign([f"m.lent.{lent_name(loan)}"], call, 2)
     return lines
 
 

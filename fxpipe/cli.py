@@ -39,9 +39,14 @@ def parser() -> argparse.ArgumentParser:
     demo_or_show = (demo, show)
     for command in demo_or_show:
         command.add_argument(
-            "--devices", type=parse_devices, default=4, help="how many, or one for each stage: cuda:0,cuda:0,cpu"
+            "--devices",
+            type=parse_devices,
+            default=4,
+            help="how many, 4 if not given, or one for each stage: cuda:0,cuda:0,cpu",
         )
-        command.add_argument("--chunks", type=int, default=8, help="micro-batches")
+        command.add_argument("--chunks", type=int, default=8, help="micro-batches, 8 if not given")
+    show.add_argument("--strategy", type=Path, help="cut the operators as this file of `fxpipe search` says")
+    show.set_defaults(devices=None, chunks=None)  # a strategy says on how many devices
     show.add_argument("--save", type=Path, help="write the package to this folder instead of printing it")
     show.set_defaults(run=run_show)
     cli_plans.add(commands)
@@ -58,7 +63,11 @@ def run_demo(options: argparse.Namespace) -> None:
 def run_show(options: argparse.Namespace) -> None:
     model, inputs = make_model(options.model, options.inputs)
     with progress("compiling"):
-        pipe = compile(model, devices=options.devices, chunks=options.chunks, example_inputs=inputs)
+        if options.strategy:
+            asked = {"strategy": options.strategy, "devices": options.devices, "chunks": options.chunks}
+        else:
+            asked = {"devices": options.devices or 4, "chunks": options.chunks or 8}
+        pipe = compile(model, example_inputs=inputs, **asked)
     print(pipe.explain())
     if options.save:
         pipe.save(options.save, overwrite=True)

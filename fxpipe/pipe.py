@@ -388,7 +388,8 @@ class Pipe(Shell):
         return self.build.trail
 
     def explain(self) -> str:
-        """A table: per stage its ops, parameters, time, memory and traffic; then the portals and shared parameters."""
+        """A table: per stage its ops, parameters, time, memory and traffic; then the portals and shared parameters.
+        With a strategy, how each operator is cut, and the table by devices."""
         return explain(self.build, self._backend)
 
     def compare(self) -> str:

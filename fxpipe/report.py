@@ -2,65 +2,108 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from tabulate import tabulate
 
 from .compiled_stages import Backend, name_of
+from .cuts import table
 from .ir.opaque import Opaque
 from .ir.plan import Plan
 from .ir.profile import total
 from .ir.transfers import add_transfers
 from .ir.types import TensorType, nbytes
-from .ir.units import show_bytes, show_seconds
+from .ir.units import count, show_bytes, show_seconds
 from .street import Build
 from .viz import svg
 
-HEADERS = ("stage", "device", "ops", "parameters", "forward", "backward", "keeps", "takes", "gives", "recompute")
+COSTS = ("ops", "parameters", "forward", "backward", "keeps", "takes", "gives", "recompute")
+HEADERS, DEVICE_HEADERS = ("stage", "device", *COSTS), ("device", "stages", *COSTS)
 
 
 def explain(build: Build, backend: Backend | None = None) -> str:
     """One row per stage, for one micro-batch: parameters, predicted or measured time, bytes kept for backward, bytes
-    that arrive and leave; then the values that travel through portals."""
-    rows = [stage_row(build, index) for index in range(len(build.program.stages))]
-    table = tabulate(rows, headers=HEADERS, disable_numparse=True, colalign=("right", "left", *["right"] * 7, "left"))
+    that arrive and leave; then the values that travel through portals. Where ops are placed one by one, stages are many
+    and small: how a strategy cuts each operator, then one row per device."""
+    n, devices = len(build.program.stages), list(dict.fromkeys(build.program.devices))
+    where = f" on {count(len(devices), 'device', 'devices')}" if build.program.pipeline else ""
+    chunks = count(build.plan.chunks, "micro-batch", "micro-batches")
     head = (
-        f"{build.graph.model}: {len(build.program.stages)} stages, {build.plan.chunks} micro-batches, "
-        f"{build.schedule.name}; times {build.profile.source} for a micro-batch of {build.profile.batch}"
+        f"{build.graph.model}: {n} stages{where}, {chunks}, {build.schedule.name}; times {build.profile.source} for a "
+        f"micro-batch of {build.profile.batch}"
     )
     if backend is not None:
         head += f"\nstages compiled by {name_of(backend)}"
         if any(action.kind == "W" for action in build.schedule.place):
             head += "; backward of a compiled stage is not split: I computes all of it, W nothing"
-    return "\n".join([head, "", table, *special_lines(build), *replica_lines(build.plan)])
+    if build.program.pipeline:
+        rows = [device_row(build, device) for device in devices]
+        about = [table(build.cuts), ""] if build.cuts else []
+        align = ("left", *["right"] * 8, "left")
+    else:
+        rows, about = [stage_row(build, index) for index in range(n)], []
+        align = ("right", "left", *["right"] * 7, "left")
+    headers = DEVICE_HEADERS if build.program.pipeline else HEADERS
+    about.append(tabulate(rows, headers=headers, disable_numparse=True, colalign=align))
+    return "\n".join([head, "", *about, *special_lines(build), *replica_lines(build.plan)])
 
 
 def stage_row(build: Build, index: int) -> tuple[str, ...]:
-    stage, planned = build.program.stages[index], set(build.plan.stages[index].ops)
-    cost = total([op for op in build.profile.ops if op.name in planned])
-    owned = [build.program.state(name) for name in stage.states]
-    parameters = [s.type for s in owned if s.kind == "parameter" and isinstance(s.type, TensorType)]
+    """What a stage holds, costs and moves."""
+    stage = build.program.stages[index]
     return (
         str(index),
         ", ".join(build.plan.stages[index].devices),
-        str(len(stage.ops)),
+        *_costs(build, [index]),
+        _bytes(build, stage.takes),
+        _bytes(build, stage.gives),
+        stage.checkpoint,
+    )
+
+
+def device_row(build: Build, device: str) -> tuple[str, ...]:
+    """The same of all stages of a device, where takes and gives are what comes from other devices and goes there."""
+    program = build.program
+    own = [stage.index for stage in program.stages if stage.device == device]
+    takes = {m.value for m in program.moves if m.target in own and m.source not in own}
+    gives = {m.value for m in program.moves if m.source in own and m.target not in own}
+    recompute = dict.fromkeys(program.stages[index].checkpoint for index in own)
+    return (
+        device,
+        str(len(own)),
+        *_costs(build, own),
+        _bytes(build, takes),
+        _bytes(build, gives),
+        ", ".join(recompute),
+    )
+
+
+def _costs(build: Build, stages: Collection[int]) -> tuple[str, ...]:
+    """Ops, parameters, forward, backward and bytes kept of some stages."""
+    planned = {name for index in stages for name in build.plan.stages[index].ops}
+    cost = total([op for op in build.profile.ops if op.name in planned])
+    own = [build.program.stages[index] for index in stages]
+    owned = [build.program.state(name) for stage in own for name in stage.states]
+    parameters = [s.type for s in owned if s.kind == "parameter" and isinstance(s.type, TensorType)]
+    return (
+        str(sum(len(stage.ops) for stage in own)),
         f"{sum(type.numel({}) for type in parameters):,}",
         show_seconds(cost.forward),
         show_seconds(cost.backward),
         show_bytes(cost.saved),
-        show_bytes(sum(nbytes(build.program.types[name], build.sizes) for name in stage.takes)),
-        show_bytes(sum(nbytes(build.program.types[name], build.sizes) for name in stage.gives)),
-        stage.checkpoint,
     )
+
+
+def _bytes(build: Build, values: Iterable[str]) -> str:
+    return show_bytes(sum(nbytes(build.program.types[name], build.sizes) for name in values))
 
 
 def special_lines(build: Build) -> list[str]:
     """What is out of the ordinary, one line each: portals, shared parameters, parts of parameters, submodules that are
     kept whole, lines in which the samples of a micro-batch meet."""
     program = build.program
-    n = len(program.stages)
-    portals = [move for move in program.moves if move.portal and move.source >= 0 and move.target < n]
-    lines = [f"portal: {move.value}, from stage {move.source} to stage {move.target}" for move in portals]
+    lines = [f"portal: {move.value}, from stage {move.source} to stage {move.target}" for move in program.portals]
     lines += [
         f"shared: {loan.state}, at home in stage {loan.home}, used by stage {loan.user}" for loan in program.loans
     ]

@@ -7,7 +7,6 @@ kept as one JSON file.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,12 +14,13 @@ from typing import Any
 
 from tabulate import tabulate
 
+from .cuts import table
 from .errors import PlanError
 from .ir import cluster as clusters
 from .ir import operators, strategy
 from .ir.cluster import Cluster
-from .ir.operators import Operator, OperatorGraph
-from .ir.strategy import Config, Strategy
+from .ir.operators import OperatorGraph
+from .ir.strategy import Strategy
 from .ir.timeline import Timeline
 from .ir.units import show_bytes, show_seconds
 from .soap.costs import Cost, once, roofline
@@ -106,7 +106,11 @@ def history(found: Searched) -> str:
 
 def show(found: Searched) -> str:
     """The facts, the strategy beside data parallelism, and how each operator is cut."""
-    parts = [f"{found.graph.name}: {facts(found)}", beside(found), table(found.graph, found.strategy)]
+    parts = [
+        f"{found.graph.name}: {facts(found)}",
+        beside(found),
+        table(zip(found.graph, found.strategy.configs, strict=True)),
+    ]
     return "\n\n".join([*parts, history(found)] if found.trace else parts)
 
 
@@ -117,44 +121,6 @@ def beside(found: Searched) -> str:
         for name, one in (("this strategy", found), ("data parallel", found.data_parallel))
     ]
     return tabulate(rows, ("", "step", "computation", "transferred"), tablefmt="plain", disable_numparse=True)
-
-
-def table(graph: OperatorGraph, found: Strategy) -> str:
-    """How each operator is cut in its sample, attribute and parameter dimensions, and on which devices it is. Steps of
-    a layer that are cut alike, and on the same devices, are one row."""
-    alike: dict[tuple[str, Config], list[Operator]] = {}
-    for operator, config in zip(graph, found.configs, strict=True):
-        if operator.kind != "input":
-            alike.setdefault((operator.weight_group or operator.name, config), []).append(operator)
-    rows = [
-        (
-            steps[0].name + (f" and {len(steps) - 1} more" if len(steps) > 1 else ""),
-            steps[0].kind,
-            *(_cut(steps[0], config, role) for role in "SAP"),
-            _run(config.devices),
-        )
-        for (_, config), steps in alike.items()
-    ]
-    headers = ("operator", "kind", "S", "A", "P", "devices")
-    lines = tabulate(rows, headers, tablefmt="plain", disable_numparse=True).splitlines()
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _cut(operator: Operator, config: Config, role: str) -> str:
-    """The degrees of the dimensions of one role, with names where an operator has several such dimensions."""
-    there = [(d, n) for d, n in zip(operator.output, config.degrees, strict=True) if d.role == role]
-    return " ".join(f"{n}" if len(there) == 1 else f"{d.name}/{n}" for d, n in there if n > 1)
-
-
-def _run(devices: Sequence[int]) -> str:
-    """Devices by number; a run of them as `0-3`.
-
-    >>> _run((4, 5, 6, 7)), _run((0, 2)), _run((3,))
-    ('4-7', '0 2', '3')
-    """
-    if len(devices) > 2 and tuple(devices) == tuple(range(devices[0], devices[0] + len(devices))):
-        return f"{devices[0]}-{devices[-1]}"
-    return " ".join(map(str, devices))
 
 
 def dump(found: Searched) -> str:

@@ -46,7 +46,8 @@ def build(graph: Graph, sizes: Mapping[str, int], cluster: Cluster, options: Opt
         decided = _plan(placed, seconds, options)
     trail: dict[str, Program] = {}
     with timed("passes"):
-        program = lower(placed.graph, decided, watch=trail.__setitem__)
+        lowered = lower(placed.graph, decided, watch=trail.__setitem__)
+        program = replace(lowered, pipeline=tuple(stages_of(lowered)))
         totals = lowered_totals(graph, decided)
     with timed("simulator"):
         costs = stage_costs(decided, profile, taken_bytes(program, sizes), keeps_at_once=graph.loss is not None)
@@ -54,12 +55,14 @@ def build(graph: Graph, sizes: Mapping[str, int], cluster: Cluster, options: Opt
         labels = tuple(dict.fromkeys(program.devices))
         timeline = simulate(schedule, costs, hops(program, sizes, cluster), labels)
     files = emitted(program, schedule, decided, profile, totals, graph.loss is not None, by_device=True)
-    return Build(graph, sizes, cluster, profile, decided, schedule, program, trail, timeline, files, totals)
+    return Build(
+        graph, sizes, cluster, profile, decided, schedule, program, trail, timeline, files, totals, placed.cuts
+    )
 
 
 def _plan(placed: Placed, seconds: Mapping[str, float], options: Options) -> Plan:
-    """A stage for each segment."""
-    checkpoint = str(options.checkpoint)
+    """A stage for each segment. Of one micro-batch, nothing but the last is recomputed in no stage."""
+    checkpoint = "never" if (options.checkpoint, options.chunks) == ("except_last", 1) else str(options.checkpoint)
     stages = (
         StagePlan(segment.ops, options.devices[segment.device], checkpoint) for segment in segments(placed, seconds)
     )
@@ -69,7 +72,7 @@ def _plan(placed: Placed, seconds: Mapping[str, float], options: Options) -> Pla
 def schedule_of(program: Program, options: Options) -> Schedule:
     """The order of a step: that of the stages, each action being those of the stage's segments."""
     chosen = options if program.graph.loss is not None else replace(options, schedule="gpipe")
-    took_from, stages = sources(program), stages_of(program)
+    took_from, stages = sources(program), program.pipeline
     labels = dict(zip(stages, program.devices, strict=True))
     coarse = make_schedule(chosen, [labels[stage] for stage in range(len(labels))], options.chunks)
     made = segmented(coarse, stages, program.devices, took_from)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .errors import PlanError
@@ -35,7 +35,8 @@ class Sharding:
             fitted = fit(self.operators, self.strategy, reading.operators, self.devices)
         except ValueError as error:
             raise PlanError(str(error)) from None
-        return shard(graph, reading, fitted, sizes)
+        placed = shard(graph, reading, fitted, sizes)
+        return replace(placed, cuts=tuple(zip(reading.operators, fitted.configs, strict=True)))
 
 
 def place_of(asked: Asked) -> tuple[Place, int | None]:

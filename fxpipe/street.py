@@ -19,10 +19,12 @@ from .ir import plan as plans
 from .ir.cluster import Cluster
 from .ir.graph import Graph
 from .ir.opaque import Opaque, opaques
+from .ir.operators import Operator
 from .ir.plan import Plan, StagePlan
 from .ir.profile import Profile, total
 from .ir.program import Program
 from .ir.schedule import Schedule, only, share
+from .ir.strategy import Config
 from .ir.timeline import Timeline
 from .ir.times import Times
 from .ir.units import show_bytes, show_seconds
@@ -51,7 +53,7 @@ class Home:
 class Build:
     """Everything made for one kind of call. `trail` has the program after each pass that changed it, by the pass's
     name; `sizes` the numbers of the micro-batch that profile and timeline speak of; `files` the generated package;
-    `totals` what runs before the batch is cut."""
+    `totals` what runs before the batch is cut; `cuts` how a strategy cuts each operator."""
 
     graph: Graph
     sizes: Mapping[str, int]
@@ -64,6 +66,7 @@ class Build:
     timeline: Timeline
     files: Mapping[str, str]
     totals: Program | None = None
+    cuts: tuple[tuple[Operator, Config], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ def hold(placed: Placed) -> Placed:
         return placed
     ops = tuple(op for op in graph.ops if op.name not in found)
     devices = {op.name: placed.devices[op.name] for op in ops}
-    return Placed(replace(graph, ops=ops, states=(*graph.states, *found.values())), devices)
+    held = replace(graph, ops=ops, states=(*graph.states, *found.values()))
+    return replace(placed, graph=held, devices=devices)
 
 
 def _part(parameters: Mapping[str, State], op: Op) -> State | None:

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from fxpipe.cli import main
+from fxpipe.cuts import table
 from fxpipe.errors import PlanError
 from fxpipe.ir.clusters import preset
-from fxpipe.ir.strategy import Config, Strategy
+from fxpipe.ir.strategy import Config
 from fxpipe.search import search
-from fxpipe.searched import Searched, load, parse, table
+from fxpipe.searched import Searched, load, parse
 from fxpipe.searched_why import explain
 from fxpipe.soap.convolutional import alexnet
 from fxpipe.soap.recurrent import rnnlm
@@ -78,7 +79,7 @@ def test_steps_that_are_cut_alike_are_one_row() -> None:
     graph = rnnlm(8, 3, vocab=11, width=8)
     plain = data_parallel(graph, 4)
     at = graph.positions["lstm1.1"]
-    assert table(graph, plain.replace(at, Config((2, 2), (0, 0, 3, 1)))).splitlines() == [
+    assert table(zip(graph, plain.replace(at, Config((2, 2), (0, 0, 3, 1))).configs, strict=True)).splitlines() == [
         "operator              kind               S    A    P    devices",
         "embed.0 and 2 more    embedding          4              0-3",
         "lstm0.0 and 2 more    lstm               4              0-3",
@@ -92,7 +93,7 @@ def test_dimensions_are_named_where_there_are_several() -> None:
     graph = alexnet(8, width=2, hidden=16, size=63)
     configs = list(data_parallel(graph, 4).configs)
     configs[graph.positions["conv2"]] = Config((1, 2, 2, 1), (0, 1, 2, 3))
-    rows = {line.split()[0]: line.split() for line in table(graph, Strategy(tuple(configs))).splitlines()}
+    rows = {line.split()[0]: line.split() for line in table(zip(graph, configs, strict=True)).splitlines()}
     assert rows["conv2"] == ["conv2", "conv2d", "height/2", "2", "0-3"]
     assert rows["fc6"] == ["fc6", "linear", "4", "0-3"]
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.cli import main
 from fxpipe.errors import PlanError
 from fxpipe.ir.clusters import preset
 from fxpipe.ir.graph import Graph
@@ -284,9 +285,33 @@ def test_it_says_which_parts_run_where() -> None:
     model, x, graph = small()
     pipe = fxpipe.compile(model, strategy=(graph, krizhevsky(graph, 2)))
     pipe.prepare(x)
-    assert "part: hidden.weight_3_6, held by stage 3 on cpu:1" in pipe.explain()
+    lines = pipe.explain().splitlines()
+    assert lines[0].startswith("Convolutional: 7 stages on 2 devices, 1 micro-batch, gpipe; times estimated")
+    assert {line.split()[0]: line.split()[2:] for line in lines[3:9]} == {
+        "conv": ["2", "0", "1"],
+        "x": ["2", "0", "1"],
+        "left": ["2", "0", "1"],
+        "right": ["2", "0", "1"],
+        "x_1": ["2", "0", "1"],
+        "flatten": ["2", "0", "1"],
+    }
+    assert [line.split()[:2] for line in lines if line.startswith("cpu:")] == [["cpu:0", "4"], ["cpu:1", "3"]]
+    assert "part: hidden.weight_3_6, held by stage 3 on cpu:1" in lines
     assert "f32[3, 36]  hidden.weight_3_6" in str(pipe.trail["cut"])
+    assert "portal" not in pipe.explain() + "".join(pipe.files.values())
     pipe.close()
+
+
+def test_a_strategy_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`fxpipe show --strategy`, which says on how many devices."""
+    _, _, graph = small()
+    (tmp_path / "found.json").write_text(Searched(graph, preset("p100:2"), krizhevsky(graph, 2)).dump())
+    (tmp_path / "net.py").write_text("from tests.test_strategies import Convolutional\n")
+    file, image = f"{tmp_path / 'net.py'}:Convolutional", f"f32[{SAMPLES}, 2, 6, 6]"
+    assert main(["show", file, image, "--strategy", str(tmp_path / "found.json")]) == 0
+    out = capsys.readouterr().out
+    assert "stages on 2 devices, 1 micro-batch" in out
+    assert "----- device1.py -" in out
 
 
 def test_a_pipeline_of_sharded_stages() -> None:

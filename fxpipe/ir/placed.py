@@ -12,14 +12,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .graph import Graph
+from .operators import Operator
+from .strategy import Config
 
 
 @dataclass(frozen=True)
 class Placed:
-    """`devices`: the number of the device of each op of `graph`, by the op's name."""
+    """`devices`: the number of the device of each op of `graph`, by the op's name. `cuts`: how a strategy cuts each
+    operator, where one does."""
 
     graph: Graph
     devices: Mapping[str, int]
+    cuts: tuple[tuple[Operator, Config], ...] = ()
 
 
 def check(placed: Placed, devices: int) -> None:

@@ -9,7 +9,9 @@
       skip    0 -> 2  portal
 
 Source -1 is the caller's batch (the scatter), target `len(stages)` the caller's outputs (the gather). A move between
-neighbours is a hand-over; any longer one is a portal. A program says nothing about time: that is the schedule's.
+neighbours is a hand-over; any longer one is a portal. Where ops are placed one by one, a device has many stages, and
+those of devices that send to and fro are one stage of the pipeline: what moves among them is a hand-over too. A program
+says nothing about time: that is the schedule's.
 """
 
 from __future__ import annotations
@@ -108,7 +110,8 @@ class Stage:
 class Program:
     """The stages and the moves between them; `graph` is the model they came from, for inputs, states and outputs.
 
-    `types` has the type of every value, those that passes have added included.
+    `types` has the type of every value, those that passes have added included. `pipeline`: where ops are placed one by
+    one, the stage of the pipeline that each stage is a piece of.
     """
 
     graph: Graph
@@ -116,6 +119,7 @@ class Program:
     moves: tuple[Move, ...]
     loans: tuple[Loan, ...]
     types: dict[str, ValueType]
+    pipeline: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return show(self)
@@ -123,6 +127,13 @@ class Program:
     @property
     def devices(self) -> tuple[str, ...]:
         return tuple(stage.device for stage in self.stages)
+
+    @property
+    def portals(self) -> tuple[Move, ...]:
+        """The moves between stages that go past a stage of the pipeline."""
+        n = len(self.stages)
+        at = self.pipeline or range(n)
+        return tuple(m for m in self.moves if m.source >= 0 and m.target < n and at[m.target] - at[m.source] > 1)
 
     def state(self, name: str) -> State:
         return self.graph.state(name)

@@ -30,6 +30,8 @@ from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
+from .units import count
+
 KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 
@@ -363,9 +365,6 @@ def show(schedule: Schedule, labels: Sequence[str] = (), mark: Fault | None = No
 
 
 def _title(schedule: Schedule) -> str:
-    def count(n: int, one: str, many: str) -> str:
-        return f"{n} {one if n == 1 else many}"
-
     stages = count(schedule.num_stages, "stage", "stages")
     return f"{schedule.name}: {stages}, {count(schedule.chunks, 'micro-batch', 'micro-batches')}"
 

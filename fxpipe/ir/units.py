@@ -1,4 +1,5 @@
-"""How bytes and seconds are written everywhere: three figures and a unit, so that tables line up and messages read."""
+"""How bytes, seconds and counts are written everywhere: three figures and a unit, so that tables line up and messages
+read."""
 
 from __future__ import annotations
 
@@ -28,3 +29,12 @@ def _scaled(value: float, units: tuple[tuple[float, str], ...], least: str) -> s
         if abs(value) >= scale:
             return f"{value / scale:.3g} {unit}"
     return f"{value:.3g} {least}"
+
+
+def count(n: int, one: str, many: str) -> str:
+    """A number of things in words.
+
+    >>> count(1, "stage", "stages"), count(2, "stage", "stages")
+    ('1 stage', '2 stages')
+    """
+    return f"{n} {one if n == 1 else many}"

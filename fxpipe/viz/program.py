@@ -176,7 +176,7 @@ def _facts(program: Program) -> str:
     stages = _count(len(program.stages), "stage")
     devices = _count(len(set(program.devices)), "device")
     parameters = _count(sum(_parameters(program, stage) for stage in program.stages), "parameter")
-    portals = _count(sum(move.portal for move in program.moves), "portal")
+    portals = _count(len(program.portals), "portal")
     return f"{stages} on {devices}, {parameters}, {portals}"
 
 

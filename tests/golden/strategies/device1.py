@@ -8,7 +8,7 @@ from fxpipe.runtime import Stage
 
 
 class Stage1(Stage):
-    """Stage 1 of 9: conv1, conv2, conv3, conv4 ....
+    """Stage 1 of 9: conv1, conv2, conv3, conv4 and 1 more.
 
         takes    image         f64[4, 3, 63, 63]  from the caller
         borrows  conv1_weight  f64[2, 3, 11, 11]  from stage 0, once a step: conv1.weight
@@ -21,11 +21,9 @@ class Stage1(Stage):
         borrows  conv4_bias    f64[8]             from stage 0, once a step: conv4.bias
         borrows  conv5_weight  f64[8, 8, 3, 3]    from stage 0, once a step: conv5.weight
         borrows  conv5_bias    f64[8]             from stage 0, once a step: conv5.bias
-        gives    flatten_1     f64[2, 8]          to stage 2
-        sends    flatten_1     f64[2, 8]          to stage 3, through a portal
+        gives    flatten_1     f64[2, 8]          to stage 2 and stage 3
 
-    15 ops, 0 parameters; recomputed in backward, except the last micro-batch; forward 93.7 us, backward 186
-    us, keeps 20.9 kB (estimated, b = 4)
+    15 ops, 0 parameters; forward 93.7 us, backward 186 us, keeps 20.9 kB (estimated, b = 4)
     """
 
     def forward(
@@ -74,13 +72,11 @@ class Stage1(Stage):
 class Stage3(Stage):
     """Stage 3 of 9: fc6.
 
-        takes  flatten_0  f64[2, 8]  from stage 0, through a portal
-        takes  flatten_1  f64[2, 8]  from stage 1, through a portal
-        gives  x_5_1      f64[4, 8]  to stage 4
-        sends  x_5_1      f64[4, 8]  to stage 5, through a portal
+        takes  flatten_0  f64[2, 8]  from stage 0
+        takes  flatten_1  f64[2, 8]  from stage 1
+        gives  x_5_1      f64[4, 8]  to stage 4 and stage 5
 
-    3 ops, 72 parameters; recomputed in backward, except the last micro-batch; forward 15.2 us, backward 20.3
-    us, keeps 512 B (estimated, b = 4)
+    3 ops, 72 parameters; forward 15.2 us, backward 20.3 us, keeps 512 B (estimated, b = 4)
     """
 
     states = ("fc6.weight_8_16", "fc6.bias_8_16")
@@ -98,13 +94,11 @@ class Stage3(Stage):
 class Stage5(Stage):
     """Stage 5 of 9: fc7.
 
-        takes  x_5_0  f64[4, 8]  from stage 2, through a portal
-        takes  x_5_1  f64[4, 8]  from stage 3, through a portal
-        gives  x_6_1  f64[4, 8]  to stage 6
-        sends  x_6_1  f64[4, 8]  to stage 7, through a portal
+        takes  x_5_0  f64[4, 8]  from stage 2
+        takes  x_5_1  f64[4, 8]  from stage 3
+        gives  x_6_1  f64[4, 8]  to stage 6 and stage 7
 
-    3 ops, 136 parameters; recomputed in backward, except the last micro-batch; forward 15.3 us, backward 20.5
-    us, keeps 768 B (estimated, b = 4)
+    3 ops, 136 parameters; forward 15.3 us, backward 20.5 us, keeps 768 B (estimated, b = 4)
     """
 
     states = ("fc7.weight_8_16", "fc7.bias_8_16")
@@ -122,12 +116,11 @@ class Stage5(Stage):
 class Stage7(Stage):
     """Stage 7 of 9: fc8.
 
-        takes  x_6_0       f64[4, 8]  from stage 4, through a portal
-        takes  x_6_1       f64[4, 8]  from stage 5, through a portal
+        takes  x_6_0       f64[4, 8]  from stage 4
+        takes  x_6_1       f64[4, 8]  from stage 5
         gives  linear_2_1  f64[4, 2]  to stage 8
 
-    2 ops, 34 parameters; recomputed in backward, except the last micro-batch; forward 10.2 us, backward 15.3
-    us, keeps 512 B (estimated, b = 4)
+    2 ops, 34 parameters; forward 10.2 us, backward 15.3 us, keeps 512 B (estimated, b = 4)
     """
 
     states = ("fc8.weight_3_5", "fc8.bias_3_5")
