@@ -5,8 +5,8 @@ parallelism.
     python -m benchmarks.strategy_search --against-data-parallel  as figures 7 and 8 of the FlexFlow paper
     python -m benchmarks.strategy_search --exhaustive             is what is found the optimum of small models?
 
-Those small models have few strategies enough to leave out none: on runs of neighbouring devices, which are the space
-that is searched, and on any.
+Those small models have few strategies enough to leave out none: on runs of neighbouring devices, the space that is
+searched; or with --anywhere on any devices, which is far more.
 
 Both methods have all of their time for exploring and polishing; the chain gets what leaps took, if that was more.
 
@@ -170,12 +170,12 @@ def main() -> None:
     parser.add_argument("--clusters", nargs="+", choices=CLUSTERS, default=CLUSTERS, help="for that")
     parser.add_argument("--effective", action="store_true", help="links as in the authors' simulator")
     parser.add_argument("--exhaustive", action="store_true", help="small models on four devices, beside all strategies")
+    parser.add_argument("--anywhere", action="store_true", help="for that: on any devices, which may take hours")
     given = parser.parse_args()
     if given.exhaustive:
         show(("model", "cluster", "devices", "strategies", "simulated", "seconds", "found is"))
-        for anywhere in (False, True):
-            for name in SMALL:
-                show(against_all(name, "p100:4", anywhere, given.seconds))
+        for name in SMALL:
+            show(against_all(name, "p100:4", given.anywhere, given.seconds))
         return
     if given.against_data_parallel:
         show(HEADS)
