@@ -69,7 +69,7 @@ def contents(
     tensors = {MODEL + key: value for key, value in model_tensors(model, alone).items()}
     about: dict[str, Any] = {}
     if optimizer is not None:
-        names = names_of(unwrapped(model))
+        names = names_of(unwrapped(model)) | names_of(model)
         tensors |= {OPTIM + key: tensor for key, tensor in kept(optimizer, names)}
         about["groups"] = groups_of(optimizer, names)
     if rank == 0:
@@ -95,7 +95,7 @@ def load_checkpoint(
     found = None
     if optimizer is not None:
         groups = [group for one in about for group in one.get("groups", ())]
-        names = names_of(unwrapped(model))
+        names = names_of(unwrapped(model)) | names_of(model)
         found, wanted = find_state(path, optimizer, names, groups, part(held, OPTIM))
         read(path, {OPTIM + key: tensor for key, tensor in wanted.items()})
     read(path, {MODEL + key: value for key, value in own.items()})
@@ -115,7 +115,7 @@ def last_checkpoint(folder: str | Path) -> Path | None:
 def place_of(model: nn.Module) -> tuple[int, bool]:
     """This process's rank among those who save the model, and whether it is the only one."""
     if isinstance(model, RankShell):
-        return model.world.rank, False
+        return model.place, False
     if isinstance(model, Shell) or not dist.is_initialized():
         return 0, True
     return dist.get_rank(), False

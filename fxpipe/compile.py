@@ -22,7 +22,7 @@ from .loaded_ranks import LoadedRanks
 from .options import Options, backend_of, check, deal, device_labels, stage_devices
 from .pipe import Pipe
 from .planned import Planned
-from .ranks import RankPipe
+from .rows import RowPipe
 from .schedules.make import Own
 from .strategies import Asked, place_of
 from .worlds import find_world, for_ranks
@@ -104,7 +104,8 @@ def compile(
     - `dump`: a folder for everything made on the way; the environment variable FXPIPE_DUMP does the same.
     - `group`: the ranks that are the devices, a ProcessGroup or a DeviceMesh of one dimension. In a script that
       torchrun started, or where a process group of several ranks is initialized, a count of `devices` stands for all
-      ranks without it (a list of devices stands for those of this process); see `RankPipe`.
+      ranks without it (a list of devices stands for those of this process); see `RankPipe`, and
+      `RowPipe.parallelize` for several pipes side by side.
     - `timeout`: seconds after which a rank that does not answer counts as lost.
 
     Raises PlanError for options that make no sense; at the first call CaptureError or InputError, or CompileError where
@@ -124,7 +125,7 @@ def compile(
         raise PlanError(f"model is a {type(model).__name__}; fxpipe.compile takes an nn.Module")
     world = find_world(devices, group, timeout)
     options = read_options(asked if world is None else asked | {"devices": world.labels})
-    pipe = Pipe(model, options) if world is None else RankPipe(model, for_ranks(options), world)
+    pipe = Pipe(model, options) if world is None else RowPipe(model, for_ranks(options), world)
     if example_inputs is not None:
         prepare(pipe, example_inputs)
     return pipe

@@ -16,6 +16,7 @@ from torch import Tensor
 from .codegen.load import tensors_of
 from .engines.world import Lost, World
 from .errors import FxpipeError, RankError
+from .parallel import release
 from .shell import Shell
 
 
@@ -65,17 +66,25 @@ class RankShell(Shell):
             found: list[Any] = self.world.collect(value)
             return found
 
+    @property
+    def place(self) -> int:
+        """The number of this rank among all that train the model: what it passes to `collect_all` comes there."""
+        return self.world.rank
+
     # The model --------------------------------------------------------------------------------------------------------
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """Those of the stages on this rank, with the model's own keys."""
-        own = {id(tensor) for tensor in self.own_tensors().values()}
-        return iter([pair for pair in super().named_parameters(*args, **kwargs) if id(pair[1]) in own])
+        return self._only_own(super().named_parameters(*args, **kwargs))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """Those of the stages on this rank, with the model's own keys."""
-        own = {id(tensor) for tensor in self.own_tensors().values()}
-        return iter([pair for pair in super().named_buffers(*args, **kwargs) if id(pair[1]) in own])
+        return self._only_own(super().named_buffers(*args, **kwargs))
+
+    def _only_own(self, pairs: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        tensors = tensors_of(self.model)
+        own = {id(tensors[path]) for path in self.own_tensors()}
+        return iter([pair for pair in pairs if id(pair[1]) in own])
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """What of the model's is kept on this rank, with the model's own keys; all ranks together have all of it."""
@@ -105,11 +114,7 @@ class RankShell(Shell):
         """Free the memory of the parameters and buffers that belong to other ranks. They keep their shapes, for
         captures to come; nobody may look at their values. Raises FxpipeError before the first call."""
         self.keys_here()  # decided?
-        own = {tensor.untyped_storage().data_ptr() for tensor in self.own_tensors().values()}
-        for tensor in tensors_of(self.model).values():
-            if not tensor.is_meta and tensor.untyped_storage().data_ptr() not in own:
-                tensor.grad = None
-                tensor.untyped_storage().resize_(0)
+        release(tensors_of(self.model).values(), self.own_tensors().values())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise FxpipeError("a pipe over ranks is not copied: copy pipe.model and compile that")

@@ -74,6 +74,10 @@ class Shell(nn.Module):
         """What the processes of the pipe pass here, all of them together, in their order."""
         return [value]
 
+    def collect_all(self, value: Any) -> list[Any]:
+        """`collect` of all processes that train the model: those of this pipe, and of pipes beside it."""
+        return self.collect(value)
+
     def train(self, mode: bool = True) -> Self:
         """Switch the model, and all in it, to training or evaluation."""
         self.model.train(mode)

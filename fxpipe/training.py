@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from .shell import Shell
@@ -34,6 +35,7 @@ def clip_grad_norm_(
     parameters = [parameter for parameter in pipe.parameters() if parameter.grad is not None]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     here = get_total_norm(gradients, norm_type, False, foreach)
+    here = here.full_tensor() if isinstance(here, DTensor) else here
     norms = pipe.collect(float(here))
     whole = here if len(norms) == 1 else here.new_tensor(together(norms, norm_type))
     if error_if_nonfinite and not whole.isfinite():
@@ -80,8 +82,7 @@ class GradScaler(torch.amp.GradScaler):
         """Unscale what is here; gives whether there is an infinity, or one on another rank, by device."""
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         found = found or {found_inf.device: found_inf}  # no gradient here: a rank whose stages are frozen
-        odd = self.pipe.collect(any(bool(each) for each in found.values()))
-        if any(odd):
+        if any(self.pipe.collect_all(any(bool(each) for each in found.values()))):
             for each in found.values():
                 each.fill_(1.0)
         return found

@@ -31,7 +31,7 @@ def write(path: Path, find: Callable[[], dict[str, Tensor]], pipe: RankShell) ->
         return writer.prepare_local_plan(planner.create_local_plan())
 
     plans, contents = planner.create_global_plan(from_each(pipe, plan))
-    own = writer.prepare_global_plan(plans)[pipe.world.rank]
+    own = writer.prepare_global_plan(plans)[pipe.place]
     written = from_each(pipe, lambda: writer.write_data(planner.finish_plan(own), planner).wait())
     from_each(pipe, lambda: writer.finish(contents, written) if pipe.leads else None)
 
@@ -43,7 +43,7 @@ def from_each(pipe: RankShell, do: Callable[[], Any]) -> list[Any]:
         found = do()
     except Exception as failed:
         error = failed
-    heard = pipe.collect((found, describe(error)))
+    heard = pipe.collect_all((found, describe(error)))
     if error is not None:
         raise error
     for rank, (_, failure) in enumerate(heard):

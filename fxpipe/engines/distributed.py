@@ -14,6 +14,7 @@ If a rank is lost, those who were to hear from it fail in the same way, and no s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -44,7 +45,10 @@ R = TypeVar("R", bound=RankStep)
 
 class Ranked(Stepper):
     """What a generated scheduler becomes on a rank, see `on_rank`: `world` and `wires` say where it is and what goes
-    between; the stages of other ranks are empty."""
+    between; the stages of other ranks are empty. `parallel`: what is between this pipe and those beside it, if it is a
+    row of a mesh."""
+
+    parallel: Any = None
 
     def __init__(self, stages: Sequence[Stage], whole: Stage | None, world: World, wires: Wires) -> None:
         self.world, self.wires = world, wires
@@ -135,10 +139,14 @@ class Ranked(Stepper):
             return m
 
         seen = [self._seen(name, value) for (name, _), value in zip(self.inputs, batch, strict=True)]
-        m = self.attempt(seen, chunks, scale, begin, {self.devices[-1]: ()})  # one thread has the only box
-        commit(self._mutating)
-        outputs, pairs = self.outcome(m, batch)
-        commit_gradients(pairs)
+        with nullcontext(error) if self.parallel is None else self.parallel.held(self, error) as error:
+            m = self.attempt(seen, chunks, scale, begin, {self.devices[-1]: ()})  # one thread has the only box
+            commit(self._mutating)
+            outputs, pairs = self.outcome(m, batch)
+            if self.parallel is None or not m.grad:
+                commit_gradients(pairs)
+            else:
+                self.parallel.add(pairs)
         return outputs, m
 
     def _check(self, batch: Sequence[Any]) -> InputError | None:

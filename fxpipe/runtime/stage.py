@@ -171,13 +171,15 @@ class Stage(Scope):
             value = copied(value, self.device)
         object.__setattr__(self, name, value)
 
+    def slot(self, path: str) -> tuple[dict[str, Any], str]:
+        """Where the tensor at a path of the model is held."""
+        scope, name = self._scope(path)
+        return (scope._parameters if name in scope._parameters else scope._buffers), name
+
     @property
     def slots(self) -> Sequence[tuple[dict[str, Any], str]]:
         """Where the tensors that may need a gradient are held: the dict and the key of each."""
-        found: list[tuple[dict[str, Any], str]] = []
-        for path in self.states:
-            scope, name = self._scope(path)
-            found.append((scope._parameters if name in scope._parameters else scope._buffers, name))
+        found: list[tuple[dict[str, Any], str]] = [self.slot(path) for path in self.states]
         found += [(self.__dict__, name) for name in self.constants if isinstance(self.__dict__[name], Tensor)]
         return [(held, name) for held, name in found if held[name].is_floating_point() or held[name].is_complex()]
 
