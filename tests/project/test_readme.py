@@ -37,7 +37,7 @@ def test_what_it_shows_is_what_is_printed(request: pytest.FixtureRequest) -> Non
 
 def test_its_pictures_are_there() -> None:
     pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", README.read_text())
-    assert len(pictures) == 2
+    assert pictures
     for picture in pictures:
         assert (ROOT / picture).is_file()
 
