@@ -70,6 +70,9 @@ class Header:
     failed: str | None = None
 
 
+UNHEARD = Header(failed="interrupted")  # Ctrl-C while it was heard: it may have come, and comes no second time
+
+
 @dataclass(frozen=True)
 class Decided:
     """What the leader has decided for a kind of call."""
@@ -223,6 +226,7 @@ class RankPipe(RankShell, Pipe):
 
     def _listen(self) -> Header:
         """The leader's next header. Raises RankError if it makes no call."""
+        self.__dict__["_header"] = UNHEARD
         header: Header = pickle.loads(self.world.hear(LEADER))
         self.__dict__["_header"] = header
         if header.failed is not None:
