@@ -64,7 +64,7 @@ def test_golden(golden: Callable[[str, str], None]) -> None:
 
 def test_what_it_says() -> None:
     said = texts(draw(PROGRAM))
-    assert said[:2] == ["UNet", "3 stages on 2 devices, 1.50 M parameters, 2 portals"]
+    assert said[:2] == ["UNet", "3 stages on 2 devices, 1.50 M parameters, 1 portal"]
     for word in (
         "stage 1", "cuda:1", "2 ops, 36 parameters", "9 ops, 144 parameters", "2 ops, 1.50 M parameters",
         "recomputes all but the last", "x", "f32[b, 4, 4, 4]", "skip", "mask", "down.weight", "down", "cat", "head",
