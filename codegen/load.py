@@ -133,7 +133,8 @@ def bound_stages(
             if name not in held:
                 raise PackageError(f"the package lacks its constant {name!r}, which {CONSTANTS} should have")
         parts = {held for held, *_ in kind.parts}
-        for path in kind.states if move and at < len(devices) + len(totals) else ():
+        own = here is not None or at < len(devices) + len(totals)  # a replica in one process holds copies
+        for path in kind.states if move and own else ():
             if path not in parts:  # a tensor of which others have other parts stays where it is
                 _move(tensors[path], device)
         stages.append(kind(tensors, held, device, submodules))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from fxpipe.codegen.names import identifier
 from fxpipe.codegen.package import DTYPES
 from fxpipe.codegen.places import Places
 from fxpipe.codegen.stage import constant_names
+from fxpipe.ir.buckets import Bucket, buckets
 from fxpipe.ir.program import Loan, Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.transfers import add_transfers
@@ -19,17 +22,21 @@ def wires(program: Program, schedule: Schedule) -> Wires:
     n = len(program.stages)
     moved = dict.fromkeys(move.value for move in program.moves)
     forms = {name: form(program.types[name]) for name in (*moved, *(loan.state for loan in program.loans))}
+    shared = tuple(bucket for stage in program.stages for bucket in buckets(program, stage.index))
+    forms |= {name: found for bucket in shared for name, found in _parts(bucket)}
     origins = {op.name: str(op.origin) for stage in program.stages for op in stage.ops}
     makers = {move.value: move.source for move in program.moves if move.target == n}
     return Wires(
         add_transfers(schedule, program),
-        program.devices,
+        tuple(stage.devices for stage in program.stages),
         {name: places.name(name) for name in moved},
         {name: found for name, found in forms.items() if found is not None},
         {name: line for name, line in origins.items() if line},
         tuple((size.name, places.name(size.input), size.dim) for size in program.graph.sizes),
         tuple(_lent(program, loan) for loan in program.loans),
         tuple(makers[output.value] for output in program.graph.outputs),
+        shared,
+        {name: _path(program, name) for bucket in shared for name, _ in bucket.tensors},
     )
 
 
@@ -40,10 +47,21 @@ def form(kind: ValueType) -> Form | None:
     return Form(DTYPES[kind.dtype], kind.shape) if isinstance(kind, TensorType) else None
 
 
+def _parts(bucket: Bucket) -> Iterator[tuple[str, Form]]:
+    for part in range(bucket.replicas):
+        start, end = bucket.ends(part)
+        for summed in (False, True):
+            yield bucket.name(part, summed), Form(DTYPES[bucket.dtype], (end - start,))
+
+
 def _lent(program: Program, loan: Loan) -> Lent:
-    constant = constant_names(program).get(loan.state)
-    path = constant or program.state(loan.state).path
-    return Lent(loan.state, loan.home, loan.user, path, constant is not None, lent_name(loan))
+    return Lent(loan.state, loan.home, loan.user, *_path(program, loan.state), lent_name(loan))
+
+
+def _path(program: Program, state: str) -> tuple[str, bool]:
+    """Where a tensor of the model hangs in its stage, and whether that is as a constant."""
+    constant = constant_names(program).get(state)
+    return constant or program.state(state).path, constant is not None
 
 
 def lent_name(loan: Loan) -> str:

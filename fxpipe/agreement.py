@@ -10,7 +10,7 @@ from typing import Any
 from .engines.verdict import describe
 from .engines.world import LEADER, World
 from .errors import RankError
-from .options import Options
+from .options import Options, every_device
 
 
 def agree(world: World, text: str | None, error: BaseException | None = None) -> None:
@@ -45,7 +45,8 @@ def described(options: Options) -> str:
     schedule = options.schedule if isinstance(options.schedule, str) else str(type(options.schedule).__name__)
     return "\n".join(
         [
-            f"devices     {', '.join(options.devices)}",
+            f"devices     {', '.join(every_device(options))}",
+            f"replicas    {', '.join(str(1 + len(options.replicas.get(first, ()))) for first in options.devices)}",
             f"chunks      {options.chunks}",
             f"schedule    {schedule}",
             f"checkpoint  {options.checkpoint if isinstance(options.checkpoint, str) else sorted(options.checkpoint)}",

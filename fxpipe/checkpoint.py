@@ -70,7 +70,8 @@ def contents(
     about: dict[str, Any] = {}
     if optimizer is not None:
         names = names_of(unwrapped(model)) | names_of(model)
-        tensors |= {OPTIM + key: tensor for key, tensor in kept(optimizer, names)}
+        mine = model.own_tensors().keys() if isinstance(model, RankShell) else set(names.values())
+        tensors |= {OPTIM + key: tensor for key, tensor in kept(optimizer, names, mine)}
         about["groups"] = groups_of(optimizer, names)
     if rank == 0:
         tensors |= {EXTRA + name: value.detach() for name, value in extra.items() if isinstance(value, Tensor)}
@@ -91,7 +92,7 @@ def load_checkpoint(
     held = entries(path)
     check_fit(path, unwrapped(model).state_dict(), part(held, MODEL))
     about = abouts(path, held)
-    own = {key: value for key, value in model.state_dict().items() if not value.is_meta}
+    own = {key: value for key, value in here(model).items() if not value.is_meta}
     found = None
     if optimizer is not None:
         groups = [group for one in about for group in one.get("groups", ())]
@@ -124,6 +125,13 @@ def place_of(model: nn.Module) -> tuple[int, bool]:
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model itself, of which a pipe may have only a part in this process."""
     return model.model if isinstance(model, Shell) else model
+
+
+def here(model: nn.Module) -> Mapping[str, Tensor]:
+    """What of the state_dict this process has, be it that others have it, too."""
+    state: Mapping[str, Tensor] = unwrapped(model).state_dict()
+    held = model.held_tensors() if isinstance(model, RankShell) else state
+    return {key: value for key, value in state.items() if key in held}
 
 
 def model_tensors(model: nn.Module, alone: bool) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ this rank's part of the work, and the verdict.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -58,6 +58,8 @@ class LoadedRanks(RankShell, Loaded):
             error = failed
         try:
             agree(world, None if error else text_of(folder), error)
+            if error is None:
+                self.scheduler.share_values()
         except Lost as lost:
             raise RankError(str(lost)) from None
         if error is not None:
@@ -149,15 +151,13 @@ class LoadedRanks(RankShell, Loaded):
         made = on_rank(self.package.Scheduler, stages, whole, self.world, found)
         self.__dict__.update(scheduler=made, _others=others)
 
-    def own_tensors(self) -> dict[str, Tensor]:
-        """The parameters and buffers that this rank keeps and trains, by path: those of its stages, on the leader also
-        those that no stage uses."""
-        tensors, labels = tensors_of(self.model), dict[int, str]()
-        for kind, label in zip(self.package.STAGES, self.package.Scheduler.devices, strict=True):
+    def on_ranks(self, wanted: Callable[[Sequence[str]], bool]) -> dict[str, Tensor]:
+        tensors, crews = tensors_of(self.model), dict[int, Sequence[str]]()
+        for kind, labels in zip(self.package.STAGES, self.scheduler.wires.crews, strict=True):
             for path in kind.states:
-                labels.setdefault(id(tensors.get(path)), label)
-        leader = self.world.labels[LEADER]
-        return {path: x for path, x in tensors.items() if labels.get(id(x), leader) == self.world.label}
+                crews.setdefault(id(tensors.get(path)), labels)
+        leader = (self.world.labels[LEADER],)
+        return {path: x for path, x in tensors.items() if wanted(crews.get(id(x), leader))}
 
 
 def wires_of(package: Any) -> Wires:
@@ -174,17 +174,17 @@ def wires_of(package: Any) -> Wires:
         found = load_wires(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise PackageError(f"{file}: {error}") from None
-    rows = read_rows(package.Scheduler.rows)
+    rows, firsts = read_rows(package.Scheduler.rows), {label: crew[0] for crew in found.crews for label in crew}
     for label, steps in zip(found.programs.devices, found.programs.rows, strict=True):
         runs = tuple(step.what for step in steps if isinstance(step.what, Action) and step.what.kind != "R")
-        if rows.get(label) != runs:
+        if rows.get(firsts.get(label, label)) != runs:
             raise PackageError(f"the rows of {label} in scheduler.py and {WIRES} differ: edit both, or neither")
     return found
 
 
 def check_ranks(wires: Wires, world: World) -> None:
     """Raise PackageError if the package is not for these ranks."""
-    wanted = tuple(dict.fromkeys(wires.devices))
+    wanted = tuple(dict.fromkeys(label for crew in wires.crews for label in crew))
     if set(wanted) != set(world.labels):
         raise PackageError(
             f"the package is for {len(wanted)} devices, {', '.join(wanted)}, and the ranks are {len(world.labels)}, "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,12 @@ def name_of(parameter: Tensor, names: Names) -> str:
 # Saving ---------------------------------------------------------------------------------------------------------------
 
 
-def kept(optimizer: torch.optim.Optimizer, names: Names) -> Iterator[tuple[str, Tensor]]:
-    """What the optimizer keeps for each parameter: `layers.0.weight.exp_avg`."""
-    for parameter, state in optimizer.state.items():
+def kept(optimizer: torch.optim.Optimizer, names: Names, mine: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    """What the optimizer keeps for each parameter whose key is in `mine`: `layers.0.weight.exp_avg`."""
+    states = ((name_of(parameter, names), state) for parameter, state in optimizer.state.items())
+    for path, state in [(path, state) for path, state in states if path in mine]:
         for name, value in state.items():
-            key = f"{name_of(parameter, names)}.{name}"
+            key = f"{path}.{name}"
             if isinstance(value, Tensor):
                 yield key, value.detach()
             elif isinstance(value, (int, float)):

@@ -426,7 +426,7 @@ class Pipe(Shell):
         """What moves in a step, if each of its devices can be a process."""
         if made.graph.loss is None and not self.options.ranks:
             return None
-        if self.options.place is not None or any(stage.replicas for stage in made.plan.stages):
+        if self.options.place is not None:
             return None
         return wires(made.program, made.schedule)
 

@@ -6,7 +6,7 @@ buffers or the state sees those, and what all ranks see together is the model's.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -25,13 +25,23 @@ class RankShell(Shell):
 
     world: World
 
-    def own_tensors(self) -> dict[str, Tensor]:
-        """The parameters and buffers that this rank keeps and trains, by path."""
+    def on_ranks(self, wanted: Callable[[Sequence[str]], bool]) -> dict[str, Tensor]:
+        """The parameters and buffers of the stages that are on such devices, by path. The leader has those that no
+        stage uses."""
         raise NotImplementedError
 
+    def held_tensors(self) -> dict[str, Tensor]:
+        """The parameters and buffers that this rank keeps and trains, by path: those of its stages, on the leader also
+        those that no stage uses. A stage with replicas is on each of their ranks, with the same values."""
+        return self.on_ranks(lambda crew: self.world.label in crew)
+
+    def own_tensors(self) -> dict[str, Tensor]:
+        """As `held_tensors`, but each is on one rank alone, that of the first replica."""
+        return self.on_ranks(lambda crew: self.world.label == crew[0])
+
     def keys_here(self) -> Collection[str]:
-        """The keys of `own_tensors`."""
-        return self.own_tensors().keys()
+        """The keys of `held_tensors`."""
+        return self.held_tensors().keys()
 
     # Calls ------------------------------------------------------------------------------------------------------------
 
@@ -83,11 +93,12 @@ class RankShell(Shell):
 
     def _only_own(self, pairs: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         tensors = tensors_of(self.model)
-        own = {id(tensors[path]) for path in self.own_tensors()}
+        own = {id(tensors[path]) for path in self.held_tensors()}
         return iter([pair for pair in pairs if id(pair[1]) in own])
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """What of the model's is kept on this rank, with the model's own keys; all ranks together have all of it."""
+        """What of the model's belongs to this rank, with the model's own keys; all ranks together have all of it, and
+        nothing twice: what replicas hold belongs to the first of them."""
         found, own = super().state_dict(*args, **kwargs), self.own_tensors()
         elsewhere = tensors_of(self.model).keys() - own.keys()
         prefix = kwargs.get("prefix", "")
@@ -96,8 +107,9 @@ class RankShell(Shell):
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Into the model: all of it, or what belongs on this rank. What belongs elsewhere is left alone."""
-        own = self.own_tensors()
+        """Into the model: all of it, or what this rank holds. What belongs elsewhere is left alone. All replicas of a
+        stage load the same, as from the `state_dict()` of the first one."""
+        own = self.held_tensors()
         elsewhere = tensors_of(self.model).keys() - own.keys()
         kept = {key: value for key, value in state_dict.items() if key not in elsewhere}
         with self._lock:
@@ -114,7 +126,7 @@ class RankShell(Shell):
         """Free the memory of the parameters and buffers that belong to other ranks. They keep their shapes, for
         captures to come; nobody may look at their values. Raises FxpipeError before the first call."""
         self.keys_here()  # decided?
-        release(tensors_of(self.model).values(), self.own_tensors().values())
+        release(tensors_of(self.model).values(), self.held_tensors().values())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise FxpipeError("a pipe over ranks is not copied: copy pipe.model and compile that")

@@ -157,7 +157,7 @@ class RankPipe(RankShell, Pipe):
             match(graph.call, (given[0], given[1]), found)
             inputs = tuple(found[item.name] for item in graph.inputs if item.path)
             made = self._agree(graph, inputs)
-            if not any(tensor.is_meta for tensor in self.own_tensors().values()):
+            if not any(tensor.is_meta for tensor in self.held_tensors().values()):
                 self._live(made)
             if self.world.leads and not self._joined:
                 self.__dict__["_joined"] = True
@@ -270,6 +270,8 @@ class RankPipe(RankShell, Pipe):
             if error is not None:
                 raise error
         scheduler: Ranked = self._live(made).scheduler  # type: ignore[assignment]
+        if self._joined:
+            scheduler.share_values()
         number = self._number(graph)
         if self.world.leads:
             seed = new_seed() if scheduler.random else 0
@@ -383,19 +385,17 @@ class RankPipe(RankShell, Pipe):
 
     # The model --------------------------------------------------------------------------------------------------------
 
-    def own_tensors(self) -> dict[str, Tensor]:
-        """The parameters and buffers that this rank keeps and trains, by path: those of its stages, on the leader also
-        those that no stage uses. All of the model's before the first call, which decides."""
+    def on_ranks(self, wanted: Callable[[Sequence[str]], bool]) -> dict[str, Tensor]:
+        """All of the model's before the first call, which decides."""
         tensors = tensors_of(self.model)
         if self._home is None:
             return tensors
-        stages, ours = self._home.plan.stages, self.world.label
-        labels = {tensor: stages[stage].device for tensor, stage in self._homes(tensors).items()}
-        leader = self.world.labels[LEADER]
-        return {path: tensor for path, tensor in tensors.items() if labels.get(id(tensor), leader) == ours}
+        stages, leader = self._home.plan.stages, (self.world.labels[LEADER],)
+        crews = {tensor: stages[stage].devices for tensor, stage in self._homes(tensors).items()}
+        return {path: tensor for path, tensor in tensors.items() if wanted(crews.get(id(tensor), leader))}
 
     def keys_here(self) -> Collection[str]:
-        """The keys of `own_tensors`. Raises FxpipeError before the first call, which decides."""
+        """The keys of `held_tensors`. Raises FxpipeError before the first call, which decides."""
         if self._home is None:
             raise FxpipeError("it is not decided yet which rank has which stage: pass example_inputs to fxpipe.compile")
         return super().keys_here()

@@ -9,7 +9,7 @@ Alone it is a `RankPipe` like any other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
@@ -62,7 +62,7 @@ class RowPipe(RankPipe):
                 tensors = tensors_of(self.model)
                 homes = self._homes(tensors)
                 made = Parallel(
-                    Part(self.model, {id(x) for x in super().own_tensors().values()} & homes.keys()), self.world
+                    Part(self.model, {id(x) for x in super().held_tensors().values()} & homes.keys()), self.world
                 )
             found = made.apply(mesh, function)
             tensors, now = tensors_of(self.model), made.tensors()
@@ -132,10 +132,10 @@ class RowPipe(RankPipe):
         """What is in the place of the model's own tensors, by path."""
         return {} if self._parallel is None else self._parallel.tensors()
 
-    def own_tensors(self) -> dict[str, Tensor]:
+    def on_ranks(self, wanted: Callable[[Sequence[str]], bool]) -> dict[str, Tensor]:
         """The parameters and buffers that this rank keeps and trains, by path; DTensors where rows have parts."""
         now = self._now()
-        return {path: now.get(path, tensor) for path, tensor in super().own_tensors().items()}
+        return {path: now.get(path, tensor) for path, tensor in super().on_ranks(wanted).items()}
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """Those of the stages on this rank, with the model's own keys."""

@@ -14,8 +14,9 @@ from functools import partial
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from .codegen.load import tensors_of
 from .errors import FxpipeError
 
 SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -77,6 +78,10 @@ class Shell(nn.Module):
     def collect_all(self, value: Any) -> list[Any]:
         """`collect` of all processes that train the model: those of this pipe, and of pipes beside it."""
         return self.collect(value)
+
+    def own_tensors(self) -> dict[str, Tensor]:
+        """The parameters and buffers that this process trains and saves, by path; each is so in one process alone."""
+        return tensors_of(self.model)
 
     def train(self, mode: bool = True) -> Self:
         """Switch the model, and all in it, to training or evaluation."""

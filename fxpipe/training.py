@@ -1,13 +1,14 @@
 """What a training loop does with all gradients at once, where each process has only some of them.
 
 In one process these are torch's own. Over ranks, each has the gradients of its own stages (a shared parameter is at
-home in one of them, and counts once): a norm is put together from those of all ranks, and an infinity on one rank makes
-all of them skip the step.
+home in one of them, and counts once, as does one that replicas hold): a norm is put together from those of all ranks,
+and an infinity on one rank makes all of them skip the step.
 """
 
 from __future__ import annotations
 
 import math
+from functools import reduce
 from typing import Any
 
 import torch
@@ -33,11 +34,17 @@ def clip_grad_norm_(
     (tensor(5.), tensor([[0.6000, 0.8000]]))
     """
     parameters = [parameter for parameter in pipe.parameters() if parameter.grad is not None]
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    counted = {id(tensor) for tensor in pipe.own_tensors().values()}
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None and id(parameter) in counted]
     here = get_total_norm(gradients, norm_type, False, foreach)
     here = here.full_tensor() if isinstance(here, DTensor) else here
-    norms = pipe.collect(float(here))
-    whole = here if len(norms) == 1 else here.new_tensor(together(norms, norm_type))
+    norms = pipe.collect((float(here), here.dtype if gradients else None))
+    if len(norms) > 1:  # of the type that all gradients together would have
+        dtypes = [dtype for _, dtype in norms if dtype is not None]
+        dtype = reduce(torch.promote_types, dtypes) if dtypes else here.dtype
+        whole = here.new_tensor(together([norm for norm, _ in norms], norm_type), dtype=dtype)
+    else:
+        whole = here
     if error_if_nonfinite and not whole.isfinite():
         raise RuntimeError(f"the norm of order {norm_type} of all gradients is {float(whole)}, so they are not clipped")
     if parameters:

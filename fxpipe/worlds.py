@@ -82,8 +82,6 @@ def own_device(group: Any) -> torch.device:
 
 def for_ranks(options: Options) -> Options:
     """The options of a pipe whose devices are ranks. Raises PlanError for what it cannot do."""
-    if any(options.replicas.values()):
-        raise PlanError("replicas are for devices of one process; leave them out, or combine the pipe with DDP")
     if options.place is not None:
         raise PlanError(
             "a strategy is for the devices of one process: name them in a list, as in devices=['cpu', 'cpu']"

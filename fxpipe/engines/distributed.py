@@ -13,8 +13,10 @@ If a rank is lost, those who were to hear from it fail in the same way, and no s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import pickle
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -28,12 +30,14 @@ from fxpipe.ir.wires import Wires
 from fxpipe.runtime import Stage
 from fxpipe.runtime.aliases import Pair, alias, commit_gradients
 from fxpipe.runtime.batchnorm import commit
-from fxpipe.runtime.microbatch import gather
+from fxpipe.runtime.microbatch import gather, scatter, split_sizes
 from fxpipe.runtime.note import add_note
 from fxpipe.runtime.stream import use_stream
 
+from .crew import commit_all, even_out, written
 from .engine import Batches
-from .rank_step import RankStep, Wire, key_of
+from .rank_step import RankStep, Wire, key_of, name_of
+from .slices import Cut, Routes, sliced
 from .step import Step
 from .stepper import Leaves, Stepper
 from .verdict import Failure, share_value, verdict
@@ -45,15 +49,22 @@ R = TypeVar("R", bound=RankStep)
 
 class Ranked(Stepper):
     """What a generated scheduler becomes on a rank, see `on_rank`: `world` and `wires` say where it is and what goes
-    between; the stages of other ranks are empty. `parallel`: what is between this pipe and those beside it, if it is a
-    row of a mesh."""
+    between; the stages of other ranks are empty. `cuts` as in `Replicated`; `parallel`: what is between this pipe and
+    those beside it, if it is a row of a mesh."""
 
+    cuts: tuple[Cut, ...] = ()
     parallel: Any = None
 
     def __init__(self, stages: Sequence[Stage], whole: Stage | None, world: World, wires: Wires) -> None:
         self.world, self.wires = world, wires
-        self._ranks = tuple(world.labels.index(label) for label in wires.devices)
+        # Of each stage the ranks of its replicas; of this rank, all that have the same stages.
+        self._ranks = tuple(tuple(map(world.labels.index, labels)) for labels in wires.crews)
+        self.crew = next((ranks for ranks in self._ranks if world.rank in ranks), (world.rank,))
+        self.replica = self.crew.index(world.rank)
+        self.routes = Routes(map(len, wires.crews), self.cuts)
         super().__init__(stages, whole)
+        labels = [world.label if self.here(j) else label for j, label in enumerate(self.devices)]
+        self.place = replace(self.place, devices=tuple(labels))
         programs = wires.programs
         rows = dict(zip(programs.devices, programs.rows, strict=True))
         self.program = [(do, self._wire(do, what)) for do, what in rows.get(world.label, ())]
@@ -71,11 +82,13 @@ class Ranked(Stepper):
 
     def _wire(self, do: str, what: Action | Message) -> Action | Message | Wire:
         """A line of the program, with all that can be known before a step."""
-        if isinstance(what, Action) or do == "reduce":
+        if isinstance(what, Action) or do in ("reduce", "gather"):
             return what
         form, end = self.wires.forms[what.value], what.target if do == "send" else what.source
         dtype: torch.dtype = getattr(torch, form.dtype)
-        return Wire(what, key_of(what, self.wires), self._ranks[end], dtype, form.shape, form.number)
+        peer = self._ranks[end][what.replicas[do == "send"]]
+        route = self.routes.of.get((what.target, name_of(what, self.wires)))
+        return Wire(what, key_of(what, self.wires), peer, dtype, form.shape, form.number, route)
 
     def size(self, wire: Wire, known: tuple[int, ...]) -> Size:
         """The type and shape of what a message carries, for these sizes of its micro-batch."""
@@ -92,14 +105,15 @@ class Ranked(Stepper):
         if last not in self._coming:
             coming: dict[int, list[Wire]] = {peer: [] for peer in self.world.others}
             for do, what in self.program:
-                if do == "receive" and isinstance(what, Wire) and (what.message.micro_batch or 0) <= last:
-                    coming[what.peer].append(what)
+                if do == "receive" and isinstance(what, Wire):
+                    i = what.message.micro_batch
+                    coming[what.peer] += [what] if i is None or i <= last else []
             self._coming[last] = coming
         return self._coming[last]
 
     def here(self, j: int) -> bool:
         """Whether stage j is on this rank."""
-        return self._ranks[j] == self.world.rank
+        return self.world.rank in self._ranks[j]
 
     def workers(self) -> set[str]:
         return set()  # beside the calling thread
@@ -140,14 +154,45 @@ class Ranked(Stepper):
 
         seen = [self._seen(name, value) for (name, _), value in zip(self.inputs, batch, strict=True)]
         with nullcontext(error) if self.parallel is None else self.parallel.held(self, error) as error:
-            m = self.attempt(seen, chunks, scale, begin, {self.devices[-1]: ()})  # one thread has the only box
-            commit(self._mutating)
+            try:
+                self._even_out()  # what other calls have made of the buffers
+                m = self.attempt(seen, chunks, scale, begin, {self.devices[-1]: ()})  # one thread has the only box
+                self._commit()
+            except Lost as lost:
+                raise RankError(str(lost)) from None
             outputs, pairs = self.outcome(m, batch)
             if self.parallel is None or not m.grad:
                 commit_gradients(pairs)
             else:
                 self.parallel.add(pairs)
         return outputs, m
+
+    def share_values(self) -> None:
+        """Let all replicas of a stage begin with the values that the first one has. Raises Lost."""
+        if len(self.crew) > 1:
+            even_out(self.world, self.crew, [stage.tensor(path) for stage in self.stages for path in stage.states])
+
+    def _even_out(self) -> None:
+        """The buffers that forward writes are those of the first replica. Raises Lost."""
+        if len(self.crew) > 1 and self._mutating:
+            even_out(self.world, self.crew, written(self._mutating))
+
+    def _commit(self) -> None:
+        """The mini-batch is over. Raises Lost."""
+        if len(self.crew) > 1 and self._mutating:
+            commit_all(self.world, self.crew, self._mutating)
+        else:
+            commit(self._mutating)
+
+    def scatter(self, batch: Sequence[Any], chunks: int, kind: Callable[..., Any]) -> Any:
+        whole = super().scatter(batch, chunks, kind)
+        m: RankStep = whole
+        if len(self.crew) > 1:
+            sizes, slices = sliced(self, whole, len(self.crew))[self.replica]
+            m = kind(sizes, self.place, False)
+            m[:], m.whole = slices, whole
+        m.slice_of(whole, self.replica, self.routes)
+        return m
 
     def _check(self, batch: Sequence[Any]) -> InputError | None:
         """What is wrong with the inputs, as far as they are used here."""
@@ -184,7 +229,7 @@ class Ranked(Stepper):
             elif isinstance(what, Wire):
                 m.expect(what) if do == "receive" else m.dispatch(what)
             elif not m.broken:
-                self._guarded(m, None, m.reduce, what)
+                self._guarded(m, None, m.reduce, do, what)
         for key in list(m.posted):  # a rank that has failed takes what comes, all the same
             self._guarded(m, None, m.open_message, key)
         self._conclude(m)
@@ -211,7 +256,7 @@ class Ranked(Stepper):
             m.fail(RankError(str(error)))
         except BaseException as error:
             if action is not None and not isinstance(error, RankError):
-                add_note(error, self.stages[action.stage], action.stage, action.micro_batch)
+                add_note(error, self.stages[action.stage], action.stage, action.micro_batch, m.replica)
             m.fail(error)
 
     def _conclude(self, m: RankStep) -> None:
@@ -244,35 +289,71 @@ class Ranked(Stepper):
                 number, dtype = m.numbers[at]
                 whole.append(torch.tensor(number, dtype=dtype, device=self.world.device))
             else:
-                home = self._home(at)
-                found = self._gathered(m, at) if home == self.world.rank else None
-                whole.append(share_value(self.world, found, home))
+                whole.append(self._shared(m, at))
         return tuple(whole)
 
-    def _home(self, at: int) -> int:
-        """The rank that has output number `at`."""
+    def _home(self, at: int) -> tuple[int, ...]:
+        """The ranks that have output number `at`, each a slice of it."""
         maker = self.wires.makers[at]
-        return LEADER if maker < 0 else self._ranks[maker]
+        return (LEADER,) if maker < 0 else self._ranks[maker]
 
-    def _gathered(self, m: Batches, at: int) -> Any:
-        name, dim, reduce = self.outputs[at]
-        return gather([getattr(micro_batch, name) for micro_batch in m], dim, reduce, m.sizes)
+    def _values(self, m: RankStep, at: int) -> list[Any]:
+        """What this rank has of an output, for each micro-batch."""
+        source = m.whole if self.wires.makers[at] < 0 and m.whole is not None else m
+        return [getattr(micro_batch, self.outputs[at][0]) for micro_batch in source]
+
+    def _shared(self, m: RankStep, at: int) -> Any:
+        """An output, from the ranks that have it, on all of them. Raises Lost."""
+        first, *others = crew = self._home(at)
+        found = None
+        if self.world.rank in others:
+            values = [value.detach().cpu() if isinstance(value, Tensor) else value for value in self._values(m, at)]
+            self.world.tell(first, pickle.dumps(values))
+        elif self.world.rank == first:
+            views = [self._values(m, at), *(pickle.loads(self.world.hear(peer)) for peer in others)]
+            rows = [split_sizes(whole, len(crew)) for whole in m.rows_of]
+            values = [views[k][i] for i, some in enumerate(rows) for k in range(len(some))]
+            if others:
+                values = [value.to(self.world.device) if isinstance(value, Tensor) else value for value in values]
+            found = gather(values, *self.outputs[at][1:], [size for some in rows for size in some])
+        return share_value(self.world, found, first)
 
     def _settle(self, m: RankStep) -> None:
-        """Find the outputs of this rank that are tensors of one number, as the loss is."""
-        here = [at for at in range(len(self.outputs)) if self._home(at) == self.world.rank]
-        for at, value in [(at, self._gathered(m, at)) for at in here if self.outputs[at][1] is None]:
-            if isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex():
-                m.numbers[at] = value.item(), value.dtype
+        """Find the outputs of this rank that are tensors of one number, as the loss is; of several replicas each has
+        its share of the number."""
+        for at, (_, dim, reduce) in enumerate(self.outputs):
+            crew = self._home(at)
+            if dim is not None or self.world.rank not in crew or not (values := self._values(m, at)):
+                continue
+            if isinstance(values[0], Tensor) and values[0].dim() == 0 and not values[0].is_complex():
+                sizes = m.sizes if m.whole is None or len(crew) > 1 else m.whole.sizes
+                value = gather(values, dim, reduce, sizes)
+                number = value.item()
+                if reduce == "mean":
+                    number *= sum(sizes) / m.total
+                if reduce != "same" or self.world.rank == crew[0]:
+                    m.numbers[at] = number, value.dtype
 
     def outcome(self, m: Step, batch: Sequence[Any]) -> tuple[tuple[Any, ...], list[Pair]]:
         assert isinstance(m, RankStep)
+        if m.whole is not None:
+            m.leaves = self._all_leaves(m, m.whole)
         try:
             outputs, pairs = super().outcome(m, batch)
             m.report()
         except Lost as error:
             raise RankError(str(error)) from None
         return outputs, pairs if m.grad else []
+
+    def _all_leaves(self, m: RankStep, whole: Batches) -> dict[str, list[list[Tensor]]]:
+        """The pieces of inputs that need a gradient, with those of the other replicas in their places, without one."""
+        dims, found = dict(self.inputs), {}
+        for name, own in m.leaves.items():
+            found[name] = all_pieces = list[list[Tensor]]()
+            for i, rows in enumerate(m.rows_of):
+                pieces = scatter(getattr(whole[i], name).detach(), dims[name], split_sizes(rows, len(self.crew)))
+                all_pieces += [own[i] if k == self.replica else [piece] for k, piece in enumerate(pieces)]
+        return found
 
     def _inputs(self, leaves: Leaves, batch: Sequence[Any]) -> list[Pair]:
         """The inputs that need a gradient, with the sum of what the stages of all ranks have for them."""
@@ -296,10 +377,15 @@ class Ranked(Stepper):
 def on_rank(
     kind: type[Stepper], stages: Sequence[Stage | None], whole: Stage | None, world: World, wires: Wires
 ) -> Ranked:
-    """The scheduler of a generated package, for one rank of a world. Stages that are not here are None."""
-    made: Any = type("Scheduler", (Ranked, kind), {"__module__": kind.__module__})
-    empty = Stage({}, {}, world.device)
-    scheduler: Ranked = made([stage or empty for stage in stages], whole, world, wires)
+    """The scheduler of a generated package, for one rank of a world: with `Ranked` as its base. `stages`, and then
+    their further replicas, are None where they are not here."""
+    own = {name: value for name, value in vars(kind).items() if name not in ("lend", "__dict__", "__weakref__")}
+    made: Any = type("Scheduler", (Ranked,), {**own, "replicas": ()})
+    further, empty = iter(stages[len(kind.devices) :]), Stage({}, {}, world.device)
+    crews = [(stages[j], *(next(further) for _ in labels[1:])) for j, labels in enumerate(wires.crews)]
+    scheduler: Ranked = made(
+        [next((stage for stage in crew if stage is not None), empty) for crew in crews], whole, world, wires
+    )
     return scheduler
 
 

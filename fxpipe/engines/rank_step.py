@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fxpipe.errors import RankError
+from fxpipe.ir.buckets import Bucket
 from fxpipe.ir.device_programs import Message
 from fxpipe.ir.types import Dim
 from fxpipe.ir.wires import Lent, Wires
 from fxpipe.runtime.aliases import Pair, alias
 
 from .box import Key
+from .crew import Exchange
+from .engine import Batches
+from .slices import Route, Sliced, piece_name
 from .step import Step
 from .stepper import Rows, Stepper
 from .verdict import Numbers
@@ -32,7 +37,7 @@ EARLY, SMALL = 16, 2**16  # messages from one rank that may be waited for before
 @dataclass(frozen=True, slots=True)
 class Wire:
     """A message, as it is sent in every step: what the generated code calls it, the rank at the other end, and its
-    form; `number`: the type of a Python number."""
+    form; `number`: the type of a Python number; `route`: how it is cut, if it is a piece."""
 
     message: Message
     key: Key
@@ -40,24 +45,33 @@ class Wire:
     dtype: torch.dtype
     shape: tuple[Dim, ...]
     number: str | None
+    route: Route | None
 
 
-class RankStep(Step):
+class RankStep(Sliced):
     """One step under way, as one rank sees it. `outbox` has what its actions send, until its program says so; `posted`
     what it has begun to receive, `begun` how much of `coming` from each rank, and `reached` how much of it the program
     has asked for; `sent` what it has begun to send, by rank; `numbers`: the outputs that are one number;
-    `broken`: whether it has failed, and `error` why, if it was not another rank that has failed before."""
+    `broken`: whether it has failed, and `error` why, if it was not another rank that has failed before; `whole`: the
+    batch, where this is slices of it; `exchanges`: the buckets of gradients, by the names of their parts, and which
+    part that is."""
 
     engine: Ranked
 
     def begin(self, engine: Stepper, pairs: list[list[Pair]], scale: Tensor | None, rows: Rows) -> None:
         self.known = [tuple([getattr(m, source).shape[dim] for _, source, dim in self.wires.sizes]) for m in self]
+        self.exchanges: dict[str, tuple[Exchange, int]] = {}
+        for bucket in self.wires.buckets:
+            exchange = Exchange(bucket, self.replica)
+            for part in range(bucket.replicas):
+                self.exchanges |= {bucket.name(part, summed): (exchange, part) for summed in (False, True)}
         super().begin(engine, pairs, scale, rows)
         self.coming = self.engine.coming(self.last)
 
     def place_in(self, world: World, wires: Wires, seed: int, error: BaseException | None) -> None:
         """Say on which rank of what it is, what random numbers begin with, and whether it has failed already."""
         self.world, self.wires, self.seed = world, wires, seed
+        self.whole: Batches | None = None
         self.outbox: dict[Key, tuple[Any, bool]] = {}
         self.posted: dict[Key, tuple[Wire, Size, Tensor, Any]] = {}
         self.sent: dict[int, deque[tuple[Any, Tensor]]] = {rank: deque() for rank in world.others}
@@ -94,6 +108,9 @@ class RankStep(Step):
         coming, begun, reached = self.coming[peer], self.begun[peer], self.reached[peer]
         while begun < min(len(coming), reached + early):
             wire, size = coming[begun], self.size(coming[begun])
+            if size is None:
+                begun += 1
+                continue
             if begun >= reached and nbytes(size) > SMALL:
                 break
             buffer = blank(size, self.world.device)
@@ -110,9 +127,14 @@ class RankStep(Step):
     def dispatch(self, wire: Wire) -> None:
         """Begin to send what an action has left in the outbox; or that this rank has failed."""
         size, message, peer = self.size(wire), wire.message, wire.peer
+        if size is None:
+            return
         buffer = blank(size, self.world.device)
         if message.gradient and message.micro_batch is None and not self.broken:
-            self.outbox[wire.key] = self.gradient_of_loan(message), False
+            try:
+                self.outbox[wire.key] = self.gradient_of_weights(message), False
+            except Exception as error:
+                self.fail(error)
         found = self.outbox.pop(wire.key, None)
         if found is None or self.broken:
             failure(buffer)
@@ -141,10 +163,21 @@ class RankStep(Step):
             raise self.located(error, wire.message) from None
         return read(buffer, size, wire.number)
 
-    def size(self, wire: Wire) -> Size:
-        """The type and shape of what a message carries."""
-        i = wire.message.micro_batch
-        return self.engine.size(wire, () if i is None else self.known[i])
+    def size(self, wire: Wire) -> Size | None:
+        """The type and shape of what a message carries; None if the two replicas have no samples in common."""
+        i, route = wire.message.micro_batch, wire.route
+        size = self.engine.size(wire, () if i is None else self.known[i])
+        if i is None or route is None:
+            return size
+        shares = self.routes.pieces(self.rows_of[i], wire.message.target, route)
+        rows = next((rows for source, target, rows in shares if (source, target) == wire.message.replicas), None)
+        if rows is None:
+            return None
+        dim, own = route.dim, self.sizes[i]
+        if dim is None or rows == own:
+            return size
+        dtype, shape = size
+        return dtype, (*shape[:dim], shape[dim] // own * rows, *shape[dim + 1 :])
 
     def located(self, error: Lost, message: Message) -> RankError:
         """What was to come of a lost rank, or to go there."""
@@ -152,16 +185,15 @@ class RankStep(Step):
         located(found, self.wires, message)
         return found
 
-    def receive(self, j: int, i: int, *names: str) -> Any:
-        arrived = self.boxes[j].arrived
-        values = [
-            arrived.pop(key) if key in arrived else self.open_message(key) for key in [(j, i, name) for name in names]
-        ]
-        return values[0] if len(values) == 1 else values
+    def _take(self, j: int, i: int, name: str) -> Any:
+        key, arrived = (j, i, name), self.boxes[j].arrived
+        return arrived.pop(key) if key in arrived else self.open_message(key)
 
-    def _post(self, j: int, i: int, target: int, name: str, value: Any, grad: bool, there: Step | None = None) -> None:
+    def _put(
+        self, j: int, i: int, target: int, to: int, name: str, value: Any, grad: bool, there: Step | None = None
+    ) -> None:
         if self.engine.here(target):
-            super()._post(j, i, target, name, value, grad)
+            super()._put(j, i, target, to, name, value, grad)
         else:
             self.outbox[target, i, name] = value, grad
 
@@ -173,39 +205,52 @@ class RankStep(Step):
             home, user = self.engine.here(loan.home), self.engine.here(loan.user)
             if home and user:
                 setattr(self.lent, loan.borrowed, self.lend(loan.user, self.owned(loan)))
-            elif home:
+            elif home and self.replica == 0:
                 tensor = self.owned(loan)
-                self.outbox[key_of(Message(loan.state, loan.home, loan.user), self.wires)] = (
-                    tensor.detach(),
-                    tensor.requires_grad,
-                )
+                for k in range(len(self.wires.crews[loan.user])):
+                    self.outbox[self._key(loan, k)] = tensor.detach(), tensor.requires_grad
             elif user:
                 self.awaited.setdefault(loan.user, []).append(loan)
 
+    def _key(self, loan: Lent, replica: int) -> Key:
+        return key_of(Message(loan.state, loan.home, loan.user, replicas=(0, replica)), self.wires)
+
     def owned(self, loan: Lent) -> Tensor:
         """What is lent, as its stage holds it now."""
-        stage = self.stages[loan.home]
-        found: Tensor = getattr(stage, loan.path) if loan.constant else stage.tensor(loan.path)
+        return self._held(loan.home, loan.path, loan.constant)
+
+    def _held(self, j: int, path: str, constant: bool) -> Tensor:
+        found: Tensor = getattr(self.stages[j], path) if constant else self.stages[j].tensor(path)
         return found
 
     def borrow(self, j: int) -> None:
         """Take what other ranks lend to stage j, before its first action."""
         for loan in self.awaited.pop(j, ()):
-            found = self.open_message(key_of(Message(loan.state, loan.home, j), self.wires))
+            found = self.open_message(self._key(loan, self.replica))
             setattr(self.lent, loan.borrowed, found)
             if found.requires_grad:
                 self.fresh[j].append(found)
 
-    def gradient_of_loan(self, message: Message) -> Tensor | None:
-        """The gradient of what was borrowed, all of it."""
-        found: Tensor = getattr(self.lent, self.loan(message.value, message.source).borrowed)
-        return found.grad
-
     def loan(self, state: str, user: int) -> Lent:
         return next(loan for loan in self.wires.lent if (loan.state, loan.user) == (state, user))
 
-    def reduce(self, message: Message) -> None:
-        """Add the gradient of what was lent to what its owner has."""
+    # Gradients of what the model holds --------------------------------------------------------------------------------
+
+    def gradient_of_weights(self, message: Message) -> Tensor | None:
+        """What goes once a step: the gradient of what was borrowed, or a part of those that replicas add up."""
+        if message.value in self.exchanges:
+            exchange, part = self.exchanges[message.value]
+            return exchange.part(part, self)
+        found = getattr(self.lent, self.loan(message.value, message.source).borrowed, None)
+        return None if found is None else found.grad  # a replica without work has not taken it
+
+    def reduce(self, do: str, message: Message) -> None:
+        """Add the gradient of what was lent to what its owner has, or take part in adding up those of replicas."""
+        if message.value in self.exchanges:
+            exchange, _ = self.exchanges[message.value]
+            part = self.open_message(key_of(message, self.wires))
+            (exchange.reduce if do == "reduce" else exchange.gather)(message.replicas[0], part, self)
+            return
         if self.engine.here(message.source):  # it is among the pairs of the borrower
             return
         loan, grad = self.loan(message.value, message.source), self.open_message(key_of(message, self.wires))
@@ -213,6 +258,16 @@ class RankStep(Step):
             stand_in = alias(self.owned(loan))
             stand_in.grad = grad
             self.pairs[loan.home].append((self.owner(self.owned(loan)), stand_in))
+
+    def stand_ins(self, bucket: Bucket) -> list[list[Tensor]]:
+        """What has gradients here, for each tensor in a bucket."""
+        owners: dict[int, int] = {}
+        found: dict[int, list[Tensor]] = {}
+        for tensor, stand_in in chain(*self.pairs):
+            owners[id(stand_in)] = id(tensor)
+            found.setdefault(id(tensor), []).append(stand_in)
+        held = [self._held(bucket.stage, *self.wires.paths[name]) for name, _ in bucket.tensors]
+        return [found.get(owners.get(id(stand_in), 0), []) for stand_in in held]
 
     # What an action computes ------------------------------------------------------------------------------------------
 
@@ -223,19 +278,27 @@ class RankStep(Step):
         return super().forward_to_recompute(j, i, *args) if self.grad else self.stages[j].forward(*args)
 
 
-def key_of(message: Message, wires: Wires) -> Key:
-    """What the generated code calls a message: where it goes, and under which name."""
+def name_of(message: Message, wires: Wires) -> str:
+    """What the generated code calls a message."""
     name = wires.names.get(message.value, message.value)
-    if message.gradient:
-        name = f"gradient of {name} from stage {message.source}"
-    return message.target, -1 if message.micro_batch is None else message.micro_batch, name
+    return f"gradient of {name} from stage {message.source}" if message.gradient else name
+
+
+def key_of(message: Message, wires: Wires) -> Key:
+    """Where a message goes, and under which name."""
+    name, i = name_of(message, wires), message.micro_batch
+    if i is None or len(wires.crews[message.source]) != len(wires.crews[message.target]):
+        name = piece_name(name, *message.replicas)
+    return message.target, -1 if i is None else i, name
 
 
 def located(error: Exception, wires: Wires, message: Message) -> Exception:
     """The error, with a note of the message that it is about."""
-    at = wires.origins.get(message.value)
-    what = f"stage {message.source}, " + (
-        "which lends" if message.micro_batch is None else f"micro-batch {message.micro_batch},"
-    )
-    error.add_note(f"{what} {'the gradient of ' * message.gradient}{message.value}" + (f", at {at}" if at else ""))
+    at, (stage, replica) = wires.origins.get(message.value), message.sender
+    what = "which lends" if message.micro_batch is None else f"micro-batch {message.micro_batch},"
+    if message.source == message.target:
+        what = "whose replicas add up"
+    place = f"stage {stage}, " + f"replica {replica}, " * (replica > 0)
+    value = f"{'the gradient of ' * message.gradient}{message.value}"
+    error.add_note(f"{place}{what} {value}" + (f", at {at}" if at else ""))
     return error

@@ -4,9 +4,7 @@
                              0 1 2 3 4      ▶     0 1 2 │ 3 4            ▶     0 1 │ 2 3 │ 4
 
 To a worker its slices are micro-batches like any others: it sees a step of its own, with fewer samples. Only who gets
-a message is another question. Between stages of equally many replicas, number k sends to number k. Else samples go
-straight from who has them to who needs them, in pieces, and are joined there; gradients go back the same way. A
-micro-batch with fewer samples than there are replicas leaves the last of these without work.
+a message is another question, which `slices.py` answers.
 
 The first replica of a stage is the stage itself. `runtime/replica.py` says what the others hold.
 """
@@ -20,37 +18,30 @@ from typing import Any
 
 from torch import Tensor
 
-from fxpipe.runtime import MicroBatch, Stage
+from fxpipe.runtime import Stage
 from fxpipe.runtime.aliases import Pair, standing_in
-from fxpipe.runtime.batchnorm import absorb
-from fxpipe.runtime.microbatch import gather, join, overlaps, scatter, split_sizes
-from fxpipe.runtime.random import replica_seed
+from fxpipe.runtime.batchnorm import absorb, sums_of
+from fxpipe.runtime.microbatch import gather
 from fxpipe.runtime.replica import empty, fill
 from fxpipe.runtime.stream import Streams
 
 from .engine import Batches, Place
+from .slices import Cut, Routes, Sliced, sliced
 from .step import Step
 from .stepper import Rows, Stepper
 
 __all__ = ["Replicated", "Slices", "Step"]
 
-Route = tuple[int, int | None, bool]  # the stage at the other end, the dimension of the samples, whether forward
-Piece = tuple[int, int, int]  # from replica, to replica, samples
 
-
-class Slices(Step):
-    """A step as one worker sees it: its slices of the micro-batches in which it has a part, which are the first ones.
-
-    `label`: of the worker; `replica`: its number; `team`: the steps of all workers, by their labels; `rows_of`: the
-    samples in each whole micro-batch.
-    """
+class Slices(Sliced):
+    """A step as one worker sees it. `label`: of the worker; `team`: the steps of all workers, by their labels."""
 
     engine: Replicated
 
-    def place_in(self, team: Mapping[str, Slices], label: str, replica: int, whole: Batches) -> None:
+    def place_in(self, team: Mapping[str, Slices], label: str, replica: int, whole: Batches, routes: Routes) -> None:
         """Say whose it is, and of which batch."""
-        self.team, self.label, self.replica = team, label, replica
-        self.rows_of, self.total, self.seed = whole.sizes, whole.total, replica_seed(whole.seed, replica)
+        self.team, self.label = team, label
+        self.slice_of(whole, replica, routes)
 
     def begin(self, engine: Stepper, pairs: list[list[Pair]], scale: Tensor | None, rows: Rows) -> None:
         super().begin(engine, pairs, scale, rows)
@@ -73,72 +64,17 @@ class Slices(Step):
         first = (pairs for view in self.team.values() if view.replica == 0 for pairs in view.pairs)
         return next((held for pairs in first for held, stand_in in pairs if stand_in is tensor), tensor)
 
-    def receive(self, j: int, i: int, *names: str) -> Any:
-        values = [self._join(j, i, name) for name in names]
-        return values[0] if len(values) == 1 else values
-
-    def _join(self, j: int, i: int, name: str) -> Any:
-        """What has been sent under a name, by all who had a piece of it."""
-        route = self.engine.routes.get((j, name))
-        if route is None:
-            return super().receive(j, i, name)
-        source, dim, _ = route
-        mine = [(k, rows) for k, to, rows in self.pieces(i, source, j, route) if to == self.replica]
-        pieces = [super(Slices, self).receive(j, i, f"{name} of {k}") for k, _ in mine]
-        if len(pieces) == 1:
-            return pieces[0]
-        # What is the same for all samples has the sum of the gradients that its users have for it.
-        return self.add(*pieces) if dim is None else joined(pieces, [rows for _, rows in mine], dim)
-
-    def _post(self, j: int, i: int, target: int, name: str, value: Any, grad: bool, there: Step | None = None) -> None:
-        labels, route = self.engine.labels[target], self.engine.routes.get((target, name))
-        if route is None:
-            super()._post(j, i, target, name, value, grad, self.team[labels[self.replica]])
-            return
-        mine = [(to, rows) for k, to, rows in self.pieces(i, j, target, route) if k == self.replica]
-        values = cut(value, route[1], [rows for _, rows in mine], self.sizes[i])
-        for (to, _), piece in zip(mine, values, strict=True):
-            super()._post(j, i, target, f"{name} of {self.replica}", piece, grad, self.team[labels[to]])
-
-    def pieces(self, i: int, source: int, target: int, route: Route) -> Sequence[Piece]:
-        """Which replicas of a stage send how many samples of micro-batch i to which of another. What is the same for
-        all samples comes from the first, and gradients of it go there."""
-        here, there = (split_sizes(self.rows_of[i], len(self.engine.labels[s])) for s in (source, target))
-        if route[1] is not None:
-            return tuple(overlaps(here, there))
-        return [(0, to, 0) for to in range(len(there))] if route[2] else [(k, 0, 0) for k in range(len(here))]
-
-
-def cut(value: Any, dim: int | None, rows: Sequence[int], total: int) -> Sequence[Any]:
-    """Pieces of so many samples, of `total`. A sample may be several places along `dim`, as in a flattened sequence."""
-    if dim is None and isinstance(value, Tensor):
-        return [value.detach() for _ in rows]  # each is a leaf of its own to who gets it
-    if dim is None or value is None or len(rows) == 1:
-        return [value] * len(rows)
-    each = value.shape[dim] // total
-    pieces: Sequence[Tensor] = value.split([count * each for count in rows], dim)
-    outermost = value.stride(dim) == max(value.stride())
-    return pieces if outermost else [piece.clone() for piece in pieces]  # the model may rely on dense memory
-
-
-def joined(pieces: Sequence[Tensor | None], rows: Sequence[int], dim: int) -> Tensor | None:
-    """One tensor of the pieces of so many samples, a leaf if they are. Gradients may be missing, all or some."""
-    like = next((piece for piece in pieces if piece is not None), None)
-    if like is None:
-        return None
-    each = like.shape[dim] // next(count for count, piece in zip(rows, pieces, strict=True) if piece is like)
-    shapes = [[*like.shape[:dim], count * each, *like.shape[dim + 1 :]] for count in rows]
-    there = [
-        like.new_zeros(shape) if piece is None else piece.detach() for shape, piece in zip(shapes, pieces, strict=True)
-    ]
-    return join(there, dim).requires_grad_(like.requires_grad)
+    def _put(
+        self, j: int, i: int, target: int, to: int, name: str, value: Any, grad: bool, there: Step | None = None
+    ) -> None:
+        super()._put(j, i, target, to, name, value, grad, self.team[self.engine.labels[target][to]])
 
 
 class Replicated(Stepper):
     """The base of schedulers with replicated stages. `cuts`: the values that go between stages of different numbers of
     replicas, where from and to, and the dimension of the samples (None: the value is the same for all of them)."""
 
-    cuts: tuple[tuple[str, int, int, int | None], ...] = ()
+    cuts: tuple[Cut, ...] = ()
 
     def __init__(self, stages: Sequence[Stage], whole: Stage | None = None) -> None:
         super().__init__(stages, whole)
@@ -149,10 +85,7 @@ class Replicated(Stepper):
         )
         self.labels = tuple((label, *others) for label, others in zip(self.devices, self.replicas, strict=True))
         self.places = tuple(self._place(k) for k in range(max(map(len, self.labels))))
-        self.routes: dict[tuple[int, str], Route] = {}
-        for name, source, target, dim in self.cuts:
-            self.routes[target, name] = source, dim, True
-            self.routes[source, f"gradient of {name} from stage {target}"] = target, dim, False
+        self.routes = Routes(map(len, self.labels), self.cuts)
         for replica in self.further:
             empty(replica)
 
@@ -170,25 +103,12 @@ class Replicated(Stepper):
         whole = super().scatter(batch, chunks, Batches)
         team: dict[str, Slices] = {}
         for labels in dict.fromkeys(self.labels):
-            sizes = [split_sizes(rows, len(labels)) for rows in whole.sizes]
-            slices = [self.slices(m, rows) for m, rows in zip(whole, sizes, strict=True)]
-            for k, label in enumerate(labels):
-                own: Slices = kind(tuple(rows[k] for rows in sizes if k < len(rows)), self.places[k], False)
-                own[:] = [row[k] for row in slices if k < len(row)]
-                own.place_in(team, label, k, whole)
+            for k, (label, (sizes, slices)) in enumerate(zip(labels, sliced(self, whole, len(labels)), strict=True)):
+                own: Slices = kind(sizes, self.places[k], False)
+                own[:] = slices
+                own.place_in(team, label, k, whole, self.routes)
                 team[label] = own
         return team[self.devices[-1]]
-
-    def slices(self, m: MicroBatch, rows: Sequence[int]) -> list[MicroBatch]:
-        """A micro-batch for each replica, of what is known of a whole one."""
-        found, dims = [MicroBatch() for _ in rows], dict(self.inputs)
-        for name, value in vars(m).items():
-            for own, piece in zip(found, scatter(value, dims.get(name), rows), strict=True):
-                setattr(own, name, piece)
-        for own in found:
-            for name, source, dim in self.sizes:
-                setattr(own, name, getattr(own, source).shape[dim])
-        return found
 
     @contextmanager
     def begun(self, m: Step, scale: Tensor | None, rows: Rows) -> Iterator[None]:
@@ -207,7 +127,7 @@ class Replicated(Stepper):
                 yield
                 for stage, *others in self.crews:
                     for replica in others:
-                        absorb(stage, replica)
+                        absorb(stage, sums_of(replica))
             finally:
                 for replica in self.further:
                     empty(replica)

@@ -50,7 +50,8 @@ class TimedRankStep(TimedStep, RankStep):
         super().begin(*args)
 
     def dispatch(self, wire: Wire) -> None:
-        self.sending[wire.message] = perf_counter()
+        if self.size(wire) is not None:
+            self.sending[wire.message] = perf_counter()
         super().dispatch(wire)
 
     def open_message(self, key: Key) -> Any:
@@ -74,7 +75,7 @@ class TimedRankStep(TimedStep, RankStep):
 
     def timeline(self, name: str) -> Timeline:
         """What happened on all ranks, in seconds from the beginning on the first of them."""
-        return together(name, self.devices, self.notes_of_all)
+        return together(name, self.wires.crews, self.notes_of_all)
 
 
 def take_step(
@@ -87,15 +88,16 @@ def take_step(
     return outputs, done.timeline(scheduler.schedule)
 
 
-def together(name: str, devices: Sequence[str], notes: Sequence[Notes]) -> Timeline:
-    """The timeline of all ranks. `devices` has the device of each stage."""
+def together(name: str, crews: Sequence[Sequence[str]], notes: Sequence[Notes]) -> Timeline:
+    """The timeline of all ranks. `crews` has the devices of each stage, one for each replica."""
     begun = min(one.begun for one in notes)
-    labels = tuple(dict.fromkeys(devices))
+    labels = tuple(dict.fromkeys(label for crew in crews for label in crew))
     taken = {message: at for one in notes for message, at in one.taken.items()}
     links: dict[str, list[tuple[float, float, Message]]] = {}
     for one in notes:
         for message, at in sorted(one.sent.items(), key=lambda pair: pair[1]):
-            link = f"{devices[message.source]} -> {devices[message.target]}"
+            (source, here), (target, there) = message.sender, message.receiver
+            link = f"{crews[source][here]} -> {crews[target][there]}"
             links.setdefault(link, []).append((at, taken[message], message))
     spans = [span for one in notes for span in one.spans]
     spans += [span for link in sorted(links) for span in carried(link, links[link])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from fxpipe.errors import FxpipeError, RankError
 
 from .world import Lost, World
 
-Numbers = dict[int, tuple[Any, torch.dtype]]  # outputs that are one number, by their places
+Numbers = dict[int, tuple[Any, torch.dtype]]  # outputs that are one number, or a share of it, by place
 
 
 def describe(error: BaseException | None) -> str:
@@ -57,13 +58,29 @@ def verdict(world: World, found: Failure | Numbers) -> str | Numbers:
             world.finish(work, peer)
         except Lost as error:
             heard[peer] = Failure(str(error), False)
-    heard = dict(sorted(heard.items()))
+    # Those who know what did not come are heard first.
+    heard = dict(
+        sorted(heard.items(), key=lambda one: (isinstance(one[1], Failure) and "\n" not in one[1].text, one[0]))
+    )
     failures = [(rank, failure) for rank, failure in heard.items() if isinstance(failure, Failure)]
     causes = [f"rank {rank}: {failure.text}" for rank, failure in failures if failure.own]
     causes += [failure.text for _, failure in failures if failure.text and not failure.own]
     if failures:
         return next(iter(causes), "a rank has failed")
-    return {at: number for numbers in heard.values() if isinstance(numbers, dict) for at, number in numbers.items()}
+    return added(numbers for numbers in heard.values() if isinstance(numbers, dict))
+
+
+def added(shares: Iterable[Numbers]) -> Numbers:
+    """The numbers, each the sum of the shares that ranks have of it.
+
+    >>> added([{0: (1.5, torch.float32)}, {}, {0: (2.0, torch.float32)}])
+    {0: (3.5, torch.float32)}
+    """
+    found: Numbers = {}
+    for numbers in shares:
+        for at, (number, dtype) in numbers.items():
+            found[at] = (found[at][0] + number if at in found else number), dtype
+    return found
 
 
 def share_value(world: World, value: Any, home: int) -> Any:

@@ -1,5 +1,5 @@
-"""Everything that each device does in a training step: a list of steps, each of them a run, a send, a receive or a
-reduce.
+"""Everything that each device does in a training step: a list of steps, each of them a run, a send, a receive, a
+reduce or a gather.
 
     gpipe on 2 devices
     cuda:0
@@ -63,8 +63,9 @@ class Message(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One line of a device's list. `do` is "run" an action, "send" or "receive" a message, or "reduce": add the
-    gradient that a message brought to the device's own. A run of kind R is a recomputation."""
+    """One line of a device's list. `do` is "run" an action, "send" or "receive" a message, "reduce": add the gradient
+    that a message brought to the device's own, or "gather": put the sum that it brought in the place of these. A run of
+    kind R is a recomputation."""
 
     do: str
     what: Action | Message
@@ -184,7 +185,7 @@ def _too_late(programs: DevicePrograms) -> Iterator[Fault]:
 
 def _stuck(programs: DevicePrograms) -> Iterator[Fault]:
     """Devices that wait for ever. Each runs until it waits for a message, and again when that has moved on: a send
-    waits until the receive has been reached, a run or reduce until the message has been sent."""
+    waits until the receive has been reached, a run, reduce or gather until the message has been sent."""
     brings = [_brings(row) for row in programs.rows]
     position = [0] * len(programs.rows)
     reached: set[Message] = set()
@@ -230,7 +231,7 @@ def _missing(
         return next((message for message in needed if message not in arrived), None)
     if do == "send":
         return None if what in reached else what
-    here = do == "reduce" and what in brings.get(_take(what), ())
+    here = do in ("reduce", "gather") and what in brings.get(_take(what), ())
     return what if here and what not in arrived else None
 
 

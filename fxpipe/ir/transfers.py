@@ -5,7 +5,8 @@ send stands after the action that makes the value. A receive stands as early as 
 clocks, when the value is made. On each pair of devices messages are received in the order in which they are sent, as
 channels want it.
 
-The replicas of a stage each have the whole row; samples go straight from who has them to who needs them.
+The replicas of a stage each have the whole row; samples go straight from who has them to who needs them, and gradients
+are added up once the stage has done its last backward (`buckets.py`).
 
 Nothing can deadlock, even where a send waits until the receive has been reached. Let a run and the receives after it
 count as the moment when the run starts, and a send as the moment when its value is made: whatever waits, waits for
@@ -16,9 +17,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from math import lcm
 
+from .buckets import added, begun, buckets, gathered
 from .device_programs import DevicePrograms, Message, Step
-from .network import slices
 from .program import Program, recut
 from .schedule import Action, Costs, Schedule, check, starts
 from .types import tensors
@@ -41,7 +44,7 @@ def add_transfers(schedule: Schedule, program: Program) -> DevicePrograms:
     rows = []
     for (label, k, row), leaving in zip(workers, sends, strict=True):
         arriving = [(at, m) for at, m in made if m.replicas[1] == k and label in program.stages[m.target].devices]
-        rows.append(tuple(_row(schedule, program, row, leaving, _receives(clock, row, arriving), k == 0)))
+        rows.append(tuple(_row(schedule, program, row, leaving, _receives(clock, row, arriving), k)))
     return DevicePrograms(schedule.name, tuple(label for label, _, _ in workers), tuple(rows))
 
 
@@ -59,8 +62,7 @@ def _devices(schedule: Schedule, program: Program) -> tuple[tuple[str, ...], ...
 def _sends(program: Program, row: Sequence[Action]) -> Sends:
     """What a device sends: what it lends before all else, values after F, gradients after B or I, and the gradient of
     what it borrows after the last backward of the stage that uses it."""
-    mine = {action.stage for action in row}
-    last = {action.stage: position for position, action in enumerate(row) if action.kind != "F"}
+    mine, last = {action.stage for action in row}, _last(row)
     sends = {START: [Message(loan.state, loan.home, loan.user) for loan in program.loans if loan.home in mine]}
     for position, (kind, s, i) in enumerate(row):
         sends[position] = here = []
@@ -85,10 +87,31 @@ def _of_replica(program: Program, sends: Sends, replica: int) -> Sends:
         elif len(here) == len(there):
             ends = [(k, k) for k in here]
         else:
-            ends = [(a, b) for a, b, _ in slices(here, there)]
+            ends = meetings(len(here), len(there))
         yield from (message._replace(replicas=pair) for pair in ends if pair[0] == replica)
 
     return {position: [part for message in here for part in parts(message)] for position, here in sends.items()}
+
+
+@lru_cache(maxsize=256)
+def meetings(here: int, there: int) -> list[tuple[int, int]]:
+    """The pairs of one of `here` slices and one of `there` that may have samples in common. Slices are as even as
+    possible, the larger ones first, so their ends lie a little off where they would in equal ones; but by less than
+    the distance of two such ends, once there are more samples than are tried here.
+
+    >>> meetings(1, 2), meetings(2, 4)
+    ([(0, 0), (0, 1)], [(0, 0), (0, 1), (1, 1), (1, 2), (1, 3)])
+    """
+
+    def ends(rows: int, count: int) -> list[int]:
+        return [k * (rows // count) + min(k, rows % count) for k in range(count + 1)]
+
+    found: set[tuple[int, int]] = set()
+    for rows in range(1, lcm(here, there) * (max(here, there) // 4 + 2)):
+        ours, theirs = ends(rows, here), ends(rows, there)
+        pairs = ((a, b) for a in range(here) for b in range(there))
+        found |= {(a, b) for a, b in pairs if max(ours[a], theirs[b]) < min(ours[a + 1], theirs[b + 1])}
+    return sorted(found)
 
 
 def _crosses(program: Program, message: Message) -> bool:
@@ -122,10 +145,13 @@ def _receives(clock: Clocks, row: Sequence[Action], arriving: Sequence[tuple[flo
 
 
 def _row(
-    schedule: Schedule, program: Program, row: Sequence[Action], sends: Sends, receives: Sends, first: bool
+    schedule: Schedule, program: Program, row: Sequence[Action], sends: Sends, receives: Sends, replica: int
 ) -> Iterator[Step]:
-    """Everything that a device does; if it is the `first` replica, also what they leave to it. A receive at a position
-    stands before the action there, and before the sends of the action before it."""
+    """Everything that a device does, if it is replica number `replica` of its stages. A receive at a position stands
+    before the action there, and before the sends of the action before it."""
+    last, mine = _last(row), {action.stage for action in row}
+    shared = [bucket for s in sorted(last, key=last.__getitem__) for bucket in buckets(program, s)]
+    shared.sort(key=lambda bucket: bucket.late)
     for position, action in enumerate([None, *row], start=START):
         if action is not None:
             if action.kind in "BI" and _recomputes(schedule, program, action):
@@ -133,14 +159,28 @@ def _row(
             yield Step("run", action)
         yield from (Step("receive", message) for message in receives.get(position + 1, ()))
         yield from (Step("send", message) for message in sends[position])
-    if first and any(action.kind != "F" for action in row):
-        mine = {action.stage for action in row}
+        for bucket in shared:
+            if not bucket.late and last[bucket.stage] == position:
+                yield from begun(bucket, replica)
+    if replica == 0 and last:
         yield from (
             Step("reduce", Message(loan.state, loan.user, loan.home, None, True, (k, 0)))
             for loan in program.loans
             for k in range(len(program.stages[loan.user].devices))
             if loan.home in mine and _has_gradient(program, loan.state)
         )
+    for bucket in shared:
+        if bucket.late:
+            yield from begun(bucket, replica)
+    for bucket in shared:
+        yield from added(bucket, replica)
+    for bucket in shared:
+        yield from gathered(bucket, replica)
+
+
+def _last(row: Sequence[Action]) -> dict[int, int]:
+    """The position of the last backward of each stage."""
+    return {action.stage: position for position, action in enumerate(row) if action.kind != "F"}
 
 
 def _recomputes(schedule: Schedule, program: Program, action: Action) -> bool:

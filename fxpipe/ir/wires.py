@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .buckets import Bucket
 from .device_programs import DevicePrograms, Message, Step, check
 from .schedule import Action
 from .types import Dim
@@ -40,19 +41,22 @@ class Lent:
 
 @dataclass(frozen=True)
 class Wires:
-    """`programs`: what each device does, in order; `devices`: the device of each stage; `names`: what the code calls
-    each value; `forms`: of all that moves; `origins`: the user's line that made it; `sizes`: the name, input and
-    dimension of each number that shapes depend on; `makers`: of each output of the model, the stage that makes it, -1
-    where it is an input."""
+    """`programs`: what each device does, in order; `crews`: the devices of each stage, one for each replica; `names`:
+    what the code calls each value; `forms`: of all that moves; `origins`: the user's line that made it; `sizes`: the
+    name, input and dimension of each number that shapes depend on; `makers`: of each output of the model, the stage
+    that makes it, -1 where it is an input; `buckets`: of the gradients that replicas add up, and `paths`: by which the
+    tensors in these hang in their stages, and whether that is as a constant."""
 
     programs: DevicePrograms
-    devices: tuple[str, ...]
+    crews: tuple[tuple[str, ...], ...]
     names: Mapping[str, str]
     forms: Mapping[str, Form]
     origins: Mapping[str, str]
     sizes: tuple[tuple[str, str, int], ...]
     lent: tuple[Lent, ...]
     makers: tuple[int, ...]
+    buckets: tuple[Bucket, ...]
+    paths: Mapping[str, tuple[str, bool]]
 
 
 def dump(wires: Wires) -> str:
@@ -70,13 +74,21 @@ def load(text: str) -> Wires:
         rows = tuple(tuple(_step(*step) for step in row) for row in data.pop("rows"))
         programs = DevicePrograms(data["programs"]["name"], tuple(data["programs"]["devices"]), rows)
         forms = {name: Form(**one | {"shape": tuple(one["shape"])}) for name, one in data["forms"].items()}
-        tuples = {name: tuple(data[name]) for name in ("devices", "makers")}
-        sizes, lent = tuple(map(tuple, data["sizes"])), tuple(Lent(**one) for one in data["lent"])
-        found = Wires(**data | tuples | {"programs": programs, "forms": forms, "sizes": sizes, "lent": lent})
+        tuples = {name: tuple(map(tuple, data[name])) for name in ("crews", "sizes")} | {
+            "makers": tuple(data["makers"])
+        }
+        paths = {name: tuple(path) for name, path in data["paths"].items()}
+        lent, buckets = tuple(Lent(**one) for one in data["lent"]), tuple(map(_bucket, data["buckets"]))
+        own = {"programs": programs, "forms": forms, "lent": lent, "buckets": buckets, "paths": paths}
+        found = Wires(**data | tuples | own)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"not what moves between the stages of a package: {error!r}") from None
     check(programs)
     return found
+
+
+def _bucket(data: dict[str, Any]) -> Bucket:
+    return Bucket(**data | {"tensors": tuple((name, tuple(shape)) for name, shape in data["tensors"])})
 
 
 def _step(do: str, what: list[Any]) -> Step:

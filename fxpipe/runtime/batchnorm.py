@@ -9,8 +9,8 @@ Sums are kept by the buffer they belong to. A recomputation has scratch buffers,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,15 +61,20 @@ def commit(stages: Iterable[Stage]) -> None:
                 _update(stage.tensor(path), sums)
 
 
-def absorb(stage: Stage, replica: Stage) -> None:
+def sums_of(stage: Stage) -> dict[str, Sums]:
+    """Take what a replica of a stage has seen, by the path of the buffer, for `absorb`."""
+    taken = {path: _pending.pop(stage.tensor(path), None) for path in stage.mutates}
+    return {path: replace(sums, running_var=None, batches=None) for path, sums in taken.items() if sums is not None}
+
+
+def absorb(stage: Stage, more: Mapping[str, Sums]) -> None:
     """Add the sums of a replica of the stage, over samples of the same batch, to the stage's own."""
-    for path in stage.mutates:
-        more: Sums | None = _pending.pop(replica.tensor(path), None)
+    for path, seen in more.items():
         sums: Sums | None = _pending.get(stage.tensor(path))
-        if sums is not None and more is not None:
-            sums.count += more.count
-            sums.total += more.total.to(sums.total.device)
-            sums.squares += more.squares.to(sums.squares.device)
+        if sums is not None:
+            sums.count += seen.count
+            sums.total += seen.total.to(sums.total.device)
+            sums.squares += seen.squares.to(sums.squares.device)
 
 
 def discard(stages: Iterable[Stage]) -> None:

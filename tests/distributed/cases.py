@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -159,24 +159,26 @@ class Boom(Exception):
     """What a stage raises."""
 
 
-def chain(group: Any, schedule: str, **options: Any) -> tuple[RankPipe, nn.Module, tuple[Tensor, Tensor]]:
+def chain(
+    group: Any, schedule: str, replicas: Sequence[int] | None = None, **options: Any
+) -> tuple[RankPipe, nn.Module, tuple[Tensor, Tensor]]:
     """A pipe of a chain, and a batch for it."""
-    n = dist.get_world_size(group)
+    size = dist.get_world_size(group)
+    n = size if replicas is None else len(replicas)
     torch.manual_seed(0)
     model = Chain(n).double()
     x, y = torch.randn(2, 8, 6, dtype=torch.float64)
-    pipe = fxpipe.compile(
-        model, n, 4, schedule=schedule, split_at=[f"layers.{k}" for k in range(1, n)], group=group, **options
-    )
+    cuts = [f"layers.{k}" for k in range(1, n)]
+    pipe = fxpipe.compile(model, size, 4, schedule=schedule, split_at=cuts, replicas=replicas, group=group, **options)
     assert isinstance(pipe, RankPipe)
     return pipe, model, (x, y)
 
 
-def at(pipe: RankPipe, action: str, do: Callable[[], None]) -> None:
-    """Let this happen in an action, such as "1B2", if it is one of this rank."""
+def at(pipe: RankPipe, action: str, do: Callable[[], None], replica: int = 0) -> None:
+    """Let this happen in an action, such as "1B2", if it is one of this rank, which is that replica."""
     scheduler: Any = pipe.scheduler
     found = next((a for a in scheduler.methods if str(a) == action), None)
-    if found is None or not scheduler.here(found.stage):
+    if found is None or not scheduler.here(found.stage) or scheduler.replica != replica:
         return
     method = scheduler.methods[found]
 
@@ -192,9 +194,10 @@ def throw() -> None:
     raise Boom("boom")
 
 
-def fail_everywhere(group: Any, schedule: str) -> None:
-    """One action after the other fails, on whatever rank it is; the next step is exact each time."""
-    pipe, model, (x, y) = chain(group, schedule, timeout=60)
+def fail_everywhere(group: Any, schedule: str, replicas: Sequence[int] | None = None) -> None:
+    """One action after the other fails, on whatever rank it is, in the last replica of a stage; the next step is exact
+    each time."""
+    pipe, model, (x, y) = chain(group, schedule, replicas, timeout=60)
     rank = dist.get_rank(group)
 
     def step() -> Tensor:
@@ -206,11 +209,13 @@ def fail_everywhere(group: Any, schedule: str) -> None:
     scheduler: Any = pipe.scheduler
     for action in [a for a in scheduler.methods if a.micro_batch in (0, 3)]:
         model.zero_grad()
-        at(pipe, str(action), throw)
-        home = scheduler._ranks[action.stage]
+        crew = scheduler._ranks[action.stage]
+        at(pipe, str(action), throw, len(crew) - 1)
+        home = crew[-1]
         with pytest.raises(Boom if rank == home else RankError) as caught:
             step()
         where = f"stage {action.stage}, micro-batch {action.micro_batch}"
+        where += f", replica {len(crew) - 1}" if len(crew) > 1 else ""
         if rank == home:
             assert caught.value.__notes__[0].startswith(where)
         else:
@@ -264,11 +269,16 @@ def raises(*texts: str) -> Iterator[None]:
     assert not missing, f"{missing} not in: {caught.value}"
 
 
-def lose(group: Any, end: str) -> None:
-    """Rank 1 ends, or stands still, in the middle of a step."""
-    pipe, _, (x, y) = chain(group, "1f1b", timeout=10)
+def lose(group: Any, end: str, action: str = "1F2", replicas: Sequence[int] | None = None) -> None:
+    """Rank 1, which is the last replica of a stage, ends, or stands still, in the middle of a step."""
+    pipe, _, (x, y) = chain(group, "1f1b", replicas, timeout=10)
     pipe.step(x, target=y, loss_fn=F.mse_loss)
-    at(pipe, "1F2", lambda: os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[end]))
+    at(
+        pipe,
+        action,
+        lambda: os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[end]),
+        replicas is not None,
+    )
     try:
         pipe.step(x, target=y, loss_fn=F.mse_loss)
     except RankError:

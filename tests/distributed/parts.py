@@ -143,6 +143,10 @@ def loop(model: nn.Module, run: nn.Module, scaler: Any, clip: Any, odd: nn.Param
     return found
 
 
+def clip_plain(run: nn.Module, most: float) -> Tensor:
+    return nn.utils.clip_grad_norm_(run.parameters(), most)
+
+
 def looped(group: Any) -> None:
     torch.manual_seed(1)
     model, plain = Net(), Net()
@@ -156,10 +160,7 @@ def looped(group: Any) -> None:
         model.layers[0].weight if mine else None,
     )  # fmt: skip
 
-    def clip(run: nn.Module, most: float) -> Tensor:
-        return nn.utils.clip_grad_norm_(run.parameters(), most)
-
-    wanted = loop(plain, plain, torch.amp.GradScaler("cpu", init_scale=1024.0), clip, plain.layers[0].weight)
+    wanted = loop(plain, plain, torch.amp.GradScaler("cpu", init_scale=1024.0), clip_plain, plain.layers[0].weight)
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=0, equal_nan=True)
     assert found[-1] == 512  # halved once, on every rank
     reference = plain.state_dict()

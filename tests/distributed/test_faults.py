@@ -24,12 +24,19 @@ def test_ranks_that_differ(pool: Pool) -> None:
     pool.run(cases.differ)
 
 
-@pytest.mark.parametrize("end", ["kill", "stop"])
-def test_a_rank_is_lost(end: str) -> None:
+@pytest.mark.slow
+def test_an_error_in_any_action_of_replicas(pool: Pool) -> None:
+    pool.run(cases.fail_everywhere, "1f1b", (2, 2))
+
+
+@pytest.mark.parametrize(
+    ("end", "action", "replicas"), [("kill", "1F2", None), ("stop", "1F2", None), ("kill", "0B1", (2, 1))]
+)
+def test_a_rank_is_lost(end: str, action: str, replicas: tuple[int, ...] | None) -> None:
     """Ranks of its own, for they end."""
     ranks = Pool(3)
     try:
-        ranks.start(cases.lose, end, ranks=(0, 1, 2))
+        ranks.start(cases.lose, end, action, replicas, ranks=(0, 1, 2))
         began = time.monotonic()
         for rank in (0, 2):
             with pytest.raises((RankFailed, EOFError)) as caught:
@@ -38,7 +45,9 @@ def test_a_rank_is_lost(end: str) -> None:
                 caught.value
             )
             # What did not come, or was not taken.
-            assert re.search(r"stage [01], micro-batch [1-3], (the gradient of )?\w+, at cases.py:", str(caught.value))
+            assert re.search(
+                r"stage [01], (replica 1, )?micro-batch [1-3], (the gradient of )?\w+, at cases.py:", str(caught.value)
+            )
         assert time.monotonic() - began < SOON
     finally:
         ranks.close()

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from fxpipe.ir.device_programs import DevicePrograms, Message, Step, check, show
 from fxpipe.ir.program import Loan, Move, Program
 from fxpipe.ir.schedule import Action, Schedule, parse
-from fxpipe.ir.transfers import add_transfers
+from fxpipe.ir.transfers import add_transfers, meetings
 from fxpipe.passes import lower
+from fxpipe.runtime.microbatch import overlaps, split_sizes
 from fxpipe.schedules.make import SCHEDULES, make, placement
-from tests.ir.pipes import EARLY, TENSOR, TWO, program
+from tests.ir.pipes import EARLY, TENSOR, TWO, program, replicated
 from tests.random_models import example_of
 
 LISTING = """
@@ -68,18 +69,56 @@ REPLICAS = """
 
 @pytest.mark.parametrize("counts", [(1, 2), (2, 1), (2, 2), (2, 3), (3, 2)])
 def test_replicas_each_have_the_row_and_exchange_what_they_share(counts: tuple[int, int]) -> None:
-    stages = (
-        replace(stage, replicas=tuple(f"{stage.device}{k}" for k in range(1, count)))
-        for stage, count in zip(TWO.stages, counts, strict=True)
-    )
-    moves = tuple(replace(move, dim=0) if counts[0] != counts[1] else move for move in TWO.moves)
-    programs = add_transfers(EARLY, replace(TWO, stages=tuple(stages), moves=moves))
+    programs = add_transfers(EARLY, replicated(TWO, counts))
     check(programs)
     assert len(programs.devices) == sum(counts)
     sent = {m.replicas for row in programs.rows for do, m in row if do == "send" and m.value == "x" and not m.gradient}
     assert sent == {(a, b) for a in range(counts[0]) for b in range(counts[1]) if meet(a, counts[0], b, counts[1])}
     if counts == (1, 2):
         assert show(programs).startswith(dedent(REPLICAS).strip())
+
+
+SUMS = """
+    gpipe on 3 devices
+    a
+      run      0F0
+      receive  gradient of x[0]  1 -> 0
+      send     x[0]  0 -> 1
+      run      0B0
+      receive  gradient of weights 0 of stage 0, part 0  0.1 -> 0
+      send     gradient of weights 0 of stage 0, part 1  0 -> 0.1
+      reduce   gradient of weights 0 of stage 0, part 0  0.1 -> 0
+      receive  gradient of weights 0 of stage 0, part 1, summed  0.1 -> 0
+      send     gradient of weights 0 of stage 0, part 0, summed  0 -> 0.1
+      gather   gradient of weights 0 of stage 0, part 1, summed  0.1 -> 0
+    a1
+"""
+
+
+def test_replicas_add_up_gradients_in_parts() -> None:
+    two = replicated(program("ab", [Move("x", 0, 1)]), (2, 1))
+    programs = add_transfers(make("gpipe", "ab", 1), two)
+    assert show(programs).startswith(dedent(SUMS).strip())
+    assert not [step for step in programs.rows[2] if "weights" in str(step)]
+
+
+def test_sums_are_on_their_way_while_other_stages_go_backward() -> None:
+    """Those of what is lent wait until the borrowers have sent their share."""
+    devices = placement("interleaved", "ab")
+    four = replicated(program(devices, [Move(f"x{s}", s, s + 1) for s in range(3)], [Loan("w", 2, 3)]), (2, 1, 2, 1))
+    row = [str(step) for step in add_transfers(make("interleaved", devices, 2), four).rows[0]]
+    sent = [line for line in row if line.startswith("send     gradient of w") and "summed" not in line]
+    assert sent == [
+        f"send     gradient of weights {n} of stage {s}, part 1  {s} -> {s}.1" for n, s in ((0, 2), (0, 0), (1, 2))
+    ]
+    assert row.index(sent[0]) < row.index("run      0B1") < row.index(sent[1])
+    assert row.index(sent[1]) < row.index("reduce   gradient of w  3 -> 2") < row.index(sent[2])
+
+
+@given(here=st.integers(1, 9), there=st.integers(1, 9), rows=st.integers(0, 500))
+def test_all_replicas_that_share_samples_meet(here: int, there: int, rows: int) -> None:
+    shared = overlaps(split_sizes(rows, here), split_sizes(rows, there))
+    assert {(a, b) for a, b, _ in shared} <= set(meetings(here, there))
 
 
 def meet(a: int, here: int, b: int, there: int) -> bool:
@@ -161,6 +200,15 @@ def test_random_programs_under_every_schedule(data: st.DataObject, name: str, n:
     programs = add_transfers(schedule, of_devices)
     check(programs)
     _everything_arrives(programs, schedule, of_devices)
+
+
+@given(data=st.data(), name=st.sampled_from(sorted(SCHEDULES)), n=st.integers(1, 3), chunks=st.integers(1, 4))
+@settings(max_examples=30, deadline=None)
+def test_any_replicas(data: st.DataObject, name: str, n: int, chunks: int) -> None:
+    devices = placement(name, [f"cuda:{d}" for d in range(n)])
+    counts = {device: data.draw(st.integers(1, 4)) for device in dict.fromkeys(devices)}
+    several = replicated(data.draw(programs_of(devices)), [counts[device] for device in devices])
+    check(add_transfers(make(name, devices, chunks), several))
 
 
 @given(data=st.data(), name=st.sampled_from(["gpipe", "1f1b", "1f1b-late", "zb-h1", "zb-h2"]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fxpipe.ir.buckets import Bucket
 from fxpipe.ir.device_programs import DevicePrograms, Message, Step
 from fxpipe.ir.schedule import Action
 from fxpipe.ir.wires import Form, Lent, Wires, dump, load
@@ -15,13 +16,15 @@ ROWS = (
 )
 WIRES = Wires(
     programs=DevicePrograms("gpipe", ("cpu:0", "cpu:1"), ROWS),
-    devices=("cpu:0", "cpu:1"),
+    crews=(("cpu:0",), ("cpu:1",)),
     names={"x": "x_1"},
     forms={"x": Form("float32", ("b", 4)), "n": Form("int64", (), "int")},
     origins={"x": "net.py:3  x = self.a(x)"},
     sizes=(("b", "image", 0),),
     lent=(Lent("w", 0, 1, "a.weight", False, "w_for_1"),),
     makers=(1, -1),
+    buckets=(Bucket(1, 0, "f32", True, (("w", (3, 4)), ("v", ())), 2),),
+    paths={"w": ("a.weight", False), "v": ("v", True)},
 )
 
 
