@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -54,20 +54,21 @@ class Ranks:
     def __post_init__(self) -> None:
         self.steps = [[] for _ in self.processes]
 
-    def listen(self, until: float, rank: int) -> None:
-        """Hear what a rank says next, if it says something."""
-        if not self.ends[rank].poll(max(0.0, until - time.monotonic())):
-            return
-        try:
-            kind, what = self.ends[rank].recv()
-        except (EOFError, ConnectionResetError):
-            self.said.setdefault(rank, "")
-            return
-        if kind == "error":
-            self.said[rank] = what
-        else:
-            self.steps[rank].append(time.monotonic())
-            self.reached = max(self.reached, what)
+    def listen(self, until: float) -> None:
+        """Hear what any of them says next, if one says something; to all, for who is not heard cannot go on talking."""
+        open_ends = {end: rank for rank, end in enumerate(self.ends) if rank not in self.said}
+        for ready in wait(list(open_ends), max(0.0, until - time.monotonic())):
+            assert isinstance(ready, Connection)
+            rank = open_ends[ready]
+            try:
+                kind, what = ready.recv()
+            except (EOFError, ConnectionResetError):
+                kind, what = "error", ""
+            if kind == "error":
+                self.said[rank] = what
+            else:
+                self.steps[rank].append(time.monotonic())
+                self.reached = max(self.reached, what)
 
 
 @contextmanager
@@ -103,7 +104,7 @@ def strike(ranks: Ranks, fault: Fault, usual: float) -> float:
     os.kill(process.pid, SIGNALS[fault.kind])
     for rank in [rank for rank in range(SIZE) if rank != fault.rank or fault.kind == "interrupt"]:
         while rank not in ranks.said and time.monotonic() < struck + SOON:
-            ranks.listen(struck + SOON, rank)
+            ranks.listen(struck + SOON)
     seconds = time.monotonic() - struck
     process.join(0 if fault.kind == "stop" else SOON)
     return seconds
@@ -113,7 +114,7 @@ def wait_for(ranks: Ranks, rank: int, steps: int) -> None:
     """Until a rank has done so many steps."""
     end = time.monotonic() + PATIENCE
     while len(ranks.steps[rank]) <= steps and not ranks.said and time.monotonic() < end:
-        ranks.listen(end, rank)
+        ranks.listen(end)
     assert not ranks.said, ranks.said
     assert len(ranks.steps[rank]) > steps, f"rank {rank} has come to step {len(ranks.steps[rank]) - 1} of {steps}"
 
