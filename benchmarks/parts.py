@@ -33,7 +33,7 @@ class Work:
     fresh: tuple[Tensor, ...]
 
 
-def measured(workers: int, rounds: int = 7) -> Cost:
+def measured(workers: int, rounds: int = 15) -> Cost:
     """The median of several runs, for each part once, while so many workers are at it."""
 
     def cost(part: Part, device: Device) -> Seconds:

@@ -78,7 +78,7 @@ def alexnet(width: int = 24, hidden: int = 1024, size: int = 127, rows: int = 32
     return Case(model, torch.randn(rows, 3, size, size), torch.randint(100, (rows,)))
 
 
-def rnntc(width: int = 512, layers: int = 2, steps: int = 6, rows: int = 64) -> Case:
+def rnntc(width: int = 256, layers: int = 2, steps: int = 6, rows: int = 256) -> Case:
     model = RNNTC(vocab=1000, width=width, layers=layers, classes=10)
     return Case(model, torch.randint(1000, (rows, steps)), torch.randint(10, (rows,)))
 
