@@ -11,7 +11,7 @@ for longer than a hand-over takes; in the backward it takes and gives the other 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
@@ -39,7 +39,7 @@ def segments(placed: Placed, seconds: Mapping[str, float] | None = None) -> tupl
     on several devices."""
     graph = placed.graph
     before = dependencies(graph)
-    whole = blocks(placed, before)
+    whole = blocks(graph, before, _made_of_nothing(placed, before))
     _refuse_torn(graph, placed, whole)
     return _Turns(placed, before, whole, seconds or {}).taken()
 
@@ -64,10 +64,9 @@ def dependencies(graph: Graph) -> list[set[int]]:
 # Ops that stay together -----------------------------------------------------------------------------------------------
 
 
-def blocks(placed: Placed, before: Sequence[set[int]]) -> list[tuple[int, ...]]:
-    """All ops, by position, in blocks that run in one go on one device: what is tied, what lies between, and what is
-    made of nothing with who reads it first. `before` are the `dependencies` of the graph."""
-    graph = placed.graph
+def blocks(graph: Graph, before: Sequence[set[int]], also: Iterable[tuple[int, int]] = ()) -> list[tuple[int, ...]]:
+    """All ops, by position, in blocks that run in one go on one device: what is tied, each pair of `also`, and what
+    lies between. `before` are the `dependencies` of the graph."""
     block_of = {at: {at} for at in range(len(graph.ops))}
     root, known = memory(graph.ops, graph.types), graph.types
     for tie in ties(graph):
@@ -77,8 +76,8 @@ def blocks(placed: Placed, before: Sequence[set[int]]) -> list[tuple[int, ...]]:
             continue
         touching = {at for at, op in enumerate(span, tie.first) if _touches(op, root(tie.name), root, known)}
         _join(block_of, {tie.first, tie.last} | touching)
-    for at, user in _made_of_nothing(placed, before):
-        _join(block_of, {at, user})
+    for pair in also:
+        _join(block_of, set(pair))
     while loose := next((b for b in _distinct(block_of) if len(b) > 1 and _between(block_of, b, before) - b), None):
         _join(block_of, _between(block_of, loose, before))
     return [tuple(sorted(block)) for block in _distinct(block_of)]

@@ -7,6 +7,10 @@ rate of the moment:
 
     device 0   a ━━━━━━━━━┯━━━━━  slow, then fast    a: 2 s alone, 4 s beside the other; b: 1 s and 2 s
     device 1   b ━━━━━━━━━┛                          b ends at 2 s, with half of a done, which ends at 3 s
+
+And where a device could do several parts, it does them in the order of `fxpipe.compile(model, strategy=...)`: forward,
+first what another device waits for (`fxpipe.planning.segments`); backward, the other way round. The paper's devices do
+first what is ready first.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from operator import itemgetter
+from math import inf
 
 from fxpipe.ir.cluster import Cluster
 from fxpipe.ir.operators import OperatorGraph
@@ -24,6 +28,7 @@ from .costs import Cost
 from .simulate import Times, makespan
 from .tasks import Key, Task, tasks
 
+Turn = tuple[float, float, Key]
 COMPUTE = "FB"  # kinds of tasks that are slowed down, and slow down others
 
 
@@ -31,13 +36,30 @@ def simulate_shared(graph: OperatorGraph, cluster: Cluster, strategy: Strategy, 
     """Seconds that a training step takes: `alone` are the times of parts while no other device computes, `beside`
     while all do. Raises ValueError where the strategy does not fit."""
     slowed = {task.key: task.seconds for task in tasks(graph, cluster, strategy, beside)}
-    return makespan(run(tasks(graph, cluster, strategy, alone), slowed, len(cluster.devices)))
+    todo = tasks(graph, cluster, strategy, alone)
+    return makespan(run(todo, slowed, len(cluster.devices), ways(todo)))
 
 
-def run(todo: Sequence[Task], slowed: Mapping[Key, float], devices: int) -> dict[Key, Times]:
+def ways(todo: Sequence[Task]) -> dict[Key, float]:
+    """For each forward part the seconds that its device computes, from the start of the part on, until another device
+    gets something that follows from it; infinite if none does."""
+    found, onward = dict[Key, float](), dict[Key, float]()
+    for task in sorted(todo, key=lambda task: task.key, reverse=True):
+        if task.kind == "F":
+            found[task.key] = task.seconds + onward.get(task.key, inf)
+        then = 0.0 if task.kind == "T" else found.get(task.key, inf)
+        for key in task.after:
+            onward[key] = min(onward.get(key, inf), then)
+    return found
+
+
+def run(
+    todo: Sequence[Task], slowed: Mapping[Key, float], devices: int, ways: Mapping[Key, float] | None = None
+) -> dict[Key, Times]:
     """The times of all tasks, of which the computing ones take `slowed` seconds while all `devices` compute, and in
-    proportion while some do. Each device and each link does its tasks in the order in which they become ready."""
-    state = _State(todo)
+    proportion while some do. Of what is ready a device does first the part with the shortest of the `ways`, and the
+    parts backward in the opposite order; without them, and on links, what was ready first."""
+    state = _State(todo, ways)
     for task in todo:
         if not task.after:
             state.offer(task)
@@ -68,9 +90,10 @@ class _State:
     """The state of the walk: the time that it is `now`, and what runs and waits on each device and link."""
 
     todo: Sequence[Task]
+    ways: Mapping[Key, float] | None
     now: float = 0.0
     running: dict[int, _Running] = field(default_factory=dict)
-    queues: dict[int, list[tuple[float, Key, Task]]] = field(default_factory=dict)
+    queues: dict[int, list[tuple[Turn, Task]]] = field(default_factory=dict)
     times: dict[Key, Times] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -80,6 +103,7 @@ class _State:
             for key in task.after:
                 self.next.setdefault(key, []).append(task)
         self.ready: dict[Key, float] = {}
+        self.forward = {task.label: task.key for task in self.todo if task.kind == "F"}
 
     def offer(self, task: Task) -> None:
         """A task is ready now. What is on no device ends at once."""
@@ -87,13 +111,20 @@ class _State:
         if task.device < 0:
             self.end(task, self.now)
         else:
-            heappush(self.queues.setdefault(task.device, []), (self.now, task.key, task))
+            heappush(self.queues.setdefault(task.device, []), (self.turn(task), task))
+
+    def turn(self, task: Task) -> Turn:
+        """What says which of the tasks that are ready on a device comes first."""
+        first = 0.0
+        if self.ways is not None and task.kind in COMPUTE:
+            first = self.ways[task.key] if task.kind == "F" else -self.times[self.forward[task.label]].start
+        return first, self.now, task.key
 
     def start(self) -> None:
         """Idle devices and links begin their next tasks, those that became ready first before others; what takes no
         time is done at once."""
         while idle := [queue for device, queue in self.queues.items() if queue and device not in self.running]:
-            _, _, task = heappop(min(idle, key=itemgetter(0)))
+            _, task = heappop(min(idle, key=lambda queue: queue[0][0]))
             if task.seconds:
                 self.running[task.device] = _Running(task, self.now)
             else:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fxpipe.ir.operators import OperatorGraph
 from fxpipe.ir.strategy import Config, Strategy
-from fxpipe.soap.contention import run, simulate_shared
+from fxpipe.soap.contention import run, simulate_shared, ways
 from fxpipe.soap.costs import roofline
 from fxpipe.soap.kinds import elementwise, features
 from fxpipe.soap.simulate import run as run_alone
@@ -66,6 +66,21 @@ def test_without_slowdown_all_times_are_those_of_the_plain_simulator(seed: int) 
         assert (found[key].ready, found[key].start, found[key].end) == pytest.approx(
             (times.ready, times.start, times.end), rel=1e-9, abs=1e-15
         )
+
+
+def test_a_device_does_first_what_another_waits_for() -> None:
+    """Two branches start on device 0, and the longer one, b, goes on on device 1; backward is the other way round."""
+    x = features("x", 1, 1)
+    a, b = elementwise("a", x), elementwise("b", x)
+    c = elementwise("c", b)
+    graph = OperatorGraph("branches", (x, a, b, c, elementwise("d", a)))
+    first, second = Config((1, 1), (0,)), Config((1, 1), (1,))
+    todo = tasks(graph, cluster(2, latency=0.0), Strategy((first, first, first, second, first)), lambda *_: (1.0, 1.0))
+    slowed, found = {one.key: one.seconds for one in todo}, ways(todo)
+    starts = {one.label + one.kind: run(todo, slowed, 2, found)[one.key].start for one in todo if one.kind in "FB"}
+    assert (starts["b 0F"], starts["a 0F"], starts["d 0F"]) == (0, 1, 2)
+    assert starts["d 0B"] < starts["a 0B"] < starts["b 0B"]
+    assert run(todo, slowed, 2)[todo[0].key].start == 0  # a, by its key, where none comes first
 
 
 def test_one_device_takes_what_its_parts_take_alone_and_two_what_they_take_together() -> None:
