@@ -1,12 +1,12 @@
 """What parts of operators take on this machine, forward and backward: the costs that strategies are simulated with.
 
 A part is rebuilt from its kind and sizes, on random values, and run by itself, or on several threads at once: workers
-that are busy at the same time share caches and memory, and a part takes longer then. Each part is measured once.
+that are busy at the same time share caches and memory, and a part takes longer then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from statistics import median
@@ -17,8 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxpipe.ir.cluster import Device
-from fxpipe.soap.costs import Cost, Part, Seconds, once
+from fxpipe.ir.cluster import Cluster, Device
+from fxpipe.ir.operators import OperatorGraph
+from fxpipe.ir.strategy import Strategy
+from fxpipe.soap.costs import Cost, Part, Seconds
+from fxpipe.soap.tasks import tasks
 
 Run = Callable[[], Tensor]
 Weight = Callable[..., Tensor]  # makes one of some sizes
@@ -33,38 +36,74 @@ class Work:
     fresh: tuple[Tensor, ...]
 
 
-def measured(workers: int, rounds: int = 15) -> Cost:
-    """The median of several runs, for each part once, while so many workers are at it."""
+class Parts:
+    """Parts of operators, timed in turns, so that no part has the machine's fast or slow moments to itself; each on so
+    many `workers` at once."""
 
-    def cost(part: Part, device: Device) -> Seconds:
-        if part.operator.kind in ("input", "flatten") or not part.operator.work:
-            return 0.0, 0.0
-        barrier = Barrier(workers)
-        found: list[list[Seconds]] = [[] for _ in range(workers)]
-        threads = [Thread(target=_time, args=(make(part), barrier, times, rounds)) for times in found]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        forward, backward = zip(*(seconds for times in found for seconds in times), strict=True)
-        return median(forward), median(backward)
+    def __init__(self, parts: Iterable[Part], workers: int) -> None:
+        self.works = {part: [make(part) for _ in range(workers)] for part in parts}
+        self.times: dict[Part, list[Seconds]] = {part: [] for part in self.works}
 
-    return once(cost)
+    def time_each(self) -> None:
+        """One more turn for each part."""
+        for part, works in self.works.items():
+            self.times[part] += together(works)
+
+    def cost(self) -> Cost:
+        """The medians. Parts that compute nothing take no time. Raises KeyError for a part that is not one of these."""
+        found = {part: tuple(map(median, zip(*times, strict=True))) for part, times in self.times.items()}
+
+        def cost(part: Part, device: Device) -> Seconds:
+            forward, backward = found[part] if computes(part) else (0.0, 0.0)
+            return forward, backward
+
+        return cost
 
 
-def _time(work: Work, barrier: Barrier, times: list[Seconds], rounds: int) -> None:
-    """Run forward and backward, at the same time as the other threads; the first time warms up."""
-    for turn in range(rounds + 1):
-        for tensor in work.fresh:
-            tensor.grad = None
+def parts_of(graph: OperatorGraph, cluster: Cluster, strategies: Iterable[Strategy]) -> list[Part]:
+    """All parts that occur in the strategies and compute something."""
+    found: dict[Part, None] = {}
+
+    def note(part: Part, device: Device) -> Seconds:
+        found[part] = None
+        return 0.0, 0.0
+
+    for strategy in strategies:
+        tasks(graph, cluster, strategy, note)
+    return [part for part in found if computes(part)]
+
+
+def computes(part: Part) -> bool:
+    return part.operator.kind not in ("input", "flatten") and part.operator.work > 0
+
+
+def together(works: Sequence[Work]) -> list[Seconds]:
+    """Run each once forward and backward, at the same time as the others; a time before, to warm up."""
+    barrier, found = Barrier(len(works)), list[Seconds]()
+
+    def run(work: Work) -> None:
+        once(work)
         barrier.wait()
-        start = perf_counter()
-        result = work.run()
-        middle = perf_counter()
-        if result.requires_grad:
-            result.backward(torch.ones_like(result))
-        if turn:
-            times.append((middle - start, perf_counter() - middle))
+        found.append(once(work))
+
+    threads = [Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def once(work: Work) -> Seconds:
+    """Seconds forward and backward."""
+    for tensor in work.fresh:
+        tensor.grad = None
+    start = perf_counter()
+    result = work.run()
+    middle = perf_counter()
+    if result.requires_grad:
+        result.backward(torch.ones_like(result))
+    return middle - start, perf_counter() - middle
 
 
 def make(part: Part) -> Work:

@@ -6,7 +6,7 @@ A convolutional and a recurrent network, each under data parallelism, model para
 one worker, and strategies drawn at random. Parts are measured (`parts.py`), alone and beside others, what a message
 takes too (`Cluster.detect`), and the simulator puts them together: the SOAP paper's algorithm 1, with parts that take
 longer while other workers compute (`fxpipe.soap.contention`). No number is adjusted.
-Strategies take turns, and medians are compared. Each worker has one thread.
+Strategies and parts take turns, and medians are compared. Each worker has one thread.
 
 Two figures count: how far each simulated step is from the measured one, and whether of each two strategies whose
 simulated steps differ by more than a tenth the one that is faster in simulation is so in truth.
@@ -32,22 +32,19 @@ from torch import Tensor, nn
 
 import fxpipe
 from benchmarks.models import RNNTC, AlexNet
-from benchmarks.parts import measured
+from benchmarks.parts import Parts, parts_of
 from benchmarks.timing import in_turn
 from fxpipe.ir.cluster import Cluster
 from fxpipe.ir.operators import OperatorGraph
 from fxpipe.ir.strategy import Strategy
 from fxpipe.search import operators_of
 from fxpipe.soap.contention import simulate_shared
-from fxpipe.soap.costs import Cost
 from fxpipe.soap.space import place
 from fxpipe.soap.strategies import data_parallel, expert, model_parallel, scattered
 
 WORKERS = 2
 BAR = 0.30  # the error that is allowed
 CLEAR = 1.10  # strategies whose simulated steps differ by more have an order
-
-Costs = tuple[Cost, Cost]  # alone, and while all workers are busy
 
 
 @dataclass(frozen=True)
@@ -91,21 +88,24 @@ def strategies(graph: OperatorGraph, drawn: int) -> dict[str, Strategy]:
     return found | {f"random {seed}": scattered(graph, WORKERS, Random(seed)) for seed in range(drawn)}
 
 
-def trials(case: Case, costs: Costs, rounds: int, drawn: int) -> list[Result]:
+def trials(case: Case, rounds: int, drawn: int) -> list[Result]:
     """Every strategy, simulated and measured. The first device of the cluster stands for both."""
     cluster = Cluster.detect(WORKERS)
     graph = operators_of(case.model, cluster, (case.x,), None)
     found = strategies(graph, drawn)
+    parts = parts_of(graph, cluster, found.values())
+    alone, beside = Parts(parts, 1), Parts(parts, WORKERS)
     pipes = {name: fxpipe.compile(copy.deepcopy(case.model), strategy=(graph, one), devices=WORKERS)
              for name, one in found.items()}  # fmt: skip
+    turns: dict[str, Callable[[], object]] = {name: _step(pipe, case) for name, pipe in pipes.items()}
     try:
-        times = in_turn({name: _step(pipe, case) for name, pipe in pipes.items()}, rounds, 1)
+        times = in_turn(turns | {"parts alone": alone.time_each, "parts beside": beside.time_each}, rounds, 1)
     finally:
         for pipe in pipes.values():
             pipe.close()
-    return [
-        Result(name, simulate_shared(graph, cluster, one, *costs), median(times[name])) for name, one in found.items()
-    ]
+    costs = alone.cost(), beside.cost()
+    simulated = {name: simulate_shared(graph, cluster, one, *costs) for name, one in found.items()}
+    return [Result(name, simulated[name], median(times[name])) for name in found]
 
 
 def _step(pipe: fxpipe.Pipe, case: Case) -> Callable[[], object]:
@@ -146,9 +146,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    costs = measured(1), measured(WORKERS)
     for key in options.only:
-        results = trials(cases()[key](), costs, options.rounds, options.drawn)
+        results = trials(cases()[key](), options.rounds, options.drawn)
         print(f"\n{key}\n\n{table(results)}\n", *verdict(results), sep="\n")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import strategies
-from benchmarks.parts import measured
 from benchmarks.strategies import Result, table, trials, verdict
 
 SMALL = {
@@ -17,7 +16,7 @@ SMALL = {
 @pytest.mark.parametrize("model", SMALL)
 def test_every_strategy_is_simulated_and_measured(model: str) -> None:
     assert set(SMALL) == set(strategies.cases())
-    results = trials(SMALL[model](), (measured(1, rounds=1), measured(2, rounds=1)), rounds=1, drawn=0)
+    results = trials(SMALL[model](), rounds=1, drawn=0)
     assert len(results) == 4
     assert min(seconds for one in results for seconds in (one.simulated, one.measured)) > 0
     assert len({one.simulated for one in results}) > 2
