@@ -2,10 +2,10 @@
 
     python -m benchmarks.strategies
 
-A convolutional and a recurrent network, each under data parallelism, model parallelism, the expert's strategy, all on
-one worker, and strategies drawn at random. Parts are measured (`parts.py`), alone and beside others, what a message
-takes too (`Cluster.detect`), and the simulator puts them together: the SOAP paper's algorithm 1, with parts that take
-longer while other workers compute (`fxpipe.soap.contention`). No number is adjusted.
+Two convolutional networks and a recurrent one, each under data parallelism, model parallelism, the expert's strategy,
+all on one worker, and strategies drawn at random. Parts are measured (`parts.py`), alone and beside others, what a
+message takes and how fast memory is, too (`Cluster.detect`), and the simulator puts them together: the SOAP paper's
+algorithm 1, for workers that share a memory (`fxpipe.soap.contention`). No number is adjusted.
 Strategies and parts take turns, and medians are compared. Each worker has one thread.
 
 Two figures count: how far each simulated step is from the measured one, and whether of each two strategies whose
@@ -31,7 +31,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 import fxpipe
-from benchmarks.models import RNNTC, AlexNet
+from benchmarks.models import RNNTC, AlexNet, ResNet
 from benchmarks.parts import Parts, parts_of
 from benchmarks.timing import in_turn
 from fxpipe.ir.cluster import Cluster
@@ -67,11 +67,16 @@ class Result:
 
 def cases() -> dict[str, Callable[[], Case]]:
     """Models of which a part takes milliseconds; each is made when it is asked for."""
-    return {"alexnet": alexnet, "rnntc": rnntc}
+    return {"alexnet": alexnet, "resnet": resnet, "rnntc": rnntc}
 
 
 def alexnet(width: int = 24, hidden: int = 1024, size: int = 127, rows: int = 32) -> Case:
     model = AlexNet(width=width, hidden=hidden, classes=100, size=size)
+    return Case(model, torch.randn(rows, 3, size, size), torch.randint(100, (rows,)))
+
+
+def resnet(width: int = 32, size: int = 96, rows: int = 32) -> Case:
+    model = ResNet([1, 1, 1, 1], width=width, classes=100, norm=False)
     return Case(model, torch.randn(rows, 3, size, size), torch.randint(100, (rows,)))
 
 

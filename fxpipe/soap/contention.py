@@ -16,7 +16,7 @@ first what is ready first.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from math import inf
 
@@ -25,6 +25,7 @@ from fxpipe.ir.operators import OperatorGraph
 from fxpipe.ir.strategy import Strategy
 
 from .costs import Cost
+from .handling import handling
 from .simulate import Times, makespan
 from .tasks import Key, Task, tasks
 
@@ -34,9 +35,19 @@ COMPUTE = "FB"  # kinds of tasks that are slowed down, and slow down others
 
 def simulate_shared(graph: OperatorGraph, cluster: Cluster, strategy: Strategy, alone: Cost, beside: Cost) -> float:
     """Seconds that a training step takes: `alone` are the times of parts while no other device computes, `beside`
-    while all do. Raises ValueError where the strategy does not fit."""
-    slowed = {task.key: task.seconds for task in tasks(graph, cluster, strategy, beside)}
-    todo = tasks(graph, cluster, strategy, alone)
+    while all do. To cut and to join what parts read takes time, too, at the bandwidth of the memory, which is one for
+    all devices. Raises ValueError where the strategy does not fit."""
+    each = [device.bandwidth for device in cluster.devices]  # while all are busy
+    moved, total = handling(graph, strategy), sum(each)
+    slowed = {
+        task.key: task.seconds + moved.get(task.key, 0.0) / each[task.device]
+        for task in tasks(graph, cluster, strategy, beside)
+        if task.kind in COMPUTE
+    }
+    todo = [
+        replace(task, seconds=task.seconds + moved.get(task.key, 0.0) / total)
+        for task in tasks(graph, cluster, strategy, alone)
+    ]
     return makespan(run(todo, slowed, len(cluster.devices), ways(todo)))
 
 

@@ -9,6 +9,7 @@ from benchmarks.strategies import Result, table, trials, verdict
 
 SMALL = {
     "alexnet": lambda: strategies.alexnet(width=2, hidden=8, size=63, rows=4),
+    "resnet": lambda: strategies.resnet(width=2, size=33, rows=4),
     "rnntc": lambda: strategies.rnntc(width=8, layers=1, steps=2, rows=4),
 }
 

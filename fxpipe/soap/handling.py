@@ -1,0 +1,50 @@
+"""What devices move in memory to cut, join and add up what parts give each other: work that no part's own time has.
+
+    forward    a part that reads from several parts joins the pieces: it reads and writes all of them
+    backward   a part of whose output another reads a piece gets a gradient for that piece: it is put into zeros of the
+               whole; and where several read of it, their gradients are added up
+
+The SOAP paper's copies are made by the runtime beside the devices. A CPU worker makes them itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+from fxpipe.ir.operators import OperatorGraph
+from fxpipe.ir.strategy import Strategy, regions
+
+from .needs import volume
+from .tasks import Key, overlaps
+
+
+def handling(graph: OperatorGraph, strategy: Strategy) -> Mapping[Key, float]:
+    """Bytes read and written, by the key of the task (see `tasks`) that has to."""
+    moved: dict[Key, float] = {}
+    uses: dict[tuple[int, int], int] = {}
+    last = len(graph) - 1
+    parts = [
+        [volume(region) for region in regions(operator, config)]
+        for operator, config in zip(graph, strategy.configs, strict=True)
+    ]
+    for i, j, which in graph.edges:
+        if graph.operators[i].kind == "input":
+            continue
+        found = list(overlaps(graph, graph.operators[j], which, strategy.configs[i], strategy.configs[j]))
+        for m in range(prod(strategy.configs[j].degrees)):
+            pieces = [elements for _, to, elements in found if to == m]
+            if len(pieces) > 1:
+                _add(moved, (0, j, m), 2 * sum(pieces))
+        for k, _, elements in found:
+            uses[i, k] = uses.get((i, k), 0) + 1
+            if elements < parts[i][k]:
+                _add(moved, (1, last - i, k), parts[i][k] + 2 * elements)
+    for (i, k), count in uses.items():
+        if count > 1:
+            _add(moved, (1, last - i, k), 3 * (count - 1) * parts[i][k])
+    return {key: elements * graph.element for key, elements in moved.items()}
+
+
+def _add(moved: dict[Key, float], key: Key, elements: float) -> None:
+    moved[key] = moved.get(key, 0.0) + elements
