@@ -7,10 +7,11 @@ that are busy at the same time share caches and memory, and a part takes longer 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from statistics import median
-from threading import Barrier, Thread
+from threading import Barrier
 from time import perf_counter
 
 import torch
@@ -41,13 +42,14 @@ class Parts:
     many `workers` at once."""
 
     def __init__(self, parts: Iterable[Part], workers: int) -> None:
+        self.workers = ThreadPoolExecutor(workers)  # threads that stay, with the memory that they have come to use
         self.works = {part: [make(part) for _ in range(workers)] for part in parts}
         self.times: dict[Part, list[Seconds]] = {part: [] for part in self.works}
 
     def time_each(self) -> None:
         """One more turn for each part."""
         for part, works in self.works.items():
-            self.times[part] += together(works)
+            self.times[part] += together(works, self.workers)
 
     def cost(self) -> Cost:
         """The medians. Parts that compute nothing take no time. Raises KeyError for a part that is not one of these."""
@@ -77,21 +79,16 @@ def computes(part: Part) -> bool:
     return part.operator.kind not in ("input", "flatten") and part.operator.work > 0
 
 
-def together(works: Sequence[Work]) -> list[Seconds]:
+def together(works: Sequence[Work], workers: Executor) -> list[Seconds]:
     """Run each once forward and backward, at the same time as the others; a time before, to warm up."""
-    barrier, found = Barrier(len(works)), list[Seconds]()
+    barrier = Barrier(len(works))
 
-    def run(work: Work) -> None:
+    def run(work: Work) -> Seconds:
         once(work)
         barrier.wait()
-        found.append(once(work))
+        return once(work)
 
-    threads = [Thread(target=run, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    return list(workers.map(run, works))
 
 
 def once(work: Work) -> Seconds:
