@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from .calls import micro_batch_sizes
 from .capture.arguments import cut_along
 from .capture.guards import check_outputs
 from .capture.lifted import Piece, capture_lifted, lift, not_cut
@@ -41,7 +42,6 @@ from .ir.program import Program
 from .ir.types import TensorType, ValueType
 from .machine import local_cluster
 from .options import Options
-from .pipe import micro_batch_sizes
 from .profiling import estimate
 from .report import dump
 from .runtime.microbatch import split_sizes

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import tempfile
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from . import sharded
+from .calls import batch_size, check_even, given, kind_of, match, micro_batch_sizes, real, with_states
 from .capture import NO_TARGET, Front, Stepper
 from .clock import timed
 from .codegen.load import bind, load_package, tensors_of, unload, worker_device
@@ -33,31 +34,24 @@ from .compiled_stages import compile_stages
 from .engines.local import Pipeline
 from .engines.rehearsal import rehearse
 from .engines.timed import take_step
-from .errors import FxpipeError, InputError, PackageError
+from .errors import FxpipeError, PackageError
+from .inspection import Inspected
 from .ir.cluster import Cluster
-from .ir.device_programs import DevicePrograms
 from .ir.evaluate import with_totals
-from .ir.graph import Graph, Input, Ref, Struct
+from .ir.graph import Graph
 from .ir.opaque import opaques
-from .ir.plan import Plan
 from .ir.profile import Profile
-from .ir.program import Program
-from .ir.schedule import Schedule
 from .ir.timeline import Timeline
-from .ir.timeline import compare as beside
-from .ir.transfers import add_transfers
 from .ir.wires import Wires
 from .machine import local_cluster
 from .materialize import Init, materialize
 from .options import Options, backend_of, every_device
 from .planning import homes
 from .profiling import estimate, measure
-from .report import dump, explain
-from .runtime import Stage
+from .report import dump
 from .runtime.microbatch import scatter, split_sizes
-from .shell import Forward, Shell, check_grad
-from .street import Build, Home, build, predict, rehearsed
-from .viz import svg
+from .shell import Forward, check_grad
+from .street import Build, Home, build, rehearsed
 
 
 @dataclass
@@ -71,7 +65,7 @@ class Live:
     version: int
 
 
-class Pipe(Shell):
+class Pipe(Inspected):
     """What `fxpipe.compile` returns; see there."""
 
     def __init__(self, model: nn.Module, options: Options) -> None:
@@ -335,80 +329,6 @@ class Pipe(Shell):
                 unload(live.package)
             self._folder.cleanup()
 
-    # Looking ----------------------------------------------------------------------------------------------------------
-
-    @property
-    def build(self) -> Build:
-        """Everything made for the kind of call that was compiled or run last."""
-        last: Build | None = self._last
-        if last is None:
-            raise FxpipeError("nothing is compiled yet: call the pipe once, or pass example_inputs to fxpipe.compile")
-        return last
-
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """The stages that run, as modules; `.source` is the text of the file each came from."""
-        return self._live(self.build).scheduler.stages
-
-    @property
-    def scheduler(self) -> Pipeline:
-        """The scheduler that runs; `.source` is the text of the file it came from."""
-        return self._live(self.build).scheduler
-
-    @property
-    def plan(self) -> Plan:
-        """The decisions: which ops form which stage, and where it runs."""
-        return self.build.plan
-
-    @property
-    def schedule(self) -> Schedule:
-        """What each device does when. Prints as a grid."""
-        return self.build.schedule
-
-    @property
-    def timeline(self) -> Timeline | None:
-        """What each device did in the last `step(..., timeline=True)`, and when. Prints as a table; `fxpipe.viz` draws
-        it as text (`text.bars`), as SVG (`svg.draw`) and writes a trace for Perfetto (`trace.trace`)."""
-        found: Timeline | None = self._timeline
-        return found
-
-    @property
-    def programs(self) -> DevicePrograms:
-        """What each device runs, sends and receives, in order. Prints as a listing."""
-        return add_transfers(self.build.schedule, self.build.program)
-
-    @property
-    def files(self) -> Mapping[str, str]:
-        """The generated package: text by file name."""
-        return self.build.files
-
-    @property
-    def trail(self) -> Mapping[str, Program]:
-        """The program after each pass that changed it: `pipe.trail["portals"]`."""
-        return self.build.trail
-
-    def explain(self) -> str:
-        """A table: per stage its ops, parameters, time, memory and traffic; then the portals and shared parameters.
-        With a strategy, how each operator is cut, and the table by devices."""
-        return explain(self.build, self._backend)
-
-    def compare(self) -> str:
-        """A table: what was predicted beside what was measured in the last step with `timeline=True`. Predicted is what
-        the last `rehearse` did, if it was of the same kind, else what follows from the profile."""
-        measured = self.timeline
-        if measured is None:
-            raise FxpipeError("no step was timed yet: call pipe.step(..., timeline=True) first")
-        chunks = 1 + max(span.micro_batch for span in measured.spans)
-        if self._rehearsed is not None:
-            made, predicted = self._rehearsed
-            if made is self._timed and chunks == 1 + max(span.micro_batch for span in predicted.spans):
-                return beside(predicted, measured)
-        return beside(predict(self._timed, chunks), measured)
-
-    def picture(self) -> str:
-        """The simulated timeline of one step as SVG text."""
-        return svg.draw(self.build.timeline)
-
     # Keeping ----------------------------------------------------------------------------------------------------------
 
     def save(self, folder: str | Path, overwrite: bool = False) -> None:
@@ -437,67 +357,3 @@ class Pipe(Shell):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled is the model and how to compile it."""
         return Pipe, (self.model, self.options)
-
-
-def kind_of(graph: Graph, training: bool, sizes: Mapping[str, int] | None) -> tuple[Any, ...]:
-    """What calls with one build have in common. Kinds that differ in constants alone, as in `model.mask = mask`, have
-    the same ops. `sizes` are given where the build is for these alone."""
-    return id(graph.ops), training, *(() if sizes is None else sizes.items())
-
-
-def with_states(made: Build, graph: Graph) -> Build:
-    """The build with the states of `graph`, which has the same ops."""
-    parts = (state for state in made.program.graph.states if state.part)
-    ordered = replace(made.program.graph, states=(*graph.states, *parts))
-    return replace(made, graph=replace(made.graph, states=graph.states), program=replace(made.program, graph=ordered))
-
-
-def check_even(samples: int, chunks: int) -> None:
-    """Raise InputError where micro-batches would not be of one size, which is what a strategy is for."""
-    if len(set(split_sizes(samples, chunks))) > 1:
-        raise InputError(
-            f"a batch of {samples} cannot be cut into {chunks} micro-batches of one size, as a strategy needs them: "
-            f"give a multiple of {chunks} samples, as DataLoader(drop_last=True) does, or compile with other chunks"
-        )
-
-
-def real(graph: Graph, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The values of the graph's states, given the model's tensors by path."""
-    return {s.name: s.value if s.kind == "constant" else tensors[s.path] for s in graph.states}
-
-
-def micro_batch_sizes(graph: Graph, inputs: Sequence[Any], chunks: int) -> dict[str, int]:
-    """The numbers that the graph's sizes have for the first, largest micro-batch."""
-    rows = split_sizes(batch_size(graph, inputs), chunks)[0]
-    known = {item.name: (item, value) for item, value in given(graph, inputs)}
-    sizes = {}
-    for size in graph.sizes:
-        item, value = known[size.input]
-        sizes[size.name] = rows if size.dim == item.batch_dim else int(value.shape[size.dim])
-    return sizes
-
-
-def batch_size(graph: Graph, inputs: Sequence[Any]) -> int:
-    """Samples in a batch; 1 where nothing is cut."""
-    cut = (value.shape[item.batch_dim] for item, value in given(graph, inputs) if item.batch_dim is not None)
-    return next(map(int, cut), 1)
-
-
-def given(graph: Graph, inputs: Sequence[Any]) -> Iterator[tuple[Input, Any]]:
-    """The inputs that the caller gives, and their values."""
-    return zip((item for item in graph.inputs if item.path), inputs, strict=True)
-
-
-def match(template: Any, value: Any, found: dict[str, Any]) -> None:
-    """Collect into `found` what stands in `value` where the template has a `Ref`."""
-    if isinstance(template, Ref):
-        found.setdefault(template.name, value)
-    elif isinstance(template, Struct):
-        for name, part in template.fields:
-            match(part, getattr(value, name), found)
-    elif isinstance(template, (tuple, list)):
-        for part, piece in zip(template, value, strict=True):
-            match(part, piece, found)
-    elif isinstance(template, Mapping):
-        for key, part in template.items():
-            match(part, value[key], found)

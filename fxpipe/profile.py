@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .calls import batch_size, given, match, micro_batch_sizes, real
 from .capture import Front
 from .clock import timed
 from .codegen.load import tensors_of, worker_device
@@ -17,7 +18,6 @@ from .ir.cluster import Cluster, Device
 from .ir.evaluate import with_totals
 from .ir.graph import Graph
 from .ir.profile import Profile
-from .pipe import batch_size, given, match, micro_batch_sizes, real
 from .profiling import estimate, measure
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from .agreement import agree, described, digest
+from .calls import kind_of, match, micro_batch_sizes, with_states
 from .capture import NO_TARGET
 from .capture.nest import change
 from .codegen.load import bound_stages, tensors_of
@@ -42,7 +43,7 @@ from .ir.plan import Plan
 from .ir.profile import Profile
 from .ir.schedule import Schedule
 from .options import Options
-from .pipe import Pipe, kind_of, match, micro_batch_sizes, with_states
+from .pipe import Pipe
 from .rank_shell import RankShell, scale_of
 from .runtime.random import new_seed
 from .shell import check_grad

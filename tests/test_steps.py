@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 import fxpipe
 from fxpipe import street
+from fxpipe.calls import match, micro_batch_sizes
 from fxpipe.capture import Stepper
 from fxpipe.codegen.load import bind, load_package, unload
 from fxpipe.codegen.package import constants, write
@@ -33,7 +34,6 @@ from fxpipe.ir.plan import Plan, StagePlan
 from fxpipe.ir.schedule import Action, Schedule, dump_csv, needs, show
 from fxpipe.machine import local_cluster
 from fxpipe.options import Options, device_labels, every_device, stage_devices
-from fxpipe.pipe import match, micro_batch_sizes
 from fxpipe.profiling import estimate
 from fxpipe.runtime.microbatch import split_sizes
 from fxpipe.schedules.make import SCHEDULES, Own

@@ -18,13 +18,13 @@ from torch import nn
 
 import fxpipe
 from fxpipe import street
+from fxpipe.calls import match, micro_batch_sizes
 from fxpipe.capture import capture
 from fxpipe.codegen.load import bind, load_package, unload
 from fxpipe.codegen.package import constants, write
 from fxpipe.ir.graph import Graph
 from fxpipe.machine import local_cluster
 from fxpipe.options import Options, device_labels
-from fxpipe.pipe import match, micro_batch_sizes
 from fxpipe.profiling import estimate
 from tests.models import MODELS
 from tests.transparency import assert_same, build, inputs, plain, step

@@ -19,12 +19,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from fxpipe import street
+from fxpipe.calls import match, micro_batch_sizes
 from fxpipe.codegen.load import load_package
 from fxpipe.codegen.package import write
 from fxpipe.ir.graph import Graph
 from fxpipe.machine import local_cluster
 from fxpipe.options import Options, every_device, stage_devices
-from fxpipe.pipe import match, micro_batch_sizes
 from fxpipe.profiling import estimate
 from fxpipe.worlds import find_world
 from tests.distributed.cases import Config, compare, owner, step_of, step_over
