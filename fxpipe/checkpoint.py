@@ -131,7 +131,7 @@ def here(model: nn.Module) -> Mapping[str, Tensor]:
     """What of the state_dict this process has, be it that others have it, too."""
     state: Mapping[str, Tensor] = unwrapped(model).state_dict()
     held = model.held_tensors() if isinstance(model, RankShell) else state
-    return {key: value for key, value in state.items() if key in held}
+    return {key: held[key].detach() for key in state if key in held}
 
 
 def model_tensors(model: nn.Module, alone: bool) -> dict[str, Tensor]:
