@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from hashlib import sha256
 from typing import Any
 
@@ -33,6 +33,18 @@ def agree(world: World, text: str | None, error: BaseException | None = None) ->
         raise RankError(
             "\n".join([f"ranks {LEADER} and {odd} do not have the same model and plan:", *some[:40], *more])
         )
+
+
+def on_each(world: World, do: Callable[[], object]) -> None:
+    """Do something on every rank. Raises its error where it fails, and RankError on all others."""
+    error = None
+    try:
+        do()
+    except Exception as failed:
+        error = failed
+    agree(world, "", error)
+    if error is not None:
+        raise error
 
 
 def digest(value: Any) -> str:

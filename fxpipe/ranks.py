@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .agreement import agree, described, digest
+from .agreement import agree, described, digest, on_each
 from .calls import kind_of, match, micro_batch_sizes, with_states
 from .capture import NO_TARGET
 from .capture.nest import change
@@ -262,14 +262,7 @@ class RankPipe(RankShell, Pipe):
         """This rank's part of a call of this kind."""
         made = self._agree(graph, inputs)
         if self._joined:  # a new kind
-            error = None
-            try:
-                self._live(made)
-            except Exception as failed:
-                error = failed
-            agree(self.world, "", error)
-            if error is not None:
-                raise error
+            on_each(self.world, lambda: self._live(made))
         scheduler: Ranked = self._live(made).scheduler  # type: ignore[assignment]
         if self._joined:
             scheduler.share_values()
@@ -367,16 +360,8 @@ class RankPipe(RankShell, Pipe):
 
     def save(self, folder: str | Path, overwrite: bool = False) -> None:
         """As in one process. All ranks call it, and the leader writes."""
-        error = None
-        if self.leads:
-            try:
-                super().save(folder, overwrite)
-            except Exception as failed:
-                error = failed
         with self.together():
-            agree(self.world, "", error)
-        if error is not None:
-            raise error
+            on_each(self.world, lambda: super(RankPipe, self).save(folder, overwrite) if self.leads else None)
 
     def _bound(self, package: ModuleType, made: Build, others: Mapping[str, Tensor]) -> Any:
         calls = {opaque.path: opaque for opaque in opaques(made.graph)}

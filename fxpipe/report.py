@@ -38,13 +38,12 @@ def explain(build: Build, backend: Backend | None = None) -> str:
         if any(action.kind == "W" for action in build.schedule.place):
             head += "; backward of a compiled stage is not split: I computes all of it, W nothing"
     if build.program.pipeline:
-        rows = [device_row(build, device) for device in devices]
+        headers, rows = DEVICE_HEADERS, [device_row(build, device) for device in devices]
         about = [table(build.cuts), ""] if build.cuts else []
         align = ("left", *["right"] * 8, "left")
     else:
-        rows, about = [stage_row(build, index) for index in range(n)], []
+        headers, rows, about = HEADERS, [stage_row(build, index) for index in range(n)], []
         align = ("right", "left", *["right"] * 7, "left")
-    headers = DEVICE_HEADERS if build.program.pipeline else HEADERS
     about.append(tabulate(rows, headers=headers, disable_numparse=True, colalign=align))
     return "\n".join([head, "", *about, *special_lines(build), *replica_lines(build.plan)])
 

@@ -12,7 +12,7 @@ rank sends to another arrive in order:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from time import perf_counter
 from typing import Any
@@ -123,6 +123,4 @@ def carried(link: str, messages: Sequence[tuple[float, float, Message]]) -> Iter
 
 
 def shifted(span: Span, seconds: float) -> Span:
-    return Span(
-        span.where, span.start + seconds, span.end + seconds, span.kind, span.stage, span.micro_batch, span.label
-    )
+    return replace(span, start=span.start + seconds, end=span.end + seconds)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from graphlib import TopologicalSorter
 from heapq import heappop, heappush
 from math import inf
 
@@ -175,7 +176,7 @@ class _Turns:
         """Seconds that the device of a block still computes, from its start on, until another device gets something
         that follows from it."""
         found: dict[int, float] = {}
-        for first in sorted(self.at, key=lambda first: self.at[first][-1], reverse=True):
+        for first in reversed([*TopologicalSorter(self.needs).static_order()]):
             given = any(self.device[user] != self.device[first] for user in self.users[first])
             onward = 0.0 if given else min((found[user] for user in self.users[first]), default=inf)
             found[first] = self.cost[first] + onward

@@ -27,7 +27,7 @@ from fxpipe.ir.strategy import Strategy
 from .costs import Cost
 from .handling import handling
 from .simulate import Times, makespan
-from .tasks import Key, Task, tasks
+from .tasks import Key, Task, followers, tasks
 
 Turn = tuple[float, float, Key]
 COMPUTE = "FB"  # kinds of tasks that are slowed down, and slow down others
@@ -109,10 +109,7 @@ class _State:
 
     def __post_init__(self) -> None:
         self.waiting = {task.key: len(task.after) for task in self.todo}
-        self.next: dict[Key, list[Task]] = {}
-        for task in self.todo:
-            for key in task.after:
-                self.next.setdefault(key, []).append(task)
+        self.next = followers(self.todo)
         self.ready: dict[Key, float] = {}
         self.forward = {task.label: task.key for task in self.todo if task.kind == "F"}
 

@@ -10,7 +10,6 @@ The SOAP paper's copies are made by the runtime beside the devices. A CPU worker
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
 
 from fxpipe.ir.operators import OperatorGraph
 from fxpipe.ir.strategy import Strategy, regions
@@ -31,15 +30,15 @@ def handling(graph: OperatorGraph, strategy: Strategy) -> Mapping[Key, float]:
     for i, j, which in graph.edges:
         if graph.operators[i].kind == "input":
             continue
-        found = list(overlaps(graph, graph.operators[j], which, strategy.configs[i], strategy.configs[j]))
-        for m in range(prod(strategy.configs[j].degrees)):
-            pieces = [elements for _, to, elements in found if to == m]
-            if len(pieces) > 1:
-                _add(moved, (0, j, m), 2 * sum(pieces))
-        for k, _, elements in found:
+        pieces: dict[int, list[int]] = {}
+        for k, m, elements in overlaps(graph, graph.operators[j], which, strategy.configs[i], strategy.configs[j]):
+            pieces.setdefault(m, []).append(elements)
             uses[i, k] = uses.get((i, k), 0) + 1
             if elements < parts[i][k]:
                 _add(moved, (1, last - i, k), parts[i][k] + 2 * elements)
+        for m, read in pieces.items():
+            if len(read) > 1:
+                _add(moved, (0, j, m), 2 * sum(read))
     for (i, k), count in uses.items():
         if count > 1:
             _add(moved, (1, last - i, k), 3 * (count - 1) * parts[i][k])

@@ -17,7 +17,7 @@ from fxpipe.ir.timeline import Span, Timeline
 
 from .costs import Cost
 from .links import links
-from .tasks import Key, Task, tasks
+from .tasks import Key, Task, followers, tasks
 
 SPANS = {"F": "F", "B": "B", "T": "T", "S": "A"}
 
@@ -33,10 +33,7 @@ class Times:
 
 def run(todo: Sequence[Task]) -> dict[Key, Times]:
     """The times of all tasks."""
-    next_of: dict[Key, list[Task]] = {}
-    for task in todo:
-        for key in task.after:
-            next_of.setdefault(key, []).append(task)
+    next_of = followers(todo)
     waiting = {task.key: len(task.after) for task in todo}
     ready = dict.fromkeys(waiting, 0.0)
     queue = [(0.0, task.key, task) for task in todo if not task.after]

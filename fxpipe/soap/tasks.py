@@ -18,7 +18,7 @@ in which tasks are made, and no task has a smaller key than one it waits for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import lcm, prod
@@ -69,6 +69,15 @@ def tasks(graph: OperatorGraph, cluster: Cluster, strategy: Strategy, cost: Cost
             found.append(Task(b, "B", device, backward, tuple(arriving.get(b, (f,))), label))
     found += exchanges(graph, strategy, wires)
     return tuple(sorted(found, key=lambda task: task.key))
+
+
+def followers(todo: Iterable[Task]) -> dict[Key, list[Task]]:
+    """The tasks that wait for each task."""
+    found: dict[Key, list[Task]] = {}
+    for task in todo:
+        for key in task.after:
+            found.setdefault(key, []).append(task)
+    return found
 
 
 def transfers(graph: OperatorGraph, strategy: Strategy, wires: Links) -> Iterator[tuple[Task, Key]]:
