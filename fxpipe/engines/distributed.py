@@ -147,6 +147,8 @@ class Ranked(Stepper):
     ) -> tuple[tuple[Any, ...], R]:
         """`run`, by a step of some kind, which is returned too."""
 
+        self.world.begin()
+
         def begin(sizes: tuple[int, ...], place: Any, draws: bool) -> R:
             m = kind(sizes, place, False)
             m.place_in(self.world, self.wires, seed, error or self._check(batch))

@@ -17,6 +17,7 @@ from fxpipe.ir.types import Dim
 from fxpipe.ir.wires import Lent, Wires
 from fxpipe.runtime.aliases import Pair, alias
 
+from .board import Slot
 from .box import Key
 from .crew import Exchange
 from .engine import Batches
@@ -73,7 +74,7 @@ class RankStep(Sliced):
         self.world, self.wires, self.seed = world, wires, seed
         self.whole: Batches | None = None
         self.outbox: dict[Key, tuple[Any, bool]] = {}
-        self.posted: dict[Key, tuple[Wire, Size, Tensor, Any]] = {}
+        self.posted: dict[Key, tuple[Wire, Size, Slot | Tensor, Any]] = {}
         self.sent: dict[int, deque[tuple[Any, Tensor]]] = {rank: deque() for rank in world.others}
         self.early = EARLY if world.device.type == "cpu" else 0  # what NCCL begins to receive is in the way of others
         self.reached = dict.fromkeys(world.others, 0)
@@ -113,14 +114,17 @@ class RankStep(Sliced):
                 continue
             if begun >= reached and nbytes(size) > SMALL:
                 break
-            buffer = blank(size, self.world.device)
-            try:
-                work = self.world.start(False, peer, buffer)
-            except Lost as error:
-                self.fail(self.located(error, wire.message))
-                begun = len(coming)
-                break
-            self.posted[wire.key] = wire, size, buffer, work
+            place: Slot | Tensor | None = self.world.slot(False, peer, size)
+            work = None
+            if place is None:
+                place = blank(size, self.world.device)
+                try:
+                    work = self.world.start(False, peer, place)
+                except Lost as error:
+                    self.fail(self.located(error, wire.message))
+                    begun = len(coming)
+                    break
+            self.posted[wire.key] = wire, size, place, work
             begun += 1
         self.begun[peer] = begun
 
@@ -129,7 +133,8 @@ class RankStep(Sliced):
         size, message, peer = self.size(wire), wire.message, wire.peer
         if size is None:
             return
-        buffer = blank(size, self.world.device)
+        slot = self.world.slot(True, peer, size)
+        buffer = blank(size, self.world.device) if slot is None else slot.tensor(size)
         if message.gradient and message.micro_batch is None and not self.broken:
             try:
                 self.outbox[wire.key] = self.gradient_of_weights(message), False
@@ -144,6 +149,9 @@ class RankStep(Sliced):
             except ValueError as error:
                 self.fail(located(error, self.wires, message))
                 failure(buffer)
+        if slot is not None:
+            self.world.put(slot, peer)
+            return
         try:
             self.sent[peer].append((self.world.start(True, peer, buffer), buffer))
             while len(self.sent[peer]) > AHEAD:
@@ -153,15 +161,19 @@ class RankStep(Sliced):
 
     def open_message(self, key: Key) -> Any:
         """What a message brings, once it is there. Raises FailedElsewhere or Lost."""
-        wire, size, buffer, work = self.posted.pop(key)
+        wire, size, place, work = self.posted.pop(key)
         try:
             for peer in self.coming if self.early else ():  # there is time, if this waits
                 self.begin_to_receive(peer, self.early)
                 self.world.listen(peer)  # for the verdict
-            self.world.finish(work, wire.peer)
+            if isinstance(place, Slot):
+                self.world.await_(wire.peer, place.there)
+            else:
+                self.world.finish(work, wire.peer)
         except Lost as error:
             raise self.located(error, wire.message) from None
-        return read(buffer, size, wire.number)
+        # A slot is written to again in the next step, and who knows who keeps the value.
+        return read(place.tensor(size).clone() if isinstance(place, Slot) else place, size, wire.number)
 
     def size(self, wire: Wire) -> Size | None:
         """The type and shape of what a message carries; None if the two replicas have no samples in common."""

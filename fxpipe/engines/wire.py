@@ -31,12 +31,17 @@ class FailedElsewhere(Exception):
 
 def blank(size: Size, device: torch.device) -> Tensor:
     """A buffer for a value of this type and shape."""
-    return torch.empty(_layout(size)[0], dtype=size[0], device=device)
+    return torch.empty(length(size), dtype=size[0], device=device)
+
+
+def length(size: Size) -> int:
+    """How many elements a message has, with the word."""
+    return _layout(size)[0]
 
 
 def nbytes(size: Size) -> int:
     """The memory of a message."""
-    return _layout(size)[0] * size[0].itemsize
+    return length(size) * size[0].itemsize
 
 
 def failure(buffer: Tensor) -> Tensor:
