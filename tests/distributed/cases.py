@@ -20,11 +20,14 @@ from fxpipe import FxpipeError, RankError, street
 from fxpipe.codegen.load import bound_stages, tensors_of
 from fxpipe.codegen.package import constants
 from fxpipe.codegen.wires import wires
+from fxpipe.engines import board
 from fxpipe.engines.distributed import on_rank
+from fxpipe.engines.near import SWITCH
 from fxpipe.engines.world import World
 from fxpipe.planning import homes
 from fxpipe.ranks import RankPipe
 from fxpipe.runtime.random import new_seed
+from fxpipe.worlds import find_world
 from tests.models import MODELS
 from tests.test_steps import reference, stepped
 from tests.transparency import Result, assert_same, build, inputs
@@ -32,6 +35,31 @@ from tests.transparency import Result, assert_same, build, inputs
 Config = tuple[str, str]  # schedule, checkpoint
 Step = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 Own = Callable[[], Mapping[str, Tensor]]
+
+
+# Ways -----------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def apart(far: bool = True) -> Iterator[None]:
+    """Worlds that are made in this context share no memory with this process; give them a timeout of their own, for
+    they are kept."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SWITCH, str(int(not far)))
+        yield
+
+
+def ways(group: Any) -> list[World]:
+    """The ranks, on one machine; none on the machine of another; and the last one alone on its own."""
+    found = []
+    last = dist.get_rank(group) == dist.get_world_size(group) - 1
+    for timeout, far in ((60, False), (61, True), (62, last)):
+        with apart(far):
+            world = find_world(None, group, timeout)
+        assert world is not None
+        assert len(world.near) == [len(world.others), 0, 0 if last else len(world.others) - 1][timeout - 60]
+        found.append(world)
+    return found
 
 
 # Comparing ------------------------------------------------------------------------------------------------------------
@@ -105,6 +133,13 @@ def pipe_is_the_model(group: Any, name: str, schedule: str, checkpoint: str, chu
         assert sorted(key for some in keys for key in some) == sorted(model.state_dict())
     finally:
         pipe.close()
+
+
+def crowded_pipe_is_the_model(group: Any, name: str, schedule: str) -> None:
+    """The same, where most values find no place in the memory that ranks share."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(board, "VALUES", 3)
+        pipe_is_the_model(group, name, schedule, "except_last", 4, "everywhere")
 
 
 def used(pipe: RankPipe) -> set[int]:
@@ -269,9 +304,13 @@ def raises(*texts: str) -> Iterator[None]:
     assert not missing, f"{missing} not in: {caught.value}"
 
 
-def lose(group: Any, end: str, action: str = "1F2", replicas: Sequence[int] | None = None) -> None:
-    """Rank 1, which is the last replica of a stage, ends, or stands still, in the middle of a step."""
-    pipe, _, (x, y) = chain(group, "1f1b", replicas, timeout=10)
+def lose(
+    group: Any, end: str, action: str = "1F2", replicas: Sequence[int] | None = None, far: Sequence[int] = ()
+) -> None:
+    """Rank 1, which is the last replica of a stage, ends, or stands still, in the middle of a step; ranks that are far
+    share no memory with others."""
+    with apart(dist.get_rank(group) in far):
+        pipe, _, (x, y) = chain(group, "1f1b", replicas, timeout=10)
     pipe.step(x, target=y, loss_fn=F.mse_loss)
     at(
         pipe,

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.engines.near import SWITCH
 from fxpipe.ranks import RankPipe
 from tests.test_checkpoint import adam, batch
 
@@ -39,12 +40,14 @@ class Small(nn.Module):
         return self.head(self.norm(torch.tanh(self.middle(x))))
 
 
-def live(end: Connection, rank: int, port: int, folder: Path, timeout: float) -> None:
+def live(end: Connection, rank: int, port: int, folder: Path, timeout: float, far: bool) -> None:
     """A process's life: it sends ("step", number) after each, also after "step" 0, in which all meet, and at last
-    ("error", what it is). Once it is under way, ranks count as lost after `timeout` seconds."""
+    ("error", what it is). Once it is under way, ranks count as lost after `timeout` seconds. Those that are `far` share
+    no memory."""
     torch.set_num_threads(1)
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "WORLD_SIZE": SIZE}
     os.environ.update({name: str(value) for name, value in address.items()}, TORCHELASTIC_USE_AGENT_STORE="True")
+    os.environ[SWITCH] = str(int(not far))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         train(end, rank, folder, timeout)

@@ -13,6 +13,7 @@ import gc
 import traceback
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import cycle
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from tempfile import TemporaryDirectory
@@ -26,8 +27,7 @@ from fxpipe.ir.graph import Graph
 from fxpipe.machine import local_cluster
 from fxpipe.options import Options, every_device, stage_devices
 from fxpipe.profiling import estimate
-from fxpipe.worlds import find_world
-from tests.distributed.cases import Config, compare, owner, step_of, step_over
+from tests.distributed.cases import Config, compare, owner, step_of, step_over, ways
 from tests.distributed.pool import PATIENCE, WARM, Pool, RankFailed
 from tests.models import MODELS
 from tests.test_steps import captured, reference, stepped
@@ -85,10 +85,9 @@ def run(name: str, over: Over) -> int:
 
 
 def step_each(group: Any, name: str, configs: Sequence[Config]) -> None:
-    """Steps in each configuration, on one rank of the group."""
-    case, world = stepped(MODELS[name]), find_world(None, group, 60)
-    assert world is not None
-    for config in configs:
+    """Steps in each configuration, on one rank of the group, which reaches the others in one way or another."""
+    case, worlds = stepped(MODELS[name]), ways(group)
+    for config, world in zip(configs, cycle(worlds)):
         twin, ready = build(case), built(name, len(world.labels), config)
         assert ready is not None
         made, package = ready

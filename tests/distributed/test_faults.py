@@ -30,13 +30,22 @@ def test_an_error_in_any_action_of_replicas(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "action", "replicas"), [("kill", "1F2", None), ("stop", "1F2", None), ("kill", "0B1", (2, 1))]
+    ("end", "action", "replicas", "far"),
+    [
+        ("kill", "1F2", None, ()),
+        ("stop", "1F2", None, ()),
+        ("kill", "0B1", (2, 1), (0, 1, 2)),
+        pytest.param("kill", "0B1", (2, 1), (), marks=pytest.mark.slow),
+        pytest.param("kill", "1F2", None, (0, 1, 2), marks=pytest.mark.slow),
+        pytest.param("stop", "1F2", None, (0, 1, 2), marks=pytest.mark.slow),
+        pytest.param("stop", "1F2", None, (2,), marks=pytest.mark.slow),
+    ],
 )
-def test_a_rank_is_lost(end: str, action: str, replicas: tuple[int, ...] | None) -> None:
-    """Ranks of its own, for they end."""
+def test_a_rank_is_lost(end: str, action: str, replicas: tuple[int, ...] | None, far: tuple[int, ...]) -> None:
+    """Ranks of its own, for they end. Those that are far share no memory with others."""
     ranks = Pool(3)
     try:
-        ranks.start(cases.lose, end, action, replicas, ranks=(0, 1, 2))
+        ranks.start(cases.lose, end, action, replicas, far, ranks=(0, 1, 2))
         began = time.monotonic()
         for rank in (0, 2):
             with pytest.raises((RankFailed, EOFError)) as caught:

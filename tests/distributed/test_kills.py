@@ -28,12 +28,13 @@ SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "interrupt": signal.S
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to which rank: after so many steps, and which part of a step later."""
+    """What happens to which rank: after so many steps, and which part of a step later; `far`: ranks share no memory."""
 
     kind: str
     rank: int
     steps: int
     later: float
+    far: bool
 
     @property
     def timeout(self) -> float:
@@ -72,12 +73,12 @@ class Ranks:
 
 
 @contextmanager
-def started(port: int, folder: Path, timeout: float) -> Iterator[Ranks]:
+def started(port: int, folder: Path, timeout: float, far: bool = False) -> Iterator[Ranks]:
     context = get_context("forkserver")
     context.set_forkserver_preload(["tests.distributed.warm", "tests.distributed.lives"])
     ends = [context.Pipe() for _ in range(SIZE)]
     processes = [
-        context.Process(target=live, args=(theirs, rank, port, folder, timeout), daemon=True)
+        context.Process(target=live, args=(theirs, rank, port, folder, timeout, far), daemon=True)
         for rank, (_, theirs) in enumerate(ends)
     ]
     for process in processes:
@@ -141,7 +142,8 @@ def losses(folder: Path) -> list[tuple[str, str]]:
 def random_faults(count: int) -> Iterator[Fault]:
     draw = random.Random(0)
     for kind in draw.sample(["kill", "stop", "interrupt"], k=count, counts=[count * 3 // 5, count // 5, count // 5]):
-        yield Fault(kind, draw.randrange(SIZE), draw.randint(kind == "stop", 5), draw.uniform(0, 1.2))
+        moment = draw.randint(kind == "stop", 5), draw.uniform(0, 1.2)
+        yield Fault(kind, draw.randrange(SIZE), *moment, far=draw.random() < 0.4)
 
 
 @pytest.mark.slow
@@ -153,7 +155,7 @@ def test_fifty_at_random_moments(tmp_path: Path) -> None:
     whole.mkdir()
     usual, reached, located = 1.0, 0, 0
     for fault in random_faults(50):
-        with started(store.port, folder, fault.timeout) as ranks:
+        with started(store.port, folder, fault.timeout, fault.far) as ranks:
             seconds = strike(ranks, fault, usual)
             for rank in range(SIZE):
                 told = ranks.said.get(rank, "nothing")

@@ -20,3 +20,7 @@ def test_pipe(pool: Pool, name: str, schedule: str) -> None:
     for pair in PAIRS:
         pool.results(pair)
     pool.run(cases.pipe_is_the_model, name, schedule, "always", CHUNKS, "used", ranks=ALL)
+
+
+def test_pipe_whose_ranks_share_little_memory(pool: Pool) -> None:
+    pool.run(cases.crowded_pipe_is_the_model, "skip ladder", "interleaved", ranks=ALL)
