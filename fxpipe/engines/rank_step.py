@@ -52,7 +52,7 @@ class Wire:
 class RankStep(Sliced):
     """One step under way, as one rank sees it. `outbox` has what its actions send, until its program says so; `posted`
     what it has begun to receive, `begun` how much of `coming` from each rank, and `reached` how much of it the program
-    has asked for; `sent` what it has begun to send, by rank; `numbers`: the outputs that are one number;
+    has asked for; `far`: the ranks of which messages are waited for early; `sent` what it has begun to send, by rank; `numbers`: the outputs that are one number;
     `broken`: whether it has failed, and `error` why, if it was not another rank that has failed before; `whole`: the
     batch, where this is slices of it; `exchanges`: the buckets of gradients, by the names of their parts, and which
     part that is."""
@@ -76,7 +76,8 @@ class RankStep(Sliced):
         self.outbox: dict[Key, tuple[Any, bool]] = {}
         self.posted: dict[Key, tuple[Wire, Size, Slot | Tensor, Any]] = {}
         self.sent: dict[int, deque[tuple[Any, Tensor]]] = {rank: deque() for rank in world.others}
-        self.early = EARLY if world.device.type == "cpu" else 0  # what NCCL begins to receive is in the way of others
+        # What NCCL begins to receive is in the way of others.
+        self.far = [peer for peer in world.others if peer not in world.near] if world.device.type == "cpu" else []
         self.reached = dict.fromkeys(world.others, 0)
         self.begun = dict.fromkeys(world.others, 0)
         self.awaited: dict[int, list[Lent]] = {}
@@ -163,11 +164,11 @@ class RankStep(Sliced):
         """What a message brings, once it is there. Raises FailedElsewhere or Lost."""
         wire, size, place, work = self.posted.pop(key)
         try:
-            for peer in self.coming if self.early else ():  # there is time, if this waits
-                self.begin_to_receive(peer, self.early)
+            for peer in self.far:  # there is time, if this waits
+                self.begin_to_receive(peer, EARLY)
                 self.world.listen(peer)  # for the verdict
             if isinstance(place, Slot):
-                self.world.await_(wire.peer, place.there)
+                self.world.wait(wire.peer, place.there)
             else:
                 self.world.finish(work, wire.peer)
         except Lost as error:

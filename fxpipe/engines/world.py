@@ -103,7 +103,7 @@ class World:
         slot.stamp()
         self.near[peer].ring()
 
-    def await_(self, peer: int, there: Callable[[], bool]) -> None:
+    def wait(self, peer: int, there: Callable[[], bool]) -> None:
         """Until a rank on the same machine has done something. Raises Lost."""
         if there():
             return
@@ -154,7 +154,7 @@ class World:
         head = len(data).to_bytes(COUNT, "little") + first.ljust(BLOCK - COUNT, b"\0")
         if peer in self.near:
             near, head = self.near[peer], b""
-            self.await_(peer, near.out.may_write)
+            self.wait(peer, near.out.may_write)
             near.out.write(len(data).to_bytes(COUNT, "little") + first)
             near.ring()
         tensors = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (head, rest) if part]
@@ -183,7 +183,7 @@ class World:
         board = self.near[peer].into
         board.letters += 1
         number = board.letters
-        self.await_(peer, lambda: board.has(number))
+        self.wait(peer, lambda: board.has(number))
         return board.read(number)
 
     def _block(self, peer: int) -> bytes:
