@@ -52,10 +52,10 @@ class Wire:
 class RankStep(Sliced):
     """One step under way, as one rank sees it. `outbox` has what its actions send, until its program says so; `posted`
     what it has begun to receive, `begun` how much of `coming` from each rank, and `reached` how much of it the program
-    has asked for; `far`: the ranks of which messages are waited for early; `sent` what it has begun to send, by rank; `numbers`: the outputs that are one number;
-    `broken`: whether it has failed, and `error` why, if it was not another rank that has failed before; `whole`: the
-    batch, where this is slices of it; `exchanges`: the buckets of gradients, by the names of their parts, and which
-    part that is."""
+    has asked for; `far`: the ranks whose messages are waited for early; `sent` what it has begun to send, by rank;
+    `numbers`: the outputs that are one number; `broken`: whether it has failed, and `error` why, if it was not another
+    rank that has failed before; `whole`: the batch, where this is slices of it; `exchanges`: the buckets of gradients,
+    by the names of their parts, and which part that is."""
 
     engine: Ranked
 
