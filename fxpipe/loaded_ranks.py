@@ -1,14 +1,11 @@
 """A saved package over ranks: each has the stages of its own device, and what moves between them is in `wires.json`.
 
-Nothing is captured, planned or generated, so ranks agree once, on the files; after that a call is the leader's header,
-this rank's part of the work, and the verdict.
+Nothing is captured, planned or generated, so ranks agree once, on the files; after that all calls are of one kind.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -18,34 +15,29 @@ from torch import Tensor, nn
 
 from .agreement import agree
 from .capture import NO_TARGET
-from .capture.nest import change
 from .codegen.load import bound_stages, tensors_of
 from .codegen.package import CONSTANTS, WIRES
 from .compiled_stages import Backend
 from .engines.distributed import on_rank
 from .engines.stepper import Stepper, read_rows
-from .engines.timed_rank import take_step
-from .engines.verdict import describe
 from .engines.world import LEADER, Lost, World
 from .errors import PackageError, RankError
-from .given import Given, check_same, filled, on_meta
+from .given import Given
 from .ir.schedule import Action
 from .ir.wires import Wires
 from .ir.wires import load as load_wires
 from .loaded import Loaded
+from .rank_calls import Header, RankCalls
 from .rank_shell import RankShell, scale_of
-from .ranks import Header
-from .runtime.random import new_seed
 
 TEXT = (".py", ".json")  # files that are shown where they differ
-Flat = Callable[..., Any]  # the flat inputs of a call
 
 
 class LoadedRanks(RankShell, Loaded):
     """What `fxpipe.load` returns inside a torch.distributed world; see there, `Loaded`, and for calls `RankPipe`."""
 
     def __init__(self, folder: Path, model: nn.Module, world: World, backend: Backend | None = None) -> None:
-        self.__dict__.update(world=world, _looks=None)  # what `_bind` needs
+        self.__dict__.update(world=world, _calls=RankCalls(world))  # what `_bind` needs
         error = None
         try:
             super().__init__(folder, model, backend)
@@ -69,11 +61,11 @@ class LoadedRanks(RankShell, Loaded):
         """The model's outputs for the whole batch, without gradients, on every rank. Raises InputError for another kind
         of call than it was saved for."""
 
-        def flat(args: tuple[Any, ...], kwargs: Mapping[str, Any], _: Any) -> Any:
-            return self._call_inputs(args, kwargs)
+        def call(given: Given) -> tuple[Any, ...]:
+            return self._take(self._call_inputs(given[0], given[1]))
 
         with torch.no_grad():
-            return self.package.result(*self._call((args, kwargs, NO_TARGET), flat))
+            return self.package.result(*self._call(call, (args, kwargs, NO_TARGET), self._refuse))
 
     def step(
         self,
@@ -87,59 +79,23 @@ class LoadedRanks(RankShell, Loaded):
     ) -> Any:
         """As `RankPipe.step`, for the kind of step that it was saved for."""
 
-        def flat(args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Any:
-            return self._step_inputs(args, kwargs, target, outputs)
+        def call(given: Given) -> tuple[Any, ...]:
+            return self._take(self._step_inputs(*given, outputs))
 
         header = Header(scale=scale_of(scaler, self.world.device), timeline=timeline)
-        loss, output = self.package.result(*self._call((args, kwargs, target), flat, header))
+        loss, output = self.package.result(*self._call(call, (args, kwargs, target), self._refuse, header))
         return (loss, output) if outputs else loss
 
-    # The protocol of a call -------------------------------------------------------------------------------------------
-
-    def _call(self, given: Given, flat: Flat, header: Header | None = None) -> tuple[Any, ...]:
-        """The outputs of one call, made by all ranks together."""
-        with self.together():
-            if self.world.leads:
-                return self._lead(given, flat, header or Header())
-            return self._follow(given, flat)
-
-    def _lead(self, given: Given, flat: Flat, header: Header) -> tuple[Any, ...]:
-        try:
-            inputs = flat(*given)
-        except BaseException as error:
-            self.world.tell_all(pickle.dumps(Header(failed=describe(error))))
-            raise
-        looks = pickle.dumps(change(given, on_meta))
-        seed = new_seed() if self.scheduler.random else 0
-        header = replace(header, seed=seed, given=None if looks == self._looks else looks)
-        self.__dict__["_looks"] = looks
-        self.world.tell_all(pickle.dumps(header))
-        return self._take(inputs, header)
-
-    def _follow(self, given: Given, flat: Flat) -> tuple[Any, ...]:
-        header: Header = pickle.loads(self.world.hear(LEADER))
-        if header.failed is not None:
-            raise RankError(f"rank {LEADER}: {header.failed}")
-        if header.given is not None:
-            self.__dict__["_looks"] = header.given
-        looks: Given = pickle.loads(self._looks)
-        try:
-            given = filled(looks, given)
-            check_same(given, looks, self.world.rank)
-            inputs = flat(*given)
-        except BaseException as error:  # take part, so that all ranks know
-            args, kwargs, target = looks
-            inputs = self.package.inputs(*args, **self._named(kwargs, target))
-            self.scheduler.run(inputs, self.package.CHUNKS, error=error)
-            raise
-        return self._take(inputs, header)
-
-    def _take(self, inputs: Any, header: Header) -> tuple[Any, ...]:
-        scale = None if header.scale is None else torch.tensor(header.scale)
-        chunks: int = self.package.CHUNKS
-        found, timeline = take_step(self.scheduler, inputs, chunks, scale, header.seed, header.timeline)
-        self.__dict__["timeline"] = timeline
+    def _take(self, inputs: Any) -> tuple[Any, ...]:
+        """This rank's part of a call."""
+        found, self.__dict__["timeline"] = self._calls.take(self.scheduler, inputs, self.package.CHUNKS)
         return found
+
+    def _refuse(self, _: Header, looks: Given, error: BaseException) -> None:
+        """Take part in a call that has failed here, so that all ranks know."""
+        args, kwargs, target = looks
+        inputs = self.package.inputs(*args, **self._named(kwargs, target))
+        self.scheduler.run(inputs, self.package.CHUNKS, error=error)
 
     # The package ------------------------------------------------------------------------------------------------------
 

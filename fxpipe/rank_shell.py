@@ -16,7 +16,9 @@ from torch import Tensor
 from .codegen.load import tensors_of
 from .engines.world import Lost, World
 from .errors import FxpipeError, RankError
+from .given import Given
 from .parallel import release
+from .rank_calls import CALL, Call, Header, RankCalls, Refuse
 from .shell import Shell
 
 
@@ -24,6 +26,7 @@ class RankShell(Shell):
     """A pipe over the ranks of `world`, as one of them sees it."""
 
     world: World
+    _calls: RankCalls
 
     def on_ranks(self, wanted: Callable[[Sequence[str]], bool]) -> dict[str, Tensor]:
         """The parameters and buffers of the stages that are on such devices, by path. The leader has those that no
@@ -53,6 +56,11 @@ class RankShell(Shell):
                 "pipe.forward_only(...) to evaluate"
             )
         return self.forward_only(*args, **kwargs)
+
+    def _call(self, call: Call, given: Given, refuse: Refuse, header: Header = CALL) -> Any:
+        """What a call returns that all ranks make together; see `RankCalls`."""
+        with self.together():
+            return self._calls.make(call, given, refuse, header)
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -2,18 +2,17 @@
 
     rank 0, the leader                        every other rank
     step(x, target=y)                         step(x, target=y), or what of it is used there, or step()
-      │ front: which kind of call?              │
-      ├─ header: number of the kind, seed ─────▶├ front, with stand-ins for what was left out
+      │ front: which kind of call?              │ front, with stand-ins for what was left out
+      ├─ header: number of the kind, seed ─────▶│
       │  a new one? all capture, compare graphs, and follow the leader's plan
       ▼                                         ▼
     its part of the step, the verdict         its part of the step, the verdict
 
-Whatever a rank raises on the way, it takes part until the others know of it.
+How ranks make a call together is in `rank_calls`; here is which kind of call it is, and what is made for it.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,16 +25,14 @@ from torch import Tensor, nn
 from .agreement import agree, described, digest, on_each
 from .calls import kind_of, match, micro_batch_sizes, with_states
 from .capture import NO_TARGET
-from .capture.nest import change
 from .codegen.load import bound_stages, tensors_of
 from .codegen.package import constants
 from .codegen.wires import wires
 from .engines.distributed import Ranked, on_rank
-from .engines.timed_rank import take_step
 from .engines.verdict import describe
 from .engines.world import LEADER, World
 from .errors import FxpipeError, RankError
-from .given import Given, check_same, filled, glance, on_meta
+from .given import Given
 from .ir.cluster import Cluster
 from .ir.graph import Graph
 from .ir.opaque import opaques
@@ -44,34 +41,10 @@ from .ir.profile import Profile
 from .ir.schedule import Schedule
 from .options import Options
 from .pipe import Pipe
+from .rank_calls import NEW, Header, RankCalls
 from .rank_shell import RankShell, scale_of
-from .runtime.random import new_seed
 from .shell import check_grad
 from .street import Build, build
-
-NEW = -1  # the number of a kind of call that nobody has seen yet
-
-
-class Outdated(Exception):
-    """The leader's arguments look different now. Never leaves this file."""
-
-
-@dataclass(frozen=True)
-class Header:
-    """What the leader says before each call. `kind`: its number, in the order of their first calls; `seed` of the
-    random ops; `scale` of the gradients; `timeline`: whether the step is timed; `given`: the arguments, if they look
-    different from those of the last call, pickled, with tensors on the meta device; `failed`: why the leader makes no
-    call."""
-
-    kind: int = NEW
-    seed: int = 0
-    scale: float | None = None
-    timeline: bool = False
-    given: bytes | None = None
-    failed: str | None = None
-
-
-UNHEARD = Header(failed="interrupted")  # Ctrl-C while it was heard: it may have come, and comes no second time
 
 
 @dataclass(frozen=True)
@@ -84,36 +57,23 @@ class Decided:
     cluster: Cluster
 
 
-Run = Callable[[Graph, tuple[Any, ...]], tuple[Any, ...]]
-
-
 class RankPipe(RankShell, Pipe):
     """What `fxpipe.compile` returns inside a torch.distributed world; see there, and `Pipe`."""
 
     def __init__(self, model: nn.Module, options: Options, world: World) -> None:
         super().__init__(model, options)
-        self.__dict__.update(
-            world=world,
-            _known={},
-            _texts=[],
-            _keys=[],
-            _given=None,
-            _seen=None,
-            _looks=None,
-            _header=None,
-            _joined=False,
-        )
+        self.__dict__.update(world=world, _calls=RankCalls(world), _known={}, _texts=[], _keys=[])
 
     # Running ----------------------------------------------------------------------------------------------------------
 
     def forward_only(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs for the whole batch, without gradients, on every rank."""
 
-        def call(given: Given, run: Run) -> Any:
+        def call(given: Given) -> Any:
             with torch.no_grad():
-                return self._front(given[0], given[1], run)
+                return self._front(given[0], given[1], self._run)
 
-        return self._call(call, (args, kwargs, NO_TARGET))
+        return self._call(call, (args, kwargs, NO_TARGET), self._refuse)
 
     def step(
         self,
@@ -137,12 +97,13 @@ class RankPipe(RankShell, Pipe):
         failed elsewhere or if a rank is lost.
         """
 
-        def call(given: Given, run: Run) -> Any:
+        def call(given: Given) -> Any:
             check_grad()
             given_args, given_kwargs, given_target = given
-            return self._stepper.step(given_args, given_kwargs, given_target, loss_fn, outputs, run)
+            return self._stepper.step(given_args, given_kwargs, given_target, loss_fn, outputs, self._run)
 
-        loss, output = self._call(call, (args, kwargs, target), scale_of(scaler, self.world.device), timeline)
+        header = Header(scale=scale_of(scaler, self.world.device), timeline=timeline)
+        loss, output = self._call(call, (args, kwargs, target), self._refuse, header)
         return (loss, output) if outputs else loss
 
     def rehearse(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -152,7 +113,7 @@ class RankPipe(RankShell, Pipe):
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Capture, plan and generate for this kind of call, on all ranks, without running it."""
 
-        def call(given: Given, run: Run) -> None:
+        def call(given: Given) -> None:
             graph = self._front.capture(given[0], given[1])
             found: dict[str, Any] = {}
             match(graph.call, (given[0], given[1]), found)
@@ -160,88 +121,16 @@ class RankPipe(RankShell, Pipe):
             made = self._agree(graph, inputs)
             if not any(tensor.is_meta for tensor in self.held_tensors().values()):
                 self._live(made)
-            if self.world.leads and not self._joined:
-                self.__dict__["_joined"] = True
-                self.world.tell_all(pickle.dumps(replace(self._header, kind=self._number(graph))))
+            if self.world.leads and not self._calls.joined:
+                self._calls.tell(self._number(graph))
 
-        self._call(call, (args, kwargs, NO_TARGET), runs=False)
+        def refuse(header: Header, looks: Given, error: BaseException) -> None:
+            if header.kind == NEW:  # the others run nothing else
+                self._refuse(header, looks, error)
 
-    # The protocol of a call -------------------------------------------------------------------------------------------
+        self._call(call, (args, kwargs, NO_TARGET), refuse)
 
-    def _call(
-        self,
-        call: Callable[[Given, Run], Any],
-        given: Given,
-        scale: float | None = None,
-        timeline: bool = False,
-        runs: bool = True,
-    ) -> Any:
-        """One call, made by all ranks together."""
-        with self.together():
-            self.__dict__["_joined"] = False
-            if self.world.leads:
-                return self._lead(call, given, Header(scale=scale, timeline=timeline))
-            return self._follow(call, given, runs)
-
-    def _lead(self, call: Callable[[Given, Run], Any], given: Given, header: Header) -> Any:
-        self.__dict__["_header"] = header = replace(header, given=self._news(given))
-        try:
-            return call(given, self._run)
-        except BaseException as error:
-            if not self._joined:  # nobody else knows yet
-                self.__dict__.update(_given=None, _seen=None)
-                self.world.tell_all(pickle.dumps(Header(failed=describe(error))))
-            raise
-
-    def _news(self, given: Given) -> bytes | None:
-        """What the leader's arguments look like, pickled, if not as in the last call."""
-        seen = glance(given)
-        if seen is not None and seen == self._seen:
-            return None
-        looks, before = pickle.dumps(change(given, on_meta)), self._given
-        self.__dict__.update(_given=looks, _seen=seen)
-        return None if looks == before else looks
-
-    def _follow(self, call: Callable[[Given, Run], Any], given: Given, runs: bool) -> Any:
-        """The front goes ahead with what the leader has said of the arguments before, if those of this rank look as
-        they did then, while the leader's front works on the same call; what the leader says now is heard in between."""
-        seen, before = glance(given), self._seen
-        self.__dict__.update(_header=None, _seen=seen)
-        if seen is None or seen != before:
-            self._listen()
-        while True:
-            looks: Given = self._looks
-            try:
-                whole = filled(looks, given)
-                check_same(whole, looks, self.world.rank)
-                return call(whole, self._run)
-            except Outdated:
-                continue
-            except BaseException as error:
-                if self._header is None and self._listen().given is not None:
-                    continue
-                header: Header = self._header
-                if header.failed is None and not self._joined and (runs or header.kind == NEW):
-                    self._refuse(header, looks, error)
-                raise
-
-    def _listen(self) -> Header:
-        """The leader's next header. Raises RankError if it makes no call."""
-        self.__dict__["_header"] = UNHEARD
-        header: Header = pickle.loads(self.world.hear(LEADER))
-        self.__dict__["_header"] = header
-        if header.failed is not None:
-            raise RankError(f"rank {LEADER}: {header.failed}")
-        if header.given is not None:
-            self.__dict__["_looks"] = pickle.loads(header.given)
-        return header
-
-    def _heard(self) -> Header:
-        """The leader's header for this call. Raises Outdated if its arguments do not look as they did before."""
-        if self._header is None and self._listen().given is not None:
-            raise Outdated
-        header: Header = self._header
-        return header
+    # One call ---------------------------------------------------------------------------------------------------------
 
     def _refuse(self, header: Header, looks: Given, error: BaseException) -> None:
         """Take part in a call that has failed here, so that all ranks know."""
@@ -261,28 +150,13 @@ class RankPipe(RankShell, Pipe):
     def _run(self, graph: Graph, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """This rank's part of a call of this kind."""
         made = self._agree(graph, inputs)
-        if self._joined:  # a new kind
+        new = self._calls.joined
+        if new:
             on_each(self.world, lambda: self._live(made))
         scheduler: Ranked = self._live(made).scheduler  # type: ignore[assignment]
-        if self._joined:
+        if new:
             scheduler.share_values()
-        number = self._number(graph)
-        if self.world.leads:
-            seed = new_seed() if scheduler.random else 0
-            header = replace(self._header, kind=number, seed=seed)
-            self.__dict__["_joined"] = True
-            self.world.tell_all(pickle.dumps(header))
-        else:
-            header = self._heard()
-            header = self._listen() if header.kind == NEW else header
-            if header.kind != number:
-                raise RankError(
-                    f"this call is of another kind on rank {self.world.rank} than on rank {LEADER}: is the model in "
-                    "training on one and in evaluation on the other, or does the loss function differ?"
-                )
-            self.__dict__["_joined"] = True
-        scale = None if header.scale is None else torch.tensor(header.scale)
-        found, timeline = take_step(scheduler, inputs, self.options.chunks, scale, header.seed, header.timeline)
+        found, timeline = self._calls.take(scheduler, inputs, self.options.chunks, self._number(graph))
         if timeline is not None:
             self.__dict__.update(_timeline=timeline, _timed=self.build)
         return found
@@ -294,10 +168,8 @@ class RankPipe(RankShell, Pipe):
         """The build for a kind of call, the same on all ranks; a new one if it is new to all."""
         new = not self._knows(graph)
         if self.world.leads and new:
-            self.__dict__["_joined"] = True
-            self.world.tell_all(pickle.dumps(self._header))
-            self.__dict__["_header"] = replace(self._header, given=None)
-        elif not self.world.leads and new != (self._heard().kind == NEW):
+            self._calls.tell()
+        elif not self.world.leads and new != (self._calls.heard().kind == NEW):
             raise RankError(
                 f"this call is of a kind that is new on rank {self.world.rank if new else LEADER} alone: is the model "
                 "in training on one rank and in evaluation on the other, or does the loss function differ?"
@@ -331,7 +203,7 @@ class RankPipe(RankShell, Pipe):
 
     def _make(self, graph: Graph, inputs: Sequence[Any]) -> Build:
         """The street from a graph on: the leader decides, the others follow."""
-        self.__dict__["_joined"] = True
+        self._calls.joined = True
         agree(self.world, f"{described(self.options)}\n{graph}")
         if self.world.leads:
             error, decided = None, None
