@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 from tabulate import tabulate
 
-from fxpipe.ir.measures import gaps, idle
-from fxpipe.ir.schedule import bubble, peak_live
+from fxpipe.ir.measures import bubble, gaps, idle, peak_live
 from fxpipe.schedules.dual_pipe_v import idle_in_pairs
 from fxpipe.schedules.make import make, placement
 

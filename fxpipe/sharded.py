@@ -14,12 +14,13 @@ from dataclasses import replace
 from .clock import timed
 from .errors import PlanError
 from .ir.cluster import Cluster
+from .ir.faults import check
 from .ir.graph import Graph
 from .ir.placed import Placed
 from .ir.placed import check as check_placed
 from .ir.plan import Plan, StagePlan
 from .ir.program import Program
-from .ir.schedule import Schedule, check
+from .ir.schedule import Schedule
 from .options import Options, make_schedule
 from .passes import hold, lower
 from .planning.segments import segments

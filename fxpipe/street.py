@@ -17,13 +17,14 @@ from .codegen.steps import emit_steps
 from .errors import PlanError
 from .ir import plan as plans
 from .ir.cluster import Cluster
+from .ir.fewer import only, share
 from .ir.graph import Graph
 from .ir.opaque import Opaque, opaques
 from .ir.operators import Operator
 from .ir.plan import Plan, StagePlan
 from .ir.profile import Profile, total
 from .ir.program import Program
-from .ir.schedule import Schedule, only, share
+from .ir.schedule import Schedule
 from .ir.strategy import Config
 from .ir.timeline import Timeline
 from .ir.times import Times

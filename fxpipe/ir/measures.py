@@ -1,8 +1,7 @@
 """How good a schedule is, counted as the papers count, so that their figures can be held against it.
 
-`bubble` and `peak_live` (in `schedule`) look at the whole step, until the last device is done, and at numbers of
-micro-batches. Here is the time that each device is idle in all, or between its own first and last action, which is what
-counts where a device goes on with its next step before the others are done; and memory in bytes.
+The bubble is of the whole step, until the last device is done. Where a device goes on with its next step before the
+others are done, what counts is the time between its own first and last action.
 
     zb-h2      first to last: no gap       whole step: idle 1
     device 0  F0  F1  F2  I0  W0  F3  I1  W1  I2  W2  I3  W3   .
@@ -15,6 +14,40 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from .schedule import Action, Costs, Schedule, starts
+
+
+def bubble(
+    schedule: Schedule,
+    forward: float = 1,
+    backward: float = 2,
+    input_gradient: float = 1,
+    weight_gradient: float = 1,
+) -> float:
+    """The share of the devices' time that is idle, if stages are alike and moving values takes no time."""
+    costs = Costs(forward, backward, input_gradient, weight_gradient)
+    end = max((start + costs.of(action.kind) for action, start in starts(schedule, costs).items()), default=0)
+    busy = sum(costs.of(action.kind) for action in schedule.place)
+    return 1 - busy / (end * len(schedule.devices)) if end else 0.0
+
+
+def peak_live(schedule: Schedule) -> tuple[int, ...]:
+    """Per device the most (stage, micro-batch) pairs whose activations it keeps at once: from the forward until the
+    backward, or until both its halves, are done. A forward without a backward keeps nothing."""
+    return tuple(max(_live(schedule, row), default=0) for row in schedule.devices)
+
+
+def _live(schedule: Schedule, row: Sequence[Action]) -> Iterator[int]:
+    halves = {"B": 1, "I": 2, "W": 2}
+    live: dict[tuple[int, int], int] = {}
+    for kind, *task in row:
+        key = (task[0], task[1])
+        if kind != "F":
+            live[key] = live.get(key, 0) + 1
+            if live[key] == halves[kind]:
+                del live[key]
+        elif Action("B", *key) in schedule.place or Action("W", *key) in schedule.place:
+            live[key] = 0
+        yield len(live)
 
 
 def idle(schedule: Schedule, costs: Costs | None = None) -> tuple[float, ...]:

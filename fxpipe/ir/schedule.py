@@ -1,8 +1,8 @@
 """When each stage runs: per device a row of actions, such as "forward of micro-batch 0", in the order they run.
 
 Elsewhere a schedule is a class whose methods send, receive and compute, and one has to run it to see it. Here it is a
-value that needs no model and no device: it prints as a grid and parses back, is checked for completeness, order and
-deadlock, and tells its bubble and its memory before anything runs.
+value that needs no model and no device: it prints as a grid and parses back, and before anything runs it is checked
+(`faults`) and measured (`measures`).
 
     gpipe: 2 stages, 3 micro-batches
     clock      0   1   2   3   4   5   6   7
@@ -24,10 +24,9 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import NamedTuple
 
 from .units import count
@@ -180,150 +179,6 @@ def starts(schedule: Schedule, costs: Costs) -> dict[Action, float]:
     return start
 
 
-def bubble(
-    schedule: Schedule,
-    forward: float = 1,
-    backward: float = 2,
-    input_gradient: float = 1,
-    weight_gradient: float = 1,
-) -> float:
-    """The share of the devices' time that is idle, if stages are alike and moving values takes no time."""
-    costs = Costs(forward, backward, input_gradient, weight_gradient)
-    end = max((start + costs.of(action.kind) for action, start in starts(schedule, costs).items()), default=0)
-    busy = sum(costs.of(action.kind) for action in schedule.place)
-    return 1 - busy / (end * len(schedule.devices)) if end else 0.0
-
-
-def peak_live(schedule: Schedule) -> tuple[int, ...]:
-    """Per device the most (stage, micro-batch) pairs whose activations it keeps at once: from the forward until the
-    backward, or until both its halves, are done. A forward without a backward keeps nothing."""
-    return tuple(max(_live(schedule, row), default=0) for row in schedule.devices)
-
-
-def _live(schedule: Schedule, row: Sequence[Action]) -> Iterator[int]:
-    halves = {"B": 1, "I": 2, "W": 2}
-    live: dict[tuple[int, int], int] = {}
-    for kind, *task in row:
-        key = (task[0], task[1])
-        if kind != "F":
-            live[key] = live.get(key, 0) + 1
-            if live[key] == halves[kind]:
-                del live[key]
-        elif Action("B", *key) in schedule.place or Action("W", *key) in schedule.place:
-            live[key] = 0
-        yield len(live)
-
-
-def share(schedule: Schedule, devices: Sequence[str]) -> Schedule:
-    """The schedule with one row for all rows that `devices` gives the same name, in order of first appearance: their
-    actions by clock. What stands at one clock does not depend on each other, so the result runs if `schedule` does.
-
-    >>> print(share(parse("F0 F1 . . B1 B0 \\n . F0 F1 B1 B0", name="gpipe"), ("cuda:0", "cuda:0")))
-    gpipe: 2 stages, 2 micro-batches
-    clock       0    1    2    3    4    5    6    7
-    device 0  0F0  0F1  1F0  1F1  1B1  0B1  1B0  0B0
-    """
-    rows: dict[str, list[tuple[int, Action]]] = {name: [] for name in devices}
-    for name, column, row in zip(devices, clocks(schedule), schedule.devices, strict=True):
-        rows[name] += zip(column, row, strict=True)
-    merged = (sorted(row, key=lambda cell: (cell[0], cell[1].stage)) for row in rows.values())
-    return replace(schedule, devices=tuple(tuple(action for _, action in row) for row in merged))
-
-
-def only(schedule: Schedule, chunks: int) -> Schedule:
-    """The schedule without the micro-batches from number `chunks` on, for a batch too small for all of them. It runs if
-    `schedule` does, because no action needs one of another micro-batch.
-
-    >>> print(only(parse("F0 F1 . B0 F2 B1 . B2 \\n . F0 B0 F1 B1 F2 B2", name="1f1b"), chunks=2))
-    1f1b: 2 stages, 2 micro-batches
-    clock      0   1   2   3   4   5
-    device 0  F0  F1      B0      B1
-    device 1      F0  B0  F1  B1
-    """
-    if chunks < 1:
-        raise ValueError(f"chunks is {chunks}; a schedule needs at least one")
-    rows = (tuple(action for action in row if action.micro_batch < chunks) for row in schedule.devices)
-    return replace(schedule, devices=tuple(rows))
-
-
-# The checker ----------------------------------------------------------------------------------------------------
-
-
-def check(schedule: Schedule) -> None:
-    """Raise ValueError, with the place marked in the grid, if the schedule is not complete (every stage runs every
-    micro-batch forward, and backward once, in one piece or two; or none at all backward), not ordered (a backward
-    before its forward) or deadlocks."""
-    fault = next(chain(_misplaced(schedule), _missing(schedule), _disordered(schedule), _deadlocked(schedule)), None)
-    if fault is not None:
-        device, position, reason = fault
-        grid = show(schedule, mark=(device, position, reason))
-        raise ValueError(f"the schedule {schedule.name!r} cannot run: device {device}: {reason}\n{grid}")
-
-
-Fault = tuple[int, int, str]  # device, position in its row, reason
-
-
-def _misplaced(schedule: Schedule) -> Iterator[Fault]:
-    """Actions of no known kind, that stand twice, or whose stage is on two devices."""
-    home: dict[int, int] = {}
-    seen: set[Action] = set()
-    for device, row in enumerate(schedule.devices):
-        for position, action in enumerate(row):
-            if action.kind not in KINDS or action.stage < 0 or action.micro_batch < 0:
-                yield device, position, f"{action} is not an action"
-            if action in seen:
-                yield device, position, f"{_name(action)} stands twice"
-            if home.setdefault(action.stage, device) != device:
-                yield device, position, f"stage {action.stage} is on device {home[action.stage]} already"
-            seen.add(action)
-
-
-def _missing(schedule: Schedule) -> Iterator[Fault]:
-    """Forwards and backwards that are not there, or there in one piece and in two."""
-    trains = any(action.kind != "F" for action in schedule.place)
-    home = {stage: device for device, stages in enumerate(schedule.stages) for stage in stages}
-    for s in range(schedule.num_stages):
-        if s not in home:
-            yield 0, len(schedule.devices[0]), f"stage {s} of {schedule.num_stages} is on no device"
-            return
-        for i in range(schedule.chunks):
-            kinds = "".join(kind for kind in KINDS if Action(kind, s, i) in schedule.place)
-            whole = kinds in ("FB", "FIW") if trains else kinds == "F"
-            if not whole:
-                row = schedule.devices[home[s]]
-                yield home[s], len(row), _what_is_missing(s, i, kinds)
-
-
-def _what_is_missing(s: int, i: int, kinds: str) -> str:
-    task = f"micro-batch {i} of stage {s}"
-    if "F" not in kinds:
-        return f"{task} has no forward, F{i}"
-    if "B" in kinds:
-        return f"{task} goes backward in one piece, B{i}, and in two, I{i} and W{i}"
-    if "I" in kinds or "W" in kinds:
-        half = "W" if "I" in kinds else "I"
-        return f"{task} has no {KINDS[half]}, {half}{i}"
-    return f"{task} has no backward, B{i}"
-
-
-def _disordered(schedule: Schedule) -> Iterator[Fault]:
-    """Actions that need one which stands later on the same device."""
-    for action, (device, position) in schedule.place.items():
-        for need in needs(schedule, action):
-            if schedule.place[need] > (device, position) and schedule.place[need][0] == device:
-                yield device, position, f"{_name(action)} stands before {_name(need)}, which it needs"
-
-
-def _deadlocked(schedule: Schedule) -> Iterator[Fault]:
-    for device, position, missing in order(schedule)[1]:
-        action, other = schedule.devices[device][position], schedule.place[missing][0]
-        yield device, position, f"{_name(action)} waits for {_name(missing)} on device {other}, which never comes"
-
-
-def _name(action: Action) -> str:
-    return f"{action.short} of stage {action.stage}"
-
-
 # The printer and the parsers ------------------------------------------------------------------------------------
 
 
@@ -347,7 +202,10 @@ def clocks(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     return tuple(columns)
 
 
-def show(schedule: Schedule, labels: Sequence[str] = (), mark: Fault | None = None) -> str:
+Mark = tuple[int, int, str]  # device, position in its row, remark
+
+
+def show(schedule: Schedule, labels: Sequence[str] = (), mark: Mark | None = None) -> str:
     """The grid: a row per device, a column per clock. `labels` are the devices' names; `mark` puts a marker and a
     remark under one action."""
     names = list(labels) or [f"device {device}" for device in range(len(schedule.devices))]

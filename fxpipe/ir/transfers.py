@@ -22,8 +22,9 @@ from math import lcm
 
 from .buckets import added, begun, buckets, gathered
 from .device_programs import DevicePrograms, Message, Step
+from .faults import check
 from .program import Program, recut
-from .schedule import Action, Costs, Schedule, check, starts
+from .schedule import Action, Costs, Schedule, starts
 from .types import tensors
 
 START = -1  # a position before all actions of a row

@@ -17,7 +17,8 @@ import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from fxpipe.ir.schedule import Action, Costs, Schedule, needs, only
+from fxpipe.ir.fewer import only
+from fxpipe.ir.schedule import Action, Costs, Schedule, needs
 
 from .rows import at_least_one, numbered
 from .zero_bubble import Cell, half

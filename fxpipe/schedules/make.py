@@ -19,7 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from fxpipe.ir.schedule import Schedule, check, load_csv, parse, plain, share
+from fxpipe.ir.faults import check
+from fxpipe.ir.fewer import share
+from fxpipe.ir.schedule import Schedule, load_csv, parse, plain
 
 from .dual_pipe_v import dual_pipe_v
 from .interleaved import interleaved, interleaved_late, looped_bfs

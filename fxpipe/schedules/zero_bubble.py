@@ -21,7 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fxpipe.ir.schedule import Schedule, only
+from fxpipe.ir.fewer import only
+from fxpipe.ir.schedule import Schedule
 
 from .rows import at_least_one, numbered
 

@@ -22,7 +22,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from fxpipe.ir.schedule import Action, Schedule, at_once, check, needs, order
+from fxpipe.ir.faults import check
+from fxpipe.ir.schedule import Action, Schedule, at_once, needs, order
 from fxpipe.ir.timeline import Span, Steps, Timeline
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fxpipe.ir.measures import Kept, gaps, idle, peak_bytes, rolling_bubble
-from fxpipe.ir.schedule import Costs, Schedule, bubble, parse
+from fxpipe.ir.measures import Kept, bubble, gaps, idle, peak_bytes, peak_live, rolling_bubble
+from fxpipe.ir.schedule import Costs, Schedule, parse
 
 ONE = Costs(1, 1, 1, 1)
 
@@ -19,6 +19,17 @@ def test_idle_and_gaps() -> None:
     assert gaps(SPLIT, ONE) == (1, 0)
     assert bubble(SPLIT, 1, 2, 1, 1) == pytest.approx(2 / 14)
     assert rolling_bubble(SPLIT, ONE) == pytest.approx(1 - 12 / 14)
+
+
+def test_the_whole_step() -> None:
+    early = parse("F0 F1 . B0 F2 B1 . B2 \n . F0 B0 F1 B1 F2 B2")
+    turn = parse("0F0 0F1 . 3F0 3B0 3F1 3B1 0B0 . 0B1 \n . 1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1")
+    assert bubble(early) == pytest.approx(1 / 4)
+    assert bubble(early, forward=3, backward=1) == pytest.approx(1 / 4)
+    assert [peak_live(schedule) for schedule in (early, turn, SPLIT)] == [(2, 1), (3, 4), (2, 2)]
+    assert peak_live(parse("F0 F1 F2")) == (0,)
+    nothing = Schedule("nothing", ((), ()))
+    assert (bubble(nothing), peak_live(nothing)) == (0.0, (0, 0))
 
 
 def test_whole_and_rolling_differ_by_the_way_to_the_last_device() -> None:

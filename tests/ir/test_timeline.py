@@ -7,7 +7,8 @@ from textwrap import dedent
 
 import pytest
 
-from fxpipe.ir.schedule import Costs, bubble, parse
+from fxpipe.ir.measures import bubble
+from fxpipe.ir.schedule import Costs, parse
 from fxpipe.ir.timeline import Span, Timeline, check, compare, dump, even, load, show
 
 # Two devices, a value from one to the other: forward 2 ms, transfer 1 ms, backward 3 ms.

@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpipe.ir.schedule import Schedule, bubble, check, dump_csv, only, parse, peak_live
+from fxpipe.ir.faults import check
+from fxpipe.ir.fewer import only
+from fxpipe.ir.measures import bubble, peak_live
+from fxpipe.ir.schedule import Schedule, dump_csv, parse
 from fxpipe.schedules.interleaved import interleaved
 from fxpipe.schedules.make import SCHEDULES, make, placement
 from fxpipe.schedules.one_f_one_b import early, gpipe, one_f_one_b

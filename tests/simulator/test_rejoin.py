@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpipe.ir.schedule import Action, Schedule, check, parse, peak_live
+from fxpipe.ir.faults import check
+from fxpipe.ir.measures import peak_live
+from fxpipe.ir.schedule import Action, Schedule, parse
 from fxpipe.schedules.make import make, placement
 from fxpipe.schedules.one_f_one_b import one_f_one_b
 from fxpipe.simulator.rejoin import SLACK, latest_first, rejoin
