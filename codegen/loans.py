@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
+from fxpipe.codegen.constants import constant_names
 from fxpipe.codegen.lines import INDENT, WIDTH
 from fxpipe.codegen.names import clip, prose, state_path
 from fxpipe.codegen.places import Places, torch_device
-from fxpipe.codegen.stage import constant_names
 from fxpipe.codegen.statements import assign, moved
 from fxpipe.ir.program import Loan, Program
 

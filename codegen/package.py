@@ -22,12 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.codegen.constants import constant_names
 from fxpipe.codegen.face import face, unreachable
 from fxpipe.codegen.imports import import_blocks
 from fxpipe.codegen.lines import WIDTH, Brackets, Doc, layout, prefix
 from fxpipe.codegen.names import doc_prose, string
 from fxpipe.codegen.spelling import literal
-from fxpipe.codegen.stage import constant_names, emit_device, emit_stage, emit_totals
+from fxpipe.codegen.stage import emit_device, emit_stage, emit_totals
 from fxpipe.errors import PackageError
 from fxpipe.ir.graph import Ref, State, refs
 from fxpipe.ir.plan import Plan

@@ -18,11 +18,11 @@ from itertools import groupby
 
 from fxpipe.codegen.attributes import apart, attributes, differentiable, keep_dead_ends, row
 from fxpipe.codegen.clock import portals, recomputed
+from fxpipe.codegen.constants import constant_names
 from fxpipe.codegen.lines import INDENT, WIDTH, Brackets, layout
 from fxpipe.codegen.loans import owned, reason
 from fxpipe.codegen.names import clip, doc_prose, prose, string
 from fxpipe.codegen.places import Places
-from fxpipe.codegen.stage import constant_names
 from fxpipe.codegen.statements import assign
 from fxpipe.codegen.wires import lent_name
 from fxpipe.ir.plan import Plan

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fxpipe.codegen.constants import constant_names
 from fxpipe.codegen.names import identifier
 from fxpipe.codegen.package import DTYPES
 from fxpipe.codegen.places import Places
-from fxpipe.codegen.stage import constant_names
 from fxpipe.ir.buckets import Bucket, buckets
 from fxpipe.ir.program import Loan, Program
 from fxpipe.ir.schedule import Schedule

@@ -1,0 +1,76 @@
+"""Which variables a stage lets go of, and where.
+
+    h = F.linear(x, self.fc.weight)
+    y = h.view(8, -1)
+    z = y + 1
+    del h, y
+
+Without `del`, a large tensor that nobody needs any more lives until forward ends. A view keeps the memory of what it
+views, so both go together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+
+from fxpipe.codegen.variables import Variables
+from fxpipe.ir.graph import Op, Ref
+from fxpipe.ir.program import Stage
+from fxpipe.ir.types import ValueType, tensors
+
+LARGE = 1 << 16  # elements from which on letting go of a tensor is worth a line
+VIEWS = frozenset((
+    "view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "permute",
+    "swapaxes", "movedim", "t", "expand", "expand_as", "narrow", "select", "diagonal", "unfold", "detach", "chunk",
+    "split", "unbind", "tensor_split", "getitem", "getattr", "contiguous", "to", "real", "imag",
+))  # fmt: skip
+
+
+def releases(stage: Stage, variables: Variables, types: Mapping[str, ValueType]) -> dict[str, tuple[str, ...]]:
+    """After each op, the variables whose large tensors nobody needs any more, unless a statement soon to come gives
+    the variable to another tensor. What the stage takes is held by the caller; letting go of it here frees nothing."""
+    dying: dict[float, list[str]] = defaultdict(list)
+    for name, position in variables.last_use.items():
+        dying[position].append(name)
+    bound = {position: _bound(op, variables) for position, op in enumerate(stage.ops)}
+    made = defaultdict(int, {op.name: position for position, op in enumerate(stage.ops)})
+    holder: dict[str, str] = {}  # the value that each variable holds
+    shared: dict[str, list[str]] = defaultdict(list)  # for a view, the values whose memory it keeps alive
+    found = {}
+    for position, op in enumerate(stage.ops):
+        holder |= bound[position]
+        soon = {name for later in range(position, position + 3) for name in bound.get(later, ())}
+        gone = []
+        for name in dying[position]:
+            memory = [*shared.pop(name, ()), name]
+            if _shares_memory(op, name):
+                shared[op.name] += memory
+            elif _is_large(types[name]):
+                gone += memory
+        names = ((variables.of.get(value, ""), value) for value in sorted(gone, key=made.__getitem__))
+        found[op.name] = tuple(name for name, value in names if holder.get(name) == value and name not in soon)
+    return found
+
+
+def _shares_memory(op: Op, name: str) -> bool:
+    """Whether the op's result may be a view of the value, so that letting go of the value frees nothing yet."""
+    if name in op.writes:
+        return True
+    called = op.target if isinstance(op.target, str) else getattr(op.target, "__name__", "")
+    return called in VIEWS and bool(op.args) and op.args[0] == Ref(name)
+
+
+def _bound(op: Op, variables: Variables) -> dict[str, str]:
+    """The variables that the op's statement sets, with the values they then hold."""
+    values = variables.unpacked.get(op.name, (op.name,)) if op.name not in variables.folded else ()
+    return {variables.of[name]: name for name in values if name in variables.of}
+
+
+def _is_large(kind: ValueType) -> bool:
+    """Sizes that depend on the batch count as large: a micro-batch is what memory goes into."""
+    return any(
+        any(isinstance(dim, str) for dim in item.shape) or math.prod(map(int, item.shape)) >= LARGE
+        for item in tensors(kind)
+    )
