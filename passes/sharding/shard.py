@@ -12,6 +12,9 @@ Each op falls into one of these:
 - an op of an operator: parts where the strategy has them, made by the op's rule;
 - what is made of inputs and states alone, such as masks and positions: every device makes what it needs of it;
 - all else, such as a counter that goes up by one, or random numbers that no sample is read for: done once.
+
+In the end what nobody has asked for goes: what an LSTM remembers after its last step, a piece that only one device
+reads.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from functools import partial
 from fxpipe.errors import PlanError
 from fxpipe.ir.axes import sizes_of
 from fxpipe.ir.axes import whole as as_it_is
+from fxpipe.ir.dead import without_dead_ops
 from fxpipe.ir.evaluate import call
 from fxpipe.ir.graph import Graph, Op, Ref, map_refs, op_name, show_op
 from fxpipe.ir.placed import Placed
@@ -59,7 +63,7 @@ class _Sharder:
             self.read(op)
         names = {output.value: self.returned(output.value) for output in self.graph.outputs}
         rename = lambda ref: Ref(names.get(ref.name, ref.name))  # noqa: E731
-        made = replace(
+        whole = replace(
             self.graph,
             inputs=tuple(replace(item, type=concrete(item.type, self.b.sizes)) for item in self.graph.inputs),
             states=self.graph.states,
@@ -68,7 +72,8 @@ class _Sharder:
             result=map_refs(self.graph.result, rename),
             loss=self.graph.loss and names[self.graph.loss],
         )
-        return Placed(made, self.b.devices)
+        made = replace(whole, ops=without_dead_ops(whole).ops)
+        return Placed(made, {op.name: self.b.devices[op.name] for op in made.ops})
 
     def read(self, op: Op) -> None:
         """Makes what the captured op makes, or notes how it is made when somebody asks for it."""

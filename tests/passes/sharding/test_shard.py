@@ -105,6 +105,26 @@ def test_golden(golden: Callable[[str, str], None]) -> None:
     golden("passes/sharded.txt", listing(placed))
 
 
+class LastStep(nn.Module):
+    """Of its last step, nobody reads what the cell remembers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.cell(x[:, 0])
+        return self.cell(x[:, 1], state)[0]  # type: ignore[no-any-return]
+
+
+def test_what_nobody_reads_is_not_made() -> None:
+    made, random = sample(LastStep(), torch.randn(4, 2, 3)), Random(0)
+    for devices in (1, 2, 4, 4, 4):
+        graph = assert_exact(made, anyhow(made.reading.operators, devices, random), devices).graph
+        read = {name for op in graph.ops for name in op.reads} | {output.value for output in graph.outputs}
+        assert [op.name for op in graph.ops if op.name not in read] == []
+
+
 class Written(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = x * 2
