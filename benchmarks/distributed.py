@@ -2,6 +2,9 @@
 
     python -m benchmarks.distributed
 
+Ranks of one machine hand values to each other in memory that they share; as "over gloo" they do what they would if they
+were on two.
+
 The first table is of stages that do next to nothing: what an action costs, beyond what the rank computes that has most
 to do (timed on both ranks at once, too, for they share the machine). The second is of stages that compute: how much
 faster two ranks are than the plain loop on one. The third is of a U-Net whose skips go past stages, with several stages
@@ -32,11 +35,13 @@ import fxpipe
 from benchmarks.models import UNet
 from benchmarks.timing import in_turn
 from benchmarks.trainers import Workload
+from fxpipe.engines.near import SWITCH
 
 RANKS = 2
 PLAIN = "plain loop on one rank"
 BUSIEST = "stages of the busiest rank alone"
 PEER = "torch.distributed.pipelining"
+OURS, OURS_OVER_GLOO = "fxpipe", "fxpipe over gloo"
 SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
 TINY = Workload(stages=2 * RANKS, chunks=8, rows=4, width=16, depth=1)
 LARGE = Workload(stages=2 * RANKS, chunks=16, rows=64, width=512, depth=2)
@@ -78,11 +83,20 @@ def busiest(work: Workload) -> Callable[[], None]:
     return step
 
 
-def ours(work: Workload, schedule: str) -> tuple[Step, nn.Module]:
+def ours(work: Workload, schedule: str, over_gloo: bool = False) -> tuple[Step, nn.Module]:
     model, (x, y) = work.model(), work.batch()
+    os.environ[SWITCH] = str(int(not over_gloo))
     stages = work.stages if schedule == "interleaved" else RANKS
     split_at = [str(k * work.stages // stages) for k in range(1, stages)]
-    pipe = fxpipe.compile(model, RANKS, work.chunks, schedule=schedule, checkpoint="never", split_at=split_at)
+    pipe = fxpipe.compile(
+        model,
+        RANKS,
+        work.chunks,
+        schedule=schedule,
+        checkpoint="never",
+        split_at=split_at,
+        timeout=301 if over_gloo else 300,  # ranks meet once for each
+    )
 
     def step() -> Tensor:
         model.zero_grad()
@@ -122,13 +136,17 @@ def candidates(work: Workload) -> dict[str, Callable[[], object]]:
     """All of them, after a look at whether they compute the same gradients."""
     found: dict[str, Callable[[], object]] = {PLAIN: plain(work), BUSIEST: busiest(work)}
     for schedule in SCHEDULES:
-        (peer, model), (own, same) = theirs(work, schedule), ours(work, schedule)
-        peer(), own()
-        for p, q in zip(model.parameters(), same.parameters(), strict=True):
-            if p.grad is not None:
-                assert q.grad is not None
-                torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=1e-6)
-        found |= {f"{PEER}, {schedule}": peer, f"fxpipe, {schedule}": own}
+        peer, model = theirs(work, schedule)
+        peer()
+        found[f"{PEER}, {schedule}"] = peer
+        for name, over_gloo in ((OURS, False), (OURS_OVER_GLOO, True)):
+            own, same = ours(work, schedule, over_gloo)
+            own()
+            for p, q in zip(model.parameters(), same.parameters(), strict=True):
+                if p.grad is not None:
+                    assert q.grad is not None
+                    torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=1e-6)
+            found[f"{name}, {schedule}"] = own
     return found
 
 
@@ -147,6 +165,7 @@ def unets(rows: int, size: int, width: int, chunks: int) -> dict[str, Step]:
         dist.barrier()
         return None
 
+    os.environ[SWITCH] = "1"
     torch.manual_seed(0)
     model, found = UNet(2, width, depth=2), {PLAIN: alone}
     for schedule in ("1f1b", "interleaved"):
@@ -204,7 +223,7 @@ def overhead_table(work: Workload, seconds: Seconds) -> str:
     rows, compute = [], min(seconds[BUSIEST])
     for name, times in seconds.items():
         actions = 2 * work.chunks * (work.stages if "interleaved" in name else RANKS)
-        peer = seconds.get(name.replace("fxpipe", PEER)) if name.startswith("fxpipe") else None
+        peer = peer_of(name, seconds)
         over = (min(times) - compute) / actions * 1e6 if name not in (PLAIN, BUSIEST) else None
         rows.append(
             (
@@ -231,8 +250,14 @@ def speed_table(seconds: Seconds) -> str:
 
 def part(name: str, seconds: Seconds) -> str:
     """Of the time of the peer with the same schedule."""
-    peer = seconds.get(name.replace("fxpipe", PEER)) if name.startswith("fxpipe") else None
+    peer = peer_of(name, seconds)
     return f"{median(seconds[name]) / median(peer):.2f}" if peer else ""
+
+
+def peer_of(name: str, seconds: Seconds) -> list[float] | None:
+    """The times of the peer with the same schedule, for one of ours."""
+    whose, _, schedule = name.partition(", ")
+    return seconds.get(f"{PEER}, {schedule}") if whose in (OURS, OURS_OVER_GLOO) else None
 
 
 def main() -> None:
