@@ -19,12 +19,7 @@ def draw(value: Timeline | Schedule, title: str = "", notes: str = "", width: in
     """The text of an HTML file. A schedule is drawn as if stages were alike; `notes` are shown below, as they are."""
     timeline = even(value) if isinstance(value, Schedule) else value
     name = title or timeline.name
-    facts = [f"{timeline.bubble:.1%} bubble", f"{len(timeline.devices)} devices"]
-    if not isinstance(value, Schedule):
-        facts.insert(0, f"{show_seconds(timeline.makespan)} per step")
     body = [
-        f"<h1>{escape(name)}</h1>",
-        f'<p class="facts">{escape(", ".join(facts))}</p>',
         f'<div class="picture">\n{svg.draw(value, name, width)}</div>',
         _table(timeline, seconds=not isinstance(value, Schedule)),
     ]
@@ -58,8 +53,6 @@ def _style() -> str:
     light, dark = THEMES["light"], THEMES["dark"]
     return f"""\
 body {{ font-family: {FONT}; margin: 2rem auto; max-width: 1250px; padding: 0 1rem; {_colors(light)} }}
-h1 {{ font-size: 1.3rem; margin: 0; }}
-.facts {{ margin: 0.3rem 0 1rem; }}
 .picture {{ overflow-x: auto; }}
 table {{ border-collapse: collapse; margin: 1.5rem 0; font-variant-numeric: tabular-nums; }}
 td, th {{ padding: 0.25rem 0.9rem; text-align: right; border-bottom: 1px solid #8884; font-weight: inherit; }}

@@ -25,7 +25,7 @@ from .marks import ink_on, page, tag, text_width, words
 
 TOP, MARGIN = 100.0, 24.0
 NARROWEST = 480.0
-BOX, APART = (58.0, 34.0), (84.0, 58.0)  # the size of a box, and from one to the next
+BOX, APART = (58.0, 40.0), (84.0, 64.0)  # the size of a box, and from one to the next
 NAME = 9.0  # the size of a box's name
 STEP = 46.0, 40.0  # from one to the next in a grid, where nothing stands between
 UNROLLED = 0.8  # the share of operators that are steps of a layer, for a network to be drawn as a grid
@@ -195,7 +195,7 @@ def _part(device: int, x: float, y: float, size: tuple[float, float], color: str
     wide, high = size
     gap = 0.5 if min(size) > 4 else 0.0
     part = tag("rect", x=x + gap, y=y + gap, width=wide - 2 * gap, height=high - 2 * gap, rx=2 * gap, fill=color)
-    font = min(11.0, high)
+    font = min(11.0, 0.86 * high)
     if high < 7 or text_width(str(device), font) >= wide:
         return part
     style = {"text_anchor": "middle", "fill": ink_on(color), "font_size": font}
