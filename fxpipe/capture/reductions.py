@@ -17,13 +17,13 @@ pooled; everything is allowed to what is the same, and to single samples, which 
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
+from fxpipe.ir.arguments import arguments
 from fxpipe.ir.graph import Graph, Op, Ref, called, refs
 from fxpipe.ir.types import ScalarType, TensorType, TupleType, ValueType, dim_names, tensors
 
@@ -143,14 +143,6 @@ def labels_may_be_ignored(op: Op, types: Mapping[str, ValueType], made: Mapping[
         return False  # probabilities
     source = made.get(target.name) if isinstance(target, Ref) else None
     return given.get("weight") is not None or source is None or called(source) != "argmax"
-
-
-def arguments(op: Op) -> dict[str, Any]:
-    """The arguments of a function of torch.nn.functional, by name, defaults included."""
-    assert callable(op.target)
-    bound = inspect.signature(op.target).bind(*op.args, **op.kwargs)
-    bound.apply_defaults()
-    return dict(bound.arguments)
 
 
 def reduction(given: Mapping[str, Any]) -> str:

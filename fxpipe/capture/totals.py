@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from fxpipe.ir.arguments import arguments
 from fxpipe.ir.dead import without_dead_ops
 from fxpipe.ir.graph import Graph, Input, Op, Output, Ref, called
 from fxpipe.ir.types import TensorType, tensors
@@ -28,7 +29,7 @@ from fxpipe.ir.types import TensorType, tensors
 from .batch import batch_dims, follow
 from .mixing import Reduce, said
 from .names import Names
-from .reductions import LABEL_LOSSES, SAME, WEIGHTED, ZERO, arguments, kinds, labels_may_be_ignored, reduction
+from .reductions import LABEL_LOSSES, SAME, WEIGHTED, ZERO, kinds, labels_may_be_ignored, reduction
 from .shares import with_shares
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fxpipe.ir.arguments import argument
 from fxpipe.ir.axes import Axes, permuted, reshaped, whole
 from fxpipe.ir.graph import Op, refs
 from fxpipe.ir.operators import Operator
 
 from . import kinds
-from .reader import Reader, Value, argument
+from .reader import Reader, Value
 
 
 def attention(r: Reader, op: Op) -> Value:

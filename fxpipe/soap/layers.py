@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
-from typing import Any
 
+from fxpipe.ir.arguments import argument
 from fxpipe.ir.axes import axis, whole
 from fxpipe.ir.graph import Op, op_name, refs
+from fxpipe.ir.windows import of_convolution, of_pool
 
 from . import kinds
-from .reader import Held, Reader, Value, argument
+from .reader import Held, Reader, Value
 from .reshaping import alone
 
 
@@ -47,17 +48,11 @@ def embedding(r: Reader, op: Op) -> Value:
 def conv(r: Reader, op: Op) -> Value:
     """Over one or two dimensions; a dilated kernel has a wider window."""
     x, weight = r.whole(op, r.first(op)), r.shape(argument(op, 1, "weight").name)
-    rank = len(weight) - 2
-    stride = _pair(argument(op, 3, "stride", 1), rank)
-    dilation = _pair(argument(op, 5, "dilation", 1), rank)
-    window = tuple((size - 1) * d + 1 for size, d in zip(weight[2:], dilation, strict=True))
-    padding = argument(op, 4, "padding", 0)
-    sides = {"same": tuple((w - 1) // 2 for w in window), "valid": (0,) * rank}
-    given = sides[padding] if isinstance(padding, str) else _pair(padding, rank)
-    if rank == 1:
-        made = kinds.conv1d(r.name(op), x, weight[0], window[0], stride[0], given[0])
-    elif rank == 2:
-        (w, v), (s, t), (p, q) = window, stride, given
+    window, stride, before = of_convolution(op, weight[2:])
+    if len(window) == 1:
+        made = kinds.conv1d(r.name(op), x, weight[0], window[0], stride[0], before[0])
+    elif len(window) == 2:
+        (w, v), (s, t), (p, q) = window, stride, before
         made = kinds.conv2d(r.name(op), x, weight[0], (w, v), (s, t), (p, q))
     else:
         raise r.refuse(op, "convolutions have one or two dimensions")
@@ -73,14 +68,12 @@ def pool(r: Reader, op: Op) -> Value:
         if any(size % left for size, left in sizes):
             return alone(r, op)
         window = tuple(size // left for size, left in sizes)
-        stride, padding = window, (0,) * rank
+        stride, before = window, (0,) * rank
     else:
-        window = _pair(argument(op, 1, "kernel_size"), rank)
-        stride = _pair(argument(op, 2, "stride") or window, rank)
-        padding = _pair(argument(op, 3, "padding", 0), rank)
+        window, stride, before = of_pool(op, rank)
     if rank == 1:
-        return r.make(op, kinds.pool1d(r.name(op), x, window[0], stride[0], padding[0]))
-    (w, v), (s, t), (p, q) = window, stride, padding
+        return r.make(op, kinds.pool1d(r.name(op), x, window[0], stride[0], before[0]))
+    (w, v), (s, t), (p, q) = window, stride, before
     return r.make(op, kinds.pool2d(r.name(op), x, (w, v), (s, t), (p, q)))
 
 
@@ -111,7 +104,3 @@ def cell(r: Reader, op: Op) -> Value:
     made = kinds.lstm(r.name(op), x, states[0] if states else None, r.shape(op.name)[-1])
     work = 2.0 * sum(prod(r.shape(name)) for name in weights) / made.sizes[-1]
     return r.make(op, replace(made, inputs=(x.name, *(state.name for state in states)), work=work))
-
-
-def _pair(number: Any, rank: int) -> tuple[int, ...]:
-    return tuple(number) if isinstance(number, (tuple, list)) else (number,) * rank

@@ -153,8 +153,3 @@ class Reader:
 def _words(type: TensorType) -> bool:
     """Whether these look like sequences of numbers of words."""
     return type.dtype in ("i64", "i32") and len(type.shape) == 2
-
-
-def argument(op: Op, index: int, name: str, default: Any = None) -> Any:
-    """An argument, wherever it stands."""
-    return op.args[index] if len(op.args) > index else op.kwargs.get(name, default)

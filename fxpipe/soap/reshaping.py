@@ -6,13 +6,14 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
+from fxpipe.ir.arguments import argument
 from fxpipe.ir.axes import axis, permuted, reshaped
 from fxpipe.ir.families import LOSSES
 from fxpipe.ir.graph import Op, Ref, op_name
 from fxpipe.ir.types import TensorType, tensors
 
 from . import kinds
-from .reader import Held, Reader, Value, argument
+from .reader import Held, Reader, Value
 
 
 def pointwise(r: Reader, op: Op) -> Value:

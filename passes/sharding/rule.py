@@ -36,11 +36,6 @@ def every(b: Building, op: Op) -> Iterable[int]:
     return range(len(b.shape(op.name)))
 
 
-def argument(op: Op, index: int, name: str, default: Any = None) -> Any:
-    """An argument, wherever it stands."""
-    return op.args[index] if len(op.args) > index else op.kwargs.get(name, default)
-
-
 One = Callable[[Region, int], tuple[Any, tuple[Any, ...], dict[str, Any]]]
 
 

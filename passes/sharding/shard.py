@@ -24,6 +24,7 @@ from dataclasses import replace
 from functools import partial
 
 from fxpipe.errors import PlanError
+from fxpipe.ir.arguments import argument
 from fxpipe.ir.axes import sizes_of
 from fxpipe.ir.axes import whole as as_it_is
 from fxpipe.ir.dead import without_dead_ops
@@ -35,7 +36,7 @@ from fxpipe.ir.strategy import Region, Strategy
 from fxpipe.ir.types import ScalarType, TensorType, TupleType
 from fxpipe.passes.sharding.building import Building, Part, concrete
 from fxpipe.passes.sharding.regions import Place, Places, box, full, places
-from fxpipe.passes.sharding.rule import WHOLE, Rule, argument
+from fxpipe.passes.sharding.rule import WHOLE, Rule
 from fxpipe.passes.sharding.rules import rule_of
 
 

@@ -163,6 +163,24 @@ def test_pieces_are_cut_by_sample() -> None:
     ]
 
 
+class Sliding(nn.Module):
+    """Numbers for both dimensions in a tuple of one, as torch takes them; gaps in the windows of a pool."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 2, 3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.conv2d(x, self.weight, None, (2,), (1,))
+        return F.max_pool2d(x, 3, 1, dilation=2)
+
+
+def test_windows() -> None:
+    conv, pool = [o for o in reading(Sliding(), torch.zeros(4, 2, 16, 16)).operators if o.kind != "input"]
+    assert (conv.window, conv.stride, conv.padding) == ((3, 3), (2, 2), (1, 1))
+    assert (pool.window, pool.stride, pool.sizes) == ((5, 5), (1, 1), (4, 4, 4, 4))
+
+
 class Strange(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.fft.fft(x).abs()

@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from fxpipe.ir.arguments import argument
 from fxpipe.ir.graph import Op, Ref
 from fxpipe.ir.strategy import Region
 from fxpipe.passes.sharding.building import Building, Part
 from fxpipe.passes.sharding.regions import Places, full
-from fxpipe.passes.sharding.rule import Rule, aligned, argument, each, with_arguments
+from fxpipe.passes.sharding.rule import Rule, aligned, each, with_arguments
 
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 

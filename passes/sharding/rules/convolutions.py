@@ -13,20 +13,16 @@ from typing import Any
 
 import torch.nn.functional as F
 
+from fxpipe.ir.arguments import argument
 from fxpipe.ir.graph import Op, Ref
 from fxpipe.ir.strategy import Region
 from fxpipe.ir.types import TensorType
+from fxpipe.ir.windows import of_convolution
 from fxpipe.passes.sharding.building import Building, Part
 from fxpipe.passes.sharding.regions import Places, Range, full
-from fxpipe.passes.sharding.rule import Rule, argument, each, with_arguments
+from fxpipe.passes.sharding.rule import Rule, each, with_arguments
 
 NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-
-
-def numbers(given: Any, rank: int) -> tuple[int, ...]:
-    """One number for each dimension that is slid over."""
-    several = tuple(given) if isinstance(given, (tuple, list)) else (given,)
-    return several if len(several) == rank else several * rank
 
 
 def reached(out: Range, size: int, window: int, stride: int, before: int) -> tuple[Range, Range]:
@@ -77,13 +73,7 @@ def padded(
 
 def _slides(b: Building, op: Op) -> Slides:
     x, weight = (b.shape(argument(op, at, NAMES[at]).name) for at in range(2))
-    rank = len(weight) - 2
-    dilation = numbers(argument(op, 5, "dilation", 1), rank)
-    window = tuple((size - 1) * d + 1 for size, d in zip(weight[2:], dilation, strict=True))
-    padding = argument(op, 4, "padding", 0)
-    same = {"same": tuple((size - 1) // 2 for size in window), "valid": (0,) * rank}
-    before = same[padding] if isinstance(padding, str) else numbers(padding, rank)
-    return Slides(x[2:], b.shape(op.name)[2:], window, numbers(argument(op, 3, "stride", 1), rank), before)
+    return Slides(x[2:], b.shape(op.name)[2:], *of_convolution(op, weight[2:]))
 
 
 def _cuts(b: Building, op: Op) -> Iterable[int]:

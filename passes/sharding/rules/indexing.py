@@ -7,13 +7,14 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from fxpipe.ir.arguments import argument
 from fxpipe.ir.families import PIECES
 from fxpipe.ir.graph import Op, Ref, op_name, refs
 from fxpipe.ir.strategy import Region
 from fxpipe.ir.types import TensorType, TupleType
 from fxpipe.passes.sharding.building import Building, Part
 from fxpipe.passes.sharding.regions import Place, Places, extent
-from fxpipe.passes.sharding.rule import WHOLE, Rule, argument
+from fxpipe.passes.sharding.rule import WHOLE, Rule
 
 Index = tuple[int | slice | None, ...]  # as in x[...], with one entry for each dimension of x, None for a new one
 

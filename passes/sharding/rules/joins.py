@@ -6,11 +6,12 @@ from collections.abc import Iterable
 
 import torch
 
+from fxpipe.ir.arguments import argument
 from fxpipe.ir.graph import Op, Ref
 from fxpipe.ir.types import TensorType
 from fxpipe.passes.sharding.building import Building, Part
 from fxpipe.passes.sharding.regions import Place, Places, extent, overlap
-from fxpipe.passes.sharding.rule import WHOLE, Rule, argument
+from fxpipe.passes.sharding.rule import WHOLE, Rule
 
 
 def _cuts(b: Building, op: Op) -> Iterable[int]:

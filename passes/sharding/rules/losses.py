@@ -16,23 +16,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fxpipe.ir.arguments import argument, arguments
 from fxpipe.ir.graph import Op, Ref, op_name
 from fxpipe.ir.strategy import Region
 from fxpipe.ir.types import TensorType
 from fxpipe.passes.sharding.building import Building, Part
 from fxpipe.passes.sharding.regions import Place, Places, extent
-from fxpipe.passes.sharding.rule import Rule, argument, each, every
+from fxpipe.passes.sharding.rule import Rule, each, every
 
 LABELS = (F.cross_entropy, F.nll_loss)
 PAIRS = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div)
-
-
-def arguments(op: Op) -> dict[str, Any]:
-    """All arguments of a loss, by name."""
-    assert callable(op.target)
-    bound = inspect.signature(op.target).bind(*op.args, **op.kwargs)
-    bound.apply_defaults()
-    return dict(bound.arguments)
 
 
 def _reduction(op: Op) -> str:

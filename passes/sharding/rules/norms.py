@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from fxpipe.ir.arguments import argument
 from fxpipe.ir.graph import Op, Ref
 from fxpipe.ir.strategy import Region
 from fxpipe.passes.sharding.building import Building, Part
 from fxpipe.passes.sharding.regions import Places
-from fxpipe.passes.sharding.rule import Rule, argument, each, with_arguments
+from fxpipe.passes.sharding.rule import Rule, each, with_arguments
 
 NAMES = ("input", "normalized_shape", "weight", "bias")
 

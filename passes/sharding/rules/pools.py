@@ -7,16 +7,17 @@ from collections.abc import Iterable
 from math import inf
 from typing import Any
 
+from fxpipe.ir.arguments import argument
 from fxpipe.ir.graph import Op, Ref, op_name
 from fxpipe.ir.strategy import Region
 from fxpipe.ir.types import TensorType
+from fxpipe.ir.windows import MAX, of_pool
 from fxpipe.passes.sharding.building import Building, Part
 from fxpipe.passes.sharding.regions import Places, extent
-from fxpipe.passes.sharding.rule import Rule, argument, each, every, with_arguments
-from fxpipe.passes.sharding.rules.convolutions import Slides, numbers, padded
+from fxpipe.passes.sharding.rule import Rule, each, every, with_arguments
+from fxpipe.passes.sharding.rules.convolutions import Slides, padded
 
 NAMES = ("input", "kernel_size", "stride", "padding")
-MAX = {"max_pool1d", "max_pool2d", "fn"}  # torch.nn.functional calls the one with or without indices `fn`
 
 
 def _is_max(op: Op) -> bool:
@@ -34,12 +35,7 @@ def _cuts(b: Building, op: Op) -> Iterable[int]:
 
 def _slides(b: Building, op: Op) -> Slides:
     sizes, left = (b.shape(name)[2:] for name in (argument(op, 0, "input").name, op.name))
-    rank = len(sizes)
-    size = numbers(argument(op, 1, "kernel_size"), rank)
-    stride = numbers(argument(op, 2, "stride") or size, rank)
-    dilation = numbers(argument(op, 4, "dilation", 1) if _is_max(op) else 1, rank)
-    window = tuple((s - 1) * d + 1 for s, d in zip(size, dilation, strict=True))
-    return Slides(sizes, left, window, stride, numbers(argument(op, 3, "padding", 0), rank))
+    return Slides(sizes, left, *of_pool(op, len(sizes)))
 
 
 def _make(b: Building, op: Op, places: Places) -> tuple[Part, ...]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from fxpipe.ir.arguments import argument
 from fxpipe.ir.graph import Op, Ref, map_refs, op_name, refs
 from fxpipe.ir.strategy import Region
 from fxpipe.ir.types import TensorType
 from fxpipe.passes.sharding.building import Building, Part
 from fxpipe.passes.sharding.regions import Places, full
-from fxpipe.passes.sharding.rule import Rule, argument, each
+from fxpipe.passes.sharding.rule import Rule, each
 
 # Where an op names the dimensions that it is done over: the position of the argument, and its name.
 DIMS = {
