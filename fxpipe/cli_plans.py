@@ -86,6 +86,13 @@ def run_plan(options: argparse.Namespace) -> None:
         print(f"\nthe plan: {options.out}")
 
 
+def write(path: Path | None, make: Callable[[], str]) -> None:
+    """A file that was asked for."""
+    if path is not None:
+        path.write_text(make())
+        print(f"\nwrote {path}")
+
+
 def read_cluster(text: str) -> Cluster:
     """A published cluster, the one in a file, or this machine."""
     if text == HERE:
@@ -102,15 +109,9 @@ def run_simulate(options: argparse.Namespace) -> None:
     title = f"{found.plan.model}, {timeline.name}"
     print(f"{bars(timeline, options.width)}\n\n{timeline}")
     notes = str(found) if options.schedule is None else ""
-    drawn: tuple[tuple[Path | None, Callable[[], str]], ...] = (
-        (options.svg, lambda: svg.draw(timeline, title)),
-        (options.html, lambda: html.draw(timeline, title, notes)),
-        (options.trace, lambda: trace.trace(timeline)),
-    )
-    for path, draw in drawn:
-        if path is not None:
-            path.write_text(draw())
-            print(f"wrote {path}")
+    write(options.svg, lambda: svg.draw(timeline, title))
+    write(options.html, lambda: html.draw(timeline, title, notes))
+    write(options.trace, lambda: trace.trace(timeline))
 
 
 def run_compare(options: argparse.Namespace) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .cli_model import add_model, make_model
-from .cli_plans import HERE, read_cluster
+from .cli_plans import HERE, read_cluster, write
 from .errors import FxpipeError
 from .ir.clusters import PRESETS
 from .search import search
@@ -44,11 +44,9 @@ def add(commands: Any) -> None:
 def run_search(options: argparse.Namespace) -> None:
     found = _found(options)
     print(explain(found, options.budget) if options.explain else found)
-    drawn = ((options.out, found.dump), (options.svg, found.picture), (options.timeline, found.svg))
-    for path, draw in drawn:
-        if path is not None:
-            path.write_text(draw())
-            print(f"\nwrote {path}")
+    write(options.out, found.dump)
+    write(options.svg, found.picture)
+    write(options.timeline, found.svg)
 
 
 def _found(options: argparse.Namespace) -> Searched:

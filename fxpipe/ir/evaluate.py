@@ -15,12 +15,14 @@ import torch
 
 from .graph import Graph, Op, Region, map_refs
 
+Draw = Callable[[int], AbstractContextManager[Any]]
+
 
 def evaluate(
     graph: Graph,
     inputs: Mapping[str, Any],
     states: Mapping[str, Any],
-    draw: Callable[[int], AbstractContextManager[Any]] = lambda number: nullcontext(),
+    draw: Draw = lambda number: nullcontext(),
 ) -> dict[str, Any]:
     """The value of every name of the graph, given those of its inputs and states (constants may be left out). Random
     ops run inside `draw(number)`.
@@ -38,12 +40,7 @@ def evaluate(
     values |= {**inputs, **states}
     values |= {size.name: values[size.input].shape[size.dim] for size in graph.sizes}
     for op in graph.ops:
-        with ExitStack() as contexts:
-            for region in op.regions:
-                contexts.enter_context(enter(region))
-            if op.draw is not None:
-                contexts.enter_context(draw(op.draw))
-            values[op.name] = call(op, values)
+        values[op.name] = within(op, values, draw)
     return values
 
 
@@ -53,6 +50,16 @@ def with_totals(graph: Graph, inputs: Mapping[str, Any], states: Mapping[str, An
         return dict(inputs)
     values = evaluate(graph.totals, inputs, states)
     return {**inputs, **{output.value: values[output.value] for output in graph.totals.outputs}}
+
+
+def within(op: Op, values: Mapping[str, Any], draw: Draw) -> Any:
+    """What `call` gives in the regions that the op is in."""
+    with ExitStack() as contexts:
+        for region in op.regions:
+            contexts.enter_context(enter(region))
+        if op.draw is not None:
+            contexts.enter_context(draw(op.draw))
+        return call(op, values)
 
 
 def call(op: Op, values: Mapping[str, Any]) -> Any:

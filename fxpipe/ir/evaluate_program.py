@@ -7,13 +7,13 @@ no devices, no order of backward; autograd alone sees to the gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from .evaluate import call, enter
+from .evaluate import Draw, within
 from .graph import Op, map_leaves
 from .program import OWN_DEVICE, Program, RuntimeCall, Stage
 
@@ -22,7 +22,7 @@ def evaluate_program(
     program: Program,
     inputs: Mapping[str, Any],
     states: Mapping[str, Any],
-    draw: Callable[[int], AbstractContextManager[Any]] = lambda number: nullcontext(),
+    draw: Draw = lambda number: nullcontext(),
     runtime: Mapping[str, Callable[..., Any]] | None = None,
     device: str = "cpu",
 ) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def evaluate_stage(
     stage: Stage,
     taken: Mapping[str, Any],
     tensors: Mapping[str, Any],
-    draw: Callable[[int], AbstractContextManager[Any]],
+    draw: Draw,
     runtime: Mapping[str, Callable[..., Any]],
     device: str,
 ) -> dict[str, Any]:
@@ -55,12 +55,7 @@ def evaluate_stage(
     values = {name: taken[name] for name in stage.takes}
     values |= {name: tensors[name] for name in (*stage.states, *stage.borrows)}
     for op in stage.ops:
-        with ExitStack() as contexts:
-            for region in op.regions:
-                contexts.enter_context(enter(region))
-            if op.draw is not None:
-                contexts.enter_context(draw(op.draw))
-            values[op.name] = call(_concrete(op, runtime, device), values)
+        values[op.name] = within(_concrete(op, runtime, device), values, draw)
     return values
 
 
