@@ -20,6 +20,7 @@ from .engines.local import Pipeline
 from .engines.stepper import Stepper
 from .engines.timed import take_step
 from .errors import InputError
+from .given import Given
 from .runtime import Stage
 from .shell import Forward, Shell, check_grad
 
@@ -63,12 +64,19 @@ class Loaded(Shell):
         """Forward and backward of a whole batch, as `pipe.step(...)` does it, for the kind of step that it was saved
         for. The loss is in the files: of `loss_fn` only the tensors are used, if it has any, and else it may be left
         out."""
+        found = self._step((args, kwargs, target), loss_fn, outputs, scaler, timeline)
+        loss, output = self.package.result(*found)
+        return (loss, output) if outputs else loss
+
+    def _step(
+        self, given: Given, loss_fn: Any, outputs: bool, scaler: torch.amp.GradScaler | None, timeline: bool
+    ) -> tuple[Any, ...]:
+        """The outputs of a step, flat."""
         with self._lock:
-            inputs = self._step_inputs(args, kwargs, target, outputs)
+            inputs = self._step_inputs(*given, outputs)
             self._bind_loss(loss_fn)
             found, self.__dict__["timeline"] = take_step(self.scheduler, inputs, self.package.CHUNKS, scaler, timeline)
-            loss, output = self.package.result(*found)
-        return (loss, output) if outputs else loss
+        return found
 
     def _call_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The flat inputs of a call. Raises InputError for one that the package is not for."""

@@ -67,24 +67,17 @@ class LoadedRanks(RankShell, Loaded):
         with torch.no_grad():
             return self.package.result(*self._call(call, (args, kwargs, NO_TARGET), self._refuse))
 
-    def step(
-        self,
-        *args: Any,
-        target: Any = NO_TARGET,
-        loss_fn: Callable[..., Any] | None = None,
-        outputs: bool = False,
-        scaler: torch.amp.GradScaler | None = None,
-        timeline: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        """As `RankPipe.step`, for the kind of step that it was saved for."""
+    def _step(
+        self, given: Given, loss_fn: Any, outputs: bool, scaler: torch.amp.GradScaler | None, timeline: bool
+    ) -> tuple[Any, ...]:
+        """As `RankPipe.step`. Of the loss function nothing is needed: no package over ranks has tensors of it."""
 
         def call(given: Given) -> tuple[Any, ...]:
             return self._take(self._step_inputs(*given, outputs))
 
         header = Header(scale=scale_of(scaler, self.world.device), timeline=timeline)
-        loss, output = self.package.result(*self._call(call, (args, kwargs, target), self._refuse, header))
-        return (loss, output) if outputs else loss
+        found: tuple[Any, ...] = self._call(call, given, self._refuse, header)
+        return found
 
     def _take(self, inputs: Any) -> tuple[Any, ...]:
         """This rank's part of a call."""

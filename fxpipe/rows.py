@@ -137,18 +137,11 @@ class RowPipe(RankPipe):
         now = self._now()
         return {path: now.get(path, tensor) for path, tensor in super().on_ranks(wanted).items()}
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """Those of the stages on this rank, with the model's own keys."""
-        return self._as_now(super().named_parameters(*args, **kwargs))
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """Those of the stages on this rank, with the model's own keys."""
-        return self._as_now(super().named_buffers(*args, **kwargs))
-
-    def _as_now(self, pairs: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _only_own(self, pairs: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """As they are now."""
         tensors = tensors_of(self.model)
         now = {id(tensors[path]): tensor for path, tensor in self._now().items()}
-        return iter([(key, now.get(id(tensor), tensor)) for key, tensor in pairs])
+        return iter([(key, now.get(id(tensor), tensor)) for key, tensor in super()._only_own(pairs)])
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """What of the model's is kept on this rank, with the model's own keys; all ranks together have all of it."""
