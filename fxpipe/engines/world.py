@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fxpipe.errors import RankError
+
 from .blame import blame
 from .board import BLOCK, Slot
 from .near import Near, neighbours
@@ -234,7 +236,8 @@ _worlds: dict[Any, World] = {}
 
 
 def join(group: Any, device: torch.device, timeout: float) -> World:
-    """The world of the ranks of `group`, with connections of its own, which all pipes on these ranks share."""
+    """The world of the ranks of `group`, with connections of its own, which all pipes on these ranks share. Raises
+    RankError if one is lost meanwhile."""
     ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
     key = (*ranks, device, timeout, id(dist.group.WORLD))
     if key in _worlds:
@@ -252,6 +255,9 @@ def join(group: Any, device: torch.device, timeout: float) -> World:
         lanes = tuple(c10d.ProcessGroupNCCL(way, rank, len(ranks), limit) for way in (up, down))
     labels = tuple(f"{device.type}:{rank}" for rank in range(len(ranks)))
     made = World(group, rank, labels, device, lanes, control, timeout, store)
-    made.near = neighbours(rank, made.collect)
+    try:
+        made.near = neighbours(rank, made.collect)
+    except Lost as lost:
+        raise RankError(str(lost)) from None
     _worlds[key] = made
     return made
