@@ -128,6 +128,7 @@ def chain_stages(
     refuse(made.graph, made.plan.deferred_batch_norm)
     program = lower(made.graph, made.plan, passes=CHAIN)
     links = links_of(program)
+    check_torch(program, links)
     folder = Path(pipe._folder.name) / f"torch-{next(_numbers)}"
     package.write(package.package(program, made.plan, SCHEDULER), folder)
     loaded = load_package(folder)
@@ -165,6 +166,21 @@ def refuse(graph: Graph, deferred: bool) -> None:
     sizes = {size.name for size in graph.sizes}
     if returned := [output.value for output in graph.outputs if output.value in sizes]:
         raise FxpipeError(f"the model returns {returned[0]}, a size of its input, and torch's stages return tensors")
+
+
+def check_torch(program: Program, links: Sequence[Link]) -> None:
+    """Raise FxpipeError for what torch's stages did not hand on before torch 2.12: they asked for a gradient of all that
+    they received."""
+    if torch.__version__ >= "2.12":
+        return
+    for j, link in enumerate(links[1:-1], start=1):
+        for name in link.names:
+            kind = program.types.get(name)
+            if not isinstance(kind, TensorType) or not kind.grad:
+                raise FxpipeError(
+                    f"{name} goes on to stage {j} and has no gradient, and the stages of torch {torch.__version__} hand "
+                    "on nothing else: use torch 2.12 or later, or pipe.step"
+                )
 
 
 def links_of(program: Program) -> list[Link]:
