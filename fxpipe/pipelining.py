@@ -169,8 +169,8 @@ def refuse(graph: Graph, deferred: bool) -> None:
 
 
 def check_torch(program: Program, links: Sequence[Link]) -> None:
-    """Raise FxpipeError for what torch's stages did not hand on before torch 2.12: they asked for a gradient of all that
-    they received."""
+    """Raise FxpipeError for what torch's stages did not hand on before torch 2.12, when they asked for a gradient of all
+    that they received."""
     if torch.__version__ >= "2.12":
         return
     for j, link in enumerate(links[1:-1], start=1):
@@ -178,8 +178,8 @@ def check_torch(program: Program, links: Sequence[Link]) -> None:
             kind = program.types.get(name)
             if not isinstance(kind, TensorType) or not kind.grad:
                 raise FxpipeError(
-                    f"{name} goes on to stage {j} and has no gradient, and the stages of torch {torch.__version__} hand "
-                    "on nothing else: use torch 2.12 or later, or pipe.step"
+                    f"{name} goes on to stage {j} and has no gradient, and the stages of torch {torch.__version__} "
+                    "hand on nothing else: use torch 2.12 or later, or pipe.step"
                 )
 
 
