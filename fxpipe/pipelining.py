@@ -169,8 +169,8 @@ def refuse(graph: Graph, deferred: bool) -> None:
 
 
 def check_torch(program: Program, links: Sequence[Link]) -> None:
-    """Raise FxpipeError for what torch's stages did not hand on before torch 2.12, when they asked for a gradient of all
-    that they received."""
+    """Raise FxpipeError for what torch's stages did not hand on before torch 2.12, when they asked for a gradient of
+    all that they received."""
     if torch.__version__ >= "2.12":
         return
     for j, link in enumerate(links[1:-1], start=1):

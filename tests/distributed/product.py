@@ -10,6 +10,7 @@ That ranks which capture by themselves arrive at the same is for the tests of th
 from __future__ import annotations
 
 import gc
+import pickle
 import traceback
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -106,10 +107,22 @@ def step_each(group: Any, name: str, configs: Sequence[Config]) -> None:
 
 @cache
 def references(name: str) -> dict[int, Result]:
-    """What the plain model gives, step after step, by batch size."""
+    """What the plain model gives, step after step, by batch size. In a process of its own: with torch's CUDA builds one
+    that has gone backward, after a capture, cannot be forked."""
+    context = get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=refer, args=(theirs, name))
+    process.start()
+    theirs.close()
+    found: dict[int, Result] = pickle.loads(ours.recv_bytes())
+    process.join()
+    return found
+
+
+def refer(end: Connection, name: str) -> None:
     case = stepped(MODELS[name])
     model = build(case)
-    return {batch: reference(case, model, batch, CHUNKS) for batch in BATCHES}
+    end.send_bytes(pickle.dumps({batch: reference(case, model, batch, CHUNKS) for batch in BATCHES}))
 
 
 @cache
