@@ -114,10 +114,14 @@ def torch_stages(
 ) -> list[PipelineStage]:
     """Some stages of a pipe as those of torch.distributed.pipelining; see `Pipe.torch_stages`."""
     n, device = len(pipe.build.plan.stages), torch.device("cpu" if device is None else device)
-    return [
-        PipelineStage(chained, index, n, device, input_args=before, output_args=after, group=group)
-        for index, (chained, before, after) in zip(stages, chain_stages(pipe, stages, device), strict=True)
-    ]
+    found = []
+    for index, (chained, before, after) in zip(stages, chain_stages(pipe, stages, device), strict=True):
+        if chained.takes is not None:
+            check_torch(chained.takes, before)
+        if not chained.last:
+            check_torch(chained.gives, after)
+        found.append(PipelineStage(chained, index, n, device, input_args=before, output_args=after, group=group))
+    return found
 
 
 def chain_stages(
@@ -128,7 +132,6 @@ def chain_stages(
     refuse(made.graph, made.plan.deferred_batch_norm)
     program = lower(made.graph, made.plan, passes=CHAIN)
     links = links_of(program)
-    check_torch(program, links)
     folder = Path(pipe._folder.name) / f"torch-{next(_numbers)}"
     package.write(package.package(program, made.plan, SCHEDULER), folder)
     loaded = load_package(folder)
@@ -168,19 +171,15 @@ def refuse(graph: Graph, deferred: bool) -> None:
         raise FxpipeError(f"the model returns {returned[0]}, a size of its input, and torch's stages return tensors")
 
 
-def check_torch(program: Program, links: Sequence[Link]) -> None:
+def check_torch(link: Link, values: Sequence[Tensor]) -> None:
     """Raise FxpipeError for what torch's stages did not hand on before torch 2.12, when they asked for a gradient of
     all that they received."""
-    if torch.__version__ >= "2.12":
-        return
-    for j, link in enumerate(links[1:-1], start=1):
-        for name in link.names:
-            kind = program.types.get(name)
-            if not isinstance(kind, TensorType) or not kind.grad:
-                raise FxpipeError(
-                    f"{name} goes on to stage {j} and has no gradient, and the stages of torch {torch.__version__} "
-                    "hand on nothing else: use torch 2.12 or later, or pipe.step"
-                )
+    for name, value in zip(link.names, values, strict=True):
+        if torch.__version__ < "2.12" and not value.requires_grad:
+            raise FxpipeError(
+                f"{name} goes from one stage to the next and has no gradient, and the stages of torch "
+                f"{torch.__version__} hand on nothing else: use torch 2.12 or later, or pipe.step"
+            )
 
 
 def links_of(program: Program) -> list[Link]:
