@@ -6,6 +6,7 @@ Graph ─profile─▶ Profile ─plan─▶ Plan ─gpipe─▶ Schedule ─sim
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,7 @@ from .ir import plan as plans
 from .ir.cluster import Cluster
 from .ir.fewer import only, share
 from .ir.graph import Graph
+from .ir.legal import legal_cuts
 from .ir.opaque import Opaque, opaques
 from .ir.operators import Operator
 from .ir.plan import Plan, StagePlan
@@ -130,7 +132,10 @@ def choices(graph: Graph, options: Options, home: Home | None) -> list[Options]:
 
 
 def _whole_model(graph: Graph) -> Opaque | None:
-    return next((opaque for opaque in opaques(graph) if not opaque.path), None)
+    """The submodule that is kept whole and is as good as the model, since no cut leaves anything beside it."""
+    kept = opaques(graph)
+    together = bool(kept) and not any(legal_cuts(graph)[1 : len(graph.ops)])
+    return next((opaque for opaque in kept if together or not opaque.path), None)
 
 
 def _on_one_device(options: Options, whole: Opaque) -> Options:
@@ -139,6 +144,12 @@ def _on_one_device(options: Options, whole: Opaque) -> Options:
         raise PlanError(
             f"{whole.origin}\n{whole.reason}: {whole} is kept whole, as one op, and each rank is to have a stage; move "
             "these lines into the forward of a submodule"
+        )
+    if whole.path and len(options.devices) > 1:  # of the model itself, capture has said it
+        warnings.warn(
+            f"nothing is pipelined: {whole} is kept whole, because of {whole.origin} ({whole.reason}), and no cut "
+            "leaves anything beside it; move these lines into the forward of a smaller submodule, and the rest is cut",
+            stacklevel=2,
         )
     first = options.devices[0]
     mode = (

@@ -1,7 +1,8 @@
 """Marks the stages that recompute in backward what they computed in forward, as the plan says.
 
 A stage whose ops need no gradient has nothing to recompute, whatever the plan says. One that calls a submodule whole
-which sets attributes of its own would compute another thing, so it keeps what it computed first.
+which sets attributes of its own, or draws random numbers of Python's or numpy's, would compute another thing, so it
+keeps what it computed first.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from fxpipe.errors import CaptureError
 
 from .explain import Refused, refusal
+from .folded import folding
 from .recurrent import one_step
 
 SETTINGS: dict[str, object] = {
@@ -59,12 +60,14 @@ LOGGING = ("debug", "info", "warning", "debug_once", "info_once", "warning_once"
 @dataclass(frozen=True)
 class Traced:
     """What Dynamo traced of one kind of call. `names` says for each placeholder where its value comes from, as Dynamo
-    spells it, with (name, dim) for the size of a tensor; `boxed`, whether it is a Python number put into a tensor."""
+    spells it, with (name, dim) for the size of a tensor; `boxed`, whether it is a Python number put into a tensor.
+    `folded`: numpy has made floats of plain numbers."""
 
     module: fx.GraphModule
     mode: FakeTensorMode
     names: tuple[str | tuple[str, int], ...]
     boxed: tuple[bool, ...]
+    folded: bool = False
 
 
 Capture = Callable[[Traced], Callable[..., Any]]
@@ -79,7 +82,8 @@ def dynamo(model: nn.Module, function: Callable[..., Any], capture: Capture) -> 
         # Not the tracing context's mode: for the time of the backend that is another one.
         values = [node.meta["example_value"] for node in placeholders]
         mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None) or FakeTensorMode()
-        return capture(Traced(module, mode, tuple(map(_name, placeholders)), tuple(map(is_boxed, placeholders))))
+        names, boxed = tuple(map(_name, placeholders)), tuple(map(is_boxed, placeholders))
+        return capture(Traced(module, mode, names, boxed, bool(configured.floats)))
 
     context: Any = torch._dynamo.optimize(backend, nopython=True)
     if not hasattr(context, "callback"):
@@ -121,7 +125,8 @@ def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
 
 class _Configured:
     """Dynamo's compiler, under our settings. Calls that were captured before do not pass here. `modules`: those in
-    which it stopped, from the outermost on. `ways`: how else it reads than at first:
+    which it stopped, from the outermost on. `floats`: what numpy made of plain numbers. `ways`: how else it reads than
+    at first:
 
       - "deep": also functions that Dynamo passes over because it takes them for Python's or torch's own business; and
         forward may ask for the gradient of a tensor that it made itself
@@ -132,6 +137,7 @@ class _Configured:
         self._torchdynamo_orig_backend = compile  # the name by which Dynamo finds the inner one
         self.ways: set[str] = set()
         self.modules: tuple[int, ...] | None = None
+        self.floats: list[float] = []
 
     def another(self, refusal: str) -> bool:
         """Whether there is another way to read what was refused so. If not, the next call begins with the first."""
@@ -156,6 +162,8 @@ class _Configured:
             # Else a dimension that happens to equal the batch is taken for it.
             settings.enter_context(shape_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
             settings.enter_context(one_step())
+            self.floats = []
+            settings.enter_context(folding(self.floats))
             settings.enter_context(_hooks_are_ops())
             settings.enter_context(_quiet("torch._subclasses.fake_tensor"))  # our error says it better
             settings.enter_context(_quiet("torch._dynamo.metrics_context"))  # torch 2.11 cannot write down our settings

@@ -118,6 +118,9 @@ def steps(traced: Traced) -> tuple[dict[fx.Node, Any], list[Step]]:
                 env[node] = fx.map_arg(node.args[0], env.__getitem__)
             elif _name(node) in REGION_NAMES or node.target in ENTER_GRAD:
                 _region(node, env, regions, ambient)
+            elif _changes_nothing(node, env):
+                env[node] = env[node.args[0]]
+                node.replace_all_uses_with(node.args[0])
             elif _name(node) not in ASSERTIONS and node not in dead:
                 effects.written, effects.random = set(), False
                 _say_where(node)
@@ -143,6 +146,14 @@ def _dead_numbers(graph: fx.Graph) -> set[fx.Node]:
         if isinstance(node.meta.get("example_value"), numbers) and dead.issuperset(node.users):
             dead.add(node)
     return dead
+
+
+def _changes_nothing(node: fx.Node, env: dict[fx.Node, Any]) -> bool:
+    """Whether this is `x.data = x`, as in `layer.to(dtype)` of a layer that has this dtype, or what Dynamo puts after
+    that: parameters may stay what they are."""
+    if _name(node) == "_lower_version_count_by_1":
+        return node.args[0].target is not torch.Tensor.set_  # type: ignore[union-attr]
+    return node.target is torch.Tensor.set_ and len(node.args) == 2 and env[node.args[0]] is env[node.args[1]]  # type: ignore[index]
 
 
 def _run(node: fx.Node, env: dict[fx.Node, Any], traced: Traced) -> Any:

@@ -40,6 +40,7 @@ from .convert import Draft, Owner, draft
 from .dynamo import Capture, Traced, dynamo
 from .explain import Refused, failed, refusals, written_by_dynamo
 from .finish import Finished, Seen, feed, finish, stand_ins
+from .folded import made_of_floats
 from .guards import check_outputs, check_sizes
 from .hollow import Changes, Slot, Snapshot, Twins
 from .inline import inline_checkpoints
@@ -318,7 +319,8 @@ class Front:
     def _dry(self, kind: Kind, now: Now, flat: tuple[Any, ...]) -> tuple[Any, ...]:
         """Hollow outputs, in place of running. The route has not touched the model yet: it does so afterwards."""
         if kind.drafted is None:
-            if refused := written_by_dynamo(kind.traced.module.graph):
+            traced = kind.traced.module.graph
+            if refused := written_by_dynamo(traced) or (made_of_floats(traced) if kind.traced.folded else None):
                 raise refused
             modules = {str(id(module)): path for path, module in self.twins.named()}
             owner = Owner(type(self.model).__name__, self.model.training, self.twins.slots, modules)

@@ -1,8 +1,9 @@
 """What the submodules that are kept whole return, learnt from two runs of the plain model.
 
 To trace on past such an op, Dynamo must know how many tensors come out of it, of which types and shapes. No line of
-code says so, so the plain model runs twice, on as many samples as a micro-batch has and on one more, with the real
-inputs. What differs is along the batch. Afterwards buffers, random numbers and attributes are as they were.
+code says so, so the plain model runs twice, on as many samples as a micro-batch has and on one more (on twice as many,
+where one more does not fit), with the real inputs. What differs is along the batch. Afterwards buffers, random numbers
+and attributes are as they were.
 
     router(f32[2, 8]) -> f32[2, 3], i64[4]        f32[b, 8] -> f32[b, 3], i64[2 * b]
     router(f32[3, 8]) -> f32[3, 3], i64[6]
@@ -48,11 +49,20 @@ def learn(pieces: Pieces, run: Callable[..., Any], call: Call, twins: Twins, bes
     cannot be kept whole, if there is one; raises what the model raises."""
     heard: list[list[Heard]] = []
     rows = call.rows or 0
-    for count in (rows, rows + 1) if call.rows is not None else (0, 0):
+
+    def hear(count: int) -> None:
         with _undone(twins, beside) as changes, _said_to_compile(True), _listening(pieces) as calls:
-            run(*(change(part, lambda _, x, n=count: _cut(call, x, n)) for part in call.given))  # type: ignore[misc]
+            run(*(change(part, lambda _, x: _cut(call, x, count)) for part in call.given))
         heard.append(calls)
         _note_memories(pieces, changes)
+
+    hear(rows)
+    try:
+        hear(rows + 1 if call.rows is not None else 0)
+    except Exception:
+        if not rows:
+            raise
+        hear(2 * rows)  # where samples come in groups, as in `x.reshape(-1, 4, width)`
     if len(heard[0]) != len(heard[1]):
         raise CaptureError("forward calls its submodules another number of times for another batch size")
     for one, two in zip(*heard, strict=True):
@@ -154,13 +164,15 @@ def _listening(pieces: Pieces) -> Iterator[list[Heard]]:
             tensors, key = take_apart(module, args, kwargs)
             takes = [(x.dtype, tuple(x.shape)) for x in tensors]
             held = {x.untyped_storage()._cdata for x in (*tensors, *module.parameters())}
-            before, versions = torch.get_rng_state(), [x._version for x in tensors]
+            before, others, versions = torch.get_rng_state(), _other_numbers(), [x._version for x in tensors]
             with _said_to_compile(False):  # as when the pipeline runs it
                 result = own(*args, **kwargs)
             found = leaves(result)
             aliased = any(isinstance(x, Tensor) and x.untyped_storage()._cdata in held for x in found)
             drew = not torch.equal(before, torch.get_rng_state())
             wrote = versions != [x._version for x in tensors]
+            if others != _other_numbers():
+                piece.opaque.remembers.add("random numbers that are not torch's")
             calls.append(Heard(piece, key, takes, list(map(_hollow, found)), _form(result), drew, aliased, wrote))
             return result
 
@@ -172,6 +184,15 @@ def _listening(pieces: Pieces) -> Iterator[list[Heard]]:
         yield calls
     finally:
         pieces.leave()
+
+
+def _other_numbers() -> tuple[Any, ...]:
+    """Where Python's and numpy's random numbers are."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return (random.getstate(),)
+    kind, keys, *rest = numpy.random.get_state()
+    return random.getstate(), kind, keys.tobytes(), *rest
 
 
 def _hollow(leaf: Any) -> Any:

@@ -81,8 +81,8 @@ class Opaque:
 
     `path` is the model's own, "" for the model itself; `origin` is the line that cannot be traced, `reason` why.
     `promises` grows while kinds of calls are captured; without any, what is returned is not checked. `written`: lines
-    that write into what it returns; `remembers`: attributes that forward sets, so that it may do another thing when it
-    runs again.
+    that write into what it returns; `remembers`: attributes that forward sets, or random numbers that it takes from
+    elsewhere than torch, so that it may do another thing when it runs again.
     """
 
     path: str

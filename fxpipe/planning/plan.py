@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 from fxpipe.errors import PlanError
 from fxpipe.ir.cluster import Cluster
-from fxpipe.ir.graph import Graph
+from fxpipe.ir.graph import Graph, is_opaque
 from fxpipe.ir.legal import legal_cuts
 from fxpipe.ir.plan import CHECKPOINT_MODES, Plan, StagePlan
 from fxpipe.ir.profile import Profile
@@ -170,7 +171,12 @@ def inner_cuts(graph: Graph) -> list[int]:
 def _too_many(graph: Graph, k: int, legal: Sequence[int]) -> PlanError:
     most = len(legal) + 1
     why = f"it has {len(graph.ops)} ops" + ("" if most == len(graph.ops) else ", and some must stay together")
-    return PlanError(f"{graph.model} cannot be cut into {k} stages: {why}. Ask for at most {most}: devices={most}")
+    whole: dict[Any, None] = dict.fromkeys(op.target for op in graph.ops if is_opaque(op))
+    kept = "".join(f"; {piece} is kept whole, because of {piece.origin} ({piece.reason})" for piece in whole)
+    return PlanError(
+        f"{graph.model} cannot be cut into {k} stages: {why}{kept}. Ask for at most {most}: devices={most}"
+        + (", or move what cannot be traced into the forward of smaller submodules" if kept else "")
+    )
 
 
 def _too_big(costs: list[StageCosts], allowed: Sequence[Sequence[int]], labels: Sequence[str]) -> PlanError:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from fxpipe.capture.front import capture
+from fxpipe.errors import CaptureError
 from fxpipe.ir.graph import target_name
 
 
@@ -28,6 +30,35 @@ class Steps(nn.Module):
         for _ in range(3):
             y += 1
         return y * view
+
+
+class Cast(nn.Module):
+    """Sees to it in forward that its layer is of this type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.fc = self.fc.to(torch.float32)
+        y: Tensor = self.fc(x)
+        return y
+
+
+def test_a_layer_may_be_cast_to_the_type_that_it_has() -> None:
+    graph = capture(Cast(), (torch.ones(4, 2),))
+    assert [target_name(op.target) for op in graph.ops] == ["linear"]
+
+
+class Doubles(Cast):
+    def forward(self, x: Tensor) -> Tensor:
+        self.fc.weight.data = self.fc.weight.data * 2
+        return super().forward(x)
+
+
+def test_a_parameter_may_not_get_other_data() -> None:
+    with pytest.raises(CaptureError, match="writes into fc.weight, a parameter"):
+        capture(Doubles(), (torch.ones(4, 2),))
 
 
 def test_long_arithmetic_that_nothing_needs_is_left_out() -> None:

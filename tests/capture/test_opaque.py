@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import logging
+import random
 import re
 import threading
 import warnings
@@ -638,3 +639,76 @@ def test_a_pipe_with_opaque_ops_is_let_go_of():
     del pipe
     gc.collect()
     assert gone() is None
+
+
+class Draws(Branch):
+    """Python's random numbers, which no recomputation brings back."""
+
+    def forward(self, x):
+        return self.fc(x) * random.random() if x.sum() > -1e9 else x
+
+
+def test_what_draws_numbers_of_python_is_not_recomputed():
+    model, x = made(Draws), batch()[0]
+    pipe = fxpipe.compile(model, devices=3, chunks=1, checkpoint="always", example_inputs=x)
+    found = []
+    for run in (pipe, model):
+        model.zero_grad()
+        random.seed(0)
+        run(x).square().sum().backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    torch.testing.assert_close(*found)
+    assert "never" in {stage.checkpoint for stage in pipe.build.program.stages}
+    pipe.close()
+
+
+class Grouped(Branch):
+    def forward(self, x):
+        groups = x.reshape(-1, 2, WIDTH)
+        return super().forward(groups).reshape(-1, WIDTH)
+
+
+def test_samples_may_come_in_groups():
+    model, x = made(Grouped), batch(8)[0]
+    pipe = fxpipe.compile(model, devices=3, chunks=2, example_inputs=x)
+    assert_calls_alike(pipe, model, x, chunks=2)
+    pipe.close()
+
+
+class Wrapped(nn.Module):
+    """A model all of whose arithmetic is in one submodule."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Branch()
+
+    def forward(self, x):
+        return {"out": self.inner(x)}
+
+
+def test_a_submodule_that_is_all_of_the_model_has_one_stage():
+    model, x = Wrapped().double(), batch()[0]
+    with pytest.warns(UserWarning, match=r"nothing is pipelined: inner is kept whole, because of test_opaque.py:\d+"):
+        pipe = fxpipe.compile(model, devices=3, chunks=4, example_inputs=x)
+    assert len(pipe.stages) == 1
+    torch.testing.assert_close(pipe(x)["out"], torch.cat([model(part)["out"] for part in x.chunk(4)]))
+    pipe.close()
+
+
+def test_too_many_stages_for_what_is_kept_whole():
+    model, x = nn.Sequential(Branch(), nn.Linear(WIDTH, WIDTH)).double(), batch()[0]
+    said = r"it has 2 ops; 0 is kept whole, because of test_opaque.py:\d+  if x.sum\(\) > 0: .* Ask for at most 2"
+    with pytest.raises(fxpipe.PlanError, match=said):
+        fxpipe.compile(model, devices=3, chunks=4, example_inputs=x)
+
+
+class Total(Branch):
+    def forward(self, x):
+        return super().forward(x).sum()
+
+
+def test_one_value_of_what_is_kept_whole_is_refused_with_its_line():
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Total()).double(), batch()[0]
+    said = r"(?s)1 is kept whole because of test_opaque.py:\d+  if x.sum\(\) > 0: .*one value over the batch"
+    with pytest.raises(fxpipe.CaptureError, match=said):
+        fxpipe.compile(model, devices=2, chunks=4, example_inputs=x)
