@@ -57,7 +57,7 @@ class Doubles(Cast):
 
 
 def test_a_parameter_may_not_get_other_data() -> None:
-    with pytest.raises(CaptureError, match="writes into fc.weight, a parameter"):
+    with pytest.raises(CaptureError, match=r"writes into fc.weight, a parameter"):
         capture(Doubles(), (torch.ones(4, 2),))
 
 
