@@ -48,6 +48,7 @@ from .learn import learn
 from .mixing import Reduce, tell
 from .nest import change
 from .opaque import Pieces, sized_by_data
+from .unrolled import rejoin
 from .warm import SIGNS, warm
 
 Run = Callable[[Graph, tuple[Any, ...]], tuple[Any, ...]]
@@ -319,6 +320,7 @@ class Front:
     def _dry(self, kind: Kind, now: Now, flat: tuple[Any, ...]) -> tuple[Any, ...]:
         """Hollow outputs, in place of running. The route has not touched the model yet: it does so afterwards."""
         if kind.drafted is None:
+            rejoin(kind.traced.module, now.call.rows or 0)
             traced = kind.traced.module.graph
             if refused := written_by_dynamo(traced) or (made_of_floats(traced) if kind.traced.folded else None):
                 raise refused
