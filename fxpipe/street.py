@@ -72,6 +72,9 @@ class Build:
     cuts: tuple[tuple[Operator, Config], ...] = ()
 
 
+SMALLER = "move these lines into the forward of a smaller submodule, and the rest is cut"
+
+
 @dataclass(frozen=True)
 class Draft:
     """A plan, and all that follows from it but the code."""
@@ -123,6 +126,8 @@ def choices(graph: Graph, options: Options, home: Home | None) -> list[Options]:
     one stage."""
     if options.plan is None and options.place is None and (whole := _whole_model(graph)) is not None:
         return [_on_one_device(options, whole)]
+    if home is None and _may_have_fewer_stages(options):
+        options = _on_as_many_as_can_be(options, graph)
     if options.schedule != AUTO:
         return [options]
     if graph.loss is None:
@@ -148,7 +153,7 @@ def _on_one_device(options: Options, whole: Opaque) -> Options:
     if whole.path and len(options.devices) > 1:  # of the model itself, capture has said it
         warnings.warn(
             f"nothing is pipelined: {whole} is kept whole, because of {whole.origin} ({whole.reason}), and no cut "
-            "leaves anything beside it; move these lines into the forward of a smaller submodule, and the rest is cut",
+            f"leaves anything beside it; {SMALLER}",
             stacklevel=2,
         )
     first = options.devices[0]
@@ -159,6 +164,25 @@ def _on_one_device(options: Options, whole: Opaque) -> Options:
         options, devices=(first,), schedule="gpipe", warmup=None, checkpoint=mode, offload=frozenset(), balance="time",
         split_at=(), replicas={first: ()},
     )  # fmt: skip
+
+
+def _may_have_fewer_stages(options: Options) -> bool:
+    """Whether nothing that the user says is about a number of stages, but how many devices there are."""
+    said = options.ranks or options.warmup or options.offload or options.split_at or options.plan or options.place
+    names = (options.schedule, options.checkpoint, options.balance)
+    return not said and options.schedule in ("gpipe", "1f1b") and all(isinstance(name, str) for name in names)
+
+
+def _on_as_many_as_can_be(options: Options, graph: Graph) -> Options:
+    """The first of the devices only, where submodules that are kept whole leave no more stages than that."""
+    kept, most = opaques(graph), 1 + sum(legal_cuts(graph)[1 : len(graph.ops)])
+    if not kept or most >= len(options.devices):
+        return options
+    why = "; ".join(f"{opaque} is kept whole, because of {opaque.origin} ({opaque.reason})" for opaque in kept)
+    warnings.warn(f"{most} of {len(options.devices)} devices have a stage: {why}; {SMALLER}", stacklevel=2)
+    devices = options.devices[:most]
+    replicas = {device: others for device, others in options.replicas.items() if device in devices}
+    return replace(options, devices=devices, replicas=replicas)
 
 
 def draft(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import CaptureError
-from fxpipe.ir.opaque import ATOMS, STAND_INS, Gives, Promise, apart, forward_of, leaves, take_apart
+from fxpipe.ir.opaque import ATOMS, STAND_INS, Gives, Promise, alike, apart, forward_of, leaves, take_apart
 
 from .arguments import Call
 from .hollow import Changes, Snapshot, Twins
@@ -70,7 +70,7 @@ def learn(pieces: Pieces, run: Callable[..., Any], call: Call, twins: Twins, bes
         promise = _promise(one, two) if piece is two.piece else None
         if promise is None:
             return piece
-        others = [old for old in piece.opaque.promises if (old.key, old.takes) != (promise.key, promise.takes)]
+        others = [old for old in piece.opaque.promises if not alike((old.key, old.takes), (promise.key, promise.takes))]
         if len(others) == len(piece.opaque.promises):
             piece.asked = False  # else, what was asked for is another call than that
         piece.opaque.promises[:] = [*others, promise]
@@ -102,7 +102,7 @@ def _note_memories(pieces: Pieces, changes: Changes) -> None:
 
 def _promise(one: Heard, two: Heard) -> Promise | None:
     """What two calls have in common; None if the piece cannot be an op."""
-    if one.key != two.key or len(one.takes) != len(two.takes) or len(one.gives) != len(two.gives):
+    if not alike(one.key, two.key) or len(one.takes) != len(two.takes) or len(one.gives) != len(two.gives):
         return None
     if one.wrote or two.wrote:
         return None

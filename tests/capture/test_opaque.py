@@ -10,6 +10,7 @@ import threading
 import warnings
 import weakref
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -695,11 +696,29 @@ def test_a_submodule_that_is_all_of_the_model_has_one_stage():
     pipe.close()
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_as_many_stages_as_what_is_kept_whole_leaves(schedule):
+    model, (x, target) = nn.Sequential(Branch(), nn.Linear(WIDTH, 3)).double(), batch()
+    x = x.abs()
+    said = (
+        r"3 of 4 devices have a stage: 0 is kept whole, because of test_opaque.py:\d+  if x.sum\(\) > 0: .*; move these"
+    )
+    pipe = fxpipe.compile(model, devices=4, chunks=2, schedule=schedule)
+    with pytest.warns(UserWarning, match=said):
+        loss = pipe.step(x, target=target, loss_fn=F.mse_loss)
+    assert len(pipe.stages) == 3
+    wanted = sum(F.mse_loss(model(part), of) for part, of in zip(x.chunk(2), target.chunk(2), strict=True)) / 2
+    torch.testing.assert_close(loss, wanted)
+    found = [p.grad for p in model.parameters()]
+    torch.testing.assert_close(found, list(torch.autograd.grad(wanted, list(model.parameters()))))
+    pipe.close()
+
+
 def test_too_many_stages_for_what_is_kept_whole():
     model, x = nn.Sequential(Branch(), nn.Linear(WIDTH, WIDTH)).double(), batch()[0]
     said = r"it has 2 ops; 0 is kept whole, because of test_opaque.py:\d+  if x.sum\(\) > 0: .* Ask for at most 2"
     with pytest.raises(fxpipe.PlanError, match=said):
-        fxpipe.compile(model, devices=3, chunks=4, example_inputs=x)
+        fxpipe.compile(model, devices=3, chunks=4, checkpoint={0}, example_inputs=x)
 
 
 class Total(Branch):
@@ -712,3 +731,27 @@ def test_one_value_of_what_is_kept_whole_is_refused_with_its_line():
     said = r"(?s)1 is kept whole because of test_opaque.py:\d+  if x.sum\(\) > 0: .*one value over the batch"
     with pytest.raises(fxpipe.CaptureError, match=said):
         fxpipe.compile(model, devices=2, chunks=4, example_inputs=x)
+
+
+class Picks(Branch):
+    """Is given places in an array of numpy's."""
+
+    def forward(self, x, places):
+        return super().forward(x[:, places])
+
+
+class Picked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Picks()
+
+    def forward(self, x):
+        return self.inner(x, numpy.array([3, 1, 0, 2, 5, 4]) if x.sum() > -1e9 else None)
+
+
+def test_what_is_given_an_array_of_numpys_is_kept_whole_with_its_caller():
+    model, (x, _) = nn.Sequential(nn.Linear(WIDTH, WIDTH), Picked(), nn.Linear(WIDTH, 3)).double(), batch()
+    pipe = fxpipe.compile(model, devices=3, chunks=4, example_inputs=x)
+    assert [opaque.path for opaque in opaques(pipe.build.graph)] == ["1"]
+    assert_calls_alike(pipe, model, x)
+    pipe.close()
