@@ -115,7 +115,8 @@ def _is_boxed(build: Builder, position: int, node: fx.Node) -> bool:
 
 
 def _path(build: Builder, where: str) -> str:
-    """How the user spells what Dynamo calls L['args'][0] or L['model'].scale."""
+    """How the user spells what Dynamo calls L['args'][0] or L['model'].scale, a number of numpy's, too."""
+    where = re.sub(r"^_+from_numpy\((.*)\)$", r"\1", where)
     found = re.match(r"L\['(args|kwargs|model|targets|loss_fn)'\](?:\[('[^']*'|\d+)\])?(.*)", where, re.DOTALL)
     if found is None:
         return where

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.capture import capture
 from fxpipe.ir.opaque import opaques
 
 WIDTH = 4
@@ -45,6 +46,18 @@ class Given(Scaled):
         return self.fc(x).double() * torch.tensor(np.sqrt(2.0), dtype=torch.float64)
 
 
+class Kept(Scaled):
+    """A number of numpy's that the module holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1 / np.sqrt(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc(x) * self.scale
+        return y
+
+
 def whole(inner: nn.Module) -> list[str]:
     """What is kept whole of a model with this module in it, whose results are those of the pipeline, too."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), inner)
@@ -66,7 +79,7 @@ def whole(inner: nn.Module) -> list[str]:
     return kept
 
 
-@pytest.mark.parametrize("kind", [Scaled, Given])
+@pytest.mark.parametrize("kind", [Scaled, Given, Kept])
 def test_what_numpy_makes_of_plain_numbers_is_a_number(kind: type[Scaled]) -> None:
     assert whole(kind()) == []
 
@@ -74,3 +87,11 @@ def test_what_numpy_makes_of_plain_numbers_is_a_number(kind: type[Scaled]) -> No
 @pytest.mark.parametrize("kind", [Drawn, Typed])
 def test_random_numbers_and_types_stay_those_of_numpy(kind: type[Scaled]) -> None:
     assert whole(kind()) == ["1"]
+
+
+def test_a_number_of_numpys_has_the_name_that_the_module_gives_it() -> None:
+    assert [state.name for state in capture(Kept(), (torch.ones(2, WIDTH),)).states] == [
+        "fc_weight",
+        "fc_bias",
+        "scale",
+    ]
