@@ -335,7 +335,7 @@ def _outer(op: Op, flow: Flow) -> int:
     sources = [
         (source, flow.types[source]) for source in op.reads if source in flow.depends and batch_dims(flow.types[source])
     ]
-    if name in ("cat", "concat", "hstack", "vstack", "stack"):
+    if name in ("cat", "concat", "hstack", "vstack", "stack") and _joins_along(op, kind, dim):
         joined = [ref for ref in refs(op.args) if ref.name in dict(sources)]  # the same value may come twice
         return many if len(joined) > 1 else flow.outer.get(sources[0][0], 1)
     if name in ("repeat", "tile"):
@@ -349,6 +349,15 @@ def _outer(op: Op, flow: Flow) -> int:
         after = prod(number(size) for size in kind.shape[:dim])
         return max(1, before // after)
     return max(flow.outer.get(source, 1) for source, _ in sources)
+
+
+def _joins_along(op: Op, kind: TensorType, batch: int) -> bool:
+    """Whether what the op joins comes one after the other in the dimension of the batch."""
+    if called(op) == "stack":
+        return False
+    given = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", op.kwargs.get("axis", 0))
+    along = {"hstack": min(1, len(kind.shape) - 1), "vstack": 0}.get(called(op), given)
+    return not isinstance(along, int) or along % len(kind.shape) == batch
 
 
 def batch_dims(kind: ValueType) -> tuple[int, ...]:

@@ -59,6 +59,14 @@ def windowed(self, x):
 PASSES = {
     "transposed": (lambda self, x: x.transpose(0, 1), [("f32[5, b, 4]", 1, None)]),
     "flattened": (lambda self, x: x.flatten(0, 1), [("f32[5*b, 4]", 0, None)]),
+    "flattened, joined along another dimension": (
+        lambda self, x: torch.cat([x.flatten(0, 1), torch.hstack([x.flatten(0, 1), x.view(-1, 4)])], dim=-1),
+        [("f32[5*b, 12]", 0, None)],
+    ),
+    "flattened, stacked": (
+        lambda self, x: torch.stack([x.flatten(0, 1), x.view(-1, 4)], 1),
+        [("f32[5*b, 2, 4]", 0, None)],
+    ),
     "flattened and back": (lambda self, x: x.reshape(-1, 4).exp().view(x.shape[0], 20), [("f32[b, 20]", 0, None)]),
     "other dimensions": (lambda self, x: x.softmax(-1).cumsum(1).flip(1).sort(-1)[0], [("f32[b, 5, 4]", 0, None)]),
     "attention": (lambda self, x: F.softmax(x @ x.transpose(1, 2), dim=-1) @ x, [("f32[b, 5, 4]", 0, None)]),
@@ -169,6 +177,11 @@ REFUSED = {
     "numbers": (lambda self, x: x + torch.arange(x.shape[0])[:, None, None], "numbers the samples"),
     "sequence first": (lambda self, x: x.transpose(0, 1).flatten(0, 1), "other things before the batch"),
     "both views": (lambda self, x: torch.cat([x, x]), "other things before the batch"),
+    "both views, stacked rows": (lambda self, x: torch.vstack([x, x]), "other things before the batch"),
+    "sequence first, joined": (
+        lambda self, x: torch.cat([x.transpose(0, 1).flatten(0, 1)] * 2, 1),
+        "other things before the batch",
+    ),
     "halves": (halves, "cuts f32.* along the batch|takes a part of the batch"),
     "one number": (lambda self, x: x.max(), "is one value over the batch.*reduce="),
     "one more": (lambda self, x: (x, x.shape[0] + 1), "a number that depends on the batch size"),
