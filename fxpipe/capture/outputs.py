@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from fxpipe.ir.dead import without_dead_ops
-from fxpipe.ir.graph import Graph, Op, Output
+from fxpipe.ir.graph import Graph, Op, Output, is_opaque
 from fxpipe.ir.types import ScalarType, TensorType, dim_names, tensors
 
 from .batch import Flow, batch_dims, follow, multiple, refuse
@@ -77,8 +77,11 @@ def _pooled(value: str, op: Op | None, graph: Graph, flow: Flow, kind: Kind, how
         return kind.reduce
     what, name = ("the loss", "loss") if value == graph.loss else (f"the output {value}", value)
     why = kind.why or "no sum or mean over its samples"
+    blame = kind.blame or flow.pooled.get(value, op)
+    if blame is not None and not blame.origin.line:  # one of several things that a submodule kept whole returns
+        blame = next((one for one in graph.ops if one.name in blame.reads and is_opaque(one)), blame)
     raise refuse(
-        kind.blame or flow.pooled.get(value, op),
+        blame,
         f"{what}, {flow.types[value]}, is one value over the batch, and {why}",
         f"if each micro-batch may have one of its own, to be averaged, write reduce={{{name!r}: 'mean'}}"
         + (" or reduce='mean'" if value == graph.loss else ""),

@@ -726,8 +726,15 @@ class Total(Branch):
         return super().forward(x).sum()
 
 
-def test_one_value_of_what_is_kept_whole_is_refused_with_its_line():
-    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Total()).double(), batch()[0]
+class Totals(Branch):
+    def forward(self, x):
+        y = super().forward(x)
+        return {"sum": y.sum(), "all": y}
+
+
+@pytest.mark.parametrize("kind", [Total, Totals])
+def test_one_value_of_what_is_kept_whole_is_refused_with_its_line(kind):
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), kind()).double(), batch()[0]
     said = r"(?s)1 is kept whole because of test_opaque.py:\d+  if x.sum\(\) > 0: .*one value over the batch"
     with pytest.raises(fxpipe.CaptureError, match=said):
         fxpipe.compile(model, devices=2, chunks=4, example_inputs=x)
