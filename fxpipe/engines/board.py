@@ -22,8 +22,9 @@ from .wire import Size, length, nbytes
 LETTERS, BLOCK = 64, 512  # letters that may wait to be heard, and the bytes of one
 VALUES, ROOM = 4096, 2**25  # values of one step, and their bytes: of which the machine gives only what is written to
 LINE = 64  # bytes of the machine's unit of memory: none should be written to from both sides
-CLOSED, HEARD, STAMPS = 0, LINE // 8, 2 * LINE // 8  # in words of 8 bytes
-LETTER = 2 * LINE + 8 * (LETTERS + VALUES)
+CLOSED, HEARD, LETTER_STAMPS = 0, LINE // 8, 2 * LINE // 8  # in words of 8 bytes
+VALUE_STAMPS = LETTER_STAMPS + LETTERS
+LETTER = 8 * (VALUE_STAMPS + VALUES)  # in bytes, as what follows
 VALUE = LETTER + LETTERS * BLOCK
 SIZE = VALUE + ROOM
 
@@ -42,10 +43,10 @@ class Slot:
 
     def stamp(self) -> None:
         """What is there may be read."""
-        self.board.words[STAMPS + LETTERS + self.number] = self.board.step
+        self.board.words[VALUE_STAMPS + self.number] = self.board.step
 
     def there(self) -> bool:
-        return self.board.words[STAMPS + LETTERS + self.number] == self.board.step
+        return self.board.words[VALUE_STAMPS + self.number] == self.board.step
 
 
 class Board:
@@ -81,15 +82,15 @@ class Board:
         return self.letters - self.words[HEARD] < LETTERS
 
     def write(self, letter: bytes) -> None:
-        at = self.letters % LETTERS
-        start = LETTER + at * BLOCK
-        self.memory[start : start + len(letter)] = letter
         self.letters += 1
-        self.words[STAMPS + at] = self.letters
+        place = (self.letters - 1) % LETTERS
+        start = LETTER + place * BLOCK
+        self.memory[start : start + len(letter)] = letter
+        self.words[LETTER_STAMPS + place] = self.letters
 
     def has(self, number: int) -> bool:
         """Whether this letter has come, of which the first is number 1."""
-        return self.words[STAMPS + (number - 1) % LETTERS] == number
+        return self.words[LETTER_STAMPS + (number - 1) % LETTERS] == number
 
     def read(self, number: int) -> bytes:
         start = LETTER + (number - 1) % LETTERS * BLOCK

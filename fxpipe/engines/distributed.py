@@ -146,7 +146,6 @@ class Ranked(Stepper):
         error: BaseException | None = None,
     ) -> tuple[tuple[Any, ...], R]:
         """`run`, by a step of some kind, which is returned too."""
-
         self.world.begin()
 
         def begin(sizes: tuple[int, ...], place: Any, draws: bool) -> R:

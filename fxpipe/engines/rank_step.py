@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,6 @@ from fxpipe.ir.types import Dim
 from fxpipe.ir.wires import Lent, Wires
 from fxpipe.runtime.aliases import Pair, alias
 
-from .board import Slot
 from .box import Key
 from .crew import Exchange
 from .engine import Batches
@@ -74,7 +74,7 @@ class RankStep(Sliced):
         self.world, self.wires, self.seed = world, wires, seed
         self.whole: Batches | None = None
         self.outbox: dict[Key, tuple[Any, bool]] = {}
-        self.posted: dict[Key, tuple[Wire, Size, Slot | Tensor, Any]] = {}
+        self.posted: dict[Key, tuple[Wire, Size, Callable[[], Tensor]]] = {}
         self.sent: dict[int, deque[tuple[Any, Tensor]]] = {rank: deque() for rank in world.others}
         # What NCCL begins to receive is in the way of others.
         self.far = [peer for peer in world.others if peer not in world.near] if world.device.type == "cpu" else []
@@ -115,17 +115,12 @@ class RankStep(Sliced):
                 continue
             if begun >= reached and nbytes(size) > SMALL:
                 break
-            place: Slot | Tensor | None = self.world.slot(False, peer, size)
-            work = None
-            if place is None:
-                place = blank(size, self.world.device)
-                try:
-                    work = self.world.start(False, peer, place)
-                except Lost as error:
-                    self.fail(self.located(error, wire.message))
-                    begun = len(coming)
-                    break
-            self.posted[wire.key] = wire, size, place, work
+            try:
+                self.posted[wire.key] = wire, size, self.world.receive(peer, size)
+            except Lost as error:
+                self.fail(self.located(error, wire.message))
+                begun = len(coming)
+                break
             begun += 1
         self.begun[peer] = begun
 
@@ -162,19 +157,15 @@ class RankStep(Sliced):
 
     def open_message(self, key: Key) -> Any:
         """What a message brings, once it is there. Raises FailedElsewhere or Lost."""
-        wire, size, place, work = self.posted.pop(key)
+        wire, size, receive = self.posted.pop(key)
         try:
             for peer in self.far:  # there is time, if this waits
                 self.begin_to_receive(peer, EARLY)
                 self.world.listen(peer)  # for the verdict
-            if isinstance(place, Slot):
-                self.world.wait(wire.peer, place.there)
-            else:
-                self.world.finish(work, wire.peer)
+            message = receive()
         except Lost as error:
             raise self.located(error, wire.message) from None
-        # A slot is written to again in the next step, and who knows who keeps the value.
-        return read(place.tensor(size).clone() if isinstance(place, Slot) else place, size, wire.number)
+        return read(message, size, wire.number)
 
     def size(self, wire: Wire) -> Size | None:
         """The type and shape of what a message carries; None if the two replicas have no samples in common."""
