@@ -113,7 +113,7 @@ def special_lines(build: Build) -> list[str]:
         if program.state(name).part
     ]
     lines += [
-        f"opaque: {op.target}, kept whole in stage {stage.index}, because of {op.target.origin} ({op.target.reason})"
+        f"opaque: {op.target}, kept whole in stage {stage.index}, {op.target.because}"
         for stage in program.stages
         for op in stage.ops
         if isinstance(op.target, Opaque)

@@ -20,7 +20,6 @@ from .ir import plan as plans
 from .ir.cluster import Cluster
 from .ir.fewer import only, share
 from .ir.graph import Graph
-from .ir.legal import legal_cuts
 from .ir.opaque import Opaque, opaques
 from .ir.operators import Operator
 from .ir.plan import Plan, StagePlan
@@ -34,6 +33,7 @@ from .ir.units import show_bytes, show_seconds
 from .options import AUTO, Options, candidates, make_schedule
 from .passes import lower, replicate
 from .planning import plan, plan_like, with_loss
+from .planning.plan import inner_cuts
 from .schedules.auto import auto
 from .schedules.make import SCHEDULES, make
 from .schedules.one_f_one_b import gpipe
@@ -139,7 +139,7 @@ def choices(graph: Graph, options: Options, home: Home | None) -> list[Options]:
 def _whole_model(graph: Graph) -> Opaque | None:
     """The submodule that is kept whole and is as good as the model, since no cut leaves anything beside it."""
     kept = opaques(graph)
-    together = bool(kept) and not any(legal_cuts(graph)[1 : len(graph.ops)])
+    together = bool(kept) and not inner_cuts(graph)
     return next((opaque for opaque in kept if together or not opaque.path), None)
 
 
@@ -152,7 +152,7 @@ def _on_one_device(options: Options, whole: Opaque) -> Options:
         )
     if whole.path and len(options.devices) > 1:  # of the model itself, capture has said it
         warnings.warn(
-            f"nothing is pipelined: {whole} is kept whole, because of {whole.origin} ({whole.reason}), and no cut "
+            f"nothing is pipelined: {whole} is kept whole, {whole.because}, and no cut "
             f"leaves anything beside it; {SMALLER}",
             stacklevel=2,
         )
@@ -175,10 +175,10 @@ def _may_have_fewer_stages(options: Options) -> bool:
 
 def _on_as_many_as_can_be(options: Options, graph: Graph) -> Options:
     """The first of the devices only, where submodules that are kept whole leave no more stages than that."""
-    kept, most = opaques(graph), 1 + sum(legal_cuts(graph)[1 : len(graph.ops)])
+    kept, most = opaques(graph), 1 + len(inner_cuts(graph))
     if not kept or most >= len(options.devices):
         return options
-    why = "; ".join(f"{opaque} is kept whole, because of {opaque.origin} ({opaque.reason})" for opaque in kept)
+    why = "; ".join(f"{opaque} is kept whole, {opaque.because}" for opaque in kept)
     warnings.warn(f"{most} of {len(options.devices)} devices have a stage: {why}; {SMALLER}", stacklevel=2)
     devices = options.devices[:most]
     replicas = {device: others for device, others in options.replicas.items() if device in devices}

@@ -11,12 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from fxpipe.errors import CaptureError
 from fxpipe.ir.graph import Ref
 from fxpipe.ir.types import Dim, TensorType, TupleType, ValueType
 
 from .convert import Draft
-from .explain import at
+from .explain import refuse
 from .nest import template
 from .symbols import BATCH
 
@@ -27,10 +26,11 @@ def merge(draft: Draft, other: Draft, rows: tuple[int, int], results: tuple[Any,
     if [op.target for op in ops] != [op.target for op in others] or _shape(results[0]) != _shape(results[1]):
         pairs = zip(ops, others, strict=False)
         extra = next((two for one, two in pairs if one.target != two.target), others[-1] if others else None)
-        place = f"{at(extra.origin)}\n" if extra is not None and extra.origin.line else ""
-        raise CaptureError(
-            f"{place}forward does another number of things, or returns another number, for every batch size, as where "
-            "it goes through the samples one by one; write it as tensor operations over the whole batch"
+        raise refuse(
+            extra,
+            "forward does another number of things, or returns another number, for every batch size, as where it goes "
+            "through the samples one by one",
+            "write it as tensor operations over the whole batch",
         )
     types = [_merge(op.type, like.type, rows) for op, like in zip(ops, others, strict=True)]
     made = tuple(replace(op, type=type) for op, type in zip(ops, types, strict=True))

@@ -25,10 +25,9 @@ from typing import Any
 
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph import Graph, Op, Ref, called, refs
-from fxpipe.ir.opaque import Opaque
 from fxpipe.ir.types import Dim, ScalarType, TensorType, TupleType, ValueType, dim_names, dim_size, tensors
 
-from .explain import at
+from .explain import refuse
 from .symbols import BATCH, IN_VMAP
 
 # Ops that compute over the places of a dimension: where in their arguments that dimension is, and its name.
@@ -391,13 +390,3 @@ def _ints(given: Any) -> tuple[int, ...]:
     if isinstance(given, int):
         return (given,)
     return tuple(item for item in given if isinstance(item, int)) if isinstance(given, (tuple, list)) else ()
-
-
-def refuse(op: Op | None, problem: str, advice: str = "") -> CaptureError:
-    """The error about an op: the user's line, the problem, what to write instead."""
-    place = f"{at(op.origin)}\n" if op is not None and op.origin.line else ""
-    if op is not None and isinstance(op.target, Opaque) and op.target.origin.line:
-        place += f"{op.target} is kept whole because of {op.target.origin} ({op.target.reason}), and\n"
-    return CaptureError(
-        f"{place}{problem}; {advice or 'the batch is cut into micro-batches, which must not depend on each other'}"
-    )

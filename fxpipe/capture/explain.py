@@ -14,7 +14,8 @@ from tabulate import tabulate
 from torch import fx
 
 from fxpipe.errors import CaptureError
-from fxpipe.ir.graph import Origin
+from fxpipe.ir.graph import Op, Origin
+from fxpipe.ir.opaque import Opaque
 
 TORCH = str(Path(torch.__file__).parent)
 OURS = str(Path(__file__).parent)
@@ -205,3 +206,13 @@ def parse_stack(text: str | None) -> list[traceback.FrameSummary]:
 def at(origin: Origin) -> str:
     """The line an error is about."""
     return f"{origin.file}:{origin.line}\n    {origin.code}"
+
+
+def refuse(op: Op | None, problem: str, advice: str = "") -> CaptureError:
+    """The error about an op: the user's line, the problem, what to write instead."""
+    place = f"{at(op.origin)}\n" if op is not None and op.origin.line else ""
+    if op is not None and isinstance(op.target, Opaque) and op.target.origin.line:
+        place += f"{op.target} is kept whole {op.target.because}, and\n"
+    return CaptureError(
+        f"{place}{problem}; {advice or 'the batch is cut into micro-batches, which must not depend on each other'}"
+    )

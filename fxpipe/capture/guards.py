@@ -17,9 +17,10 @@ from fxpipe.errors import CaptureError
 from fxpipe.ir.graph import Graph
 
 from .arguments import Call
-from .batch import batch_dims, refuse
+from .batch import batch_dims
 from .convert import Draft
 from .dynamo import Traced
+from .explain import refuse
 from .symbols import BATCH
 
 

@@ -13,7 +13,8 @@ from fxpipe.ir.dead import without_dead_ops
 from fxpipe.ir.graph import Graph, Op, Output, is_opaque
 from fxpipe.ir.types import ScalarType, TensorType, dim_names, tensors
 
-from .batch import Flow, batch_dims, follow, multiple, refuse
+from .batch import Flow, batch_dims, follow, multiple
+from .explain import refuse
 from .mixing import Reduce, find_mixed, said
 from .reductions import SAME, Kind, kinds
 from .symbols import BATCH

@@ -110,6 +110,11 @@ class Opaque:
         return self.path or type(self.module).__name__
 
     @property
+    def because(self) -> str:
+        """Why it is kept whole."""
+        return f"because of {self.origin} ({self.reason})"
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The paths of its parameters and buffers, from the submodule on."""
         return tuple(name for name, _, _ in slots(self.module))

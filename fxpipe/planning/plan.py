@@ -172,7 +172,7 @@ def _too_many(graph: Graph, k: int, legal: Sequence[int]) -> PlanError:
     most = len(legal) + 1
     why = f"it has {len(graph.ops)} ops" + ("" if most == len(graph.ops) else ", and some must stay together")
     whole: dict[Any, None] = dict.fromkeys(op.target for op in graph.ops if is_opaque(op))
-    kept = "".join(f"; {piece} is kept whole, because of {piece.origin} ({piece.reason})" for piece in whole)
+    kept = "".join(f"; {piece} is kept whole, {piece.because}" for piece in whole)
     return PlanError(
         f"{graph.model} cannot be cut into {k} stages: {why}{kept}. Ask for at most {most}: devices={most}"
         + (", or move what cannot be traced into the forward of smaller submodules" if kept else "")
