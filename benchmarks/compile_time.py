@@ -159,7 +159,7 @@ def laps() -> Iterator[dict[str, float]]:
         last = process_time()
 
         def emit(self, record: logging.LogRecord) -> None:
-            if isinstance(record.args, tuple) and record.args[0] in ROOMS:
+            if isinstance(record.args, tuple) and record.args and record.args[0] in ROOMS:
                 now = process_time()
                 rooms[str(record.args[0])], self.last = now - self.last, now
 

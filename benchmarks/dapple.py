@@ -3,8 +3,8 @@
     python -m benchmarks.dapple
 
 Table V is which plan is best for a model, a batch and a cluster of 16 GPUs, Table VII the best pipeline on cluster A.
-The released planner's formula and constants decide, as they did for the paper; `fxpipe.planning.dapple_released` says
-which these are. Then DAPPLE's plans and PipeDream's of Table VII run through the event time, on cluster A at its
+The released planner's formula and constants decide, as they did for the paper; `fxpipe.planning.hybrid.dapple_released`
+says which these are. Then DAPPLE's plans and PipeDream's of Table VII run through the event time, on cluster A at its
 nominal 25 Gb/s. Two things there are not told and matter: how PipeDream's intervals are meant, which makes all the
 difference for VGG-19, so both readings are shown; and where its "straight" plans are cut, which are given the best
 balance there is. Last, what the paper's own planner, with its formula corrected, finds, by event time.
@@ -19,12 +19,12 @@ from itertools import accumulate, pairwise
 
 from tabulate import tabulate
 
-from fxpipe.ir.chain import Chain, scaled
-from fxpipe.ir.clusters import dapple_a, preset
-from fxpipe.ir.hybrid import HybridStage, cuts, shape
-from fxpipe.planning.dapple import dapple
-from fxpipe.planning.dapple_profiles import read
-from fxpipe.planning.dapple_released import (
+from fxpipe.ir.cluster.published_clusters import dapple_a, preset
+from fxpipe.ir.plan.hybrid_plan import HybridStage, cuts, shape
+from fxpipe.ir.plan.layer_chain import Chain, scaled
+from fxpipe.planning.hybrid.dapple import dapple
+from fxpipe.planning.hybrid.dapple_profiles import read
+from fxpipe.planning.hybrid.dapple_released import (
     CONFIGURATIONS,
     Candidate,
     Job,
@@ -33,9 +33,9 @@ from fxpipe.planning.dapple_released import (
     data_parallel_time,
     hybrid_plan,
 )
-from fxpipe.planning.data_parallel import one_each, whole
-from fxpipe.planning.event_time import Problem, event_time
-from fxpipe.planning.pipedream import Level, pipedream
+from fxpipe.planning.hybrid.data_parallel import one_each, whole
+from fxpipe.planning.hybrid.event_time import Problem, event_time
+from fxpipe.planning.hybrid.pipedream import Level, pipedream
 
 from .paper_data import MISSING, expected, folder, profile_path
 

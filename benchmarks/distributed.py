@@ -35,7 +35,7 @@ import fxpipe
 from benchmarks.models import UNet
 from benchmarks.timing import in_turn
 from benchmarks.trainers import Workload
-from fxpipe.engines.near import SWITCH
+from fxpipe.engines.transports.same_machine import SWITCH
 
 RANKS = 2
 PLAIN = "plain loop on one rank"

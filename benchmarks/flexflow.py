@@ -20,15 +20,15 @@ from dataclasses import dataclass
 from random import Random
 from time import process_time
 
-from fxpipe.ir.clusters import k80s, p100s
-from fxpipe.ir.strategy import Strategy
+from fxpipe.ir.cluster.published_clusters import k80s, p100s
+from fxpipe.ir.operators.strategy import Strategy
 from fxpipe.ir.units import show_seconds
-from fxpipe.soap.arrays import Ints
-from fxpipe.soap.core import Core
-from fxpipe.soap.costs import roofline
-from fxpipe.soap.models import MODELS
-from fxpipe.soap.search import TEMPERATURE
-from fxpipe.soap.strategies import scattered
+from fxpipe.planning.operators.compiled.flat_arrays import Ints
+from fxpipe.planning.operators.compiled_core import Core
+from fxpipe.planning.operators.expert_strategies import scattered
+from fxpipe.planning.operators.models.published_models import MODELS
+from fxpipe.planning.operators.operator_costs import roofline
+from fxpipe.planning.operators.strategy_search import TEMPERATURE
 
 Walk = Callable[[int, float], object]
 

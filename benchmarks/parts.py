@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxpipe.ir.cluster import Cluster, Device
-from fxpipe.ir.operators import OperatorGraph
-from fxpipe.ir.strategy import Strategy
-from fxpipe.soap.costs import Cost, Part, Seconds
-from fxpipe.soap.tasks import tasks
+from fxpipe.ir.cluster.cluster import Cluster, Device
+from fxpipe.ir.operators.operators import OperatorGraph
+from fxpipe.ir.operators.strategy import Strategy
+from fxpipe.planning.operators.operator_costs import Cost, Part, Seconds
+from fxpipe.planning.operators.task_graph import tasks
 
 Run = Callable[[], Tensor]
 Weight = Callable[..., Tensor]  # makes one of some sizes

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.models import AmoebaNetD, UNet
-from fxpipe.capture.front import capture
-from fxpipe.ir.cluster import Cluster, Device
-from fxpipe.ir.evaluate import evaluate
-from fxpipe.ir.graph import Graph
-from fxpipe.ir.plan import Plan, stage_of
-from fxpipe.ir.profile import Profile, total
-from fxpipe.ir.types import TensorType, ValueType
+from fxpipe.capture.capture_call import capture
+from fxpipe.ir.cluster.cluster import Cluster, Device
+from fxpipe.ir.graph.evaluate_graph import evaluate
+from fxpipe.ir.graph.graph import Graph
+from fxpipe.ir.graph.value_types import TensorType, ValueType
+from fxpipe.ir.plan.plan import Plan, stage_of
+from fxpipe.ir.plan.profile import Profile, total
 from fxpipe.planning import plan
 from fxpipe.profiling import estimate
 

@@ -18,14 +18,14 @@ from itertools import pairwise
 from tabulate import tabulate
 from tqdm import tqdm
 
-from fxpipe.ir.chain import Chain, Layer
-from fxpipe.ir.clusters import GBIT, V100, servers
-from fxpipe.ir.hybrid import HybridStage, cuts, shape
-from fxpipe.planning.dapple import dapple
-from fxpipe.planning.dapple_profiles import read
-from fxpipe.planning.dapple_released import CONFIGURATIONS, Job, best, hybrid_plan
-from fxpipe.planning.event_time import Problem, event_time
-from fxpipe.planning.optimal import Optimum, optimal
+from fxpipe.ir.cluster.published_clusters import GBIT, V100, servers
+from fxpipe.ir.plan.hybrid_plan import HybridStage, cuts, shape
+from fxpipe.ir.plan.layer_chain import Chain, Layer
+from fxpipe.planning.hybrid.dapple import dapple
+from fxpipe.planning.hybrid.dapple_profiles import read
+from fxpipe.planning.hybrid.dapple_released import CONFIGURATIONS, Job, best, hybrid_plan
+from fxpipe.planning.hybrid.event_time import Problem, event_time
+from fxpipe.planning.hybrid.exact.optimal_plan import Optimum, optimal
 
 from .dapple import TABLE_V, Case
 from .paper_data import profile_path

@@ -10,20 +10,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from fxpipe.ir.cluster import Cluster, Device, Link
-from fxpipe.ir.graph import Graph
-from fxpipe.ir.legal import legal_cuts
-from fxpipe.ir.plan import Plan
-from fxpipe.ir.profile import Profile
-from fxpipe.ir.program import Program
-from fxpipe.ir.schedule import Action, Schedule
+from fxpipe.ir.cluster.cluster import Cluster, Device, Link
+from fxpipe.ir.graph.graph import Graph
+from fxpipe.ir.graph.legal_cuts import legal_cuts
+from fxpipe.ir.plan.plan import Plan
+from fxpipe.ir.plan.profile import Profile
+from fxpipe.ir.program.program import Program
+from fxpipe.ir.schedule.schedule import Action, Schedule
 from fxpipe.passes import lower
 from fxpipe.planning import plan
-from fxpipe.planning.plan import stages
+from fxpipe.planning.stages.plan_stages import stages
 from fxpipe.profiling import estimate
 from fxpipe.schedules.one_f_one_b import gpipe
-from fxpipe.simulator.costs import hops, stage_costs, taken_bytes
-from fxpipe.simulator.simulate import Hop, StageCost, simulate
+from fxpipe.schedules.simulate.action_costs import hops, stage_costs, taken_bytes
+from fxpipe.schedules.simulate.simulate import Hop, StageCost, simulate
 
 # Tesla P40, from its data sheet, eight of them on PCI Express 3.0 x16.
 P40 = Device("cuda", memory=24 * 10**9, flops=11.76e12, bandwidth=346e9)

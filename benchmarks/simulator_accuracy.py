@@ -3,8 +3,9 @@
     python -m benchmarks.simulator_accuracy
 
 Workers that share caches and memory slow each other down, so what actions take is measured under the same load: each
-worker runs its row of the schedule on real values and waits for nobody (see `fxpipe.engines.rehearsal`). The simulator
-then says when each action can start, and so how long the workers wait for each other. No number is adjusted.
+worker runs its row of the schedule on real values and waits for nobody (see `fxpipe.engines.local.action_profiler`).
+The simulator then says when each action can start, and so how long the workers wait for each other. No number is
+adjusted.
 
     workers   from the start of the first action to the end of the last: of the simulated timeline, and of that of a
               step that notes when its actions ran
@@ -40,10 +41,10 @@ import fxpipe
 from benchmarks.models import ResNet
 from fxpipe.demo.transformer import PixelTransformer
 from fxpipe.demo.unet import UNet
-from fxpipe.engines.rehearsal import Rehearsal
+from fxpipe.engines.local.action_profiler import Rehearsal
+from fxpipe.ir.schedule.action_times import Times
 from fxpipe.ir.timeline import compare
-from fxpipe.ir.times import Times
-from fxpipe.street import predict, rehearsed
+from fxpipe.pipe.build.build import predict, rehearsed
 
 WORKERS = ["cpu:0", "cpu:1"]
 BAR = 0.15  # the error that is allowed
@@ -201,11 +202,11 @@ def trials(case: Case, settings: Sequence[Setting], rounds: int) -> list[Result]
                 if number == 0:  # warming up
                     trial.clear()
             gc.collect()
+        return [trial.result() for trial in made]
     finally:
         gc.enable()
         for trial in made:
             trial.pipe.close()
-    return [trial.result() for trial in made]
 
 
 def table(results: Sequence[Result]) -> str:

@@ -29,20 +29,20 @@ from time import monotonic, process_time
 
 import numpy as np
 
-from fxpipe.ir.cluster import Cluster
-from fxpipe.ir.clusters import k80s, p100s, preset
-from fxpipe.ir.operators import OperatorGraph
+from fxpipe.ir.cluster.cluster import Cluster
+from fxpipe.ir.cluster.published_clusters import k80s, p100s, preset
+from fxpipe.ir.operators.operators import OperatorGraph
 from fxpipe.ir.units import show_bytes, show_seconds
-from fxpipe.soap.arrays import problem
-from fxpipe.soap.convolutional import lenet
-from fxpipe.soap.core import Core
-from fxpipe.soap.costs import once, roofline
-from fxpipe.soap.models import MODELS
-from fxpipe.soap.recurrent import rnnlm
-from fxpipe.soap.search import best_of_all, search
-from fxpipe.soap.strategies import data_parallel, expert
-from fxpipe.soap.tasks import tasks
-from fxpipe.soap.trips import choices
+from fxpipe.planning.operators.compiled.flat_arrays import problem
+from fxpipe.planning.operators.compiled.path_bound import choices
+from fxpipe.planning.operators.compiled_core import Core
+from fxpipe.planning.operators.expert_strategies import data_parallel, expert
+from fxpipe.planning.operators.models.convolutional_networks import lenet
+from fxpipe.planning.operators.models.published_models import MODELS
+from fxpipe.planning.operators.models.recurrent_networks import rnnlm
+from fxpipe.planning.operators.operator_costs import once, roofline
+from fxpipe.planning.operators.strategy_search import best_of_all, search
+from fxpipe.planning.operators.task_graph import tasks
 
 SMALL = {"LeNet": lenet, "RNNLM": partial(rnnlm, steps=2)}
 SAME = 1e-9  # part of the seconds by which two simulated steps may differ and be the same

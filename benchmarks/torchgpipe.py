@@ -42,8 +42,8 @@ from benchmarks.simulated import (
     without_dependencies,
     without_streams,
 )
-from fxpipe.capture.front import capture
-from fxpipe.ir.graph import Graph
+from fxpipe.capture.capture_call import capture
+from fxpipe.ir.graph.graph import Graph
 
 GIB = 2**30
 MEMORY = 22 * GIB

@@ -39,12 +39,30 @@ device 1      F0  B0  F1  B1  F2  B2  F3  B3
 (None, None)
 """
 
-from . import backend
-from .checkpoint import last_checkpoint, load_checkpoint, save_checkpoint
-from .compile import compile, load
+from fxpipe.api.compile import compile, load
+from fxpipe.api.plan import plan
+from fxpipe.api.profile import profile
+from fxpipe.api.search import search
+from fxpipe.ir.cluster.cluster import Cluster, Device
+from fxpipe.ir.plan.plan import Plan
+from fxpipe.ir.plan.profile import Profile
+from fxpipe.ir.schedule.schedule import Schedule
+from fxpipe.ir.timeline import Timeline
+from fxpipe.pipe.build.local_cluster import detect
+from fxpipe.pipe.materialize import materialize
+from fxpipe.pipe.pipe import Pipe
+from fxpipe.pipe.results.planned import Planned
+from fxpipe.pipe.results.searched import Searched
+from fxpipe.runtime.autograd.is_recomputing import is_recomputing
+from fxpipe.training.checkpoint import last_checkpoint, load_checkpoint, save_checkpoint
+from fxpipe.training.gradients import GradScaler, clip_grad_norm_
+
+from .api import backend
 from .errors import (
+    BatchStatisticsWarning,
     CaptureError,
     CheckpointError,
+    CompileError,
     FxpipeError,
     InputError,
     MaterializeError,
@@ -53,25 +71,14 @@ from .errors import (
     PlanError,
     RankError,
 )
-from .ir.cluster import Cluster
-from .ir.plan import Plan
-from .ir.profile import Profile
-from .ir.schedule import Schedule
-from .ir.timeline import Timeline
-from .machine import detect
-from .materialize import materialize
-from .pipe import Pipe
-from .plan import plan
-from .planned import Planned
-from .profile import profile
-from .search import search
-from .searched import Searched
-from .training import GradScaler, clip_grad_norm_
 
 __all__ = [
+    "BatchStatisticsWarning",
     "CaptureError",
     "CheckpointError",
     "Cluster",
+    "CompileError",
+    "Device",
     "FxpipeError",
     "GradScaler",
     "InputError",
@@ -91,6 +98,7 @@ __all__ = [
     "clip_grad_norm_",
     "compile",
     "detect",
+    "is_recomputing",
     "last_checkpoint",
     "load",
     "load_checkpoint",
@@ -100,3 +108,8 @@ __all__ = [
     "save_checkpoint",
     "search",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names; modules are there as well, for those who look for them by name."""
+    return sorted(["__doc__", "__file__", "__name__", "__path__", *__all__])

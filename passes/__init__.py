@@ -2,43 +2,58 @@
 
 `lower` cuts the graph as the plan says and applies the passes below, in this order. Each is a pure function that does
 one thing, decides nothing, and leaves a program that runs; where it finds nothing to do, it returns the same object.
+Nothing else changes a program: what the last pass leaves is what code is generated from.
+
+A graph whose ops have devices is rewritten before it is planned, in the same way, by `GRAPH_PASSES`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from time import perf_counter
+from typing import TypeVar
 
-from fxpipe.ir.graph import Graph
-from fxpipe.ir.plan import Plan
-from fxpipe.ir.program import Program, check
+from fxpipe.errors import PlanError
+from fxpipe.ir.graph.graph import Graph
+from fxpipe.ir.operators import placed_graph
+from fxpipe.ir.operators.placed_graph import Placed
+from fxpipe.ir.plan.plan import Plan
+from fxpipe.ir.program import program as programs
+from fxpipe.ir.program.program import Program
+from fxpipe.passes.copy_on_write import copy_on_write
 from fxpipe.passes.cut import cut
 from fxpipe.passes.defer_batch_norm import defer_batch_norm
-from fxpipe.passes.hold import hold
-from fxpipe.passes.mutations import mutations
-from fxpipe.passes.place import place
+from fxpipe.passes.pass_context import PassContext
 from fxpipe.passes.portals import portals
 from fxpipe.passes.recompute import recompute
 from fxpipe.passes.recompute_cheap import recompute_cheap
+from fxpipe.passes.relocate_devices import relocate_devices
 from fxpipe.passes.replicate import replicate
-from fxpipe.passes.share import share
+from fxpipe.passes.sharding.group_segments import group_segments, sources
+from fxpipe.passes.sharding.shard_parameters import shard_parameters
 from fxpipe.passes.stop_gradients import stop_gradients
+from fxpipe.passes.tie_weights import tie_weights
 
-__all__ = ["PASSES", "Pass", "cut", "hold", "lower", "replicate"]
+__all__ = ["GRAPH_PASSES", "PASSES", "Pass", "PassContext", "cut", "lower", "rewrite_placed", "sources"]
 
-Pass = Callable[[Program, Plan], Program]
+Pass = Callable[[Program, PassContext], Program]
+Value = TypeVar("Value", Program, Placed)
+
+GRAPH_PASSES: tuple[Callable[[Placed], Placed], ...] = (shard_parameters,)
 
 PASSES: tuple[Pass, ...] = (
     portals,
     recompute_cheap,
-    share,
-    place,
+    tie_weights,
+    relocate_devices,
     stop_gradients,
-    mutations,
+    copy_on_write,
     recompute,
     defer_batch_norm,
+    replicate,
+    group_segments,
 )
 
 log = logging.getLogger("fxpipe")
@@ -49,32 +64,50 @@ def lower(
     plan: Plan,
     watch: Callable[[str, Program], None] | None = None,
     passes: tuple[Pass, ...] = PASSES,
+    samples: Mapping[str, int | None] | None = None,
+    segmented: bool = False,
 ) -> Program:
     """The program for a graph and a plan. `watch(name, program)` sees it after `cut` and after each pass that changed
-    it. Raises PlanError where the model cannot be cut as planned."""
-    program = _step("cut", lambda: cut(graph, plan), None, watch)
+    it; `samples` and `segmented` as in `PassContext`. Raises PlanError where the model cannot be cut as planned."""
+    context = PassContext(plan, samples, segmented)
+    program = _step("cut", lambda: cut(graph, plan), None, programs.check, watch)
     for run in passes:
-        program = _step(run.__name__, partial(run, program, plan), program, watch)
+        program = _step(run.__name__, partial(run, program, context), program, programs.check, watch)
     return program
+
+
+def rewrite_placed(placed: Placed, devices: int, watch: Callable[[str, Placed], None] | None = None) -> Placed:
+    """The graph that a strategy makes after `GRAPH_PASSES`; `watch` sees it, as "shard", before them too. Raises
+    PlanError for an op that is on none of so many `devices`."""
+    check = partial(placed_graph.check, devices=devices)
+    try:
+        check(placed)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+    if watch:
+        watch("shard", placed)
+    for run in GRAPH_PASSES:
+        placed = _step(run.__name__, partial(run, placed), placed, check, watch)
+    return placed
 
 
 def _step(
-    name: str, run: Callable[[], Program], before: Program | None, watch: Callable[[str, Program], None] | None
-) -> Program:
+    name: str,
+    run: Callable[[], Value],
+    before: Value | None,
+    check: Callable[[Value], None],
+    watch: Callable[[str, Value], None] | None,
+) -> Value:
     """One pass: run, timed, checked and shown."""
     start = perf_counter()
-    program = run()
-    changed = program is not before
+    value = run()
+    changed = value is not before
     log.debug("%s: %.1f ms%s", name, 1e3 * (perf_counter() - start), "" if changed else ", nothing to do")
     if changed:
-        _check(name, program)
+        try:
+            check(value)
+        except ValueError as error:
+            raise ValueError(f"after {name}: {error}") from None
         if watch:
-            watch(name, program)
-    return program
-
-
-def _check(name: str, program: Program) -> None:
-    try:
-        check(program)
-    except ValueError as error:
-        raise ValueError(f"after {name}: {error}") from None
+            watch(name, value)
+    return value

@@ -16,12 +16,12 @@ from dataclasses import replace
 from itertools import accumulate
 
 from fxpipe.errors import PlanError
-from fxpipe.ir import plan as plans
-from fxpipe.ir.graph import Graph, Op, may_cross
-from fxpipe.ir.legal import ties
-from fxpipe.ir.memory import memory
-from fxpipe.ir.plan import Plan
-from fxpipe.ir.program import Move, Program, Stage
+from fxpipe.ir.graph.graph import Graph, Op, may_cross
+from fxpipe.ir.graph.legal_cuts import ties
+from fxpipe.ir.graph.shared_memory_values import memory
+from fxpipe.ir.plan import plan as plans
+from fxpipe.ir.plan.plan import Plan
+from fxpipe.ir.program.program import Move, Program, Stage
 from fxpipe.passes.wiring import wire
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fxpipe.ir.plan import Plan
-from fxpipe.ir.program import Move, Program
+from fxpipe.ir.program.program import Move, Program
+from fxpipe.passes.pass_context import PassContext
 from fxpipe.passes.wiring import wire
 
 
-def portals(program: Program, plan: Plan) -> Program:
+def portals(program: Program, context: PassContext) -> Program:
     """The program without relays."""
     n = len(program.stages)
     homes: dict[str, int] = {}

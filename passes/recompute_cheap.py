@@ -14,15 +14,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from fxpipe.ir.graph import Op, rename
-from fxpipe.ir.memory import known, memory
-from fxpipe.ir.plan import Plan
-from fxpipe.ir.program import Program, Stage
-from fxpipe.ir.types import tensors
+from fxpipe.ir.graph.graph import Op, rename
+from fxpipe.ir.graph.shared_memory_values import known, memory
+from fxpipe.ir.graph.value_types import tensors
+from fxpipe.ir.program.program import Program, Stage
+from fxpipe.passes.pass_context import PassContext
 from fxpipe.passes.wiring import fresh, wire
 
 
-def recompute_cheap(program: Program, plan: Plan) -> Program:
+def recompute_cheap(program: Program, context: PassContext) -> Program:
     """The program with cheap values computed in every stage that uses them."""
     ops = [op for stage in program.stages for op in stage.ops]
     cheap = _cheap(program, ops)

@@ -9,18 +9,20 @@ Between stages of equally many replicas, each sends to its like, whatever the va
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from fxpipe.errors import PlanError
-from fxpipe.ir.plan import Plan
-from fxpipe.ir.program import Move, Program, recut
+from fxpipe.ir.program.program import Move, Program, recut
+from fxpipe.passes.pass_context import PassContext
 
 
-def replicate(program: Program, plan: Plan, samples: Mapping[str, int | None]) -> Program:
-    """The program with the plan's replicas. `samples` has, of each value that can be cut, the dimension that carries
-    the samples; None for what is the same for all. Raises PlanError for what would have to be cut and cannot."""
-    stages = [replace(stage, replicas=own.replicas) for stage, own in zip(program.stages, plan.stages, strict=True)]
+def replicate(program: Program, context: PassContext) -> Program:
+    """The program with the plan's replicas, if a step runs on them. Raises PlanError for what would have to be cut
+    and cannot."""
+    samples, planned = context.samples, context.plan.stages
+    if samples is None:
+        return program
+    stages = [replace(stage, replicas=own.replicas) for stage, own in zip(program.stages, planned, strict=True)]
     program = replace(program, stages=tuple(stages))
 
     def along(move: Move) -> Move:

@@ -15,15 +15,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from fxpipe.ir.graph import Op, Ref, rename
-from fxpipe.ir.memory import memory
-from fxpipe.ir.plan import Plan
-from fxpipe.ir.program import Program, Stage
-from fxpipe.ir.types import ObjectType, TensorType, ValueType, tensors
+from fxpipe.ir.graph.graph import Op, Ref, rename
+from fxpipe.ir.graph.shared_memory_values import memory
+from fxpipe.ir.graph.value_types import ObjectType, TensorType, ValueType, tensors
+from fxpipe.ir.program.program import Program, Stage
+from fxpipe.passes.pass_context import PassContext
 from fxpipe.passes.wiring import fresh
 
 
-def stop_gradients(program: Program, plan: Plan) -> Program:
+def stop_gradients(program: Program, context: PassContext) -> Program:
     """The program in which a value that moves has a gradient only if one comes back."""
     ops = [op for stage in program.stages for op in stage.ops]
     root = memory(ops, program.types)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from fxpipe.ir.graph import Graph, Op
-from fxpipe.ir.program import Move, Program, Stage
-from fxpipe.ir.types import ValueType
+from fxpipe.ir.graph.graph import Graph, Op
+from fxpipe.ir.graph.value_types import ValueType
+from fxpipe.ir.program.program import Move, Program, Stage
 
 
 def wire(program: Program, ops: Sequence[tuple[Op, ...]], moves: Iterable[Move]) -> Program:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: OpenMP spins, busy workers become ten times slower
@@ -14,10 +14,10 @@ import pytest
 import torch
 
 GOLDEN = Path(__file__).parent / "golden"
-# By folder or file, the first that fits: tests that share what takes long to make (compiled code, a pool of ranks)
+# By a part of the path, the first that fits: tests that share what takes long to make (compiled code, a pool of ranks)
 # share a process. Those of None share nothing.
-SEARCHES = ("soap", "search.py", "searched.py", "test_searched.py", "test_strategy_search.py")
-GROUPS = {"test_product.py": None} | dict.fromkeys(SEARCHES, "compiled by numba") | {"distributed": "over ranks"}
+SEARCHES = ("planning/operators/", "/search.py", "/searched.py", "/test_searched.py", "/test_strategy_search.py")
+GROUPS = {"/test_product.py": None} | dict.fromkeys(SEARCHES, "compiled by numba") | {"whole/ranks/": "over ranks"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,8 +48,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByGroup(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            parts = PurePath(nodeid.partition("::")[0]).parts
-            return next((group for room, group in GROUPS.items() if room in parts), None) or nodeid
+            path = nodeid.partition("::")[0]
+            return next((group for part, group in GROUPS.items() if part in path), None) or nodeid
 
     return ByGroup(config, log) if config.getvalue("dist") == "loadgroup" else None
 

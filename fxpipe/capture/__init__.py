@@ -2,8 +2,10 @@
 `Stepper` for a model with its loss;
 `sample_dims` tells what of a graph may be cut between samples."""
 
-from .front import Front, capture
-from .samples import sample_dims
-from .step import NO_TARGET, Stepper
+from fxpipe.capture.batch.sample_dims import sample_dims
 
-__all__ = ["NO_TARGET", "Front", "Stepper", "capture", "sample_dims"]
+from .capture_call import Front, capture
+from .capture_errors import NoOps
+from .capture_step import NO_TARGET, Stepper
+
+__all__ = ["NO_TARGET", "Front", "NoOps", "Stepper", "capture", "sample_dims"]

@@ -16,12 +16,11 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from fxpipe.compile import compile
+from fxpipe.api.compile import compile
 from fxpipe.errors import FxpipeError
-from fxpipe.pipe import Pipe
-from fxpipe.progress import progress
+from fxpipe.pipe.pipe import Pipe
 from fxpipe.viz import svg
-from fxpipe.viz.text import bars
+from fxpipe.viz.text_timeline import bars
 
 from .transformer import PixelTransformer
 from .unet import UNet
@@ -89,11 +88,8 @@ def demo(
     for task in (denoising(images), next_pixel(images)):
         folder = out / type(task.model).__name__.lower()
         plain = copy.deepcopy(task.model)
-        with progress("compiling"):
-            first = (task.inputs[:BATCH],)
-            pipe = compile(
-                task.model, devices=devices, chunks=chunks, schedule=schedule or "gpipe", example_inputs=first
-            )
+        first = (task.inputs[:BATCH],)
+        pipe = compile(task.model, devices=devices, chunks=chunks, schedule=schedule or "gpipe", example_inputs=first)
         print(f"\n== {task.name} ==\n\n{pipe.explain()}\n")
         print(compare_gradients(task, pipe, plain))
         print(train(task, pipe, plain, steps, by_step=schedule is not None))

@@ -10,17 +10,17 @@ The simulator and a measured run give the same value, so one code draws both and
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 from tabulate import tabulate
 
-from .schedule import KINDS as ACTIONS
-from .schedule import Costs, Schedule, starts
+from fxpipe.ir.schedule.schedule import KINDS as ACTIONS
+from fxpipe.ir.schedule.schedule import Costs, Schedule, starts
+
+from .records import read, write
 from .units import show_bytes, show_seconds
 
 KINDS = ACTIONS | {"R": "recompute", "T": "transfer", "A": "all-reduce"}
@@ -193,19 +193,9 @@ def _table(rows: Iterable[Sequence[str]], headers: Sequence[str]) -> str:
 
 def dump(timeline: Timeline) -> str:
     """The timeline as JSON text, one span per line; `load` reads it back."""
-    data: dict[str, Any] = asdict(timeline)
-    spans = ",\n".join("  " + json.dumps(list(span.values())) for span in data.pop("spans"))
-    head = json.dumps(data).removesuffix("}")
-    return f'{head},\n "spans": [\n{spans}\n ]\n}}\n'
+    return write(timeline)
 
 
 def load(text: str) -> Timeline:
     """The timeline that `dump` wrote. Raises ValueError for text that is not one."""
-    try:
-        data = json.loads(text)
-        spans = tuple(Span(*span) for span in data.pop("spans"))
-        memory = tuple(tuple((at, held) for at, held in steps) for steps in data.pop("memory"))
-        devices, links = tuple(data.pop("devices")), tuple(data.pop("links"))
-        return Timeline(devices=devices, links=links, memory=memory, spans=spans, **data)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"not a timeline: {error!r}") from None
+    return read(Timeline, text)

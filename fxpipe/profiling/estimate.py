@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
-from fxpipe.ir.cluster import Device
-from fxpipe.ir.graph import Graph, Op, Ref, is_opaque, op_name, refs
-from fxpipe.ir.profile import OpCost, Profile
-from fxpipe.ir.types import TensorType, TupleType, ValueType, dim_size, nbytes, tensors
+from fxpipe.ir.cluster.cluster import Device
+from fxpipe.ir.graph.graph import Graph, Op, Ref, is_opaque, op_name, refs
+from fxpipe.ir.graph.ops import CHANNEL_DROPOUTS, DROPOUTS
+from fxpipe.ir.graph.shared_memory_values import trains, viewed
+from fxpipe.ir.graph.value_types import TensorType, TupleType, ValueType, dim_size, nbytes, tensors
+from fxpipe.ir.plan.profile import OpCost, Profile
 
-from .flops import RECURRENT, VIEWS, products
+from .flops import BY_ROWS, products
 
 LAUNCH = 5e-6  # seconds from one op to the next, at the least
 KEEP_NOTHING = {
@@ -27,8 +28,6 @@ KEEP_NOTHING = {
 }  # fmt: skip
 KEEP_RESULT = {"elu", "exp", "log_softmax", "relu", "rsqrt", "sigmoid", "softmax", "sqrt", "tanh"}
 POOLS = {"adaptive_max_pool2d", "fn", "max_pool1d", "max_pool2d", "max_pool3d"}  # torch's functional calls its own "fn"
-CHANNEL_DROPOUTS = {"dropout1d", "dropout2d", "dropout3d", "feature_dropout"}  # a number for each channel says which
-DROPOUTS = {"dropout", *CHANNEL_DROPOUTS}
 CELL = 5  # tensors of the size of its result that a recurrent op keeps besides: gates and cell; opaque ones, too
 
 
@@ -40,7 +39,7 @@ def estimate(graph: Graph, sizes: Mapping[str, int], device: Device) -> Profile:
     kept: set[str] = set()
     costs = []
     for op in graph.ops:
-        shared = op.writes[0] if op.writes and op.writes[0] not in sized.states else sized.seen_in(op)
+        shared = op.writes[0] if op.writes and op.writes[0] not in sized.states else viewed(op, sized.types)
         memory[op.name] = memory[shared or op.name]
         new = {memory[name] for name in sized.keeps(op)} - kept - sized.states
         kept |= new
@@ -81,21 +80,6 @@ class _Sized:
             for type in tensors(self.types[ref.name]):
                 yield ref.name, type
 
-    def seen_in(self, op: Op) -> str | None:
-        """The value that the op's result is a view of, if it is one."""
-        name = op_name(op)
-        operands = [arg for arg in op.args if isinstance(arg, Ref)]
-        if not operands:
-            return None
-        first = self.types[operands[0].name]
-        if name == "getitem":
-            plain = isinstance(first, TupleType) or not any(
-                isinstance(self.types[ref.name], TensorType) for ref in refs(op.args[1:])
-            )
-            return operands[0].name if plain else None
-        idle = (name in {"to", "float", "contiguous"} and first == op.type) or (name in DROPOUTS and not _trains(op))
-        return operands[0].name if name in VIEWS or idle else None
-
     # time ------------------------------------------------------------------------------------
 
     def seconds(self, op: Op) -> tuple[float, float]:
@@ -106,7 +90,7 @@ class _Sized:
         needing = [type for _, type in self.operands(op) if type.grad]
         gradients = sum(type.nbytes(self.sizes) for type in needing)
         differentiable = any(type.grad for type in tensors(op.type)) and bool(needing)
-        if self.seen_in(op) is not None:
+        if viewed(op, self.types) is not None:
             pads = differentiable and gradients > result  # the rest of the gradient is filled with zeros
             return 0.0, self.roofline(0, gradients) if pads else 0.0
         read = sum(type.nbytes(self.sizes) for _, type in self.operands(op))
@@ -150,7 +134,7 @@ class _Sized:
             return
         if name in KEEP_RESULT or name == "scaled_dot_product_attention":
             yield op.name
-        if name in KEEP_RESULT or name in DROPOUTS or self.seen_in(op) is not None:
+        if name in KEEP_RESULT or name in DROPOUTS or viewed(op, self.types) is not None:
             return
         product = bool(self.products(op)) or name in {"mul", "imul"}
         for read, _ in self.operands(op):
@@ -163,22 +147,16 @@ class _Sized:
         if not found or not found[0].grad:
             return 0
         size, count = found[0].nbytes(self.sizes), found[0].numel(self.sizes)
-        if name == "dropout" and _trains(op):
+        if name in ("dropout", "alpha_dropout") and trains(op):
             return size if self.device.label.startswith("cpu") else count  # a mask of numbers, or of booleans
-        if name in CHANNEL_DROPOUTS and _trains(op):
+        if name in CHANNEL_DROPOUTS and trains(op):
             return size // prod(self.shape(found[0])[2:])
         if name in POOLS:
             return 8 * count  # where each maximum came from
         if name == "cross_entropy":
             return next((type.nbytes(self.sizes) for _, type in self.operands(op)), 0)  # the log-softmax
-        return CELL * size if name in RECURRENT or is_opaque(op) else 0
+        return CELL * size if name in BY_ROWS or is_opaque(op) else 0
 
 
 def _first(op: Op) -> str:
     return op.args[0].name if op.args and isinstance(op.args[0], Ref) else ""
-
-
-def _trains(op: Op) -> bool:
-    """Whether a dropout drops: its third argument, True if not given."""
-    given: Any = op.args[2] if len(op.args) > 2 else op.kwargs.get("training", True)
-    return bool(given)

@@ -10,16 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
+from fxpipe.ir.graph.ops import MATMULS, RECURRENT
+
 Shape = Sequence[int]
 
-# Ops that give another view of memory, or no tensor at all.
-VIEWS = {
-    "broadcast_to", "chunk", "detach", "diagonal", "expand", "expand_as", "flatten", "getattr", "movedim", "narrow",
-    "permute", "reshape", "select", "split", "split_with_sizes", "squeeze", "swapaxes", "t", "tensor_split",
-    "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view", "view_as",
-}  # fmt: skip
 # Ops that multiply every row of their first operand with all their weights.
-RECURRENT = {"gru", "lstm", "multi_head_attention_forward", "rnn_relu", "rnn_tanh"}
+BY_ROWS = RECURRENT | {"multi_head_attention_forward"}
 
 
 def products(name: str, args: Sequence[Any], operands: Sequence[Shape], weights: Sequence[Shape], out: int) -> int:
@@ -31,7 +27,7 @@ def products(name: str, args: Sequence[Any], operands: Sequence[Shape], weights:
     >>> products("linear", (), [(8, 16), (4, 16), (4,)], [(4, 16), (4,)], 8 * 4)
     1024
     """
-    if name in RECURRENT:
+    if name in BY_ROWS:
         rows = prod(operands[0][:-1])
         length = operands[0][0] if name == "multi_head_attention_forward" else 0  # each position meets each other
         return 2 * rows * sum(prod(w) for w in weights if len(w) > 1) + 4 * prod(operands[0]) * length
@@ -80,7 +76,7 @@ def _einsum(equation: str, operands: Sequence[Shape], out: int) -> int:
 _RULES: dict[str, Callable[[Sequence[Shape], int], int]] = {
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _conv),
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _conv_transpose),
-    **dict.fromkeys(("linear", "matmul", "mm", "bmm", "mv", "dot", "__matmul__"), _matmul),
+    **dict.fromkeys(MATMULS, _matmul),
     **dict.fromkeys(("addmm", "addmv", "addbmm", "baddbmm"), _added_matmul),
     "bilinear": _bilinear,
     "scaled_dot_product_attention": _attention,

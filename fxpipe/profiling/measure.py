@@ -29,11 +29,11 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fxpipe.ir.blocks import blocks
-from fxpipe.ir.devices import capture_device, relocate
-from fxpipe.ir.evaluate import call, enter
-from fxpipe.ir.graph import Graph, Op
-from fxpipe.ir.profile import OpCost, Profile
+from fxpipe.ir.graph.evaluate_graph import call, enter
+from fxpipe.ir.graph.graph import Graph, Op
+from fxpipe.ir.graph.model_devices import capture_device, relocate
+from fxpipe.ir.graph.module_blocks import blocks
+from fxpipe.ir.plan.profile import OpCost, Profile
 
 Values = dict[str, Any]
 T = TypeVar("T")
@@ -53,8 +53,9 @@ def measure(
     """The measured costs of a micro-batch. `inputs` and `states` are by name in the graph, constants may be left out.
 
     Each op is timed `repeats` times after `warmup` runs, and the median counts; all together take about `budget`
-    seconds, and each op at least one run. With `by="module"` a block (see `fxpipe.ir.blocks`) is timed as one and its
-    time shared among its ops, as one run of each would have it: nearer to the truth where ops are tiny, and quicker.
+    seconds, and each op at least one run. With `by="module"` a block (see `fxpipe.ir.graph.module_blocks`) is timed as
+    one and its time shared among its ops, as one run of each would have it: nearer to the truth where ops are tiny, and
+    quicker.
     """
     here = torch.device(device)
     graph = _on(graph, here)

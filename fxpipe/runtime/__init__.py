@@ -1,11 +1,15 @@
 """The bricks that generated code stands on. Nothing here imports the rest of fxpipe."""
 
-from .batchnorm import deferred_batch_norm
-from .checkpoint import checkpoint
-from .copy import copy, wait
-from .dependency import fork, join
+from fxpipe.runtime.autograd.activation_checkpoint import checkpoint
+from fxpipe.runtime.autograd.dependency import fork, join
+from fxpipe.runtime.autograd.device_copy import copy, wait
+
+from .deferred_norms import deferred_batch_norm, deferred_instance_norm
 from .microbatch import MicroBatch
 from .random import Draws
 from .stage import Stage
 
-__all__ = ["Draws", "MicroBatch", "Stage", "checkpoint", "copy", "deferred_batch_norm", "fork", "join", "wait"]
+__all__ = [
+    "Draws", "MicroBatch", "Stage", "checkpoint", "copy", "deferred_batch_norm", "deferred_instance_norm", "fork",
+    "join", "wait",
+]  # fmt: skip

@@ -8,6 +8,7 @@ back. The numbers are then the same for every number of stages and workers, and 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from threading import Lock
@@ -16,6 +17,8 @@ import torch
 
 _MASK = (1 << 64) - 1
 _locks: dict[torch.device, Lock] = {}
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_locks.clear)  # a thread that draws in the parent is not there to give one back
 
 
 def mix(seed: int, micro_batch: int, draw: int) -> int:
@@ -69,7 +72,7 @@ class Draw:
     __slots__ = ("generator", "lock", "seed", "state")
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        self.seed, self.generator, self.lock = seed, _generator(device), _locks.setdefault(device, Lock())
+        self.seed, self.generator, self.lock = seed, generator_of(device), _locks.setdefault(device, Lock())
 
     def __enter__(self) -> None:
         self.lock.acquire()
@@ -91,7 +94,8 @@ def nobody_draws() -> Iterator[None]:
         yield
 
 
-def _generator(device: torch.device) -> torch.Generator:
+def generator_of(device: torch.device) -> torch.Generator:
+    """The default generator of a device."""
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         return torch.cuda.default_generators[index]

@@ -16,9 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpipe.runtime.autograd.backward_notes import watch
+
+from .deferred_norms import run_deferring
+
 
 class Scope(nn.Module):
-    """A part of a path: attributes are the model's names, `[0]` and `["a-b"]` those that are no identifiers."""
+    """A part of a path. The model's names are attributes, `self.layers`; those that Python cannot spell, and those that
+    the scope has attributes of its own for (`own_names`), are indexed: `self[0]`, `self["a-b"]`, `self["device"]`.
+
+    The two never meet: what belongs to the model is in the dicts of nn.Module, which Python looks at only where the
+    scope has no attribute, and an assignment sets an attribute of the scope, whatever the model calls so.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
 
     def __getitem__(self, key: int | str) -> Any:
         return self._find(str(key))
@@ -61,18 +73,43 @@ class Whole(Scope):
     """A submodule that is called whole, as the model's own code: `self.router(x)`. `run` does that, given the tensors
     that it has here, their paths being `names`, and the arguments. Of a whole model they are in the stage itself."""
 
+    run: Any
+    stage: Stage | None
+
     def __init__(self, run: Any, stage: Stage | None = None) -> None:
         super().__init__()
-        self.__dict__.update(run=run, stage=stage)
+        for name, value in {"run": run, "stage": stage}.items():
+            object.__setattr__(self, name, value)  # past nn.Module's, which would register the stage as a child
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.with_tensors({})(*args, **kwargs)
 
     def with_tensors(self, others: Mapping[str, Tensor]) -> Callable[..., Any]:
         """The submodule with some tensors from elsewhere: those that it shares with other parts of the model."""
-        run, held = self.__dict__["run"], self.__dict__["stage"] or self
-        tensors = [others[name] if name in others else held.tensor(name) for name in run.names]
-        return lambda *args, **kwargs: run(tensors, args, kwargs)
+        return _watched(self.run, self._tensors(others))
+
+    def deferring(self, call: int, others: Mapping[str, Tensor] | None = None) -> Callable[..., Any]:
+        """The same, with the running statistics of its norms left to the end of the mini-batch; `call`: how often a
+        forward has updated them before."""
+        run = self.run
+        return _watched(
+            lambda tensors, args, kwargs: run_deferring(run, tensors, call, args, kwargs), self._tensors(others or {})
+        )
+
+    def _tensors(self, others: Mapping[str, Tensor]) -> list[Tensor]:
+        run, held = self.run, self.stage or self
+        return [others[name] if name in others else held.tensor(name) for name in run.names]
+
+
+def _watched(run: Callable[..., Any], tensors: list[Tensor]) -> Callable[..., Any]:
+    """What a stage calls, given what runs it: its backward has notes."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        results = run(tensors, args, kwargs)
+        watch(results, (tensors, args, kwargs))
+        return results
+
+    return call
 
 
 class Stage(Scope):
@@ -81,8 +118,8 @@ class Stage(Scope):
     constants that belong on another device, as they are there, with the version that was copied; `elsewhere` the
     parameters and buffers that do, or are held in part, by their paths: of those each run has a new copy or view.
     `opaque`: paths of the submodules that are called whole, "" for the model. `parts`: which of the paths stand for a
-    part of a tensor, the path of that tensor, and the ranges of the part in its dimensions. `compiled`: its backward is
-    in one piece."""
+    part of a tensor, the path of that tensor, and the ranges of the part in its dimensions. `unsure`: only a run with
+    gradients tells which of its results need one. `compiled`: its backward is in one piece."""
 
     states: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
@@ -90,6 +127,7 @@ class Stage(Scope):
     rereads: tuple[str, ...] = ()
     opaque: tuple[str, ...] = ()
     parts: tuple[tuple[str, str, tuple[tuple[int, int], ...]], ...] = ()
+    unsure: bool = False
     compiled: bool = False
 
     def __init__(
@@ -112,7 +150,7 @@ class Stage(Scope):
             self._put_state(path, tensors[sources.get(path, path)])
         for name in self.constants:
             self._put_constant(name, constants[name])
-        self._find_differentiable()
+        self.find_differentiable()
 
     def forward(self, *args: Any) -> Any:
         raise NotImplementedError("generated stages say what they compute")
@@ -140,12 +178,12 @@ class Stage(Scope):
         for path, tensor in list(self.elsewhere.items()):  # whether one changed, none can tell: `p.data.add_(1)`
             self._put_state(path, tensor)
         if changed or self.elsewhere:
-            self._find_differentiable()
+            self.find_differentiable()
 
     def replace(self, path: str, tensor: Tensor) -> None:
         """Hold another tensor of the model from now on."""
         self._put_state(path, tensor)
-        self._find_differentiable()
+        self.find_differentiable()
 
     def give_back(self) -> None:
         """Write the buffers that forward wrote into those that they are copies of."""
@@ -180,10 +218,10 @@ class Stage(Scope):
     def slots(self) -> Sequence[tuple[dict[str, Any], str]]:
         """Where the tensors that may need a gradient are held: the dict and the key of each."""
         found: list[tuple[dict[str, Any], str]] = [self.slot(path) for path in self.states]
-        found += [(self.__dict__, name) for name in self.constants if isinstance(self.__dict__[name], Tensor)]
+        found += [(vars(self), name) for name in self.constants if isinstance(vars(self)[name], Tensor)]
         return [(held, name) for held, name in found if held[name].is_floating_point() or held[name].is_complex()]
 
-    def _find_differentiable(self) -> None:
+    def find_differentiable(self) -> None:
         held = [self.tensor(path) for path in self.states]
         held += [value for name in self.constants if isinstance(value := getattr(self, name), Tensor)]
         self._differentiable = tuple([x for x in held if x.is_floating_point() or x.is_complex()])
@@ -191,6 +229,11 @@ class Stage(Scope):
     def trainable(self) -> tuple[Tensor, ...]:
         """The tensors that need a gradient now: freezing and unfreezing take effect at the next call."""
         return tuple([x for x in self._differentiable if x.requires_grad])
+
+
+def own_names() -> frozenset[str]:
+    """The names of all attributes that stages and their parts have themselves."""
+    return frozenset((*dir(Stage({}, {}, torch.device("cpu"))), *dir(Whole(None))))
 
 
 def copied(tensor: Tensor, device: torch.device, region: tuple[slice, ...] | None = None) -> Tensor:

@@ -12,8 +12,8 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
-from .context import Context
-from .stream import Stream, use_stream
+from .caller_context import Context
+from .streams import Stream, use_stream
 
 Compute = Callable[[Any, int], None]
 Task = tuple[int, int]  # micro-batch, stage

@@ -17,10 +17,10 @@ import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from fxpipe.ir.fewer import only
-from fxpipe.ir.schedule import Action, Costs, Schedule, needs
+from fxpipe.ir.schedule.restrict import only
+from fxpipe.ir.schedule.schedule import Action, Costs, Schedule, needs
 
-from .rows import at_least_one, numbered
+from .row_builder import at_least_one, numbered
 from .zero_bubble import Cell, half
 
 

@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from fxpipe.ir.schedule import Action, Schedule
+from fxpipe.ir.schedule.schedule import Action, Schedule
 
 from .one_f_one_b import early, late
-from .rows import at_least_one, turns
+from .row_builder import at_least_one, turns
 
 
 def interleaved(stages: int, chunks: int, devices: int, warmup: Sequence[int] | None = None) -> Schedule:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fxpipe.ir.schedule import Action, Schedule
+from fxpipe.ir.schedule.schedule import Action, Schedule
 
-from .rows import at_least_one, turns
+from .row_builder import at_least_one, turns
 
 
 def gpipe(stages: int, chunks: int) -> Schedule:

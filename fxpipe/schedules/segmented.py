@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fxpipe.ir.schedule import Action, Schedule
+from fxpipe.ir.schedule.schedule import Action, Schedule
 
 
 def segmented(

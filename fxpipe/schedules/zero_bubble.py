@@ -21,10 +21,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fxpipe.ir.fewer import only
-from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.schedule.restrict import only
+from fxpipe.ir.schedule.schedule import Schedule
 
-from .rows import at_least_one, numbered
+from .row_builder import at_least_one, numbered
 
 Cell = tuple[str, int]  # kind, stage
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from html import escape
 
-from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.ir.timeline import Timeline, even
 from fxpipe.ir.units import show_bytes, show_seconds
 

@@ -1,8 +1,8 @@
 """The pen of all our pictures: elements, colours, text widths, and the page around them.
 
 A picture is one file without scripts or fonts of its own, the same to the byte whenever it is drawn, and follows the
-reader's light or dark page. Colours go from blue to orange, which all readers can tell apart, and every colour comes
-with a number or a word.
+reader's light or dark page. The colours of kinds are such that readers who see fewer colours can tell what stands in
+one row apart, on light and dark pages, and every colour comes with a number or a word.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ SHADES = {
     "B": ("#fdd3a0", "#c25a05"),
     "I": ("#ecc3de", "#a03f7c"),
     "W": ("#a8e0cb", "#0b7a5c"),
-    "R": ("#d3d9e0", "#6c7887"),
-    "T": ("#c3cad3", "#7d8896"),
+    "R": ("#8aa1a8", "#415258"),
+    "T": ("#d98c8c", "#8a2e2e"),
     "A": ("#cdc5ea", "#6750a4"),
 }
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from math import ceil, floor, log10
 
-from fxpipe.ir.schedule import Schedule, plain
+from fxpipe.ir.schedule.schedule import Schedule, plain
 from fxpipe.ir.timeline import KINDS, Span, Steps, Timeline, even
 from fxpipe.ir.units import show_bytes, show_seconds
 

@@ -1,9 +1,11 @@
 """A strategy becomes a graph that can be run: `shard`.
 
-shard.py     what becomes of each captured op
-regions.py   where the parts of its result lie
-building.py  how a part gets the regions that it reads
-rule.py      what a rule is; `rules/` has one for each op that can be cut
+shard.py             what becomes of each captured op
+part_regions.py      where the parts of its result lie
+graph_rewriter.py    how a part gets the regions that it reads
+sharding_rule.py     what a rule is; `rules/` has one for each op that can be cut
+shard_parameters.py  a pass: devices hold the parts of parameters that they use
+group_segments.py    a pass: which stages of the program are pieces of one stage of the pipeline
 """
 
 from __future__ import annotations

@@ -24,20 +24,20 @@ from dataclasses import replace
 from functools import partial
 
 from fxpipe.errors import PlanError
-from fxpipe.ir.arguments import argument
-from fxpipe.ir.axes import sizes_of
-from fxpipe.ir.axes import whole as as_it_is
-from fxpipe.ir.dead import without_dead_ops
-from fxpipe.ir.evaluate import call
-from fxpipe.ir.graph import Graph, Op, Ref, map_refs, op_name, show_op
-from fxpipe.ir.placed import Placed
-from fxpipe.ir.reading import Reading
-from fxpipe.ir.strategy import Region, Strategy
-from fxpipe.ir.types import ScalarType, TensorType, TupleType
-from fxpipe.passes.sharding.building import Building, Part, concrete
-from fxpipe.passes.sharding.regions import Place, Places, box, full, places
-from fxpipe.passes.sharding.rule import WHOLE, Rule
+from fxpipe.ir.graph.dead_code import without_dead_ops
+from fxpipe.ir.graph.evaluate_graph import call
+from fxpipe.ir.graph.graph import Graph, Op, Ref, map_refs, op_name, show_op
+from fxpipe.ir.graph.op_arguments import argument
+from fxpipe.ir.graph.value_types import ScalarType, TensorType, TupleType
+from fxpipe.ir.operators.operator_map import Reading
+from fxpipe.ir.operators.placed_graph import Placed
+from fxpipe.ir.operators.strategy import Region, Strategy
+from fxpipe.ir.operators.tensor_axes import sizes_of
+from fxpipe.ir.operators.tensor_axes import whole as as_it_is
+from fxpipe.passes.sharding.graph_rewriter import Building, Part, concrete
+from fxpipe.passes.sharding.part_regions import Place, Places, box, full, places
 from fxpipe.passes.sharding.rules import rule_of
+from fxpipe.passes.sharding.sharding_rule import WHOLE, Rule
 
 
 def shard(graph: Graph, reading: Reading, strategy: Strategy, sizes: Mapping[str, int]) -> Placed:

@@ -40,11 +40,11 @@ from benchmarks.simulated import (
     without_dependencies,
     without_streams,
 )
-from fxpipe.capture.front import capture
-from fxpipe.ir.graph import Graph
-from fxpipe.ir.legal import legal_cuts
+from fxpipe.capture.capture_call import capture
+from fxpipe.ir.graph.graph import Graph
+from fxpipe.ir.graph.legal_cuts import legal_cuts
 from fxpipe.schedules.one_f_one_b import gpipe as schedule
-from fxpipe.simulator.simulate import Hop, StageCost
+from fxpipe.schedules.simulate.simulate import Hop, StageCost
 
 # Each layer of width w: w squared weights, and a row of w goes in, out, and between.
 CHAIN = Family(

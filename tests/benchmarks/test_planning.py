@@ -7,9 +7,9 @@ import pytest
 from benchmarks.dapple import TABLE_V
 from benchmarks.paper_data import MISSING, folder
 from benchmarks.planning import KNOWN, plan, problem, sensible
-from fxpipe.ir.chain import Chain, Layer, check
-from fxpipe.planning.dapple import dapple
-from fxpipe.planning.event_time import event_time
+from fxpipe.ir.plan.layer_chain import Chain, Layer, check
+from fxpipe.planning.hybrid.dapple import dapple
+from fxpipe.planning.hybrid.event_time import event_time
 
 QUICK = [("VGG-19", "B"), ("VGG-19", "C"), ("GNMT-16", "B")]
 CASES = {case.model: case for case in TABLE_V}

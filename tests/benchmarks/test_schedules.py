@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.schedules import HEADERS, PUBLISHED, SIZES, line, rows
-from fxpipe.schedules.make import SCHEDULES
+from fxpipe.schedules.make_schedule import SCHEDULES
 
 
 def test_every_schedule_that_trains_is_in_the_table() -> None:

@@ -8,10 +8,10 @@ import pytest
 
 pytest.importorskip("numba")
 
-import fxpipe.soap.search
+import fxpipe.planning.operators.strategy_search
 from benchmarks import strategy_search
 from benchmarks.strategy_search import HEADS, against_data_parallel, compare, published
-from fxpipe.soap.convolutional import alexnet
+from fxpipe.planning.operators.models.convolutional_networks import alexnet
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenth of a second passes between two looks at the clock: a search tries as much on a machine that is busy."""
     ticks = count()
-    for module in (strategy_search, fxpipe.soap.search):
+    for module in (strategy_search, fxpipe.planning.operators.strategy_search):
         monkeypatch.setattr(module, "monotonic", lambda: next(ticks) / 10)
 
 

@@ -12,8 +12,8 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from fxpipe.capture import Front
-from fxpipe.ir.evaluate import evaluate
+from fxpipe.capture import Front, NoOps
+from fxpipe.ir.graph.evaluate_graph import evaluate
 
 
 def tensors_of(model, graph):
@@ -320,7 +320,6 @@ CASES = {
     "views": (Views, (x(6, 8),), {}),
     "dropout": (Ends, (x(6, 8),), {}),
     "dropout, eval": (lambda: Ends().eval(), (x(6, 8),), {"y": x(6, 2)}),
-    "identity": (nn.Identity, (x(6, 8),), {}),
     "sequential": (lambda: nn.Sequential(linear(8, 8), nn.ReLU(), linear(8, 2)), (x(6, 8),), {}),
     "batch of one": (Skips, (x(1, 8),), {}),
     "frozen": (lambda: Skips().requires_grad_(False), (x(6, 8),), {}),
@@ -340,6 +339,11 @@ def test_cut_into_unequal_micro_batches(name):
     make, args, kwargs = CASES[name]
     torch.manual_seed(0)
     check(make(), *args, chunks=4, **kwargs)
+
+
+def test_a_model_without_ops_is_an_error_of_its_own():
+    with pytest.raises(NoOps, match="Identity has no ops"):
+        Front(nn.Identity())((x(6, 8),), {}, run_whole)
 
 
 def test_no_grad():

@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from fxpipe.ir.graph import Graph, Input, Op, Origin, Output, Ref, Size, State, map_refs, refs
-from fxpipe.ir.program import Move, Program, Stage
-from fxpipe.ir.types import ObjectType, ScalarType, TensorType, TupleType, ValueType
+from fxpipe.ir.graph.graph import Graph, Input, Op, Origin, Output, Ref, Size, State, map_refs, refs
+from fxpipe.ir.graph.value_types import ObjectType, ScalarType, TensorType, TupleType, ValueType
+from fxpipe.ir.program.program import Move, Program, Stage
 
 SHORT = {torch.float32: "f32", torch.float64: "f64", torch.int64: "i64", torch.bool: "bool"}
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpipe.codegen.places import Places, torch_device
-from fxpipe.engines.local import Pipeline
-from fxpipe.ir.program import Program
-from tests.codegen.test_scheduler import Skip, build, gradients, skip_program, with_checkpoint
+from fxpipe.codegen.scheduler.value_locations import Places, torch_device
+from fxpipe.engines.local.forward_engine import Pipeline
+from fxpipe.ir.program.program import Program
+from tests.codegen.scheduler.test_forward_scheduler import Skip, build, gradients, skip_program, with_checkpoint
 
 Event = tuple[str, int, int]  # F or B, stage, micro-batch
 
@@ -75,7 +75,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     def use_stream(stream: Stream | None) -> Iterator[None]:
         yield
 
-    copies, worker = (importlib.import_module(f"fxpipe.runtime.{name}") for name in ("copy", "worker"))
+    copies, worker = (importlib.import_module(f"fxpipe.runtime.{name}") for name in ("autograd.device_copy", "worker"))
     monkeypatch.setattr(copies, "move", move)
     monkeypatch.setattr(copies, "wait_stream", wait_stream)
     monkeypatch.setattr(worker, "use_stream", use_stream)
@@ -84,7 +84,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
 
 def watched(program: Program, model: Skip, chunks: int, monkeypatch: pytest.MonkeyPatch) -> Pipeline:
     """The pipeline, with its stages on the CPU and streams that take notes."""
-    monkeypatch.setattr("tests.codegen.test_scheduler.torch_device", lambda label: "cpu")
+    monkeypatch.setattr("tests.codegen.scheduler.test_forward_scheduler.torch_device", lambda label: "cpu")
     pipe, places = build(program, model, chunks), Places(program)
     of_device = {device: Stream() for device in map(torch_device, program.devices) if device != "cpu"}
     compute = [of_device.get(torch_device(device)) for device in program.devices]

@@ -7,8 +7,8 @@ from textwrap import dedent
 
 import pytest
 
-from fxpipe.ir.measures import bubble
-from fxpipe.ir.schedule import Costs, parse
+from fxpipe.ir.schedule.schedule import Costs, parse
+from fxpipe.ir.schedule.schedule_measures import bubble
 from fxpipe.ir.timeline import Span, Timeline, check, compare, dump, even, load, show
 
 # Two devices, a value from one to the other: forward 2 ms, transfer 1 ms, backward 3 ms.
@@ -87,9 +87,9 @@ def test_compare() -> None:
 
 def test_json() -> None:
     assert load(dump(STEP)) == STEP
-    assert len(dump(STEP).splitlines()) == len(SPANS) + 4  # a span a line: made for diff
+    assert '  {"where": "left", "start": 0' in dump(STEP), "a span a line: made for diff"
     for broken in ("", "[]", "{}", dump(STEP).replace('"spans"', '"span"')):
-        with pytest.raises(ValueError, match="not a timeline"):
+        with pytest.raises(ValueError, match=r"not JSON|: write|no field here"):
             load(broken)
 
 

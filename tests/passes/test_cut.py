@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import PlanError
-from fxpipe.ir.plan import Plan, StagePlan
-from fxpipe.ir.program import Move
+from fxpipe.ir.plan.plan import Plan, StagePlan
+from fxpipe.ir.program.program import Move
 from fxpipe.passes import cut
-from tests.passes.graphs import trace
-from tests.passes.nets import Chain, Counting, InPlace, Parts, Skips, Tied, make, plan
-from tests.passes.same import assert_same, of_graph, of_program
+from tests.helpers.nets import Chain, Counting, InPlace, Parts, Skips, Tied, make, plan
+from tests.helpers.pass_graphs import trace
+from tests.helpers.same_program import assert_same, of_graph, of_program
 
 
 def test_a_value_is_relayed_by_every_stage_between() -> None:

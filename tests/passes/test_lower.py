@@ -10,13 +10,12 @@ from time import process_time
 import pytest
 from torch import nn
 
-from fxpipe.ir.graph import Output, Ref, check
-from fxpipe.ir.plan import Plan
-from fxpipe.ir.program import Program
-from fxpipe.passes import PASSES, lower
-from tests.passes.graphs import trace
-from tests.passes.nets import NETS, Chain, Masked, finest, make, plan
-from tests.passes.same import assert_repeatable, assert_same, of_graph, of_program
+from fxpipe.ir.graph.graph import Output, Ref, check
+from fxpipe.ir.program.program import Program
+from fxpipe.passes import PASSES, PassContext, lower
+from tests.helpers.nets import NETS, Chain, Masked, finest, make, plan
+from tests.helpers.pass_graphs import trace
+from tests.helpers.same_program import assert_repeatable, assert_same, of_graph, of_program
 
 TRAIL = ("cut", *(run.__name__ for run in PASSES))
 
@@ -64,14 +63,22 @@ def test_the_trail_shows_only_passes_that_changed_something() -> None:
     model, x = make(Masked)
     graph = trace(model, x)
     lower(graph, finest(graph), lambda name, program: seen.append(name))
-    assert seen[1:] == ["cut", "portals", "recompute_cheap", "share", "place", "mutations", "recompute"]
+    assert seen[1:] == [
+        "cut",
+        "portals",
+        "recompute_cheap",
+        "tie_weights",
+        "relocate_devices",
+        "copy_on_write",
+        "recompute",
+    ]
 
 
 def test_a_pass_that_breaks_the_program_is_named() -> None:
     model, x = make(Chain)
     graph = trace(model, x)
 
-    def forget(program: Program, plan: Plan) -> Program:
+    def forget(program: Program, context: PassContext) -> Program:
         return Program(program.graph, program.stages, (), (), program.types)
 
     with pytest.raises(ValueError, match=r"after forget: stage 0 takes \['x'\], which no move brings"):

@@ -7,12 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fxpipe.ir.program import Program
+from fxpipe.ir.program.program import Program
 from fxpipe.passes import cut
+from fxpipe.passes.pass_context import PassContext
 from fxpipe.passes.portals import portals
-from tests.passes.graphs import trace
-from tests.passes.nets import Chain, Skips, make, plan
-from tests.passes.same import assert_same, of_graph, of_program
+from tests.helpers.nets import Chain, Skips, make, plan
+from tests.helpers.pass_graphs import trace
+from tests.helpers.same_program import assert_same, of_graph, of_program
 
 
 class Fan(nn.Module):
@@ -29,7 +30,7 @@ class Fan(nn.Module):
 def moved(name: str, devices: tuple[str, ...]) -> list[tuple[int, int]]:
     graph = trace(Fan(), torch.rand(6, 4, dtype=torch.float64))
     chosen = plan(graph, *[1] * 5, devices=devices)
-    program = portals(cut(graph, chosen), chosen)
+    program = portals(cut(graph, chosen), PassContext(chosen))
     return [(move.source, move.target) for move in program.moves if move.value == name]
 
 
@@ -52,7 +53,7 @@ def test_inputs_come_straight_and_outputs_leave_straight() -> None:
     model, x = make(Skips)
     graph = trace(model, x)
     chosen = plan(graph, 2, 2, 2, 2)
-    program = portals(cut(graph, chosen), chosen)
+    program = portals(cut(graph, chosen), PassContext(chosen))
     assert [str(move) for move in program.moves] == [
         "x  -1 -> 0",
         "x  -1 -> 3  portal",
@@ -71,7 +72,7 @@ def test_numbers() -> None:
     graph = trace(model, x)
     for devices in (("a", "b", "a", "b"), ("a", "b", "b", "b"), ("a", "a", "a", "a")):
         chosen = plan(graph, 2, 2, 2, 2, devices=devices)
-        assert_same(of_program(portals(cut(graph, chosen), chosen), model, x), of_graph(graph, model, x))
+        assert_same(of_program(portals(cut(graph, chosen), PassContext(chosen)), model, x), of_graph(graph, model, x))
 
 
 def test_without_relays_nothing_changes() -> None:
@@ -79,11 +80,11 @@ def test_without_relays_nothing_changes() -> None:
     graph = trace(model, x)
     chosen = plan(graph, 2, 3)
     program: Program = cut(graph, chosen)
-    assert portals(program, chosen) is program
+    assert portals(program, PassContext(chosen)) is program
 
 
 def test_golden(golden: Callable[[str, str], None]) -> None:
     model, x = make(Skips)
     graph = trace(model, x)
     chosen = plan(graph, 2, 2, 2, 2, devices=("cpu:0", "cpu:1", "cpu:2", "cpu:2"))
-    golden("passes/portals.txt", str(portals(cut(graph, chosen), chosen)))
+    golden("passes/portals.txt", str(portals(cut(graph, chosen), PassContext(chosen))))

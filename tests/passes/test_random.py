@@ -17,12 +17,12 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fxpipe.ir.legal import legal_cuts
-from fxpipe.ir.program import Program
+from fxpipe.ir.graph.legal_cuts import legal_cuts
+from fxpipe.ir.program.program import Program
 from fxpipe.passes import lower
-from tests.passes.graphs import trace
-from tests.passes.nets import Norm, plan
-from tests.passes.same import assert_repeatable, assert_same, of_graph, of_program
+from tests.helpers.nets import Norm, plan
+from tests.helpers.pass_graphs import trace
+from tests.helpers.same_program import assert_repeatable, assert_same, of_graph, of_program
 
 ROW, HALF, CUBE = "row", "half", "cube"
 

@@ -7,21 +7,22 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fxpipe.ir.graph import Graph
-from fxpipe.ir.program import Program
+from fxpipe.ir.graph.graph import Graph
+from fxpipe.ir.program.program import Program
 from fxpipe.passes import cut
+from fxpipe.passes.pass_context import PassContext
 from fxpipe.passes.portals import portals
 from fxpipe.passes.recompute_cheap import recompute_cheap
-from tests.passes.graphs import trace
-from tests.passes.nets import Chain, Masked, make, plan
-from tests.passes.same import assert_same, of_graph, of_program
+from tests.helpers.nets import Chain, Masked, make, plan
+from tests.helpers.pass_graphs import trace
+from tests.helpers.same_program import assert_same, of_graph, of_program
 
 X = torch.rand(6, 4, dtype=torch.float64)
 
 
 def lowered(graph: Graph, *sizes: int) -> Program:
     chosen = plan(graph, *sizes)
-    return recompute_cheap(portals(cut(graph, chosen), chosen), chosen)
+    return recompute_cheap(portals(cut(graph, chosen), PassContext(chosen)), PassContext(chosen))
 
 
 def test_a_mask_is_made_in_each_stage_that_uses_it() -> None:
@@ -65,8 +66,8 @@ def not_cheap(make_it: Callable[[nn.Module, Tensor], Tensor]) -> None:
 
     graph = trace(Net(), X)
     n = len(graph.ops)
-    before = portals(cut(graph, plan(graph, n - 1, 1)), plan(graph, n - 1, 1))
-    assert recompute_cheap(before, plan(graph, n - 1, 1)) is before
+    before = portals(cut(graph, plan(graph, n - 1, 1)), PassContext(plan(graph, n - 1, 1)))
+    assert recompute_cheap(before, PassContext(plan(graph, n - 1, 1))) is before
 
 
 def test_what_only_looks_cheap_is_not() -> None:
@@ -112,7 +113,7 @@ def test_without_cheap_values_nothing_changes() -> None:
     model, x = make(Chain)
     graph = trace(model, x)
     before = cut(graph, plan(graph, 2, 3))
-    assert recompute_cheap(before, plan(graph, 2, 3)) is before
+    assert recompute_cheap(before, PassContext(plan(graph, 2, 3))) is before
 
 
 def test_golden(golden: Callable[[str, str], None]) -> None:

@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 
 from fxpipe.errors import PlanError
-from fxpipe.ir.program import Program, recut
-from fxpipe.passes import cut, replicate
+from fxpipe.ir.program.program import Program, recut
+from fxpipe.passes import cut
+from fxpipe.passes.pass_context import PassContext
 from fxpipe.passes.portals import portals
-from tests.passes.graphs import trace
-from tests.passes.nets import Skips, make, plan
+from fxpipe.passes.replicate import replicate
+from tests.helpers.nets import Skips, make, plan
+from tests.helpers.pass_graphs import trace
 
 
 def replicated(samples: dict[str, int | None], *counts: int) -> Program:
@@ -20,7 +22,9 @@ def replicated(samples: dict[str, int | None], *counts: int) -> Program:
     chosen = plan(graph, 2, 2, len(graph.ops) - 4)
     further = [tuple(f"cpu:{s}{k}" for k in range(1, count)) for s, count in enumerate(counts)]
     stages = tuple(replace(stage, replicas=own) for stage, own in zip(chosen.stages, further, strict=True))
-    return replicate(portals(cut(graph, chosen), chosen), replace(chosen, stages=stages), samples)
+    return replicate(
+        portals(cut(graph, chosen), PassContext(chosen)), PassContext(replace(chosen, stages=stages), samples)
+    )
 
 
 def test_values_between_different_numbers_are_cut_and_others_stay_whole() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fxpipe.ir.program import Program
-from fxpipe.ir.types import tensors
+from fxpipe.ir.graph.value_types import tensors
+from fxpipe.ir.program.program import Program
 from fxpipe.passes import cut, lower
+from fxpipe.passes.pass_context import PassContext
 from fxpipe.passes.stop_gradients import stop_gradients
-from tests.passes.graphs import trace
-from tests.passes.nets import Chain, make, plan
-from tests.passes.same import assert_same, of_graph, of_program
+from tests.helpers.nets import Chain, make, plan
+from tests.helpers.pass_graphs import trace
+from tests.helpers.same_program import assert_same, of_graph, of_program
 
 
 class Watched(nn.Module):
@@ -33,7 +34,7 @@ class Watched(nn.Module):
 def stopped(model: nn.Module, x: Tensor, *sizes: int) -> Program:
     graph = trace(model, x)
     chosen = plan(graph, *sizes)
-    return stop_gradients(cut(graph, chosen), chosen)
+    return stop_gradients(cut(graph, chosen), PassContext(chosen))
 
 
 def gradients(program: Program) -> dict[str, bool]:
@@ -52,7 +53,7 @@ def test_where_every_gradient_comes_back_nothing_changes() -> None:
     model, x = make(Chain)
     graph = trace(model, x)
     before = cut(graph, plan(graph, 2, 3))
-    assert stop_gradients(before, plan(graph, 2, 3)) is before
+    assert stop_gradients(before, PassContext(plan(graph, 2, 3))) is before
 
 
 def test_a_write_through_a_view_brings_gradients_back() -> None:
@@ -83,7 +84,7 @@ def test_an_input_that_is_only_measured() -> None:
     model, x = make(Scaled)
     graph = trace(model, x.requires_grad_())
     before = cut(graph, plan(graph, 1, 1))
-    after = stop_gradients(before, plan(graph, 1, 1))
+    after = stop_gradients(before, PassContext(plan(graph, 1, 1)))
     assert gradients(before)["x"]
     assert not gradients(after)["x"]
 

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxpipe.ir.cluster import Device
-from fxpipe.ir.graph import Graph, Input, Op, Origin, Output, Ref, Size, State
-from fxpipe.ir.profile import check, total
-from fxpipe.ir.types import ScalarType, TensorType
+from fxpipe.ir.cluster.cluster import Device
+from fxpipe.ir.graph.graph import Graph, Input, Op, Origin, Output, Ref, Size, State
+from fxpipe.ir.graph.value_types import ScalarType, TensorType
+from fxpipe.ir.plan.profile import check, total
 from fxpipe.profiling.estimate import LAUNCH, estimate
 from fxpipe.profiling.measure import measure
-from tests.profiling.graphs import trace
+from tests.helpers.profiling_graphs import trace
 
 CPU = Device("cpu:0", memory=10**9, flops=1e9, bandwidth=1e9)
 HERE = Origin("net.py", 1, "", "")

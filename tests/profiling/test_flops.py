@@ -40,6 +40,11 @@ def test_equals_the_counter(name):
     assert products(name, args, shapes, shapes[1:], result.numel()) == counter.get_total_flops() > 0
 
 
+def test_products_that_the_counter_does_not_know():
+    assert products("inner", (), [(3, 4), (5, 4)], [], 15) == products("linear", (), [(3, 4), (5, 4)], [], 15) == 120
+    assert products("vdot", (), [(4,), (4,)], [], 1) == 8
+
+
 def test_recurrent_ops_multiply_each_row_with_all_weights():
     weights = [(32, 4), (32, 8), (32,), (32,)]
     assert products("lstm", (), [(7, 2, 4), (1, 2, 8), (1, 2, 8), *weights], weights, 7 * 2 * 8) == 2 * 14 * 32 * 12

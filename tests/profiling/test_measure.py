@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from fxpipe.ir.graph import Graph, Input, Op, Origin, Output, Ref, Region, Size
-from fxpipe.ir.profile import check, total
-from fxpipe.ir.types import ScalarType, TensorType
+from fxpipe.ir.graph.graph import Graph, Input, Op, Origin, Output, Ref, Region, Size
+from fxpipe.ir.graph.value_types import ScalarType, TensorType
+from fxpipe.ir.plan.profile import check, total
 from fxpipe.profiling.measure import measure
-from tests.profiling.graphs import trace
+from tests.helpers.profiling_graphs import trace
 
 
 class Branches(nn.Module):

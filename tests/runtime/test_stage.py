@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fxpipe.runtime import Stage
-from fxpipe.runtime.buffers import instead, keep, scratch
+from fxpipe.runtime.written_buffers import instead, keep, scratch
 
 
 class Names(Stage):

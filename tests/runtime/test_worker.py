@@ -6,7 +6,7 @@ import threading
 from queue import SimpleQueue
 from typing import Any
 
-from fxpipe.runtime.context import Context, current_context
+from fxpipe.runtime.caller_context import Context, current_context
 from fxpipe.runtime.worker import Worker, close
 
 

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from fxpipe.ir.schedule import parse
+from fxpipe.ir.schedule.schedule import parse
 from fxpipe.ir.timeline import Span, Timeline
 from fxpipe.viz.html import draw
 

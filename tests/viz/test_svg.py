@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from fxpipe.ir.schedule import parse
+from fxpipe.ir.schedule.schedule import parse
 from fxpipe.ir.timeline import Timeline
 from fxpipe.schedules.one_f_one_b import gpipe, one_f_one_b
-from fxpipe.simulator.simulate import Hop, StageCost, simulate
-from fxpipe.viz.marks import SHADES, ink_on, shade
+from fxpipe.schedules.simulate.simulate import Hop, StageCost, simulate
+from fxpipe.viz.marks import SHADES, THEMES, ink_on, shade
 from fxpipe.viz.svg import draw, ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -119,6 +120,40 @@ def test_numbers_can_be_read_on_every_shade(kind: str) -> None:
         color = shade(kind, micro_batch / 64)
         light, dark = sorted((luminance(color), luminance(ink_on(color))), reverse=True)
         assert (light + 0.05) / (dark + 0.05) >= 4 or kind == "T"  # transfers have no number
+
+
+# How linear light looks to those who lack one of three kinds of cones (Machado, Oliveira and Fernandes, 2009).
+SIGHTS = {
+    "all cones": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "no green": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.01182, 0.04294, 0.968881)),
+    "no red": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
+    "no blue": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.3039)),
+}
+
+
+def lab(color: str, sight: str) -> tuple[float, float, float]:
+    """The colour in CIE Lab, where 1 is about the least difference that can be seen."""
+    linear = [luminance(f"#{color[at : at + 2] * 3}") for at in (1, 3, 5)]
+    seen = [min(1, max(0, sum(a * b for a, b in zip(row, linear, strict=True)))) for row in SIGHTS[sight]]
+    rows = ((0.4339, 0.3763, 0.1899), (0.2126, 0.7152, 0.0722), (0.0178, 0.1095, 0.8729))  # XYZ over that of white
+    x, y, z = (sum(a * b for a, b in zip(row, seen, strict=True)) ** (1 / 3) for row in rows)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+@pytest.mark.parametrize("sight", SIGHTS)
+@pytest.mark.parametrize(("kind", "other"), [("R", "T"), *((new, old) for new in "RT" for old in "FBIWA")])
+def test_recomputation_and_transfers_look_like_nothing_else(kind: str, other: str, sight: str) -> None:
+    for position in (0, 0.5, 1):
+        assert math.dist(lab(shade(kind, position), sight), lab(shade(other, position), sight)) > 10
+
+
+@pytest.mark.parametrize("kind", "RT")
+@pytest.mark.parametrize("theme", THEMES)
+def test_recomputation_and_transfers_stand_out_on_light_and_dark_pages(kind: str, theme: str) -> None:
+    track = luminance(THEMES[theme]["track"])
+    for position in (0, 1):
+        light, dark = sorted((luminance(shade(kind, position)), track), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) > 1.9
 
 
 def test_ticks() -> None:

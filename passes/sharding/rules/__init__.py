@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from fxpipe.ir.graph import Op, op_name
-from fxpipe.passes.sharding.rule import WHOLE, Rule
+from fxpipe.ir.graph.graph import Op, op_name
 from fxpipe.passes.sharding.rules.attention import ATTENTION
-from fxpipe.passes.sharding.rules.batch_norms import BATCH_NORMS
 from fxpipe.passes.sharding.rules.cells import CELLS
-from fxpipe.passes.sharding.rules.convolutions import CONVOLUTIONS
-from fxpipe.passes.sharding.rules.indexing import INDEXING
-from fxpipe.passes.sharding.rules.joins import JOINS
+from fxpipe.passes.sharding.rules.indexing import INDEXING, JOINS
 from fxpipe.passes.sharding.rules.losses import LOSSES, TO_A_NUMBER
 from fxpipe.passes.sharding.rules.matmuls import MATMULS
-from fxpipe.passes.sharding.rules.multi_head import MULTI_HEAD
 from fxpipe.passes.sharding.rules.norms import NORMS
+from fxpipe.passes.sharding.rules.per_sample import SAMPLES
 from fxpipe.passes.sharding.rules.pointwise import ELEMENTWISE
-from fxpipe.passes.sharding.rules.pools import POOLS
-from fxpipe.passes.sharding.rules.samples import SAMPLES
-from fxpipe.passes.sharding.rules.softmaxes import SOFTMAXES
+from fxpipe.passes.sharding.rules.sliding_windows import CONVOLUTIONS, POOLS
 from fxpipe.passes.sharding.rules.views import SHAPES
+from fxpipe.passes.sharding.sharding_rule import WHOLE, Rule
 
 RULES = {
-    **SAMPLES, **ATTENTION, **BATCH_NORMS, **CELLS, **CONVOLUTIONS, **INDEXING, **JOINS, **LOSSES, **MATMULS,
-    **MULTI_HEAD, **NORMS,
-    **ELEMENTWISE, **POOLS, **SOFTMAXES, **SHAPES,
+    **SAMPLES, **ATTENTION, **CELLS, **CONVOLUTIONS, **INDEXING, **JOINS, **LOSSES, **MATMULS, **NORMS, **ELEMENTWISE,
+    **POOLS, **SHAPES,
 }  # fmt: skip
 
 

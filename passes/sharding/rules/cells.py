@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fxpipe.ir.graph import Op, Ref, op_name
-from fxpipe.ir.types import TupleType, tensors
-from fxpipe.passes.sharding.building import Building, Part
-from fxpipe.passes.sharding.regions import Place, Places, Range, extent, full
-from fxpipe.passes.sharding.rule import Rule, items
+from fxpipe.ir.graph.graph import Op, Ref, op_name
+from fxpipe.ir.graph.value_types import TupleType, tensors
+from fxpipe.passes.sharding.graph_rewriter import Building, Part
+from fxpipe.passes.sharding.part_regions import Place, Places, Range, extent, full
+from fxpipe.passes.sharding.sharding_rule import Rule, items
 
 GATES = {"lstm_cell": 4, "gru_cell": 3, "rnn_tanh_cell": 1, "rnn_relu_cell": 1}
 NAMES = ("input", "hx", "w_ih", "w_hh", "b_ih", "b_hh")

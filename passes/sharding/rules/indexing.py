@@ -1,5 +1,8 @@
 """Pieces of a tensor: `x[:, 2:6]`, `x.narrow(1, 2, 4)`, `x.chunk(2, 1)[0]`. A part of a piece is a region of what it
-is a piece of; an op follows only where dimensions go or come, or steps are skipped."""
+is a piece of; an op follows only where dimensions go or come, or steps are skipped.
+
+Tensors put together: a part reads those regions that lie in it, which may all be of one of them.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,16 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fxpipe.ir.arguments import argument
-from fxpipe.ir.families import PIECES
-from fxpipe.ir.graph import Op, Ref, op_name, refs
-from fxpipe.ir.strategy import Region
-from fxpipe.ir.types import TensorType, TupleType
-from fxpipe.passes.sharding.building import Building, Part
-from fxpipe.passes.sharding.regions import Place, Places, extent
-from fxpipe.passes.sharding.rule import WHOLE, Rule
+import torch
+
+from fxpipe.ir.graph.graph import Op, Ref, op_name, refs
+from fxpipe.ir.graph.op_arguments import argument
+from fxpipe.ir.graph.ops import CONCATENATIONS, PIECES
+from fxpipe.ir.graph.value_types import TensorType, TupleType
+from fxpipe.ir.operators.strategy import Region
+from fxpipe.passes.sharding.graph_rewriter import Building, Part
+from fxpipe.passes.sharding.part_regions import Place, Places, extent, overlap
+from fxpipe.passes.sharding.sharding_rule import WHOLE, Rule
 
 Index = tuple[int | slice | None, ...]  # as in x[...], with one entry for each dimension of x, None for a new one
 
@@ -67,11 +72,11 @@ def _spread(x: str, given: Any, rank: int) -> tuple[str, Index] | None:
     return x, (*entries[:at], *[slice(None)] * left, *entries[at + 1 :])
 
 
-def _cuts(b: Building, op: Op) -> Iterable[int]:
+def _index_cuts(b: Building, op: Op) -> Iterable[int]:
     return range(len(b.shape(op.name))) if index_of(b, op) else ()
 
 
-def _make(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+def _index(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
     found = index_of(b, op)
     made = b.parts.get(argument(op, 0, "input").name, ())
     if found is None and any(part.items for part in made):
@@ -80,10 +85,10 @@ def _make(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
         return WHOLE.make(b, op, places)
     x, index = found
     names = b.part_names(op, places)
-    return tuple(_part(b, op, x, index, name, place) for name, place in zip(names, places, strict=True))
+    return tuple(_index_part(b, op, x, index, name, place) for name, place in zip(names, places, strict=True))
 
 
-def _part(b: Building, op: Op, x: str, index: Index, name: str, place: Place) -> Part:
+def _index_part(b: Building, op: Op, x: str, index: Index, name: str, place: Place) -> Part:
     read, rest = region_of(index, place.region, b.shape(x))
     made = b.gather(op, x, read, place.device)
     if any(one != slice(None) for one in rest):
@@ -119,4 +124,41 @@ def region_of(index: Index, region: Region, shape: Sequence[int]) -> tuple[Regio
     return tuple(read), tuple(rest)
 
 
-INDEXING = dict.fromkeys(("getitem", "narrow", "select"), Rule(_make, _cuts, plain=False))
+def _join_cuts(b: Building, op: Op) -> Iterable[int]:
+    """Any dimension of tensors that have as many, and are there one by one."""
+    rank = len(b.shape(op.name))
+    tensors = argument(op, 0, "tensors")
+    fit = isinstance(tensors, (tuple, list)) and all(b.is_tensor(t) and len(b.shape(t.name)) == rank for t in tensors)
+    return range(rank) if fit else ()
+
+
+def _join(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+    if not _join_cuts(b, op):
+        return WHOLE.make(b, op, places)
+    names = b.part_names(op, places)
+    return tuple(_join_part(b, op, name, place) for name, place in zip(names, places, strict=True))
+
+
+def _join_part(b: Building, op: Op, name: str, place: Place) -> Part:
+    dim = argument(op, 1, "dim", 0) % len(place.region)
+    pieces, before = [], 0
+    for tensor in argument(op, 0, "tensors"):
+        after = before + b.shape(tensor.name)[dim]
+        lies = (*place.region[:dim], (before, after), *place.region[dim + 1 :])
+        if (common := overlap(lies, place.region)) is not None:
+            first, last = common[dim]
+            read = (*common[:dim], (first - before, last - before), *common[dim + 1 :])
+            pieces.append(b.gather(op, tensor.name, read, place.device))
+        before = after
+    if len(pieces) > 1:
+        args = ([Ref(piece) for piece in pieces], dim)
+        made = b.add(op, name, place.device, torch.cat, args, type=b.typed(op.name, extent(place.region)))
+    else:
+        (made,) = pieces
+    type = b.types[made]
+    assert isinstance(type, TensorType)
+    return Part(made, place.region, b.devices.get(made))
+
+
+JOINS = dict.fromkeys(CONCATENATIONS, Rule(_join, _join_cuts))
+INDEXING = dict.fromkeys(("getitem", "narrow", "select"), Rule(_index, _index_cuts, plain=False))

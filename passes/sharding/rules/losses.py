@@ -16,13 +16,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fxpipe.ir.arguments import argument, arguments
-from fxpipe.ir.graph import Op, Ref, op_name
-from fxpipe.ir.strategy import Region
-from fxpipe.ir.types import TensorType
-from fxpipe.passes.sharding.building import Building, Part
-from fxpipe.passes.sharding.regions import Place, Places, extent
-from fxpipe.passes.sharding.rule import Rule, each, every
+from fxpipe.ir.graph.graph import Op, Ref, op_name
+from fxpipe.ir.graph.op_arguments import argument, arguments
+from fxpipe.ir.graph.value_types import TensorType
+from fxpipe.ir.operators.strategy import Region
+from fxpipe.passes.sharding.graph_rewriter import Building, Part
+from fxpipe.passes.sharding.part_regions import Place, Places, extent
+from fxpipe.passes.sharding.sharding_rule import Rule, each, every
 
 LABELS = (F.cross_entropy, F.nll_loss)
 PAIRS = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div)

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from fxpipe.ir.arguments import argument
-from fxpipe.ir.graph import Op, Ref, refs
-from fxpipe.ir.strategy import Region
-from fxpipe.passes.sharding.building import Building, Part
-from fxpipe.passes.sharding.regions import Places
-from fxpipe.passes.sharding.rule import Rule, aligned, each, every, with_arguments
+from fxpipe.ir.graph.graph import Op, Ref, refs
+from fxpipe.ir.graph.op_arguments import argument
+from fxpipe.ir.operators.strategy import Region
+from fxpipe.passes.sharding.graph_rewriter import Building, Part
+from fxpipe.passes.sharding.part_regions import Places
+from fxpipe.passes.sharding.sharding_rule import Rule, aligned, each, every, with_arguments
 
 
 def _linear(b: Building, op: Op, places: Places) -> tuple[Part, ...]:

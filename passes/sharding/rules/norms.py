@@ -1,26 +1,46 @@
-"""Layer norm: over dimensions that are not cut, with all of their weights."""
+"""Layer norm and softmax: over dimensions that are not cut; a layer norm with all of its weights.
+
+Batch norm. In training it is over the samples and the area, which may be cut: each part finds its mean and variance,
+and those are put together on one device (Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for
+computing sample variances", 1979). The running statistics change once, by those of all.
+
+    x_0  mean_0 = mean(x_0), var_0 = var(x_0)         mean = sum of share_i * mean_i
+    x_1  mean_1 = mean(x_1), var_1 = var(x_1)         var  = sum of share_i * (var_i + (mean_i - mean) ** 2)
+
+    y_i = bias + (x_i - mean) * (weight / sqrt(var + eps))
+
+`share_i` is how much of a channel is in part i. Each range of channels is by itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
 from typing import Any
 
-from fxpipe.ir.arguments import argument
-from fxpipe.ir.graph import Op, Ref
-from fxpipe.ir.strategy import Region
-from fxpipe.passes.sharding.building import Building, Part
-from fxpipe.passes.sharding.regions import Places
-from fxpipe.passes.sharding.rule import Rule, each, with_arguments
+import torch
+import torch.nn.functional as F
+
+from fxpipe.ir.graph.graph import Op, Ref
+from fxpipe.ir.graph.graph import Region as Context
+from fxpipe.ir.graph.op_arguments import argument
+from fxpipe.ir.operators.strategy import Region
+from fxpipe.passes.batch_norm_ops import arguments
+from fxpipe.passes.sharding.graph_rewriter import Building, Part
+from fxpipe.passes.sharding.part_regions import Place, Places, extent
+from fxpipe.passes.sharding.sharding_rule import Rule, each, every, with_arguments
 
 NAMES = ("input", "normalized_shape", "weight", "bias")
 
 
-def _cuts(b: Building, op: Op) -> Iterable[int]:
+def _layer_norm_cuts(b: Building, op: Op) -> Iterable[int]:
     """All dimensions but the normalised ones."""
     return range(len(b.shape(op.name)) - len(argument(op, 1, "normalized_shape")))
 
 
-def _make(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+def _layer_norm(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
     held = {name: argument(op, at, name) for at, name in enumerate(NAMES) if at > 1}
 
     def call(region: Region, device: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -31,4 +51,152 @@ def _make(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
     return each(b, op, places, call)
 
 
-NORMS = {"layer_norm": Rule(_make, _cuts)}
+def _softmax_cuts(b: Building, op: Op) -> Iterable[int]:
+    """All dimensions but the one that it is over."""
+    over, rank = argument(op, 1, "dim"), len(b.shape(op.name))
+    return () if over is None else (dim for dim in range(rank) if dim != over % rank)
+
+
+def _softmax(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+    x, *others = op.args
+
+    def call(region: Region, device: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        return op.target, (Ref(b.gather(op, x.name, region, device)), *others), dict(op.kwargs)
+
+    return each(b, op, places, call)
+
+
+NO_GRAD = (Context("grad", (False,)),)
+Given = Mapping[str, Any]
+Step = Callable[..., Ref]
+
+
+def _batch_norm_cuts(b: Building, op: Op) -> Iterable[int]:
+    """Any dimension; statistics of half precision are those that torch finds, in single precision."""
+    given = arguments(op)
+    halves = given is not None and given["training"] and b.typed(op.name, ()).dtype in ("f16", "bf16")
+    return () if given is None or halves else every(b, op)
+
+
+def _batch_norm(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+    given = arguments(op)
+    assert given is not None
+    return _by_statistics_of_all(b, op, given, places) if given["training"] else _by_running(b, op, given, places)
+
+
+def _by_running(b: Building, op: Op, given: Given, places: Places) -> tuple[Part, ...]:
+    """In evaluation, a number is changed by the statistics of its channel alone."""
+
+    def call(region: Region, device: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        image = Ref(b.gather(op, given["input"].name, region, device))
+        held = (given[key] for key in ("running_mean", "running_var", "weight", "bias"))
+        rows = (one and Ref(b.gather(op, one.name, (region[1],), device)) for one in held)
+        return F.batch_norm, (image, *rows, False, 0.0, given["eps"]), {}
+
+    return each(b, op, places, call)
+
+
+def _by_statistics_of_all(b: Building, op: Op, given: Given, places: Places) -> tuple[Part, ...]:
+    """Each range of channels by itself; then the running statistics of all."""
+    names = dict(zip(places, b.part_names(op, places), strict=True))
+    parts: dict[Place, Part] = {}
+    statistics = []
+    for channels in sorted({place.region[1] for place in places}):
+        members = [place for place in places if place.region[1] == channels]
+        mean, var = _statistics(b, op, given["input"].name, members)
+        statistics.append((mean, var))
+        scale, shift = _scale(b, op, given, var, members[0])
+        for place in members:
+            name = _normalised(b, op, given, names[place], place, (mean, scale, shift))
+            parts[place] = Part(name, place.region, place.device)
+    if op.writes:
+        _update(b, op, given, statistics, places[0].device)
+    return tuple(parts[place] for place in places)
+
+
+def _on(b: Building, op: Op, device: int, shape: Sequence[int]) -> Step:
+    """Adds ops whose results have this shape."""
+
+    def step(stem: str, target: Any, *args: Any, **kwargs: Any) -> Ref:
+        name = b.free(f"{op.name}_{stem}")
+        return Ref(b.add(op, name, device, target, args, kwargs, type=b.typed(op.name, shape)))
+
+    return step
+
+
+def _statistics(b: Building, op: Op, x: str, members: Sequence[Place]) -> tuple[Ref, Ref]:
+    """Mean and variance of a range of channels."""
+    rank, size = len(members[0].region), extent(members[0].region)[1]
+    dims = [dim for dim in range(rank) if dim != 1]
+    means, variances = [], []
+    for place in members:
+        step = _on(b, op, place.device, (size,))
+        part = Ref(b.gather(op, x, place.region, place.device))
+        means.append(step("mean", torch.mean, part, dims))
+        variances.append(step("var", torch.var, part, dims, correction=0))
+    if len(members) == 1:
+        return means[0], variances[0]
+    volumes = [prod(extent(place.region)) for place in members]
+    row, rows = _on(b, op, members[0].device, (size,)), _on(b, op, members[0].device, (len(members), size))
+    means_of_all, variances_of_all = rows("means", torch.stack, means), rows("vars", torch.stack, variances)
+    shares = _on(b, op, members[0].device, (len(members),))(
+        "shares", "new_tensor", means_of_all, [volume / sum(volumes) for volume in volumes]
+    )
+    mean = row("mean", torch.matmul, shares, means_of_all)
+    apart = rows("apart", torch.square, rows("off", operator.sub, means_of_all, mean))
+    return mean, row("var", torch.matmul, shares, rows("spread", operator.add, variances_of_all, apart))
+
+
+def _scale(b: Building, op: Op, given: Given, var: Ref, place: Place) -> tuple[Ref, Ref | None]:
+    """What a range of channels is multiplied with, and what is added after that, for all parts of it."""
+    step = _on(b, op, place.device, extent(place.region[1:2]))
+    scale = step("scale", torch.rsqrt, step("var_eps", operator.add, var, given["eps"]))
+    rows = place.region[1:2]
+    if given["weight"] is not None:
+        scale = step("scale", operator.mul, scale, Ref(b.gather(op, given["weight"].name, rows, place.device)))
+    return scale, given["bias"] and Ref(b.gather(op, given["bias"].name, rows, place.device))
+
+
+def _normalised(
+    b: Building, op: Op, given: Given, name: str, place: Place, channels: tuple[Ref, Ref, Ref | None]
+) -> str:
+    shape, device = extent(place.region), place.device
+    wide = (shape[1], *[1] * (len(shape) - 2))
+    reshape, step = _on(b, op, device, wide), _on(b, op, device, shape)
+    mean, scale, shift = (
+        one and (one if len(wide) == 1 else reshape("channels", "reshape", one, wide)) for one in channels
+    )
+    centred = step("centred", operator.sub, Ref(b.gather(op, given["input"].name, place.region, device)), mean)
+    last = (operator.mul, (centred, scale)) if shift is None else (torch.addcmul, (shift, centred, scale))
+    return b.add(op, name, device, *last, type=b.typed(op.name, shape))
+
+
+def _update(b: Building, op: Op, given: Given, statistics: Sequence[tuple[Ref, Ref]], device: int) -> None:
+    """Moves the running mean and variance, the latter that of a larger population."""
+    shape = b.shape(op.name)
+    count = prod(shape) // shape[1]
+    momentum = given["momentum"]
+    if isinstance(momentum, Ref):
+        momentum = b.on(op, momentum, device)
+    for at, key in enumerate(("running_mean", "running_var")):
+        state = given[key].name
+        type = replace(b.typed(state, b.shape(state)), grad=False)
+
+        def step(stem: str, target: Any, *args: Any, writes: tuple[str, ...] = ()) -> Ref:
+            name = b.free(stem)
+            return Ref(b.add(op, name, device, target, args, type=type, regions=NO_GRAD, writes=writes))  # noqa: B023
+
+        new = [pair[at] for pair in statistics]
+        own = new[0] if len(new) == 1 else step(f"{op.name}_{key}", torch.cat, new)
+        if key == "running_var":
+            own = step(f"{op.name}_{key}", operator.mul, own, count / max(count - 1, 1))
+        if b.typed(op.name, ()).dtype != type.dtype:
+            own = step(f"{op.name}_{key}", "type_as", own, Ref(state))
+        step(state, "lerp_", Ref(state), own, momentum, writes=(state,))
+
+
+NORMS = {
+    "layer_norm": Rule(_layer_norm, _layer_norm_cuts),
+    **dict.fromkeys(("softmax", "log_softmax"), Rule(_softmax, _softmax_cuts)),
+    "batch_norm": Rule(_batch_norm, _batch_norm_cuts),
+}

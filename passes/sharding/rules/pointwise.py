@@ -11,15 +11,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fxpipe.ir.families import LIKE, POINTWISE
-from fxpipe.ir.graph import Op, Ref, map_refs, op_name, refs
-from fxpipe.ir.strategy import Region
-from fxpipe.ir.types import TensorType
-from fxpipe.passes.sharding.building import Building, Part
-from fxpipe.passes.sharding.regions import Places
-from fxpipe.passes.sharding.rule import Rule, aligned, each, every
+from fxpipe.ir.graph.graph import Op, Ref, map_refs, op_name, refs
+from fxpipe.ir.graph.ops import CHANNEL_DROPOUTS, LIKE, POINTWISE
+from fxpipe.ir.graph.value_types import TensorType
+from fxpipe.ir.operators.strategy import Region
+from fxpipe.passes.sharding.graph_rewriter import Building, Part
+from fxpipe.passes.sharding.part_regions import Places
+from fxpipe.passes.sharding.sharding_rule import Rule, aligned, each, every
 
-CHANNELS = ("dropout1d", "dropout2d", "dropout3d", "feature_dropout", "feature_alpha_dropout")  # drop them whole
 AUGMENTED = {
     operator.iadd: operator.add,
     operator.imul: operator.mul,
@@ -94,5 +93,5 @@ def _samples_and_channels(b: Building, op: Op) -> Iterable[int]:
 
 ELEMENTWISE = {
     **dict.fromkeys((*POINTWISE, *(name for name in LIKE if name.endswith("_like"))), Rule(_make, every)),
-    **dict.fromkeys(CHANNELS, Rule(_make, _samples_and_channels)),
+    **dict.fromkeys(CHANNEL_DROPOUTS, Rule(_make, _samples_and_channels)),
 }

@@ -15,13 +15,13 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
-from fxpipe.ir.families import PERMUTATIONS, VIEWS
-from fxpipe.ir.graph import Op, Ref, op_name
-from fxpipe.ir.strategy import Region
-from fxpipe.ir.types import TensorType
-from fxpipe.passes.sharding.building import Building, Part
-from fxpipe.passes.sharding.regions import Places, Range, extent, full, index, inside
-from fxpipe.passes.sharding.rule import Rule, aligned, each, every
+from fxpipe.ir.graph.graph import Op, Ref, op_name
+from fxpipe.ir.graph.ops import PERMUTATIONS, RESHAPES
+from fxpipe.ir.graph.value_types import TensorType
+from fxpipe.ir.operators.strategy import Region
+from fxpipe.passes.sharding.graph_rewriter import Building, Part
+from fxpipe.passes.sharding.part_regions import Places, Range, extent, full, index, inside
+from fxpipe.passes.sharding.sharding_rule import Rule, aligned, each, every
 
 KEPT = ("flatten", "squeeze", "unsqueeze")  # they name no sizes, so parts are viewed as the whole is
 Group = tuple[slice, slice]  # dimensions of the source, and those of the result that they become
@@ -158,10 +158,7 @@ def _expand(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
 
 
 SHAPES = {
-    **dict.fromkeys(
-        VIEWS - {"getitem", "narrow"},
-        Rule(_reshape, every, plain=False),
-    ),
+    **dict.fromkeys(RESHAPES, Rule(_reshape, every, plain=False)),
     **dict.fromkeys(PERMUTATIONS, Rule(_permute, every)),
     **dict.fromkeys(("expand", "expand_as"), Rule(_expand, every)),
 }

@@ -15,7 +15,7 @@ Portals, past the stages between:
     skip2  from stage 0 to stage 2
 """
 
-from fxpipe.engines.stepper import Step, Stepper
+from fxpipe.engines.common.step_engine import Gradients, Step, Stepper
 
 
 class Scheduler(Stepper):
@@ -23,8 +23,13 @@ class Scheduler(Stepper):
     inputs = (("image", 0),)
     outputs = (("loss", None, "mean"),)
     feeds = (("image", 0), ("image", 3))
-    # of each stage, the places of what it takes and of what it gives that have a gradient
-    gradients = (((), (0, 1)), ((0,), (0,)), ((0, 1, 2), (0,)), ((1,), (0,)))
+    # of each stage, what of its arguments and of its results has a gradient, and its place there
+    gradients = (
+        Gradients(takes={}, gives={"skip1": 0, "skip2": 1}),
+        Gradients(takes={"skip2": 0}, gives={"conv2d_8": 0}),
+        Gradients(takes={"skip1": 0, "skip2": 1, "conv2d_8": 2}, gives={"cat_2": 0}),
+        Gradients(takes={"cat_2": 1}, gives={"loss": 0}),
+    )
     loss_reduce = "mean"
     schedule = "1f1b"
     rows = """
@@ -38,20 +43,19 @@ class Scheduler(Stepper):
 
     def forward_0(self, m: Step, i: int) -> None:
         image = m.receive(0, i, "image")
-        # all but the last are computed again in backward, unless it follows at once
+        # all but the last are computed again in backward; skipped when backward runs next
         forward = m.forward if i == m.last else m.forward_to_recompute
         skip1, skip2 = forward(0, i, image)
-        m.send(0, i, 2, "skip1", skip1)
-        m.send(0, i, 1, "skip2", skip2)
-        m.send(0, i, 2, "skip2", skip2)
+        m.send(0, i, "skip1", skip1, to=2)
+        m.send(0, i, "skip2", skip2, to=1)
+        m.send(0, i, "skip2", skip2, to=2)
 
     def backward_0(self, m: Step, i: int) -> None:
         m.recompute(0, i)  # while the gradients are on their way
-        dskip1 = m.receive(0, i, "gradient of skip1 from stage 2")
-        dskip2_from_1, dskip2_from_2 = m.receive(
-            0, i, "gradient of skip2 from stage 1", "gradient of skip2 from stage 2"
+        dskip1 = m.receive_gradient(0, i, "skip1", source=2)
+        dskip2 = m.add(
+            m.receive_gradient(0, i, "skip2", source=1), m.receive_gradient(0, i, "skip2", source=2)
         )
-        dskip2 = m.add(dskip2_from_1, dskip2_from_2)
         m.backward(0, i, dskip1, dskip2)
 
     # stage 1, cpu:1 -----------------------------------------------------------------------------------------
@@ -59,47 +63,47 @@ class Scheduler(Stepper):
     def forward_1(self, m: Step, i: int) -> None:
         # from stage 0
         skip2 = m.receive(1, i, "skip2")
-        # all but the last are computed again in backward, unless it follows at once
+        # all but the last are computed again in backward; skipped when backward runs next
         forward = m.forward if i == m.last else m.forward_to_recompute
         conv2d_8 = forward(1, i, skip2)
-        m.send(1, i, 2, "conv2d_8", conv2d_8)
+        m.send(1, i, "conv2d_8", conv2d_8, to=2)
 
     def backward_1(self, m: Step, i: int) -> None:
         m.recompute(1, i)  # while the gradients are on their way
-        dconv2d_8 = m.receive(1, i, "gradient of conv2d_8 from stage 2")
+        dconv2d_8 = m.receive_gradient(1, i, "conv2d_8", source=2)
         dskip2 = m.backward(1, i, dconv2d_8)
-        m.send_gradient(1, i, 0, "gradient of skip2 from stage 1", dskip2)
+        m.send_gradient(1, i, "skip2", dskip2, to=0)
 
     # stage 2, cpu:2 -----------------------------------------------------------------------------------------
 
     def forward_2(self, m: Step, i: int) -> None:
         # from stage 0, stage 1
         skip1, skip2, conv2d_8 = m.receive(2, i, "skip1", "skip2", "conv2d_8")
-        # all but the last are computed again in backward, unless it follows at once
+        # all but the last are computed again in backward; skipped when backward runs next
         forward = m.forward if i == m.last else m.forward_to_recompute
         cat_2 = forward(2, i, skip1, skip2, conv2d_8)
-        m.send(2, i, 3, "cat_2", cat_2)
+        m.send(2, i, "cat_2", cat_2, to=3)
 
     def backward_2(self, m: Step, i: int) -> None:
         m.recompute(2, i)  # while the gradients are on their way
-        dcat_2 = m.receive(2, i, "gradient of cat_2 from stage 3")
+        dcat_2 = m.receive_gradient(2, i, "cat_2", source=3)
         dskip1, dskip2, dconv2d_8 = m.backward(2, i, dcat_2)
-        m.send_gradient(2, i, 0, "gradient of skip1 from stage 2", dskip1)
-        m.send_gradient(2, i, 0, "gradient of skip2 from stage 2", dskip2)
-        m.send_gradient(2, i, 1, "gradient of conv2d_8 from stage 2", dconv2d_8)
+        m.send_gradient(2, i, "skip1", dskip1, to=0)
+        m.send_gradient(2, i, "skip2", dskip2, to=0)
+        m.send_gradient(2, i, "conv2d_8", dconv2d_8, to=1)
 
     # stage 3, cpu:3 -----------------------------------------------------------------------------------------
 
     def forward_3(self, m: Step, i: int) -> None:
         # from the batch, stage 2
         image, cat_2 = m.receive(3, i, "image", "cat_2")
-        # all but the last are computed again in backward, unless it follows at once
+        # all but the last are computed again in backward; skipped when backward runs next
         forward = m.forward if i == m.last else m.forward_to_recompute
         loss = forward(3, i, image, cat_2)
         m[i].loss = loss.detach()
 
     def backward_3(self, m: Step, i: int) -> None:
         m.recompute(3, i)  # while the gradients are on their way
-        dloss = m.root(3, i, 0)
+        dloss = m.root(3, i, "loss")
         dcat_2 = m.backward(3, i, dloss)
-        m.send_gradient(3, i, 2, "gradient of cat_2 from stage 3", dcat_2)
+        m.send_gradient(3, i, "cat_2", dcat_2, to=2)

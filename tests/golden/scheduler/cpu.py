@@ -17,7 +17,7 @@ Portals, past the stages between:
 
 from typing import Any
 
-from fxpipe.engines.local import Batches, Pipeline
+from fxpipe.engines.local.forward_engine import Batches, Pipeline
 from fxpipe.runtime import checkpoint, fork, join
 
 

@@ -15,7 +15,7 @@ Portals, past the stages between:
     tanh  from stage 0 to stage 3
 """
 
-from fxpipe.engines.local import Batches, Pipeline
+from fxpipe.engines.local.forward_engine import Batches, Pipeline
 from fxpipe.runtime import copy, fork, join, wait
 
 

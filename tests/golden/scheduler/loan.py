@@ -10,7 +10,7 @@ micro-batch goes first. Autograd would not know that by itself: a token, a tenso
 one micro-batch to the next.
 """
 
-from fxpipe.engines.local import Batches, Pipeline
+from fxpipe.engines.local.forward_engine import Batches, Pipeline
 from fxpipe.runtime import Draws, checkpoint, copy, join, wait
 
 
@@ -22,9 +22,7 @@ class Scheduler(Pipeline):
 
     def lend(self, m: Batches) -> None:
         # embed.weight: stage 0 owns it, stage 2 uses it too; their gradients add up
-        m.lent.embed_weight_on_cuda2 = self.stages[0].embed.weight.to(
-            self.stages[2].device, non_blocking=True
-        )
+        m.lent.embed_weight_for_2 = m.lend(2, self.stages[0].embed.weight)
 
     # stage 0, cuda:0 ----------------------------------------------------------------------------------------
 
@@ -81,8 +79,8 @@ class Scheduler(Pipeline):
         if m.grad and i < m.last:
             # all micro-batches but the last are computed again in backward
             m[i].linear_2, m.after[2] = checkpoint(
-                self.stages[2], (2, i), m.context, m.after[2], m[i].linear_1, m.lent.embed_weight_on_cuda2
+                self.stages[2], (2, i), m.context, m.after[2], m[i].linear_1, m.lent.embed_weight_for_2
             )
         else:
-            m[i].linear_2 = self.stages[2].forward(m[i].linear_1, m.lent.embed_weight_on_cuda2)
+            m[i].linear_2 = self.stages[2].forward(m[i].linear_1, m.lent.embed_weight_for_2)
         del m[i].linear_1  # used for the last time

@@ -12,7 +12,7 @@ Portals, past the stages between:
     skip  from stage 0 to stage 2
 """
 
-from fxpipe.engines.stepper import Step, Stepper
+from fxpipe.engines.common.step_engine import Gradients, Step, Stepper
 from fxpipe.runtime import Draws
 
 
@@ -24,8 +24,13 @@ class Scheduler(Stepper):
     totals = (("labels_counted",), ("target",))
     random = True
     feeds = (("ids", 0), ("target", 3), ("labels_counted", 3))
-    # of each stage, the places of what it takes and of what it gives that have a gradient
-    gradients = (((), (0, 1)), ((0,), (0,)), ((0, 1), (0,)), ((2,), (0,)))
+    # of each stage, what of its arguments and of its results has a gradient, and its place there
+    gradients = (
+        Gradients(takes={}, gives={"skip": 0, "linear": 1}),
+        Gradients(takes={"linear": 0}, gives={"sin": 0}),
+        Gradients(takes={"skip": 0, "sin": 1}, gives={"flatten": 0}),
+        Gradients(takes={"flatten": 2}, gives={"loss": 0}),
+    )
     loss_reduce = "sum"
     schedule = "interleaved"
     rows = """
@@ -41,15 +46,15 @@ class Scheduler(Stepper):
 
     def forward_0(self, m: Step, i: int) -> None:
         ids = m.receive(0, i, "ids")
-        # computed again in backward, unless it follows at once
+        # computed again in backward; skipped when backward runs next
         skip, linear = m.forward_to_recompute(0, i, ids)
-        m.send(0, i, 2, "skip", skip)
-        m.send(0, i, 1, "linear", linear)
+        m.send(0, i, "skip", skip, to=2)
+        m.send(0, i, "linear", linear, to=1)
 
     def backward_0(self, m: Step, i: int) -> None:
         m.recompute(0, i)  # while the gradients are on their way
-        dskip = m.receive(0, i, "gradient of skip from stage 2")
-        dlinear = m.receive(0, i, "gradient of linear from stage 1")
+        dskip = m.receive_gradient(0, i, "skip", source=2)
+        dlinear = m.receive_gradient(0, i, "linear", source=1)
         m.backward(0, i, dskip, dlinear)
 
     # stage 1, cpu:1 -----------------------------------------------------------------------------------------
@@ -58,43 +63,43 @@ class Scheduler(Stepper):
         # from stage 0
         linear = m.receive(1, i, "linear")
         draw = Draws(m.seed, i, m.stages[1].device)
-        # computed again in backward, unless it follows at once
+        # computed again in backward; skipped when backward runs next
         sin = m.forward_to_recompute(1, i, linear, draw)
-        m.send(1, i, 2, "sin", sin)
+        m.send(1, i, "sin", sin, to=2)
 
     def backward_1(self, m: Step, i: int) -> None:
         m.recompute(1, i)  # while the gradients are on their way
-        dsin = m.receive(1, i, "gradient of sin from stage 2")
+        dsin = m.receive_gradient(1, i, "sin", source=2)
         dlinear = m.backward(1, i, dsin)
-        m.send_gradient(1, i, 0, "gradient of linear from stage 1", dlinear)
+        m.send_gradient(1, i, "linear", dlinear, to=0)
 
     # stage 2, cpu:0 -----------------------------------------------------------------------------------------
 
     def forward_2(self, m: Step, i: int) -> None:
         # from stage 0, stage 1
         skip, sin = m.receive(2, i, "skip", "sin")
-        # computed again in backward, unless it follows at once
+        # computed again in backward; skipped when backward runs next
         flatten = m.forward_to_recompute(2, i, skip, sin, m.lent.embed_weight_for_2)
-        m.send(2, i, 3, "flatten", flatten)
+        m.send(2, i, "flatten", flatten, to=3)
 
     def backward_2(self, m: Step, i: int) -> None:
         m.recompute(2, i)  # while the gradients are on their way
-        dflatten = m.receive(2, i, "gradient of flatten from stage 3")
+        dflatten = m.receive_gradient(2, i, "flatten", source=3)
         dskip, dsin = m.backward(2, i, dflatten)
-        m.send_gradient(2, i, 0, "gradient of skip from stage 2", dskip)
-        m.send_gradient(2, i, 1, "gradient of sin from stage 2", dsin)
+        m.send_gradient(2, i, "skip", dskip, to=0)
+        m.send_gradient(2, i, "sin", dsin, to=1)
 
     # stage 3, cpu:1 -----------------------------------------------------------------------------------------
 
     def forward_3(self, m: Step, i: int) -> None:
         # from the batch, stage 2
         target, labels_counted, flatten = m.receive(3, i, "target", "labels_counted", "flatten")
-        # computed again in backward, unless it follows at once
+        # computed again in backward; skipped when backward runs next
         loss = m.forward_to_recompute(3, i, target, labels_counted, flatten)
         m[i].loss = loss.detach()
 
     def backward_3(self, m: Step, i: int) -> None:
         m.recompute(3, i)  # while the gradients are on their way
-        dloss = m.root(3, i, 0)
+        dloss = m.root(3, i, "loss")
         dflatten = m.backward(3, i, dloss)
-        m.send_gradient(3, i, 2, "gradient of flatten from stage 3", dflatten)
+        m.send_gradient(3, i, "flatten", dflatten, to=2)

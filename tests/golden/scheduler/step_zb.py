@@ -10,7 +10,7 @@ weights. Each device runs its row in this order: an action starts when the one b
 takes has arrived, and waits for nothing else.
 """
 
-from fxpipe.engines.stepper import Step, Stepper
+from fxpipe.engines.common.step_engine import Gradients, Step, Stepper
 from fxpipe.runtime import Draws
 
 
@@ -22,8 +22,12 @@ class Scheduler(Stepper):
     totals = (("labels_counted",), ("target",))
     random = True
     feeds = (("ids", 0), ("target", 2), ("labels_counted", 2))
-    # of each stage, the places of what it takes and of what it gives that have a gradient
-    gradients = (((), (0, 1)), ((0, 1), (0,)), ((2,), (0,)))
+    # of each stage, what of its arguments and of its results has a gradient, and its place there
+    gradients = (
+        Gradients(takes={}, gives={"skip": 0, "relu": 1}),
+        Gradients(takes={"skip": 0, "relu": 1}, gives={"output": 0}),
+        Gradients(takes={"output": 2}, gives={"loss": 0}),
+    )
     loss_reduce = "sum"
     schedule = "zb-h1"
     rows = """
@@ -41,12 +45,12 @@ class Scheduler(Stepper):
     def forward_0(self, m: Step, i: int) -> None:
         ids = m.receive(0, i, "ids")
         skip, relu = m.forward(0, i, ids)
-        m.send(0, i, 1, "skip", skip)
-        m.send(0, i, 1, "relu", relu)
+        m.send(0, i, "skip", skip, to=1)
+        m.send(0, i, "relu", relu, to=1)
 
     def input_gradient_0(self, m: Step, i: int) -> None:
-        dskip = m.receive(0, i, "gradient of skip from stage 1")
-        drelu = m.receive(0, i, "gradient of relu from stage 1")
+        dskip = m.receive_gradient(0, i, "skip", source=1)
+        drelu = m.receive_gradient(0, i, "relu", source=1)
         m.input_gradient(0, i, dskip, drelu)
 
     def weight_gradient_0(self, m: Step, i: int) -> None:
@@ -59,13 +63,13 @@ class Scheduler(Stepper):
         skip, relu = m.receive(1, i, "skip", "relu")
         draw = Draws(m.seed, i, m.stages[1].device)
         output = m.forward(1, i, skip, relu, m.lent.embed_weight_for_1, draw)
-        m.send(1, i, 2, "output", output)
+        m.send(1, i, "output", output, to=2)
 
     def input_gradient_1(self, m: Step, i: int) -> None:
-        doutput = m.receive(1, i, "gradient of output from stage 2")
+        doutput = m.receive_gradient(1, i, "output", source=2)
         dskip, drelu = m.input_gradient(1, i, doutput)
-        m.send_gradient(1, i, 0, "gradient of skip from stage 1", dskip)
-        m.send_gradient(1, i, 0, "gradient of relu from stage 1", drelu)
+        m.send_gradient(1, i, "skip", dskip, to=0)
+        m.send_gradient(1, i, "relu", drelu, to=0)
 
     def weight_gradient_1(self, m: Step, i: int) -> None:
         m.weight_gradient(1, i)
@@ -79,9 +83,9 @@ class Scheduler(Stepper):
         m[i].loss = loss.detach()
 
     def input_gradient_2(self, m: Step, i: int) -> None:
-        dloss = m.root(2, i, 0)
+        dloss = m.root(2, i, "loss")
         doutput = m.input_gradient(2, i, dloss)
-        m.send_gradient(2, i, 1, "gradient of output from stage 2", doutput)
+        m.send_gradient(2, i, "output", doutput, to=1)
 
     def weight_gradient_2(self, m: Step, i: int) -> None:
         m.weight_gradient(2, i)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.passes.sharding.sharded import anyhow, assert_exact, sample
+from tests.helpers.sharded_graphs import anyhow, assert_exact, sample
 
 
 class Calls(nn.Module):
@@ -99,6 +99,11 @@ CASES: dict[str, tuple[nn.Module, tuple[Tensor, ...]]] = {
         Calls(lambda a, x: a(x)[:, -1, ::2] * a(x).narrow(2, 1, 4)[:, 0] + x[:, 1, :4], *linears(1)),
         (sequence,),
     ),
+    "views of the same shape": (
+        Calls(lambda a, x: a(x).flatten(1).reshape_as(x).divide(2).multiply(x), *linears(1, 8)),
+        (sequence,),
+    ),
+    "concatenated": (Calls(lambda a, x: torch.concatenate([a(x), x], -1) * 2, *linears(1)), (sequence,)),
     "views": (
         Calls(lambda a, x: a(x).reshape(-1, 4, 10).permute(0, 2, 1).flatten(1).relu() * 2, *linears(1)),
         (sequence,),

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from benchmarks.models import ResNet
 from fxpipe.errors import PlanError
-from fxpipe.ir.graph import show_op
-from fxpipe.ir.placed import Placed
-from fxpipe.ir.strategy import Config, Strategy
-from fxpipe.soap.reading import read
-from tests.passes.sharding.sharded import Sample, anyhow, assert_exact, results, sample
-from tests.random_models import GraphModel, grown
-from tests.random_models import sample as sample_of
-from tests.soap.random_graphs import module, network
-from tests.soap.small import SMALL
-from tests.transparency import build, inputs
+from fxpipe.ir.graph.graph import show_op
+from fxpipe.ir.operators.placed_graph import Placed
+from fxpipe.ir.operators.strategy import Config, Strategy
+from fxpipe.planning.operators.reading.read_operators import read
+from tests.helpers.random_models import GraphModel, grown
+from tests.helpers.random_models import sample as sample_of
+from tests.helpers.random_operator_graphs import module, network
+from tests.helpers.sharded_graphs import Sample, anyhow, assert_exact, results, sample
+from tests.helpers.small_strategies import SMALL
+from tests.helpers.transparency import build, inputs
 
 
 def assert_all_exact(made: Sample, count: int, seed: int = 0) -> None:

@@ -11,8 +11,20 @@ from .scheduler import Scheduler
 from .stage0 import Stage0
 from .stage1 import Stage1
 
-__all__ = ["CHUNKS", "MODEL", "STAGES", "TENSORS", "TRAINING", "Scheduler", "inputs", "result"]
+__all__ = [
+    "CHUNKS",
+    "FORMAT",
+    "INPUTS",
+    "MODEL",
+    "STAGES",
+    "TENSORS",
+    "TRAINING",
+    "Scheduler",
+    "inputs",
+    "result",
+]
 
+FORMAT = 3
 MODEL = "Net"
 TRAINING = True
 CHUNKS = 4
@@ -26,6 +38,9 @@ TENSORS = (
     ("layers.1.bias", (4,), "float32"),
     ("offset", (4,), "float32"),
 )
+
+# What a call brings: name, shape (b is the batch), type.
+INPUTS = (("x", ("b", 4), "float32"),)
 
 
 def inputs(x):

@@ -13,8 +13,20 @@ from .stage1 import Stage1
 from .stage2 import Stage2
 from .stage3 import Stage3
 
-__all__ = ["CHUNKS", "MODEL", "STAGES", "TENSORS", "TRAINING", "Scheduler", "inputs", "result"]
+__all__ = [
+    "CHUNKS",
+    "FORMAT",
+    "INPUTS",
+    "MODEL",
+    "STAGES",
+    "TENSORS",
+    "TRAINING",
+    "Scheduler",
+    "inputs",
+    "result",
+]
 
+FORMAT = 3
 MODEL = "UNet"
 TRAINING = True
 CHUNKS = 8
@@ -60,6 +72,9 @@ TENSORS = (
     ("head.weight", (1, 16, 1, 1), "float32"),
     ("head.bias", (1,), "float32"),
 )
+
+# What a call brings: name, shape (b is the batch), type.
+INPUTS = (("image", ("b", 1, 16, 16), "float32"),)
 
 
 def inputs(image):

@@ -16,7 +16,7 @@ Portals, past the stages between:
     skip2  from stage 0 to stage 2
 """
 
-from fxpipe.engines.local import Batches, Pipeline
+from fxpipe.engines.local.forward_engine import Batches, Pipeline
 from fxpipe.runtime import checkpoint, join
 
 

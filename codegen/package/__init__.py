@@ -1,0 +1,1 @@
+"""All files of a program as a package: written, loaded, bound to a model."""

@@ -1,0 +1,178 @@
+"""The model's own call, as two functions in the package.
+
+The scheduler takes a flat row of tensors and gives one back. What the model takes and returns may be nested, named, a
+dataclass. From the templates that capture kept, this writes
+
+    def inputs(batch, *, scale=2.0):                      def result(logits, hidden):
+        if scale != 2.0:                                      return zoo.models.Output(logits=logits, hidden=[hidden])
+            raise ValueError(...)
+        return batch["ids"], batch["mask"]
+
+so that a loaded package is called like the model, and says so when it is called in a way it was not made for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from fxpipe.codegen.text.line_layout import Brackets, flat, prefix
+from fxpipe.codegen.text.object_text import literal, modules_of, nest
+from fxpipe.codegen.text.source_names import identifier, member, spells, string
+from fxpipe.codegen.text.statements import BLANK, Block, Call, Statement, tuple_of
+from fxpipe.errors import PackageError
+from fxpipe.ir.graph.graph import Graph, Ref, Struct, refs
+
+
+class _Part(NamedTuple):
+    """Something inside an argument: how to reach it, and what was there at capture."""
+
+    access: str
+    found: Any
+
+
+def face(graph: Graph) -> tuple[tuple[Statement, ...], frozenset[str], str]:
+    """The functions `inputs` and `result`, the modules they need, and how the pipe is called, such as
+    `(image, mask=mask)`. An argument whose name the graph does not know is called by the way to its first tensor."""
+    names = _arguments(graph)
+    result, modules = _result(graph)
+    call = ", ".join([*(name for name, _ in names[0]), *(f"{name}={name}" for name, _ in names[1])])
+    checks = (statement for part in _parts(names) for statement in _check(part))
+    needed = modules | {module for group in names for _, found in group for module in _modules(found)}
+    return (_inputs(graph, names, checks), BLANK, BLANK, result), frozenset(needed), f"({call})"
+
+
+_Arguments = tuple[
+    list[tuple[str, Any]], list[tuple[str, Any]]
+]  # by position and by name: what each is called, and was
+
+
+def _arguments(graph: Graph) -> _Arguments:
+    args, kwargs = graph.call
+    paths = {item.name: item.path for item in graph.inputs}
+    taken: set[str] = set(kwargs)
+    positional = []
+    for index, template in enumerate(args):
+        known = [*graph.arguments[index : index + 1], *(paths[ref.name] for ref in refs(template) if ref.name in paths)]
+        roots = (re.match(r"\w+", path) for path in known)
+        name = _parameter(next((root[0] for root in roots if root), f"argument_{index}"))
+        while name in taken:
+            name += "_"
+        taken.add(name)
+        positional.append((name, template))
+    for name in kwargs:
+        if _parameter(name) != name:
+            raise PackageError(f"the call has an argument named {name!r}, which Python cannot spell")
+    return positional, list(kwargs.items())
+
+
+def _parameter(name: str) -> str:
+    return name if spells(name) else identifier(name)
+
+
+def _inputs(graph: Graph, names: _Arguments, checks: Iterable[Statement]) -> Statement:
+    positional, named = names
+    optional = len(positional)
+    while optional and not any(True for _ in refs(positional[optional - 1][1])):
+        optional -= 1
+    parameters = [name if at < optional else _with_default(name, was) for at, (name, was) in enumerate(positional)]
+    parameters += ["*"] if named else []
+    parameters += [name if any(True for _ in refs(was)) else _with_default(name, was) for name, was in named]
+    found = {part.found.name: part.access for part in reversed(list(_parts(names))) if isinstance(part.found, Ref)}
+    unknown = unreachable(graph)
+    given = tuple(found.get(item.name, "") for item in graph.inputs if item.path)
+    bare = len(given) > 1
+    returned: Statement = Brackets("return ", given, "", "bare") if bare else prefix("return ", tuple_of(given))
+    if unknown:
+        returned = Call("raise NotImplementedError", (string(f"the model's own {unknown[0]} changes"),))
+    about = '"""The inputs in the order of the scheduler\'s, from a call of the model."""'
+    return Block(Brackets("def inputs(", tuple(parameters), "):"), (about, *checks, returned))
+
+
+def unreachable(graph: Graph) -> tuple[str, ...]:
+    """Inputs that no call brings: numbers that the model holds and that were seen to change, such as `self.step`."""
+    reached = {ref.name for ref in refs(graph.call)}
+    return tuple(item.path for item in graph.inputs if item.path and item.name not in reached)
+
+
+def _with_default(name: str, was: Any) -> str:
+    """Only what cannot change makes a good default; what has no literal form must be passed."""
+    plain = was is None or isinstance(was, (bool, int, float, str))
+    return f"{name}={flat(literal(was))}" if plain else name
+
+
+def _parts(names: _Arguments) -> Iterator[_Part]:
+    for name, template in (*names[0], *names[1]):
+        yield from _walk(name, template)
+
+
+def _walk(access: str, template: Any) -> Iterator[_Part]:
+    """The parts of an argument, outer before inner."""
+    yield _Part(access, template)
+    if isinstance(template, Struct):
+        for name, item in template.fields:
+            yield from _walk(member(access, name), item)
+    elif isinstance(template, (tuple, list)):
+        for index, item in enumerate(template):
+            yield from _walk(f"{access}[{index}]", item)
+    elif isinstance(template, Mapping):
+        for key, item in template.items():
+            yield from _walk(f"{access}[{flat(literal(key))}]", item)
+
+
+def _check(part: _Part) -> tuple[Statement, ...]:
+    """Statements that refuse another call than the captured one."""
+    access, found = part
+    if isinstance(found, (Ref, Struct)):
+        return ()
+    if isinstance(found, (tuple, list)):
+        return _refuse(f"len({access}) != {len(found)}", f"{len(found)} items in {access}")
+    if isinstance(found, Mapping):
+        keys = ", ".join(flat(literal(key)) for key in found)
+        wanted = f"{{{keys}}}" if found else "set()"
+        return _refuse(f"set({access}) != {wanted}", f"the keys {keys} in {access}")
+    text = _text(found)
+    if text is None or found != found:
+        return ()  # nothing to compare with
+    sign = "is not" if found is None or isinstance(found, bool) else "!="
+    return _refuse(f"{access} {sign} {text}", f"{access}={text}")
+
+
+def _refuse(condition: str, made_for: str) -> tuple[Statement, ...]:
+    message = string(f"this package was made for calls with {made_for}")
+    return (Block(f"if {condition}:", (Call("raise ValueError", (message,)),)),)
+
+
+def _text(value: Any) -> str | None:
+    try:
+        return flat(literal(value))
+    except ValueError:
+        return None
+
+
+def _modules(value: Any) -> set[str]:
+    try:
+        literals = [part.found for part in _walk("", value) if not isinstance(part.found, (Ref, Struct))]
+        return {module for item in literals for module in modules_of(item)} - {""}
+    except ValueError:
+        return set()
+
+
+def _result(graph: Graph) -> tuple[Statement, frozenset[str]]:
+    names: dict[str, str] = {}
+    parameters = []
+    for output in graph.outputs:
+        name = identifier(output.value)
+        while name in parameters:
+            name += "_"
+        parameters.append(name)
+        names.setdefault(output.value, name)
+    try:
+        modules = frozenset(modules_of(graph.result)) - {""}
+        returned: Statement = prefix("return ", nest(graph.result, names.__getitem__))
+    except ValueError as error:
+        message = string(f"the model's result cannot be put together outside of the process that captured it: {error}")
+        returned, modules = Call("raise NotImplementedError", (message,)), frozenset()
+    about = '"""What the model returns, from the scheduler\'s outputs."""'
+    return Block(Brackets("def result(", tuple(parameters), "):"), (about, returned)), modules

@@ -1,0 +1,1 @@
+"""The scheduler of a program as a Python file."""

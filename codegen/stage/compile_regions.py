@@ -1,0 +1,212 @@
+"""A stage's forward cut into pieces that a compiler can take whole.
+
+    def forward(self, x, draw):                          def forward(self, x, draw):
+        h = F.linear(x, self.fc.weight)                      h = piece_3(x, self.fc.weight)
+        with draw(0):                             ──▶        with draw(0):
+            h = F.dropout(h, 0.1)                                h = F.dropout(h, 0.1)
+        y = F.relu(h)                                        return piece_6(h)
+        return y
+
+Random ops stay outside: their generator is seeded under a lock, op by op, and a compiler may change the order of ops,
+or draw in an order of its own. So do autograd functions of the user's, which Dynamo does not read a second time, what
+counts in Python, as deferred batch norm, and submodules that are called whole. The pieces between are functions of
+tensors and numbers alone, so a compiler need not know what a stage is, nor that the tensors it holds are other ones in
+each step. All lines keep their numbers: an error in a piece has the line of the stage's file in its traceback.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Collection, Iterator, Sequence
+from itertools import groupby
+
+from fxpipe.codegen.text.op_text import EmitError
+from fxpipe.codegen.text.source_names import STAGE_NAMES
+
+WORK = (ast.Call, ast.BinOp, ast.UnaryOp, ast.Compare, ast.AugAssign)
+
+
+def cut(forward: ast.FunctionDef, held: Collection[str], eager: Collection[str]) -> list[ast.FunctionDef]:
+    """The pieces, named `piece_12` by the line they begin at; last the new forward, which calls them. `held` are the
+    names and paths of what the stage holds, `eager` the functions, and the paths of submodules, whose calls stay in
+    forward. Raises EmitError where a forward that was edited is not a straight line."""
+    return _Cut(forward, frozenset(held), frozenset(eager)).functions()
+
+
+class _Cut:
+    """One cut under way. `pieces` are found from the last to the first, for what a piece must return is what is read
+    after it."""
+
+    def __init__(self, forward: ast.FunctionDef, held: frozenset[str], eager: frozenset[str]) -> None:
+        for node in ast.walk(forward):
+            if isinstance(node, (ast.If, ast.For, ast.While, ast.Try)):
+                raise EmitError(f"line {node.lineno} branches, and only straight lines are compiled")
+        self.forward, self.held, self.eager = _Inline(held).visit(forward), held, eager
+        arguments = {argument.arg for argument in forward.args.args} - {"self"}
+        self.locals = arguments | _names(forward, ast.Store)
+        self.pieces: list[ast.FunctionDef] = []
+
+    def functions(self) -> list[ast.FunctionDef]:
+        self.forward.body = self.block(self.forward.body, frozenset())
+        self.forward.returns = None
+        for argument in self.forward.args.args:
+            argument.annotation = None
+        return [ast.fix_missing_locations(function) for function in (*reversed(self.pieces), self.forward)]
+
+    def block(self, body: Sequence[ast.stmt], live: frozenset[str]) -> list[ast.stmt]:
+        """The statements with calls of pieces in place of what goes into those. `live` is what is read afterwards."""
+        found: list[ast.stmt] = []
+        for stays, group in reversed([(stays, list(group)) for stays, group in groupby(body, self.stays)]):
+            for statements in reversed([[statement] for statement in group]) if stays else [group]:
+                found = [*self.replaced(statements, live, stays), *found]
+                live = self.live_before(statements, live)
+        return found
+
+    def replaced(self, statements: list[ast.stmt], live: frozenset[str], stays: bool) -> list[ast.stmt]:
+        first = statements[0]
+        if isinstance(first, ast.With) and stays and not _draws(first):  # autocast, say, around ops that stay
+            return [ast.With(items=first.items, body=self.block(first.body, live), lineno=first.lineno)]
+        if stays or not any(isinstance(node, WORK) for statement in statements for node in ast.walk(statement)):
+            return statements
+        return self.call(statements, live)
+
+    def stays(self, statement: ast.stmt) -> bool:
+        """Whether something in the statement is not for a compiler."""
+        nodes = list(ast.walk(statement))
+        calls = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+        paths = {".".join(_path(node) or ()) for node in nodes if isinstance(node, ast.expr)}
+        own_functions = any(isinstance(node, ast.Attribute) and node.attr == "higher_order" for node in nodes)
+        return own_functions or not self.eager.isdisjoint(calls | paths) or any(map(_draws, nodes))
+
+    def call(self, statements: list[ast.stmt], live: frozenset[str]) -> list[ast.stmt]:
+        """The call of a new piece, and letting go of what only it needed."""
+        hoist = _Hoist(self.held, self.locals)
+        body = [hoist.visit(copy.deepcopy(statement)) for statement in statements]
+        needed, written = sorted(self.live_before(body, frozenset())), _names_in(body, ast.Store)
+        given, returns = sorted(written & live), isinstance(body[-1], ast.Return)
+        if given:
+            body.append(ast.Return(_tuple(given, ast.Load())))
+        name = f"piece_{statements[0].lineno}"
+        names = [ast.arg(name) for name in (*needed, *hoist.held)]
+        piece = ast.FunctionDef(name, ast.arguments([], names, None, [], [], None, []), body, [])
+        self.pieces.append(ast.copy_location(piece, statements[0]))
+        own = list(hoist.held.values())
+        call = ast.Call(ast.Name(name, ast.Load()), [*(ast.Name(name, ast.Load()) for name in needed), *own], [])
+        made: list[ast.stmt] = [ast.Return(call) if returns else _assign(given, call)]
+        gone = ({*needed} | _names_in(statements, ast.Del) - written) - live - {*given}
+        if gone and not returns:
+            made.append(ast.Delete([ast.Name(name, ast.Del()) for name in sorted(gone)]))
+        # Not at a line of the model's: what fails in a piece has its own line there.
+        return [ast.copy_location(statement, self.forward) for statement in made]
+
+    def live_before(self, statements: Sequence[ast.stmt], live: frozenset[str]) -> frozenset[str]:
+        """What the statements, and whatever is `live` after them, read of what was set before."""
+        for statement in reversed(list(_flat(statements))):
+            read = _names(statement, ast.Load) | _names(statement, ast.Del)
+            if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
+                read |= {statement.target.id}
+            live = (live - _names(statement, ast.Store)) | (read & self.locals)
+        return live
+
+
+class _Inline(ast.NodeTransformer):
+    """Puts its path in place of a variable that stands for a module of the model's: no piece could be given that."""
+
+    def __init__(self, paths: frozenset[str]) -> None:
+        self.paths = paths
+        self.modules: dict[str, ast.expr] = {}
+
+    def visit_Assign(self, node: ast.Assign) -> ast.stmt:
+        self.generic_visit(node)
+        path, target = _path(node.value), node.targets[0]
+        within = ".".join(path or ()) + "."
+        if path and isinstance(target, ast.Name) and any(known.startswith(within) for known in self.paths):
+            self.modules[target.id] = node.value
+            return ast.copy_location(ast.Pass(), node)
+        return node
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return copy.deepcopy(self.modules.get(node.id, node))
+
+
+class _Hoist(ast.NodeTransformer):
+    """Puts a name in place of what the stage holds; `held` are the expressions by these names."""
+
+    def __init__(self, paths: frozenset[str], taken: Collection[str]) -> None:
+        self.paths, self.taken = paths, taken
+        self.held: dict[str, ast.expr] = {}
+
+    def visit_Delete(self, node: ast.Delete) -> ast.stmt:
+        return ast.copy_location(ast.Pass(), node)  # a compiler knows when a tensor is not needed any more
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        return self.hoisted(node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+        return self.hoisted(node)
+
+    def hoisted(self, node: ast.Attribute | ast.Subscript) -> ast.expr:
+        path = _path(node)
+        if path is None or ".".join(path) not in self.paths:
+            self.generic_visit(node)
+            return node
+        name = next((name for name, known in self.held.items() if _path(known) == path), "")
+        if not name:
+            name = "own_" + "".join(char if f"v{char}".isidentifier() else "_" for char in "_".join(filter(None, path)))
+            while name in self.taken or name in self.held:
+                name += "_"
+            self.held[name] = copy.deepcopy(node)
+        return ast.copy_location(ast.Name(name, ast.Load()), node)
+
+
+def _path(node: ast.expr) -> list[str] | None:
+    """The parts of `self.layers[0].weight`. An attribute of the stage's own, `self.device`, begins with an empty part:
+    `self["device"]` is the model's."""
+    if isinstance(node, ast.Name):
+        return [] if node.id == "self" else None
+    if isinstance(node, ast.Attribute):
+        owner, last = _path(node.value), node.attr
+        if owner == [] and last in STAGE_NAMES:
+            return ["", last]
+    elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        owner, last = _path(node.value), str(node.slice.value)
+    else:
+        return None
+    return None if owner is None else [*owner, last]
+
+
+def _assign(names: Sequence[str], value: ast.expr) -> ast.stmt:
+    return ast.Assign([_tuple(names, ast.Store())], value) if names else ast.Expr(value)
+
+
+def _tuple(names: Sequence[str], context: ast.expr_context) -> ast.expr:
+    """The name, or a tuple of several."""
+    parts: list[ast.expr] = [ast.Name(name, context) for name in names]
+    return parts[0] if len(parts) == 1 else ast.Tuple(parts, context)
+
+
+def _draws(node: ast.AST) -> bool:
+    """`with draw(k):`"""
+    if not isinstance(node, ast.With):
+        return False
+    made = node.items[0].context_expr
+    return isinstance(made, ast.Call) and isinstance(made.func, ast.Name) and made.func.id == "draw"
+
+
+def _flat(statements: Sequence[ast.stmt]) -> Iterator[ast.AST]:
+    """In the order in which they run; of a `with`, what it enters and then what is in it."""
+    for statement in statements:
+        if isinstance(statement, ast.With):
+            yield from statement.items
+            yield from _flat(statement.body)
+        else:
+            yield statement
+
+
+def _names(node: ast.AST, context: type[ast.expr_context]) -> set[str]:
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, context)}
+
+
+def _names_in(statements: Sequence[ast.stmt], context: type[ast.expr_context]) -> set[str]:
+    return {name for statement in statements for name in _names(statement, context)}

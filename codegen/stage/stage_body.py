@@ -1,0 +1,169 @@
+"""The body of a stage's `forward`.
+
+    ops -> groups that come from one line of the user's -> statements
+
+A comment with that line stands above each group; ops in the same region share one `with`; a large tensor that nobody
+needs any more is let go with `del`. fx prints one flat list instead, with every release squeezed behind its statement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise, takewhile
+from pathlib import PurePath
+
+from fxpipe.codegen.stage.assignments import assignments
+from fxpipe.codegen.stage.releases import releases
+from fxpipe.codegen.stage.variables import Variables
+from fxpipe.codegen.text.line_layout import Brackets, Doc, prefix
+from fxpipe.codegen.text.object_text import literal
+from fxpipe.codegen.text.op_text import EmitError
+from fxpipe.codegen.text.source_names import code_comment, prose
+from fxpipe.codegen.text.statements import BLANK, Block, Comment, Delete, Statement
+from fxpipe.ir.graph.graph import Op, Origin, Region, called
+from fxpipe.ir.graph.legal_cuts import ENTER_VMAP, LEAVE_VMAP
+from fxpipe.ir.graph.opaque_call import Opaque
+from fxpipe.ir.program.program import Program, Stage
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One op of the stage with its statements, and the variables to let go of after it. `group` counts, along the
+    stage, the lines of the user's that ops come from."""
+
+    op: Op
+    statements: tuple[Doc, ...]
+    releases: tuple[str, ...]
+    group: int
+
+
+def body(program: Program, stage: Stage, variables: Variables) -> tuple[Statement, ...]:
+    """Its statements."""
+    steps = _steps(program, stage, variables)
+    return (*_Writer(_comments(steps)).all(steps, True), *_return(stage, variables))
+
+
+@dataclass
+class _Writer:
+    """Makes statements of steps; `shown` is the number of the comment that stands above the last of them. `top`:
+    whether what comes next opens a block."""
+
+    comments: Sequence[str]
+    shown: int = -1
+
+    def all(self, steps: Sequence[_Step], top: bool) -> list[Statement]:
+        """These steps. What fails inside of a vmap leaves it, for the next task on the thread would be in it."""
+        found: list[Statement] = []
+        inside, start = 0, 0
+        for index, step in enumerate(steps):
+            name = called(step.op)
+            if name == ENTER_VMAP and (inside := inside + 1) == 1:
+                found += self.runs(steps[start:index], top)
+                found += self.step(step, top and not found)
+                start = index + 1
+            elif name == LEAVE_VMAP and (inside := inside - 1) == 0:
+                found.append(Block("try:", tuple(self.all(steps[start:index], True))))
+                self.shown = step.group
+                found.append(Block("finally:", tuple(_statements(step))))
+                start = index + 1
+        return [*found, *self.runs(steps[start:], top and not found)]
+
+    def runs(self, steps: Sequence[_Step], top: bool) -> list[Statement]:
+        """These steps, those in the same regions in one `with`."""
+        found: list[Statement] = []
+        for regions, run in groupby(steps, key=lambda step: step.op.regions):
+            block, first = list(run), top and not found
+            if not regions:
+                found += self.each(block, first)
+                continue
+            if block[0].group == block[-1].group:  # one line of the user's: it stands above the `with`
+                found += self.comment(block[0].group, first)
+            elif block[0].group != self.shown and not first:
+                found.append(BLANK)
+            found.append(Block(_with(regions, block[0].op), tuple(self.each(block, True))))
+        return found
+
+    def each(self, steps: Sequence[_Step], top: bool) -> list[Statement]:
+        found: list[Statement] = []
+        for step in steps:
+            found += self.step(step, top and not found)
+        return found
+
+    def step(self, step: _Step, top: bool) -> list[Statement]:
+        return [*self.comment(step.group, top), *_statements(step)]
+
+    def comment(self, group: int, top: bool) -> list[Statement]:
+        """The comment above a group, after an empty line unless it opens a block; nothing if it stands there."""
+        if group == self.shown:
+            return []
+        self.shown, text = group, self.comments[group]
+        return [*([] if top else [BLANK]), *([Comment(text)] if text else [])]
+
+
+def _statements(step: _Step) -> Iterator[Statement]:
+    """The statements; those that draw random numbers in a block that seeds them."""
+    if isinstance(step.op.target, Opaque):
+        yield Comment(f"opaque: {_origin(step.op.target.origin, '')}")
+    if step.op.random:
+        yield Block(f"with draw({step.op.draw}):", step.statements)
+    else:
+        yield from step.statements
+    yield Delete(step.releases)
+
+
+def _return(stage: Stage, variables: Variables) -> tuple[Statement, ...]:
+    given = tuple(variables.of[name] for name in stage.gives)
+    if not given:
+        return () if stage.ops else ("pass",)
+    return (Brackets("return ", given, "", "bare") if len(given) > 1 else f"return {given[0]}",)
+
+
+def _steps(program: Program, stage: Stage, variables: Variables) -> list[_Step]:
+    gone = releases(stage, variables, program.types)
+    ops = [op for op in stage.ops if op.name not in variables.folded]
+    lines = [(op.origin.file, op.origin.line, op.origin.code) for op in ops]
+    groups = list(accumulate((new != old for old, new in pairwise(lines)), initial=0))
+    taken = {text.partition(".")[0] for text in variables.of.values()}
+    return [
+        _Step(op, tuple(assignments(op, variables, taken)), gone[op.name] if group < groups[-1] else (), group)
+        for op, group in zip(ops, groups, strict=False)
+    ]
+
+
+# Comments and regions -------------------------------------------------------------------------------------------------
+
+
+def _comments(steps: Sequence[_Step]) -> list[str]:
+    """For each group, the user's file, line, module and code."""
+    texts = []
+    for _, run in groupby(steps, key=lambda step: step.group):
+        ops = [step.op for step in run]
+        texts.append(_origin(ops[0].origin, _common([op.origin.module for op in ops])))
+    return texts
+
+
+def _common(paths: Sequence[str]) -> str:
+    """The module that all of these are in."""
+    parts = zip(*(path.split(".") for path in paths), strict=False)
+    return ".".join(part[0] for part in takewhile(lambda part: len(set(part)) == 1, parts))
+
+
+def _origin(origin: Origin, module: str) -> str:
+    place = f"{PurePath(origin.file).name.replace(' ', '_')}:{origin.line}" if origin.file else ""
+    return "  ".join(part for part in (prose(place), prose(module), code_comment(origin.code)) if part)
+
+
+def _with(regions: Sequence[Region], op: Op) -> Doc:
+    return Brackets("with ", tuple(_context(region, op) for region in regions), ":", "bare")
+
+
+def _context(region: Region, op: Op) -> Doc:
+    if region.kind == "grad":
+        return "torch.enable_grad()" if region.args[0] else "torch.no_grad()"
+    if region.kind == "autocast":
+        device, dtype, enabled, cache = region.args
+        options = {"dtype": dtype, "enabled": None if enabled else False, "cache_enabled": cache}
+        given = (prefix(f"{key}=", literal(value)) for key, value in options.items() if value is not None)
+        return Brackets("torch.autocast(", (literal(device), *given), ")")
+    raise EmitError(f"no context is known for the region {region} of the op {op.name!r}, at {op.origin}")

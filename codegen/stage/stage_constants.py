@@ -1,0 +1,33 @@
+"""What the code of a stage calls the tensors that it holds: parameters and buffers by their path in the model, and by a
+name of their own the constants, which the model holds elsewhere."""
+
+from __future__ import annotations
+
+from fxpipe.codegen.text.source_names import STAGE_NAMES, identifier, state_path
+from fxpipe.ir.graph.opaque_call import opaques
+from fxpipe.ir.program.program import Program, Stage
+
+
+def constant_names(program: Program) -> dict[str, str]:
+    """The attribute that holds each constant of the program: its own name, where no part of the model is called so."""
+    paths = [state.path for state in program.graph.states if state.kind != "constant"]
+    paths += [opaque.path for opaque in opaques(program.graph)]
+    taken = STAGE_NAMES | {path.partition(".")[0] for path in paths}
+    names = {}
+    for state in program.graph.states:
+        if state.kind == "constant":
+            name = identifier(state.name)
+            while name in taken:
+                name += "_"
+            taken |= {name}
+            names[state.name] = name
+    return names
+
+
+def state_paths(program: Program, stage: Stage) -> dict[str, str]:
+    """The source of each tensor that the stage owns."""
+    constants = constant_names(program)
+    states = {state.name: state for state in program.graph.states}
+    return {
+        name: f"self.{constants[name]}" if name in constants else state_path(states[name].held) for name in stage.states
+    }

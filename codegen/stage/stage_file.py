@@ -1,0 +1,153 @@
+"""A stage of the program as a Python file that a person could have written: a class with what it holds, and its
+`forward`, whose lines are made in `body`."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from fxpipe.codegen.stage.stage_body import body
+from fxpipe.codegen.stage.stage_constants import constant_names, state_paths
+from fxpipe.codegen.stage.stage_header import header
+from fxpipe.codegen.stage.variables import Variables, assign
+from fxpipe.codegen.text.import_lines import import_blocks
+from fxpipe.codegen.text.line_layout import WIDTH, Brackets, Doc
+from fxpipe.codegen.text.object_text import literal
+from fxpipe.codegen.text.op_text import modules
+from fxpipe.codegen.text.source_names import doc_prose, string
+from fxpipe.codegen.text.statements import (
+    BLANK,
+    INSIDE,
+    Assign,
+    Block,
+    Comment,
+    Lines,
+    Statement,
+    apart,
+    rows_of,
+    text_of,
+    tuple_of,
+)
+from fxpipe.ir.graph.opaque_call import Opaque, unsure
+from fxpipe.ir.graph.value_types import TensorType, ValueType
+from fxpipe.ir.program.program import Program, RuntimeCall, Stage
+
+MODULES = 4  # as many of a stage's modules as its title names
+
+
+def emit_totals(program: Program) -> str:
+    """The source of `totals.py`: what micro-batches must know of the whole batch. `program` has one stage."""
+    title = "What each micro-batch has to know of the whole batch: computed once, before it is cut."
+    return _emit(program, program.stages[0], "Totals", title, "")
+
+
+def emit_stage(program: Program, index: int, notes: str = "") -> str:
+    """The source of `stage<index>.py`. `notes` are facts for its header, such as measured times."""
+    stage = program.stages[index]
+    title = f"Stage {index} of {len(program.stages)} on {doc_prose(stage.device)}."
+    return _emit(program, stage, f"Stage{index}", title, notes)
+
+
+def emit_device(program: Program, device: str, notes: Sequence[str]) -> str:
+    """The source of a file for all stages of a device, which are many where ops are placed one by one: a class for
+    each, with its header. `notes` has facts for each stage of the program."""
+    n, stages = len(program.stages), [stage for stage in program.stages if stage.device == device]
+    listed = ", ".join(str(stage.index) for stage in stages)
+    title = f"What {doc_prose(device)} runs: of {n} stages {listed}. Each runs when what it takes has arrived."
+    lines = [*textwrap.wrap(f'"""{title}"""', WIDTH), "", *_imports(program, stages)]
+    for stage in stages:
+        about = f"Stage {stage.index} of {n}{_modules(stage)}."
+        docstring, code = _parts(program, stage, f"Stage{stage.index}", about, notes[stage.index], INSIDE)
+        lines += [
+            "",
+            "",
+            *text_of([Block(f"class Stage{stage.index}(Stage):", (Lines(tuple(docstring)), BLANK, *code))]),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _modules(stage: Stage) -> str:
+    """The modules of the model that the ops of a stage come from, the first of them."""
+    found = list(dict.fromkeys(op.origin.module for op in stage.ops if op.origin.module))
+    some, more = ", ".join(map(doc_prose, found[:MODULES])), len(found) - MODULES
+    return (f": {some}" + (f" and {more} more" if more > 0 else "")) if found else ""
+
+
+def _emit(program: Program, stage: Stage, name: str, title: str, notes: str) -> str:
+    docstring, code = _parts(program, stage, name, title, notes)
+    lines = text_of([Block(f"class {name}(Stage):", code)])
+    return "\n".join([*docstring, "", *_imports(program, [stage]), "", "", *lines]) + "\n"
+
+
+def _parts(
+    program: Program, stage: Stage, name: str, title: str, notes: str, width: int = WIDTH
+) -> tuple[list[str], tuple[Statement, ...]]:
+    """The docstring of a stage, in lines of up to `width`, and what is in its class."""
+    taken = {module.partition(".")[0] for module in _needed(stage)} | {name, *_runtime_names(stage)}
+    variables = assign(stage, program.types, state_paths(program, stage), taken)
+    forward = Block(_signature(program, stage, variables), body(program, stage, variables))
+    code = apart([_attributes(program, stage), [forward]])
+    return header(program, stage, variables.of, title, notes, width), code
+
+
+# The top of the file --------------------------------------------------------------------------------------------------
+
+
+def _imports(program: Program, stages: Sequence[Stage]) -> list[str]:
+    signature = [program.types[name] for stage in stages for name in (*stage.takes, *stage.borrows, *stage.gives)]
+    tensor = ["from torch import Tensor"] if any(isinstance(kind, TensorType) for kind in signature) else []
+    names = sorted(
+        {name for stage in stages for name in _runtime_names(stage)}, key=lambda name: (name.islower(), name)
+    )
+    needed = {module for stage in stages for module in _needed(stage)}
+    return import_blocks(needed, tensor, [f"from fxpipe.runtime import {', '.join(names)}"])
+
+
+def _needed(stage: Stage) -> set[str]:
+    """The modules that the code of a stage names."""
+    return {module for op in stage.ops for module in modules(op)} | {"torch" for op in stage.ops if op.regions}
+
+
+def _runtime_names(stage: Stage) -> list[str]:
+    """What the file takes from fxpipe.runtime: classes, then functions."""
+    draws = ["Draws"] if any(op.random for op in stage.ops) else []
+    return [*draws, "Stage", *sorted({op.target.name for op in stage.ops if isinstance(op.target, RuntimeCall)})]
+
+
+def _attributes(program: Program, stage: Stage) -> list[Statement]:
+    """The class attributes that tell the runtime which tensors the stage holds."""
+    states = {state.name: state for state in program.graph.states}
+    constants = constant_names(program)
+    held = [name for name in stage.states if name not in constants]
+    lists: dict[str, Iterable[str]] = {
+        "states": [states[name].held for name in held],
+        "constants": [constants[name] for name in stage.states if name in constants],
+        "mutates": [states[name].path for name in stage.mutates],
+        "rereads": [states[name].path for name in stage.rereads],
+        "opaque": dict.fromkeys(op.target.path for op in stage.ops if isinstance(op.target, Opaque)),
+    }
+    found = [statement for name, paths in lists.items() for statement in rows_of(name, map(string, paths))]
+    parts = [states[name] for name in held if states[name].part]
+    if parts:
+        found.append(Comment("parts of the model's tensors: of each the ranges in its dimensions"))
+        found += rows_of("parts", (tuple_of((string(s.held), string(s.path), literal(s.part))) for s in parts))
+    if not unsure(op for each in program.stages for op in each.ops).isdisjoint(op.name for op in stage.ops):
+        found.append(Assign(("unsure",), "True", "whether what it gives needs a gradient is known once it has run"))
+    return found
+
+
+def _signature(program: Program, stage: Stage, variables: Variables) -> Doc:
+    def typed(name: str) -> str:
+        return f"{variables.of[name]}: {_annotation(program.types[name])}"
+
+    arguments = ["self", *map(typed, stage.takes), *map(typed, stage.borrows)]
+    arguments += ["draw: Draws"] if any(op.random for op in stage.ops) else []
+    given = [_annotation(program.types[name]) for name in stage.gives]
+    result = f"tuple[{', '.join(given)}]" if len(given) > 1 else given[0] if given else "None"
+    if len(result) > WIDTH // 2:
+        result = f"tuple[{' | '.join(sorted(set(given)))}, ...]"
+    return Brackets("def forward(", tuple(arguments), f") -> {result}:")
+
+
+def _annotation(kind: ValueType) -> str:
+    return "Tensor" if isinstance(kind, TensorType) else str(kind)

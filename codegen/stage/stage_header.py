@@ -1,0 +1,107 @@
+"""The docstring of a stage file: what it takes and from where, what it gives and to where. One can check the code, the
+scheduler and the neighbours against it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from fxpipe.codegen.text.line_layout import INDENT, WIDTH
+from fxpipe.codegen.text.source_names import doc_prose
+from fxpipe.ir.graph.value_types import TensorType
+from fxpipe.ir.program.program import Move, Program, Stage
+
+_RECOMPUTE = {
+    "never": "",
+    "except_last": "recomputed in backward, except the last micro-batch",
+    "always": "recomputed in backward",
+}
+
+
+class _Row(NamedTuple):
+    label: str
+    name: str
+    type: str
+    place: str
+
+
+def header(
+    program: Program, stage: Stage, variables: Mapping[str, str], title: str, notes: str, width: int = WIDTH
+) -> list[str]:
+    """The lines of the docstring, of up to `width` characters. `notes` are facts that others have measured or
+    estimated."""
+    rows = [*_takes(program, stage, variables), *_gives(program, stage, variables), *_updates(program, stage)]
+    facts = textwrap.wrap(doc_prose(_facts(program, stage, notes)), width)  # not indented, or formatters dedent all
+    table = [*_table(rows, width), ""] if rows else []
+    return [f'"""{title}', "", *table, *facts, '"""']
+
+
+def _takes(program: Program, stage: Stage, variables: Mapping[str, str]) -> Iterator[_Row]:
+    moves = {move.value: move for move in program.moves if move.target == stage.index}
+    sizes = {size.name: f"{size.input}.shape[{size.dim}]" for size in program.graph.sizes}
+    for name in stage.takes:
+        place = _source(program, moves[name]) if name in moves else sizes.get(name, "known to every stage")
+        yield _Row("takes", variables[name], str(program.types[name]), place)
+    for loan in program.loans:
+        if loan.user == stage.index and loan.state in stage.borrows:
+            place = f"from stage {loan.home}, once a step: {program.state(loan.state).held}"
+            yield _Row("borrows", variables[loan.state], str(program.types[loan.state]), place)
+
+
+def _source(program: Program, move: Move) -> str:
+    if move.source < 0:
+        return "from the caller"
+    return f"from stage {move.source}" + (", through a portal" if move in program.portals else "")
+
+
+def _gives(program: Program, stage: Stage, variables: Mapping[str, str]) -> Iterator[_Row]:
+    n, portals = len(program.stages), program.portals
+    leaving: dict[str, list[Move]] = {name: [] for name in stage.gives}
+    for move in program.moves:
+        if move.source == stage.index:
+            leaving[move.value].append(move)
+    for name, moves in leaving.items():
+        near = [move for move in moves if move not in portals]
+        far = [move for move in moves if move in portals]
+        kind = str(program.types[name])
+        if near or not far:
+            yield _Row("gives", variables[name], kind, _targets(near, n))
+        if far:
+            yield _Row("sends", variables[name], kind, _targets(far, n) + ", through a portal")
+
+
+def _targets(moves: list[Move], n: int) -> str:
+    places = ["the caller" if move.target == n else f"stage {move.target}" for move in moves]
+    return "to " + " and ".join(places) if places else ""
+
+
+def _updates(program: Program, stage: Stage) -> Iterator[_Row]:
+    for name in stage.mutates:
+        yield _Row("updates", program.state(name).path, str(program.types[name]), "in place, once per micro-batch")
+
+
+def _table(rows: list[_Row], width: int) -> list[str]:
+    """Rows in columns; a row that is too wide goes on in a second line."""
+    shown = [_Row(*(doc_prose(cell) for cell in row)) for row in rows]
+    label, name, kind = (max(len(row[i]) for row in shown) for i in range(3))
+    name, kind = min(name, 30), min(kind, 36)
+    lines = []
+    for row in shown:
+        line = f"{INDENT}{row.label:<{label}}  {row.name:<{name}}  {row.type:<{kind}}  {row.place}".rstrip()
+        if len(line) <= width:
+            lines.append(line)
+        else:
+            indent = INDENT * 2 + " " * label
+            first = f"{INDENT}{row.label:<{label}}  {row.name}  {row.type}"
+            lines += textwrap.wrap(first, width, subsequent_indent=indent, drop_whitespace=True)
+            lines += textwrap.wrap(row.place, width, initial_indent=indent, subsequent_indent=indent)
+    return lines
+
+
+def _facts(program: Program, stage: Stage, notes: str) -> str:
+    types = [program.types[name] for name in stage.states if program.state(name).kind == "parameter"]
+    count = sum(kind.numel({}) for kind in types if isinstance(kind, TensorType))
+    ops = f"{len(stage.ops)} op{'' if len(stage.ops) == 1 else 's'}"
+    facts = [f"{ops}, {count:,} parameter{'' if count == 1 else 's'}", _RECOMPUTE.get(stage.checkpoint, ""), notes]
+    return "; ".join(fact for fact in facts if fact)

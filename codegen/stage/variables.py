@@ -1,0 +1,153 @@
+"""Which Python variable holds each value of a stage.
+
+In the graph every value has a name of its own: `x`, `x_1`, `x_2`. A person writes `x = f(x)`. So a value gets its plain
+name, without the number, as soon as the variable of that name is no longer needed; what a stage takes and gives keeps
+its full name, so that the header, the code and the scheduler call it the same. Rebinding also frees the old tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from fxpipe.codegen.text.op_text import in_place_sign
+from fxpipe.codegen.text.source_names import RESERVED, identifier
+from fxpipe.ir.graph.graph import Op, Ref
+from fxpipe.ir.graph.value_types import TupleType, ValueType
+from fxpipe.ir.program.program import Stage
+
+MOST_TARGETS = 8  # a line `a, b, c = ...` with more names is no longer easy to read
+
+
+@dataclass(frozen=True)
+class Variables:
+    """`of`: the source text of each value; `unpacked`: for an op whose result is taken apart at once, the values that
+    stand for its items; `folded`: the getitem ops that this makes needless; `last_use`: the position of the last op
+    that reads a value, `math.inf` for what the stage gives."""
+
+    of: Mapping[str, str]
+    unpacked: Mapping[str, tuple[str, ...]]
+    folded: Collection[str]
+    last_use: Mapping[str, float]
+
+
+def assign(
+    stage: Stage, types: Mapping[str, ValueType], states: Mapping[str, str], taken: Collection[str]
+) -> Variables:
+    """Variables for a stage. `states` is the source of each tensor it owns, `taken` are names that the file uses."""
+    last_use = _last_use(stage)
+    unpacked = _unpackable(stage, types, last_use)
+    folded = {item for items in unpacked.values() for item in items}
+    names = _Names(RESERVED | set(taken), last_use)
+    of = dict(states)
+    of |= {name: names.pin(name) for name in (*stage.takes, *stage.borrows)}
+    here = {op.name for op in stage.ops}
+    pinned = {name: names.pin(name) for name in stage.gives if name in here}
+    for position, op in enumerate(stage.ops):
+        if op.name in folded:
+            continue
+        for value in unpacked.get(op.name, (op.name,)):
+            first = position if value == op.name else -1
+            if value in pinned:
+                of[value] = pinned[value]
+            elif first >= 0 and rebinds(op):
+                of[value] = of[_written(op)]
+                names.move(of[value], value)
+            elif value in last_use:
+                of[value] = names.new(value, position)
+    return Variables(of, unpacked, folded, last_use)
+
+
+def rebinds(op: Op) -> bool:
+    """Whether Python's result of the op is its first argument itself, so that no new variable is needed."""
+    if not op.args or not isinstance(op.args[0], Ref) or op.args[0].name not in op.writes:
+        return False
+    if isinstance(op.target, str):
+        return op.target.endswith("_") and not op.target.endswith("__")
+    return op.target is operator.setitem or in_place_sign(op) is not None
+
+
+def _written(op: Op) -> str:
+    return str(op.args[0].name)
+
+
+class _Names:
+    """The variables in use, walking down the stage. A variable is free once its value has been read for the last
+    time: the op that reads it may be the one that overwrites it."""
+
+    def __init__(self, reserved: Collection[str], last_use: Mapping[str, float]) -> None:
+        self.reserved = set(reserved)
+        self.last_use = last_use
+        self.holder: dict[str, str] = {}
+
+    def pin(self, value: str) -> str:
+        """A variable for what the stage takes or gives."""
+        name = self._first_free((identifier(value),), -1)
+        self.holder[name] = value
+        if self.last_use.get(value, -1) == math.inf:
+            self.reserved.add(name)
+        return name
+
+    def new(self, value: str, position: int) -> str:
+        """A variable for the result of the op at `position`."""
+        name = self._first_free((identifier(re.sub(r"(?<=.)_\d+$", "", value)), identifier(value)), position)
+        self.holder[name] = value
+        return name
+
+    def move(self, variable: str, value: str) -> None:
+        """The variable now holds another value."""
+        if variable in self.holder:
+            self.holder[variable] = value
+
+    def _first_free(self, wishes: Sequence[str], position: int) -> str:
+        name = next((name for name in wishes if self._free(name, position)), wishes[-1])
+        while not self._free(name, position):
+            name += "_"
+        return name
+
+    def _free(self, name: str, position: int) -> bool:
+        if name in self.reserved:
+            return False
+        return name not in self.holder or self.last_use.get(self.holder[name], -1) <= position
+
+
+def _last_use(stage: Stage) -> dict[str, float]:
+    last: dict[str, float] = {}
+    for position, op in enumerate(stage.ops):
+        for name in (*op.reads, *op.writes):
+            last[name] = position
+    return last | dict.fromkeys((*stage.gives, *stage.borrows), math.inf)
+
+
+def _unpackable(
+    stage: Stage, types: Mapping[str, ValueType], last_use: Mapping[str, float]
+) -> dict[str, tuple[str, ...]]:
+    """The ops with several results that can be written `a, b = f(x)`: each result is read by one getitem of the same
+    line of the user's, and nothing else reads them."""
+    readers: dict[str, list[Op]] = defaultdict(list)
+    for op in stage.ops:
+        for name in op.reads:
+            readers[name].append(op)
+    found = {}
+    for op in stage.ops:
+        kind = types[op.name]
+        if isinstance(kind, TupleType) and 2 <= len(kind.items) <= MOST_TARGETS:
+            items = _items(op, readers[op.name], len(kind.items))
+            if items and all(item in last_use for item in items):
+                found[op.name] = items
+    return found
+
+
+def _items(op: Op, readers: Sequence[Op], count: int) -> tuple[str, ...] | None:
+    place: dict[int, str] = {}
+    for reader in readers:
+        if reader.target is not operator.getitem or type(reader.args[1]) is not int or reader.args[0] != Ref(op.name):
+            return None
+        if reader.origin != op.origin or reader.args[1] in place:
+            return None
+        place[reader.args[1]] = reader.name
+    return tuple(place[index] for index in range(count)) if place.keys() == set(range(count)) else None

@@ -1,0 +1,1 @@
+"""How names, numbers, objects and ops are written in Python source."""

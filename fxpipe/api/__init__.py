@@ -1,0 +1,1 @@
+"""The front doors: one public verb a file, and the command line."""

@@ -1,0 +1,93 @@
+"""fxpipe as a backend of torch.compile.
+
+    compiled = torch.compile(model, backend="fxpipe", options={"devices": 4, "chunks": 8})
+
+torch.compile reads the model, guards what it depends on and calls this once for each graph that it finds; each becomes
+a pipeline where that is worth it and right. Backward is autograd's, so micro-batches run in GPipe's order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tabulate import tabulate
+from torch import fx
+
+from fxpipe.errors import PlanError
+from fxpipe.pipe.build.compiled_graph import Compiled, Way
+from fxpipe.pipe.options.compile_options import Options
+from fxpipe.pipe.options.option_forms import refuse_unknown
+from fxpipe.pipe.options.option_table import COMPILE
+
+from .compile import read_options
+
+# Those of `fxpipe.compile` that say something here.
+OPTIONS = ("devices", "chunks", "schedule", "checkpoint", "plan", "balance", "split_at", "batch_dim", "reduce",
+           "deferred_batch_norm", "dump")  # fmt: skip
+HEADERS = ("graph", "line", "ops", "batch", "stages", "micro-batches", "why")
+numbers = itertools.count()
+living: weakref.WeakValueDictionary[int, Compiled] = weakref.WeakValueDictionary()
+
+
+def backend(
+    module: fx.GraphModule, example_inputs: Any, *, options: Mapping[str, Any] | None = None, mode: str | None = None
+) -> Callable[..., Any]:
+    """What torch.compile is to call in place of a graph that it has traced.
+
+    `options` are arguments of `fxpipe.compile`: devices, chunks, checkpoint, plan, balance, split_at, batch_dim (by
+    what torch.compile calls an input: its variable), reduce, deferred_batch_norm, dump. A call with options that make
+    no sense raises PlanError. There are no modes.
+    """
+    try:
+        compiled = Compiled(next(numbers), module, checked(options or {}, mode))
+    except PlanError as error:
+        refusal = error
+
+        def refuse(*flat: Any) -> Any:  # raised here, it would reach the user as an error of torch.compile's own
+            raise refusal
+
+        return refuse
+    living[compiled.number] = compiled
+
+    def run(*flat: Any) -> Any:
+        return compiled(*flat)
+
+    return run
+
+
+def checked(asked: Mapping[str, Any], mode: str | None) -> Options:
+    """The options. Raises PlanError where they make no sense."""
+    if mode is not None:
+        raise PlanError(f"mode is {mode!r}: the backend fxpipe has no modes, leave it out")
+    unknown = [str(name) for name in asked if name not in OPTIONS]
+    if elsewhere := [name for name in unknown if name in COMPILE]:
+        raise PlanError(f"{elsewhere[0]} is an option of fxpipe.compile alone; the backend has {', '.join(OPTIONS)}")
+    refuse_unknown("the backend fxpipe", unknown, OPTIONS)
+    if asked.get("schedule", "gpipe") != "gpipe":
+        raise PlanError(
+            f"schedule is {asked['schedule']!r}: torch.compile leaves backward to autograd, which follows GPipe's "
+            "order; for others, write pipe = fxpipe.compile(model, ..., schedule=...) and pipe.step(...)"
+        )
+    if "plan" not in asked and not {"devices", "chunks"} <= asked.keys():
+        raise PlanError('say how many: torch.compile(model, backend="fxpipe", options={"devices": 4, "chunks": 8})')
+    return read_options(asked)
+
+
+def report() -> str:
+    """A table: each graph that torch.compile has handed over, by the line that it begins at, what batch sizes it was
+    called with, and what it was made to; or why it was not."""
+    rows = [row(made, sizes, way) for made in living.values() for sizes, way in made.ways.items()]
+    return tabulate(sorted(rows), headers=HEADERS, colalign=("right", "left", *["right"] * 4, "left"))
+
+
+def row(made: Compiled, sizes: tuple[int, ...], way: Way) -> tuple[Any, ...]:
+    batch = ", ".join(map(str, sizes))
+    ops, _ = made.lifted.work
+    if way.live is None:
+        return made.number, str(made.lifted.origin), ops, batch, "", "", way.why
+    stages = len(way.live.build.program.stages)
+    chunks = max(1, min(way.live.chunks, *sizes)) if sizes else 1
+    return made.number, str(made.lifted.origin), ops, batch, stages, chunks, way.why

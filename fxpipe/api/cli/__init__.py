@@ -1,0 +1,1 @@
+"""The command `fxpipe`: one file for each group of subcommands."""

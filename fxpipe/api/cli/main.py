@@ -1,0 +1,85 @@
+"""The command: `fxpipe demo`, `fxpipe show model.py:make_model`, and for plans `fxpipe plan`, `fxpipe simulate` and
+`fxpipe compare`, for strategies `fxpipe search`; `fxpipe doctor` looks at the machine."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from fxpipe.api.compile import compile
+from fxpipe.pipe.options.option_table import COMPILE
+
+from . import doctor_command as cli_doctor
+from . import plan_commands as cli_plans
+from . import search_command as cli_search
+from .model_argument import add_model, make_model
+from .option_arguments import FAILED, Parser, add_options, given, refuse_unknown, told
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. Errors are one line, without a traceback, unless `--traceback` is given. Returns the exit
+    status."""
+    try:
+        options, unknown = parser().parse_known_args(arguments)
+        refuse_unknown(options.parser, unknown)
+    except SystemExit as done:  # as argparse ends
+        return int(done.code or 0)
+    try:
+        status = options.run(options)
+    except Exception as error:
+        if options.traceback:
+            raise
+        print(f"fxpipe: {told(error)}", file=sys.stderr)
+        return FAILED
+    return int(status or 0)
+
+
+def parser() -> argparse.ArgumentParser:
+    top = Parser(prog="fxpipe", description=(__doc__ or "").strip())
+    top.add_argument("--version", action="version", version=f"fxpipe {version('fxpipe')}, torch {torch.__version__}")
+    commands = top.add_subparsers(required=True, metavar="command", dest="command")
+    demo = commands.add_parser("demo", help="train a U-Net and a transformer as pipelines, beside the plain models")
+    demo.add_argument("--steps", type=int, default=60, help="training steps for each model")
+    demo.add_argument("--out", type=Path, default=Path("fxpipe-demo"), help="folder for generated files and pictures")
+    add_options(demo, COMPILE, "devices", "chunks", "schedule")
+    demo.set_defaults(run=run_demo)
+    show = commands.add_parser("show", help="plan and generated code of any model")
+    add_model(show)
+    add_options(show, COMPILE, *(name for name in COMPILE if name != "timeout"))
+    show.add_argument("--save", type=Path, help="write the package to this folder instead of printing it")
+    show.set_defaults(run=run_show)
+    cli_plans.add(commands)
+    cli_search.add(commands)
+    cli_doctor.add(commands)
+    for command in commands.choices.values():
+        command.add_argument("--traceback", action="store_true", help="show the traceback of an error")
+        command.set_defaults(parser=command)
+    return top
+
+
+def run_demo(options: argparse.Namespace) -> None:
+    from fxpipe.demo.run import demo
+
+    asked = {"devices": 4, "chunks": 8, "schedule": None} | given(options, COMPILE)
+    demo(asked["devices"], asked["chunks"], options.steps, options.out, asked["schedule"])
+
+
+def run_show(options: argparse.Namespace) -> None:
+    model, inputs = make_model(options.model, options.inputs)
+    asked = given(options, COMPILE)
+    if not asked.keys() & {"plan", "strategy"}:  # which say how many
+        asked = {"devices": 4, "chunks": 8} | asked
+    pipe = compile(model, example_inputs=inputs, **asked)
+    print(pipe.explain())
+    if options.save:
+        pipe.save(options.save, overwrite=True)
+        print(f"\nthe package: {options.save}")
+    else:
+        for name, text in pipe.files.items():
+            print(f"\n----- {name} " + "-" * (100 - len(name)) + f"\n{text}")
+    pipe.close()

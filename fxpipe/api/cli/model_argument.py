@@ -1,0 +1,73 @@
+"""The model of a command: the function `make_model` of the file `model.py`, and inputs by their types."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.errors import FxpipeError
+from fxpipe.ir.graph.dtypes import DTYPES
+
+
+def add_model(command: argparse.ArgumentParser) -> None:
+    """The arguments that name a model and its inputs."""
+    command.add_argument(
+        "model", help="file and function: model.py:make_model, which returns a model or (model, inputs)"
+    )
+    command.add_argument("inputs", nargs="*", help="inputs, if the function returns none: f32[8,3,32,32] i64[8,128]")
+
+
+def make_model(path: str, inputs: Sequence[str]) -> tuple[nn.Module, tuple[Any, ...]]:
+    """The model that the function returns, and the inputs that it returns or that are given as types."""
+    made = load_function(path)()
+    model, given = made if isinstance(made, tuple) else (made, tuple(parse_input(text) for text in inputs))
+    if not isinstance(model, nn.Module):
+        raise FxpipeError(f"{path} returned a {type(model).__name__}, not an nn.Module or (nn.Module, inputs)")
+    given = given if isinstance(given, tuple) else (given,)
+    if not given:
+        raise FxpipeError(f"{path} returned no inputs: give them as types, as in 'f32[8,3,32,32]'")
+    return model, given
+
+
+def load_function(path: str) -> Callable[[], Any]:
+    """The function that `model.py:make_model` names."""
+    file, _, name = path.rpartition(":")
+    if not file:
+        raise FxpipeError(f"{path!r} names no function: write file and function, as in model.py:make_model")
+    if not Path(file).is_file():
+        raise FxpipeError(f"there is no file {file!r}")
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(Path(file).resolve().parent))
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, name, None)):
+        raise FxpipeError(f"{file} has no function {name!r}")
+    function: Callable[[], Any] = getattr(module, name)
+    return function
+
+
+def parse_input(text: str) -> torch.Tensor:
+    """A tensor of zeros from its type.
+
+    >>> parse_input("f32[8, 3]").shape
+    torch.Size([8, 3])
+    """
+    match = re.fullmatch(r"(\w+)\[([\d,\s]*)\]", text)
+    if not match or match[1] not in DTYPES:
+        known = ", ".join(sorted(DTYPES))
+        raise FxpipeError(
+            f"{text!r} is not an input: write element type and shape, as in f32[8,3,32,32]; types: {known}"
+        )
+    shape = [int(size) for size in match[2].split(",") if size.strip()]
+    return torch.zeros(shape, dtype=getattr(torch, DTYPES[match[1]].torch))

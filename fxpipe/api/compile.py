@@ -1,0 +1,289 @@
+"""`fxpipe.compile` and `fxpipe.load`: the two ways to a pipe."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from inspect import signature
+from pathlib import Path
+from typing import Any, Never
+
+import torch
+from torch import nn
+
+from fxpipe.errors import PlanError
+from fxpipe.ir import records
+from fxpipe.ir.cluster.cluster import Cluster
+from fxpipe.ir.cluster.device_labels import is_local
+from fxpipe.ir.plan import plan_file
+from fxpipe.ir.plan.plan import Plan, StagePlan
+from fxpipe.ir.plan.plan_file import PlanFile, StagePlace
+from fxpipe.ir.plan.profile import Profile
+from fxpipe.pipe.build.apply_strategy import Asked, place_of
+from fxpipe.pipe.drop_in_module import check_model
+from fxpipe.pipe.options.compile_options import Options, backend_of, check, deal, device_labels, stage_devices
+from fxpipe.pipe.options.option_conflicts import refuse_beside_plan, refuse_beside_strategy
+from fxpipe.pipe.options.option_forms import Default, refuse_unknown
+from fxpipe.pipe.options.option_forms import check as check_values
+from fxpipe.pipe.options.option_table import COMPILE, LOAD
+from fxpipe.pipe.pipe import Pipe
+from fxpipe.pipe.ranks.loaded_rank_pipe import load_on_rank
+from fxpipe.pipe.ranks.process_group import find_world, for_ranks
+from fxpipe.pipe.ranks.rank_pipe import RankPipe
+from fxpipe.pipe.results.planned import Planned
+from fxpipe.pipe.saved.loaded_pipe import Loaded, load_here
+from fxpipe.schedules.make_schedule import Own
+
+ASIDE = ("model", "example_inputs", "group", "timeout", "unknown")  # what `compile` takes that is no option
+CHECKPOINT, SCHEDULE, BALANCE, PROFILE = map(Default, ("except_last", "gpipe", "time", "estimate"))
+
+
+def compile(
+    model: nn.Module,
+    devices: int | Sequence[str | torch.device] | Cluster | None = None,
+    chunks: int | None = None,
+    *,
+    checkpoint: str | Collection[int] = CHECKPOINT,
+    schedule: Own = SCHEDULE,
+    stages_per_device: int | None = None,
+    replicas: Sequence[int] | None = None,
+    warmup: Sequence[int] | None = None,
+    offload: Collection[int] = (),
+    balance: str | Sequence[int] = BALANCE,
+    split_at: Sequence[str] = (),
+    plan: Plan | Planned | str | Path | None = None,
+    strategy: Asked | None = None,
+    profile: str | Profile = PROFILE,
+    batch_dim: int | Mapping[str, int | None] = 0,
+    reduce: str | Mapping[str, str] | None = None,
+    deferred_batch_norm: bool | None = None,
+    compile_stages: bool | str | Callable[..., Any] = False,
+    example_inputs: Any = None,
+    dump: str | Path | None = None,
+    group: Any = None,
+    timeout: float = 300.0,
+    **unknown: Never,
+) -> Pipe:
+    """A module that computes what `model` computes, as a pipeline over `devices`, with the model's own gradients.
+
+    The model is captured, planned and turned into code at the first call of each kind, or at once for `example_inputs`
+    (a tuple of arguments, a dict of keyword arguments, or one tensor).
+
+    - `devices`: a count (CUDA devices where there are that many, else that many CPU workers), or a list with a device
+      for each stage; a device that comes twice has two stages; or a `Cluster`, with a stage for each of its devices.
+      Inputs may be on any device; an output is on the device of the stage that makes it.
+    - `chunks`: how many micro-batches a batch is cut into, at most: a smaller batch makes fewer.
+    - `checkpoint`: which micro-batches are recomputed in backward instead of kept: "never", "except_last",
+      "always"; or a set of stages that recompute all but the last, the others never. In `step()`, what is
+      followed by its backward at once is never recomputed: there is nothing to gain.
+    - `offload`: the stages on CUDA devices whose activations wait in host memory, in `step()`.
+    - `balance`: "time" (the slowest stage is as fast as can be), "memory", or the number of layers of
+      each stage; `split_at`: or the modules that begin a stage, as in `["encoder.3", "head"]`.
+    - `schedule`: the order of `step()`: "gpipe", "1f1b" (early backward; "1f1b-late" runs further
+      ahead), "zb-h1" and "zb-h2" (backward in two halves), with several stages on each device "interleaved",
+      "looped-bfs", "zb-v", "dualpipe-v"; "auto", the fastest of these that fits into memory, as simulated; or your own:
+      a grid or CSV as text, a `Schedule`, or a function of (stages, chunks). Calling the pipe runs GPipe's order, which
+      autograd can follow.
+    - `stages_per_device`: for "interleaved" and "looped-bfs", 2 if not given; `warmup`: for "1f1b", how many forwards
+      each stage runs ahead.
+    - `replicas`: how many devices run each stage in `step()`, as in `devices=3, replicas=(2, 1)`: the devices are dealt
+      to the stages in order, and each of a stage's has a slice of every micro-batch. With several stages on each
+      device, those that share one share all.
+    - `plan`: a plan made before, what `fxpipe.plan` returned, or the path of the JSON file of either; it decides
+      stages, devices, chunks, schedule and what is recomputed, and options that say otherwise are refused. With
+      `devices`, those stand for the plan's own, in the order of their first stages.
+    - `strategy`: how each operator is cut and where its parts run: what `fxpipe.search` returned, the path of its JSON
+      file, or a pair of an `OperatorGraph` and its `Strategy`. `devices` are then those of its cluster, in order;
+      `chunks` is 1 if not given, and divides each batch. A function of (graph, sizes) that returns a `Placed` graph
+      puts every single op where it likes.
+    - `profile`: "estimate" (from FLOPs and bytes; runs nothing, always the same), "measure" (times each op), or one
+      made before.
+    - `batch_dim`: the dimension of all inputs that is cut, or by input, as in `{"mask": None}` for one that each
+      micro-batch gets whole; the name of a nest is that of all in it.
+    - `reduce`: how an output without batch dimension is put together, "mean" or "sum", or by output ("loss" for that of
+      a step). Sums and means over the samples are known as such without. Models that mix the samples of a batch do so
+      within each micro-batch; to say so by output ("cat" for those with a batch dimension, which are joined along it)
+      or for all, `reduce="cat"`, is to switch off the MixedSamplesWarning.
+    - `deferred_batch_norm`: True: running statistics of whole batches instead of micro-batches; what normalises is each
+      micro-batch's own mean and variance all the same. False is the same as nothing, but for the
+      BatchStatisticsWarning, which is not given then.
+    - `compile_stages`: run each stage through `torch.compile`, with Inductor (True), or with a backend, by name or as a
+      function. Random ops and the model's own autograd functions stay outside. In schedules that split backward, a
+      compiled stage has all of it in the first half.
+    - `dump`: a folder for everything made on the way; the environment variable FXPIPE_DUMP does the same.
+    - `group`: the ranks that are the devices, a ProcessGroup or a DeviceMesh of one dimension. In a script that
+      torchrun started, or where a process group of several ranks is initialized, a count of `devices` stands for all
+      ranks without it (a list of devices stands for those of this process); see `RankPipe`, and
+      `RankPipe.parallelize` for several pipes side by side.
+    - `timeout`: seconds after which a rank that does not answer counts as lost.
+
+    Raises PlanError for options that make no sense; at the first call CaptureError or InputError, or CompileError where
+    a stage cannot be compiled.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    >>> pipe = compile(model, devices=2, chunks=4)
+    >>> x = torch.randn(8, 4)
+    >>> torch.allclose(pipe(x), model(x), atol=1e-6)
+    True
+    >>> pipe.close()
+    """
+    asked = {name: value for name, value in locals().items() if name not in ASIDE}
+    refuse_unknown("fxpipe.compile", unknown, (*asked, "example_inputs", "group", "timeout"))
+    check_values(COMPILE, {"timeout": timeout})
+    check_model(model, "compile")
+    world = find_world(devices, group, timeout)
+    options = read_options(asked if world is None else asked | {"devices": world.labels})
+    pipe = Pipe(model, options) if world is None else RankPipe(model, for_ranks(options), world)
+    if example_inputs is not None:
+        prepare(pipe, example_inputs)
+    return pipe
+
+
+def read_options(asked: Mapping[str, Any]) -> Options:
+    """These arguments of `compile`, checked; the others are as they are there where nothing is said."""
+    defaults = {one.name: one.default for one in signature(compile).parameters.values() if one.name not in ASIDE}
+    given = defaults | {name: COMPILE[name].take(value) for name, value in asked.items()}
+    devices, chunks, replicas, schedule = (given[name] for name in ("devices", "chunks", "replicas", "schedule"))
+    told = {name: value for name, value in given.items() if not isinstance(value, Default)}
+    chosen = read_plan(given["plan"])
+    place = None
+    if given["strategy"] is not None:
+        place, count = place_of(given["strategy"])
+        refuse_beside_strategy(told)
+        labels, chunks = _strategy_devices(devices, count), chunks or 1
+        crews = deal(labels, None)
+    elif chosen is not None:
+        chosen = runnable(chosen, devices)
+        refuse_beside_plan(chosen, told)
+        labels, chunks, schedule = tuple(stage.device for stage in chosen.stages), chosen.chunks, chosen.schedule
+        crews = {stage.device: stage.replicas for stage in chosen.stages}
+        given["deferred_batch_norm"] = chosen.deferred_batch_norm or given["deferred_batch_norm"]
+    elif devices is None or chunks is None:
+        raise PlanError("say how many: fxpipe.compile(model, devices=4, chunks=8)")
+    else:
+        labels = device_labels(devices)
+        crews = deal(labels, replicas)
+        labels = labels if replicas is None else tuple(crews)
+        labels = stage_devices(labels, schedule, given["stages_per_device"])
+    folder = given["dump"] or os.environ.get("FXPIPE_DUMP")
+    as_they_are = (
+        "warmup", "checkpoint", "balance", "profile", "batch_dim", "reduce", "deferred_batch_norm", "compile_stages"
+    )  # fmt: skip
+    options = Options(
+        devices=labels,
+        chunks=chunks,
+        schedule=schedule,
+        offload=frozenset(given["offload"]),
+        split_at=given["split_at"],
+        cluster=devices if isinstance(devices, Cluster) else None,
+        plan=chosen,
+        dump=Path(folder) if folder else None,
+        replicas=crews,
+        place=place,
+        **{name: given[name] for name in as_they_are if given[name] is not None},
+    )
+    return check(options)
+
+
+def _strategy_devices(
+    devices: int | Sequence[str | torch.device] | Cluster | None, count: int | None
+) -> tuple[str, ...]:
+    """The labels that stand for the `count` devices of a strategy, or more."""
+    asked = count if devices is None else devices
+    if asked is None:
+        raise PlanError("say on which devices the function places ops, as in devices=4")
+    labels = device_labels(asked)
+    if len(labels) < (count or 0):
+        raise PlanError(f"the strategy is for {count} devices, and devices names {len(labels)}")
+    if len(set(labels)) < len(labels):
+        raise PlanError(f"a strategy has a number for each device; name each of {', '.join(labels)} once")
+    return labels
+
+
+def read_plan(plan: Plan | Planned | str | Path | None) -> Plan | PlanFile | None:
+    """The plan itself, or the one in a file. Raises PlanError, with the place in the file, where it is none."""
+    if isinstance(plan, (str, Path)):
+        try:
+            return plan_file.load(Path(plan).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise PlanError(f"no plan can be read from {str(plan)!r}: {error}") from None
+    found = plan.plan if isinstance(plan, Planned) else plan
+    if found is None:
+        return None
+    try:
+        records.check(found)
+    except ValueError as error:
+        raise PlanError(f"plan cannot be used: {error}") from None
+    return found
+
+
+def runnable(plan: Plan | PlanFile, devices: int | Sequence[str | torch.device] | Cluster | None) -> Plan | PlanFile:
+    """The plan on devices of this machine. Raises PlanError where it cannot be run."""
+    crews: dict[str, tuple[str, ...]] = {}
+    stages: tuple[StagePlan | StagePlace, ...] = plan.stages
+    for index, stage in enumerate(stages):
+        own = stage.devices
+        if len(set(own)) < len(own) or any(crews.setdefault(label, own) != own for label in own):
+            raise PlanError(
+                f"stage {index} of the plan is on {', '.join(own)}: stages that share a device share all of "
+                "theirs, each named once"
+            )
+        if isinstance(stage, StagePlan) and not stage.ops:
+            raise PlanError(
+                f"stage {index} of the plan has no ops: it was made for a chain of layers; plan the model itself, as "
+                "in fxpipe.plan(model, cluster, batch_size, example_inputs=(x,))"
+            )
+    named = tuple(dict.fromkeys(label for stage in stages for label in stage.devices))
+    if devices is None:
+        if not all(map(is_local, named)):
+            raise PlanError(
+                f"the plan is for {', '.join(named)}; say which devices of this machine stand for them, as in "
+                f"devices={len(named)}"
+            )
+        return plan
+    labels = device_labels(devices)
+    if len(labels) != len(named):
+        raise PlanError(f"the plan is for {len(named)} devices ({', '.join(named)}), and devices names {len(labels)}")
+    stands_for = dict(zip(named, labels, strict=True))
+    renamed: Any = tuple(
+        replace(stage, device=stands_for[stage.device], replicas=tuple(stands_for[label] for label in stage.replicas))
+        for stage in stages
+    )
+    return replace(plan, stages=renamed)
+
+
+def prepare(pipe: Pipe, example_inputs: Any) -> None:
+    """Compile for a call with these inputs."""
+    if isinstance(example_inputs, Mapping):
+        pipe.prepare(**example_inputs)
+    elif isinstance(example_inputs, tuple):
+        pipe.prepare(*example_inputs)
+    else:
+        pipe.prepare(example_inputs)
+
+
+def load(
+    folder: str | Path,
+    model: nn.Module,
+    *,
+    compile_stages: bool | str | Callable[..., Any] = False,
+    group: Any = None,
+    timeout: float = 300.0,
+) -> Loaded:
+    """The pipe in a folder that `pipe.save` wrote, edits included, with the tensors of `model`.
+
+    It is called like the model, in the way it was saved for; nothing is captured. `compile_stages`, `group` and
+    `timeout` are those of `fxpipe.compile`: where there are several ranks, they are the devices of the package, each
+    runs its own stages, and all have the same files. Raises PackageError if the folder is no package, or one for other
+    devices, or the model does not fit it, CompileError if a stage that was edited cannot be compiled, RankError on
+    every rank if one of them has failed or has other files.
+    """
+    check_values(LOAD, {"compile_stages": compile_stages, "timeout": timeout})
+    check_model(model, "load")
+    world, backend = find_world(None, group, timeout), backend_of(compile_stages)
+    if world is None:
+        return load_here(Path(folder), model, backend)
+    return load_on_rank(Path(folder), model, world, backend)

@@ -1,0 +1,300 @@
+"""What of this machine matters to a pipeline, found by trying it: `fxpipe doctor`.
+
+    ok      C++ compiler     g++ 12.2: compile_stages=True can use Inductor on the CPU
+    slow    threads          4 threads for each of 4 workers, OMP_NUM_THREADS is not set: two workers at once take
+                             2.1 times as long as with one thread each. Write OMP_NUM_THREADS=1
+    broken  gloo             ...
+
+Nothing here decides what a pipe does; it says what a user cannot see.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import nn
+
+from fxpipe.engines.transports.same_machine import SWITCH
+from fxpipe.errors import FxpipeError
+from fxpipe.ir.units import show_bytes
+from fxpipe.pipe.build.local_cluster import cores, cpu_memory
+from fxpipe.pipe.verify.environment import own_version
+
+from .compile import compile
+
+OK, SLOW, BROKEN, NONE = "ok", "slow", "broken", "none"
+TORCH = ((2, 11), (2, 13))  # what is tested
+WAIT = 120  # seconds for processes to find each other
+ROOM = 2**28  # bytes that a folder should have free
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at. `state`: "ok"; "slow", it works, and could be faster; "broken"; or "none", it is
+    not here, and not needed. `todo`: what to do about it."""
+
+    state: str
+    what: str
+    text: str
+    todo: str = ""
+
+
+def look() -> Iterator[Finding]:
+    """What there is to say, one thing after the other; the last ones take some seconds."""
+    for check in (versions, cpu, gpus, compiler, threads, shared_memory, temporary_folder, nccl, gloo):
+        yield guarded(check.__name__.replace("_", " "), check)
+
+
+def run() -> Iterator[Finding]:
+    """A small model, verified on every device and backend there is."""
+    cpu_only = ["cpu", "cpu"]
+    found = [torch.device("cuda", k) for k in range(torch.cuda.device_count())]
+    yield guarded("pipe on CPU workers", lambda: verified(cpu_only))
+    for device in found:
+        yield guarded(f"pipe on {device}", lambda device=device: verified([str(device), str(device)]))  # type: ignore[misc]
+    if len(found) > 1:
+        yield guarded("pipe over all GPUs", lambda: verified([str(device) for device in found]))
+    if found:
+        yield guarded("pipe on a GPU and the CPU", lambda: verified([str(found[0]), "cpu"]))
+    for backend in ("aot_eager", "inductor"):
+        name = f"stages compiled by {backend}"
+        if backend == "inductor" and not found and compiler().state != OK:
+            yield Finding(NONE, name, "not tried without a C++ compiler")
+        else:
+            yield guarded(name, lambda backend=backend: verified(cpu_only, backend))  # type: ignore[misc]
+    yield guarded(
+        "pipe over ranks by gloo", lambda: ranks("step", "two ranks have the plain model's loss and gradients")
+    )
+
+
+def guarded(what: str, check: Callable[[], Finding]) -> Finding:
+    """The finding, or that the check itself failed."""
+    try:
+        return check()
+    except Exception as error:
+        return Finding(BROKEN, what, f"{type(error).__name__}: {error}")
+
+
+def table(findings: list[Finding]) -> str:
+    rows = [(one.state, one.what, f"{one.text}. {one.todo}".rstrip() if one.todo else one.text) for one in findings]
+    return tabulate(rows, tablefmt="plain", disable_numparse=True, maxcolwidths=[None, None, 84])
+
+
+# The machine ----------------------------------------------------------------------------------------------------------
+
+
+def versions() -> Finding:
+    own = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    text = f"fxpipe {own_version()}, torch {torch.__version__}, Python {platform.python_version()}"
+    lowest, highest = (".".join(map(str, version)) for version in TORCH)
+    if not TORCH[0] <= own <= TORCH[1]:
+        return Finding(
+            BROKEN, "versions", text, f"fxpipe is tested with torch {lowest} to {highest}: install one of them"
+        )
+    return Finding(OK, "versions", text)
+
+
+def cpu() -> Finding:
+    return Finding(OK, "CPU", f"{cores()} of {os.cpu_count()} cores, {show_bytes(cpu_memory())} of memory")
+
+
+def gpus() -> Finding:
+    if torch.cuda.is_available():
+        found = [torch.cuda.get_device_properties(k) for k in range(torch.cuda.device_count())]
+        for k in range(len(found)):
+            torch.ones(8, device=f"cuda:{k}").sum().item()
+        return Finding(OK, "GPUs", ", ".join(f"cuda:{k} {one.name}" for k, one in enumerate(found)))
+    if torch.version.cuda is None:
+        todo = "If there is one, install a torch with CUDA" if shutil.which("nvidia-smi") else ""
+        return Finding(NONE, "GPUs", "none: this torch is built for the CPU alone", todo)
+    return Finding(NONE, "GPUs", f"none that torch can use (built for CUDA {torch.version.cuda})", "See nvidia-smi")
+
+
+def compiler() -> Finding:
+    """The compiler that Inductor would call, tried on a line of C++."""
+    wanted = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]
+    found = next((path for name in wanted if (path := shutil.which(name))), None)
+    todo = "For compile_stages=True on the CPU, install g++ or name a compiler in CXX"
+    if found is None:
+        return Finding(NONE, "C++ compiler", f"none ({', '.join(wanted)})", todo)
+    with tempfile.TemporaryDirectory(prefix="fxpipe-") as folder:
+        source = Path(folder, "line.cpp")
+        source.write_text('#include <cmath>\nextern "C" double twice(double x) { return 2 * std::fabs(x); }\n')
+        line = [found, "-shared", "-fPIC", "-fopenmp", str(source), "-o", str(Path(folder, "line.so"))]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=WAIT)
+    if done.returncode:
+        return Finding(SLOW, "C++ compiler", f"{found} fails: {done.stderr.strip()[-200:]}", todo)
+    return Finding(OK, "C++ compiler", f"{found}: compile_stages=True can use Inductor on the CPU")
+
+
+def threads() -> Finding:
+    """What it costs that each worker has as many threads as it does."""
+    count, said = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
+    text = f"{count} for each CPU worker on {cores()} cores, OMP_NUM_THREADS is {said or 'not set'}"
+    if count == 1:
+        return Finding(OK, "threads", text)
+    many = _two_workers()
+    try:
+        torch.set_num_threads(1)
+        one = _two_workers()
+    finally:
+        torch.set_num_threads(count)
+    if many < 1.15 * one:
+        return Finding(OK, "threads", text)
+    cost = f"{text}: two workers at once take {many / one:.1f} times as long as with one thread each"
+    return Finding(SLOW, "threads", cost, "For pipelines of CPU workers, export OMP_NUM_THREADS=1")
+
+
+def _two_workers(seconds: float = 0.3) -> float:
+    """Seconds for a piece of work on each of two threads at once."""
+    a = torch.ones(192, 192)
+
+    def work() -> None:
+        for _ in range(40):
+            torch.relu(a @ a)
+
+    def both() -> float:
+        workers = [Thread(target=work) for _ in range(2)]
+        start = time.perf_counter()
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        return time.perf_counter() - start
+
+    both()
+    least, start = float("inf"), time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        least = min(least, both())
+    return least
+
+
+def shared_memory() -> Finding:
+    """What CPU ranks of one machine leave their values in."""
+    what, folder = "shared memory", Path("/dev/shm")
+    if os.environ.get(SWITCH) == "0":
+        return Finding(SLOW, what, f"{SWITCH}=0: ranks of this machine use gloo", f"Unset {SWITCH}")
+    if not folder.is_dir():
+        return Finding(SLOW, what, f"there is no {folder}: ranks of this machine may have to use gloo")
+    free = _write_into(folder)
+    if free < ROOM:
+        todo = "In a container, give it more: docker run --shm-size=1g"
+        return Finding(SLOW, what, f"{show_bytes(free)} free in {folder}, which large activations may fill", todo)
+    return Finding(OK, what, f"{show_bytes(free)} free in {folder}")
+
+
+def temporary_folder() -> Finding:
+    folder = Path(tempfile.gettempdir())
+    free = _write_into(folder)
+    what, text = "temporary folder", f"{folder}, {show_bytes(free)} free"
+    if free < ROOM:
+        return Finding(SLOW, what, text, "Generated code is written there: free some space, or set TMPDIR")
+    return Finding(OK, what, text)
+
+
+def _write_into(folder: Path) -> int:
+    """Try to write; how many bytes are free."""
+    with tempfile.NamedTemporaryFile(dir=folder, prefix="fxpipe-") as file:
+        file.write(bytes(2**16))
+        file.flush()
+    return shutil.disk_usage(folder).free
+
+
+# Processes ------------------------------------------------------------------------------------------------------------
+
+
+def nccl() -> Finding:
+    if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
+        return Finding(NONE, "nccl", "this torch has none: GPUs of several processes need it")
+    if not torch.cuda.is_available():
+        return Finding(NONE, "nccl", "there, and no GPU to use it")
+    version: Any = torch.cuda.nccl.version
+    return Finding(OK, "nccl", ".".join(map(str, version())))
+
+
+def gloo() -> Finding:
+    """Two processes that add up a number."""
+    return ranks("add", "two processes found each other and added up")
+
+
+def ranks(kind: str, text: str) -> Finding:
+    """Two processes of this machine, which do what `doctor_ranks.py` calls `kind`."""
+    what = "gloo" if kind == "add" else "pipe over ranks by gloo"
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        return Finding(NONE, what, "this torch has no gloo: CPU ranks need it")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, "-m", "fxpipe.api.doctor_ranks", kind]
+    started = [
+        subprocess.Popen(
+            line, env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    begin, said = time.perf_counter(), ""
+    try:
+        for process in started:
+            said = process.communicate(timeout=max(1.0, WAIT - time.perf_counter() + begin))[1] or said
+    except subprocess.TimeoutExpired:
+        said = f"no answer within {WAIT} seconds"
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    if any(process.returncode for process in started):
+        last = said.strip().splitlines()[-1:] or [f"exit statuses {[process.returncode for process in started]}"]
+        todo = "Name the network card in GLOO_SOCKET_IFNAME, as in GLOO_SOCKET_IFNAME=lo" if kind == "add" else ""
+        return Finding(BROKEN, what, last[0][-300:], todo)
+    return Finding(OK, what, f"{text}, in {time.perf_counter() - begin:.1f} s")
+
+
+# A small model --------------------------------------------------------------------------------------------------------
+
+
+def small_model() -> nn.Sequential:
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Linear(32, 64),
+            nn.GELU(),
+            nn.Dropout(0.1),
+            nn.Linear(64, 64),
+            nn.LayerNorm(64),
+            nn.ReLU(),
+            nn.Linear(64, 8),
+        )
+
+
+def verified(devices: list[str], backend: str | None = None) -> Finding:
+    """A step and a call of a small model on these devices."""
+    what = f"stages compiled by {backend}" if backend else f"pipe on {', '.join(dict.fromkeys(devices))}"
+    x = torch.linspace(-1, 1, 16 * 32).sin().view(16, 32)
+    start = time.perf_counter()
+    pipe = compile(small_model(), devices, 4, schedule="1f1b", compile_stages=backend or False)
+    try:
+        report = pipe.verify(x, target=torch.zeros(16, 8), loss_fn=nn.MSELoss())
+    except FxpipeError as error:
+        return Finding(BROKEN, what, str(error).splitlines()[0])
+    finally:
+        pipe.close()
+    if not report.ok:
+        return Finding(BROKEN, what, str(report), "Save this with pipe.verify(...).save(path) for an issue")
+    seconds = time.perf_counter() - start
+    return Finding(OK, what, f"{len(report.compared)} results are the plain model's, in {seconds:.1f} s")

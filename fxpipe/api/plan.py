@@ -1,0 +1,174 @@
+"""`fxpipe.plan`: which layers go where, how often, and in what order, for the fastest step that fits in memory.
+
+model ─profile─▶ ModelProfile ─layers─▶ Chain ─planner─▶ HybridPlan ─as_plan─▶ Plan
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Never
+
+from torch import nn
+
+from fxpipe.errors import PlanError
+from fxpipe.ir.cluster.cluster import Cluster, Device
+from fxpipe.ir.plan.hybrid_plan import HybridPlan
+from fxpipe.ir.plan.layer_chain import Chain
+from fxpipe.ir.plan.plan import Plan, StagePlan
+from fxpipe.ir.plan.profile import Profile
+from fxpipe.ir.units import count
+from fxpipe.pipe.build.phase_timing import timed
+from fxpipe.pipe.options.option_forms import check as check_values
+from fxpipe.pipe.options.option_forms import refuse_unknown
+from fxpipe.pipe.options.option_table import PLAN, read_cluster
+from fxpipe.pipe.progress import working
+from fxpipe.pipe.results.planned import Planned
+from fxpipe.planning.hybrid.group_layers import MOST, as_plan, costed, layers
+from fxpipe.planning.hybrid.planners import Answer, Request, check, counts, search
+from fxpipe.schedules.make_schedule import AUTO, STRAIGHT
+
+from .profile import ModelProfile, profile
+
+# The warm-up of the plan behind a schedule.
+WARMUPS = {"1f1b": "early", "1f1b-late": "late"}
+SIZES = 8  # of micro-batches that a model is profiled for
+
+
+def plan(
+    what: nn.Module | Profile | Chain,
+    cluster: Cluster | str,
+    batch_size: int,
+    *,
+    example_inputs: Any = None,
+    planner: str = "optimal",
+    micro_batches: int | None = None,
+    schedule: str | None = None,
+    recompute: bool | None = None,
+    all_reduce: str = "end",
+    parameter_copies: float = 4,
+    most_layers: int = MOST,
+    time_limit: float = 30,
+    **unknown: Never,
+) -> Planned:
+    """The plan for training steps of `batch_size` samples on `cluster`: stages, replicas, devices, micro-batches.
+
+    - `what`: what `fxpipe.profile` returned; or a model, with `example_inputs`, for which it is estimated for the
+      cluster's first device (it may be on the meta device); or a `Chain` of layers of any origin.
+    - `cluster`: a `Cluster`, or the name of a published one: "A", "B", "C" (DAPPLE's), "p100", "k80", "p40", "h100".
+    - `planner`: "optimal" (with a proof of how far from the optimum it can be at most), "dapple", "pipedream", "gpipe",
+      "straight" (a device for each stage), "data parallel".
+    - `micro_batches`, `recompute` (all stages, or none): the planner's choice, if not given. It tries numbers that
+      divide the batch; for a model, with an estimate for each size, the 8 around four per device. As in DAPPLE's paper
+      a micro-batch may have fewer samples than a stage has replicas, which then have an equal share on average.
+    - `schedule`: "1f1b" or "1f1b-late" (both are tried if not given); "gpipe", "zb-h1", "zb-h2": the plan is made
+      for 1F1B and runs in that order; "auto": the fastest of them all that fits, as simulated.
+    - `all_reduce`: replicas add up gradients at the "end" of the step, or "overlap" that with the last backward.
+    - `parameter_copies`: bytes in memory for each byte of parameters: 4 for Adam, 3 for momentum, 2 for plain SGD.
+    - `most_layers`: into how many layers a model is cut at most, for the planner to choose from.
+    - `time_limit`: seconds that "optimal" may search.
+
+    Raises PlanError for what cannot be planned, or does not fit.
+
+    >>> from fxpipe.ir.plan.layer_chain import Layer
+    >>> chain = Chain("VGG", 32, (Layer("convs", 9e-3, 18e-3, 80e6, 1e9, 3e6), Layer("fc", 1e-3, 2e-3, 480e6, 1e6)))
+    >>> found = plan(chain, "B", 2048)
+    >>> [(stage.device, len(stage.devices)) for stage in found.plan.stages], f"{found.seconds:.2f} s"
+    ([('V100:0', 9), ('V100:9', 1)], '0.24 s')
+    """
+    refuse_unknown("fxpipe.plan", unknown, (*PLAN, "example_inputs"))
+    check_values(PLAN, locals())
+    where = read_cluster(cluster)
+    request = Request(
+        (), where, batch_size, micro_batches, WARMUPS.get(schedule or ""), recompute, all_reduce, parameter_copies,
+        time_limit,
+    )  # fmt: skip
+    check(request)
+    known = _profiled(what, where, example_inputs)
+    with working(f"planning {known.model} for {count(len(where.devices), 'device', 'devices')}", time_limit):
+        found = _planned(known, planner, request, most_layers)
+        with timed("simulator"):
+            return _ordered(found, schedule)
+
+
+def _planned(known: ModelProfile | Chain, planner: str, request: Request, most_layers: int) -> Planned:
+    """The planner's answer, as a plan for the ops where they are known."""
+    where, about = request.cluster, (request.cluster, request.batch, planner, request.copies)
+    if isinstance(known, Chain):
+        answer = _searched(planner, replace(request, chains=(known,)))
+        decided = _without_ops(answer.plan, where, _own_order(answer.plan))
+        return Planned(decided, answer.plan, (known,), *about, answer.certificate)
+    with timed("layers"):
+        made = layers(known.graph, known, most_layers)
+        chains = tuple(costed(known.graph, one, made) for one in _sizes(known, request))
+    answer = _searched(planner, replace(request, chains=chains))
+    decided = as_plan(known.graph, made, answer.plan, where.labels, _own_order(answer.plan))
+    return Planned(decided, answer.plan, chains, *about, answer.certificate)
+
+
+def _searched(planner: str, request: Request) -> Answer:
+    with timed("planning"):
+        return search(planner, request)
+
+
+def _own_order(hybrid: HybridPlan) -> str:
+    """The schedule that the planner had in mind."""
+    return "1f1b" if hybrid.warmup == "early" else "1f1b-late"
+
+
+def _sizes(known: ModelProfile, request: Request) -> list[ModelProfile]:
+    """The profile at the micro-batches that may come of the request; a measured one is scaled."""
+    if known.estimated_for is None:
+        return [known]
+    rows = {-(-request.batch // m) for m in counts(request, SIZES)}
+    return [known.at(count) for count in sorted(rows)]
+
+
+def _profiled(what: Any, cluster: Cluster, example_inputs: Any) -> ModelProfile | Chain:
+    """What the planner can work on."""
+    if isinstance(what, (ModelProfile, Chain)):
+        return what
+    if isinstance(what, Profile):
+        raise PlanError(
+            "this profile does not know the model that it is of, nor where that may be cut: "
+            "give what fxpipe.profile(model, ...) returned, or the model itself"
+        )
+    if not isinstance(what, nn.Module):
+        raise PlanError(f"cannot plan a {type(what).__name__}: give a model, its fxpipe.profile, or a Chain")
+    if example_inputs is None:
+        raise PlanError("a model is planned for a kind of call: say which, as in example_inputs=(x,)")
+    if not cluster.devices:
+        raise PlanError("cannot plan: the cluster has no devices")
+    device: Device = cluster.devices[0]
+    if isinstance(example_inputs, Mapping):
+        return profile(what, device=device, **example_inputs)
+    return profile(what, *(example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)), device=device)
+
+
+def _without_ops(hybrid: HybridPlan, cluster: Cluster, schedule: str) -> Plan:
+    """The plan of a chain, whose ops nobody has said."""
+    stages = []
+    for stage in hybrid.stages:
+        device, *others = (cluster.labels[position] for position in stage.devices)
+        stages.append(StagePlan((), device, "always" if stage.recompute else "never", replicas=tuple(others)))
+    return Plan(hybrid.model, tuple(stages), hybrid.micro_batches, schedule)
+
+
+def _ordered(found: Planned, schedule: str | None) -> Planned:
+    """With the schedule that was asked for, or the fastest that fits."""
+    if schedule in (None, *WARMUPS):
+        return found
+    names = [n for n in STRAIGHT if n != "1f1b-late"] if schedule == AUTO else [str(schedule)]
+    tried = [found, *(replace(found, plan=replace(found.plan, schedule=name)) for name in names)]
+    fitting = [one for one in (tried if schedule == AUTO else tried[1:]) if fits(one)]
+    if not fitting:
+        raise PlanError(
+            f"{found.plan.model} does not fit in memory in the order of {schedule!r}: more micro-batches wait than in "
+            "that of '1f1b'; allow recompute=True, or write schedule='auto'"
+        )
+    return min(fitting, key=lambda one: one.seconds)
+
+
+def fits(found: Planned) -> bool:
+    """Whether every device has the memory for it, as simulated."""
+    return all(held <= found.cluster.device(label).memory for label, held in found.memory.items())

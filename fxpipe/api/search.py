@@ -1,0 +1,92 @@
+"""`fxpipe.search`: how each operator of a model is cut and where its parts go, for the fastest step.
+
+model ─profile─▶ Graph ─read─▶ OperatorGraph ─search─▶ Strategy
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, Never
+
+from torch import nn
+
+from fxpipe.errors import PlanError
+from fxpipe.ir.cluster.cluster import Cluster
+from fxpipe.ir.operators.operators import OperatorGraph
+from fxpipe.ir.units import count
+from fxpipe.pipe.build.phase_timing import timed
+from fxpipe.pipe.options.option_forms import check as check_values
+from fxpipe.pipe.options.option_forms import refuse_unknown
+from fxpipe.pipe.options.option_table import SEARCH, read_cluster
+from fxpipe.pipe.progress import working
+from fxpipe.pipe.results.searched import Searched
+from fxpipe.planning.operators.reading.read_operators import read
+
+from .profile import profile
+
+
+def search(
+    what: nn.Module | OperatorGraph,
+    cluster: Cluster | str,
+    *,
+    example_inputs: Any = None,
+    batch: int | None = None,
+    budget: float = 60,
+    seed: int = 0,
+    progress: bool | None = None,
+    method: str = "leaps",
+    **unknown: Never,
+) -> Searched:
+    """The fastest strategy found for training steps of `what` on `cluster`, in simulation.
+
+    - `what`: a model, with `example_inputs` (it may be on the meta device), or a graph of operators.
+    - `cluster`: a `Cluster`, or the name of a published one: "p100:4" is four devices of the "p100".
+    - `batch`: samples in a step, those of the inputs if not given.
+    - `budget`: seconds that the search may take. Where they end before it is sure that no other cut or place of a
+      single operator makes the step faster, it goes on until then.
+    - `method`: "leaps" changes many operators at once, or "mcmc", the search that the SOAP paper published.
+    - `seed` of what it draws; `progress`: show a bar, or none; if not given, where standard error is a
+      terminal.
+
+    Raises PlanError where an op of the model is of no known kind, with the user's line, and where numba is missing.
+
+    >>> from torch import ones
+    >>> model = nn.Sequential(nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 4096))
+    >>> found = search(model, "p100:4", example_inputs=ones(8, 4096), budget=1)
+    >>> found.seconds < found.data_parallel.seconds
+    True
+    """
+    refuse_unknown("fxpipe.search", unknown, (*SEARCH, "example_inputs"))
+    check_values(SEARCH, locals())
+    where = read_cluster(cluster)
+    graph = what if isinstance(what, OperatorGraph) else operators_of(what, where, example_inputs, batch)
+    try:
+        from fxpipe.planning.operators.strategy_search import (
+            search as fastest,  # compiles: numba is asked for by those alone who search
+        )
+    except ImportError as error:
+        raise PlanError(str(error)) from None
+    shown = sys.stderr.isatty() if progress is None else progress
+    what_for = f"{graph.name} for {count(len(where.devices), 'device', 'devices')}"
+    with timed("searching"), working(f"searching a strategy of {what_for}, for {budget:g} s"):
+        try:
+            found = fastest(graph, where, budget=budget, seed=seed, progress=shown, method=method)
+        except ValueError as error:
+            raise PlanError(str(error)) from None
+    return Searched(graph, where, found.strategy, found.trace, found.proposals)
+
+
+def operators_of(model: nn.Module, cluster: Cluster, example_inputs: Any, batch: int | None) -> OperatorGraph:
+    """The operators of a model, for a batch of so many samples."""
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"cannot search for a {type(model).__name__}: give a model, or a graph of operators")
+    if example_inputs is None:
+        raise PlanError("a strategy is for a kind of call: say which, as in example_inputs=(x,)")
+    how: dict[str, Any] = {"device": cluster, "batch": batch, "reduce": "mean"}
+    if isinstance(example_inputs, Mapping):
+        known = profile(model, **how, **example_inputs)
+    else:
+        known = profile(model, *(example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)), **how)
+    with timed("operators"):
+        return read(known.graph, known.sizes).operators

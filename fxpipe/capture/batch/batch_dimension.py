@@ -1,0 +1,391 @@
+"""Whether a batch can be cut: follows the batch through the graph and finds what mixes its samples.
+
+In every value the batch `b` must be one dimension, or the slowest part of one (`b*t` after a flatten), or absent:
+
+    x            f32[b, 8]      batched
+    x.mean(1)    f32[b]         batched
+    x.t()        f32[8, b]      batched, along dimension 1
+    x.mean(0)    f32[8]         pooled: fine as an output that is reduced, mixed where it meets batched values again
+    x @ x.t()    f32[b, b]      mixed
+    x.flip(0)    f32[b, 8]      mixed: the batch is there, but no sample stays in its place
+
+Ops that are not known here pass if their result has the batch once. Statistics that go into a buffer, batch norm's or
+the model's own, are those of each micro-batch.
+
+Samples that meet are those of one micro-batch. What comes of it is an output all the same (`outputs.py`), with a
+warning (`mixing.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from fxpipe.capture.capture_errors import refuse
+from fxpipe.capture.tracing.symbolic_sizes import BATCH, IN_VMAP
+from fxpipe.errors import CaptureError
+from fxpipe.ir.graph.graph import Graph, Op, Ref, called, op_name, refs
+from fxpipe.ir.graph.ops import ARITHMETIC, JOINS, LIKE, PIECES, POINTWISE, RECURRENT, RESHAPES
+from fxpipe.ir.graph.value_types import (
+    Dim,
+    ScalarType,
+    TensorType,
+    TupleType,
+    ValueType,
+    dim_names,
+    dim_size,
+    tensors,
+)
+
+# Ops that compute over the places of a dimension: where in their arguments that dimension is, and its name.
+ALONG = {
+    "softmax": (1, "dim"), "log_softmax": (1, "dim"), "softmin": (1, "dim"), "gumbel_softmax": (3, "dim"),
+    "cumsum": (1, "dim"), "cumprod": (1, "dim"), "cummax": (1, "dim"), "cummin": (1, "dim"), "logcumsumexp": (1, "dim"),
+    "sort": (1, "dim"), "argsort": (1, "dim"), "topk": (2, "dim"), "flip": (1, "dims"), "roll": (2, "dims"),
+    "normalize": (2, "dim"), "diff": (2, "dim"), "glu": (1, "dim"), "renorm": (2, "dim"), "rot90": (2, "dims"),
+}  # fmt: skip
+INDEX = {
+    "getitem",
+    "index_select",
+    "gather",
+    "take_along_dim",
+    "setitem",
+    "scatter",
+    "scatter_",
+    "index_put",
+    "embedding",
+}
+# Ops that find their elements by number along a dimension: where that is in their arguments.
+LOOKUP = {
+    "index_select": 1, "gather": 1, "take_along_dim": 2, "scatter": 1, "scatter_add": 1, "scatter_reduce": 1,
+    "index_add": 1, "index_copy": 1, "index_fill": 1,
+}  # fmt: skip
+# Ops that go through what they read place by place, in a vmap, too.
+PLACE_BY_PLACE = ARITHMETIC | POINTWISE | {"_add_batch_dim", "_remove_batch_dim"}
+COUNT = {"arange", "linspace"}
+SHUFFLE = {"randperm"}
+SIZES = {"size", "getattr", "numel", "dim", "sym_size", "sym_numel", "ndimension", "stride", "__get__"}
+
+
+class Mixes(CaptureError):
+    """What an op does, `what`, in which the samples of a batch meet."""
+
+    def __init__(self, op: Op, what: str) -> None:
+        super().__init__(str(refuse(op, what)))
+        self.op, self.what = op, what
+
+
+@dataclass
+class Flow:
+    """What is known of each value: whether it depends on the batch's samples, where they were pooled or counted, and
+    how many of a kind stand before the batch in its dimension (1: the batch is the slowest part). `mixed` has what
+    is wrong with values in which samples met, `scaled` with those that are more or less for a larger batch;
+    `vmaps` has the op that entered the vmap over the batch which a value lives in; `beside`, for values with the batch
+    in them that live in a vmap over something else, the op that took them there; `sizes` are numbers that depend on how
+    large the batch is."""
+
+    types: Mapping[str, ValueType]
+    depends: set[str] = field(default_factory=set)
+    pooled: dict[str, Op] = field(default_factory=dict)
+    counted: dict[str, Op] = field(default_factory=dict)
+    outer: dict[str, int] = field(default_factory=dict)
+    mixed: dict[str, CaptureError] = field(default_factory=dict)
+    scaled: dict[str, Mixes] = field(default_factory=dict)
+    vmaps: dict[str, str] = field(default_factory=dict)
+    beside: dict[str, Op] = field(default_factory=dict)
+    sizes: set[str] = field(default_factory=lambda: {BATCH})
+
+
+def follow(graph: Graph) -> Flow:
+    """What is known of every value."""
+    flow = Flow(graph.types)
+    flow.depends |= {item.name for item in graph.inputs if item.batch_dim is not None}
+    states = {state.name for state in graph.states}
+    for op in graph.ops:
+        if not flow.depends:
+            break
+        _follow(op, flow)
+        written = set(op.writes)
+        if written and not written - states:
+            for known in (flow.depends, flow.pooled, flow.counted, flow.mixed, flow.scaled):
+                known.discard(op.name) if isinstance(known, set) else known.pop(op.name, None)
+        elif written and op.name in flow.depends:  # what shares its memory is now as it is
+            flow.depends |= written - states
+            if op.name in flow.pooled:
+                flow.pooled |= dict.fromkeys(written - states, flow.pooled[op.name])
+            if op.name in flow.mixed:
+                flow.mixed |= dict.fromkeys(written - states, flow.mixed[op.name])
+    return flow
+
+
+def _follow(op: Op, flow: Flow) -> None:
+    """Note what the result of one op is."""
+    dims = batch_dims(op.type)
+    kind_only = tuple(refs(op.args[:1])) if called(op) in LIKE and not op.random and not dims else ()
+    reads = [name for name in op.reads if name in flow.depends and Ref(name) not in kind_only]
+    asks = called(op) in SIZES and not any(tensors(op.type))
+    if asks or (isinstance(op.type, ScalarType) and flow.sizes & set(op.reads)):
+        flow.sizes.add(op.name)
+        return
+    if not reads:
+        if dims and called(op) in COUNT | SHUFFLE:
+            flow.counted[op.name] = op
+        _check(op, flow, (_count,))
+        return
+    flow.depends.add(op.name)
+    _check(op, flow, (_count, _check_shape, _check_dimension, _check_lookup, _check_time, _check_vmap, _check_meeting))
+    _note_scale(op, flow)
+    if dims:
+        flow.outer[op.name] = _outer(op, flow)
+    elif any(True for _ in tensors(op.type)) or isinstance(op.type, ScalarType) or flow.pooled.keys() >= set(reads):
+        flow.pooled[op.name] = next((flow.pooled[name] for name in reads if name in flow.pooled), op)
+
+
+def _check(op: Op, flow: Flow, checks: Sequence[Callable[[Op, Flow], None]]) -> None:
+    """Note it if the op mixes samples, or reads what does."""
+    met = next((flow.mixed[name] for name in op.reads if name in flow.mixed), None)
+    if met is not None:
+        flow.mixed[op.name] = met
+        return
+    try:
+        for check in checks:
+            check(op, flow)
+    except CaptureError as error:
+        flow.mixed[op.name] = error
+
+
+def _count(op: Op, flow: Flow) -> None:
+    """Row numbers stay row numbers, until they are used to look something up; an order never does."""
+    first = next((ref.name for ref in refs(op.args[:1])), "")
+    used = (first,) if called(op) in INDEX else op.reads
+    if called(op) in INDEX:
+        order = next((o for name in op.reads if (o := flow.counted.get(name)) and called(o) in SHUFFLE), None)
+        if order is not None:
+            raise Mixes(op, "changes the order of the batch")
+    found = next((flow.counted[name] for name in used if name in flow.counted), None)
+    if found is not None and batch_dims(op.type):
+        flow.counted.setdefault(op.name, found)
+
+
+def _check_shape(op: Op, flow: Flow) -> None:
+    for kind in tensors(op.type):
+        if len(batch_dims(kind)) > 1:
+            raise Mixes(op, f"makes {kind}, in which every sample meets every other")
+        for dim in batch_dims(kind):
+            if multiple(kind.shape[dim]) is None:
+                raise Mixes(op, f"takes a part of the batch: {kind}")
+
+
+def _check_dimension(op: Op, flow: Flow) -> None:
+    """Ops over a dimension: it must not be the batch's."""
+    name = called(op).rstrip("_")
+    first = next((ref.name for ref in refs(op.args[:1])), None)
+    kind = flow.types.get(first or "")
+    if not isinstance(kind, TensorType) or not batch_dims(kind):
+        return
+    batch = batch_dims(kind)[0]
+    if name in ALONG:
+        position, key = ALONG[name]
+        given = op.args[position] if len(op.args) > position else op.kwargs.get(key, "unknown")
+        if key == "dims" and isinstance(given, int):
+            given = op.args[position:]  # x.flip(0, 1)
+        if given == "unknown":
+            given = {"normalize": 1, "flip": (), "roll": None, "cumsum": 0}.get(name, -1)
+        along = range(len(kind.shape)) if given is None and name == "roll" else _ints(given)
+        if batch in [dim % len(kind.shape) for dim in along]:
+            raise Mixes(op, f"{name} runs along the batch, dimension {batch} of {kind}")
+    elif name in PIECES or name in ("getitem", "narrow", "select"):
+        _check_split(op, kind, batch, flow.outer.get(first or "", 1))
+    elif name == "squeeze" and len(op.args) == 1 and not op.kwargs and len(kind.shape) > 1:
+        raise refuse(
+            op, "squeeze without a dimension also takes away a batch of one", "name the dimension, as in x.squeeze(1)"
+        )
+
+
+def _check_lookup(op: Op, flow: Flow) -> None:
+    """Samples must be found by their own place: another number is of a place in the whole batch."""
+    name = called(op).rstrip("_")
+    looked = op.args[1] if name == "embedding" and len(op.args) > 1 else next(iter(op.args), None)
+    kind = flow.types.get(looked.name) if isinstance(looked, Ref) else None
+    if not isinstance(kind, TensorType) or not batch_dims(kind):
+        return
+    batch = batch_dims(kind)[0]
+    if name in LOOKUP:
+        position = LOOKUP[name]
+        dim = op.args[position] if len(op.args) > position else op.kwargs.get("dim")
+        found = not isinstance(dim, int) or dim % len(kind.shape) == batch
+    elif name in ("getitem", "setitem", "index_put"):
+        found = _numbers(_at(op.args[1], batch, flow), flow)
+    else:
+        found = name in ("embedding", "take", "put") and (batch == 0 or name != "embedding")
+    if found:
+        raise Mixes(op, f"looks samples up by their number in the batch, dimension {batch} of {kind}")
+
+
+def _at(index: Any, dim: int, flow: Flow) -> Any:
+    """What of an index says which places of a dimension are taken."""
+    items = list(index) if isinstance(index, (tuple, list)) else [index]
+    taken = 0
+    for item in items:
+        kind = flow.types.get(item.name) if isinstance(item, Ref) else None
+        if item is ...:
+            return None  # dimensions are counted from the end then: the batch is among those left alone
+        many = len(kind.shape) if isinstance(kind, TensorType) and kind.dtype == "bool" else int(item is not None)
+        if taken <= dim < taken + many:
+            return item
+        taken += many
+    return None
+
+
+def _numbers(index: Any, flow: Flow) -> bool:
+    """Whether an index has numbers of places that are not those of the samples themselves."""
+    kind = flow.types.get(index.name) if isinstance(index, Ref) else None
+    return isinstance(kind, TensorType) and kind.dtype != "bool" and index.name not in flow.counted
+
+
+def _check_split(op: Op, kind: TensorType, batch: int, outer: int) -> None:
+    """Pieces of a dimension that is more than the batch: they must be whole batches."""
+    pieces = list(tensors(op.type))
+    many = multiple(kind.shape[batch]) or 1
+    for piece in pieces:
+        dims = batch_dims(piece)
+        if dims and multiple(piece.shape[dims[0]]) != many and outer != many:
+            raise Mixes(op, f"cuts {kind} along the batch")
+
+
+def _check_time(op: Op, flow: Flow) -> None:
+    """The steps of a recurrent network are no samples. Its arguments: (input, state, parameters, biases, layers,
+    dropout, train, bidirectional, batch first)."""
+    if called(op) not in RECURRENT or len(op.args) < 9:
+        return
+    kind = flow.types.get(next((ref.name for ref in refs(op.args[:1])), ""))
+    dims = batch_dims(kind) if isinstance(kind, TensorType) else ()
+    if dims and dims[0] != (0 if op.args[8] is True else 1):
+        raise Mixes(op, f"{called(op)} takes dimension {dims[0]} of {kind}, the batch, for its steps")
+
+
+def _check_vmap(op: Op, flow: Flow) -> None:
+    """Where a vmap runs over the batch, what is inside is of one sample. Else the batch is somewhere in there, nobody
+    says where: only what goes place by place is allowed, and what comes out shows whether samples met."""
+    reads = [name for name in op.reads if name in flow.depends]
+    if not in_vmap(op.type) or flow.pooled.keys() >= set(reads):
+        return
+    entered: set[str] = set()
+    beside: list[Op] = []
+    for name in reads:
+        kind = flow.types[name]
+        if name in flow.pooled:
+            raise Mixes(flow.pooled[name], f"pools the batch into {kind}, which {op.origin} uses for single samples")
+        if isinstance(kind, TensorType):
+            if called(op) == "_add_batch_dim" and op.args[1] % len(kind.shape) in batch_dims(kind):
+                entered.add(op.args[2].name)
+            elif called(op) == "_add_batch_dim" and all(kind.shape[dim] == BATCH for dim in batch_dims(kind)):
+                beside.append(op)
+            else:
+                raise _whole_in_vmap(op, kind)
+        elif name in flow.beside:
+            beside.append(flow.beside[name])
+        elif name in flow.vmaps:
+            entered.add(flow.vmaps[name])
+    if len(entered) > 1:
+        raise Mixes(op, "is in two vmaps over the batch, so that every sample meets every other")
+    if beside and (entered or op.random or op_name(op) not in PLACE_BY_PLACE):
+        raise _whole_in_vmap(beside[0], flow.types[beside[0].reads[0]])
+    if beside:
+        flow.beside[op.name] = beside[0]
+    if entered:
+        flow.vmaps[op.name] = entered.pop()
+
+
+def _whole_in_vmap(op: Op, kind: ValueType) -> Mixes:
+    return Mixes(op, f"takes the whole batch, {kind}, into a vmap")
+
+
+def _check_meeting(op: Op, flow: Flow) -> None:
+    """What was pooled over the batch must not meet single samples again."""
+    if not batch_dims(op.type):
+        return
+    met = next((flow.pooled[name] for name in op.reads if name in flow.pooled), None)
+    if met is not None:
+        raise Mixes(met, f"pools the batch into {met.type}, which {op.origin or op.name} uses for single samples")
+
+
+def _note_scale(op: Op, flow: Flow) -> None:
+    """Note it if single samples are computed with the batch size, which is another one in a micro-batch."""
+    if not batch_dims(op.type) and not in_vmap(op.type):
+        return
+    sizes = [name for name in op.reads if isinstance(flow.types[name], ScalarType) and name in flow.sizes]
+    if sizes and op_name(op) in ARITHMETIC:
+        flow.scaled[op.name] = Mixes(op, "computes with the batch size, which is another one in a micro-batch")
+    elif met := next((flow.scaled[name] for name in op.reads if name in flow.scaled), None):
+        flow.scaled[op.name] = met
+
+
+def _outer(op: Op, flow: Flow) -> int:
+    """How many of a kind stand before the batch in its dimension of the result."""
+    kinds = [kind for kind in tensors(op.type) if batch_dims(kind)]
+    kind = kinds[0]
+    dim = batch_dims(kind)[0]
+    many = multiple(kind.shape[dim]) or 1
+    if many == 1:
+        return 1
+    name = called(op)
+    sources = [
+        (source, flow.types[source]) for source in op.reads if source in flow.depends and batch_dims(flow.types[source])
+    ]
+    if name in JOINS and _joins_along(op, kind, dim):
+        joined = [ref for ref in refs(op.args) if ref.name in dict(sources)]  # the same value may come twice
+        return many if len(joined) > 1 else flow.outer.get(sources[0][0], 1)
+    if name in ("repeat", "tile"):
+        return many
+    if not sources:
+        return 1
+    source, type = sources[0]
+    if name in RESHAPES and isinstance(type, TensorType):
+        where = batch_dims(type)[0]
+        before = flow.outer.get(source, 1) * prod(number(size) for size in type.shape[:where])
+        after = prod(number(size) for size in kind.shape[:dim])
+        return max(1, before // after)
+    return max(flow.outer.get(source, 1) for source, _ in sources)
+
+
+def _joins_along(op: Op, kind: TensorType, batch: int) -> bool:
+    """Whether what the op joins comes one after the other in the dimension of the batch."""
+    if called(op) == "stack":
+        return False
+    given = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", op.kwargs.get("axis", 0))
+    along = {"hstack": min(1, len(kind.shape) - 1), "vstack": 0}.get(called(op), given)
+    return not isinstance(along, int) or along % len(kind.shape) == batch
+
+
+def batch_dims(kind: ValueType) -> tuple[int, ...]:
+    """The dimensions of a type that depend on the batch size; of several tensors, those of the first that has any."""
+    for tensor in tensors(kind):
+        if dims := tuple(i for i, size in enumerate(tensor.shape) if BATCH in dim_names(size)):
+            return dims
+    return ()
+
+
+def in_vmap(kind: ValueType) -> bool:
+    """Whether a value lives in a vmap only; of several, any."""
+    return any(map(in_vmap, kind.items)) if isinstance(kind, TupleType) else kind == IN_VMAP
+
+
+def multiple(size: Dim) -> int | None:
+    """How many times the batch size a dimension is; None if it is no such thing, as `b - 1`."""
+    one, two, five = (number(size, rows) for rows in (1, 2, 5))
+    return one if one > 0 and (two, five) == (2 * one, 5 * one) else None
+
+
+def number(size: Dim, rows: int = 1) -> int:
+    """A dimension with numbers for its names: primes, lest two of them look alike."""
+    primes = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)
+    values = {name: primes[sum(map(ord, name)) % len(primes)] for name in dim_names(size)}
+    return dim_size(size, values | {BATCH: rows})
+
+
+def _ints(given: Any) -> tuple[int, ...]:
+    items = given if isinstance(given, (tuple, list)) else (given,)
+    return tuple(item for item in items if isinstance(item, int))

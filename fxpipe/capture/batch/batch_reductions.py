@@ -1,0 +1,333 @@
+"""Which numbers over a batch are sums or means over its samples, so that those of the micro-batches make up the whole.
+
+Every value is followed with what it is of the samples, and with a power of their number B:
+
+    x                        samples   B^0     one value for each sample
+    x.sum()                  pooled    B^1     a sum over the samples
+    x.mean()                 pooled    B^0     a mean over the samples, each of the same weight
+    x.sum() / x.shape[0]     pooled    B^0     x.shape[0] is the "same" for all samples, with B^1
+    w.square().sum()         same      B^0
+    x.mean() + w.norm()      pooled    B^0     a mean of what has the same thing added to each
+    x.sum() + w.norm()       unknown           w.norm() would be counted once for each micro-batch
+    x.mean().sqrt()          unknown           a mean of roots is no root of a mean
+
+Products add the powers, quotients subtract them, sums want them equal. Nothing but linear operations keeps what is
+pooled; everything is allowed to what is the same, and to single samples, which `batch.py` sees to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from fxpipe.capture.tracing.symbolic_sizes import BATCH, VMAP
+from fxpipe.ir.graph.graph import Graph, Op, Ref, called, refs
+from fxpipe.ir.graph.op_arguments import arguments
+from fxpipe.ir.graph.ops import ADD, DIVIDE, JOINS, LABEL_LOSSES, LIKE, MATMULS, MULTIPLY
+from fxpipe.ir.graph.value_types import ScalarType, TensorType, TupleType, ValueType, dim_names, tensors
+
+from .batch_dimension import Flow, batch_dims, in_vmap, multiple
+
+# What may be done to a sum as well after it was taken as before. The first argument is what counts, the others must be
+# the same for all samples.
+LINEAR = """
+    neg negative positive clone contiguous detach alias requires_grad_ to type type_as float double half bfloat16 cpu
+    cuda sym_float view view_as reshape reshape_as flatten unflatten squeeze unsqueeze expand expand_as broadcast_to
+    permute transpose t movedim swapaxes getitem select narrow index_select unbind split chunk sum mean cumsum trace
+    diagonal flip roll repeat tile tensor as_tensor scalar_tensor
+"""
+ZEROS = {"zeros", "zeros_like", "new_zeros"}
+SUMS = {"sum": 1, "nansum": 1, "count_nonzero": 1, "mean": 0}  # what they do to the power
+# Losses of torch that take samples apart: into elements, or into rows.
+ELEMENTWISE = """
+    mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div
+    poisson_nll_loss hinge_embedding_loss soft_margin_loss margin_ranking_loss gaussian_nll_loss
+"""
+BY_ROW = """
+    cosine_embedding_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss
+"""
+LINEAR_OPS, ELEMENTWISE_LOSSES, ROW_LOSSES = (frozenset(names.split()) for names in (LINEAR, ELEMENTWISE, BY_ROW))
+WEIGHTED = {"mse_loss", "l1_loss", "huber_loss"}  # divide by their weights, where they have any; others do not
+SIZES = {"size", "numel", "sym_size", "sym_numel"}
+PAIRS = "it is made of pairs of samples, or of parts of the batch"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a value is of the samples: "zero", "same", "samples", "pooled" or "unknown", times the `power` of their
+    number. Of an unknown one, `blame` is the op that made it so, and `why` may say more."""
+
+    what: str
+    power: int = 0
+    blame: Op | None = None
+    why: str = ""
+
+    @property
+    def reduce(self) -> str | None:
+        """How the values of micro-batches are put together."""
+        if self.what == "zero" or (self.what, self.power) == ("same", 0):
+            return "same"
+        return {0: "mean", 1: "sum"}.get(self.power) if self.what in ("pooled", "same") and self.power >= 0 else None
+
+
+ZERO, SAME, SAMPLES = Kind("zero"), Kind("same"), Kind("samples")
+ORDER = ("zero", "same", "samples", "pooled", "unknown")
+
+
+def kinds(graph: Graph, flow: Flow) -> dict[str, Kind]:
+    """The kind of every value."""
+    known = {item.name: SAME if item.batch_dim is None else SAMPLES for item in graph.inputs}
+    known |= {size.name: Kind("same", int(size.name == BATCH)) for size in graph.sizes}
+    known |= {state.name: SAME for state in graph.states}
+    states = {state.name for state in graph.states}
+    made = {op.name: op for op in graph.ops}
+    for op in graph.ops:
+        kind = Follow(op, known, flow.types, made).kind()
+        if op.name in flow.mixed and batch_dims(op.type):  # of its micro-batch, each sample has one value again
+            kind = SAMPLES if one_each(op.type) else Kind("unknown", blame=op, why=PAIRS)
+        elif op.writes and states.issuperset(op.writes):
+            kind = SAME  # statistics of each micro-batch
+        known[op.name] = kind
+        # What was written into has the op's name from here on. What else is in that memory is of the same kind now, or
+        # nobody knows.
+        for name in set(op.writes) - states - set(op.reads[:1]):
+            if known[name] != kind and (known[name].what, kind.what) != ("samples", "samples"):
+                known[name] = Kind("unknown", blame=op)
+    return known
+
+
+def one_each(type: ValueType) -> bool:
+    """Whether the batch is there once, and all of it."""
+    dims = ((kind, batch_dims(kind)) for kind in tensors(type))
+    return all(not at or (len(at) == 1 and multiple(kind.shape[at[0]]) is not None) for kind, at in dims)
+
+
+def kind_of(arg: Any, known: Mapping[str, Kind]) -> Kind:
+    """The kind of an argument; of a nest, that of the worst in it."""
+    if isinstance(arg, Ref):
+        return known[arg.name]
+    inside = [known[ref.name] for ref in refs(arg)]
+    if inside:
+        return max(inside, key=lambda kind: (ORDER.index(kind.what), abs(kind.power)))
+    return ZERO if type(arg) in (int, float) and arg == 0 else SAME
+
+
+def summands(op: Op) -> tuple[Any, ...]:
+    """The arguments that an op adds up, or treats alike in another way."""
+    name = called(op).rstrip("_")
+    if name in JOINS:
+        return tuple(refs((op.args[:1], dict(op.kwargs))))
+    return op.args[:2] if name in ADD else op.args[1:3] if name == "where" else ()
+
+
+def is_number(type: ValueType) -> bool:
+    """Whether the value is a number, or several, as a shape is."""
+    return all(map(is_number, type.items)) if isinstance(type, TupleType) else isinstance(type, ScalarType)
+
+
+def labels_may_be_ignored(op: Op, types: Mapping[str, ValueType], made: Mapping[str, Op]) -> bool:
+    """Whether a loss for labels is a mean in which samples differ in weight: some labels may count for more than
+    others, or not at all."""
+    given = arguments(op)
+    target = given.get("target")
+    kind = types.get(target.name) if isinstance(target, Ref) else None
+    if isinstance(kind, TensorType) and kind.dtype.startswith(("f", "bf")):
+        return False  # probabilities
+    source = made.get(target.name) if isinstance(target, Ref) else None
+    return given.get("weight") is not None or source is None or called(source) != "argmax"
+
+
+def reduction(given: Mapping[str, Any]) -> str:
+    """The `reduction` of a loss, which may be said in the old way."""
+    average, old = given.get("size_average"), given.get("reduce")
+    if average is not None or old is not None:
+        return "none" if old is False else "sum" if average is False else "mean"
+    return str(given["reduction"])
+
+
+@dataclass
+class Follow:
+    """One op, with what is known of the values before it."""
+
+    op: Op
+    known: Mapping[str, Kind]
+    types: Mapping[str, ValueType]
+    made: Mapping[str, Op]
+
+    def kind(self) -> Kind:
+        """The kind of the op's result."""
+        op, name = self.op, called(self.op).rstrip("_")
+        arithmetic = name in ADD | MULTIPLY | DIVIDE
+        if name in LIKE and not op.random and not batch_dims(op.type):  # of what is like it, nothing but sizes is read
+            return ZERO if name in ZEROS else self._of((*op.args[1:], *op.kwargs.values()))
+        # Numbers are shapes, mostly.
+        read = [self.known[ref] for ref in op.reads if arithmetic or not is_number(self.types[ref])]
+        unknown = next((kind for kind in read if kind.what == "unknown"), None)
+        if unknown is not None:
+            return unknown
+        if name in SIZES and isinstance(op.type, ScalarType):
+            return self._size(name)
+        if op.type == VMAP:
+            return SAME
+        if name in ZEROS and not batch_dims(op.type):
+            return ZERO
+        read_all = [self.known[ref] for ref in op.reads]
+        if all(kind.what in ("zero", "same") and kind.power == 0 for kind in read_all) and not batch_dims(op.type):
+            return ZERO if name in LINEAR_OPS and op.args and self._of(op.args[0]) == ZERO else SAME
+        if arithmetic:
+            return self._arithmetic(name)
+        if name in JOINS or (name == "where" and len(op.args) == 3 and self._of(op.args[0]).what == "same"):
+            return self._sum([self._of(arg) for arg in summands(op)])
+        if batch_dims(op.type) or in_vmap(op.type):
+            return self._samples(name, read)
+        return self._pooled(name)
+
+    def unknown(self, why: str = "") -> Kind:
+        return Kind("unknown", blame=self.op, why=why)
+
+    def _of(self, arg: Any) -> Kind:
+        return kind_of(arg, self.known)
+
+    def _size(self, name: str) -> Kind:
+        """A number made of the sizes of a tensor."""
+        first = self.op.args[0]
+        type = self.types[first.name] if isinstance(first, Ref) else None
+        if not isinstance(type, TensorType):
+            return self.unknown()
+        sizes = type.shape
+        if name not in ("numel", "sym_numel"):
+            dim = self.op.args[1] if len(self.op.args) > 1 else self.op.kwargs.get("dim")
+            if not isinstance(dim, int):
+                return self.unknown()
+            sizes = (type.shape[dim],)
+        of_batch = [size for size in sizes if not isinstance(size, int) and BATCH in dim_names(size)]
+        if any(multiple(size) is None for size in of_batch):
+            return self.unknown()
+        return Kind("same", len(of_batch))
+
+    def _sum(self, parts: Sequence[Kind]) -> Kind:
+        """A sum, or anything else that treats its parts alike."""
+        parts = [part for part in parts if part.what != "zero"]
+        if not parts:
+            return ZERO
+        what = max((part.what for part in parts), key=ORDER.index)
+        if len({part.power for part in parts}) > 1 or {"samples", "pooled"} <= {part.what for part in parts}:
+            return self.unknown("it adds a sum over the samples to what is none" if what == "pooled" else "")
+        return Kind(what, parts[0].power)
+
+    def _product(self, one: Kind, other: Kind) -> Kind:
+        if "zero" in (one.what, other.what):
+            return ZERO
+        what = {one.what, other.what}
+        if "pooled" in what and what != {"pooled", "same"}:
+            return self.unknown("it multiplies two values over the batch")
+        return Kind(max(what, key=ORDER.index), one.power + other.power)
+
+    def _arithmetic(self, name: str) -> Kind:
+        op = self.op
+        if len(op.args) < 2 or not self._plain(op.kwargs):
+            return self.unknown()
+        one, other = self._of(op.args[0]), self._of(op.args[1])
+        if name in ADD:
+            return self._sum([one, other])
+        if name in MULTIPLY:
+            return self._product(one, other)
+        if one.what == "zero":
+            return ZERO
+        if other.what == "pooled" or (one.what == "pooled" and other.what == "samples"):
+            return self.unknown("it divides by a value over the batch")
+        return Kind(max((one.what, other.what), key=ORDER.index), one.power - other.power)
+
+    @staticmethod
+    def _plain(kwargs: Mapping[str, Any]) -> bool:
+        """Whether what stands beside the operands changes nothing."""
+        number = isinstance(kwargs.get("alpha", 1), (int, float))
+        return kwargs.keys() <= {"alpha", "rounding_mode"} and kwargs.get("rounding_mode") is None and number
+
+    def _samples(self, name: str, read: Sequence[Kind]) -> Kind:
+        """The result has the batch in it, so it is made of single samples; of their number it may not know much."""
+        if all(kind.power == 0 for kind in read):
+            return SAMPLES
+        if name in LINEAR_OPS and len({kind.power for kind in read}) == 1:
+            return Kind("samples", read[0].power)
+        return self.unknown()
+
+    def _pooled(self, name: str) -> Kind:
+        """The result has no batch in it, and depends on what has."""
+        op = self.op
+        first = self._of(op.args[0]) if op.args else self._of(op.kwargs.get("input", ()))
+        rest = [self._of(arg) for arg in (*op.args[1:], *op.kwargs.values())]
+        alone = all(kind.what in ("zero", "same") for kind in rest)
+        if first.what == "samples" and name in SUMS and alone:
+            if name == "count_nonzero" and first.power:
+                return self.unknown()
+            return Kind("pooled", first.power + SUMS[name])
+        if first.what != "samples" and name in LINEAR_OPS and alone:
+            return first if self._keeps_fractions(op) else self.unknown()
+        if name in ELEMENTWISE_LOSSES | ROW_LOSSES | LABEL_LOSSES:
+            return self._loss(name)
+        if name in MATMULS or name == "einsum":
+            return self._contraction(name)
+        return self.unknown()
+
+    def _keeps_fractions(self, op: Op) -> bool:
+        """Whether the result is no integer, or was one before."""
+        before = self.types[op.reads[0]]
+        whole = [isinstance(kind, TensorType) and kind.dtype[0] in "iu" for kind in (before, op.type)]
+        truth = isinstance(op.type, TensorType) and op.type.dtype == "bool"
+        return not truth and (whole[0] or not whole[1])
+
+    def _loss(self, name: str) -> Kind:
+        """One of torch's losses, reduced to a number."""
+        given = arguments(self.op)
+        how = reduction(given)
+        values = {key: value.name for key, value in given.items() if isinstance(value, Ref)}
+        read = {key: self.known[value] for key, value in values.items()}
+        if any(kind.what == "pooled" or kind.power for kind in read.values()):
+            return self.unknown()
+        types = {key: self.types[value] for key, value in values.items() if read[key].what == "samples"}
+        apart = [
+            (dims[0], type) for type in types.values() if (dims := batch_dims(type)) and isinstance(type, TensorType)
+        ]
+        if name in ELEMENTWISE_LOSSES and len({dim - len(type.shape) for dim, type in apart}) > 1:
+            return self.unknown("its arguments are broadcast, so that every sample meets every other")
+        if name in ROW_LOSSES and any(dim for dim, _ in apart):
+            return self.unknown("the batch is not the first dimension")
+        if name in LABEL_LOSSES and any(dim == min(1, len(type.shape) - 1) for dim, type in apart[:1]):
+            return self.unknown("its classes run along the batch")
+        if how == "batchmean" and "input" in types:
+            return Kind("pooled", int(apart[0][0] != 0))
+        if how == "mean" and name in WEIGHTED and given.get("weight") is not None:
+            return self.unknown("it divides by the sum of the weights, which differs between micro-batches")
+        if how == "batchmean":
+            return self.unknown()
+        if how == "mean" and name in LABEL_LOSSES and labels_may_be_ignored(self.op, self.types, self.made):
+            return self.unknown("labels that are ignored, or weighted, differ between micro-batches")
+        return Kind("pooled", int(how == "sum"))
+
+    def _contraction(self, name: str) -> Kind:
+        """A product of tensors that sums over the batch."""
+        op = self.op
+        operands = [ref.name for ref in refs((op.args, dict(op.kwargs)))]
+        read = [self.known[operand] for operand in operands]
+        product = reduce(self._product, read)
+        if product.what != "samples":
+            linear = name != "linear" or len(operands) < 3 or product.power == 0
+            return product if linear else self.unknown()
+        if name == "linear" or any(kind.what != "samples" for kind in read):
+            return self.unknown()
+        shapes = [type.shape for operand in operands for type in tensors(self.types[operand])]
+        dims = [dims[0] for operand in operands if (dims := batch_dims(self.types[operand]))]
+        if name == "einsum":
+            letters = re.sub(r"\s", "", str(op.args[0])).split("->")[0].split(",")
+            if "." in "".join(letters) or len({term[dim] for term, dim in zip(letters, dims, strict=True)}) > 1:
+                return self.unknown()
+        else:
+            last = [len(shape) - 1 for shape in shapes]
+            second = last[1] if name == "inner" else max(last[1] - 1, 0)
+            if dims != [last[0], second]:
+                return self.unknown()
+        return Kind("pooled", product.power + 1)

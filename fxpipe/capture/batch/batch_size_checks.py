@@ -1,0 +1,139 @@
+"""Whether what was captured holds for every micro-batch: the model may have asked how large the batch is.
+
+A graph is traced at the size of the largest micro-batch. Where forward looked at that size (`if x.shape[0] > 4`), the
+answer is a guard on the symbol of the batch; where it counted to it (`for i in range(x.shape[0])`), the symbol is gone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import PurePath
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+from torch.utils._sympy.printers import PythonPrinter
+
+from fxpipe.capture.call_arguments import Call
+from fxpipe.capture.capture_errors import refuse
+from fxpipe.capture.tracing.dynamo import Traced
+from fxpipe.capture.tracing.fx_to_graph import Draft
+from fxpipe.capture.tracing.symbolic_sizes import BATCH
+from fxpipe.errors import CaptureError
+from fxpipe.ir.graph.graph import UNKNOWN, Graph
+
+from .batch_dimension import batch_dims
+
+
+def check_sizes(traced: Traced, draft: Draft, call: Call, sizes: Callable[[int], Sequence[int]]) -> None:
+    """Raise CaptureError, with the user's line, where the graph is not what the model does with a micro-batch."""
+    guards = traced.mode.shape_env.guards if traced.mode.shape_env is not None else []
+    if call.batch is None:
+        return
+    if draft.baked is not None and set(sizes(call.batch)) != {call.rows}:
+        raise CaptureError(
+            f"{baking_line(traced, call.rows)}counts to the batch size, so that the graph holds for a {draft.baked} of "
+            f"size {call.rows} only; use tensor operations over the whole batch instead, or choose chunks so that all "
+            f"micro-batches are of one size above 1"
+        )
+    if call.batch == 1 and draft.squeezed:
+        op = draft.squeezed[0]
+        raise refuse(
+            op, "squeeze without a dimension also takes away a batch of one", "name the dimension, as in x.squeeze(1)"
+        )
+    for guard in guards:
+        if _asks_for_layout(guard):
+            continue
+        batch = [s for s in guard.expr.free_symbols if draft.symbols.get(s) == BATCH]
+        for rows in sorted(set(sizes(call.batch))) if batch else ():
+            if _fails(guard.expr, batch, rows, traced) and (rows > 1 or _asked_by_user(guard)):
+                raise CaptureError(
+                    f"{_line(guard)}looks at the batch size, and does another thing for a micro-batch of {rows} than "
+                    f"for one of {call.rows}; make forward independent of the batch size, or choose chunks so that "
+                    f"all micro-batches are of one size"
+                )
+
+
+def conditions(traced: Traced, draft: Draft, call: Call) -> tuple[str, ...]:
+    """What has to hold for the sizes of a micro-batch and the numbers of another call, as Python, if the graph is to be
+    right for it; UNKNOWN where that is about something that has no name."""
+    env, names = traced.mode.shape_env, draft.symbols
+    known = {symbol: name for symbol, name in names.items() if name != BATCH} if env is not None else {}
+    found = [f"{name} >= 2" for symbol, name in known.items() if _least(env, symbol) == 2]  # Dynamo's, of all sizes
+    for guard in env.guards if env is not None else ():
+        if _asks_for_layout(guard):
+            continue
+        if not names.keys() >= guard.expr.free_symbols:
+            found.append(UNKNOWN)
+            continue
+        integers = {s: sympy.Symbol(names[s], integer=True) for s in guard.expr.free_symbols}
+        expression = guard.expr.xreplace(integers)
+        if expression == sympy.true:  # of two sizes of the batch, which are equal
+            continue
+        said = _Printer().doprint(expression)
+        of_batch = BATCH in {names[s] for s in guard.expr.free_symbols}
+        found.append(f"{BATCH} == 1 or {said}" if of_batch and not _asked_by_user(guard) else said)
+    found += [f"{BATCH} == {call.rows}"] if draft.baked is not None else []
+    found += [f"{BATCH} != 1"] if draft.squeezed else []
+    return tuple(dict.fromkeys(found))
+
+
+def _least(env: Any, symbol: sympy.Symbol) -> Any:
+    found = env.var_to_range.get(symbol)
+    return None if found is None else found.lower
+
+
+class _Printer(PythonPrinter):
+    """Python as it may stand in a file: torch's own, whose names are those of ours."""
+
+    def _print_Symbol(self, expr: sympy.Symbol) -> str:
+        return str(expr.name)
+
+
+def check_outputs(graph: Graph, batch: int | None, sizes: Callable[[int], Sequence[int]]) -> None:
+    """Raise CaptureError for an output of `b` times `b` where the micro-batches differ in size: nothing joins those."""
+    if batch is None or len(set(sizes(batch))) == 1:
+        return
+    for output in graph.outputs:
+        kind = graph.types[output.value]
+        if output.batch_dim is not None and len(batch_dims(kind)) > 1:
+            raise CaptureError(
+                f"the output {output.value}, {kind}, cannot be joined from micro-batches of the sizes "
+                f"{', '.join(map(str, sizes(batch)))}; choose chunks so that all are of one size, leave out what "
+                "is left of the data at the end (drop_last=True), or return what it is made of, and make it of what "
+                "the pipe returns"
+            )
+
+
+def baking_line(traced: Traced, rows: int | None) -> str:
+    """The user's line that made a number of the batch size, if that is known, and a line break."""
+    guards = traced.mode.shape_env.guards if traced.mode.shape_env is not None else []
+    found = next((g for g in guards if isinstance(g.expr, sympy.Eq) and rows in g.expr.args), None)
+    return _line(found) if found else ""
+
+
+def _fails(expression: Any, batch: list[sympy.Symbol], rows: int, traced: Traced) -> bool:
+    """Whether the guard is wrong for a micro-batch of that size; of the other sizes it may say what it likes."""
+    said = expression.xreplace(dict.fromkeys(batch, sympy.Integer(rows)))
+    if said.free_symbols:
+        hints = traced.mode.shape_env.backed_var_to_val if traced.mode.shape_env is not None else {}
+        said = said.xreplace({s: hints[s] for s in said.free_symbols if s in hints})
+    return bool(said == sympy.false)
+
+
+def _asked_by_user(guard: Any) -> bool:
+    """Whether the model's code asked, not an op that tells 1 from other sizes to see whether it broadcasts."""
+    frame = guard.sloc.framework_loc
+    return "_dynamo" in str(getattr(frame, "filename", frame))
+
+
+def _asks_for_layout(guard: Any) -> bool:
+    """Whether torch asked, to tell in which order a convolution lays out its results: their values are the same."""
+    frame = guard.sloc.framework_loc
+    return getattr(frame, "name", "") == "conv" and str(frame.filename).endswith("fake_impls.py")
+
+
+def _line(guard: Any) -> str:
+    """The user's line that a guard comes from, which torch keeps as `code  # file:line in function`."""
+    found = re.match(r"(.*?)\s*# (.*):(\d+) in ", guard.sloc.maybe_user_loc or "", re.DOTALL)
+    return f"{PurePath(found[2]).name}:{found[3]}\n    {found[1].strip()}\n" if found else ""

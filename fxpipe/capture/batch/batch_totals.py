@@ -1,0 +1,215 @@
+"""What a micro-batch must know of the whole batch for its part of the loss to be exact.
+
+    loss = (errors * mask).sum() / mask.sum()
+
+is no mean over samples: micro-batches differ in how many places count. But `mask.sum()` depends on the user's inputs
+alone, so it can be computed once, before anything runs, for the whole batch. That is what `Graph.totals` is for: the
+micro-batches get the number as an input, and what they compute is a sum over samples again.
+
+The losses of torch that divide by a number of their own are first written that way:
+
+    cross_entropy(x, y)      becomes      cross_entropy(x, y, reduction="sum") / (y != -100).sum()
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fxpipe.capture.tracing.value_names import Names
+from fxpipe.ir.graph.dead_code import without_dead_ops
+from fxpipe.ir.graph.graph import Graph, Input, Op, Output, Ref, called
+from fxpipe.ir.graph.op_arguments import arguments
+from fxpipe.ir.graph.ops import LABEL_LOSSES
+from fxpipe.ir.graph.value_types import TensorType, tensors
+
+from .batch_dimension import batch_dims, follow
+from .batch_reductions import SAME, WEIGHTED, ZERO, kinds, labels_may_be_ignored, reduction
+from .mean_shares import with_shares
+from .mixed_samples import Reduce, said
+
+
+def spread(graph: Graph, values: Sequence[str], reduce: Reduce) -> Graph:
+    """The graph such that as many as can be of `values`, its outputs, are sums or means of those of the micro-batches.
+    Those that the user has said something about stay as they are."""
+    flow = follow(graph)
+    found = kinds(graph, flow)
+
+    def is_open(value: str) -> bool:
+        unclear = value in flow.mixed or (found[value].reduce is None and not batch_dims(graph.types[value]))
+        return unclear and said(graph, value, reduce) is None
+
+    wanted = [value for value in values if is_open(value)]
+    if not wanted:
+        return graph
+    graph = _with_sums(graph, needed(graph, wanted))
+    graph = _with_totals(graph, needed(graph, wanted), values)
+    return with_shares(graph, needed(graph, wanted))
+
+
+def needed(graph: Graph, values: Sequence[str]) -> set[str]:
+    """Everything that the values are made of."""
+    found = set(values)
+    for op in reversed(graph.ops):
+        if op.name in found:
+            found.update(op.reads)
+    return found
+
+
+# Losses that divide by how many labels count --------------------------------------------------------------------------
+
+
+def _with_sums(graph: Graph, names: set[str]) -> Graph:
+    """The graph with sums divided by totals for those means among `names` that are no plain ones."""
+    known, made = data_only(graph), {op.name: op for op in graph.ops}
+    name = Names(graph.types)
+    ops: list[Op] = []
+    for op in graph.ops:
+        make = _divided(op, graph, known, made) if op.name in names else None
+        ops += make(name) if make is not None else [op]
+    return replace(graph, ops=tuple(ops))
+
+
+def _divided(op: Op, graph: Graph, known: set[str], made: Mapping[str, Op]) -> Callable[[Names], list[Op]] | None:
+    """How to write a loss as a sum divided by a total, if that is called for and the total depends on data alone."""
+    if called(op) not in LABEL_LOSSES | WEIGHTED or batch_dims(op.type):
+        return None
+    given = arguments(op)
+    if reduction(given) != "mean":
+        return None
+    if called(op) in WEIGHTED:
+        weight = given.get("weight")
+        if not isinstance(weight, Ref) or weight.name not in known:
+            return None
+        return lambda name: Writer(op, graph, name).by_weights(weight)
+    if not labels_may_be_ignored(op, graph.types, made):
+        return None
+    if any(isinstance(given[key], Ref) and given[key].name not in known for key in ("target", "weight")):
+        return None
+    return lambda name: Writer(op, graph, name).by_labels(given)
+
+
+@dataclass
+class Writer:
+    """Writes the ops that stand for one loss."""
+
+    op: Op
+    graph: Graph
+    name: Names
+
+    def _make(self, wish: str, target: Any, args: tuple[Any, ...], kind: TensorType) -> Op:
+        return replace(self.op, name=self.name(wish), target=target, args=args, kwargs={}, type=kind)
+
+    def _tensor(self, ref: Ref) -> TensorType:
+        kind = self.graph.types[ref.name]
+        assert isinstance(kind, TensorType)
+        return kind
+
+    def by_labels(self, given: Mapping[str, Any]) -> list[Op]:
+        """`loss / counted`, where `counted` are the labels that are not ignored, or the sum of their weights."""
+        target, weight = given["target"], given["weight"]
+        kind = self._tensor(target)
+        ignored = replace(kind, dtype="bool")
+        if weight is None:
+            count = self._make("counts", operator.ne, (target, given["ignore_index"]), ignored)
+            total = self._make("labels_counted", "sum", (Ref(count.name),), replace(kind, dtype="i64", shape=()))
+            return [count, total, *self._quotient(Ref(total.name))]
+        number = replace(kind, dtype=self._tensor(weight).dtype)
+        skip = self._make("ignored", operator.eq, (target, given["ignore_index"]), ignored)
+        label = self._make("label", "masked_fill", (target, Ref(skip.name), 0), kind)
+        of_label = self._make("label_weight", torch.take, (weight, Ref(label.name)), number)
+        counted = self._make("label_weight", "masked_fill", (Ref(of_label.name), Ref(skip.name), 0.0), number)
+        total = self._make("label_weights", "sum", (Ref(counted.name),), replace(number, shape=()))
+        return [skip, label, of_label, counted, total, *self._quotient(Ref(total.name))]
+
+    def by_weights(self, weight: Ref) -> list[Op]:
+        """`loss / weight.sum()`."""
+        total = self._make("weights", "sum", (weight,), replace(self._tensor(weight), shape=()))
+        return [total, *self._quotient(Ref(total.name))]
+
+    def _quotient(self, total: Ref) -> list[Op]:
+        """The sum over the samples, divided by the total. In half precision it may be too large a number; there it is
+        the sum of the quotients."""
+        op = self.op
+        assert callable(op.target)
+        assert isinstance(op.type, TensorType)
+        defaults = inspect.signature(op.target).parameters
+        terms = op.type.dtype == "f16"
+        given = arguments(op) | {"size_average": None, "reduce": None, "reduction": "none" if terms else "sum"}
+        args = given["input"], given["target"]
+        kwargs = {key: defaults[key] for key in list(defaults)[2:]}
+        kwargs = {key: given[key] for key, parameter in kwargs.items() if given[key] != parameter.default}
+        shape = self._tensor(given["target"]).shape if terms else ()
+        kind = replace(op.type, shape=shape)
+        loss = replace(op, name=self.name(op.name), args=args, kwargs=kwargs, type=kind)
+        quotient = replace(op, target=operator.truediv, args=(Ref(loss.name), total), kwargs={})
+        if not terms:
+            return [loss, quotient]
+        parts = replace(quotient, name=self.name(op.name), type=kind)
+        return [loss, parts, replace(op, target="sum", args=(Ref(parts.name),), kwargs={})]
+
+
+# Numbers over the batch that depend on data alone ---------------------------------------------------------------------
+
+
+def data_only(graph: Graph) -> set[str]:
+    """The values that are made of inputs, constants and buffers alone, always in the same way. Not parameters: those
+    have gradients, and live in stages."""
+    given = {item.name for item in graph.inputs} | {state.name for state in graph.states}
+    barred = given & {name for op in graph.ops for name in op.writes}
+    while True:
+        known = _data_without(graph, barred)
+        spoilt = known & {name for op in graph.ops if op.name not in known for name in op.writes}
+        if not spoilt:
+            return known
+        barred |= spoilt
+
+
+def _data_without(graph: Graph, barred: set[str]) -> set[str]:
+    """The values made of data alone if `barred` are not; some of them may still be written into with other values."""
+    known = {item.name for item in graph.inputs} | {size.name for size in graph.sizes}
+    known |= {s.name for s in graph.states if s.kind != "parameter"}
+    known -= {i.name for i in graph.inputs if any(kind.grad for kind in tensors(i.type))}
+    known -= barred
+    for op in graph.ops:
+        pure = not op.random and op.name not in barred
+        if pure and known.issuperset((*op.reads, *op.writes)) and not any(kind.grad for kind in tensors(op.type)):
+            known.add(op.name)
+    return known
+
+
+def _with_totals(graph: Graph, names: set[str], values: Sequence[str]) -> Graph:
+    """The graph with those of `names` as inputs that are one value over the batch and depend on data alone. `values`
+    are its outputs."""
+    known, found = data_only(graph), kinds(graph, follow(graph))
+    plain, written = (SAME, ZERO), {name for op in graph.ops for name in (op.name, *op.writes) if op.writes}
+    pooled = [op for op in graph.ops if op.name in known & names - written and found[op.name] not in plain]
+    chosen = {op.name: op for op in pooled if isinstance(op.type, TensorType) and not batch_dims(op.type)}
+    rest = replace(
+        graph,
+        inputs=(*graph.inputs, *(Input(name, "", op.type, None) for name, op in chosen.items())),
+        ops=tuple(op for op in graph.ops if op.name not in chosen),
+        outputs=tuple(Output(value, None) for value in values),
+    )
+    rest = without_dead_ops(rest)
+    # Those that nobody reads now are no more than steps on the way to the others.
+    used = set(values).union(*(op.reads for op in rest.ops)) & chosen.keys()
+    if not used:
+        return graph
+    whole = replace(
+        graph,
+        ops=tuple(op for op in graph.ops if op.name in known),
+        outputs=tuple(Output(name, None, "same") for name in chosen if name in used),
+        result=tuple(Ref(name) for name in chosen if name in used),
+        loss=None,
+    )
+    inputs = tuple(item for item in rest.inputs if item.path or item.name in used)
+    whole = without_dead_ops(whole)
+    read = {name for op in whole.ops for name in op.reads}
+    whole = replace(whole, states=tuple(state for state in whole.states if state.name in read))
+    return replace(rest, inputs=inputs, outputs=(), totals=whole)

@@ -1,0 +1,115 @@
+"""How what the model returns is put together again from what it returns for each micro-batch.
+
+What is refused is an output that cannot be put together, and only where nobody said how.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from fxpipe.capture.capture_errors import refuse, without_symbols
+from fxpipe.capture.tracing.symbolic_sizes import BATCH
+from fxpipe.ir.graph.dead_code import without_dead_ops
+from fxpipe.ir.graph.graph import Graph, Op, Output, is_opaque
+from fxpipe.ir.graph.value_types import ScalarType, TensorType, dim_names, tensors
+
+from .batch_dimension import Flow, batch_dims, follow, multiple
+from .batch_reductions import SAME, Kind, kinds
+from .mixed_samples import Reduce, find_mixed, said
+
+Sizes = Callable[[Mapping[str, int]], int]
+FROM_VALUES = re.compile(r"u\d+")  # what torch calls a size that it cannot know
+
+
+def check_shapes(graph: Graph, values: Sequence[str]) -> None:
+    """Raise CaptureError for a value that has a part in `values`, or in what the model keeps, and whose shape nobody
+    knows before it is computed."""
+    known = {size.name for size in graph.sizes} | {item.name for item in graph.inputs}
+    needed = without_dead_ops(replace(graph, outputs=tuple(Output(value, None) for value in values)))
+    for op in needed.ops:
+        for kind in tensors(op.type):
+            names = {name for dim in kind.shape for name in dim_names(dim)} - known
+            if any(map(FROM_VALUES.fullmatch, names)):
+                advice = "write x * mask or torch.where(mask, x, 0) in place of x[mask]"
+                raise refuse(
+                    op, f"makes {without_symbols(kind)}, whose shape depends on the values of a tensor", advice
+                )
+
+
+def with_outputs(graph: Graph, values: Sequence[str], exact: Mapping[str, Sizes], reduce: Reduce) -> Graph:
+    """The graph with how each returned value is put together again from those of the micro-batches."""
+    flow = follow(graph)
+    found = kinds(graph, flow)
+    by_name = {op.name: op for op in graph.ops}
+    mixed = find_mixed(graph, flow, [value for value in values if value not in exact], reduce)
+
+    def output(value: str) -> Output:
+        op, kind = by_name.get(value), found[value]
+        if value in exact:
+            return Output(value, None, _reduce_size(value, op, graph, exact[value]))
+        if batch_dims(flow.types[value]):
+            return _samples(value, op, graph, flow)
+        if kind == SAME and value not in flow.depends:
+            return Output(value, None, "same")
+        return Output(value, None, _pooled(value, op, graph, flow, kind, said(graph, value, reduce)))
+
+    return replace(graph, outputs=tuple(map(output, values)), mixed=mixed)
+
+
+def _samples(value: str, op: Op | None, graph: Graph, flow: Flow) -> Output:
+    """An output with a dimension for the batch: micro-batches are joined along it."""
+    kind = flow.types[value]
+    dim = batch_dims(kind)[0]
+    if value in flow.counted:
+        raise refuse(
+            flow.counted[value],
+            f"numbers the samples of the batch, and is returned as {value}, but each micro-batch counts from 0",
+            "compute it from what the pipe returns, or pass the numbers as an input",
+        )
+    whole = isinstance(kind, TensorType) and multiple(kind.shape[dim]) is not None
+    if value in flow.mixed and not whole:
+        raise flow.mixed[value]
+    if not whole or (flow.outer.get(value, 1) > 1 and value != graph.loss):  # a loss is summed: order does not matter
+        raise refuse(
+            op,
+            f"the output {value}, {kind}, has other things before the batch in one dimension, so that micro-batches "
+            "cannot be joined",
+            "return it with a dimension for the batch alone, and reshape what the pipe returns",
+        )
+    return Output(value, dim)
+
+
+def _pooled(value: str, op: Op | None, graph: Graph, flow: Flow, kind: Kind, how: str | None) -> str:
+    """How one value over the batch is made of those of the micro-batches."""
+    if how in ("mean", "sum"):
+        return how
+    if kind.reduce is not None:
+        return kind.reduce
+    what, name = ("the loss", "loss") if value == graph.loss else (f"the output {value}", value)
+    why = kind.why or "no sum or mean over its samples"
+    blame = kind.blame or flow.pooled.get(value, op)
+    if blame is not None and not blame.origin.line:  # one of several things that a submodule kept whole returns
+        blame = next((one for one in graph.ops if one.name in blame.reads and is_opaque(one)), blame)
+    advice = f"if each micro-batch may have one of its own, to be averaged, write reduce={{{name!r}: 'mean'}}"
+    advice += " or reduce='mean'" * (value == graph.loss)
+    if blame is not None and is_opaque(blame) and not kind.why:
+        why = "nothing tells whether it is a mean or a sum over its samples"
+        advice = f"write reduce={{{name!r}: 'mean'}} or reduce={{{name!r}: 'sum'}}"
+    raise refuse(blame, f"{what}, {flow.types[value]}, is one value over the batch, and {why}", advice)
+
+
+def _reduce_size(value: str, op: Op | None, graph: Graph, compute: Sizes) -> str:
+    """A number made of sizes: the same in all micro-batches, or as many times larger as the batch is."""
+    names = {size.name for size in graph.sizes} | {i.name for i in graph.inputs if isinstance(i.type, ScalarType)}
+    one, two, five = (compute({name: rows if name == BATCH else 7 for name in names}) for rows in (1, 2, 5))
+    if one == two == five:
+        return "same"
+    if (two, five) == (2 * one, 5 * one):
+        return "sum"
+    raise refuse(
+        op,
+        f"the output {value} is a number that depends on the batch size, and each micro-batch has another",
+        "return the tensor that has this size, and ask what the pipe returns for it",
+    )

@@ -1,0 +1,116 @@
+"""Models that mix the samples of a batch: what users are told.
+
+    logits = text @ image.t()      f32[b, b]      every sample meets every other, of its own micro-batch
+
+A micro-batch has its own samples only, as it has its own statistics in BatchNorm: the pipe returns what the plain model
+returns for each micro-batch by itself. For the whole batch that would be something else. So a warning says it, once,
+unless the user has said that it is meant (`reduce`); `pipe.explain()` always does.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+
+from fxpipe.capture.capture_errors import at
+from fxpipe.capture.tracing.symbolic_sizes import BATCH
+from fxpipe.errors import CaptureError, MixedSamplesWarning
+from fxpipe.ir.graph.graph import Graph, Mixed, Output
+from fxpipe.ir.graph.value_types import TensorType, dim_names, dim_size
+
+from .batch_dimension import Flow, Mixes, batch_dims
+
+Reduce = Mapping[str, str] | str | None
+JOINED = "cat"  # what `reduce` calls outputs that are joined along the batch
+
+
+def said(graph: Graph, value: str, reduce: Reduce) -> str | None:
+    """What the user says about an output. The loss of a step may be called just that."""
+    if isinstance(reduce, Mapping):
+        return reduce.get(value) or (reduce.get("loss") if value == graph.loss else None)
+    return None if reduce == JOINED and not batch_dims(graph.types[value]) else reduce
+
+
+def called_by_user(value: str, graph: Graph) -> str:
+    """What the user calls an output."""
+    return "loss" if value == graph.loss else value
+
+
+def why_mixed(value: str, flow: Flow) -> Mixes | None:
+    """What has mixed the samples of a value. Raises CaptureError where that is not to be had."""
+    error = flow.mixed.get(value) or (flow.scaled.get(value) if batch_dims(flow.types[value]) else None)
+    if error is not None and not isinstance(error, Mixes):
+        raise error
+    return error
+
+
+def find_mixed(graph: Graph, flow: Flow, values: Sequence[str], reduce: Reduce) -> tuple[Mixed, ...]:
+    """The lines in which the samples of some of `values` met."""
+    found: dict[tuple[Mixes, bool], list[str]] = {}
+    for value in values:
+        why = why_mixed(value, flow)
+        if why is not None:
+            meant = reduce == JOINED or (isinstance(reduce, Mapping) and said(graph, value, reduce) is not None)
+            found.setdefault((why, meant), []).append(value)
+    return tuple(Mixed(why.op.origin, why.what, tuple(of), meant) for (why, meant), of in found.items())
+
+
+def tell(graph: Graph, batch: int | None, sizes: Callable[[int], Sequence[int]], told: set[Mixed]) -> None:
+    """Warn of what was not told yet, where a batch is cut at all."""
+    new = [mixed for mixed in graph.mixed if not mixed.meant and mixed not in told]
+    rows = sizes(batch) if batch is not None else ()
+    if new and batch is not None and len(rows) > 1:
+        warnings.warn("\n\n".join(text(graph, mixed, batch, rows) for mixed in new), MixedSamplesWarning, stacklevel=2)
+        told.update(new)
+
+
+def refuse_unmeant(graph: Graph) -> None:
+    """Raise CaptureError for a line that mixes samples, if the user has not said that it is meant."""
+    for mixed in graph.mixed:
+        if not mixed.meant:
+            raise CaptureError(
+                f"{at(mixed.origin)}{mixed.what}, and a micro-batch has its own samples only. If that is meant, write "
+                f"reduce={_consent(graph, mixed)}, or reduce={JOINED!r} for whatever mixes samples"
+            )
+
+
+def text(graph: Graph, mixed: Mixed, batch: int, rows: Sequence[int]) -> str:
+    """The line, what it means for the outputs, and what to write."""
+    results = "; ".join(_result(graph, output, batch, rows) for output in _outputs(graph, mixed))
+    few = f"{rows[0]}" if rows[0] == rows[-1] else f"{rows[-1]} or {rows[0]}"
+    return (
+        f"{at(mixed.origin)}{mixed.what}; but a micro-batch has its own samples only, {few} of {batch}. What comes of "
+        f"it is what the plain model makes of each micro-batch by itself: {results}.\n"
+        "If you want that of the whole batch, write chunks=1; or let the model return what goes into this line, and "
+        "compute the rest from what the pipe returns (not in the loss_fn of step(), which has micro-batches, too: call "
+        "loss.backward()).\n"
+        f"If this is meant, write reduce={_consent(graph, mixed)}, or reduce={JOINED!r} for whatever mixes samples."
+    )
+
+
+def _consent(graph: Graph, mixed: Mixed) -> dict[str, str | None]:
+    """What the user writes, as `reduce`, to say that it is meant."""
+    return {
+        called_by_user(output.value, graph): JOINED if output.batch_dim is not None else output.reduce
+        for output in _outputs(graph, mixed)
+    }
+
+
+def _outputs(graph: Graph, mixed: Mixed) -> list[Output]:
+    return [output for output in graph.outputs if output.value in mixed.outputs]
+
+
+def _result(graph: Graph, output: Output, batch: int, rows: Sequence[int]) -> str:
+    """How one output differs from the model's."""
+    name, kind = called_by_user(output.value, graph), graph.types[output.value]
+    if output.batch_dim is None:
+        return f"{name} is the {output.reduce} of {len(rows)} such values"
+    if not isinstance(kind, TensorType) or len(batch_dims(kind)) < 2:
+        return f"{name}, {kind}, joined"
+    whole = [_size(size, batch) for size in kind.shape]
+    block = [whole[dim] if dim == output.batch_dim else _size(size, rows[0]) for dim, size in enumerate(kind.shape)]
+    return f"{name}, {kind}, joined: {whole} becomes {block}"
+
+
+def _size(size: int | str, batch: int) -> int | str:
+    return dim_size(size, {BATCH: batch}) if set(dim_names(size)) <= {BATCH} else size

@@ -1,0 +1,33 @@
+"""`x.squeeze()` of an f32[b, 1]: it takes away the second dimension, and for a batch of one the first as well.
+
+A micro-batch may be of one where the batch is not. So the dimensions that go are written into the op; only for a whole
+batch of one is that not what the model does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fxpipe.ir.graph.graph import Graph, Op, Ref, called
+from fxpipe.ir.graph.value_types import TensorType, ValueType
+
+from .batch_dimension import batch_dims
+
+
+def with_named_squeezes(graph: Graph) -> tuple[Graph, tuple[Op, ...]]:
+    """The graph with the dimensions in each squeeze of a batch that names none; and those ops as they were."""
+    types = graph.types
+    found = {op.name: dims for op in graph.ops if (dims := _dimensions(op, types)) is not None}
+    ops = tuple(replace(op, args=(*op.args, found[op.name])) if op.name in found else op for op in graph.ops)
+    return replace(graph, ops=ops), tuple(op for op in graph.ops if op.name in found)
+
+
+def _dimensions(op: Op, types: dict[str, ValueType]) -> int | tuple[int, ...] | None:
+    """The dimensions that the op takes away, where it should say so."""
+    if called(op) not in ("squeeze", "squeeze_") or len(op.args) != 1 or op.kwargs or not isinstance(op.args[0], Ref):
+        return None
+    kind = types[op.args[0].name]
+    if not isinstance(kind, TensorType) or not batch_dims(kind):
+        return None
+    dims = tuple(dim for dim, size in enumerate(kind.shape) if size == 1)
+    return dims[0] if len(dims) == 1 else dims

@@ -1,0 +1,231 @@
+"""The arguments of a call: what they are called, how large the batch is, and their hollow copies.
+
+Every tensor with a dimension is cut along its first one, unless `batch_dim` says otherwise: another dimension for all,
+or a mapping from what an argument is called (`"mask"`, `"batch['ids']"`) to its dimension, or to None for what every
+micro-batch gets whole. The name of a nest is that of all in it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.capture.tracing.storageless_tensors import dense, hollow
+from fxpipe.errors import InputError, did_you_mean
+
+from .nested_values import change
+
+STEP = ("target", "loss_fn", "outputs", "scaler", "accumulate", "timeline")  # options of a step, beside the model's own
+BatchDim = int | Mapping[str, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A tensor among the arguments: how the user spells it, the tensor, its stand-in, and its batch dimension."""
+
+    path: str
+    real: Tensor
+    twin: Tensor
+    batch_dim: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A call as the user makes it. A step has besides: `targets`, the target or nothing, and whatever else the captured
+    function takes; and `holders`, objects beside the model that it may change."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    targets: tuple[Any, ...] | None = None
+    rest: tuple[Any, ...] = ()
+    holders: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call with hollow arguments. `leaves` are by the id of the stand-in, in the order of the arguments; `given` and
+    then `rest` is what the captured function gets besides the model; `target` has the target, if there is one, by its
+    name."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    given: tuple[Any, ...]
+    leaves: dict[int, Leaf]
+    batch: int | None
+    rows: int | None
+    names: tuple[str, ...]
+    target: Mapping[str, Any]
+    rest: tuple[Any, ...] = ()
+
+
+class Arguments:
+    """Makes a `Call` of each call's arguments. Stand-ins are kept, so that a call that looks like an earlier one costs
+    little and shows the same tensors to the guards."""
+
+    def __init__(self, model: nn.Module, batch_dim: BatchDim, sizes: Callable[[int], Sequence[int]]) -> None:
+        self.model, self.signature = model, inspect.signature(model.forward)
+        self.batch_dim = batch_dim
+        self.sizes = sizes
+        self.twins: dict[Any, Tensor] = {}
+        self.named: dict[Any, tuple[str, ...]] = {}
+        self.open = any(p.kind is p.VAR_KEYWORD for p in self.signature.parameters.values())
+        self.target = "loss_target" if "target" in self.signature.parameters else "target"
+
+    def call(self, asked: Asked, device: torch.device | None, rows: int | None = None) -> Call:
+        """The call with every tensor hollow, on `device`, and `rows` in the batch: as many as in the first micro-batch,
+        if nothing else is asked for."""
+        args, kwargs, targets = asked.args, asked.kwargs, asked.targets or ()
+        names = self.names(args, kwargs, asked.targets is not None)
+        reals: list[tuple[str, Tensor, int | None]] = []
+
+        def note(path: str, tensor: Tensor) -> Tensor:
+            reals.append((path, tensor, cut_along(self.batch_dim, path, tensor)))
+            return tensor
+
+        for name, value in zip(
+            (*names, *(self.target for _ in targets)), (*args, *kwargs.values(), *targets), strict=True
+        ):
+            change(value, note, name)
+        if not isinstance(self.batch_dim, int):
+            check_names(
+                self.batch_dim, [path for path, _, _ in reals], (*self.signature.parameters, self.target), self.open
+            )
+        batch = common_size(reals)
+        # A dimension of size one is not symbolic for Dynamo.
+        rows = None if batch is None else rows or max(2, max(self.sizes(batch)))
+        leaves: dict[int, Leaf] = {}
+        by_real: dict[int, Tensor] = {}
+        for position, (path, real, dim) in enumerate(reals):
+            if id(real) not in by_real:
+                by_real[id(real)] = twin = self.twin(position, real, dim, rows, device)
+                leaves[id(twin)] = Leaf(path, real, twin, dim)
+
+        def swap(path: str, tensor: Tensor) -> Tensor:
+            return by_real[id(tensor)]
+
+        def hollowed(values: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(change(value, swap) for value in values)
+
+        new, named = hollowed(args), {key: change(value, swap) for key, value in kwargs.items()}
+        aims = hollowed(targets)
+        given = (new, named) if asked.targets is None else (new, named, aims)
+        target = dict(zip((self.target,), aims, strict=False))
+        return Call(new, named, given, leaves, batch, rows, names, target, asked.rest)
+
+    def twin(
+        self, position: int, real: Tensor, dim: int | None, rows: int | None, device: torch.device | None
+    ) -> Tensor:
+        """The stand-in of an argument, with its batch dimension marked as one that varies."""
+        key = (position, real.shape, real.stride(), real.dtype, real.device, real.requires_grad, dim, rows, type(real))
+        made = self.twins.get(key)
+        if made is None:
+            made = hollow(dense(real), device, None if dim is None or rows is None else (dim, rows))
+            if dim is not None:
+                torch._dynamo.maybe_mark_dynamic(made, dim)
+            if len(self.twins) > 1000:
+                self.twins.clear()  # a program whose shapes never repeat
+            self.twins[key] = made
+        return made
+
+    def names(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], step: bool = False) -> tuple[str, ...]:
+        """What each argument is called in the signature of forward. Raises TypeError as the model would."""
+        key = (len(args), *kwargs)
+        if key not in self.named:
+            bound = self._bound(args, kwargs, step)
+            found: list[str] = []
+            for parameter in bound.signature.parameters.values():
+                if parameter.kind is parameter.VAR_POSITIONAL:
+                    extra = bound.arguments.get(parameter.name, ())
+                    found += [f"{parameter.name}[{i}]" for i in range(len(extra))]
+                elif len(found) < len(args):
+                    found.append(parameter.name)
+            self.named[key] = (*found[: len(args)], *kwargs)
+        return self.named[key]
+
+    def _bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], step: bool) -> inspect.BoundArguments:
+        """The arguments by the names of forward, or of a decorator, which may add some that forward needs."""
+        forward = self.model.forward
+        for signature in (self.signature, inspect.signature(forward, follow_wrapped=False)):
+            with suppress(TypeError):
+                return signature.bind(*args, **kwargs)
+        try:
+            forward(*args, **kwargs)  # it cannot be called so, and Python's own error says why
+        except TypeError as error:
+            known = (*self.signature.parameters, *(STEP if step else ()))
+            near = [did_you_mean(name, known) for name in kwargs if name not in self.signature.parameters]
+            error.add_note(f"it is {type(self.model).__name__}.forward{self.signature}{''.join(near)}")
+            if step:
+                error.add_note(
+                    "what step() is given goes to the model, but for its own options: write "
+                    "pipe.step(x, target=y, loss_fn=loss_fn)"
+                )
+            raise
+        raise AssertionError(f"{forward} takes what its signature {self.signature} does not")
+
+
+def cut_along(batch_dim: BatchDim, path: str, tensor: Tensor) -> int | None:
+    """The dimension along which an argument is cut."""
+    default = batch_dim if isinstance(batch_dim, int) else 0
+    dim = default if tensor.dim() else None
+    if not isinstance(batch_dim, int) and (names := [name for name in batch_dim if within(path, name)]):
+        asked = max(names, key=len)
+        dim = batch_dim[asked] if asked == path or tensor.dim() else None
+    if dim is None:
+        return None
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise InputError(
+            f"{path} has {tensor.dim()} dimensions, so it cannot be cut along dimension {dim}; "
+            f"write batch_dim={{{path!r}: None}} to give it whole to every micro-batch"
+        )
+    return dim % tensor.dim()
+
+
+def within(path: str, name: str) -> bool:
+    """Whether what a user calls so is this tensor, or a nest that it is in.
+
+    >>> within("rope[0]", "rope"), within("batch['ids']", "batch['ids']"), within("ropes", "rope")
+    (True, True, False)
+    """
+    return path.startswith(name) and path[len(name) : len(name) + 1] in ("", ".", "[")
+
+
+def check_names(batch_dim: Mapping[str, int | None], paths: Sequence[str], optional: Sequence[str], open: bool) -> None:
+    """Raise InputError for a name that no input can have. One that this call leaves out is fine; `open`: forward takes
+    arguments of any name."""
+    for name in batch_dim:
+        if name not in paths and re.split(r"[.\[]", name)[0] not in optional and not open:
+            near = did_you_mean(name, [*paths, *optional])
+            raise InputError(f"batch_dim names {name!r}, which is no input; the inputs are {', '.join(paths)}{near}")
+
+
+def common_size(tensors: Sequence[tuple[str, Tensor, int | None]]) -> int | None:
+    """The size that all tensors have in their batch dimension; None if nothing is cut."""
+    sizes = {path: tensor.shape[dim] for path, tensor, dim in tensors if dim is not None}
+    if not sizes:
+        return None
+    batch = next(iter(sizes.values()))
+    if batch > 0 and all(size == batch for size in sizes.values()):
+        return batch
+    if all(size == 0 for size in sizes.values()):
+        raise InputError("the batch is empty: " + ", ".join(f"{path} has size 0" for path in sizes))
+    listing = "\n".join(
+        f"    {path}: {size} in dimension {dim} of {tuple(tensor.shape)}"
+        for path, tensor, dim in tensors
+        if dim is not None
+        for size in (tensor.shape[dim],)
+    )
+    counts = list(sizes.values())
+    common = max(set(counts), key=lambda size: (counts.count(size), -counts.index(size)))
+    odd = {path: None for path, size in sizes.items() if size != common}
+    raise InputError(
+        f"the inputs have no common batch size:\n{listing}\n"
+        f"give as many samples of each; or write batch_dim={odd} to give an input whole to every micro-batch, or its "
+        "dimension in place of None"
+    )

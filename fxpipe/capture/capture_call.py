@@ -1,0 +1,386 @@
+"""The door of capture: a call of the model comes in, its `Graph` and the real inputs go to whoever runs it.
+
+Not every model can be traced in one graph. What is tried, in this order, until a call is captured:
+
+  - the model as it is, under settings for recurrent layers, loggers and Python numbers (`dynamo.py`), then reading into
+    functions that Dynamo would pass over
+  - the same, after forward ran once on fake tensors: some libraries set things up in the first call (`warm.py`)
+  - the same, with the innermost submodule that cannot be traced kept whole, as one op (`opaque.py`); and the next one
+
+If nothing is left, the error has a table of all that was tried. torch.export is not among it: it bakes train or eval
+mode and every flag into its graph without a guard that would tell when they change, and drops the backward of custom
+autograd functions without a word. What it can trace and Dynamo cannot, runs as an opaque op.
+
+front(args, kwargs, run)
+  1. arguments: one batch size for all; hollow copies of the tensors
+  2. the route's function is called with a twin of the model, which has hollow parameters and buffers (`twin.py`)
+  3. a kind of call not seen before: the route traces it. A dry pass gives back hollow outputs, which shows where
+     they stand in what the model returns; what it did to the twin's attributes is undone
+  4. `run(graph, real inputs)` computes the outputs
+  5. the route puts them into the object that the model returns, and into the twin's attributes; and so the model gets
+     what its forward has set
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from fxpipe.capture.batch.baked_batch_size import merge
+from fxpipe.capture.batch.batch_size_checks import check_outputs, check_sizes, conditions
+from fxpipe.capture.batch.mixed_samples import Reduce, tell
+from fxpipe.capture.batch.unrolled_batch import rejoin
+from fxpipe.capture.opaque.first_call import SIGNS, warm
+from fxpipe.capture.opaque.learn_outputs import learn, run_plainly
+from fxpipe.capture.opaque.opaque_submodules import Pieces, sized_by_data
+from fxpipe.capture.tracing.dynamo import Capture, Traced, dynamo
+from fxpipe.capture.tracing.fx_to_graph import Owner, draft
+from fxpipe.capture.tracing.inline_checkpoints import inline_checkpoints
+from fxpipe.capture.tracing.numpy_folding import made_of_floats
+from fxpipe.capture.tracing.placeholders import size_of
+from fxpipe.capture.tracing.torch_modes import check_modes
+from fxpipe.capture.twins.attribute_changes import Snapshot
+from fxpipe.capture.twins.twin import Twins
+from fxpipe.errors import CaptureError, FxpipeError
+from fxpipe.ir.graph.graph import Graph, Mixed
+
+from .call_arguments import Arguments, Asked, BatchDim, Call
+from .call_kinds import Kind, Now, Run
+from .capture_errors import NoOps, Refused, failed, refusals, without_frames, written_by_dynamo
+from .finish_graph import Finished, Seen, feed, finish, stand_ins
+from .model_exceptions import diagnosed
+from .nested_values import change
+from .recapture_reason import Look, look_of, why_new
+
+Route = Callable[[Callable[..., Any], Capture, Callable[[], None]], Callable[..., Any]]
+Sizes = Callable[[int], Sequence[int]]
+Work = Callable[[str], AbstractContextManager[None]]
+
+
+def call_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What is captured of a model where nothing else is said."""
+    return model(*args, **kwargs)
+
+
+class Front:
+    """Stands in front of a model: `front(args, kwargs, run)` returns what `model(*args, **kwargs)` would, with its
+    arithmetic done by `run(graph, inputs)`, which gets the real values of `graph.inputs` and returns those of
+    `graph.outputs`.
+
+    `sizes(batch)` are the sizes of the micro-batches that a batch is cut into; `work(what)` is a context for the time
+    that a capture takes. With a `function`, the front stands for
+    that instead: a plain function of the model, args, kwargs, and what else `Asked` brings, which uses nothing but its
+    arguments and what is global in its module. If `loss` is true, it returns a loss and something else.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch_dim: BatchDim = 0,
+        *,
+        reduce: Reduce = None,
+        sizes: Sizes = lambda batch: (batch,),
+        function: Callable[..., Any] = call_model,
+        loss: bool = False,
+        route: Route = dynamo,
+        work: Work = lambda what: nullcontext(),
+    ) -> None:
+        self.model = model
+        self.reduce = reduce
+        self.sizes = sizes
+        self.loss = loss
+        self.arguments = Arguments(model, batch_dim, sizes)
+        self.twins = Twins({"": model})
+        self.pieces = Pieces()
+        self._function = function
+        # Weak, for torch keeps every backend it has seen, and would keep the model with it.
+        capture = weakref.WeakMethod(self._capture)
+        starts = weakref.WeakMethod(self._starts)
+        self._begin = partial(
+            route,
+            function,
+            lambda traced: capture()(traced),  # type: ignore[misc]
+            lambda: starts()(),  # type: ignore[misc]
+        )
+        self._route, self._unguarded = self._begin(), self.twins.unguarded
+        self._now: Now | None = None
+        self._work, self._working, self._works = work, ExitStack(), False
+        self._looks: list[Look] = []
+        self._told: set[Mixed] = set()
+        self._warm = -1  # how many submodules were kept whole when forward ran for what a first call sets up
+        self._lock = threading.RLock()
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Run) -> Any:
+        return self.run(Asked(args, kwargs), run)
+
+    def run(self, asked: Asked, run: Run) -> Any:
+        """What the captured function returns."""
+        with self._lock:
+            now, result = self._captured(asked, run)
+            for _ in range(2):  # a hook that fills a dict makes the second call of another kind than the first
+                if now.snapshot is not None:
+                    now, result = self._captured(asked, run)
+            kind = now.kind
+            assert kind is not None
+            if now.snapshot is not None:
+                raise CaptureError(
+                    f"{type(self.model).__name__}, or a hook on it, changes what it depends on, so that no two calls "
+                    "are of one kind; does it append to a list? A hook may do so, and do nothing else with the list; "
+                    "else put values into a dict, or return them"
+                )
+            for (_, name), touched in kind.touched.items():
+                self.twins.give_back(touched.holder, name, now.real)
+            return change(result, now.real)
+
+    def capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Graph:
+        """The graph of this kind of call. Nothing changes; nothing is run but for submodules that are kept whole."""
+        return self.graph(Asked(args, kwargs))
+
+    def graph(self, asked: Asked) -> Graph:
+        """The graph of this kind of call of the captured function."""
+        with self._lock:
+            now, _ = self._captured(asked, None)
+            assert now.kind is not None
+            assert now.kind.finished is not None
+            return now.kind.finished.graph
+
+    def _captured(self, asked: Asked, run: Run | None) -> tuple[Now, Any]:
+        """One call of the route. Raises what the model itself raises for such a call, else why it is not captured."""
+        try:
+            return self._complete(asked, run)
+        except NoOps:
+            raise
+        except CaptureError as error:
+            refused = without_frames(error)
+        if self.twins.shape is None:  # it has parameters without a shape
+            raise refused
+        call = self.arguments.call(asked, self.twins.device)
+
+        def attempt(function: Callable[..., Any], samples: int) -> None:
+            run_plainly(function, call, self.twins, asked.holders, samples)
+
+        raise diagnosed(refused, self.model, call, attempt)
+
+    def _complete(self, asked: Asked, run: Run | None) -> tuple[Now, Any]:
+        try:
+            return self._completed(asked, run)
+        finally:
+            if self._works:
+                self._works = False
+                self._working.close()
+
+    def _starts(self) -> None:
+        """A kind of call is read that was not seen before."""
+        assert self._now is not None
+        look = look_of(self._now.call, self.model.training)
+        if not self._works:
+            name = type(self.model).__name__ + (" with its loss" if self.loss else "")
+            why = why_new(look, self._looks, "step" if self.loss else "call")
+            self._working.enter_context(self._work(f"capturing {name}: {why}"))
+            self._works = True
+            self._looks.append(look)
+
+    def _completed(self, asked: Asked, run: Run | None) -> tuple[Now, Any]:
+        """One call of the route; if it is a dry pass, the graph of its kind is complete afterwards. Where a graph is
+        refused in which data decides how large something is, that may do inside of a submodule that is kept whole."""
+        nothing = NoOps(f"{type(self.model).__name__} has no ops: there is nothing to run on devices; call it itself")
+        now, result = self._pass(asked, run)
+        if now.kind is None:
+            raise nothing
+        if now.snapshot is None:
+            return now, result
+        try:
+            if not self._finish(now, result, asked).graph.ops:
+                raise nothing
+        except NoOps:
+            raise
+        except CaptureError:
+            refused = sized_by_data(now.kind.drafted.graph, self.twins) if now.kind and now.kind.drafted else None
+            if refused is None or self._another_way(now, [refused]) is None:
+                raise
+            self._route, self._unguarded = self._begin(), self.twins.unguarded
+            return self._complete(asked, run)
+        return now, result
+
+    def _finish(self, now: Now, result: Any, asked: Asked) -> Finished:
+        """Complete the graph of the kind of call that a dry pass has shown."""
+        kind = now.kind
+        assert kind is not None
+        assert kind.drafted is not None
+        if kind.finished is None:
+            self._check(kind, now.call)
+            drafted = kind.drafted
+            if drafted.baked is not None and now.call.rows is not None:
+                rows = now.call.rows, now.call.rows + 1
+                other, result_of_other = self._pass(asked, None, rows[1])
+                assert other.kind is not None
+                assert other.kind.drafted is not None
+                drafted = merge(drafted, other.kind.drafted, rows, (result, result_of_other))
+            seen = Seen(
+                result, kind.rebound, tuple(touched.value for touched in kind.touched.values()), self.twins.slots
+            )
+            finished = finish(drafted, kind.hollows, now.call, seen, self.reduce, self.loss)
+            held = replace(finished.graph, conditions=conditions(kind.traced, kind.drafted, now.call))
+            kind.finished = replace(finished, graph=held)
+            self._check(kind, now.call)
+        return kind.finished
+
+    def _pass(self, asked: Asked, run: Run | None, rows: int | None = None) -> tuple[Now, Any]:
+        """One call of the route, with everything hollow up to the moment when `run` runs."""
+        check_modes()
+        self.twins.sync()
+        if self.pieces.renew(self.twins) or self._unguarded != self.twins.unguarded:
+            # Dynamo has guards for hooks, too, but they would double what all guards of a call take (torch 2.13).
+            self._route, self._unguarded = self._begin(), self.twins.unguarded
+        # Where the model is, so that the caller may keep the batch anywhere.
+        call = self.arguments.call(asked, self.twins.device, rows)
+        beside = self.twins.beside(*asked.rest, *asked.holders)
+        count = len(asked.rest)
+        now = Now(call, asked, self.twins, run, beside[:count], beside[count:])
+        self._now, before = now, self._now
+        done = False
+        try:
+            result = self._routed(now)
+            if now.kind is not None and now.snapshot is not None:
+                now.kind.rebound = self.twins.rebound(now.kind.past)
+            elif now.kind is not None:
+                self.twins.give_back_buffers(now.kind.rebound.values(), now.real)
+                self.twins.reset(now.kind.rebound.values())
+                self.twins.give_back_lists(now.real)
+            done = True
+            return now, result
+        finally:
+            self._now = before
+            if now.snapshot is not None or not done:
+                self.twins.reset()
+            if now.snapshot is not None and now.kind is not None:
+                now.kind.touched |= now.snapshot.restore()
+
+    def _routed(self, now: Now) -> Any:
+        """What the route returns. A call that is refused gets another chance as long as there is another way."""
+        tried: list[Refused] = []
+        before = dict(self.pieces.of)
+        how: str | None = self._how()
+        while how is not None:
+            try:
+                result = self._route(self.twins.root, *now.call.given, *now.beside)
+            except Refused as refused:
+                tried.append(refused.spelled(partial(size_of, now.call)))
+                tried[-1].route = how
+            except Exception as error:
+                if isinstance(error, FxpipeError) or now.running:  # ours; or what the pipeline raised
+                    raise
+                tried.append(failed(error, how))
+            else:
+                self.pieces.tell()
+                return result
+            how = self._another_way(now, tried)
+            self._route, self._unguarded = self._begin(), self.twins.unguarded
+        self.pieces.reset(before, self.twins)
+        raise refusals(tried) from tried[-1].__cause__
+
+    def _how(self) -> str:
+        """How a call is captured, in words."""
+        kept = [str(piece.opaque) for piece in self.pieces.of.values()]
+        return f"one graph, {', '.join(kept)} kept whole" if kept else "one graph"
+
+    def _another_way(self, now: Now, tried: list[Refused]) -> str | None:
+        """Try the next way: first to run forward once, as some libraries put off to the
+        first call what is no arithmetic; then to keep the submodule whole that was refused, or the one around it. Gives
+        what was done, or None if nothing is left. Ways that fail at once are added to those that were tried."""
+        refused = tried[-1]
+        if self._warm < len(self.pieces.of) and any(sign in str(refused) for sign in SIGNS):
+            self._warm = len(self.pieces.of)
+            warm(self.twins, now.call, self.pieces.of.values())
+            return "one graph, after forward ran once"
+        if not self.pieces.asked and not self.pieces.keep(self.twins, refused):
+            if refused.is_placed:
+                tried.append(refused.in_no_submodule())
+            return None
+        while True:
+            try:
+                odd = learn(self.pieces, self._function, now.call, self.twins, now.asked.holders)
+            except Refused as error:
+                tried.append(error)
+                return None
+            except Exception as error:  # the model's own
+                tried.append(failed(error, "running it, to see what a submodule returns"))
+                return None
+            if odd is None:
+                return self._how()
+            tried.append(odd.refusal())
+            if not self.pieces.keep_around(self.twins, odd):
+                return None
+
+    def _capture(self, traced: Traced) -> Callable[..., Any]:
+        """What the route is to call for a kind of call that it has just traced."""
+        inline_checkpoints(traced.module)
+        kind = Kind(traced)
+        front = weakref.ref(self)
+
+        def compute(*flat: Any) -> tuple[Any, ...]:
+            self = front()
+            assert self is not None
+            now = self._now
+            assert now is not None
+            now.kind = kind
+            if kind.finished is None or now.run is None:
+                return self._dry(kind, now, flat)
+            assert kind.drafted is not None
+            self._check(kind, now.call)
+            kind.finished = finished = kind.finished.renewed(flat)
+            now.running = True
+            results = now.run(finished.graph, feed(finished.graph, kind.drafted, now.call, flat))
+            return tuple(give(results, now.call, flat) for give in finished.gives)
+
+        return compute
+
+    def _dry(self, kind: Kind, now: Now, flat: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Hollow outputs, in place of running. The route has not touched the model yet: it does so afterwards."""
+        if kind.drafted is None:
+            rejoin(kind.traced.module, now.call.rows or 0)
+            traced = kind.traced.module.graph
+            if refused := written_by_dynamo(traced) or (made_of_floats(traced) if kind.traced.folded else None):
+                raise refused
+            modules = {str(id(module)): path for path, module in self.twins.named()}
+            owner = Owner(type(self.model).__name__, self.model.training, self.twins.slots, modules)
+            kind.drafted = draft(owner, kind.traced, flat, now.call)
+            kind.hollows = stand_ins(kind.drafted)
+            kind.past = self.twins.reached(kind.traced.guarded())
+        # Not sooner, lest it undo what other threads do.
+        now.snapshot = Snapshot((*(module for _, module in self.twins.named()), *kind.past, *now.holders))
+        return kind.hollows
+
+    def _check(self, kind: Kind, call: Call) -> None:
+        if call.batch not in kind.fits:
+            assert kind.drafted is not None
+            check_sizes(kind.traced, kind.drafted, call, self.sizes)
+            if kind.finished is not None:
+                check_outputs(kind.finished.graph, call.batch, self.sizes)
+                tell(kind.finished.graph, call.batch, self.sizes, self._told)
+                kind.fits.add(call.batch)
+
+
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    batch_dim: BatchDim = 0,
+    *,
+    reduce: Reduce = None,
+) -> Graph:
+    """The graph of `model(*args, **kwargs)`. Nothing changes. Nothing is run, and the model may be on the meta device,
+    unless a submodule is to be kept whole.
+
+    >>> from torch import nn, ones
+    >>> print(capture(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), (ones(4, 2),)).inputs[0].type)
+    f32[b, 2]
+    """
+    return Front(model, batch_dim, reduce=reduce).capture(args, kwargs or {})

@@ -1,0 +1,287 @@
+"""Says why a model cannot be captured: the user's line, the reason in one sentence, what to write instead."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import fx
+
+from fxpipe.errors import CaptureError
+from fxpipe.ir.graph.graph import Op, Origin
+from fxpipe.ir.graph.opaque_call import Opaque
+
+TORCH = str(Path(torch.__file__).parent)
+OURS = str(Path(__file__).parent)
+STANDARD = str(Path(linecache.__file__).parent)  # the library of Python, which holds site-packages too
+INSTALLED = r"[/\\](?:site|dist)-packages[/\\]"
+NOTATIONS = rf"{INSTALLED}(?:einops|einx)[/\\]"  # other ways of writing torch's operations
+
+DATA_SIZES = (
+    "the shape of its result depends on the values of a tensor",
+    "write x * mask or torch.where(mask, x, 0) in place of x[mask]",
+)
+UNKNOWN = "?"  # a size that nobody knows before it is computed
+SYMBOL = r"\b([su]\d+)\b(?:: hint = -?\d+)?"  # what torch calls a size
+HOOKED = "a module in the model has a backward hook, which would not run"
+DERIVES = "it takes derivatives inside of forward"
+A_PIPE = "it runs a pipeline of fxpipe"  # a part of the message about a call of a pipe
+# What Dynamo's message says, what is wrong, what to write instead.
+ADVICE = (
+    (
+        A_PIPE,
+        "it calls a pipe, and a pipe cannot be a part of what another one cuts",
+        "write `plain = pipe.model` before and plain(x) here, or call the pipe before and pass what it returns",
+    ),
+    (
+        r"[Dd]ata-dependent (branch|jump)|Data-dependent branching",
+        "which way it goes depends on the values of a tensor",
+        "write torch.where(condition, a, b) in place of `if`",
+    ),
+    (
+        r"specialized integer from data-dependent expression",
+        "it uses a tensor as a Python number, which an index x[i] with a 0-dim tensor does too",
+        "keep it a tensor: the operations take 0-dim tensors; in an index, write x[i[None]]",
+    ),
+    (
+        r"\.item\(\)|Tensor\.item|to scalar|data-dependent expression|tolist",
+        "it turns a tensor's value into a Python number",
+        "keep it a tensor: the operations take 0-dim tensors too",
+    ),
+    (
+        r"[Dd]ynamic shape operator|[Dd]ynamic output shape|nonzero|masked_select",
+        *DATA_SIZES,
+    ),
+    (
+        r"`(pack_padded_sequence|pad_packed_sequence|pack_sequence)`",
+        "it packs sequences, and how many there are at a step depends on their lengths, which are data",
+        "leave the padding in, and mask what comes of it",
+    ),
+    (
+        r"`print`|builtin print|[Ll]ogger|logging",
+        "it prints or logs",
+        "take that out of forward, or put it under `if not torch.compiler.is_compiling():`",
+    ),
+    (
+        r"does not know how to trace the (Python )?builtin",
+        "it calls a function that is written in C, which cannot be read",
+        "call it before, and pass what it returns to the model",
+    ),
+    (
+        r"[Mm]odule-level backwards? hooks",
+        HOOKED,
+        "put the hook on a parameter or a tensor, as in weight.register_hook(...), or on the pipe itself",
+    ),
+    (
+        r"autograd\.grad",
+        DERIVES,
+        "write them out, as operations",
+    ),
+    (
+        r"recompile.limit",
+        "the model was captured again and again for calls of different kinds",
+        "pass what changes from call to call as a tensor, or make fewer kinds of calls",
+    ),
+)
+# What the model itself raised; torch 2.11 shows its arguments as Dynamo sees them.
+OWN_ERRORS = r"(?:got|raised exception) (\w+)\((?:\[ConstantVariable\(str: )?(['\"])(.*?)\2(?:,?\)|\)\]\))"
+
+
+# Where the symbols in torch's messages come from, as Dynamo spells it: (name, dim) for the size of a tensor.
+Sizes = Mapping[str, str | tuple[str, int]]
+
+
+class Refused(CaptureError):
+    """What a route says of a call that it cannot capture: the user's line, the reason, what to write instead, and the
+    ids of the modules whose forward that is in, from the outermost on, None if it is no line's fault. `route` is how
+    it was tried; `sizes`, what the symbols in the reason are."""
+
+    route = ""
+
+    def __init__(
+        self,
+        where: Origin | None,
+        reason: str,
+        advice: str = "",
+        modules: Sequence[int] | None = None,
+        sizes: Sizes | None = None,
+    ) -> None:
+        super().__init__(f"{at(where)}cannot be captured: {reason}" + (f"; {advice}" if advice else ""))
+        self.where, self.reason, self.advice, self.modules, self.sizes = where, reason, advice, modules, sizes or {}
+
+    def spelled(self, spell: Callable[[str | tuple[str, int]], str]) -> Refused:
+        """The refusal in the user's words for sizes, where torch has symbols, as in [2, s33] or `s33: hint = 4`."""
+
+        def word(found: re.Match[str]) -> str:
+            return spell(self.sizes[found[1]]) if found[1] in self.sizes else UNKNOWN
+
+        reason = re.sub(SYMBOL, word, self.reason)
+        return Refused(self.where, reason, self.advice, self.modules)
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether `modules` says where it is. Of an exception nobody knows, and a hook is in no forward."""
+        return self.modules is not None and self.reason != HOOKED and not self.reason.startswith("it raises ")
+
+    def in_no_submodule(self) -> Refused:
+        """Why nothing is kept whole here: it is in the model's own forward, or in the loss function."""
+        found = Refused(
+            self.where,
+            "it is in the forward of no submodule, and kept whole, the model would have one stage",
+            "move these lines into the forward of a submodule",
+        )
+        found.route = "keeping a submodule whole"
+        return found
+
+
+class NoOps(CaptureError):
+    """The model computes nothing for such a call."""
+
+
+class OutsideOfModules(CaptureError):
+    """The refusal of a line that is in the forward of no module: in a loss function."""
+
+
+def written_by_dynamo(graph: fx.Graph) -> Refused | None:
+    """The refusal of the first op that Dynamo put in for numpy's, and that nothing outside of Dynamo can run."""
+    for node in graph.nodes:
+        if type(node.target).__module__ == "torch._dynamo.utils":
+            where = innermost(parse_stack(node.meta.get("stack_trace")))
+            return Refused(where, "it computes with numpy", "write it with torch", modules_around(node))
+    return None
+
+
+def modules_around(node: fx.Node) -> list[int]:
+    """The ids of the modules whose forward has made a node, from the outermost on."""
+    return [int(str(key).partition("@")[0]) for key in node.meta.get("nn_module_stack") or ()]
+
+
+def failed(error: Exception, route: str) -> Refused:
+    """The model fails as plain Python, too; or what Dynamo has made of it does."""
+    where = innermost(traceback.extract_tb(error.__traceback__))
+    found = Refused(where, f"it raises {type(error).__name__}: {error}")
+    found.__cause__ = error
+    found.route = route
+    return found
+
+
+def refusal(
+    error: BaseException,
+    modules: Sequence[int] | None = None,
+    where: Origin | None = None,
+    sizes: Sizes | None = None,
+) -> Refused:
+    """The error for what Dynamo raised in these modules; `where`, if it is known better than the error says; `sizes`:
+    what its symbols are."""
+    chain = [error] + ([error.__cause__] if error.__cause__ is not None else [])
+    text = next((str(e) for e in chain if "ecompile limit exceeded" in str(e)), str(error))
+    stack = next((s for e in chain if (s := getattr(e, "real_stack", None))), None)
+    where = where or innermost(list(stack or ())) or _in_text(str(error))
+    if A_PIPE in text:
+        modules = None  # nor is it one where a submodule is kept whole
+    return Refused(where, *_reason(text), modules, sizes)
+
+
+def refusals(tried: Sequence[Refused]) -> CaptureError:
+    """The error for a call that no route has captured: the first refusal, then a table of all."""
+    if len(tried) == 1:
+        return tried[0]
+    rows = [(one.route, str(one.where or ""), one.reason, one.advice) for one in tried]
+    table = tabulate(
+        rows,
+        headers=("tried", "stopped at", "because", "write instead"),
+        tablefmt="simple",
+        maxcolwidths=[24, 36, 36, 36],
+    )
+    kind = OutsideOfModules if any(one.is_placed and not one.modules for one in tried) else CaptureError
+    return kind(f"{tried[0]}\n\nWhat was tried, in order:\n{table}")
+
+
+def _reason(text: str) -> tuple[str, str]:
+    """One sentence, and what to write instead where that is known."""
+    if raised := re.search(OWN_ERRORS, text, re.DOTALL):
+        return f"it raises {raised[1]}: {raised[3]}", ""
+    said = "\n".join(line for line in text.split("\n") if not line.lstrip().startswith(("Hint:", "from user code")))
+    for pattern, reason, advice in ADVICE:
+        if re.search(pattern, said):
+            return reason, advice
+    first = text.strip().split("\n", 1)[0]
+    explanation = re.search(r"Explanation: (.*)", text)
+    return f"{first}: {explanation[1].strip()}" if explanation else first, ""
+
+
+def _in_text(text: str) -> Origin | None:
+    return innermost(
+        [
+            traceback.FrameSummary(file, int(line), name, lookup_line=False)
+            for file, line, name in re.findall(r'File "([^"]+)", line (\d+), in (\S+)', text)
+        ]
+    )
+
+
+def innermost(frames: Sequence[traceback.FrameSummary], module: str = "") -> Origin | None:
+    """The user's own innermost line among `frames`: not torch's nor that of a notation for torch's operations, unless
+    there is nothing else, nor ours."""
+    others = [frame for frame in frames if not frame.filename.startswith(OURS)]
+    mine = [frame for frame in others if _is_users(frame.filename)] or others
+    if not mine:
+        return None
+    frame = mine[-1]
+    line = frame.lineno or 0
+    code = linecache.getline(frame.filename, line).strip() or (frame.line or "").strip()
+    return Origin(frame.filename, line, code, module)
+
+
+def _is_users(file: str) -> bool:
+    if file.startswith(STANDARD) and not re.search(INSTALLED, file):
+        return False
+    return not file.startswith((TORCH, "<")) and not re.search(NOTATIONS, file)
+
+
+def parse_stack(text: str | None) -> list[traceback.FrameSummary]:
+    """The frames in a node's stack trace."""
+    found: Iterable[Any] = re.finditer(r'File "([^"]+)", line (\d+), in ([^\n]*)(?:\n\s+([^\n]*))?', text or "")
+    return [traceback.FrameSummary(m[1], int(m[2]), m[3], lookup_line=False, line=m[4] or "") for m in found]
+
+
+def without_symbols(text: object) -> str:
+    """A type or a message of torch's without the names that torch has for sizes.
+
+    >>> without_symbols("f32[u0, 4]")
+    'f32[?, 4]'
+    """
+    return re.sub(SYMBOL, UNKNOWN, str(text))
+
+
+def at(origin: Origin | None) -> str:
+    """The line that an error is about, and a line break; nothing if it is not known."""
+    return f"{origin.file}:{origin.line}\n    {origin.code}\n" if origin is not None and origin.line else ""
+
+
+def refuse(op: Op | None, problem: str, advice: str = "") -> CaptureError:
+    """The error about an op: the user's line, the problem, what to write instead."""
+    place = at(op.origin if op is not None else None)
+    if op is not None and isinstance(op.target, Opaque) and op.target.origin.line:
+        place += f"{op.target} is kept whole {op.target.because}, and\n"
+    return CaptureError(
+        f"{place}{problem}; {advice or 'the batch is cut into micro-batches, which must not depend on each other'}"
+    )
+
+
+def without_frames(error: CaptureError) -> CaptureError:
+    """The error, without the tracebacks of it and of those behind it. The frames of a capture hold tensors without
+    memory, and whoever prints one of these, as pytest and debuggers do, ends the process."""
+    seen: set[BaseException] = set()
+    todo: list[BaseException | None] = [error]
+    while todo:
+        if (one := todo.pop()) is not None and one not in seen:
+            seen.add(one)
+            one.__traceback__ = None
+            todo += [one.__cause__, one.__context__]
+    return error

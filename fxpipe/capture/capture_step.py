@@ -1,0 +1,141 @@
+"""The door of capture for steps: a call of the model with its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from fxpipe.capture.batch.mixed_samples import Reduce
+from fxpipe.errors import InputError
+from fxpipe.ir.graph.graph import Graph
+
+from .call_arguments import Asked, BatchDim
+from .call_kinds import Run
+from .capture_call import Front, Sizes, Work
+from .capture_errors import OutsideOfModules
+from .model_with_loss import LOSS_FN, KeptLoss, code_of, model_and_loss, modules_in, objects_in
+from .nested_values import change
+
+R = TypeVar("R")
+
+
+def detached(path: str, tensor: Tensor) -> Tensor:
+    """The tensor itself, where it needs no gradient."""
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+class NoTarget:
+    """What a target is that was not given; None is one."""
+
+    def __repr__(self) -> str:
+        return "no target"
+
+    def __reduce__(self) -> str:
+        return "NO_TARGET"  # there is one, in every process
+
+
+NO_TARGET = NoTarget()
+
+
+class Stepper:
+    """Stands in front of a model and its loss: `stepper.step(...)` returns the loss and, if asked for, what the model
+    returns, with their arithmetic done by `run(graph, inputs)`.
+
+    `graph.loss` names the loss among `graph.outputs`. `run` gets the real values of those of `graph.inputs` that have a
+    path, and returns the values of `graph.outputs` for the whole batch. The loss function's own tensors are states
+    too: `tensors` has the real ones by path, `version` changes when it does.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch_dim: BatchDim = 0,
+        *,
+        reduce: Reduce = None,
+        sizes: Sizes = lambda batch: (batch,),
+        work: Work = lambda what: nullcontext(),
+    ) -> None:
+        self.model = model
+        self.loss_fn: Callable[..., Any] | None = None  # of the last step
+        self.prefix = LOSS_FN
+        while hasattr(model, self.prefix):  # the model's own paths are what they are
+            self.prefix += "_"
+        self._kept: dict[tuple[Any, ...], KeptLoss] = {}
+        self.front = Front(model, batch_dim, reduce=reduce, sizes=sizes, function=model_and_loss, loss=True, work=work)
+
+    def step(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        loss_fn: Callable[..., Any] | None,
+        outputs: bool,
+        run: Run,
+    ) -> tuple[Tensor, Any]:
+        """The loss of the batch, and what the model returns for it, or None. Both are detached, also what the model
+        only passes on."""
+        loss, output = self._captured(args, kwargs, target, loss_fn, outputs, lambda asked: self.front.run(asked, run))
+        return loss, change(output, detached) if outputs else None
+
+    def capture(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        target: Any = NO_TARGET,
+        loss_fn: Callable[..., Any] | None = None,
+        outputs: bool = False,
+    ) -> Graph:
+        """The graph of this kind of step. Nothing is run, nothing changes."""
+        return self._captured(args, kwargs, target, loss_fn, outputs, self.front.graph)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The parameters and buffers of the model and of the loss function of the last step, by path."""
+        return self.front.twins.tensors
+
+    @property
+    def version(self) -> int:
+        """Another number once there are other tensors than before."""
+        return self.front.twins.version
+
+    def _captured(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        loss_fn: Any,
+        outputs: bool,
+        do: Callable[[Asked], R],
+    ) -> R:
+        """Do something with the captured step. A loss function that cannot be traced is kept whole."""
+        kept = self._kept.get(code_of(loss_fn)) if self._kept else None
+        if kept is not None:
+            kept.loss_fn = loss_fn
+        try:
+            return do(self._asked(args, kwargs, target, kept or loss_fn, outputs))
+        except OutsideOfModules:
+            if loss_fn is None or isinstance(loss_fn, nn.Module):
+                raise
+        kept = self._kept[code_of(loss_fn)] = KeptLoss(loss_fn, modules_in(loss_fn))
+        return do(self._asked(args, kwargs, target, kept, outputs))
+
+    def _asked(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, loss_fn: Any, outputs: bool
+    ) -> Asked:
+        if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
+            raise InputError(f"loss_fn is the class {loss_fn.__name__}; write loss_fn={loss_fn.__name__}()")
+        if loss_fn is not None and not callable(loss_fn):
+            raise InputError(f"loss_fn is {loss_fn!r}; pass a function of the output and the target, or a module")
+        if loss_fn is None and target is not NO_TARGET:
+            raise InputError(
+                "there is a target, but no loss_fn that it goes to; pass loss_fn=, or pass the target to the model as "
+                "an argument of its own, if it computes its loss itself"
+            )
+        targets = () if target is NO_TARGET else (target,)
+        self.loss_fn = loss_fn
+        self.front.twins.watch({"": self.model, **modules_in(loss_fn, self.prefix)})
+        own = loss_fn.loss_fn if isinstance(loss_fn, KeptLoss) else loss_fn
+        return Asked(args, kwargs, targets, (loss_fn, outputs), objects_in(own))

@@ -1,0 +1,284 @@
+"""Completes a graph with what the dry pass shows: where its tensors stand in the result, what else forward changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import Tensor
+
+from fxpipe.capture.batch.batch_dimension import batch_dims
+from fxpipe.capture.batch.batch_totals import spread
+from fxpipe.capture.batch.join_outputs import check_shapes, with_outputs
+from fxpipe.capture.batch.mixed_samples import Reduce
+from fxpipe.capture.tracing.fx_to_graph import Draft
+from fxpipe.capture.tracing.storageless_tensors import dense
+from fxpipe.capture.tracing.symbolic_sizes import type_of
+from fxpipe.capture.tracing.value_names import Names
+from fxpipe.capture.twins.twin import Slot
+from fxpipe.errors import CaptureError
+from fxpipe.ir.graph.dead_code import without_dead_ops
+from fxpipe.ir.graph.graph import Graph, Op, Origin, Ref, Region, State, check, refs
+from fxpipe.ir.graph.shared_memory_values import memory
+from fxpipe.ir.graph.value_types import TensorType
+
+from .call_arguments import Call
+from .capture_errors import at
+from .model_with_loss import name_loss
+from .nested_values import template
+
+NO_GRAD = (Region("grad", (False,)),)
+
+# How the route gets one of its outputs: from the outputs of the graph, the call, and the route's flat arguments.
+Give = Callable[[tuple[Any, ...], Call, tuple[Any, ...]], Any]
+
+
+class Marker(int):
+    """A number among the hollow outputs, known by its identity."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A graph that is complete, what the route is given back, and the place of each constant in its flat arguments."""
+
+    graph: Graph
+    gives: tuple[Give, ...]
+    constants: Mapping[str, int]
+
+    def renewed(self, flat: tuple[Any, ...]) -> Finished:
+        """With the constants of this call: a plain tensor attribute may have been set to another tensor."""
+        totals = self.graph.totals
+        states = (*self.graph.states, *(totals.states if totals is not None else ()))
+        old = {state.name: state.value for state in states if state.name in self.constants}
+        if all(flat[place] is old[name] for name, place in self.constants.items()):
+            return self
+        new = self._with_constants(self.graph, flat)
+        return replace(self, graph=replace(new, totals=totals and self._with_constants(totals, flat)))
+
+    def _with_constants(self, graph: Graph, flat: tuple[Any, ...]) -> Graph:
+        states = tuple(
+            replace(state, value=flat[self.constants[state.name]]) if state.name in self.constants else state
+            for state in graph.states
+        )
+        return replace(graph, states=states)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a dry pass showed: the returned object, the buffers that hold something new (by the id of that), what
+    attributes were set to; and all slots."""
+
+    result: Any
+    rebound: Mapping[int, Slot]
+    touched: tuple[Any, ...]
+    slots: list[Slot]
+
+
+def stand_ins(draft: Draft) -> tuple[Any, ...]:
+    """Hollow values for the traced outputs; what the model or the user holds stands for itself."""
+    made: dict[str, Any] = {}
+    for name, fake in zip(draft.outputs, draft.fakes, strict=True):
+        if name not in made:
+            made[name] = draft.held[name] if isinstance(draft.held.get(name), Tensor) else _stand_in(fake)
+    return tuple(made[name] for name in draft.outputs)
+
+
+def _stand_in(fake: Any) -> Any:
+    if isinstance(fake, Tensor):
+        sizes, strides = ([_hint(n) for n in numbers] for numbers in (fake.shape, fake.stride()))
+        made = torch.empty_strided(sizes, strides, dtype=fake.dtype, device=fake.device)
+        if made.dim() and made.device.type != "meta":
+            made.untyped_storage().resize_(0)
+        return made
+    return Marker() if isinstance(fake, (int, float, torch.SymInt, torch.SymFloat)) else fake
+
+
+def _hint(size: Any) -> int:
+    if isinstance(size, torch.SymInt):
+        return int(size.node.hint) if size.node.has_hint() else 1
+    return int(size)
+
+
+def feed(graph: Graph, draft: Draft, call: Call, flat: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The real values of the graph's inputs, those left out that are known once the whole batch is."""
+    reals = {leaf.path: dense(leaf.real) for leaf in call.leaves.values()}
+    inputs = [item for item in graph.inputs if item.path]
+    values = (flat[draft.places[i.name]] if i.name in draft.places else reals[i.path] for i in inputs)
+    return tuple(
+        value.item() if isinstance(value, Tensor) and item.name in draft.places else value
+        for item, value in zip(inputs, values, strict=True)
+    )
+
+
+def finish(
+    draft: Draft, hollows: tuple[Any, ...], call: Call, seen: Seen, reduce: Reduce, loss: bool = False
+) -> Finished:
+    """The complete graph, given the hollow outputs of the dry pass and what came of them; `loss`: the first thing
+    returned is one."""
+    of_hollow = {id(made): name for made, name in zip(hollows, draft.outputs, strict=True)}
+    of_hollow |= {
+        id(leaf.twin): i.name for leaf in call.leaves.values() for i in draft.graph.inputs if i.path == leaf.path
+    }
+    seen = replace(seen, rebound=_keeping_shape(draft, hollows, seen))
+    graph = _with_returned_states(draft.graph, seen, of_hollow)
+
+    def ref(leaf: Any) -> Ref | None:
+        known = isinstance(leaf, (Tensor, Marker)) and id(leaf) in of_hollow
+        return Ref(of_hollow[id(leaf)]) if known else None
+
+    graph = replace(
+        graph,
+        result=template(seen.result, ref),
+        call=template((call.args, {**call.kwargs, **call.target}), ref),
+        arguments=call.names[: len(call.args)],
+    )
+    kept: Any = [template(value, ref) for value in seen.touched]
+    lasting = {state.name for state in graph.states} | {item.name for item in graph.inputs}
+    kept_values = [found.name for found in refs(kept) if found.name not in lasting]
+    # What is not in the result and not in the model's attributes went elsewhere: a hook has put it into a dict.
+    traced = zip(hollows, draft.outputs, strict=True)
+    gone = [name for made, name in traced if isinstance(made, Tensor) and id(made) not in seen.rebound]
+    results = {op.name for op in graph.ops}
+    kept_values += [name for name in gone if name in results]
+    values = list(dict.fromkeys([found.name for found in refs(graph.result)] + kept_values))
+    graph = _with_rebound_buffers(graph, draft, hollows, seen)
+    check_shapes(graph, values)
+    sizes = {
+        name: fake
+        for name, fake in zip(draft.outputs, draft.fakes, strict=True)
+        if isinstance(fake, torch.SymInt) or (type(fake) is int and name in results)  # a size that does not vary
+    }
+    exact = {name: size_function(fake, graph, draft) for name, fake in sizes.items()}
+    graph = spread(name_loss(graph, own=call.rest[0] is None) if loss else graph, values, reduce)
+    graph = with_outputs(graph, values, exact, reduce)
+    check(graph)
+    places = {output.value: position for position, output in enumerate(graph.outputs)}
+    slots = {slot.path: slot for slot in seen.slots}
+    held = {state.name: slots[state.path] for state in graph.states if state.path in slots}
+    gives = tuple(
+        _give(made, name, graph, draft, seen.rebound.get(id(made), held.get(name)), places, exact)
+        for made, name in zip(hollows, draft.outputs, strict=True)
+    )
+    graph = without_dead_ops(graph)
+    states = (*graph.states, *(graph.totals.states if graph.totals is not None else ()))
+    constants = {s.name: draft.places[s.name] for s in states if s.kind == "constant" and s.name in draft.places}
+    return Finished(graph, gives, constants)
+
+
+def _with_returned_states(graph: Graph, seen: Seen, of_hollow: dict[int, str]) -> Graph:
+    """The graph with states for what the model returns without having used it; names for all its stand-ins."""
+    names = Names(graph.types)
+    named = {path: state.name for state in graph.states for path in (state.path, *state.aliases)}
+    found: list[Any] = []
+    template(seen.result, lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None)
+    returned = {id(leaf) for leaf in found}
+    states = list(graph.states)
+    for slot in seen.slots:
+        for tensor in (slot.twin, slot.real):
+            if tensor is None or id(tensor) in of_hollow:
+                continue
+            if slot.path not in named and id(tensor) in returned:
+                states.append(State(names(slot.path), slot.path, slot.kind, type_of(tensor, {})))
+                named[slot.path] = states[-1].name
+            if slot.path in named:
+                of_hollow[id(tensor)] = named[slot.path]
+    return replace(graph, states=tuple(states))
+
+
+def _keeping_shape(draft: Draft, hollows: tuple[Any, ...], seen: Seen) -> dict[int, Slot]:
+    """The buffers that hold something new of the old shape. Where the shape is another, as that of a table that is made
+    once its length is known, or the buffer was None, it is set to what the call returns, as an attribute would be."""
+    graph, types = draft.graph, draft.graph.types
+    made_by = {op.name: op for op in graph.ops}
+    keeping = dict(seen.rebound)
+    for made, value in zip(hollows, draft.outputs, strict=True):
+        slot = keeping.get(id(made))
+        if slot is None:
+            continue
+        kind, new = type_of(slot.twin, {}), types[value]
+        if not isinstance(kind, TensorType) or not isinstance(new, TensorType) or kind.shape != new.shape:
+            if value not in made_by or not isinstance(new, TensorType) or batch_dims(new):
+                origin = made_by[value].origin if value in made_by else Origin("", 0, "", "")
+                raise CaptureError(
+                    f"{at(origin)}sets the buffer {slot.path}, {kind}, to {new}; a buffer must not have the shape of "
+                    "the batch: return the tensor instead"
+                )
+            del keeping[id(made)]
+    return keeping
+
+
+def _with_rebound_buffers(graph: Graph, draft: Draft, hollows: tuple[Any, ...], seen: Seen) -> Graph:
+    """`self.ema = self.ema * 0.9` makes a new tensor; here it is copied into the buffer, which stays what it is.
+
+    The copy comes once the value is made and the buffer's old contents are read for the last time. The sooner they are
+    written over, the more cuts the model has: all that use a buffer which changes must be in one stage."""
+    names, types = Names(graph.types), graph.types
+    states = {state.path: state for state in graph.states}
+    held = {state.name for state in graph.states}
+    made_at = {op.name: position for position, op in enumerate(graph.ops)}
+    root = memory(graph.ops, types)
+    last_use = {root(name): at for at, op in enumerate(graph.ops) for name in (*op.reads, *op.writes)}
+    copies: dict[int, list[Op]] = {}  # by the position of the op that they come after
+    for made, value in dict(zip(map(id, hollows), draft.outputs, strict=True)).items():
+        slot = seen.rebound.get(made)
+        if slot is None or slot.twin is None or (slot.path in states and states[slot.path].name == value):
+            continue
+        origin = graph.ops[made_at[value]].origin if value in made_at else Origin("", 0, "", "")
+        kind = type_of(slot.twin, {})
+        if slot.path not in states:
+            states[slot.path] = State(names(slot.path), slot.path, "buffer", kind)
+        name = states[slot.path].name
+        copied = Op(names(f"new_{name}"), "copy_", (Ref(name), Ref(value)), {}, kind, origin, NO_GRAD, (name,))
+        ready = made_at.get(value, len(graph.ops) - 1 if value in held else -1)  # another buffer may still be written
+        place = max(ready, last_use.get(root(name), -1))
+        copies.setdefault(place, []).append(copied)
+        last_use |= {root(name): place, root(value): max(place, last_use.get(root(value), -1))}
+    ops = [*copies.get(-1, ()), *(o for p, op in enumerate(graph.ops) for o in (op, *copies.get(p, ())))]
+    return replace(graph, states=tuple(states.values()), ops=tuple(ops))
+
+
+def size_function(fake: torch.SymInt | int, graph: Graph, draft: Draft) -> Callable[[Mapping[str, int]], int]:
+    """The number that a size expression is, given numbers for the names of the graph's sizes and inputs."""
+    if not isinstance(fake, torch.SymInt):
+        return lambda values: fake
+    expression = fake.node.expr
+
+    def compute(values: Mapping[str, int]) -> int:
+        return int(expression.xreplace({s: sympy.Integer(values[draft.symbols[s]]) for s in expression.free_symbols}))
+
+    return compute
+
+
+def _give(
+    made: Any,
+    name: str,
+    graph: Graph,
+    draft: Draft,
+    slot: Slot | None,
+    places: Mapping[str, int],
+    exact: Mapping[str, Callable[[Mapping[str, int]], int]],
+) -> Give:
+    """Where the route gets one of its outputs from; `slot`: it is what the model holds there."""
+    if slot is not None:
+        return lambda results, call, flat: slot.tensors[slot.key]
+    if name in exact:
+        return lambda results, call, flat: exact[name](numbers(graph, draft, call, flat))
+    if name in draft.places:
+        return lambda results, call, flat: flat[draft.places[name]]
+    path = next((item.path for item in graph.inputs if item.name == name), None)
+    if path is not None:
+        return lambda results, call, flat: next(leaf.real for leaf in call.leaves.values() if leaf.path == path)
+    if name not in places:
+        return lambda results, call, flat: made  # nobody keeps it
+    return lambda results, call, flat: results[places[name]]
+
+
+def numbers(graph: Graph, draft: Draft, call: Call, flat: tuple[Any, ...]) -> dict[str, int]:
+    """The sizes of the whole batch, and the inputs that are numbers."""
+    paths = {item.name: item.path for item in graph.inputs}
+    shapes = {leaf.path: leaf.real.shape for leaf in call.leaves.values()}
+    found = {size.name: shapes[paths[size.input]][size.dim] for size in graph.sizes}
+    return found | {i.name: flat[draft.places[i.name]] for i in graph.inputs if i.name in draft.places}

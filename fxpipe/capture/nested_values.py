@@ -1,0 +1,131 @@
+"""Walks what users pass to a model and get from it: tuples, lists, dicts, dataclasses, named tuples and own classes.
+
+torch's pytree stops at classes that nobody registered with it, and a tensor missed in one of those would be captured as
+a constant: right in the first call, wrong in every later one. So this walk goes on into any object's attributes. Paths
+read as the user would write them: `batch['ids']`, `state.hidden[0]`.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.ir.graph.graph import Ref, Struct
+
+Swap = Callable[[str, Tensor], Any]
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes, slice, range, type, type(...))
+CODE = (FunctionType, MethodType, BuiltinFunctionType, ModuleType)
+TORCH = (torch.dtype, torch.device, torch.Size, torch.Generator, torch.memory_format, torch.layout)
+ATOMS = frozenset((*PLAIN, *CODE, *TORCH))
+DEPTH = 12  # objects that hold each other end here
+LONGEST = 200  # characters of a nest in a message
+
+
+def change(value: Any, swap: Swap, path: str = "", depth: int = 0) -> Any:
+    """The nest with `swap(path, tensor)` in place of every tensor. What holds no changed tensor is returned as it is,
+    so identities survive; what does is copied, never written."""
+    if isinstance(value, Tensor):
+        return swap(path, value)
+    kind = type(value)
+    if kind in ATOMS or depth > DEPTH or isinstance(value, (torch.nn.Module, type, torch.SymInt)):
+        return value
+    if isinstance(value, (tuple, list, deque)):
+        items = [change(item, swap, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return kind(*items) if hasattr(value, "_fields") else kind(items)
+    return _change_object(value, swap, path, depth)
+
+
+def _change_object(value: Any, swap: Swap, path: str, depth: int) -> Any:
+    """`change` for dicts and objects; a class such as ModelOutput is both."""
+    items: dict[Any, Any] = {}
+    if isinstance(value, Mapping):
+        items = _changed({k: (f"{path}[{k!r}]", v) for k, v in value.items()}, swap, depth)
+    fields = _changed({k: (f"{path}.{k}", v) for k, v in attributes(value).items()}, swap, depth)
+    if not items and not fields:
+        return value
+    made = copy.copy(value)
+    for key, item in items.items():
+        made[key] = item
+    for name, item in fields.items():
+        object.__setattr__(made, name, item)
+    return made
+
+
+def _changed(items: dict[Any, tuple[str, Any]], swap: Swap, depth: int) -> dict[Any, Any]:
+    new = {key: change(item, swap, path, depth + 1) for key, (path, item) in items.items()}
+    return {key: item for key, item in new.items() if item is not items[key][1]}
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """The attributes of an object that may hold tensors."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
+    return dict(getattr(value, "__dict__", ()))
+
+
+def template(value: Any, ref: Callable[[Any], Ref | None], depth: int = 0) -> Any:
+    """The nest as a graph keeps it: a `Ref` wherever `ref(leaf)` knows a leaf, `Struct` for objects, literals else."""
+    found = ref(value)
+    if found is not None:
+        return found
+    kind = type(value)
+    if kind in ATOMS or depth > DEPTH or isinstance(value, (Tensor, torch.nn.Module, type)):
+        return value
+    if isinstance(value, tuple) and (names := getattr(value, "_fields", None)):
+        return Struct(kind, tuple((n, template(getattr(value, n), ref, depth + 1)) for n in names))
+    if isinstance(value, (tuple, list)):
+        items = [template(item, ref, depth + 1) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, Mapping) and not dataclasses.is_dataclass(value):
+        return {key: template(item, ref, depth + 1) for key, item in value.items()}
+    fields = tuple((n, template(item, ref, depth + 1)) for n, item in attributes(value).items())
+    return Struct(kind, fields) if fields else value
+
+
+def spelled(value: Any, leaf: Callable[[Any], str | None]) -> str:
+    """The nest in a line of a message, with `leaf(part)` in place of parts for which that is not None.
+
+    >>> spelled({"ids": (3, None), "x": [1.5]}, lambda part: "a number" if part == 3 else None)
+    "{'ids': (a number, None), 'x': [1.5]}"
+    """
+    text = _spelled(value, leaf, 0)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
+
+
+def _spelled(value: Any, leaf: Callable[[Any], str | None], depth: int) -> str:
+    if (found := leaf(value)) is not None:
+        return found
+    kind, parts = type(value), parts_of(value)
+    if depth > DEPTH or (not parts and kind not in (tuple, list, dict)):
+        return repr(value) if kind in (type(None), bool, int, float, str) else kind.__name__
+    items = [(path, _spelled(part, leaf, depth + 1)) for path, part in parts]
+    if isinstance(value, Struct) or any(path.startswith(".") for path, _ in parts):
+        cls = value.cls if isinstance(value, Struct) else kind
+        return f"{cls.__name__}({', '.join(f'{path[1:]}={text}' for path, text in items)})"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{path[1:-1]}: {text}" for path, text in items) + "}"
+    texts = ", ".join(text for _, text in items)
+    return f"[{texts}]" if isinstance(value, list) else f"({texts}{',' * (len(items) == 1)})"
+
+
+def parts_of(value: Any) -> list[tuple[str, Any]]:
+    """The parts of a value or of a template, each with how a user writes it after the value's name."""
+    if isinstance(value, Struct):
+        return [(f".{name}", part) for name, part in value.fields]
+    if isinstance(value, tuple) and (names := getattr(value, "_fields", None)):
+        return [(f".{name}", getattr(value, name)) for name in names]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(f".{f.name}", getattr(value, f.name, None)) for f in dataclasses.fields(value)]
+    if isinstance(value, Mapping):
+        return [(f"[{key!r}]", part) for key, part in value.items()]
+    return [(f"[{i}]", part) for i, part in enumerate(value)] if isinstance(value, (tuple, list, deque)) else []

@@ -1,0 +1,49 @@
+"""What `torch.compiler.is_compiling()` says, in one thread alone.
+
+Models ask, and then call their submodules in another way, with a mask that masks nothing in place of None. torch
+answers with a flag of the whole process; while one of its threads captures, the models that others run must not take
+it for theirs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_lock = threading.Lock()
+_answers: dict[int, bool] = {}  # by thread
+
+
+class _PerThread:
+    """Stands in for the flag, and is true or false for each thread."""
+
+    def __init__(self, others: object) -> None:
+        self.others = others
+
+    def __bool__(self) -> bool:
+        return _answers.get(threading.get_ident(), bool(self.others))
+
+
+@contextmanager
+def said_to_compile(answer: bool) -> Iterator[None]:
+    """In this context a thread that asks is told so."""
+    thread = threading.get_ident()
+    before = _answers.get(thread)
+    with _lock:
+        _answers[thread] = answer
+        if not isinstance(torch.compiler._is_compiling_flag, _PerThread):
+            torch.compiler._is_compiling_flag = _PerThread(torch.compiler._is_compiling_flag)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        with _lock:
+            if before is not None:
+                _answers[thread] = before
+            else:
+                del _answers[thread]
+            flag = torch.compiler._is_compiling_flag
+            if not _answers and isinstance(flag, _PerThread):
+                torch.compiler._is_compiling_flag = flag.others

@@ -1,0 +1,289 @@
+"""What the submodules that are kept whole return, learnt from two runs of the plain model.
+
+To trace on past such an op, Dynamo must know how many tensors come out of it, of which types and shapes. No line of
+code says so, so the plain model runs twice, on as many samples as a micro-batch has and on one more (on twice as many,
+where one more does not fit), with the real inputs. What differs is along the batch. Afterwards buffers, random numbers
+and attributes are as they were.
+
+    router(f32[2, 8]) -> f32[2, 3], i64[4]        f32[b, 8] -> f32[b, 3], i64[2 * b]
+    router(f32[3, 8]) -> f32[3, 3], i64[6]
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.capture.call_arguments import Call
+from fxpipe.capture.capture_errors import Refused
+from fxpipe.capture.nested_values import change
+from fxpipe.capture.twins.attribute_changes import Changes, Snapshot
+from fxpipe.capture.twins.twin import Slot, Twins
+from fxpipe.ir.graph.opaque_call import ATOMS, Gives, Promise, alike, apart, leaves, slots, take_apart, wanting
+
+from .is_compiling import said_to_compile
+from .opaque_submodules import Piece, Pieces
+
+
+def _call_of(promise: Promise) -> tuple[Any, ...]:
+    return promise.key, promise.takes, promise.wants
+
+
+@dataclass(frozen=True)
+class Heard:
+    """One call of a piece in a run of the plain model."""
+
+    piece: Piece
+    key: Any
+    takes: list[tuple[torch.dtype, tuple[int, ...]]]
+    wants: tuple[bool, ...]
+    gives: list[Any]  # tensors without memory, and other leaves
+    form: Callable[[Any], Any]
+    drew: bool
+    aliased: bool
+    wrote: bool
+
+
+def learn(pieces: Pieces, run: Callable[..., Any], call: Call, twins: Twins, holders: tuple[Any, ...]) -> Piece | None:
+    """Run twins of the model that hold real tensors, `run(twin, *arguments)`, for two batch sizes, and note what the
+    pieces return. `holders` are objects beside the model that it may change. Gives a piece that cannot be kept whole,
+    if there is one; raises what the model raises."""
+    heard: list[list[Heard]] = []
+    rows = call.rows or 0
+
+    def hear(count: int) -> None:
+        running, given, rest, beside = _real_call(twins, call, holders, count)
+        calls = _listen(pieces, running)  # sooner than the snapshot, in which it would be a change
+        with _undone(running, beside) as changes, said_to_compile(compiling):
+            run(running.root, *given, *rest)
+        heard.append(calls)
+        _note_memories(pieces, changes, running)
+
+    compiling = True
+    try:
+        hear(rows)
+    except Exception:  # as when it is traced, a model that cannot be compiled is not told that it is
+        compiling = False
+        hear(rows)
+    try:
+        hear(rows + 1 if call.rows is not None else 0)
+    except Exception:
+        if not rows:
+            raise
+        hear(2 * rows)  # where samples come in groups, as in `x.reshape(-1, 4, width)`
+    if len(heard[0]) != len(heard[1]):
+        raise _called_otherwise(*heard)
+    for one, two in zip(*heard, strict=True):
+        piece: Piece = one.piece
+        promise = _promise(one, two) if piece is two.piece else None
+        if promise is None:
+            return piece
+        others = [old for old in piece.opaque.promises if not alike(_call_of(old), _call_of(promise))]
+        if len(others) == len(piece.opaque.promises):
+            piece.asked = False  # else, what was asked for is another call than that
+        piece.opaque.promises[:] = [*others, promise]
+        piece.forms[one.key[0]] = one.form
+        piece.draws |= one.drew or two.drew
+    return next((piece for piece in pieces.of.values() if piece.asked), None)
+
+
+def _called_otherwise(one: list[Heard], two: list[Heard]) -> Refused:
+    """The refusal of a forward that calls a piece more often, or less, for one more sample."""
+    counts = [Counter(id(call.piece) for call in calls) for calls in (one, two)]
+    opaque = next(call.piece.opaque for call in (*one, *two) if len({count[id(call.piece)] for count in counts}) > 1)
+    found = Refused(
+        opaque.origin,
+        f"{opaque} is kept whole because of this line, and forward calls it another number of times for another "
+        "number of samples",
+        "call it once, with all samples",
+    )
+    found.route = "running it, to see what a submodule returns"
+    return found
+
+
+def run_plainly(function: Callable[..., Any], call: Call, twins: Twins, holders: tuple[Any, ...], count: int) -> None:
+    """Call `function(model, *arguments)` with so many samples of the batch. Nothing changes; raises what it raises."""
+    running, given, rest, beside = _real_call(twins, call, holders, count)
+    with _undone(running, beside):
+        function(running.root, *given, *rest)
+
+
+def _real_call(
+    twins: Twins, call: Call, holders: tuple[Any, ...], count: int
+) -> tuple[Twins, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+    """Twins that hold real tensors; so many samples of the arguments, what else the captured function is given, and the
+    other objects that it may change."""
+    running = twins.with_stand_ins(_copy)
+    beside = running.beside(*call.rest, *holders)
+    given = tuple(change(part, lambda _, x: _cut(call, x, count)) for part in call.given)
+    return running, given, beside[: len(call.rest)], beside[len(call.rest) :]
+
+
+def _note_memories(pieces: Pieces, changes: Changes, running: Twins) -> None:
+    """Note for each piece which attributes changed: of its modules, or of other objects, whosever they are."""
+    for piece in pieces.of.values():
+        own = set(running.twin(piece.opaque.module).modules())
+        piece.opaque.remembers.update(
+            name for (_, name), to in changes.items() if to.holder in own or not isinstance(to.holder, nn.Module)
+        )
+
+
+def _promise(one: Heard, two: Heard) -> Promise | None:
+    """What two calls have in common; None if the piece cannot be an op."""
+    if not alike((one.key, one.wants), (two.key, two.wants)) or len(one.takes) != len(two.takes):
+        return None
+    if len(one.gives) != len(two.gives):
+        return None
+    if one.wrote or two.wrote:
+        return None
+    takes = []
+    varying: list[tuple[int, int, int, int]] = []  # tensor, dimension, and its two sizes
+    for i, ((dtype, small), (_, large)) in enumerate(zip(one.takes, two.takes, strict=True)):
+        if len(small) != len(large):
+            return None
+        takes.append((dtype, tuple(a if a == b else None for a, b in zip(small, large, strict=True))))
+        varying += [(i, d, a, b) for d, (a, b) in enumerate(zip(small, large, strict=True)) if a != b]
+    gives = [_gives(a, b, varying) for a, b in zip(one.gives, two.gives, strict=True)]
+    if any(item is _NOT for item in gives):
+        return None
+    return Promise(one.key, tuple(takes), tuple(gives), one.aliased or two.aliased, one.wants)
+
+
+_NOT = object()  # in place of what no op returns
+
+
+def _gives(one: Any, two: Any, varying: list[tuple[int, int, int, int]]) -> Any:
+    if not isinstance(one, Tensor) or not isinstance(two, Tensor):
+        return one if type(one) in ATOMS and type(one) is type(two) and one == two else _NOT
+    if one.dtype != two.dtype or one.dim() != two.dim():
+        return _NOT
+    shape: list[Any] = []
+    for a, b in zip(one.shape, two.shape, strict=True):
+        fitting = [(i, d, a, c) for i, d, c, e in varying if a * e == b * c]
+        if a != b and not fitting:
+            return _NOT
+        shape.append(a if a == b else min(fitting, key=lambda found: found[2] != found[3]))
+    strides = one.stride()
+    order = sorted(range(one.dim()), key=lambda dim: -strides[dim])
+    return Gives(one.dtype, tuple(shape), tuple(order), one.requires_grad or two.requires_grad)
+
+
+def _cut(call: Call, twin: Tensor, count: int) -> Tensor:
+    """So many samples of the real tensor; its samples come again if it has fewer."""
+    leaf = call.leaves.get(id(twin))
+    if leaf is None:
+        return twin
+    real = leaf.real.detach()
+    if leaf.batch_dim is not None:
+        index = torch.arange(count, device=real.device) % real.shape[leaf.batch_dim]
+        real = real.index_select(leaf.batch_dim, index)
+    return (real.to(twin.device) if real.device != twin.device else real.clone()).requires_grad_(
+        leaf.real.requires_grad
+    )
+
+
+def _listen(pieces: Pieces, running: Twins) -> list[Heard]:
+    """From now on the pieces' twins note their calls, in this list."""
+    calls: list[Heard] = []
+
+    def listener(piece: Piece, module: nn.Module) -> Callable[..., Any]:
+        own = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            tensors, key = take_apart(module, args, kwargs)
+            takes = [(x.dtype, tuple(x.shape)) for x in tensors]
+            wants = wanting((*(getattr(part, name) for _, part, name in slots(module)), *tensors))
+            held = {x.untyped_storage()._cdata for x in (*tensors, *module.parameters())}
+            before, others, versions = torch.get_rng_state(), _other_numbers(), [x._version for x in tensors]
+            contents = [x.detach().clone() for x in module.parameters()]  # a write to `.data` leaves the version
+            with said_to_compile(False):  # as when the pipeline runs it
+                result = own(*args, **kwargs)
+            found = leaves(result)
+            aliased = any(isinstance(x, Tensor) and x.untyped_storage()._cdata in held for x in found)
+            drew = not torch.equal(before, torch.get_rng_state())
+            wrote = versions != [x._version for x in tensors]
+            if others != _other_numbers():
+                piece.opaque.remembers.add("random numbers that are not torch's")
+            if not all(map(torch.equal, contents, module.parameters())):
+                piece.opaque.remembers.add("parameters that it writes")
+            calls.append(
+                Heard(piece, key, takes, wants, list(map(_hollow, found)), _form(result), drew, aliased, wrote)
+            )
+            return result
+
+        return forward
+
+    for piece in pieces.of.values():
+        twin = running.twin(piece.opaque.module)
+        running.put_forward(twin, listener(piece, twin))
+    return calls
+
+
+def _other_numbers() -> tuple[Any, ...]:
+    """Where Python's and numpy's random numbers are."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return (random.getstate(),)
+    kind, keys, *rest = numpy.random.get_state()
+    return random.getstate(), kind, keys.tobytes(), *rest
+
+
+def _hollow(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if type(leaf) not in (Tensor, nn.Parameter) or leaf.layout is not torch.strided:
+        return _NOT
+    made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+    return made.requires_grad_(leaf.requires_grad)
+
+
+def _form(value: Any) -> Callable[[Any], Any]:
+    """A function from the tensors in such an object, or the one tensor, to the object; Dynamo traces it."""
+
+    def made(value: Any, at: int) -> tuple[Callable[[Any], Any], int]:
+        if isinstance(value, Tensor):
+            return lambda tensors: tensors[at], at + 1
+        parts = apart(value)
+        if parts is None:
+            return lambda tensors: value, at
+        together, items = parts
+        makers = []
+        for item in items:
+            maker, at = made(item, at)
+            makers.append(maker)
+        return lambda tensors: together([maker(tensors) for maker in makers]), at
+
+    make, count = made(value, 0)
+    return make if count != 1 else lambda tensor: make([tensor])
+
+
+def _copy(slot: Slot, real: Tensor) -> Tensor:
+    """A copy, for forward may write it, where the model was."""
+    copy = real.detach().to(slot.device, copy=True)
+    return nn.Parameter(copy, real.requires_grad) if isinstance(real, nn.Parameter) else copy
+
+
+@contextmanager
+def _undone(running: Twins, holders: tuple[Any, ...]) -> Iterator[Changes]:
+    """At the end of this context attributes and all random numbers are as they were, and there is a list of what
+    attributes were set to."""
+    changes: Changes = {}
+    before = Snapshot((*(module for _, module in running.named()), *holders))
+    numpy = sys.modules.get("numpy")
+    states = random.getstate(), numpy.random.get_state() if numpy is not None else None
+    try:
+        with torch.random.fork_rng():
+            yield changes
+    finally:
+        changes.update(before.restore())
+        random.setstate(states[0])
+        if numpy is not None:
+            numpy.random.set_state(states[1])

@@ -1,0 +1,42 @@
+"""Which values may need a gradient because of a submodule that is kept whole.
+
+Whether what it returns needs one was learnt by running it, and is traced so; on another way through its forward it may
+be otherwise. So the types of the graph say that gradients come wherever there may be some.
+
+    y, mask = router(x)      y needs a gradient, mask needed none
+    z = mask * 2             may need one, and has a place for it where it moves between stages
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fxpipe.ir.graph.graph import Graph, Op, called
+from fxpipe.ir.graph.opaque_call import Opaque
+from fxpipe.ir.graph.value_types import TensorType, TupleType, ValueType
+
+FLOATS = ("f", "bf", "c")
+
+
+def with_possible_gradients(graph: Graph) -> Graph:
+    """The graph, of a call with gradients enabled, with the types of values that may need one."""
+    found: set[str] = set()
+    ops = []
+    for op in graph.ops:
+        if _passes_gradients(op) and ((isinstance(op.target, Opaque) and op.target.unsure) or found & {*op.reads}):
+            found |= {op.name, *op.writes}
+        ops.append(replace(op, type=_with_gradient(op.type)) if op.name in found else op)
+    return replace(graph, ops=tuple(ops)) if found else graph
+
+
+def _passes_gradients(op: Op) -> bool:
+    without = any(region.kind == "grad" and not region.args[0] for region in op.regions)
+    return not without and called(op) != "detach"
+
+
+def _with_gradient(kind: ValueType) -> ValueType:
+    if isinstance(kind, TupleType):
+        return TupleType(tuple(map(_with_gradient, kind.items)))
+    if isinstance(kind, TensorType) and kind.dtype.startswith(FLOATS):
+        return replace(kind, grad=True)
+    return kind

@@ -1,0 +1,243 @@
+"""Submodules that cannot be traced, kept whole: each is one op of the graph, and the rest of the model is traced.
+
+    if x.sum() > 0:            in the forward of a submodule, `router`: Dynamo stops there, and says in which module
+    x = router(x)              so while the model is captured another forward stands in for the submodule's own, which
+                               puts a single op into the graph, with the submodule's parameters and buffers as arguments
+
+What the op returns, Dynamo must know to trace on; that is learnt by running the model (`learn.py`).
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.capture.capture_errors import DATA_SIZES, DERIVES, HOOKED, Refused
+from fxpipe.capture.twins.twin import Twins
+from fxpipe.ir.graph.graph import Graph, Origin
+from fxpipe.ir.graph.opaque_call import NOWHERE, Gives, Opaque, slots, wanting
+from fxpipe.ir.graph.value_types import dim_names, tensors
+
+# What functions that may draw random numbers are called. What is missed here is found if it draws when it is learnt.
+DRAWS = re.compile(
+    r"rand(n|int|perm)?(_like)?|\w*dropout\w*|bernoulli_?|multinomial|normal_?|uniform_?|gumbel_softmax|r?sample"
+    r"|exponential_|poisson|rrelu_?|\w*noise\w*"
+)
+
+
+@dataclass(eq=False)
+class Piece:
+    """A submodule that is kept whole. `forward` stands in for that of its twin; `call` is the op in the traced graph;
+    `places`: where the twin's tensors hang; `forms`, by whether it is training, puts what it returns together again;
+    `asked`: something is not learnt yet, `wanted`: for calls of which tensors need a gradient; `told`: there was a
+    warning."""
+
+    opaque: Opaque
+    twin: nn.Module
+    draws: bool
+    forms: dict[bool, Callable[[Any], Any]] = field(default_factory=dict)
+    asked: bool = False
+    wanted: set[tuple[bool, ...]] = field(default_factory=set)
+    told: bool = False
+
+    def __post_init__(self) -> None:
+        module, forms = self.twin, self.forms
+        self.places = places = places_in(module)
+
+        def call(tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return self.stand_in(tensors, args, kwargs)
+
+        call.opaque, call.piece = self.opaque, self  # type: ignore[attr-defined]
+        name = self.opaque.path.rpartition(".")[2]
+        call.__name__ = name if name.isidentifier() else type(module).__name__.lower()  # what the result is called
+        op = torch._dynamo.allow_in_graph(call)  # type: ignore[no-untyped-call]
+
+        def forward(*args: Any, **kwargs: Any) -> Any:  # traced by Dynamo, and never run
+            tensors = [getattr(part, key) for part, key in places]
+            return forms[module.training](op(tensors, args, kwargs))  # no name: it would be one in the generated code
+
+        self.call, self.forward = call, forward
+        self.forms.update(dict.fromkeys((True, False), list))  # until they are learnt
+
+    def refusal(self) -> Refused:
+        """Why it cannot be kept whole."""
+        path = str(self.opaque)
+        odd = (
+            f"what {path} returns is no tensor, or of a shape that its arguments do not tell; or it writes into them",
+            "return new tensors, of shapes that do not depend on the values of others",
+        )
+        another = (
+            f"{path} is called with other arguments while the model is traced than when it runs",
+            "call it in the same way, whatever torch.compiler.is_compiling() says",
+        )
+        found = Refused(self.opaque.origin, *(another if self.asked and self.opaque.promises else odd))
+        found.route = f"one graph, {path} kept whole"
+        return found
+
+    def stand_in(self, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Tensors without contents, such as the call returns."""
+        promises, given = self.opaque.fitting(args, kwargs)
+        known = {promise.wants: promise for promise in promises}
+        wants = wanting((*tensors, *given))
+        # Where a trace and a run do not agree on what needs a gradient, what was learnt of another call must do.
+        promise = known.get(wants, next(iter(known.values()), None) if wants in self.wanted else None)
+        if promise is None:
+            self.asked = True
+            self.wanted.add(wants)
+            raise LookupError(f"what {self.opaque} returns is not known yet")
+        self.opaque.hold_for(promise, args, kwargs)
+        device = next((x.device for x in (*given, *tensors)), torch.device("cpu"))
+        made = [_empty(gives, given, device) for gives in promise.gives if isinstance(gives, Gives)]
+        return made[0] if len(made) == 1 else tuple(made)
+
+
+def places_in(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The modules and keys of all tensors in a module."""
+    return [(part, key) for _, part, key in slots(module)]
+
+
+def _empty(gives: Gives, given: list[Tensor], device: torch.device) -> Tensor:
+    sizes = gives.sizes(given)
+    made = torch.empty([sizes[dim] for dim in gives.order], dtype=gives.dtype, device=device)
+    if gives.grad:
+        made = made.requires_grad_().clone()  # no leaf: it may be written in place
+    return made.permute([gives.order.index(dim) for dim in range(len(sizes))])
+
+
+class Pieces:
+    """The submodules of a model that are kept whole, by the ids of their twins."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, Piece] = {}
+        self.shape: object = None  # of the model, when that was looked at last
+        self.given_up: set[int] = set()  # such as return what is no tensor: those that hold them are kept whole
+
+    def renew(self, twins: Twins) -> bool:
+        """Make those anew in which modules came or went, and forget those that are not in the model any more; whether
+        there were any."""
+        if self.shape is twins.shape:
+            return False
+        self.shape = twins.shape
+        there = {id(module) for _, module in twins.named()}
+        stale = [key for key, p in self.of.items() if key not in there or p.places != places_in(p.twin)]
+        for key in stale:
+            old = self.of.pop(key)
+            twins.put_forward(old.twin, None)
+            if key in there:
+                opaque = old.opaque
+                self._put(Opaque(opaque.path, opaque.module, opaque.origin, opaque.reason), old.twin, twins)
+        return bool(stale)
+
+    def _put(self, opaque: Opaque, twin: nn.Module, twins: Twins) -> None:
+        self.of[id(twin)] = piece = Piece(opaque, twin, may_draw(twin))
+        twins.put_forward(twin, piece.forward)
+
+    def _drop(self, twin: nn.Module, twins: Twins) -> None:
+        if self.of.pop(id(twin), None) is not None:
+            twins.put_forward(twin, None)
+
+    def reset(self, before: dict[int, Piece], twins: Twins) -> None:
+        """Keep these instead."""
+        for piece in self.of.values():
+            twins.put_forward(piece.twin, None)
+        self.of = before
+        for piece in before.values():
+            twins.put_forward(piece.twin, piece.forward)
+
+    def keep(self, twins: Twins, refused: Refused) -> bool:
+        """Keep one more submodule whole: of those that a break is inside of, the innermost that is not yet; at last the
+        model itself, unless that takes derivatives: a forward that is to be recomputed runs without. False if there is
+        none, or if a hook would see the gradient of each micro-batch there."""
+        if refused.reason == HOOKED:
+            return False
+        named = {id(module): (path, module) for path, module in twins.named()}
+        inside = [named[key] for key in refused.modules or () if key in named]
+        inside = [pair for pair in inside if pair[0] or refused.reason != DERIVES]
+        return self._keep(inside, refused.where or NOWHERE, refused.reason, twins)
+
+    def keep_around(self, twins: Twins, piece: Piece) -> bool:
+        """Keep the submodule around a piece whole, in its place."""
+        self.given_up.add(id(piece.twin))
+        self._drop(piece.twin, twins)
+        path, part = piece.opaque.path, piece.twin
+        around = [(p, m) for p, m in twins.named() if (path.startswith(f"{p}.") if p else part in set(m.modules()))]
+        return self._keep(around, piece.opaque.origin, piece.opaque.reason, twins)
+
+    def _keep(self, inside: Sequence[tuple[str, nn.Module]], origin: Origin, reason: str, twins: Twins) -> bool:
+        """Keep the innermost whole. If another of its class is kept already, as one of many layers, keep all of it:
+        each would cost another trace of the whole model."""
+        for path, module in reversed(inside):
+            own = type(module).forward is not nn.Module.forward  # lists of modules have none
+            if own and id(module) not in self.of and id(module) not in self.given_up:
+                found = [(path, module)]
+                if any(type(piece.twin) is type(module) for piece in self.of.values()):
+                    found += [pair for pair in twins.named() if type(pair[1]) is type(module)]
+                    found = [(place, one) for place, one in found if id(one) not in self.given_up]
+                for place, one in found:
+                    if not any(place.startswith(f"{piece.opaque.path}.") for piece in self.of.values()):
+                        for part in one.modules():
+                            self._drop(part, twins)
+                        self._put(Opaque(place, twins.original(one), origin, reason), one, twins)
+                return True
+        return False
+
+    @property
+    def asked(self) -> bool:
+        """Whether a call of a piece was not known."""
+        return any(piece.asked for piece in self.of.values())
+
+    def tell(self) -> None:
+        """Warn of each piece, once."""
+        for piece in self.of.values():
+            if not piece.told:
+                piece.told = True
+                warnings.warn(_told(piece.opaque), stacklevel=2)
+
+
+def _told(opaque: Opaque) -> str:
+    why = f"because of {opaque.origin} ({opaque.reason})"
+    if opaque.path:
+        return f"{opaque} is kept whole: one opaque op that no cut goes through and that runs as plain Python, {why}"
+    return (
+        f"{opaque} is kept whole, and nothing is pipelined: the model is one opaque op on one stage, which runs as "
+        f"plain Python on each micro-batch, {why}; move these lines into the forward of a submodule, and the rest is "
+        "cut"
+    )
+
+
+def sized_by_data(graph: Graph, twins: Twins) -> Refused | None:
+    """The refusal of the first op whose result has a size that depends on data: `u0`, as torch says."""
+    for op in graph.ops:
+        names = {name for kind in tensors(op.type) for size in kind.shape for name in dim_names(size)}
+        if any(re.fullmatch(r"u\d+", name) for name in names):
+            inside = [id(m) for path, m in twins.named() if not path or f"{op.origin.module}.".startswith(f"{path}.")]
+            return Refused(op.origin, *DATA_SIZES, inside)
+    return None
+
+
+# Random numbers -------------------------------------------------------------------------------------------------------
+
+
+def may_draw(module: nn.Module) -> bool:
+    """Whether a forward in it calls something that sounds like random numbers, on whatever way through it."""
+    return any(
+        _names_draws(function.__code__)
+        for part in module.modules()
+        for kind in type(part).__mro__
+        if issubclass(kind, nn.Module) and kind is not nn.Module
+        for function in vars(kind).values()
+        if isinstance(function, FunctionType) and not function.__name__.startswith(("__", "reset_", "extra_repr"))
+    )
+
+
+def _names_draws(code: CodeType) -> bool:
+    if any(DRAWS.fullmatch(name) for name in code.co_names):
+        return True
+    return any(_names_draws(inner) for inner in code.co_consts if isinstance(inner, CodeType))

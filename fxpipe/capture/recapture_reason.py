@@ -1,0 +1,53 @@
+"""Why a call is captured, in words: what is new about it beside those that were captured before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .call_arguments import Call
+
+
+@dataclass(frozen=True)
+class Look:
+    """What tells kinds of calls apart at a glance: the mode of the model, and the tensors by what the user calls them,
+    each by its type and its shape, in which the batch is "b"."""
+
+    training: bool
+    tensors: tuple[tuple[str, str], ...]
+
+
+def look_of(call: Call, training: bool) -> Look:
+    """The look of a call."""
+    return Look(training, tuple((leaf.path, _shown(leaf.real, leaf.batch_dim)) for leaf in call.leaves.values()))
+
+
+def _shown(tensor: Tensor, batch_dim: int | None) -> str:
+    sizes = ("b" if dim == batch_dim else str(size) for dim, size in enumerate(tensor.shape))
+    return f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(sizes)}]"
+
+
+def why_new(look: Look, before: Sequence[Look], what: str = "call") -> str:
+    """What is new about a call; `before` are the looks of all captured ones, `what` is a call or a step.
+
+    >>> small, large = (Look(True, (("x", f"float32[b, {size}]"),)) for size in (4, 8))
+    >>> why_new(small, []), why_new(large, [small])
+    ('first call', 'another shape, x is float32[b, 8] and was float32[b, 4]')
+    >>> why_new(Look(False, small.tensors), [small])
+    'train to eval'
+    """
+    if not before:
+        return f"first {what}"
+    if all(one.training != look.training for one in before):
+        return "eval to train" if look.training else "train to eval"
+    alike = [dict(one.tensors) for one in before if one.training == look.training]
+    now = dict(look.tensors)
+    if now in alike:
+        return "something else that the model depends on has changed"
+    last = next((one for one in reversed(alike) if one.keys() == now.keys()), None)
+    if last is None:
+        return f"other arguments, {', '.join(now)}"
+    name = next(name for name in now if now[name] != last[name])
+    return f"another shape, {name} is {now[name]} and was {last[name]}"

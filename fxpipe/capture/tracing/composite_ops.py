@@ -1,0 +1,63 @@
+"""Ops that torch composes of others in C++, where the batch size becomes a number on the way.
+
+A graph of a model with such an op would hold for one batch size. While a model is traced they are composed in Python
+instead, where sizes may be symbols. Only shapes and types come from here: stages run torch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Sizes = Sequence[int | torch.SymInt]
+COMPOSED = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+def take_along_dim(x: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
+    if dim is None:
+        return x.reshape(-1).gather(0, indices.reshape(-1))
+    at = dim % x.dim()
+    sizes = [other if size == 1 else size for size, other in zip(x.shape, indices.shape, strict=True)]
+    return x.expand(_put(sizes, at, x.shape[at])).gather(at, indices.expand(_put(sizes, at, indices.shape[at])))
+
+
+def kron(x: Tensor, y: Tensor) -> Tensor:
+    dims = max(x.dim(), y.dim())
+    left, right = ([1] * (dims - len(shape)) + list(shape) for shape in (x.shape, y.shape))
+    spread = x.reshape([size for pair in zip(left, [1] * dims, strict=True) for size in pair])
+    product = spread * y.reshape([size for pair in zip([1] * dims, right, strict=True) for size in pair])
+    return product.reshape([one * other for one, other in zip(left, right, strict=True)])
+
+
+def multi_dot(tensors: Sequence[Tensor]) -> Tensor:
+    return reduce(torch.matmul, tensors)
+
+
+def _put(sizes: Sizes, at: int, size: Any) -> list[Any]:
+    return [*sizes[:at], size, *sizes[at + 1 :]]
+
+
+OPS: dict[Any, Callable[..., Tensor]] = {
+    torch.ops.aten.take_along_dim.default: take_along_dim,
+    torch.ops.aten.kron.default: kron,
+    torch.ops.aten.linalg_multi_dot.default: multi_dot,
+}
+
+
+@contextmanager
+def composed_in_python() -> Iterator[None]:
+    """In this context fake tensors go through the functions above, where torch has none of its own in Python."""
+    added = [op for op in OPS if COMPOSED not in op.py_kernels]
+    for op in added:
+        op.py_impl(COMPOSED)(OPS[op])
+    try:
+        yield
+    finally:
+        for op in added:
+            op.py_kernels.pop(COMPOSED, None)
+            op._dispatch_cache.clear()

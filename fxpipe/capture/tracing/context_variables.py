@@ -1,0 +1,77 @@
+"""Lets Dynamo read code that uses a `contextvars.ContextVar`, as libraries do to tell inner hooks what the
+outermost forward was asked for.
+
+    token = collector.set([])      a value for the time of the call
+    try:
+        y = self.layers(x)         a hook in there: collector.get().append(y)
+    finally:
+        collector.reset(token)
+
+What is set in forward lives in the trace; what was set before the call is a value that Dynamo guards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar, copy_context
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch._dynamo.source import AttrSource, CallFunctionNoArgsSource
+from torch._dynamo.variables import ConstantVariable
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+
+
+@dataclass
+class Contexts:
+    """What the trace under way has set: for each variable, the tokens and values, the latest last. Dynamo may begin a
+    trace anew, with another `output`."""
+
+    output: Any = None
+    values: dict[ContextVar[Any], list[tuple[Any, Any]]] = field(default_factory=dict)
+
+    def of(self, output: Any, variable: ContextVar[Any]) -> list[tuple[Any, Any]]:
+        if self.output is not output:
+            self.output, self.values = output, {}
+        return self.values.setdefault(variable, [])
+
+    @property
+    def left(self) -> list[str]:
+        """The names of the variables that were set and not reset."""
+        return [variable.name for variable, values in self.values.items() if values]
+
+
+@contextmanager
+def context_variables(contexts: Contexts) -> Iterator[None]:
+    """In this context Dynamo reads the methods of context variables."""
+    kind: Any = UserDefinedObjectVariable
+    calling = kind.call_method
+
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if type(self.value) is not ContextVar or kwargs:
+            return calling(self, tx, name, args, kwargs)
+        values = contexts.of(tx.output, self.value)
+        if name == "set" and len(args) == 1:
+            token = copy_context().run(self.value.set, None)  # in no context that anyone sees
+            values.append((token, args[0]))
+            return kind(token)
+        if name == "reset" and values and getattr(args[0], "value", None) is values[-1][0]:
+            values.pop()
+            return ConstantVariable.create(None)
+        if name == "get" and values:
+            return values[-1][1]
+        if name == "get" and self.source and not args:
+            try:
+                value = self.value.get()
+            except LookupError:  # it has none: Dynamo's error says so
+                return calling(self, tx, name, args, kwargs)
+            return VariableTracker.build(tx, value, CallFunctionNoArgsSource(AttrSource(self.source, "get")))
+        return calling(self, tx, name, args, kwargs)
+
+    kind.call_method = call_method
+    try:
+        yield
+    finally:
+        kind.call_method = calling

@@ -1,0 +1,213 @@
+"""Runs a traced graph once more on its fake tensors, to see what Dynamo does not say: what each op writes, and whether
+it draws random numbers.
+
+Names like `add_` tell little: `F.relu(x, inplace=True)`, `x[i] = v`, `torch.add(a, b, out=x)` and `batch_norm` in
+training write too. What counts is what reaches the dispatcher below them: there each primitive op declares what it
+writes and whether it is random, and fake tensors know which of them share memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo import convert_frame
+from torch._guards import TracingContext, tracing
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxpipe.capture.capture_errors import innermost, modules_around, parse_stack, refusal
+from fxpipe.ir.graph.graph import Region
+
+from .composite_ops import composed_in_python
+from .dynamo import Traced
+from .recurrent_layers import drops, one_step
+
+# These write their running statistics without declaring it: the places of mean and variance, and of `training`.
+SILENT_WRITES = {
+    "aten::native_batch_norm": ((3, 4), 5),
+    "aten::cudnn_batch_norm": ((3, 4), 5),
+    "aten::miopen_batch_norm": ((3, 4), 5),
+}
+ENTER_GRAD = {torch._C._set_grad_enabled}
+REGION_NAMES = {"_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode"}
+ASSERTIONS = {"_assert_scalar", "_assert_async", "sym_constrain_range", "sym_constrain_range_for_size", "_check"}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One op of the traced graph, as it ran: its value and the type-bearing facts at that time."""
+
+    node: fx.Node
+    value: Any
+    written: frozenset[int]
+    random: bool
+    regions: tuple[Region, ...]
+
+
+class Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the memory that primitive ops write, and whether one is random."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.written: set[int] = set()
+        self.random = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        schema = func._schema
+        writes = [
+            kwargs.get(argument.name) if argument.name in kwargs or position >= len(args) else args[position]
+            for position, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        self.written.update(memory(writes))
+        if schema.name in SILENT_WRITES:
+            stats, training = SILENT_WRITES[schema.name]
+            if args[training]:
+                self.written |= {address for position in stats for address in memory(args[position])}
+        if torch.Tag.nondeterministic_seeded in func.tags and not _idle(schema, args, kwargs):
+            self.random = True
+        result = func(*args, **kwargs)
+        self.written.update(memory(writes))  # `x.data = y` gives x other memory
+        return result
+
+
+def _idle(schema: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a random op draws nothing, its probability being zero."""
+    given = {a.name: args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(schema.arguments)}
+    return any(name in ("dropout_p", "dropout") and not given[name] for name in given) or given.get("train") is False
+
+
+def memory(value: Any) -> Iterator[int]:
+    """The storages behind a value. What a vmap works on has none that can be told."""
+    if isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
+        return
+    if isinstance(value, Tensor):
+        yield value.untyped_storage()._cdata
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from memory(item)
+
+
+def steps(traced: Traced) -> tuple[dict[fx.Node, Any], list[Step]]:
+    """The values of all nodes, and a step for each op; contexts that ops enter and exit are on the ops inside."""
+    env: dict[fx.Node, Any] = {}
+    found: list[Step] = []
+    regions: list[tuple[fx.Node | None, Region]] = []
+    dead = _dead_numbers(traced.module.graph)
+    grad = torch.is_grad_enabled()
+    # What replaces functions of torch's does so for the whole process, so no other thread may capture meanwhile.
+    with convert_frame.compile_lock, ExitStack() as contexts:
+        contexts.enter_context(torch.inference_mode(False))
+        contexts.enter_context(torch.set_grad_enabled(grad and not torch.is_inference_mode_enabled()))
+        contexts.enter_context(traced.mode)
+        contexts.enter_context(enable_python_dispatcher())  # as Dynamo does: an LSTM in C++ counts to the batch size
+        contexts.enter_context(one_step())
+        contexts.enter_context(composed_in_python())
+        contexts.enter_context(tracing(TracingContext(traced.mode)))
+        effects = contexts.enter_context(Effects())
+        ambient = torch.is_grad_enabled()
+        for node in traced.module.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = node.meta["example_value"]
+            elif node.op == "get_attr":
+                env[node] = _attribute(traced.module, node.target)
+            elif node.op == "output":
+                env[node] = fx.map_arg(node.args[0], env.__getitem__)
+            elif _name(node) in REGION_NAMES or node.target in ENTER_GRAD:
+                _region(node, env, regions, ambient)
+            elif _changes_nothing(node, env):
+                env[node] = env[node.args[0]]
+                node.replace_all_uses_with(node.args[0])
+            elif _name(node) not in ASSERTIONS and node not in dead:
+                effects.written, effects.random = set(), False
+                _say_where(node)
+                env[node] = _run(node, env, traced)
+                inside = tuple(region for _, region in regions)
+                random = effects.random or drops(node)
+                found.append(Step(node, env[node], frozenset(effects.written), random, inside))
+    return env, found
+
+
+def _say_where(node: fx.Node) -> None:
+    """From now on, guards come from the user's line that the node comes from."""
+    frame = innermost(parse_stack(node.meta.get("stack_trace")))
+    if frame is not None:
+        TracingContext.set_current_loc(frame.file, frame.line, "forward")
+
+
+def _dead_numbers(graph: fx.Graph) -> set[fx.Node]:
+    """The ops that compute Python numbers or truths that nothing needs: what is left of checks in the model."""
+    numbers = (bool, int, float, torch.SymBool, torch.SymInt, torch.SymFloat)
+    dead: set[fx.Node] = set()
+    for node in reversed(graph.nodes):  # users first
+        if isinstance(node.meta.get("example_value"), numbers) and dead.issuperset(node.users):
+            dead.add(node)
+    return dead
+
+
+def _changes_nothing(node: fx.Node, env: dict[fx.Node, Any]) -> bool:
+    """Whether this is `x.data = x`, as in `layer.to(dtype)` of a layer that has this dtype, or what Dynamo puts after
+    that: parameters may stay what they are."""
+    if _name(node) == "_lower_version_count_by_1":
+        return node.args[0].target is not torch.Tensor.set_  # type: ignore[union-attr]
+    return node.target is torch.Tensor.set_ and len(node.args) == 2 and env[node.args[0]] is env[node.args[1]]  # type: ignore[index]
+
+
+def _run(node: fx.Node, env: dict[fx.Node, Any], traced: Traced) -> Any:
+    args = fx.map_arg(node.args, env.__getitem__)
+    kwargs = fx.map_arg(node.kwargs, env.__getitem__)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    if isinstance(node.target, torch._ops.HigherOrderOperator) and "example_value" in node.meta:
+        return node.meta["example_value"]
+    assert callable(node.target)
+    try:
+        return node.target(*args, **kwargs)
+    except GuardOnDataDependentSymNode as error:  # Dynamo took the value that a tensor had before forward wrote to it
+        raise refusal(error, modules_around(node), innermost(parse_stack(node.meta.get("stack_trace")))) from None
+
+
+def _region(node: fx.Node, env: dict[fx.Node, Any], open: list[tuple[fx.Node | None, Region]], ambient: bool) -> None:
+    """Note a context that opens or closes here, and do to torch what the node does."""
+    name = _name(node)
+    if node.target in ENTER_GRAD:
+        enabled = bool(node.args[0])
+        open[:] = [(key, region) for key, region in open if key is not None or region.kind != "grad"]
+        if enabled != ambient:
+            open.append((None, Region("grad", (enabled,))))
+        torch._C._set_grad_enabled(enabled)
+    elif name == "_enter_autocast":
+        device, dtype, on, cache = (*node.args, None, None, None)[:4]
+        open.append((node, Region("autocast", (device, dtype, True if on is None else on, cache))))
+        env[node] = node.target(*node.args)  # type: ignore[operator]
+    elif name == "_exit_autocast":
+        open[:] = [(key, region) for key, region in open if key is not node.args[0]]
+        node.target(env[node.args[0]])  # type: ignore[operator, index]
+    elif name == "_enter_inference_mode":
+        env[node] = torch.is_grad_enabled()
+        enabled = not node.args[0] and torch.is_grad_enabled()
+        open.append((node, Region("grad", (enabled,))))
+        torch._C._set_grad_enabled(enabled)
+    else:
+        open[:] = [(key, region) for key, region in open if key is not node.args[0]]
+        torch._C._set_grad_enabled(env[node.args[0]])  # type: ignore[index]
+
+
+def _name(node: fx.Node) -> str:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target._opname)
+    return target if isinstance(target, str) else getattr(target, "__name__", "")
+
+
+def _attribute(module: Any, path: Any) -> Any:
+    for name in str(path).split("."):
+        module = getattr(module, name)
+    return module

@@ -1,0 +1,201 @@
+"""Where each flat argument of a traced graph comes from: the user passed it or its tensor, or the model holds it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+from torch import Tensor, fx
+
+from fxpipe.capture.call_arguments import Call
+from fxpipe.capture.twins.twin import Slot
+from fxpipe.errors import CaptureError
+from fxpipe.ir.graph.graph import Input, Op, Size, State
+from fxpipe.ir.graph.value_types import ScalarType, TensorType, ValueType
+
+from .dynamo import Traced
+from .op_effects import memory
+from .symbolic_sizes import BATCH, first_symbols, symbol, type_of
+from .value_names import Names
+
+
+@dataclass
+class Builder:
+    """What is known while a graph is built: the present name of every node's value, and the nodes of every tensor."""
+
+    traced: Traced
+    call: Call
+    slots: Mapping[int, list[Slot]]
+    modules: Mapping[str, str]
+    names: Names = field(default_factory=Names)
+    of_node: dict[fx.Node, str] = field(default_factory=dict)
+    nodes_of: dict[int, list[fx.Node]] = field(default_factory=dict)  # by the id of the tensor object
+    symbols: dict[sympy.Symbol, str] = field(default_factory=dict)
+    inputs: list[Input] = field(default_factory=list)
+    states: list[State] = field(default_factory=list)
+    sizes: list[Size] = field(default_factory=list)
+    places: dict[str, int] = field(default_factory=dict)
+    first: dict[fx.Node, str] = field(default_factory=dict)
+    ops: list[Op] = field(default_factory=list)
+    sharing: dict[int, list[fx.Node]] = field(default_factory=dict)  # by storage: the nodes whose values are in it
+    state_of: dict[str, State] = field(default_factory=dict)
+    last_read: dict[fx.Node, int] = field(default_factory=dict)  # the position of the last reader; returned: the end
+    vmaps: list[str] = field(default_factory=list)  # the ops that entered the vmaps which are open
+    baked: str | None = None
+    draws: int = 0
+
+
+def add_inputs(build: Builder, placeholders: list[fx.Node], flat: tuple[Any, ...], env: dict[fx.Node, Any]) -> None:
+    """Every tensor the user passed, whether the graph reads it or not, then numbers that vary; and the sizes."""
+    at_leaf = {id(value): node for node, value in zip(placeholders, flat, strict=True) if isinstance(value, Tensor)}
+    fakes: list[tuple[str, Any, int | None]] = []
+    leaf_twins = {leaf.path: leaf.twin for leaf in build.call.leaves.values()}
+    for leaf in build.call.leaves.values():
+        node = at_leaf.get(id(leaf.twin))
+        fakes.append((leaf.path, leaf.twin if node is None else env[node], leaf.batch_dim))
+    for path, fake, dim in fakes:
+        if dim is not None and (found := symbol(fake.shape[dim])) is not None:
+            build.symbols |= dict.fromkeys((found, *first_symbols(fake.shape[dim])), BATCH)
+        elif dim is not None and fake is not leaf_twins[path]:
+            build.baked = path
+    build.names.used.add(BATCH)
+    batch_names = [build.names(leaf.path) for leaf in build.call.leaves.values()]
+    for name, (path, fake, dim), leaf in zip(batch_names, fakes, build.call.leaves.values(), strict=True):
+        for position, size in enumerate(fake.shape):
+            found = symbol(size)
+            if position == dim and not any(s.name == BATCH for s in build.sizes):
+                build.sizes.append(Size(BATCH, name, position))
+            elif found is not None and found not in build.symbols:
+                build.symbols[found] = build.names(f"{name}_{position}")
+                build.sizes.append(Size(build.symbols[found], name, position))
+        kind = type_of(fake, build.symbols)
+        if dim is not None and id(leaf.twin) not in at_leaf and isinstance(kind, TensorType):
+            kind = TensorType(kind.dtype, (*kind.shape[:dim], BATCH, *kind.shape[dim + 1 :]), kind.device, kind.grad)
+        build.inputs.append(Input(name, path, kind, dim))
+        if id(leaf.twin) in at_leaf:
+            define(build, at_leaf[id(leaf.twin)], env, name)
+    for position, (node, value) in enumerate(zip(placeholders, flat, strict=True)):
+        _number(build, position, node, value, env)
+
+
+def _number(build: Builder, position: int, node: fx.Node, value: Any, env: dict[fx.Node, Any]) -> None:
+    """A placeholder that is a number: a size of a tensor, or an input of its own."""
+    where = build.traced.names[position]
+    found = symbol(env[node]) if not isinstance(value, Tensor) else None
+    if not isinstance(where, str):
+        build.of_node[node] = _size_name(build, path_of(build.call, where[0]), where[1], found)
+    elif not isinstance(value, Tensor) or _is_boxed(build, position, node):
+        name = build.names(path_of(build.call, where))
+        if found is not None:
+            build.symbols[found] = name
+        kind: ValueType = ScalarType("float" if isinstance(value, Tensor) else type(value).__name__)
+        build.inputs.append(Input(name, path_of(build.call, where), kind, None))
+        build.of_node[node] = name
+        build.places[name] = position
+
+
+def _size_name(build: Builder, path: str, dim: int, found: sympy.Symbol | None) -> str:
+    """The name of a size of an argument. The graph may read the size without reading the tensor; and the size may have
+    become a plain number since (`build.baked`), without a symbol."""
+    item = next((item for item in build.inputs if item.path == path), None)
+    if item is None:
+        raise CaptureError(
+            f"{path} has another size in dimension {dim} than in an earlier call, and only arguments may vary in size; "
+            "pass it to forward as an argument"
+        )
+    name = build.symbols.get(found) if found is not None else None
+    if name is None and dim == item.batch_dim:
+        name = BATCH
+    elif name is None:
+        name = build.names(f"{item.name}_{dim}")
+        build.sizes.append(Size(name, item.name, dim))
+    if found is not None:
+        build.symbols[found] = name
+    return name
+
+
+def _is_boxed(build: Builder, position: int, node: fx.Node) -> bool:
+    """Whether this is a Python float in a tensor, which the graph takes out again."""
+    return build.traced.boxed[position] and all(user.target == "item" for user in node.users)
+
+
+def path_of(call: Call, where: str) -> str:
+    """How the user spells what Dynamo calls L['args'][0] or L['model'].scale, a number of numpy's, too."""
+    where = re.sub(r"^_+from_numpy\((.*)\)$", r"\1", where)
+    found = re.match(r"L\['(args|kwargs|model|targets|loss_fn)'\](?:\[('[^']*'|\d+)\])?(.*)", where, re.DOTALL)
+    if found is None:
+        return where
+    root, first, rest = found.groups()
+    if root == "targets":
+        return next(iter(call.target), "target") + rest
+    if root == "loss_fn":
+        return "loss_fn" + re.sub(
+            r"\.__closure__\[(\d+)\]\.cell_contents", r".closure[\1]", where[len("L['loss_fn']") :]
+        )
+    if root == "model":
+        return "self" + attributes(rest)
+    positional = len(call.args)
+    key = (first or "").strip("'")
+    return (call.names[int(key)] if root == "args" and int(key) < positional else key) + rest
+
+
+def size_of(call: Call, where: str | tuple[str, int]) -> str:
+    """What the user calls a size, or another number, that Dynamo calls so."""
+    if isinstance(where, str):
+        return path_of(call, where)
+    path, dim = path_of(call, where[0]), where[1]
+    cut = any(leaf.path == path and leaf.batch_dim == dim for leaf in call.leaves.values())
+    return BATCH if cut else f"{path}.shape[{dim}]"
+
+
+def attributes(where: str) -> str:
+    """How the user spells what Dynamo calls ._modules['layers']._modules['0'].scale."""
+    path = re.sub(r"\.?(__dict__\[')?_(modules|parameters|buffers)('\])?", "", where)
+    return re.sub(r"\['(\w+)'\]", r".\1", path)
+
+
+def add_states(build: Builder, placeholders: list[fx.Node], flat: tuple[Any, ...], env: dict[fx.Node, Any]) -> None:
+    """Placeholders that are the model's own: parameters, buffers, and whatever else it holds."""
+    for position, (node, value) in enumerate(zip(placeholders, flat, strict=True)):
+        if node in build.of_node or not isinstance(value, Tensor):
+            continue
+        if slots := build.slots.get(id(value)):
+            define(build, node, env, add_state(build, slots, type_of(env[node], build.symbols)))
+        else:
+            where = build.traced.names[position]
+            path = path_of(build.call, where if isinstance(where, str) else where[0])
+            name = build.names(path.removeprefix("self."))
+            kind = type_of(env[node], build.symbols)
+            build.states.append(State(name, path.removeprefix("self."), "constant", kind, value=value))
+            build.places[name] = position
+            define(build, node, env, name)
+    for node in build.traced.module.graph.nodes:
+        if node.op == "get_attr":
+            name = build.names(str(node.target))
+            kind = type_of(env[node], build.symbols)
+            value = getattr(build.traced.module, str(node.target))
+            build.states.append(State(name, name, "constant", kind, value=value))
+            define(build, node, env, name)
+
+
+def add_state(build: Builder, slots: list[Slot], kind: ValueType) -> str:
+    """The state of a parameter or buffer, under its first path."""
+    first, *others = slots
+    known = next((state.name for state in build.states if state.path == first.path), None)
+    if known is not None:  # the trace reached it in two ways, such as by the model and by a global variable
+        return known
+    name = build.names(first.path)
+    build.states.append(State(name, first.path, first.kind, kind, tuple(slot.path for slot in others)))
+    return name
+
+
+def define(build: Builder, node: fx.Node, env: dict[fx.Node, Any], name: str) -> None:
+    value = env[node]
+    build.of_node[node] = name
+    if isinstance(value, Tensor):
+        build.nodes_of.setdefault(id(value), []).append(node)
+    for address in memory(value):
+        build.sharing.setdefault(address, []).append(node)

@@ -1,0 +1,370 @@
+"""Twins of the user's modules: what capture works on, so that the user's own are only read.
+
+    model                   twin
+      .blocks  ModuleList     .blocks  ModuleList of twins
+      .scale   0.5            .scale   0.5, the very same object
+      .run     bound method   .run     the method of the twin
+      .weight  Parameter      .weight  a tensor of the same size without memory
+
+A twin is of the same class as its module, with attributes of its own. So Dynamo can trace and guard it, and what a dry
+pass of forward sets shows nowhere else, while other threads read the model's state, run it, copy it, or capture it in
+pipes of their own. Before each call the twins are told what the user has changed since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.modules.module as module_hooks
+from torch import Tensor, nn
+
+from fxpipe.capture.nested_values import Swap, change
+from fxpipe.capture.tracing.storageless_tensors import hollow
+from fxpipe.errors import CaptureError
+
+from .attribute_changes import PARTS
+from .change_watch import FACTS, Watch
+from .hook_lists import Lists
+from .twin_copies import Copies, Originals, slots_of
+
+HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+
+LOOKING = ("_forward_pre_hooks", "_forward_hooks")  # those that see values
+GLOBAL_HOOKS: list[dict[int, Any]] = [
+    getattr(module_hooks, name)
+    for name in (
+        "_global_forward_pre_hooks",
+        "_global_forward_hooks",
+        "_global_forward_hooks_always_called",
+        "_global_backward_pre_hooks",
+        "_global_backward_hooks",
+    )
+]
+
+Roots = Mapping[str, nn.Module]  # by what the paths of their tensors begin with: "" for the model
+StandIn = Callable[["Slot", Tensor], Tensor]
+
+
+@dataclass
+class Slot:
+    """A parameter or buffer of the model: where it hangs, the real tensor there, and its stand-in in the twin's dict,
+    `own`."""
+
+    tensors: dict[str, Tensor | None]
+    key: str
+    path: str
+    kind: str
+    device: torch.device
+    own: dict[str, Tensor | None]
+    real: Tensor | None = None
+    twin: Tensor | None = None
+
+
+def hollow_one(slot: Slot, real: Tensor) -> Tensor:
+    """What stands in for a real tensor while a model is traced."""
+    return real if real.device.type == "meta" else hollow(real, slot.device)
+
+
+class Twins:
+    """The twins of modules: of the model, and of what computes its loss. `roots` says what the paths of each module's
+    tensors begin with; what hangs in two of them belongs to the first. `stand_in` makes the twins' tensors.
+
+    Stand-ins stay on the devices where the model was at first, whatever becomes of the real tensors, and all on the
+    meta device if a part of the model was there; `device` is that of all of them, if they share one. `slots` are all
+    parameters and buffers, `of` has them by the ids of stand-ins and of real tensors, which forward may reach past the
+    twins, as by a global variable. `version` counts how often other tensors than before were found in the model;
+    `shape` is another object once modules came or went.
+    """
+
+    def __init__(self, roots: Roots, stand_in: StandIn = hollow_one) -> None:
+        self.roots = roots
+        self.stand_in = stand_in
+        self.slots: list[Slot] = []
+        self.of: dict[int, Slot] = {}
+        self.device: torch.device | None = None
+        self.version = 0
+        self._hooks: list[tuple[int, ...]] = []
+        self._slot_changes = 0
+        self.shape: object = None
+        self.copies = Copies()
+        self._beside = Copies(self.copies)  # of what is no part of the modules: of the last loss function
+        self._devices: dict[str, torch.device] = {}
+        self._forwards: dict[int, tuple[Any, Callable[..., Any]]] = {}  # by the id of the twin, with the twin
+        self._structure: set[int] = set()  # the ids of the dicts that a module hangs its parts in
+        self._hook_dicts: dict[int, list[Any]] = {}  # all of its module, by the id of each
+        self._lists = Lists()
+        self._watch = Watch(())
+
+    # What is known of the modules ------------------------------------------------------------------------------------
+
+    @property
+    def root(self) -> nn.Module:
+        """The twin of the model."""
+        found: nn.Module = self.twin(self.roots[""])
+        return found
+
+    def twin(self, module: nn.Module) -> Any:
+        """The twin of a module."""
+        return self.copies.memo[id(module)][1]
+
+    def original(self, twin: Any) -> Any:
+        """Whose twin it is; anything else is its own."""
+        return self._beside.original(twin)
+
+    def named(self) -> list[tuple[str, nn.Module]]:
+        """The twins of all modules, each under its first path."""
+        return [(path, self.twin(module)) for path, module in self._named()]
+
+    def _named(self) -> list[tuple[str, nn.Module]]:
+        seen: set[nn.Module] = set()
+        return [pair for prefix, root in self.roots.items() for pair in root.named_modules(seen, prefix)]
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The real tensors, by path."""
+        return {slot.path: slot.real for slot in self.slots if slot.real is not None}
+
+    @property
+    def unguarded(self) -> tuple[Any, ...]:
+        """Another value once something changed that Dynamo has no guards for: hooks, which torch numbers, those of all
+        modules included; and attributes that are not in a `__dict__`."""
+        return self._slot_changes, self._hooks, [tuple(hooks.items()) for hooks in GLOBAL_HOOKS]
+
+    def reached(self, objects: Iterable[Any]) -> tuple[nn.Module, ...]:
+        """The user's own modules among these objects."""
+        return tuple({id(x): x for x in objects if isinstance(x, nn.Module) and id(x) in self.copies.memo}.values())
+
+    def with_stand_ins(self, stand_in: StandIn) -> Twins:
+        """Other twins of the same modules, with tensors of another kind."""
+        made = Twins(self.roots, stand_in)
+        made._devices = self._devices
+        made.sync()
+        return made
+
+    def beside(self, *values: Any) -> tuple[Any, ...]:
+        """What is given to forward besides tensors, such as a loss function, with twins for what it reaches of the
+        modules. Holds until it is asked for again."""
+        copies = Copies(self.copies, self._beside)
+        found = tuple(map(copies.of, values))
+        copies.last = {}
+        self._beside = copies
+        return found
+
+    # What the user changes -------------------------------------------------------------------------------------------
+
+    def watch(self, roots: Roots) -> None:
+        """Take these modules instead."""
+        if list(map(id, roots.values())) != list(map(id, self.roots.values())) or list(roots) != list(self.roots):
+            self.roots = roots
+            self.shape = None
+
+    def sync(self) -> None:
+        """Make the twins what the modules are now. Raises CaptureError for a parameter without a shape."""
+        if self.shape is not None and self._watch.still():
+            return
+        shape, self.shape = self.shape, None  # until all went well
+        changed = self._watch.changed() if shape is not None else None
+        if changed is None or any(id(item) in self._structure for item in changed):
+            self._build()
+            shape = object()
+        else:
+            self.copies.forget()
+            for item in changed:
+                self._slot_changes += bool(slots_of(type(item)))
+                for one in self._hook_dicts.get(id(item), [item]):
+                    self.copies.fill(one, self.copies.memo[id(one)][1])
+            self._put_forwards()
+            self._put_lists()
+        hooks = (tuple(self.copies.memo[key][0]) for key in self._hook_dicts)
+        self._hooks = list(filter(None, hooks))
+        self._stand_in()
+        self._watch = Watch(self.copies.originals.values(), [slot.real for slot in self.slots if slot.real is not None])
+        self.shape = shape
+
+    def _build(self) -> None:
+        """Twins of all modules that there are now; those of modules that stay are the same as before."""
+        named = self._named()
+        self.copies = copies = Copies(last=self.copies)
+        self._structure, self._hook_dicts = set(), {}
+        for _, module in named:
+            copies.note(module, copies.before(module))
+            held = vars(module)
+            for name in (*PARTS, *HOOKS):
+                if name in held and copies.known(held[name]) is None:
+                    copies.note(held[name], copies.before(held[name]))
+            self._structure |= {id(held[name]) for name in PARTS}
+            hooks = [held[name] for name in HOOKS if name in held]
+            self._hook_dicts |= {id(hooked): hooks for hooked in hooks}
+        for _, module in named:  # now that it is known of all where they lead
+            for original in (module, module._modules, *(vars(module)[name] for name in HOOKS if name in vars(module))):
+                copies.fill(original, self.copies.memo[id(original)][1])
+        copies.last = {}
+        self._beside = Copies(copies)
+        self._forwards = {key: kept for key, kept in self._forwards.items() if key in copies.originals}
+        self._put_forwards()
+        self._put_lists()
+        self._list(named)
+
+    def _list(self, named: list[tuple[str, nn.Module]]) -> None:
+        """Every slot of the modules, once per module."""
+        before = {(id(slot.tensors), slot.key, slot.path): slot for slot in self.slots}
+        every = (x for _, module in named for x in (*module._parameters.values(), *module._buffers.values()))
+        meta = torch.device("meta") if any(x is not None and x.is_meta for x in every) else None
+        self.slots = []
+        for prefix, module in named:
+            dicts: dict[str, dict[str, Any]] = {"parameter": module._parameters, "buffer": module._buffers}
+            for kind, tensors in dicts.items():
+                own = self.twin(tensors)  # type: ignore[arg-type]
+                held = dict.fromkeys(tensors)
+                own.clear()
+                own.update(held)
+                for key, real in tensors.items():
+                    path = f"{prefix}.{key}" if prefix else key
+                    here = meta or (real.device if real is not None else torch.device("cpu"))
+                    device = self._devices.setdefault(path, here)
+                    known = before.get((id(tensors), key, path))
+                    self.slots.append(known or Slot(tensors, key, path, kind, device, own))
+
+    def _stand_in(self) -> None:
+        """Stand-ins that say what the real tensors say now: a parameter may have been frozen, replaced or cast."""
+        twins: dict[int, Tensor] = {}
+        stale: list[Slot] = []
+        for slot in self.slots:
+            real, twin = slot.tensors[slot.key], slot.twin
+            if real is slot.real and (real is None or same(real, twin)):
+                if real is not None and twin is not None:
+                    twins[id(real)] = twin
+            else:
+                stale.append(slot)
+        self.version += any(slot.real is not slot.tensors[slot.key] for slot in stale)
+        for slot in stale:
+            slot.real = real = slot.tensors[slot.key]
+            if real is not None and nn.parameter.is_lazy(real):
+                slot.real = None
+                raise CaptureError(
+                    f"{slot.path} has no shape yet, for its layer learns it from the first batch; "
+                    "run the model once before: model(x)"
+                )
+            if real is not None and id(real) not in twins:
+                twins[id(real)] = self.stand_in(slot, real)
+            slot.twin = None if real is None else twins[id(real)]
+        beside = tuple(f"{prefix}." for prefix in self.roots if prefix)
+        devices = {
+            slot.device
+            for slot in self.slots
+            if slot.real is not None and slot.real.dim() > 0 and not slot.path.startswith(beside)
+        }
+        self.device = devices.pop() if len(devices) == 1 else None
+        self.of = {id(x): slot for slot in self.slots for x in (slot.real, slot.twin) if x is not None}
+        self.reset()
+
+    # What capture changes --------------------------------------------------------------------------------------------
+
+    def put_forward(self, twin: nn.Module, forward: Callable[..., Any] | None) -> None:
+        """Let another function stand in for the forward of a twin; None: its own again."""
+        if forward is not None:
+            self._forwards[id(twin)] = twin, forward
+            vars(twin)["forward"] = forward
+        elif self._forwards.pop(id(twin), None) is not None:
+            vars(twin).pop("forward")
+            own = vars(self.original(twin))
+            if "forward" in own:
+                vars(twin)["forward"] = self.copies.of(own["forward"])
+
+    def _put_forwards(self) -> None:
+        for twin, forward in self._forwards.values():
+            vars(twin)["forward"] = forward
+
+    def _put_lists(self) -> None:
+        for _, twin in self.named():
+            for name in LOOKING:
+                for key, hook in vars(twin)[name].items():
+                    vars(twin)[name][key] = self._lists.hook(hook)
+
+    def rebound(self, past: Iterable[nn.Module] = ()) -> dict[int, Slot]:
+        """Slots whose twin holds something else than the stand-in, by the id of that. Raises CaptureError where nothing
+        else may be, also in modules that forward reached `past` their twins."""
+        found: dict[int, Slot] = {}
+        held = {id(tensors) for module in past for tensors in (module._parameters, module._buffers)}
+        for slot in self.slots:
+            if id(slot.tensors) in held and slot.tensors[slot.key] is not slot.real:
+                slot.tensors[slot.key] = slot.real
+                raise CaptureError(
+                    f"{slot.path} is set to another tensor by code that reaches its module by a global variable; pass "
+                    "the module, or let a closure hold it"
+                )
+            new = slot.own.get(slot.key)
+            if new is not slot.twin:
+                if slot.kind == "parameter" or new is None:
+                    raise CaptureError(
+                        f"forward sets {slot.path} ({slot.kind}) to {'None' if new is None else 'another tensor'}; "
+                        f"give it its shape in __init__, as a buffer: self.register_buffer({slot.key!r}, ...)"
+                    )
+                found[id(new)] = slot
+        for path, twin in self.named():
+            own = vars(self.original(twin))
+            for name in PARTS:
+                added = [key for key in vars(twin)[name] if key not in own[name]]
+                if added:
+                    raise CaptureError(
+                        f"forward adds {path + '.' if path else ''}{added[0]}; make it in __init__, or run the model "
+                        "once before: model(x)"
+                    )
+        return found
+
+    def reset(self, slots: Iterable[Slot] | None = None) -> None:
+        """Give twins their stand-ins back; all, unless some are named."""
+        if slots is None:
+            self._lists.clear()
+            slots = self.slots
+            for slot in slots:
+                for key in slot.own.keys() - slot.tensors.keys():
+                    del slot.own[key]
+        for slot in slots:
+            slot.own[slot.key] = slot.twin
+
+    def give_back(self, holder: Any, name: str, real: Swap) -> None:
+        """Set an attribute of the user's object to what forward has set it to on the twin, with the real tensors."""
+        own, original = vars(holder), self.original(holder)
+        if name in own:
+            own[name] = value = change(own[name], real)
+            if original is not holder:
+                vars(original)[name] = value = Originals(self._beside).of(value)
+                self._watch.told(original, name, value)
+        elif original is not holder:
+            vars(original).pop(name, None)
+
+    def give_back_hooks(self) -> None:
+        """Hang hooks that hang on twins only on the modules themselves."""
+        for _, twin in self.named():
+            own, original = vars(twin), vars(self.original(twin))
+            for name in HOOKS:
+                new = [key for key in own.get(name, ()) if key not in original[name]]
+                original[name].update({key: Originals(self.copies).of(own[name][key]) for key in new})
+
+    def give_back_buffers(self, slots: Iterable[Slot], real: Swap) -> None:
+        """The same of buffers that forward has set to tensors of another shape."""
+        for slot in slots:
+            new = slot.own.get(slot.key)
+            if new is not slot.twin and isinstance(new, Tensor):
+                slot.tensors[slot.key] = real(slot.path, new)
+
+    def give_back_lists(self, real: Swap) -> None:
+        """Append to the user's lists what hooks have appended in this call."""
+        self._lists.give_back(real)
+
+
+def same(real: Tensor, twin: Tensor | None) -> bool:
+    """Whether the stand-in still says what the real tensor says."""
+    return twin is not None and FACTS(real) == FACTS(twin)

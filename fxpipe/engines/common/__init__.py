@@ -1,0 +1,1 @@
+"""What all engines share: the actions of one step on values."""

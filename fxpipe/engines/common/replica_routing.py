@@ -1,0 +1,162 @@
+"""What a stage with replicas sends and takes: slices of micro-batches, as the others cut them.
+
+    micro-batch of 5      stage 0, 2 replicas     stage 1, 3 replicas
+                              0 1 2                0 1
+                              3 4                  2 │ 3     joined of two pieces
+                                                   4
+
+Between stages of equally many replicas, number k sends to number k. Else samples go straight from who has them to who
+needs them, in pieces, and are joined there; gradients go back the same way. A micro-batch with fewer samples than there
+are replicas leaves the last of these without work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fxpipe.runtime import MicroBatch
+from fxpipe.runtime.microbatch import join, overlaps, scatter, split_sizes
+from fxpipe.runtime.random import replica_seed
+
+from .scheduler_base import Batches, Engine
+from .step import Step, gradient_key
+
+Piece = tuple[int, int, int]  # from replica, to replica, samples
+Cut = tuple[str, int, int, int | None]  # a value, where from and to, and the dimension of its samples
+
+
+class Route(NamedTuple):
+    """How messages of one name are cut: the stage that sends them, the dimension of the samples (None: the value is the
+    same for all of them), and whether they go forward."""
+
+    source: int
+    dim: int | None
+    forward: bool
+
+
+class Routes:
+    """`counts`: of each stage, how many replicas it has; `of`: by stage and name, the messages that are cut."""
+
+    def __init__(self, counts: Iterable[int], cuts: Iterable[Cut] = ()) -> None:
+        self.counts = tuple(counts)
+        self.of: dict[tuple[int, str], Route] = {}
+        for name, source, target, dim in cuts:
+            self.of[target, name] = Route(source, dim, True)
+            self.of[source, gradient_key(name, target)] = Route(target, dim, False)
+
+    def pieces(self, rows: int, target: int, route: Route) -> tuple[Piece, ...]:
+        """Which replicas of a stage send how many samples, of so many, to which of another. What is the same for all
+        samples comes from the first, and gradients of it go there."""
+        return pieces(rows, self.counts[route.source], self.counts[target], route.dim is None, route.forward)
+
+
+@lru_cache(maxsize=1024)
+def pieces(rows: int, here: int, there: int, whole: bool, forward: bool) -> tuple[Piece, ...]:
+    ours, theirs = split_sizes(rows, here), split_sizes(rows, there)
+    if not whole:
+        return tuple(overlaps(ours, theirs))
+    return tuple([(0, to, 0) for to in range(len(theirs))] if forward else [(k, 0, 0) for k in range(len(ours))])
+
+
+class Sliced(Step):
+    """A step as one worker sees it: its slices of the micro-batches in which it has a part, which are the first ones.
+
+    `replica`: its number; `routes`: what is cut; `rows_of`: the samples in each whole micro-batch.
+    """
+
+    def slice_of(self, whole: Batches, replica: int, routes: Routes) -> None:
+        """Say of which batch it has slices."""
+        self.rows_of, self.total = whole.sizes, whole.total
+        self.replica, self.routes, self.seed = replica, routes, replica_seed(whole.seed, replica)
+
+    def receive(self, j: int, i: int, *names: str) -> Any:
+        values = [self._join(j, i, name) for name in names]
+        return values[0] if len(values) == 1 else values
+
+    def _join(self, j: int, i: int, name: str) -> Any:
+        """What has been sent under a name, by all who had a piece of it."""
+        route = self.routes.of.get((j, name))
+        if route is None:
+            return self._take(j, i, name)
+        mine = [(k, rows) for k, to, rows in self.routes.pieces(self.rows_of[i], j, route) if to == self.replica]
+        found = [self._take(j, i, piece_name(name, k, self.replica)) for k, _ in mine]
+        if len(found) == 1:
+            return found[0]
+        # What is the same for all samples has the sum of the gradients that its users have for it.
+        return self.add(*found) if route.dim is None else joined(found, [rows for _, rows in mine], route.dim)
+
+    def _take(self, j: int, i: int, name: str) -> Any:
+        """One message."""
+        return super().receive(j, i, name)
+
+    def _post(self, j: int, i: int, target: int, name: str, value: Any, grad: bool, there: Step | None = None) -> None:
+        route = self.routes.of.get((target, name))
+        if route is None:
+            self._put(j, i, target, self.replica, name, value, grad)
+            return
+        mine = [(to, rows) for k, to, rows in self.routes.pieces(self.rows_of[i], target, route) if k == self.replica]
+        values = cut(value, route.dim, [rows for _, rows in mine], self.sizes[i])
+        for (to, _), piece in zip(mine, values, strict=True):
+            self._put(j, i, target, to, piece_name(name, self.replica, to), piece, grad)
+
+    def _put(
+        self, j: int, i: int, target: int, to: int, name: str, value: Any, grad: bool, there: Step | None = None
+    ) -> None:
+        """One message, for a replica of the target."""
+        super()._post(j, i, target, name, value, grad, there)
+
+
+def piece_name(name: str, source: int, target: int) -> str:
+    """What a piece of a value is called between these replicas."""
+    return f"{name}, {source} to {target}"
+
+
+def sliced(engine: Engine, whole: Batches, count: int) -> list[tuple[tuple[int, ...], list[MicroBatch]]]:
+    """Of each of `count` replicas its slices of the micro-batches, with the samples in each before them."""
+    sizes = [split_sizes(rows, count) for rows in whole.sizes]
+    cut_up = [_slices(engine, m, rows) for m, rows in zip(whole, sizes, strict=True)]
+    return [
+        (tuple(rows[k] for rows in sizes if k < len(rows)), [row[k] for row in cut_up if k < len(row)])
+        for k in range(count)
+    ]
+
+
+def _slices(engine: Engine, m: MicroBatch, rows: Sequence[int]) -> list[MicroBatch]:
+    """A micro-batch for each replica, of what is known of a whole one."""
+    found, dims = [MicroBatch() for _ in rows], dict(engine.inputs)
+    for name, value in vars(m).items():
+        for own, piece in zip(found, scatter(value, dims.get(name), rows), strict=True):
+            setattr(own, name, piece)
+    for own in found:
+        for name, source, dim in engine.sizes:
+            setattr(own, name, getattr(own, source).shape[dim])
+    return found
+
+
+def cut(value: Any, dim: int | None, rows: Sequence[int], total: int) -> Sequence[Any]:
+    """Pieces of so many samples, of `total`. A sample may be several places along `dim`, as in a flattened sequence."""
+    if dim is None and isinstance(value, Tensor):
+        return [value.detach() for _ in rows]  # each is a leaf of its own to who gets it
+    if dim is None or value is None or len(rows) == 1:
+        return [value] * len(rows)
+    each = value.shape[dim] // total
+    found: Sequence[Tensor] = value.split([count * each for count in rows], dim)
+    outermost = value.stride(dim) == max(value.stride())
+    return found if outermost else [piece.clone() for piece in found]  # the model may rely on dense memory
+
+
+def joined(pieces: Sequence[Tensor | None], rows: Sequence[int], dim: int) -> Tensor | None:
+    """One tensor of the pieces of so many samples, a leaf if they are. Gradients may be missing, all or some."""
+    like = next((piece for piece in pieces if piece is not None), None)
+    if like is None:
+        return None
+    each = like.shape[dim] // next(count for count, piece in zip(rows, pieces, strict=True) if piece is like)
+    shapes = [[*like.shape[:dim], count * each, *like.shape[dim + 1 :]] for count in rows]
+    there = [
+        like.new_zeros(shape) if piece is None else piece.detach() for shape, piece in zip(shapes, pieces, strict=True)
+    ]
+    return join(there, dim).requires_grad_(like.requires_grad)

@@ -1,0 +1,242 @@
+"""Run generated stages in this process, forward and backward of a whole batch in one go, in the order of a schedule.
+
+    cpu:0   F0  F1  F2          B0  F3  B1      B2      B3      every worker runs its own row. An action starts when
+    cpu:1       F0  F1      B0  F2  B1  F3  B2      B3          the row comes to it and what it takes has arrived
+    cpu:2           F0  B0  F1  B1  F2  B2  F3  B3
+
+On CPU workers a step whose actions are tiny is faster if one thread runs all rows: `pace.py` finds that out.
+
+A generated scheduler is a `Stepper` with `forward_j`, `backward_j` and so on for each stage j, which say what a `Step`
+computes and sends.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from queue import Empty, SimpleQueue
+from time import perf_counter
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fxpipe.engines.transports.mailbox import LOST, Stopped
+from fxpipe.ir.schedule.schedule import Action, Schedule, at_once, order, parse
+from fxpipe.runtime import Stage
+from fxpipe.runtime.caller_context import Context
+from fxpipe.runtime.deferred_norms import commit, discard
+from fxpipe.runtime.step_leaves import Pair, alias, commit_gradients, put_together, standing_in
+from fxpipe.runtime.streams import use_stream
+from fxpipe.runtime.worker import Report
+
+from .scheduler_base import Engine
+from .step import Gradients, Rows, Scale, Step
+from .thread_autotune import Pace
+
+__all__ = ["Gradients", "Step", "Stepper"]
+
+METHODS = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradient"}
+HERE = Context(grad=True, inference=False, autocasts=())  # the modes that a worker is in
+Leaves = Mapping[str, Sequence[Sequence[Tensor]]]  # of each input, by micro-batch
+S = TypeVar("S", bound=Step)
+
+
+class Stepper(Engine):
+    """The base of schedulers that run forward and backward.
+
+    `schedule`: its name; `rows`: all of it, for each worker its label and then its actions; `feeds`: the inputs and the
+    stages that take them; `gradients`: for each stage, what of its arguments and of its results has one;
+    `offloaded`: the stages whose activations wait in host memory; `loss_reduce`: how the losses of micro-batches become
+    that of the batch, as in `outputs`.
+    """
+
+    schedule: str = ""
+    rows: str = ""
+    feeds: tuple[tuple[str, int], ...] = ()
+    gradients: tuple[Gradients, ...] = ()
+    offloaded: tuple[int, ...] = ()
+    loss_reduce: str | None = None
+
+    def __init__(self, stages: Sequence[Stage], whole: Stage | None = None) -> None:
+        super().__init__(stages, whole)
+        rows = read_rows(self.rows)
+        self.timetable: Rows = {
+            label: tuple((action, getattr(type(self), f"{METHODS[action.kind]}_{action.stage}")) for action in row)
+            for label, row in rows.items()
+        }
+        schedule = Schedule(self.schedule, tuple(rows.values()))
+        self.methods = {action: method for row in self.timetable.values() for action, method in row}
+        self.alone = {self.devices[-1]: tuple((action, self.methods[action]) for action in order(schedule)[0])}
+        self._may_run_alone = len(self.timetable) > 1 and all(stage.device.type == "cpu" for stage in self.stages)
+        self._paces: dict[int, Pace] = {}  # by how large a batch is, in powers of two
+        forwards = ((action.stage, action.micro_batch) for action in schedule.place if action.kind == "F")
+        self.at_once = {(j, i) for j, i in forwards if at_once(schedule, j, i)}
+        self.splits = any(action.kind == "W" for action in schedule.place)
+
+    def run(self, batch: Sequence[Any], chunks: int, scale: Scale = None) -> tuple[Any, ...]:
+        """The outputs, in order, for the inputs, in order, in at most `chunks` micro-batches; gradients, multiplied by
+        `scale`, are added to those of the model and of the inputs. If anything fails, none are."""
+        if not self._may_run_alone:
+            return self.step(batch, chunks, scale, Step)[0]
+        size = sum(value.numel() for value in batch if isinstance(value, Tensor)).bit_length()
+        pace = self._paces.get(size)
+        if pace is None:
+            pace = self._paces[size] = Pace(len(self.alone[self.devices[-1]]))
+        alone, start = pace.choose(), perf_counter()
+        outputs, _ = self.step(batch, chunks, scale, Step, self.alone if alone else self.timetable)
+        pace.note(alone, perf_counter() - start)
+        return outputs
+
+    def step(
+        self, batch: Sequence[Any], chunks: int, scale: Scale, kind: type[S], rows: Rows | None = None
+    ) -> tuple[tuple[Any, ...], S]:
+        """`run`, by a step of some kind, which is returned too."""
+        m = self.attempt(batch, chunks, scale, kind, rows)
+        commit(self._mutating)
+        outputs, pairs = self.outcome(m, batch)
+        commit_gradients(pairs)
+        return outputs, m
+
+    def attempt(
+        self,
+        batch: Sequence[Any],
+        chunks: int,
+        scale: Scale,
+        kind: Callable[..., S],
+        rows: Rows | None = None,
+    ) -> S:
+        """A step that is done, but of which the model has nothing yet."""
+        self.wake()
+        for stage in self._copying:
+            stage.refresh()
+        m = self.scatter(batch, chunks, kind)
+        with self.begun(m, scale, rows or self.timetable):
+            self._run(m)
+        if m.context.autocasts:  # it would keep what it cast, the step's aliases, until the outermost context ends
+            torch.clear_autocast_cache()
+        if m.failed:
+            discard(self._mutating)
+            error = m.failed[0]
+            m.failed.clear()
+            try:
+                raise error
+            finally:
+                del error  # else the error holds this frame, this frame the error, and both what stages keep
+        return m
+
+    @contextmanager
+    def begun(self, m: Step, scale: Scale, rows: Rows) -> Iterator[None]:
+        """In this context the step is ready to run, and stages hold aliases of what needs a gradient."""
+        with standing_in(self.stages) as pairs:
+            m.begin(self, pairs, scale, rows)
+            yield
+
+    def outcome(self, m: Step, batch: Sequence[Any]) -> tuple[tuple[Any, ...], list[Pair]]:
+        """The outputs of the batch, and all gradients, with what they are for."""
+        outputs = tuple([x.detach() if isinstance(x, Tensor) else x for x in self.gather(m)])
+        pairs = put_together([pair for pairs in m.pairs for pair in pairs], self.stages)
+        return outputs, [*pairs, *self._inputs(m.leaves, batch)]
+
+    def _run(self, m: Step) -> None:
+        """Every worker its row; back when all are done or have stopped."""
+        reports: SimpleQueue[Report] = SimpleQueue()
+        seats, ours = self.seats(m), self.devices[-1]
+        others = [label for label in seats if label != ours]
+        begun: list[str] = []
+        try:
+            for label in others:
+                own, j = seats[label]
+                self._workers[label].orders.put((self._work, own, (j, j), HERE, None, reports))
+                begun.append(label)
+            self._row(*seats[ours])
+        except BaseException as error:  # Ctrl-C between two actions
+            m.stop(error)
+        self._await(begun, reports, m)
+        if len(m.done) < len(begun):
+            try:
+                self.check_alive()
+            except RuntimeError as error:
+                m.stop(error)
+
+    def seats(self, m: Step) -> dict[str, tuple[Step, int]]:
+        """For each worker that has a row, by its label, the step as it sees it, and a stage that it runs."""
+        return {label: (m, j) for j, label in enumerate(self.devices) if label in m.rows}
+
+    def _await(self, workers: Sequence[str], reports: SimpleQueue[Report], m: Step) -> None:
+        """Until all these workers are done, or gone. Ctrl-C may come when a report is out of the queue and not yet
+        here, so a report only says that there is something to see."""
+        while True:
+            try:
+                if all(label in m.done or not self._workers[label].thread.is_alive() for label in workers):
+                    return
+                reports.get(timeout=LOST)
+            except Empty:
+                continue
+            except BaseException as error:  # Ctrl-C
+                m.stop(error)
+
+    def _work(self, m: Step, j: int) -> None:
+        """The row of the worker of stage j, in the caller's modes."""
+        try:
+            with m.context.enter():
+                self._row(m, j)
+        except BaseException as error:
+            m.stop(error)
+        finally:
+            m.done.append(m.devices[j])
+
+    def _row(self, m: Step, j: int) -> None:
+        """The row of the worker of stage j."""
+        row, last, failed = m.rows[self.devices[j]], m.last, m.failed
+        action = None
+        try:
+            with use_stream(m.compute[j]):
+                for action, method in row:
+                    if action.micro_batch <= last:
+                        if failed:
+                            return
+                        method(self, m, action.micro_batch)
+        except Stopped:
+            return
+        except BaseException as error:
+            if action is not None:
+                self.add_notes(error, m, action.stage, action.micro_batch, m.replica, action.kind != "F")
+            m.stop(error)
+
+    def _inputs(self, leaves: Leaves, batch: Sequence[Any]) -> list[Pair]:
+        """The inputs that the loss depends on, with aliases that hold their gradients, from the leaves that stages got.
+        Autograd gives the others None, which is not the same as zeros to an optimizer."""
+        pairs = []
+        for value, (name, dim) in zip(batch, self.inputs, strict=True):
+            if any(leaf.grad is not None for some in leaves.get(name, ()) for leaf in some):
+                pieces = [_sum([leaf.grad for leaf in some], some[0]) for some in leaves[name]]
+                whole = alias(value)
+                pieces = [piece.to(pieces[0].device) for piece in pieces]  # replicas may be on several
+                found = torch.stack(pieces).sum(0) if dim is None else torch.cat(pieces, dim)
+                whole.grad = found.to(value.device)
+                pairs.append((value, whole))
+        return pairs
+
+
+def _sum(grads: Sequence[Tensor | None], like: Tensor) -> Tensor:
+    found = [grad for grad in grads if grad is not None]
+    return torch.stack(found).sum(0) if found else torch.zeros_like(like)
+
+
+def read_rows(text: str) -> dict[str, tuple[Action, ...]]:
+    """The actions of each worker.
+
+    >>> rows = read_rows("cpu:0  0F0 0F1\\n       0B0 0B1\\ncpu:1  1F0 1B0 1F1 1B1")
+    >>> {label: [str(action) for action in row] for label, row in rows.items()}
+    {'cpu:0': ['0F0', '0F1', '0B0', '0B1'], 'cpu:1': ['1F0', '1B0', '1F1', '1B1']}
+    """
+    words: dict[str, list[str]] = {}
+    for word in text.split():
+        if re.fullmatch(r"\d*[A-Z]\d+", word):
+            words[next(reversed(words))].append(word)
+        else:
+            words[word] = []
+    schedule = parse("\n".join(" ".join(row) for row in words.values()))
+    return dict(zip(words, schedule.devices, strict=True))

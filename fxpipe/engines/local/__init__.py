@@ -1,0 +1,1 @@
+"""Engines of one process: a worker thread for each device."""

@@ -1,0 +1,113 @@
+"""Run generated stages in this process: a worker for each device, a clock, and autograd for the way back.
+
+    clock        0   1   2   3   4
+    cpu:0       F0  F1  F2                 tick t runs the tasks (micro-batch i, stage j) with i + j = t, at once;
+    cpu:1           F0  F1  F2             before it, each stage's `ready` draws the dependencies of backward and
+    cpu:2               F0  F1  F2         copies what comes from other devices
+
+A generated scheduler is a `Pipeline` with `ready_j` and `compute_j` for each stage j; here is what they have in
+common. The calling thread, which would only wait, is the worker of the last stage's device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from fxpipe.engines.common.scheduler_base import Batches, Engine
+from fxpipe.engines.transports.mailbox import LOST
+from fxpipe.runtime.autograd.backward_notes import watching
+from fxpipe.runtime.deferred_norms import commit, discard
+from fxpipe.runtime.error_notes import add_note
+from fxpipe.runtime.worker import Compute, Report, attempt
+
+__all__ = ["Batches", "Pipeline", "clock"]
+
+Tick = tuple[tuple[int, int], ...]
+
+
+class Pipeline(Engine):
+    """The base of schedulers that run forward, and leave backward to autograd."""
+
+    def run(self, batch: Sequence[Any], chunks: int) -> tuple[Any, ...]:
+        """The outputs, in order, for the inputs, in order, in at most `chunks` micro-batches."""
+        self.wake()
+        for stage in self._copying:
+            stage.refresh()
+        m = self.scatter(batch, chunks, Batches)
+        self.lend(m)
+        try:
+            ready = [getattr(self, f"ready_{j}", nothing) for j in range(len(self.stages))]
+            compute = [self.watched(j) if m.grad else getattr(self, f"compute_{j}") for j in range(len(self.stages))]
+            for tick in clock(len(m), len(self.stages)):
+                for i, j in tick:
+                    ready[j](m, i)
+                self.tick(m, tick, compute)
+        except BaseException:
+            discard(self._mutating)
+            raise
+        commit(self._mutating)
+        for stage in self._copying:
+            stage.give_back()
+        return self.gather(m)
+
+    def tick(self, m: Batches, tick: Tick, compute: Sequence[Compute]) -> None:
+        """Run the tasks of a tick, each on its worker, and wait for all. The error of the lowest stage is raised
+        here."""
+        reports: SimpleQueue[Report] = SimpleQueue()
+        ours = []
+        for task in tick:
+            _, j = task
+            worker = self._workers.get(self.devices[j])
+            if worker is None:
+                ours.append(task)
+            else:
+                worker.orders.put((compute[j], m, task, m.context, m.compute[j], reports))
+        done = [attempt(compute[j], m, (i, j), stream=m.compute[j]) for i, j in ours]
+        done += [self.await_report(reports) for _ in range(len(tick) - len(ours))]
+        failed = [report for report in done if report is not None]
+        if failed:
+            raise self.failure(m, failed)
+
+    def await_report(self, reports: SimpleQueue[Report]) -> Report:
+        """The next report. Raises RuntimeError if a worker is gone, for then it may never come."""
+        while True:
+            try:
+                return reports.get(timeout=LOST)
+            except Empty:
+                self.check_alive()
+
+    def failure(self, m: Batches, failed: Sequence[tuple[tuple[int, int], BaseException]]) -> BaseException:
+        """The exception of the lowest stage, itself, with a note that says where."""
+        (i, j), error = min(failed, key=lambda report: report[0][1])
+        self.add_notes(error, m, j, i)
+        return error
+
+    def watched(self, j: int) -> Compute:
+        """What computes stage j, with notes on exceptions in its backward."""
+        stage = self.stages[j]
+        compute: Compute = getattr(self, f"compute_{j}")
+        if not stage.opaque:
+            return compute
+
+        def watched(m: Batches, i: int) -> None:
+            # Autograd's graph holds the function that adds the note, which must not hold `m`: that holds the graph.
+            with watching(lambda error: add_note(error, stage, j, i, backward=True)):
+                compute(m, i)
+
+        return watched
+
+
+def nothing(m: Batches, i: int) -> None:
+    """What a stage without `ready_j` needs before it runs."""
+
+
+def clock(m: int, n: int) -> Iterator[Tick]:
+    """The tasks (micro-batch, stage) of each tick, for m micro-batches and n stages.
+
+    >>> list(clock(3, 2))
+    [((0, 0),), ((1, 0), (0, 1)), ((2, 0), (1, 1)), ((2, 1),)]
+    """
+    for t in range(m + n - 1):
+        yield tuple((t - j, j) for j in range(max(0, t - m + 1), min(n, t + 1)))

@@ -1,0 +1,146 @@
+"""What the ranks that are replicas of one stage do with each other: add up gradients, and keep the same values.
+
+torch.distributed's all_reduce would do the adding; but a collective knows nothing of a rank that has failed, which
+must take part all the same, and if one is lost, only some of the others see it at once. So the parts of a bucket are
+messages as all others are: they stand in the checked programs, they say if their sender has failed, and a wait for a
+rank that is gone ends with its number. `ir/program/gradient_buckets.py` says which messages.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+from fxpipe.ir.program.gradient_buckets import Bucket
+from fxpipe.runtime import Stage
+from fxpipe.runtime.deferred_norms import Call, Pending, Seen, Sums, absorb, commit, discard, sums_of
+
+from .rank_group import World
+
+# Gradients ------------------------------------------------------------------------------------------------------------
+
+
+class Exchange:
+    """A bucket of one step, as replica number `replica` has it. `held()`: for each of its tensors those that have its
+    gradients here. `flat`: its own gradients, then the sums, part by part; `came`: what has come for the part that is
+    added up here, and then which parts are sums."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        replica: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        held: Callable[[], list[list[Tensor]]],
+    ) -> None:
+        self.bucket, self.replica, self.held = bucket, replica, held
+        self.dtype, self.device = dtype, device
+        self.flat: Tensor | None = None
+        self.came: dict[int, Tensor] = {}
+
+    def part(self, k: int) -> Tensor:
+        """What there is of a part."""
+        if self.flat is None:
+            self.flat = self._filled()
+        start, end = self.bucket.ends(k)
+        return self.flat[start:end]
+
+    def reduce(self, sender: int, part: Tensor) -> None:
+        """What another has for the part of this one; once all are there they are added up, in the same order as in one
+        process."""
+        self.came[sender] = part
+        if len(self.came) == self.bucket.replicas - 1:
+            own = self.part(self.replica)
+            found = {**self.came, self.replica: own.clone()}
+            own.copy_(sum((found[k] for k in range(1, len(found))), start=found[0]))
+            self.came.clear()
+
+    def gather(self, sender: int, part: Tensor) -> None:
+        """The sums of another's part; once all are there they are the gradients."""
+        self.part(sender).copy_(part)
+        self.came[sender] = part
+        if len(self.came) == self.bucket.replicas - 1:
+            self._put_back()
+
+    def _filled(self) -> Tensor:
+        """For each tensor a mark, whether it has a gradient; then the gradients, zeros where there is none."""
+        flat = torch.zeros(self.bucket.size, dtype=self.dtype, device=self.device)
+        for at, (place, held) in enumerate(zip(self._places(flat), self.held(), strict=True)):
+            for grad in [stand_in.grad for stand_in in held if stand_in.grad is not None]:
+                flat[at] = 1
+                place += grad
+        return flat
+
+    def _put_back(self) -> None:
+        """The sums in the place of the gradients; of a tensor that has several stand-ins one gets all."""
+        assert self.flat is not None
+        marks = self.flat[: len(self.bucket.tensors)].tolist()
+        for mark, place, held in zip(marks, self._places(self.flat), self.held(), strict=True):
+            for stand_in in held:
+                stand_in.grad = None
+            if held and mark:
+                held[0].grad = torch.empty_like(held[0]).copy_(place)
+
+    def _places(self, flat: Tensor) -> list[Tensor]:
+        """The part of each tensor."""
+        shapes = [shape for _, shape in self.bucket.tensors]
+        _, *found = torch.split(flat, [len(shapes), *map(prod, shapes)])
+        return [part.view(shape) for part, shape in zip(found, shapes, strict=True)]
+
+
+# Values ---------------------------------------------------------------------------------------------------------------
+
+
+def even_out(world: World, crew: Sequence[int], tensors: Sequence[Tensor]) -> None:
+    """Give these tensors of the other ranks of a crew the values that they have on the first. Raises Lost."""
+    first, *others = crew
+    if world.rank != first:
+        for tensor in tensors:
+            came = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
+            world.finish(world.start(False, first, came), first)
+            with torch.no_grad():
+                tensor.copy_(came)
+        return
+    for tensor in tensors:
+        sent = tensor.detach().contiguous()
+        for peer, work in [(peer, world.start(True, peer, sent)) for peer in others]:
+            world.finish(work, peer)
+
+
+def commit_all(world: World, crew: Sequence[int], stages: Sequence[Stage]) -> None:
+    """The mini-batch is over: the first rank updates the running statistics of the stages, with what the others of its
+    crew have seen; its buffers are those of all. Raises Lost."""
+    first, *others = crew
+    if world.rank == first:
+        for peer in others:
+            for stage, sums in zip(stages, pickle.loads(world.hear(peer)), strict=True):
+                absorb(stage, sums)
+        commit(stages)
+    else:
+        world.tell(first, pickle.dumps([on_cpu(sums_of(stage)) for stage in stages]))
+        discard(stages)
+    even_out(world, crew, written(stages))
+
+
+def on_cpu(seen: Seen) -> Seen:
+    """As it can be told to another process."""
+    norms = {path: replace(one, calls=_calls_on_cpu(one)) for path, one in seen.norms.items()}
+    return Seen(
+        norms, {path: {call: count.cpu() for call, count in counted.items()} for path, counted in seen.counts.items()}
+    )
+
+
+def _calls_on_cpu(pending: Pending) -> dict[Call, Sums]:
+    return {
+        call: replace(sums, total=sums.total.cpu(), squares=sums.squares.cpu()) for call, sums in pending.calls.items()
+    }
+
+
+def written(stages: Sequence[Stage]) -> list[Tensor]:
+    """The buffers that forward writes."""
+    return [stage.tensor(path) for stage in stages for path in stage.mutates]

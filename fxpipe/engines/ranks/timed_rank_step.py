@@ -1,0 +1,125 @@
+"""A step over ranks that notes when each action began and ended: one timeline, put together from what all have noted.
+
+Each rank reads its own clock; before the notes are exchanged, times become the leader's (see `clocks.py`). A message is
+noted twice, where it is sent and where it is taken, for nobody sees it arrive; what is known is that those which one
+rank sends to another arrive in order:
+
+    sent    a   b       c                      a link carries one after the other: each from when it was sent, or when
+    taken                  a   c   b           the one before it was there, until it was taken, or one sent after it
+    link    aaaaaaaaaaaaaaabbbbc
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from time import perf_counter
+from typing import Any
+
+from fxpipe.engines.common.step import Scale
+from fxpipe.engines.common.timed_step import TimedStep
+from fxpipe.engines.transports.mailbox import Key
+from fxpipe.ir.program.device_programs import Message
+from fxpipe.ir.timeline import Span, Steps, Timeline
+
+from .clock_sync import ahead
+from .rank_engine import Ranked
+from .rank_step import RankStep, Wire
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What one rank has noted of a step, in seconds of the leader's clock: when it began, its actions, when it sent
+    each message and when it took each; and the most memory it had in use."""
+
+    begun: float
+    spans: tuple[Span, ...]
+    sent: Mapping[Message, float]
+    taken: Mapping[Message, float]
+    memory: Mapping[str, Steps]
+
+
+class TimedRankStep(TimedStep, RankStep):
+    """A step under way, with notes."""
+
+    def begin(self, *args: Any) -> None:
+        self.sending: dict[Message, float] = {}
+        self.taking: dict[Message, float] = {}
+        super().begin(*args)
+
+    def dispatch(self, wire: Wire) -> None:
+        if self.size(wire) is not None:
+            self.sending[wire.message] = perf_counter()
+        super().dispatch(wire)
+
+    def open_message(self, key: Key) -> Any:
+        message = self.posted[key][0].message
+        value = super().open_message(key)
+        self.taking[message] = perf_counter()
+        return value
+
+    def report(self) -> None:
+        later = ahead(self.world)
+        own, begun = super().timeline(""), self.started - later
+        spans = tuple(shifted(span, begun) for span in own.spans)
+        sent, taken = (
+            {message: at - later for message, at in noted.items() if message.micro_batch is not None}
+            for noted in (self.sending, self.taking)
+        )
+        memory = {
+            label: steps for label, steps in zip(own.devices, own.memory, strict=True) if label == self.world.label
+        }
+        self.notes_of_all: list[Notes] = self.world.collect(Notes(begun, spans, sent, taken, memory))
+
+    def timeline(self, name: str) -> Timeline:
+        """What happened on all ranks, in seconds from the beginning on the first of them."""
+        return together(name, self.wires.crews, self.notes_of_all)
+
+
+def take_step(
+    scheduler: Ranked, batch: Sequence[Any], chunks: int, scale: Scale, seed: int, timeline: bool
+) -> tuple[tuple[Any, ...], Timeline | None]:
+    """The outputs of a step, and when what ran on which rank, if that is asked for; all ranks ask, or none."""
+    if not timeline:
+        return scheduler.run(batch, chunks, scale, seed), None
+    outputs, done = scheduler.take(TimedRankStep, batch, chunks, scale, seed)
+    return outputs, done.timeline(scheduler.schedule)
+
+
+def together(name: str, crews: Sequence[Sequence[str]], notes: Sequence[Notes]) -> Timeline:
+    """The timeline of all ranks. `crews` has the devices of each stage, one for each replica."""
+    begun = min(one.begun for one in notes)
+    labels = tuple(dict.fromkeys(label for crew in crews for label in crew))
+    taken = {message: at for one in notes for message, at in one.taken.items()}
+    links: dict[str, list[tuple[float, float, Message]]] = {}
+    for one in notes:
+        for message, at in sorted(one.sent.items(), key=lambda pair: pair[1]):
+            (source, here), (target, there) = message.sender, message.receiver
+            link = f"{crews[source][here]} -> {crews[target][there]}"
+            links.setdefault(link, []).append((at, taken[message], message))
+    spans = [span for one in notes for span in one.spans]
+    spans += [span for link in sorted(links) for span in carried(link, links[link])]
+    memory = {label: steps for one in notes for label, steps in one.memory.items()}
+    return Timeline(
+        name,
+        labels,
+        tuple(shifted(span, -begun) for span in spans),
+        tuple(sorted(links)),
+        tuple(memory.get(label, ()) for label in labels),
+    )
+
+
+def carried(link: str, messages: Sequence[tuple[float, float, Message]]) -> Iterator[Span]:
+    """When a link carried each message, of which it is known when they were sent, in order, and taken."""
+    there = [*accumulate((taken for _, taken, _ in reversed(messages)), min)][::-1]
+    free = float("-inf")
+    for (sent, _, message), arrived in zip(messages, there, strict=True):
+        start, end = max(sent, free), max(sent, free, arrived)
+        free = end
+        label = f"{'gradient of ' * message.gradient}{message.value}"
+        yield Span(link, start, end, "T", message.source, message.micro_batch or 0, label)
+
+
+def shifted(span: Span, seconds: float) -> Span:
+    return replace(span, start=span.start + seconds, end=span.end + seconds)

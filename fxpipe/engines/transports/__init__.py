@@ -1,0 +1,1 @@
+"""How a value moves: mailboxes between threads, shared memory between processes."""

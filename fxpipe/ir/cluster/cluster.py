@@ -1,0 +1,275 @@
+"""What there is to run on: devices, the servers they sit in, and the links between them. A cluster is data; it is
+written to JSON, edited and compared, and nothing here asks the machine.
+
+    device  server  memory  compute     memory bandwidth
+    cuda:0  local   16 GB   15 Tflop/s  900 GB/s
+    cuda:1  local   16 GB   15 Tflop/s  900 GB/s
+
+    link           bandwidth  latency
+    local - local  12 GB/s    10 us
+
+A link joins two devices or two servers, both ways; `link` finds the narrowest one that fits a pair. A switch joins any
+number of devices, servers or other switches, each by a port that its traffic shares: NVLink within a server, the one
+network card of each server, the uplink of a rack. How long a set of messages takes is told by `network.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations
+from typing import ClassVar
+
+from tabulate import tabulate
+
+from fxpipe.ir import records
+from fxpipe.ir.records import read, write
+from fxpipe.ir.units import show_bytes, show_seconds
+
+from .device_labels import Label
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device by its label ("cuda:0"; "cpu:1" is the second CPU worker): bytes of memory, floating-point operations
+    per second, bytes of memory read or written per second."""
+
+    label: Label
+    memory: int
+    flops: float
+    bandwidth: float
+    server: str = "local"
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way between two devices, or any device of one server and any of another (or of the same): bytes per second
+    each way, and the seconds before the first byte arrives."""
+
+    ends: tuple[str, str]
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Switch:
+    """Joins its `members`, which are devices, servers or other switches. Each has one port that sends `bandwidth` bytes
+    per second and receives as many at once (`into`, if receiving is another rate); all that it sends to the other
+    members shares the port. `latency` is the seconds before the first byte arrives. If `through`, what members send to
+    beyond the switch takes their ports too: true of a tree of PCIe or Ethernet switches, not of NVLink beside a network
+    card. `all_reduce` is the bytes per second that a ring of members reaches, where that is not the ports' rate.
+
+    A switch may have the name of a server, and then joins the devices in it.
+    """
+
+    name: str
+    members: tuple[str, ...]
+    bandwidth: float
+    latency: float
+    into: float | None = None
+    through: bool = False
+    all_reduce: float | None = None
+
+    @property
+    def receiving(self) -> float:
+        return self.bandwidth if self.into is None else self.into
+
+
+# Assumptions for `Cluster.of`, where nobody has said better: a data-center GPU on PCIe 3, one core of a server.
+ASSUMED_GPU = Device("cuda", memory=16 * 10**9, flops=15e12, bandwidth=900e9)
+ASSUMED_CPU_WORKER = Device("cpu", memory=64 * 10**9, flops=50e9, bandwidth=10e9)
+ASSUMED_LINK = Link(("local", "local"), bandwidth=12e9, latency=10e-6)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices in the order that pipelines use them, and the links and switches between. Check with `check`, print with
+    `str`."""
+
+    devices: tuple[Device, ...]
+    links: tuple[Link, ...] = ()
+    switches: tuple[Switch, ...] = ()
+
+    detect: ClassVar[
+        Callable[..., Cluster]
+    ]  # the machine at hand: `fxpipe.pipe.build.local_cluster`, which asks torch, puts it here
+
+    def __str__(self) -> str:
+        return show(self)
+
+    @classmethod
+    def of(
+        cls,
+        labels: Iterable[str],
+        gpu: Device = ASSUMED_GPU,
+        cpu: Device = ASSUMED_CPU_WORKER,
+        via: Link = ASSUMED_LINK,
+    ) -> Cluster:
+        """Devices of this machine with assumed figures; a label that comes twice is one device.
+
+        >>> [device.label for device in Cluster.of(["cpu:0", "cpu:1", "cpu:0"]).devices]
+        ['cpu:0', 'cpu:1']
+        """
+        kinds = ((label, cpu if label.split(":")[0] == "cpu" else gpu) for label in dict.fromkeys(labels))
+        server = via.ends[0]
+        cluster = cls(tuple(replace(kind, label=label, server=server) for label, kind in kinds), (via,))
+        check(cluster)
+        return cluster
+
+    @cached_property
+    def labels(self) -> tuple[str, ...]:
+        return tuple(device.label for device in self.devices)
+
+    def device(self, label: str) -> Device:
+        """The device of this label; KeyError where there is none."""
+        if label not in self._by_label:
+            raise KeyError(f"the cluster has no device {label!r}; it has {', '.join(self.labels)}")
+        return self._by_label[label]
+
+    @cached_property
+    def _by_label(self) -> dict[str, Device]:
+        return {device.label: device for device in self.devices}
+
+    @cached_property
+    def _switch_of(self) -> dict[str, Switch]:
+        return {member: switch for switch in self.switches for member in switch.members}
+
+    @cached_property
+    def ports(self) -> dict[str, tuple[tuple[Switch, str], ...]]:
+        """For each device the ports on its way up: the switch, and which of its members the device is behind."""
+        return {device.label: tuple(_ports(device, self._switch_of)) for device in self.devices}
+
+
+def _ports(device: Device, switch_of: dict[str, Switch]) -> Iterator[tuple[Switch, str]]:
+    at, seen = device.label, {device.label}
+    while at in switch_of or at == device.label:
+        if at in switch_of:
+            yield switch_of[at], at
+        at = switch_of[at].name if at in switch_of else device.server
+        if at in seen:  # a switch below itself; `check` says so
+            return
+        seen.add(at)
+
+
+def meeting(cluster: Cluster, a: str, b: str) -> Switch | None:
+    """The lowest switch that joins two devices, None if no switch does."""
+    theirs = {switch.name for switch, _ in cluster.ports[b]}
+    return next((switch for switch, _ in cluster.ports[a] if switch.name in theirs), None)
+
+
+def link(cluster: Cluster, a: str, b: str) -> Link:
+    """The link that values between devices `a` and `b` take: their own, or else that of their servers, or else the way
+    through the lowest switch that joins them."""
+    servers = {cluster.device(a).server, cluster.device(b).server}
+    found = [e for e in cluster.links if set(e.ends) == {a, b}] or [e for e in cluster.links if set(e.ends) == servers]
+    if found:
+        return min(found, key=lambda e: e.bandwidth)
+    switch = meeting(cluster, a, b)
+    if switch is None:
+        raise KeyError(f"no link joins {a} and {b}, nor their servers {' and '.join(sorted(servers))}")
+    below = [s for end in (a, b) for s in _below(cluster, end, switch)]
+    return Link((a, b), min(min(s.bandwidth, s.receiving) for s in (switch, *below)), switch.latency)
+
+
+def _below(cluster: Cluster, label: str, top: Switch) -> list[Switch]:
+    """The switches on the way from a device up to `top` whose ports carry what goes through."""
+    way = [switch for switch, _ in cluster.ports[label]]
+    return [switch for switch in way[: way.index(top)] if switch.through]
+
+
+def check(cluster: Cluster) -> None:
+    """Raise ValueError where the cluster cannot be planned for: no devices, a label that is not one or comes twice,
+    figures that are not positive, a link to nowhere, two devices that nothing joins."""
+    records.check(cluster)
+    if not cluster.devices:
+        raise ValueError("the cluster has no devices")
+    known = {device.server for device in cluster.devices}
+    for device in cluster.devices:
+        if device.label in known:
+            raise ValueError(f"the name {device.label!r} stands for two devices or servers")
+        known.add(device.label)
+        if min(device.memory, device.flops, device.bandwidth) <= 0:
+            raise ValueError(f"device {device.label} has a figure that is not positive: {device}")
+    for one in cluster.links:
+        if not known.issuperset(one.ends):
+            raise ValueError(f"the link {' - '.join(one.ends)} joins something that is not in the cluster")
+        if one.bandwidth <= 0 or one.latency < 0:
+            raise ValueError(f"the link {' - '.join(one.ends)} has a figure that is not positive: {one}")
+    _check_switches(cluster, known)
+    for a, b in combinations(cluster.labels, 2) if cluster.links or not cluster.switches else _neighbours(cluster):
+        try:
+            link(cluster, a, b)
+        except KeyError as error:
+            raise ValueError(error.args[0]) from None
+
+
+def _neighbours(cluster: Cluster) -> Iterator[tuple[str, str]]:
+    """Switches form trees: if each device meets the first one, all meet each other."""
+    return ((cluster.labels[0], other) for other in cluster.labels[1:])
+
+
+def _check_switches(cluster: Cluster, known: set[str]) -> None:
+    servers = {device.server for device in cluster.devices}
+    names = {switch.name for switch in cluster.switches}
+    behind: dict[str, str] = {}
+    if len(names) < len(cluster.switches):
+        raise ValueError("two switches have the same name")
+    for switch in cluster.switches:
+        rates = (
+            switch.bandwidth,
+            switch.receiving,
+            switch.bandwidth if switch.all_reduce is None else switch.all_reduce,
+        )
+        if not (min(rates) > 0 and switch.latency >= 0):
+            raise ValueError(f"the switch {switch.name!r} has a figure that is not positive: {switch}")
+        if switch.name in known - servers:
+            raise ValueError(f"the name {switch.name!r} stands for a device and a switch")
+        if not switch.members:
+            raise ValueError(f"the switch {switch.name!r} joins nothing")
+        for member in switch.members:
+            if member not in known | names:
+                raise ValueError(f"the switch {switch.name!r} joins {member!r}, which is not in the cluster")
+            if behind.setdefault(member, switch.name) != switch.name:
+                raise ValueError(f"{member!r} is behind two switches, {behind[member]!r} and {switch.name!r}")
+    for start in behind:
+        at = start
+        for _ in behind:
+            at = behind.get(at, "")
+            if at == start:
+                raise ValueError(f"the switch {start!r} is behind itself")
+
+
+def show(cluster: Cluster) -> str:
+    """A table of devices, one of links and one of switches."""
+    devices = [
+        (d.label, d.server, show_bytes(d.memory), f"{d.flops / 1e12:.3g} Tflop/s", f"{show_bytes(d.bandwidth)}/s")
+        for d in cluster.devices
+    ]
+    links = [(" - ".join(e.ends), f"{show_bytes(e.bandwidth)}/s", show_seconds(e.latency)) for e in cluster.links]
+    switches = [
+        (s.name, _members(s), f"{show_bytes(s.bandwidth)}/s", show_seconds(s.latency)) for s in cluster.switches
+    ]
+    tables = [tabulate(devices, ("device", "server", "memory", "compute", "memory bandwidth"), tablefmt="plain")]
+    if links or not switches:
+        tables.append(tabulate(links, ("link", "bandwidth", "latency"), tablefmt="plain"))
+    if switches:
+        tables.append(tabulate(switches, ("switch", "joins", "bandwidth", "latency"), tablefmt="plain"))
+    return "\n\n".join(tables)
+
+
+def _members(switch: Switch) -> str:
+    names = switch.members
+    return ", ".join(names) if len(names) <= 4 else f"{names[0]} .. {names[-1]} ({len(names)})"
+
+
+def dump(cluster: Cluster) -> str:
+    """The cluster as JSON text; `load` reads it back."""
+    return write(cluster)
+
+
+def load(text: str) -> Cluster:
+    """The cluster that `dump` wrote. Raises ValueError for text that is not one."""
+    cluster = read(Cluster, text)
+    check(cluster)
+    return cluster

@@ -1,0 +1,36 @@
+"""How devices are called: a kind, and mostly a number, as in "cpu:0", "cuda:1" or, in a cluster elsewhere, "V100:3".
+
+Labels go into generated source, file names and pictures, and they come from files that others have written, so there is
+one grammar for all of them, and nothing in it has a meaning to Python, HTML or a shell.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from fxpipe.ir.records import Rule
+
+_LABEL = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,31}(:(0|[1-9][0-9]{0,5}))?")
+_HERE = ("cpu", "cuda")  # the kinds that a plan can run on
+
+
+def is_label(text: Any) -> bool:
+    """Whether the text is a device label.
+
+    >>> [is_label(text) for text in ("cpu:0", "cuda", "V100:12", "cpu:01", "cpu:0\\n", 'cpu:0"', "")]
+    [True, True, True, False, False, False, False]
+    """
+    return isinstance(text, str) and _LABEL.fullmatch(text) is not None
+
+
+def is_local(label: str) -> bool:
+    """Whether the label can be a device of this machine: whether that is there is asked when something runs on it.
+
+    >>> is_local("cuda:3"), is_local("V100:3")
+    (True, False)
+    """
+    return is_label(label) and label.partition(":")[0] in _HERE
+
+
+Label = Annotated[str, Rule(is_label, "a device label, such as 'cpu:0' or 'cuda:1'")]

@@ -1,0 +1,1 @@
+"""The captured graph: ops, the types of values, and what follows from them."""

@@ -1,0 +1,79 @@
+"""What a graph means, in thirty lines: its ops run one after the other on real tensors.
+
+The pipeline is right when it computes what the model computes; this is the middle term. It is slow and keeps every
+value, so it is for tests, and for readers who want to know what an op, a region or a size stands for.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+
+from .graph import Graph, Op, Region, map_refs
+
+Draw = Callable[[int], AbstractContextManager[Any]]
+
+
+def evaluate(
+    graph: Graph,
+    inputs: Mapping[str, Any],
+    states: Mapping[str, Any],
+    draw: Draw = lambda number: nullcontext(),
+) -> dict[str, Any]:
+    """The value of every name of the graph, given those of its inputs and states (constants may be left out). Random
+    ops run inside `draw(number)`.
+
+    >>> from fxpipe.ir.graph.graph import Graph, Input, Op, Origin, Output, Ref, Size
+    >>> from fxpipe.ir.graph.value_types import ScalarType, TensorType
+    >>> row, here = TensorType("f32", ("b", 2), "cpu"), Origin("net.py", 1, "x * b", "")
+    >>> double = Op("y", operator.mul, (Ref("x"), Ref("b")), {}, row, here)
+    >>> x, b, y = Input("x", "x", row, 0), Size("b", "x", 0), Output("y", 0)
+    >>> graph = Graph("Net", True, (x,), (b,), (), (double,), (y,), ((Ref("x"),), {}), Ref("y"))
+    >>> evaluate(graph, {"x": torch.ones(3, 2)}, {})["y"].sum()
+    tensor(18.)
+    """
+    values = {state.name: state.value for state in graph.states if state.kind == "constant"}
+    values |= {**inputs, **states}
+    values |= {size.name: values[size.input].shape[size.dim] for size in graph.sizes}
+    for op in graph.ops:
+        values[op.name] = within(op, values, draw)
+    return values
+
+
+def with_totals(graph: Graph, inputs: Mapping[str, Any], states: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs of the whole batch, and with them what each micro-batch must know about all of it."""
+    if graph.totals is None:
+        return dict(inputs)
+    values = evaluate(graph.totals, inputs, states)
+    return {**inputs, **{output.value: values[output.value] for output in graph.totals.outputs}}
+
+
+def within(op: Op, values: Mapping[str, Any], draw: Draw) -> Any:
+    """What `call` gives in the regions that the op is in."""
+    with ExitStack() as contexts:
+        for region in op.regions:
+            contexts.enter_context(enter(region))
+        if op.draw is not None:
+            contexts.enter_context(draw(op.draw))
+        return call(op, values)
+
+
+def call(op: Op, values: Mapping[str, Any]) -> Any:
+    """The op's result, given the values it reads. `x[i] = v` stands for the `x` that it changed."""
+    args, kwargs = map_refs((op.args, dict(op.kwargs)), lambda ref: values[ref.name])
+    if isinstance(op.target, str):
+        return getattr(args[0], op.target)(*args[1:], **kwargs)
+    result = op.target(*args, **kwargs)
+    return args[0] if op.target is operator.setitem else result
+
+
+def enter(region: Region) -> AbstractContextManager[Any]:
+    """The context that a region stands for."""
+    if region.kind == "grad":
+        return torch.set_grad_enabled(region.args[0])
+    device, dtype, enabled, cache = region.args
+    return torch.autocast(device, dtype, enabled, cache)

@@ -1,0 +1,391 @@
+"""The captured model: a list of operations, each with its type, its effects and the user's line it came from.
+
+torch.fx has the right six ideas, but its graph is a mutable linked list with a dict that anyone may write. Passes that
+compare "before" and "after" need values that cannot change, so capture turns the fx graph into this: frozen, in static
+single assignment (every name is defined once), with the things that fx leaves implicit made explicit:
+
+- an in-place op gives its result a name of its own, and later readers read that name (`writes` tells what it changed);
+- regions (`no_grad`, `autocast`) are a mark on each op, not a pair of enter and exit ops, so a cut cannot tear them;
+- sizes that depend on the batch are named values that come with every micro-batch.
+
+    UNet(image) -> y                                      b = image.shape[0]
+      image            f32[b, 3, 64, 64]
+      skip = conv2d(image, down.weight)                   f32[b, 16, 64, 64]   unet.py:12  self.down(image)
+      ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cached_property
+from pathlib import PurePath
+from typing import Any
+
+from .value_types import ObjectType, ScalarType, TensorType, ValueType
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """The use of a value by name, wherever an argument may stand."""
+
+    name: str
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Struct:
+    """An object of the user's class `cls` inside a call or an output: a dataclass, a namedtuple, a ModelOutput."""
+
+    cls: type
+    fields: tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where an op comes from: the user's file and line, the text of that line, and the path of the module."""
+
+    file: str
+    line: int
+    code: str
+    module: str
+
+    def __str__(self) -> str:
+        return f"{PurePath(self.file).name}:{self.line}  {self.code}".rstrip() if self.line else ""
+
+
+@dataclass(frozen=True)
+class Region:
+    """A context that an op runs in. `kind` is "grad" (arguments: enabled) or "autocast" (device type, dtype or None,
+    enabled, cache or None)."""
+
+    kind: str
+    args: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kind}({', '.join(map(str, self.args))})"
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation: `name = target(*args, **kwargs)`.
+
+    A `target` that is a string is a method of the first argument. Arguments are nests of tuples, lists, dicts and
+    slices with `Ref` for values and literals else. `writes` names the values and states whose memory the op changes;
+    `random` says that it draws random numbers, and `draw` is its number among the random ops of the model, which
+    seeds it.
+    """
+
+    name: str
+    target: Callable[..., Any] | str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    type: ValueType
+    origin: Origin
+    regions: tuple[Region, ...] = ()
+    writes: tuple[str, ...] = ()
+    draw: int | None = None
+
+    @property
+    def random(self) -> bool:
+        return self.draw is not None
+
+    @cached_property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the values and states that the op uses, each once, in order of first use."""
+        return tuple(dict.fromkeys(ref.name for ref in refs((self.args, dict(self.kwargs)))))
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor or number the caller passes. `batch_dim` is the dimension that is cut into micro-batches; None: every
+    micro-batch gets the whole value. `path` is how the user spells it: `image`, `batch['ids']`."""
+
+    name: str
+    path: str
+    type: ValueType
+    batch_dim: int | None
+
+
+@dataclass(frozen=True)
+class Size:
+    """A number known from an input's shape: `name = input.shape[dim]`, of the micro-batch at hand."""
+
+    name: str
+    input: str
+    dim: int
+
+
+@dataclass(frozen=True)
+class State:
+    """A tensor that outlives the call. `kind` is "parameter", "buffer" or "constant".
+
+    `path` is the model's own key for parameters and buffers, `aliases` its other keys for the same tensor (tied
+    weights). A constant is anything else the model holds on to (a plain tensor attribute, a nested function): the
+    object itself is in `value`. `part`: it is only this region of the tensor, given by the first index and the one
+    after the last in each dimension.
+    """
+
+    name: str
+    path: str
+    kind: str
+    type: ValueType
+    aliases: tuple[str, ...] = ()
+    value: Any = field(default=None, compare=False)
+    part: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def held(self) -> str:
+        """The path at which a stage holds it.
+
+        >>> State("w", "fc.weight", "parameter", NO_VALUE, part=((0, 4),)).held
+        'fc.weight_0_4'
+        """
+        return "_".join([self.path, *(str(end) for ends in self.part for end in ends)])
+
+
+@dataclass(frozen=True)
+class Output:
+    """A value that the call returns. `batch_dim` is the dimension along which micro-batches are concatenated; None with
+    `reduce` "mean" or "sum" (weighted by micro-batch size for "mean") for a number over the batch, or "same" for what
+    does not depend on the batch."""
+
+    value: str
+    batch_dim: int | None
+    reduce: str | None = None
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Samples meet in the op of that line, those of a micro-batch: `what` it does, the `outputs` that come of it, and
+    whether the user said that this is `meant`."""
+
+    origin: Origin
+    what: str
+    outputs: tuple[str, ...]
+    meant: bool
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What a model computes, for one kind of call. Check with `check`, print with `str`.
+
+    `call` is (args, kwargs) and `result` the returned object, both as nests of tuples, lists, dicts and `Struct` with
+    `Ref` for the tensors. Every Ref in `result` is an output's value. `arguments` is what the model calls those of its
+    arguments that were passed by position.
+
+    A graph that is trained in one go names its `loss`, one of the outputs. `totals` is a graph of its own, or None: it
+    computes from the inputs of the whole batch what each micro-batch must know about all of it, such as how many labels
+    count. Its outputs are inputs of this graph that nobody cuts, and whose path is empty.
+
+    `mixed` tells where the outputs are not those of the whole batch, for each micro-batch is one of its own.
+
+    What else a call must have in common with the captured one: the `conditions` on sizes and numbers, as Python, such
+    as `x_1 > 4`, or UNKNOWN; and the `fingerprint` of the loss function.
+    """
+
+    model: str
+    training: bool
+    inputs: tuple[Input, ...]
+    sizes: tuple[Size, ...]
+    states: tuple[State, ...]
+    ops: tuple[Op, ...]
+    outputs: tuple[Output, ...]
+    call: tuple[Any, Any]
+    result: Any
+    arguments: tuple[str, ...] = ()
+    loss: str | None = None
+    totals: Graph | None = None
+    mixed: tuple[Mixed, ...] = ()
+    conditions: tuple[str, ...] = ()
+    fingerprint: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        return show(self)
+
+    @property
+    def types(self) -> dict[str, ValueType]:
+        """The type of every name."""
+        named: dict[str, ValueType] = {size.name: ScalarType("int") for size in self.sizes}
+        named |= {item.name: item.type for item in self.inputs}
+        named |= {state.name: state.type for state in self.states}
+        return named | {op.name: op.type for op in self.ops}
+
+    def state(self, name: str) -> State:
+        return self._states[name]
+
+    @cached_property
+    def _states(self) -> dict[str, State]:
+        return {state.name: state for state in self.states}
+
+
+def refs(nest: Any) -> Iterator[Ref]:
+    """Every `Ref` in a nest of arguments, in order."""
+    if isinstance(nest, Ref):
+        yield nest
+    elif isinstance(nest, (tuple, list)):
+        for item in nest:
+            yield from refs(item)
+    elif isinstance(nest, Mapping):
+        for item in nest.values():
+            yield from refs(item)
+    elif isinstance(nest, slice):
+        yield from refs((nest.start, nest.stop, nest.step))
+    elif isinstance(nest, Struct):
+        yield from refs(tuple(value for _, value in nest.fields))
+
+
+def map_refs(nest: Any, change: Callable[[Ref], Any]) -> Any:
+    """The nest with `change(ref)` in place of every `Ref`."""
+    return map_leaves(nest, lambda leaf: change(leaf) if isinstance(leaf, Ref) else leaf)
+
+
+def map_leaves(nest: Any, change: Callable[[Any], Any]) -> Any:
+    """The nest with `change(leaf)` in place of everything in it that is no tuple, list, dict, slice or `Struct`."""
+    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
+        return type(nest)(*(map_leaves(item, change) for item in nest))
+    if type(nest) in (tuple, list):
+        return type(nest)(map_leaves(item, change) for item in nest)
+    if isinstance(nest, Mapping):
+        return {key: map_leaves(item, change) for key, item in nest.items()}
+    if isinstance(nest, slice):
+        return slice(*(map_leaves(item, change) for item in (nest.start, nest.stop, nest.step)))
+    if isinstance(nest, Struct):
+        return replace(nest, fields=tuple((name, map_leaves(value, change)) for name, value in nest.fields))
+    return change(nest)
+
+
+def rename(op: Op, names: Mapping[str, str]) -> Op:
+    """The op with every use of a name in `names` changed; its own name and what it writes too."""
+
+    def change(ref: Ref) -> Ref:
+        return Ref(names.get(ref.name, ref.name))
+
+    return replace(
+        op,
+        name=names.get(op.name, op.name),
+        args=map_refs(op.args, change),
+        kwargs=map_refs(dict(op.kwargs), change),
+        writes=tuple(names.get(name, name) for name in op.writes),
+    )
+
+
+def may_cross(type: ValueType) -> bool:
+    """Whether a value of this type may move from one stage to another: tensors and plain numbers may."""
+    return isinstance(type, (TensorType, ScalarType))
+
+
+UNKNOWN = "?"  # a condition on what has no name
+
+
+def check(graph: Graph) -> None:
+    """Raise ValueError, with the op and the user's line, where the graph is not well-formed: a name defined twice or
+    not at all, or used before it is defined."""
+    known: set[str] = set()
+    given = [i.name for i in graph.inputs] + [s.name for s in graph.sizes] + [s.name for s in graph.states]
+    for name in given:
+        _define(name, known, "an input, size or state")
+    for op in graph.ops:
+        for name in (*op.reads, *op.writes):
+            if name not in known:
+                raise ValueError(f"op {op.name} uses {name!r} before it is defined, at {op.origin}")
+        _define(op.name, known, f"op {op.name}, at {op.origin}")
+    for output in graph.outputs:
+        if output.value not in known:
+            raise ValueError(f"the output {output.value!r} is not defined")
+    results = {output.value for output in graph.outputs}
+    if graph.loss is not None and graph.loss not in results:
+        raise ValueError(f"the loss {graph.loss!r} is not an output")
+    if graph.totals is not None:
+        check(graph.totals)
+    for ref in refs(graph.result):
+        if ref.name not in results:
+            raise ValueError(f"the result uses {ref.name!r}, which is not an output")
+
+
+def _define(name: str, known: set[str], where: str) -> None:
+    if name in known:
+        raise ValueError(f"{name!r} is defined twice, the second time by {where}")
+    if not name.isidentifier():
+        raise ValueError(f"{name!r} is not a name, in {where}")
+    known.add(name)
+
+
+def show(graph: Graph) -> str:
+    """The listing: one fact per line, the user's names, no ids and no paths of the machine."""
+    mode = "train" if graph.training else "eval"
+    lines = [f"{graph.model}, {mode}"]
+    lines += [f"  input   {i.name}: {i.type}" + _dim(i.batch_dim) for i in graph.inputs]
+    lines += [f"  size    {s.name} = {s.input}.shape[{s.dim}]" for s in graph.sizes]
+    lines += [f"  {s.kind:<9}  {s.name}: {s.type}  {' = '.join((s.held, *s.aliases))}" for s in graph.states]
+    lines += [f"  {show_op(op)}" for op in graph.ops]
+    lines += [f"  output  {o.value}" + (f" by {o.reduce}" if o.reduce else _dim(o.batch_dim)) for o in graph.outputs]
+    lines += [f"  loss    {graph.loss}"] if graph.loss is not None else []
+    lines += ["of the whole batch", *show(graph.totals).splitlines()[1:]] if graph.totals is not None else []
+    return "\n".join(lines)
+
+
+def _dim(batch_dim: int | None) -> str:
+    return " whole" if batch_dim is None else "" if batch_dim == 0 else f" along {batch_dim}"
+
+
+def show_op(op: Op) -> str:
+    """One op on one line: `h = linear(x, weight): f32[b, 8]  @ net.py:12  self.fc(x)`."""
+    args = [show_nest(arg) for arg in op.args]
+    args += [f"{key}={show_nest(value)}" for key, value in op.kwargs.items()]
+    marks = [str(region) for region in op.regions]
+    marks += [f"writes {', '.join(op.writes)}"] if op.writes else []
+    marks += [f"draw {op.draw}"] if op.random else []
+    mark = f"  [{'; '.join(marks)}]" if marks else ""
+    return f"{op.name} = {target_name(op.target)}({', '.join(args)}): {op.type}{mark}  @ {op.origin}"
+
+
+def target_name(target: Callable[..., Any] | str) -> str:
+    """A short name for what an op calls."""
+    if isinstance(target, str):
+        return f".{target}"
+    name = getattr(target, "__name__", None) or str(target)
+    return str(name)
+
+
+def is_opaque(op: Op) -> bool:
+    """Whether the op calls a submodule whole, see `opaque.py`."""
+    return getattr(op.target, "is_opaque", False) is True
+
+
+def called(op: Op) -> str:
+    """The bare name of what an op calls, be it a function or a method."""
+    return target_name(op.target).lstrip(".")
+
+
+def op_name(op: Op) -> str:
+    """The same without the mark of an in-place op."""
+    name = called(op)
+    return name if name.startswith("__") else name.rstrip("_")
+
+
+def show_nest(nest: Any) -> str:
+    """An argument as text; slices as `a:b`."""
+    if isinstance(nest, slice):
+        parts = ("" if part is None else show_nest(part) for part in (nest.start, nest.stop))
+        return ":".join(parts) + ("" if nest.step is None else f":{show_nest(nest.step)}")
+    if isinstance(nest, (tuple, list)):
+        inner = ", ".join(map(show_nest, nest))
+        return f"[{inner}]" if isinstance(nest, list) else f"({inner}{',' if len(nest) == 1 else ''})"
+    if isinstance(nest, Mapping):
+        return "{" + ", ".join(f"{key!r}: {show_nest(value)}" for key, value in nest.items()) + "}"
+    return repr(nest)
+
+
+def struct(value: Any) -> Struct | None:
+    """The `Struct` of a dataclass or namedtuple instance; None for anything else."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return Struct(type(value), tuple((f.name, getattr(value, f.name)) for f in fields(value) if f.init))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return Struct(type(value), tuple((name, getattr(value, name)) for name in value._fields))
+    return None
+
+
+NO_VALUE = ObjectType("None")

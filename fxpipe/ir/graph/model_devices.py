@@ -1,0 +1,81 @@
+"""Devices that a model names: where it was captured stands for wherever its ops will run.
+
+A model written for one device says so in its factory calls: `torch.arange(n, device=x.device)` is captured with the
+device x had. Elsewhere that has to be the device there. So does the default device of a factory call that names none,
+the device type of an `autocast`, and `.cpu()` or `.cuda()` where they meant the device of capture. Other devices stay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from .graph import Graph, Op, Region, map_leaves, target_name
+from .value_types import TensorType
+
+_FACTORIES = """
+    arange as_tensor asarray bartlett_window blackman_window empty empty_permuted empty_strided eye fft_fftfreq
+    fft_rfftfreq full hamming_window hann_window kaiser_window linspace logspace ones rand randint randn randperm range
+    scalar_tensor tensor tril_indices triu_indices zeros
+"""
+FACTORIES = frozenset(_FACTORIES.split())
+
+
+def capture_device(graph: Graph) -> torch.device | None:
+    """Where the model was when it was captured: where its parameters are, or else its inputs, or else its values."""
+    parameters = tuple(state for state in graph.states if state.kind == "parameter")
+    for values in (parameters, graph.inputs, graph.states, graph.ops):
+        for value in values:
+            if isinstance(value.type, TensorType):
+                return torch.device(value.type.device)
+    return None
+
+
+def relocate(op: Op, device: torch.device, own: Any, kind: str) -> Op:
+    """The op with `own`, a device or a mark for one, wherever it names `device`; `kind` is the type of that device."""
+    here = isinstance(op.type, TensorType) and torch.device(op.type.device) == device
+    regions = tuple(_relocate_region(region, device, kind) for region in op.regions)
+    op = op if regions == op.regions else replace(op, regions=regions)
+    if here and op.target in ("cpu", "cuda"):
+        return replace(op, target="to", args=(op.args[0], own), kwargs=_without_device(op))
+
+    def change(leaf: Any) -> Any:
+        return own if isinstance(leaf, torch.device) and _equal(leaf, device) else leaf
+
+    args, kwargs = map_leaves(op.args, change), map_leaves(dict(op.kwargs), change)
+    if op.target == "to" and len(args) > 1 and _names(args[1], device):
+        args = (args[0], own, *args[2:])
+    if _names(kwargs.get("device"), device):
+        kwargs["device"] = own
+    if here and kwargs.get("device") is None and target_name(op.target) in FACTORIES:
+        kwargs["device"] = own
+    return op if (args, kwargs) == (op.args, op.kwargs) else replace(op, args=args, kwargs=kwargs)
+
+
+def _relocate_region(region: Region, device: torch.device, kind: str) -> Region:
+    if region.kind != "autocast" or region.args[0] != device.type:
+        return region
+    return replace(region, args=(kind, *region.args[1:]))
+
+
+def _without_device(op: Op) -> dict[str, Any]:
+    return {key: value for key, value in op.kwargs.items() if key != "device"}
+
+
+def _names(name: Any, device: torch.device) -> bool:
+    """Whether the text, or the number of a GPU, is a name of the device."""
+    if type(name) is int:
+        return (device.type, device.index) == ("cuda", name)
+    if not isinstance(name, str):
+        return False
+    try:
+        return _equal(torch.device(name), device)
+    except RuntimeError:
+        return False
+
+
+def _equal(named: torch.device, device: torch.device) -> bool:
+    """`cuda` without a number is any of them."""
+    return named.type == device.type and named.index in (None, device.index)

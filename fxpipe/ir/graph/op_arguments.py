@@ -1,0 +1,29 @@
+"""The arguments of an op, wherever they stand: by position, by name, or left out."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from .graph import Op
+
+
+def argument(op: Op, index: int, name: str, default: Any = None) -> Any:
+    """One of them.
+
+    >>> from fxpipe.ir.graph.graph import Op, Origin, Ref
+    >>> from fxpipe.ir.graph.value_types import TensorType
+    >>> here, row = Origin("net.py", 1, "", ""), TensorType("f32", (2,), "cpu")
+    >>> pad = Op("y", "narrow", (Ref("x"), 1), {"start": 2}, row, here)
+    >>> argument(pad, 1, "dim"), argument(pad, 2, "start"), argument(pad, 3, "length", 4)
+    (1, 2, 4)
+    """
+    return op.args[index] if len(op.args) > index else op.kwargs.get(name, default)
+
+
+def arguments(op: Op) -> dict[str, Any]:
+    """All of a function whose signature Python knows, by name, defaults included."""
+    assert callable(op.target)
+    bound = inspect.signature(op.target).bind(*op.args, **op.kwargs)
+    bound.apply_defaults()
+    return dict(bound.arguments)

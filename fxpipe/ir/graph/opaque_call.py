@@ -1,0 +1,315 @@
+"""The call of a submodule that is kept whole: an op whose inside nobody has traced, run as the plain model runs it.
+
+    x = router(x)        one op of the graph, which reads the submodule's parameters and buffers
+
+Forward may do there what no graph can say: `if x.sum() > 0`, `.item()`, numpy, a lock. The op holds the model's own
+submodule. While it runs, that has the tensors it is given in place of its own: aliases in a step, scratch buffers in a
+recomputation. What it returns was learnt by running it before (`Promise`), and is checked against that in every run.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from .graph import Graph, Op, Origin
+
+# Dimension `dim` of tensor `take`, times `times`, divided by `over`: a dimension along which the batch lies.
+Scaled = tuple[int, int, int, int]
+ATOMS = (type(None), bool, int, float, complex, str, bytes)
+NOWHERE = Origin("", 0, "", "")
+LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()  # a module has one set of tensors at a time
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=LOCKS.clear)  # a thread that runs one in the parent is not there to leave it
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What one kind of call returns. `key` is how it is called, tensors left out; `takes` has element type and shape of
+    those, None along the batch; `wants` says which of its own and the given tensors needed a gradient. `gives` has a
+    `Gives` for each tensor that is returned; any other leaf is itself. `aliased`: it may return memory that it was
+    given."""
+
+    key: Any
+    takes: tuple[tuple[torch.dtype, tuple[int | None, ...]], ...]
+    gives: tuple[Any, ...]
+    aliased: bool = False
+    wants: tuple[bool, ...] = ()
+
+    def fits(self, key: Any, tensors: Sequence[Tensor]) -> bool:
+        """Whether a call is of this kind. Symbolic sizes that are not along the batch become plain numbers."""
+        return (
+            len(tensors) == len(self.takes)
+            and alike(key, self.key)
+            and all(
+                tensor.dtype == dtype
+                and tensor.dim() == len(shape)
+                and all(want is None or int(size) == want for size, want in zip(tensor.shape, shape, strict=True))
+                for tensor, (dtype, shape) in zip(tensors, self.takes, strict=True)
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Gives:
+    """Element type and shape of a tensor that is returned, its dimensions from the slowest to the quickest in `order`,
+    and whether it needed a gradient."""
+
+    dtype: torch.dtype
+    shape: tuple[int | Scaled, ...]
+    order: tuple[int, ...]
+    grad: bool = False
+
+    def sizes(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """The shape, given the tensors that the call takes."""
+        return [
+            size if isinstance(size, int) else _scaled(tensors[size[0]].shape[size[1]], size) for size in self.shape
+        ]
+
+
+def alike(key: Any, other: Any) -> bool:
+    """Whether two calls are one, tensors left out; what does not say so, as arrays, is not."""
+    try:
+        return bool(key == other)
+    except Exception:
+        return False
+
+
+def _scaled(size: Any, by: Scaled) -> Any:
+    _, _, times, over = by
+    return size if times == over else size * times // over
+
+
+@dataclass(frozen=True, eq=False)
+class Opaque:
+    """A submodule to be called whole: `opaque(tensors, args, kwargs)`, with its parameters and buffers in the order of
+    `names`, returns the tensors in what the submodule returns, in order; one alone as it is.
+
+    `path` is the model's own, "" for the model itself; `origin` is the line that cannot be traced, `reason` why.
+    `promises` grows while kinds of calls are captured; without any, what is returned is not checked. `written`: lines
+    that write into what it returns; `remembers`: attributes that forward sets, or random numbers that it takes from
+    elsewhere than torch, so that it may do another thing when it runs again. `deferred`: its norms leave running
+    statistics to the end of the mini-batch; how many calls in a forward have updated them before.
+    """
+
+    path: str
+    module: nn.Module
+    origin: Origin = NOWHERE
+    reason: str = ""
+    promises: list[Promise] = field(default_factory=list)
+    written: list[Origin] = field(default_factory=list)
+    remembers: set[str] = field(default_factory=set)
+    deferred: int | None = None
+    is_opaque: ClassVar[bool] = True
+
+    @property
+    def __name__(self) -> str:
+        return f"opaque {self}"
+
+    def __repr__(self) -> str:
+        return self.path or type(self.module).__name__
+
+    @property
+    def because(self) -> str:
+        """Why it is kept whole."""
+        return f"because of {self.origin} ({self.reason})"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The paths of its parameters and buffers, from the submodule on."""
+        return tuple(name for name, _, _ in slots(self.module))
+
+    @property
+    def unsure(self) -> bool:
+        """Whether something that it returns needed no gradient, and may need one on another way through its forward."""
+        return any(
+            isinstance(x, Gives) and not x.grad and (x.dtype.is_floating_point or x.dtype.is_complex)
+            for promise in self.promises
+            if promise.wants
+            for x in promise.gives
+        )
+
+    @property
+    def buffers(self) -> tuple[bool, ...]:
+        """Which of them are buffers: forward may write those."""
+        return tuple(key in module._buffers for _, module, key in slots(self.module))
+
+    def promise(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Promise | None, list[Tensor]]:
+        """What was promised for such a call, and its tensors."""
+        promises, tensors = self.fitting(args, kwargs)
+        return next(promises, None), tensors
+
+    def fitting(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Iterator[Promise], list[Tensor]]:
+        """What was promised for such calls, that differ in what needs a gradient; and the call's tensors."""
+        tensors, key = take_apart(self.module, args, kwargs)
+        return (promise for promise in self.promises if promise.fits(key, tensors)), tensors
+
+    def hold_for(self, promise: Promise, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Let the promise hold for all calls like this one, in which truths may be unknown."""
+        _, key = take_apart(self.module, args, kwargs)
+        self.promises[:] = [replace(one, key=key) if one is promise else one for one in self.promises]
+
+    def __call__(self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        promise, given = self.promise(args, kwargs)
+        if self.promises and promise is None:
+            raise RuntimeError(f"{self._who} is called in a way in which it was not captured")
+        versions = _versions(given)
+        with holding(self.module, tensors):
+            result = self.module.forward(*args, **kwargs)
+        if versions != _versions(given):
+            raise RuntimeError(f"{self._who} writes into what it is given; write x = x + 1 in place of x += 1")
+        found = leaves(result)
+        if promise is not None:
+            self._check(promise, found, given)
+        memory = {x.untyped_storage()._cdata for x in (*tensors, *given)}
+        gives = [self._own(x, memory) for x in found if isinstance(x, Tensor)]
+        return gives[0] if len(gives) == 1 else tuple(gives)
+
+    def _own(self, x: Tensor, memory: set[int]) -> Tensor:
+        """The result in memory of its own."""
+        if x.untyped_storage()._cdata not in memory:
+            return x
+        if self.written:
+            raise RuntimeError(
+                f"{self._who} returned memory that it was given, which {self.written[0]} writes into; there, write "
+                "y = y + 1 in place of y += 1"
+            )
+        return x.clone()
+
+    def _check(self, promise: Promise, found: Sequence[Any], given: Sequence[Tensor]) -> None:
+        """Raise RuntimeError where the call returned something else than was promised."""
+        wanted = [(x.dtype, tuple(x.sizes(given))) if isinstance(x, Gives) else x for x in promise.gives]
+        got = [(x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else x for x in found]
+        if wanted != got:
+            raise RuntimeError(
+                f"{self._who} returned {_show(got)}, where {_show(wanted)} was expected from earlier runs; types and "
+                "shapes of what it returns, and what is no tensor, must not depend on the values of tensors"
+            )
+
+    @property
+    def _who(self) -> str:
+        return f"{self}, which runs as it is because of {self.origin}," if self.origin.line else str(self)
+
+
+def _show(parts: Sequence[Any]) -> str:
+    shown = [f"{str(p[0]).removeprefix('torch.')}{list(p[1])}" if isinstance(p, tuple) else repr(p) for p in parts]
+    return ", ".join(shown) or "nothing"
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    return [0 if x.is_inference() else x._version for x in tensors]
+
+
+def take_apart(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], Any]:
+    """The tensors of a call, and everything else about it."""
+    found, nest = tree_flatten((args, dict(kwargs)))
+    others = [Tensor if isinstance(x, Tensor) else _known(x) for x in found]
+    autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    return [x for x in found if isinstance(x, Tensor)], (module.training, autocast, nest, others)
+
+
+class Truth:
+    """In the key of a call: a truth that depends on data, whichever it is."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) in (bool, Truth)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _known(x: Any) -> Any:
+    """An argument that is no tensor, in the key of a call."""
+    return Truth() if isinstance(x, torch.SymBool) else int(x) if isinstance(x, torch.SymInt) else x
+
+
+def wanting(tensors: Iterable[Tensor]) -> tuple[bool, ...]:
+    """Which of these need a gradient now; nothing, if none does or gradients are switched off."""
+    wants = tuple(x.requires_grad for x in tensors) if torch.is_grad_enabled() else ()
+    return wants if any(wants) else ()
+
+
+def slots(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """Where the parameters and buffers hang: the path of each, the module and the key."""
+    return [
+        (f"{path}.{key}" if path else key, part, key)
+        for path, part in module.named_modules()
+        for held in (part._parameters, part._buffers)
+        for key, tensor in held.items()
+        if tensor is not None
+    ]
+
+
+def opaques(graph: Graph) -> tuple[Opaque, ...]:
+    """The submodules that the graph calls whole."""
+    return tuple(dict.fromkeys(op.target for op in graph.ops if isinstance(op.target, Opaque)))
+
+
+def unsure(ops: Iterable[Op]) -> set[str]:
+    """The names of values of which only a run tells whether they need a gradient."""
+    found: set[str] = set()
+    for op in ops:
+        if (isinstance(op.target, Opaque) and op.target.unsure) or not found.isdisjoint(op.reads):
+            found.add(op.name)
+    return found
+
+
+@contextmanager
+def holding(module: nn.Module, tensors: Sequence[Tensor]) -> Iterator[None]:
+    """In this context the module has these tensors in place of its own; of buffers that forward sets to new tensors,
+    they get the contents."""
+    with LOCKS.setdefault(module, threading.RLock()):
+        places: list[tuple[dict[str, Any], str]] = []
+        for _, part, key in slots(module):
+            places.append((part._buffers if key in part._buffers else part._parameters, key))
+        own = [held[key] for held, key in places]
+        try:
+            for (held, key), tensor in zip(places, tensors, strict=True):
+                held[key] = tensor
+            yield
+            for (held, key), tensor in zip(places, tensors, strict=True):
+                if held.get(key) is not tensor:
+                    _copy(held.get(key), tensor, key)
+        finally:
+            for (held, key), mine in zip(places, own, strict=True):
+                held[key] = mine
+
+
+def _copy(new: Any, buffer: Tensor, key: str) -> None:
+    if not isinstance(new, Tensor) or new.shape != buffer.shape:
+        raise RuntimeError(f"forward sets {key} to something of another shape; a buffer must keep its shape")
+    with torch.no_grad():
+        buffer.copy_(new)
+
+
+# What a call returns --------------------------------------------------------------------------------------------------
+
+
+def apart(value: Any) -> tuple[Callable[[list[Any]], Any], list[Any]] | None:
+    """How to put such an object together, and its parts; None for what has none."""
+    kind = type(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return lambda items: kind(*items), list(value)
+    if kind in (tuple, list):
+        return kind, list(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        names = [f.name for f in fields(value) if f.init]
+        return lambda items: kind(**dict(zip(names, items, strict=True))), [getattr(value, name) for name in names]
+    if kind is dict:
+        keys = list(value)
+        return lambda items: dict(zip(keys, items, strict=True)), list(value.values())
+    return None
+
+
+def leaves(value: Any) -> list[Any]:
+    """The tensors and other leaves of a nest, in order."""
+    parts = apart(value)
+    return [value] if parts is None else [leaf for part in parts[1] for leaf in leaves(part)]

@@ -1,0 +1,145 @@
+"""What a value of the model is: tensor, number, tuple, or an opaque Python object.
+
+Shapes are symbolic where the model allows any size: a dimension is an int or an expression over size names, as in
+`f32[b, 3, h, 2*b]`. Expressions stay text, because they are printed far more often than computed; `dim_size` computes
+one, given numbers for its names. Nothing here imports torch, so that planners can read types too.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from .dtypes import DTYPES
+
+Dim = int | str
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """A tensor's element type, shape (symbolic dimensions as text), device, and whether gradients flow through it.
+
+    >>> print(TensorType("f32", ("b", 3, "2*b"), "cpu"))
+    f32[b, 3, 2*b]
+    >>> TensorType("f32", ("b", 3), "cpu").nbytes({"b": 4})
+    48
+    """
+
+    dtype: str
+    shape: tuple[Dim, ...]
+    device: str
+    grad: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+    def numel(self, sizes: Mapping[str, int]) -> int:
+        """Elements, with `sizes` giving a number for every symbolic size name."""
+        return prod(dim_size(d, sizes) for d in self.shape)
+
+    def nbytes(self, sizes: Mapping[str, int]) -> int:
+        """Bytes of the elements, without padding or shared storage."""
+        return self.numel(sizes) * DTYPES[self.dtype].size
+
+
+@dataclass(frozen=True)
+class ScalarType:
+    """A Python number that depends on sizes or data: `kind` is int, float or bool."""
+
+    kind: str
+
+    def __str__(self) -> str:
+        return self.kind
+
+
+@dataclass(frozen=True)
+class TupleType:
+    """Several values in one: what `chunk`, `max(dim=...)` or an LSTM returns."""
+
+    items: tuple[ValueType, ...]
+
+    def __str__(self) -> str:
+        return f"({', '.join(map(str, self.items))})"
+
+
+@dataclass(frozen=True)
+class ObjectType:
+    """Any other Python object, None included. It never crosses from one stage to another."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+ValueType = TensorType | ScalarType | TupleType | ObjectType
+
+
+def tensors(type: ValueType) -> Iterator[TensorType]:
+    """The tensor types inside `type`, in order."""
+    if isinstance(type, TensorType):
+        yield type
+    elif isinstance(type, TupleType):
+        for item in type.items:
+            yield from tensors(item)
+
+
+def nbytes(type: ValueType, sizes: Mapping[str, int]) -> int:
+    """Bytes of all tensors inside `type`."""
+    return sum(t.nbytes(sizes) for t in tensors(type))
+
+
+_OPERATORS: dict[type, Callable[..., int]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod, ast.Pow: operator.pow, ast.USub: operator.neg,
+}  # fmt: skip
+# The integer functions that sympy and torch write into a shape expression.
+_FUNCTIONS: dict[str, Callable[..., int]] = {
+    "Max": max, "Min": min, "max": max, "min": min, "CeilDiv": lambda a, b: -(-a // b),
+    "CleanDiv": operator.floordiv, "FloorDiv": operator.floordiv, "Mod": operator.mod, "PythonMod": operator.mod,
+}  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _parse(expression: str) -> ast.expr:
+    return ast.parse(expression, mode="eval").body
+
+
+def dim_names(dim: Dim) -> tuple[str, ...]:
+    """The size names a dimension depends on, sorted.
+
+    >>> dim_names("2*b + s1")
+    ('b', 's1')
+    """
+    if isinstance(dim, int):
+        return ()
+    names = {node.id for node in ast.walk(_parse(dim)) if isinstance(node, ast.Name)}
+    return tuple(sorted(names - _FUNCTIONS.keys()))
+
+
+def dim_size(dim: Dim, sizes: Mapping[str, int]) -> int:
+    """The number a dimension stands for.
+
+    >>> dim_size("2*b + s1//2", {"b": 4, "s1": 6})
+    11
+    """
+    return dim if isinstance(dim, int) else _evaluate(_parse(dim), sizes)
+
+
+def _evaluate(node: ast.expr, sizes: Mapping[str, int]) -> int:
+    match node:
+        case ast.Constant(value=int(value)):
+            return value
+        case ast.Name(id=name) if name in sizes:
+            return sizes[name]
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_evaluate(left, sizes), _evaluate(right, sizes))
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_evaluate(operand, sizes))
+        case ast.Call(func=ast.Name(id=name), args=args) if name in _FUNCTIONS:
+            return _FUNCTIONS[name](*(_evaluate(arg, sizes) for arg in args))
+    raise ValueError(f"cannot compute the size {ast.unparse(node)!r} from {dict(sizes)}")

@@ -1,0 +1,1 @@
+"""A model as operator-level parallelism sees it: operators, and strategies that cut them."""

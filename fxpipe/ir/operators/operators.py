@@ -1,0 +1,179 @@
+"""What a model computes, as operator-level parallelism sees it: an operator, the tensor it puts out, and how each
+dimension of that tensor may be cut. The street's `Graph` says how to run a model; this says only what its parts cost
+and what they need of each other, so that a strategy is judged without torch.
+
+    operator  kind    inputs  output                                                   weights
+    image     input           sample 64 S, channel 3, height 224 A, width 224 A
+    conv1     conv2d  image   sample 64 S, channel 64 P, height 55 A, width 55 A       23232
+    pool1     pool2d  conv1   sample 64 S, channel 64 A, height 27 A, width 27 A
+
+A dimension's role is the SOAP paper's: cutting S (sample) or A (attribute) leaves the weights whole, so that every part
+holds a copy; cutting P (parameter) cuts the weights with it. A dimension of no role is never cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Literal
+
+from tabulate import tabulate
+
+from fxpipe.ir.records import read, write
+
+Role = Literal["S", "A", "P", ""]
+ROLES = ("S", "A", "P", "")
+
+KINDS = frozenset(
+    {"input", "linear", "matmul", "conv1d", "conv2d", "pool1d", "pool2d", "batch_norm", "layer_norm", "embedding"}
+    | {"lstm", "attention", "scaled_dot_product", "elementwise", "concat", "flatten", "softmax", "loss"}
+    | {"projected_softmax", "samplewise"}
+)
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """One dimension of an operator's output: its size, and what cutting it cuts. It is cut between multiples of `step`
+    only, as channels are between the heads of attention."""
+
+    name: str
+    size: int
+    role: Role = ""
+    step: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.size} {self.role}".rstrip()
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator and its output. One of kind "input" is fed in: free to compute, and at hand on every device.
+
+    `inputs` names the operators it reads, in order. `work` is the floating-point operations of the forward pass for
+    each element put out. `weights` is the number of its weights; operators of the same `shared` name hold the same
+    ones (the steps of an unrolled layer), and their gradients are exchanged once. `window`, `stride` and `padding` are
+    those of a convolution or pooling, one number for each dimension it slides over; `axis` is the one concatenated.
+    """
+
+    name: str
+    kind: str
+    inputs: tuple[str, ...]
+    output: tuple[Dimension, ...]
+    work: float = 0.0
+    weights: int = 0
+    shared: str = ""
+    window: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    padding: tuple[int, ...] = ()
+    axis: int = 0
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(dimension.size for dimension in self.output)
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        return tuple(dimension.role for dimension in self.output)
+
+    @property
+    def elements(self) -> int:
+        return prod(self.sizes)
+
+    @property
+    def weight_group(self) -> str:
+        """The name under which its weights are exchanged; empty where it has none."""
+        return (self.shared or self.name) if self.weights else ""
+
+
+@dataclass(frozen=True)
+class OperatorGraph:
+    """Operators in an order in which each comes after those it reads. `element` is the bytes of a number. Check with
+    `check`, print with `str`."""
+
+    name: str
+    operators: tuple[Operator, ...]
+    element: int = 4
+
+    def __str__(self) -> str:
+        return show(self)
+
+    def __len__(self) -> int:
+        return len(self.operators)
+
+    def __iter__(self) -> Iterator[Operator]:
+        return iter(self.operators)
+
+    @cached_property
+    def positions(self) -> dict[str, int]:
+        return {operator.name: at for at, operator in enumerate(self.operators)}
+
+    def operator(self, name: str) -> Operator:
+        """The operator of this name; KeyError where there is none."""
+        if name not in self.positions:
+            raise KeyError(f"{self.name} has no operator {name!r}")
+        return self.operators[self.positions[name]]
+
+    @cached_property
+    def edges(self) -> tuple[tuple[int, int, int], ...]:
+        """(producer, consumer, which input of the consumer), by positions, in order of consumers."""
+        return tuple(
+            (self.positions[name], at, which)
+            for at, operator in enumerate(self.operators)
+            for which, name in enumerate(operator.inputs)
+        )
+
+    @property
+    def weights(self) -> int:
+        """The number of weights, shared ones counted once."""
+        return sum({o.weight_group: o.weights for o in self.operators if o.weights}.values())
+
+
+def check(graph: OperatorGraph) -> None:
+    """Raise ValueError where the graph is not in order: a name twice, an input that does not come before, an unknown
+    kind or role, an empty dimension, weights shared between different numbers of them."""
+    before: set[str] = set()
+    shared: dict[str, Operator] = {}
+    if not graph.operators:
+        raise ValueError(f"{graph.name} has no operators")
+    for operator in graph.operators:
+        where = f"operator {operator.name!r} of {graph.name}"
+        if operator.name in before:
+            raise ValueError(f"{where}: the name comes twice")
+        if missing := [name for name in operator.inputs if name not in before]:
+            raise ValueError(f"{where} reads {missing[0]!r}, which does not come before it")
+        if operator.kind not in KINDS:
+            raise ValueError(f"{where} is of kind {operator.kind!r}; there are {', '.join(sorted(KINDS))}")
+        if not operator.output:
+            raise ValueError(f"{where} has no output dimensions")
+        for one in operator.output:
+            if one.size < 1 or one.role not in ROLES:
+                raise ValueError(f"{where} has the dimension {one}; sizes are positive and roles are S, A, P or none")
+        if operator.work < 0 or operator.weights < 0:
+            raise ValueError(f"{where} has a negative cost")
+        first = shared.setdefault(operator.weight_group, operator)
+        if operator.weights and first.weights != operator.weights:
+            theirs = f"shares them with {first.name!r}, which has {first.weights}"
+            raise ValueError(f"{where} has {operator.weights} weights, but {theirs}")
+        before.add(operator.name)
+
+
+def show(graph: OperatorGraph) -> str:
+    """A table with a row for each operator."""
+    rows = [
+        (o.name, o.kind, ", ".join(o.inputs), ", ".join(map(str, o.output)), o.weights or "") for o in graph.operators
+    ]
+    return tabulate(rows, ("operator", "kind", "inputs", "output", "weights"), tablefmt="plain", disable_numparse=True)
+
+
+def dump(graph: OperatorGraph) -> str:
+    """The graph as JSON text, one operator per line; `load` reads it back."""
+    return write(graph)
+
+
+def load(text: str) -> OperatorGraph:
+    """The graph that `dump` wrote. Raises ValueError for text that is not one."""
+    graph = read(OperatorGraph, text)
+    check(graph)
+    return graph

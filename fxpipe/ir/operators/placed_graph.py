@@ -1,0 +1,38 @@
+"""A graph of which every op has a device: what a strategy makes of a captured graph. Ops stand in an order in which
+they can run; what one reads of another on another device has to go there.
+
+    device 0   x_0 = linear(image_0, weight[0:64])
+    device 1   x_1 = linear(image_1, weight[64:128])
+    device 0   x = cat([x_0, x_1], 1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fxpipe.ir.graph.graph import Graph, show_op
+
+from .operators import Operator
+from .strategy import Config
+
+
+@dataclass(frozen=True)
+class Placed:
+    """`devices`: the number of the device of each op of `graph`, by the op's name. `cuts`: how a strategy cuts each
+    operator, where one does."""
+
+    graph: Graph
+    devices: Mapping[str, int]
+    cuts: tuple[tuple[Operator, Config], ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join(f"device {self.devices[op.name]}   {show_op(op)}" for op in self.graph.ops)
+
+
+def check(placed: Placed, devices: int) -> None:
+    """Raise ValueError if an op has no device, or one that is not among `devices` devices."""
+    for op in placed.graph.ops:
+        device = placed.devices.get(op.name)
+        if device is None or not 0 <= device < devices:
+            raise ValueError(f"op {op.name} is on device {device}; there are devices 0 to {devices - 1}")

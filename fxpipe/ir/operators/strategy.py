@@ -1,0 +1,150 @@
+"""A strategy of operator-level parallelism: into how many parts each dimension of each operator's output is cut, and
+which device computes each part.
+
+    operator  cut              devices
+    conv1     sample/4         0 1 2 3
+    fc6       channel/4        0 1 2 3
+    fc7       sample/2 channel/2  0 1 2 3
+
+Parts are as even as possible, larger ones first, and numbered with the last dimension running fastest. Devices are
+numbered as in the cluster. Several parts may be on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+
+from tabulate import tabulate
+
+from fxpipe.ir.records import from_plain, parse, write
+
+from .operators import Dimension, Operator, OperatorGraph
+
+Region = tuple[tuple[int, int], ...]  # for each dimension the first index and the one after the last
+
+
+@dataclass(frozen=True)
+class Config:
+    """How one operator is computed: `degrees`, the number of parts in each dimension of the output, and the device of
+    each part, `prod(degrees)` of them."""
+
+    degrees: tuple[int, ...]
+    devices: tuple[int, ...]
+
+    @cached_property
+    def parts(self) -> int:
+        return prod(self.degrees)
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A config for each operator, in the graph's order. Check with `check`, print with `show`."""
+
+    configs: tuple[Config, ...]
+
+    def replace(self, at: int, config: Config) -> Strategy:
+        """The same, but for the operator at position `at`."""
+        return Strategy((*self.configs[:at], config, *self.configs[at + 1 :]))
+
+
+def split(size: int, degree: int, part: int) -> tuple[int, int]:
+    """The range of part number `part` when `size` is cut into `degree` parts.
+
+    >>> [split(10, 4, part) for part in range(4)]
+    [(0, 3), (3, 6), (6, 8), (8, 10)]
+    """
+    base, longer = divmod(size, degree)
+    return part * base + min(part, longer), (part + 1) * base + min(part + 1, longer)
+
+
+def fits(dimension: Dimension, degree: int) -> bool:
+    """Whether a dimension cut into `degree` parts is cut between multiples of its step."""
+    return all(split(dimension.size, degree, part)[0] % dimension.step == 0 for part in range(degree))
+
+
+def regions(operator: Operator, config: Config) -> tuple[Region, ...]:
+    """The region of the output that each part computes, in order of parts."""
+    cuts = [
+        [split(size, degree, part) for part in range(degree)]
+        for size, degree in zip(operator.sizes, config.degrees, strict=True)
+    ]
+    return tuple(product(*cuts))
+
+
+def check_config(operator: Operator, config: Config, devices: int) -> None:
+    """Raise ValueError where an operator cannot be computed so on `devices` devices."""
+    where = f"operator {operator.name!r}"
+    if len(config.degrees) != len(operator.output):
+        raise ValueError(
+            f"{where} has {len(operator.output)} dimensions, but its config has degrees for {len(config.degrees)}"
+        )
+    for dimension, degree in zip(operator.output, config.degrees, strict=True):
+        if degree < 1 or degree > dimension.size:
+            raise ValueError(f"{where}: {dimension.name} of size {dimension.size} cannot be cut into {degree} parts")
+        if degree > 1 and not dimension.role:
+            raise ValueError(f"{where}: {dimension.name} cannot be cut; it can be in {_cuttable(operator)}")
+        if not fits(dimension, degree):
+            steps = f"{dimension.name} of size {dimension.size} is cut between multiples of {dimension.step}"
+            raise ValueError(f"{where}: {steps}, so not into {degree} equal parts")
+    if len(config.devices) != config.parts:
+        raise ValueError(f"{where} has {config.parts} parts, but {len(config.devices)} devices are named for them")
+    for device in config.devices:
+        if not 0 <= device < devices:
+            raise ValueError(f"{where} is put on device {device}; there are devices 0 to {devices - 1}")
+
+
+def _cuttable(operator: Operator) -> str:
+    return ", ".join(dimension.name for dimension in operator.output if dimension.role) or "no dimension"
+
+
+def check(graph: OperatorGraph, strategy: Strategy, devices: int) -> None:
+    """Raise ValueError where the strategy does not fit the graph or a cluster of `devices` devices."""
+    if len(strategy.configs) != len(graph):
+        raise ValueError(
+            f"{graph.name} has {len(graph)} operators, but the strategy has {len(strategy.configs)} configs"
+        )
+    for operator, config in zip(graph, strategy.configs, strict=True):
+        check_config(operator, config, devices)
+
+
+def show(graph: OperatorGraph, strategy: Strategy) -> str:
+    """A table with a row for each operator."""
+    rows = [
+        (operator.name, cut(operator, config), " ".join(map(str, config.devices)))
+        for operator, config in zip(graph, strategy.configs, strict=True)
+    ]
+    return tabulate(rows, ("operator", "cut", "devices"), tablefmt="plain", disable_numparse=True)
+
+
+def cut(operator: Operator, config: Config) -> str:
+    """How the output is cut, in words: "sample/2 channel/2", or "whole"."""
+    pairs = zip(operator.output, config.degrees, strict=True)
+    return " ".join(f"{dimension.name}/{degree}" for dimension, degree in pairs if degree > 1) or "whole"
+
+
+def dump(graph: OperatorGraph, strategy: Strategy) -> str:
+    """The strategy as JSON text, by names of operators; `load` reads it back."""
+    return write(by_name(graph, strategy), 1)
+
+
+def by_name(graph: OperatorGraph, strategy: Strategy) -> dict[str, Config]:
+    """The config of each operator, as files have them."""
+    return {operator.name: config for operator, config in zip(graph, strategy.configs, strict=True)}
+
+
+def load(graph: OperatorGraph, text: str, devices: int) -> Strategy:
+    """The strategy that `dump` wrote for this graph. Raises ValueError for text that is not one."""
+    return of_names(graph, from_plain(dict[str, Config], parse(text)), devices)
+
+
+def of_names(graph: OperatorGraph, configs: Mapping[str, Config], devices: int) -> Strategy:
+    """The strategy with these configs. Raises ValueError where they do not fit the graph."""
+    if strange := sorted(configs.keys() ^ graph.positions.keys()):
+        raise ValueError(f"the strategy and {graph.name} do not have the same operators: {', '.join(strange[:5])}")
+    strategy = Strategy(tuple(configs[operator.name] for operator in graph))
+    check(graph, strategy, devices)
+    return strategy

@@ -1,0 +1,1 @@
+"""Which ops form which stage, and what that decision is made from."""

@@ -1,0 +1,147 @@
+"""A hybrid plan: pipeline stages, each of which may be several replicas that share its micro-batches.
+
+VGG-19: 2 stages 15:1, 32 micro-batches, early warm-up, all-reduce at the end
+stage  layers    devices
+0      0 .. 17   0-14
+1      18 .. 24  15
+
+Data parallelism is the plan of one stage, a plain pipeline the one whose stages have a device each ("straight").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from tabulate import tabulate
+
+from fxpipe.ir.cluster.cluster import Cluster
+from fxpipe.ir.records import read, write
+
+# How many micro-batches a stage runs forward before its first backward, for stage s of n: n - s, which just fills the
+# pipe (DAPPLE's P_A), or 2 (n - s) - 1, which also hides transfers (its P_B).
+WARMUPS = ("early", "late")
+# One all-reduce of all parameters of a stage after its last backward, or one per layer once its gradient is whole.
+ALL_REDUCES = ("end", "overlap")
+
+
+@dataclass(frozen=True, slots=True)
+class HybridStage:
+    """Layers `first` to `end` - 1, on `devices` by their position in the cluster, ascending; each replica takes an
+    equal share of every micro-batch. If `recompute`, only what the stage takes is kept, and forward runs again."""
+
+    first: int
+    end: int
+    devices: tuple[int, ...]
+    recompute: bool = False
+
+
+@dataclass(frozen=True)
+class HybridPlan:
+    """The stages in order, for a step of `micro_batches` micro-batches. Check with `check`, print with `str`."""
+
+    model: str
+    stages: tuple[HybridStage, ...]
+    micro_batches: int
+    warmup: str = "early"
+    all_reduce: str = "end"
+
+    def __str__(self) -> str:
+        return show(self)
+
+
+def warmup_of(policy: str, stage: int, stages: int, micro_batches: int) -> int:
+    """The forwards that a stage runs before its first backward.
+
+    >>> [warmup_of("late", s, 3, 4) for s in range(3)]
+    [4, 3, 1]
+    """
+    ahead = stages - stage if policy == "early" else 2 * (stages - stage) - 1
+    return min(micro_batches, ahead)
+
+
+def shape(stages: Sequence[HybridStage]) -> str:
+    """The replicas of each stage, as papers write them: "8:8", "straight", or "DP" for one stage.
+
+    >>> shape([HybridStage(0, 3, (0, 1)), HybridStage(3, 5, (2,))])
+    '2:1'
+    """
+    replicas = [len(stage.devices) for stage in stages]
+    if len(replicas) == 1:
+        return "DP"
+    return "straight" if max(replicas) == 1 else ":".join(map(str, replicas))
+
+
+def cuts(stages: Sequence[HybridStage]) -> tuple[int, ...]:
+    """The layers before which the inner cuts lie."""
+    return tuple(stage.first for stage in stages[1:])
+
+
+def check(plan: HybridPlan, layers: int, devices: int) -> None:
+    """Raise ValueError if the plan is not one for this many layers and devices."""
+    if plan.micro_batches < 1:
+        raise ValueError(f"the plan has {plan.micro_batches} micro-batches; it needs at least one")
+    if plan.warmup not in WARMUPS or plan.all_reduce not in ALL_REDUCES:
+        raise ValueError(f"warm-up {plan.warmup!r} of {WARMUPS}, all-reduce {plan.all_reduce!r} of {ALL_REDUCES}")
+    ends = [0, *(stage.end for stage in plan.stages)]
+    for index, stage in enumerate(plan.stages):
+        if stage.first != ends[index] or stage.end <= stage.first:
+            raise ValueError(f"stage {index} has layers {stage.first} to {stage.end - 1}; it starts at {ends[index]}")
+    if ends[-1] != layers:
+        raise ValueError(f"the stages have {ends[-1]} layers, the model {layers}")
+    used: set[int] = set()
+    for index, stage in enumerate(plan.stages):
+        if not stage.devices or any(a >= b for a, b in pairwise(stage.devices)):
+            raise ValueError(f"stage {index} is on devices {stage.devices}; give at least one, ascending")
+        if not set(stage.devices) <= set(range(devices)) - used:
+            raise ValueError(f"stage {index} is on devices {stage.devices}, of {devices}, of which {used} are taken")
+        used.update(stage.devices)
+
+
+def show(plan: HybridPlan) -> str:
+    """A table, one stage per line."""
+    when = "at the end" if plan.all_reduce == "end" else "overlapped"
+    head = f"{plan.model}: {len(plan.stages)} stages {shape(plan.stages)}, {plan.micro_batches} micro-batches, "
+    head += f"{plan.warmup} warm-up, all-reduce {when}"
+    rows = [
+        (index, f"{stage.first} .. {stage.end - 1}", ranges(stage.devices), "recomputes" if stage.recompute else "")
+        for index, stage in enumerate(plan.stages)
+    ]
+    table = tabulate(rows, ("stage", "layers", "devices", ""), tablefmt="plain", disable_numparse=True)
+    return "\n".join([head, *(line.rstrip() for line in table.splitlines())])
+
+
+def crew(cluster: Cluster, stage: HybridStage) -> str:
+    """The devices of a stage as the cluster calls them, neighbours joined: "V100:0-7"."""
+    labels = [cluster.labels[device] for device in stage.devices]
+    kinds = {label.rpartition(":")[0] for label in labels}
+    numbers = [label.rpartition(":")[2] for label in labels]
+    if len(kinds) == 1 and all(number.isdecimal() for number in numbers):
+        return f"{kinds.pop()}:{ranges(map(int, numbers))}"
+    return ", ".join(labels)
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Numbers, neighbours joined.
+
+    >>> ranges([0, 1, 2, 5, 7, 8])
+    '0-2, 5, 7-8'
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def dump(plan: HybridPlan) -> str:
+    """The plan as JSON text; `load` reads it back."""
+    return write(plan)
+
+
+def load(text: str) -> HybridPlan:
+    """The plan that `dump` wrote. Raises ValueError for text that is not one."""
+    return read(HybridPlan, text)

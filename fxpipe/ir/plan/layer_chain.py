@@ -1,0 +1,137 @@
+"""A model as planners of whole clusters see it: a line of layers, with what each costs for one micro-batch.
+
+Ops are too many, and cross each other in too many ways, for a search over stages, replicas and devices. A chain has
+only the places where a model may be cut. It says nothing of where it comes from: a profile of ops, or somebody's file.
+
+VGG-19, 25 layers, batch 32
+layer        forward  backward  parameters  saved   cut
+Conv2d_1_1   3.4 ms   6.8 ms    6.84 kB     384 MB  384 MB
+Conv2d_1_2   7.2 ms   14.4 ms   141 kB      384 MB  384 MB
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, fields, replace
+from functools import cached_property
+from itertools import accumulate
+from math import log
+
+from tabulate import tabulate
+
+from fxpipe.ir.records import read, write
+from fxpipe.ir.units import show_bytes, show_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """`forward` and `backward` are seconds for one micro-batch on one device. In bytes: `parameters`; `saved`, which
+    the backward needs of one micro-batch; and `cut`, which crosses a cut after this layer: all that was made up to here
+    and is used later, each once. The gradient that comes back has the same size."""
+
+    name: str
+    forward: float
+    backward: float
+    parameters: float = 0
+    saved: float = 0
+    cut: float = 0
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The layers of `model` in order, with costs for micro-batches of `batch` samples. Check with `check`, print with
+    `str`. The sums are running sums: a stage of layers a to b - 1 takes `forwards[b] - forwards[a]`."""
+
+    model: str
+    batch: float
+    layers: tuple[Layer, ...]
+
+    def __str__(self) -> str:
+        return show(self)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @cached_property
+    def forwards(self) -> tuple[float, ...]:
+        return _sums(layer.forward for layer in self.layers)
+
+    @cached_property
+    def backwards(self) -> tuple[float, ...]:
+        return _sums(layer.backward for layer in self.layers)
+
+    @cached_property
+    def parameters(self) -> tuple[float, ...]:
+        return _sums(layer.parameters for layer in self.layers)
+
+    @cached_property
+    def saved(self) -> tuple[float, ...]:
+        return _sums(layer.saved for layer in self.layers)
+
+    @cached_property
+    def cuts(self) -> tuple[float, ...]:
+        """The bytes that cross a cut before layer p, for p from 0 to n; nothing crosses the two ends."""
+        return (0.0, *(layer.cut for layer in self.layers[:-1]), 0.0)
+
+
+def _sums(values: Iterator[float]) -> tuple[float, ...]:
+    return tuple(accumulate(values, initial=0.0))
+
+
+def check(chain: Chain) -> None:
+    """Raise ValueError for a chain without layers, without samples, or with a cost that is not a number above zero."""
+    if not chain.layers:
+        raise ValueError(f"{chain.model} has no layers")
+    if not chain.batch > 0:
+        raise ValueError(f"the costs of {chain.model} are for {chain.batch} samples; a micro-batch has some")
+    for layer in chain.layers:
+        if not all(0 <= value < float("inf") for value in astuple(layer)[1:]):
+            raise ValueError(f"layer {layer.name!r} of {chain.model} has a cost that cannot be: {layer}")
+
+
+def scaled(chain: Chain, batch: float) -> Chain:
+    """The chain at another micro-batch: times and activations grow with the samples, parameters do not. Small
+    micro-batches cost more than that on a real device: no straight line knows what does not fill it.
+
+    >>> scaled(Chain("m", 2, (Layer("a", 4.0, 8.0, 10, 6, 2),)), 1).layers[0]
+    Layer(name='a', forward=2.0, backward=4.0, parameters=10, saved=3.0, cut=1.0)
+    """
+    if not batch > 0:
+        raise ValueError(f"a micro-batch of {batch} samples; it has some")
+    if batch == chain.batch:
+        return chain
+    by = batch / chain.batch
+    layers = (
+        replace(e, forward=e.forward * by, backward=e.backward * by, saved=e.saved * by, cut=e.cut * by)
+        for e in chain.layers
+    )
+    return replace(chain, batch=batch, layers=tuple(layers))
+
+
+def nearest(chains: Sequence[Chain], batch: float) -> Chain:
+    """The chain at another micro-batch, from those of the same layers at several: the nearest by ratio, scaled."""
+    if not batch > 0:
+        raise ValueError(f"a micro-batch of {batch} samples; it has some")
+    return scaled(min(chains, key=lambda chain: abs(log(batch / chain.batch))), batch)
+
+
+def show(chain: Chain) -> str:
+    """A table, one layer per line."""
+    rows = [
+        (e.name, show_seconds(e.forward), show_seconds(e.backward), *map(show_bytes, (e.parameters, e.saved, e.cut)))
+        for e in chain.layers
+    ]
+    head = f"{chain.model}, {len(chain)} layers, batch {chain.batch:g}"
+    return f"{head}\n" + tabulate(rows, ["layer", *(f.name for f in fields(Layer)[1:])], tablefmt="plain")
+
+
+def dump(chain: Chain) -> str:
+    """The chain as JSON text, one layer per line; `load` reads it back."""
+    return write(chain)
+
+
+def load(text: str) -> Chain:
+    """The chain that `dump` wrote. Raises ValueError for text that is not one."""
+    chain = read(Chain, text)
+    check(chain)
+    return chain

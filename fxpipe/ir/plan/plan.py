@@ -1,0 +1,120 @@
+"""Every decision about how a model runs, and nothing else: which ops form which stage, where each stage runs, how many
+micro-batches there are, and what is recomputed. A plan is data: it is written to JSON, read, edited and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fxpipe.ir.cluster.device_labels import Label
+from fxpipe.ir.records import at_least, from_plain, one_of, parse, to_plain, write
+
+CHECKPOINT_MODES = ("never", "except_last", "always")
+MOST_CHUNKS = 4096  # micro-batches of a batch; the code of a schedule, and planning, grow with them
+Mode = Annotated[str, one_of(*CHECKPOINT_MODES)]
+Chunks = Annotated[int, at_least(1, MOST_CHUNKS)]
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage: its ops by name, in the order they run, its device, when it recomputes ("never", "except_last": all
+    micro-batches but the last, or "always"), and whether what it keeps for backward waits in host memory. `replicas`
+    are further devices that run the same stage, each with an equal share of every micro-batch."""
+
+    ops: tuple[str, ...]
+    device: Label
+    checkpoint: Mode
+    offload: bool = False
+    replicas: tuple[Label, ...] = ()
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return (self.device, *self.replicas)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The stages in pipeline order, the number of micro-batches and the schedule, by name or as a grid, for the model
+    named `model`."""
+
+    model: str
+    stages: tuple[StagePlan, ...]
+    chunks: Chunks
+    schedule: str = "gpipe"
+    deferred_batch_norm: bool = False
+
+    def __str__(self) -> str:
+        return show(self)
+
+
+def stage_of(plan: Plan) -> dict[str, int]:
+    """The stage that each op belongs to."""
+    return {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
+
+
+def check(plan: Plan, ops: Collection[str]) -> None:
+    """Raise ValueError if the plan is not one for a graph of these ops: it must place each of them once."""
+    if plan.chunks < 1:
+        raise ValueError(f"chunks is {plan.chunks}; a plan needs at least one micro-batch")
+    if not plan.stages:
+        raise ValueError("the plan has no stages")
+    placed: dict[str, int] = {}
+    for index, stage in enumerate(plan.stages):
+        if stage.checkpoint not in CHECKPOINT_MODES:
+            raise ValueError(f"stage {index}: checkpoint is {stage.checkpoint!r}, not one of {CHECKPOINT_MODES}")
+        if not stage.ops:
+            raise ValueError(f"stage {index} has no ops")
+        for op in stage.ops:
+            if op in placed:
+                raise ValueError(f"op {op!r} is in stage {placed[op]} and in stage {index}")
+            placed[op] = index
+    _same_ops(placed.keys(), set(ops))
+
+
+def _same_ops(planned: Collection[str], captured: Collection[str]) -> None:
+    missing, unknown = sorted(set(captured) - set(planned)), sorted(set(planned) - set(captured))
+    if not missing and not unknown:
+        return
+    facts = []
+    if unknown:
+        facts.append(f"{len(unknown)} of its ops are not in the model ({', '.join(unknown[:3])}, ...)")
+    if missing:
+        facts.append(f"it places {len(captured) - len(missing)} of the model's {len(captured)} ops")
+    raise ValueError("the plan is for another model: " + "; ".join(facts))
+
+
+def show(plan: Plan) -> str:
+    """One stage per line."""
+    schedule = plan.schedule.split(":")[0]
+    head = f"{plan.model}: {len(plan.stages)} stages, {plan.chunks} micro-batches, {schedule}"
+    lines = [
+        f"  stage {index} on {', '.join(stage.devices)}: {_ops(stage)}, recompute {stage.checkpoint}"
+        for index, stage in enumerate(plan.stages)
+    ]
+    return "\n".join([head, *lines])
+
+
+def _ops(stage: StagePlan) -> str:
+    return f"{len(stage.ops)} ops, {stage.ops[0]} .. {stage.ops[-1]}" if stage.ops else "no ops"
+
+
+def dump(plan: Plan) -> str:
+    """The plan as JSON text; `load` reads it back."""
+    return write(plain(plan), 3)
+
+
+def plain(plan: Plan) -> dict[str, Any]:
+    """The plan as files have it, the stages last."""
+    data = to_plain(plan)
+    stages = data.pop("stages")
+    return {**data, "stages": stages}
+
+
+def load(text: str) -> Plan:
+    """The plan that `dump` wrote, or the one in the file of a planner, which may say under "planned" what it was made
+    for. Raises ValueError for text that is not one."""
+    data = parse(text)
+    if isinstance(data, dict):
+        data.pop("planned", None)
+    return from_plain(Plan, data)

@@ -1,0 +1,256 @@
+"""Everything that each device does in a training step: a list of steps, each of them a run, a send, a receive, a
+reduce or a gather.
+
+    gpipe on 2 devices
+    cuda:0
+      run      0F0
+      receive  gradient of x[0]  1 -> 0
+      send     x[0]  0 -> 1
+      run      0B0
+    cuda:1
+      receive  x[0]  0 -> 1
+      run      1F0
+      run      1B0
+      send     gradient of x[0]  1 -> 0
+
+Nobody waits at a receive: from there on the message may arrive, while the device goes on. A run waits for what it
+takes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, takewhile
+from typing import NamedTuple
+
+from fxpipe.ir.schedule.schedule import Action
+
+Seat = tuple[int, int]  # a stage, and the number of a replica of it
+
+
+class Message(NamedTuple):
+    """`value` goes from stage `source` to stage `target` for a micro-batch, or once a step if that is None: a tensor of
+    the model that is lent. `gradient` if it is not the value that goes, but its gradient, back. `replicas` are the
+    numbers of those that send and receive; what goes is then the samples that they both have.
+
+    >>> print(Message("x", 1, 0, micro_batch=3, gradient=True))
+    gradient of x[3]  1 -> 0
+    >>> print(Message("x", 0, 1, micro_batch=3, replicas=(2, 0)))
+    x[3]  0.2 -> 1
+    """
+
+    value: str
+    source: int
+    target: int
+    micro_batch: int | None = None
+    gradient: bool = False
+    replicas: tuple[int, int] = (0, 0)
+
+    def __str__(self) -> str:
+        what = self.value if self.micro_batch is None else f"{self.value}[{self.micro_batch}]"
+        here, there = (f"{s}.{k}" if k else str(s) for s, k in (self.sender, self.receiver))
+        return f"{'gradient of ' * self.gradient}{what}  {here} -> {there}"
+
+    @property
+    def sender(self) -> Seat:
+        return self.source, self.replicas[0]
+
+    @property
+    def receiver(self) -> Seat:
+        return self.target, self.replicas[1]
+
+
+class Step(NamedTuple):
+    """One line of a device's list. `do` is "run" an action, "send" or "receive" a message, "reduce": add the gradient
+    that a message brought to the device's own, or "gather": put the sum that it brought in the place of these. A run of
+    kind R is a recomputation."""
+
+    do: str
+    what: Action | Message
+
+    def __str__(self) -> str:
+        return f"{self.do:<7}  {self.what}"
+
+
+@dataclass(frozen=True)
+class DevicePrograms:
+    """For each device, by name, everything that it does in a training step, in order."""
+
+    name: str
+    devices: tuple[str, ...]
+    rows: tuple[tuple[Step, ...], ...]
+
+    def __str__(self) -> str:
+        return show(self)
+
+
+# The checker ----------------------------------------------------------------------------------------------------
+
+Fault = tuple[int, int, str]  # device, position in its row, reason
+
+
+def check(programs: DevicePrograms) -> None:
+    """Raise ValueError, with the place marked, if a message is sent and not received or the other way around, received
+    in another order than sent, received after the action that takes it, or if devices wait for each other for ever
+    where a send waits until the receive has been reached."""
+    faults = (_misplaced, _unmatched, _too_late, _stuck)
+    fault = next(chain.from_iterable(find(programs) for find in faults), None)
+    if fault is not None:
+        device, _, reason = fault
+        name = programs.devices[device]
+        raise ValueError(f"the programs of {programs.name!r} cannot run: {name}: {reason}\n{_around(programs, fault)}")
+
+
+def _homes(programs: DevicePrograms) -> dict[Seat, int]:
+    """The device of each replica of each stage; they are numbered as they come."""
+    homes: dict[Seat, int] = {}
+    count: dict[int, int] = {}
+    for device, row in enumerate(programs.rows):
+        for stage in dict.fromkeys(step.what.stage for step in row if isinstance(step.what, Action)):
+            homes[stage, count.setdefault(stage, 0)] = device
+            count[stage] += 1
+    return homes
+
+
+def _messages(row: Sequence[Step], do: str) -> Iterator[tuple[int, Message]]:
+    """The messages that a device sends or receives, and at which positions of its row."""
+    for position, step in enumerate(row):
+        if step.do == do and isinstance(step.what, Message):
+            yield position, step.what
+
+
+def _misplaced(programs: DevicePrograms) -> Iterator[Fault]:
+    """Messages of stages that are on no device, or not on this one."""
+    homes = _homes(programs)
+    for device, row in enumerate(programs.rows):
+        for do in ("send", "receive"):
+            for position, message in _messages(row, do):
+                for seat in (message.sender, message.receiver):
+                    if seat not in homes:
+                        yield device, position, f"{message} is for stage {seat[0]}, which no device runs"
+                here = message.sender if do == "send" else message.receiver
+                if homes[here] != device:
+                    yield device, position, f"stage {here[0]}, which {do}s {message}, is not here"
+
+
+def _unmatched(programs: DevicePrograms) -> Iterator[Fault]:
+    """On each pair of devices, where what is received begins to differ from what is sent."""
+    homes = _homes(programs)
+    pairs: dict[tuple[int, int], tuple[list[_At], list[_At]]] = {}
+    for device, row in enumerate(programs.rows):
+        for at in _messages(row, "send"):
+            pairs.setdefault((device, homes[at[1].receiver]), ([], []))[0].append(at)
+        for at in _messages(row, "receive"):
+            pairs.setdefault((homes[at[1].sender], device), ([], []))[1].append(at)
+    for (source, target), (sent, received) in pairs.items():
+        same = sum(1 for _ in takewhile(lambda both: both[0][1] == both[1][1], zip(sent, received, strict=False)))
+        sends, receives = sent[same:], received[same:]
+        if sends and sends[0][1] not in {message for _, message in receives}:
+            yield source, sends[0][0], f"nobody receives {sends[0][1]}"
+        elif receives and receives[0][1] not in {message for _, message in sends}:
+            yield target, receives[0][0], f"nobody sends {receives[0][1]}"
+        elif receives:
+            first = f"{programs.devices[source]} sends {sends[0][1]} first"
+            yield target, receives[0][0], f"receives {receives[0][1]}, but {first}"
+
+
+_At = tuple[int, Message]  # a position in a row
+_Take = tuple[int, int | None, bool]  # stage, micro-batch, whether a gradient
+
+
+def _takes(action: Action) -> tuple[_Take, ...]:
+    """What an action waits for."""
+    kind, s, i = action
+    if kind == "F":
+        return (s, i, False), (s, None, False)
+    return ((s, i, True),) if kind in "BI" else ()
+
+
+def _take(message: Message) -> _Take:
+    return message.target, message.micro_batch, message.gradient
+
+
+def _too_late(programs: DevicePrograms) -> Iterator[Fault]:
+    """Receives that stand after the action that takes what they bring."""
+    for device, row in enumerate(programs.rows):
+        taken: dict[_Take, Action] = {}
+        for position, (do, what) in enumerate(row):
+            if do == "run" and isinstance(what, Action):
+                taken |= dict.fromkeys(_takes(what), what)
+            elif do == "receive" and isinstance(what, Message) and _take(what) in taken:
+                yield device, position, f"receives {what} after {taken[_take(what)]}, which takes it"
+
+
+def _stuck(programs: DevicePrograms) -> Iterator[Fault]:
+    """Devices that wait for ever. Each runs until it waits for a message, and again when that has moved on: a send
+    waits until the receive has been reached, a run, reduce or gather until the message has been sent."""
+    brings = [_brings(row) for row in programs.rows]
+    position = [0] * len(programs.rows)
+    reached: set[Message] = set()
+    arrived: set[Message] = set()
+    waiting: dict[Message, list[int]] = {}
+    awake = deque(range(len(programs.rows)))
+    while awake:
+        device = awake.popleft()
+        row = programs.rows[device]
+        while position[device] < len(row):
+            do, what = row[position[device]]
+            missing = _missing(do, what, brings[device], reached, arrived)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(device)
+                break
+            if isinstance(what, Message) and do in ("send", "receive"):
+                (reached if do == "receive" else arrived).add(what)
+                awake.extend(waiting.pop(what, ()))
+            position[device] += 1
+    for message, devices in waiting.items():
+        for device in devices:
+            yield device, position[device], f"waits for ever for {message}"
+
+
+def _brings(row: Sequence[Step]) -> dict[_Take, list[Message]]:
+    """What a device receives, by who takes it."""
+    brings: dict[_Take, list[Message]] = {}
+    for _, message in _messages(row, "receive"):
+        brings.setdefault(_take(message), []).append(message)
+    return brings
+
+
+def _missing(
+    do: str,
+    what: Action | Message,
+    brings: Mapping[_Take, Sequence[Message]],
+    reached: Container[Message],
+    arrived: Container[Message],
+) -> Message | None:
+    """The message that a step waits for, if any."""
+    if isinstance(what, Action):
+        needed = chain.from_iterable(brings.get(take, ()) for take in _takes(what))
+        return next((message for message in needed if message not in arrived), None)
+    if do == "send":
+        return None if what in reached else what
+    here = do in ("reduce", "gather") and what in brings.get(_take(what), ())
+    return what if here and what not in arrived else None
+
+
+# The printer ----------------------------------------------------------------------------------------------------
+
+
+def show(programs: DevicePrograms) -> str:
+    """A line per step, under each device."""
+    count = len(programs.devices)
+    lines = [f"{programs.name} on {count} {'device' if count == 1 else 'devices'}"]
+    for device, row in zip(programs.devices, programs.rows, strict=True):
+        lines += [device, *(f"  {step}" for step in row)]
+    return "\n".join(lines)
+
+
+def _around(programs: DevicePrograms, fault: Fault, lines: int = 4) -> str:
+    """The part of a device's list around a fault."""
+    device, position, reason = fault
+    row = programs.rows[device]
+    first, last = max(position - lines, 0), min(position + lines + 1, len(row))
+    steps = [f"  {step}" + f"  <-- {reason}" * (at == position) for at, step in enumerate(row[first:last], first)]
+    return "\n".join([programs.devices[device], *["  ..."] * (first > 0), *steps, *["  ..."] * (last < len(row))])

@@ -1,0 +1,1 @@
+"""The module that a user holds: from a call to a running build."""

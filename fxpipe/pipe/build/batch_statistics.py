@@ -1,0 +1,86 @@
+"""Norms that normalise by the statistics of their batch: what users are told.
+
+    y = batch_norm(x, mean, var, w, b, training=True)      of the samples of a micro-batch, not of the batch
+
+A micro-batch has its own mean and variance. So what the pipe returns, and its gradients, are those of the plain model
+on each micro-batch by itself, and running statistics are updated once for each. A warning says it, once, unless the
+user has said what is meant (`deferred_batch_norm`); `pipe.explain()` always does.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fxpipe.errors import BatchStatisticsWarning
+from fxpipe.ir.graph.graph import Graph, Origin, Ref
+from fxpipe.ir.graph.opaque_call import Opaque
+from fxpipe.ir.units import count
+from fxpipe.passes.batch_norm_ops import arguments
+
+SHOWN = 3  # norms that a message names
+
+
+@dataclass(frozen=True)
+class BatchNorm:
+    """A norm that uses the statistics of its batch: its `path` in the model, or the line that calls it."""
+
+    path: str
+    origin: Origin
+
+    def __str__(self) -> str:
+        return self.path or str(self.origin)
+
+
+def batch_norms(graph: Graph) -> tuple[BatchNorm, ...]:
+    """The norms of a graph that use the statistics of their batch, each once."""
+    found: dict[str, BatchNorm] = {}
+    paths = {state.name: state.path for state in graph.states}
+    for op in graph.ops:
+        if isinstance(op.target, Opaque):
+            for path, part in op.target.module.named_modules(prefix=op.target.path):
+                by_batch = part.training or getattr(part, "running_mean", None) is None
+                if isinstance(part, _BatchNorm) and by_batch:
+                    found.setdefault(path, BatchNorm(path, op.target.origin))
+            continue
+        norm = arguments(op)
+        if norm is None or norm["training"] is not True:
+            continue
+        named = next((norm[key] for key in ("running_mean", "weight", "bias") if isinstance(norm[key], Ref)), None)
+        path = paths.get(named.name, "").rpartition(".")[0] if named is not None else op.origin.module
+        found.setdefault(path or str(op.origin), BatchNorm(path, op.origin))
+    return tuple(found.values())
+
+
+def tell(norms: Sequence[BatchNorm], batch: int, rows: Sequence[int]) -> None:
+    """Warn of norms that have the statistics of micro-batches."""
+    few = f"{rows[0]}" if rows[0] == rows[-1] else f"{rows[-1]} or {rows[0]}"
+    warnings.warn(
+        f"BatchNorm uses the statistics of micro-batches in {_names(norms)}: the mean and variance of {few} samples, "
+        f"not those of the batch of {batch}. Outputs, loss and gradients are those of the plain model on each "
+        f"micro-batch by itself, and running statistics are updated {len(rows)} times for the batch.\n"
+        "deferred_batch_norm=True makes the running statistics those of the whole batch; each micro-batch is still "
+        "normalised by its own. For the statistics of the batch write chunks=1, or use a norm that does not depend on "
+        "other samples, as GroupNorm.\n"
+        "If this is meant, write deferred_batch_norm=False.",
+        BatchStatisticsWarning,
+        stacklevel=2,
+    )
+
+
+def line(norms: Sequence[BatchNorm], deferred: bool, replicas: bool) -> str:
+    """The same as one line of `pipe.explain()`."""
+    running = "the whole batch, at its end" if deferred else "each micro-batch, in turn"
+    part = "each slice of a micro-batch that a replica has" if replicas else "each micro-batch"
+    return (
+        f"batch statistics: in {_names(norms)}, {part} is normalised by its own mean and variance; running statistics "
+        f"are updated with those of {running} (deferred_batch_norm={deferred})"
+    )
+
+
+def _names(norms: Sequence[BatchNorm]) -> str:
+    names = ", ".join(map(str, norms[:SHOWN]))
+    return names if len(norms) <= SHOWN else f"{count(len(norms), 'norm', 'norms')} ({names}, ...)"

@@ -1,0 +1,385 @@
+"""The street, whole: from a captured graph to generated files that run. Plain functions between frozen values.
+
+Graph ─profile─▶ Profile ─plan─▶ Plan ─gpipe─▶ Schedule ─simulate─▶ Timeline
+  └───────────lower───────────────┴─▶ Program ─emit─▶ files ─load─▶ package
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from fxpipe.capture import sample_dims
+from fxpipe.codegen.package.package_files import package
+from fxpipe.codegen.scheduler.forward_scheduler import emit_scheduler
+from fxpipe.codegen.scheduler.step_scheduler import emit_steps
+from fxpipe.errors import MixedSamplesWarning, PlanError
+from fxpipe.ir.cluster.cluster import Cluster
+from fxpipe.ir.graph.graph import Graph
+from fxpipe.ir.graph.opaque_call import Opaque, opaques
+from fxpipe.ir.operators.operators import Operator
+from fxpipe.ir.operators.placed_graph import Placed
+from fxpipe.ir.operators.strategy import Config
+from fxpipe.ir.plan import plan as plans
+from fxpipe.ir.plan import plan_file
+from fxpipe.ir.plan.plan import Plan, StagePlan
+from fxpipe.ir.plan.plan_file import PlanFile, placed
+from fxpipe.ir.plan.profile import Profile, total
+from fxpipe.ir.program.program import Program
+from fxpipe.ir.schedule.action_times import Times
+from fxpipe.ir.schedule.restrict import only, share
+from fxpipe.ir.schedule.schedule import Schedule
+from fxpipe.ir.timeline import Timeline
+from fxpipe.ir.units import show_bytes, show_seconds
+from fxpipe.passes import lower
+from fxpipe.pipe.options.compile_options import Options, candidates, make_schedule
+from fxpipe.planning import plan, plan_like, with_loss
+from fxpipe.planning.stages.plan_stages import inner_cuts
+from fxpipe.schedules.auto_schedule import auto
+from fxpipe.schedules.make_schedule import AUTO, SCHEDULES, make
+from fxpipe.schedules.one_f_one_b import gpipe
+from fxpipe.schedules.simulate.action_costs import hops, stage_costs, taken_bytes, timed_hops
+from fxpipe.schedules.simulate.rejoin import rejoin
+from fxpipe.schedules.simulate.replica_costs import reductions, spread
+from fxpipe.schedules.simulate.simulate import StageCost, simulate
+
+from .batch_statistics import BatchNorm, batch_norms
+from .phase_timing import timed
+from .write_order import check_write_order
+
+
+@dataclass(frozen=True)
+class Home:
+    """What the first build of a pipe decides for the later ones: its plan, and the stage where each parameter and
+    buffer lives, by its path."""
+
+    plan: Plan
+    stages: Mapping[str, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Build:
+    """Everything made for one kind of call; no other is equal to it. `trail` has the program after each pass that
+    changed it, by the pass's name, and before them the graph that a strategy makes; `sizes` the numbers of the
+    micro-batch that profile and timeline speak of; `files` the generated package; `totals` what runs before the batch
+    is cut; `cuts` how a strategy cuts each operator."""
+
+    graph: Graph
+    sizes: Mapping[str, int]
+    cluster: Cluster
+    profile: Profile
+    plan: Plan
+    schedule: Schedule
+    program: Program
+    trail: Mapping[str, Program | Placed]
+    timeline: Timeline
+    files: Mapping[str, str]
+    totals: Program | None = None
+    cuts: tuple[tuple[Operator, Config], ...] = ()
+
+    @cached_property
+    def batch_norms(self) -> tuple[BatchNorm, ...]:
+        """The norms that use the statistics of their batch."""
+        return batch_norms(self.graph)
+
+
+SMALLER = "move these lines into the forward of a smaller submodule, and the rest is cut"
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A plan, and all that follows from it but the code."""
+
+    plan: Plan
+    program: Program
+    trail: Mapping[str, Program | Placed]
+    totals: Program | None
+    schedule: Schedule
+    timeline: Timeline
+
+
+def build(
+    graph: Graph, profile: Profile, sizes: Mapping[str, int], cluster: Cluster, options: Options, home: Home | None
+) -> Build:
+    """All the values from a graph and its profile on. With a `home`, ops go where their parameters live."""
+    made = drafts(graph, profile, sizes, cluster, options, home)
+    best = made[0] if len(made) == 1 else fastest(made, cluster)
+    as_steps = graph.loss is not None or options.ranks
+    files = emitted(best.program, best.schedule, best.plan, profile, best.totals, as_steps)
+    files["plan.json"] = plan_file.dump(best.plan, graph)
+    return Build(
+        graph, sizes, cluster, profile, best.plan, best.schedule, best.program, best.trail, best.timeline, files,
+        best.totals,
+    )  # fmt: skip
+
+
+def drafts(
+    graph: Graph, profile: Profile, sizes: Mapping[str, int], cluster: Cluster, options: Options, home: Home | None
+) -> list[Draft]:
+    """Those of all choices that can be had: a small model has not enough ops for schedules with several stages on each
+    device. Raises the PlanError of the first choice if there is none."""
+    made: list[Draft] = []
+    refusals: list[PlanError] = []
+    for choice in choices(graph, options, home):
+        try:
+            made.append(draft(graph, profile, sizes, cluster, choice, home))
+        except PlanError as error:
+            refusals.append(error)
+    if not made:
+        raise refusals[0]
+    return made
+
+
+def emitted(
+    program: Program,
+    schedule: Schedule,
+    plan: Plan,
+    profile: Profile,
+    totals: Program | None,
+    as_steps: bool,
+    by_device: bool = False,
+) -> dict[str, str]:
+    """The files of the package, one for each stage, or for each device. `as_steps`: by rows of a schedule, be it to
+    train or not."""
+    with timed("codegen"):
+        notes = [note(profile, stage.ops) for stage in plan.stages]
+        if as_steps:
+            scheduler = emit_steps(program, schedule, plan, totals)
+        else:
+            scheduler = emit_scheduler(program, plan.chunks, totals=totals)
+        return package(program, plan, scheduler, notes, totals, by_device)
+
+
+def choices(graph: Graph, options: Options, home: Home | None) -> list[Options]:
+    """What is to be tried: all schedules that the stages allow, if none was asked for. A model that is kept whole has
+    one stage."""
+    if options.plan is None and options.place is None and (whole := _whole_model(graph)) is not None:
+        return [_on_one_device(options, whole)]
+    if home is None and _may_have_fewer_stages(options):
+        options = _on_as_many_as_can_be(options, graph)
+    if options.schedule != AUTO:
+        return [options]
+    if graph.loss is None:
+        return [replace(options, schedule="gpipe")]
+    dealt = None if home is None else tuple(stage.device for stage in home.plan.stages)
+    return [replace(options, schedule=name, devices=devices) for name, devices in candidates(options.devices, dealt)]
+
+
+def _whole_model(graph: Graph) -> Opaque | None:
+    """The submodule that is kept whole and is as good as the model, since no cut leaves anything beside it."""
+    kept = opaques(graph)
+    together = bool(kept) and not inner_cuts(graph)
+    return next((opaque for opaque in kept if together or not opaque.path), None)
+
+
+def _on_one_device(options: Options, whole: Opaque) -> Options:
+    """All in one stage, on the first device. Raises PlanError where there must be several."""
+    if options.ranks:
+        raise PlanError(
+            f"{whole.origin}\n{whole.reason}: {whole} is kept whole, as one op, and each rank is to have a stage; move "
+            "these lines into the forward of a submodule"
+        )
+    if whole.path and len(options.devices) > 1:  # of the model itself, capture has said it
+        warnings.warn(
+            f"nothing is pipelined: {whole} is kept whole, {whole.because}, and no cut "
+            f"leaves anything beside it; {SMALLER}",
+            stacklevel=2,
+        )
+    first = options.devices[0]
+    mode = (
+        options.checkpoint if isinstance(options.checkpoint, str) else "except_last" if options.checkpoint else "never"
+    )
+    return replace(
+        options, devices=(first,), schedule="gpipe", warmup=None, checkpoint=mode, offload=frozenset(), balance="time",
+        split_at=(), replicas={first: ()},
+    )  # fmt: skip
+
+
+def _may_have_fewer_stages(options: Options) -> bool:
+    """Whether nothing that the user says is about a number of stages, but how many devices there are."""
+    said = options.ranks or options.warmup or options.offload or options.split_at or options.plan or options.place
+    names = (options.schedule, options.checkpoint, options.balance)
+    return not said and options.schedule in ("gpipe", "1f1b", AUTO) and all(isinstance(name, str) for name in names)
+
+
+def _on_as_many_as_can_be(options: Options, graph: Graph) -> Options:
+    """The first of the devices only, where submodules that are kept whole leave no more stages than that."""
+    kept, most = opaques(graph), 1 + len(inner_cuts(graph))
+    if not kept or most >= len(options.devices):
+        return options
+    why = "; ".join(f"{opaque} is kept whole, {opaque.because}" for opaque in kept)
+    warnings.warn(f"{most} of {len(options.devices)} devices have a stage: {why}; {SMALLER}", stacklevel=2)
+    devices = options.devices[:most]
+    replicas = {device: others for device, others in options.replicas.items() if device in devices}
+    return replace(options, devices=devices, replicas=replicas)
+
+
+def draft(
+    graph: Graph, profile: Profile, sizes: Mapping[str, int], cluster: Cluster, options: Options, home: Home | None
+) -> Draft:
+    """The plan and what follows from it."""
+    samples = sample_dims(graph) if graph.loss is not None and any(options.replicas.values()) else None
+    if samples is not None and graph.mixed:
+        mixed = graph.mixed[0]
+        raise PlanError(
+            f"{mixed.origin}\n{mixed.what}: replicas have slices of the micro-batches, and would do that with fewer "
+            "samples than a call of the pipe does; leave out replicas, or choose a plan without"
+        )
+    with timed("planning"):
+        uncut = [] if samples is None else [op.name for op in graph.ops if op.name not in samples]
+        decided = decide(graph, profile, cluster, options, home, uncut)
+    trail: dict[str, Program | Placed] = {}
+    with timed("passes"):
+        program = lower(graph, decided, watch=trail.__setitem__, samples=samples)
+        _tell_of_slices(program)
+        totals = lowered_totals(graph, decided)
+    with timed("simulator"):
+        runs = decided if graph.loss is not None else without_replicas(decided)
+        costs = stage_costs(runs, profile, taken_bytes(program, sizes), keeps_at_once=graph.loss is not None)
+        between, sums = hops(program, sizes, cluster), reductions(runs, profile, cluster)
+        schedule = schedule_of(program, decided, options, fitting(decided, costs, cluster))
+        check_write_order(schedule, program)
+        forwards = all(action.kind == "F" for action in schedule.place)
+        if options.schedule in SCHEDULES and not forwards:  # not one that the user wrote
+            schedule = rejoin(schedule, costs, between)
+        labels = tuple(dict.fromkeys(program.devices))
+        timeline = spread(simulate(schedule, costs, between, labels, sums), crews(runs))
+    return Draft(decided, program, trail, totals, schedule, timeline)
+
+
+def _tell_of_slices(program: Program) -> None:
+    """Warn of submodules kept whole that get slices of micro-batches: they may look at all samples."""
+    for stage in program.stages:
+        kept = next((op.target for op in stage.ops if isinstance(op.target, Opaque)), None)
+        if stage.replicas and kept is not None:
+            warnings.warn(
+                f"{kept} is kept whole, {kept.because}, and each replica of stage {stage.index} calls it with a slice "
+                "of the micro-batch: if it looks at several samples at once (an if over the batch, a norm), results "
+                "differ from those without replicas; then leave out the replicas of this stage",
+                MixedSamplesWarning,
+                stacklevel=2,
+            )
+
+
+def crews(plan: Plan) -> dict[str, tuple[str, ...]]:
+    """All devices of the stages, by the first of each."""
+    return {stage.device: stage.devices for stage in plan.stages}
+
+
+def without_replicas(plan: Plan) -> Plan:
+    """The plan as calls of the pipe run it: on the first device of each stage."""
+    return replace(plan, stages=tuple(replace(stage, replicas=()) for stage in plan.stages))
+
+
+def predict(made: Build, chunks: int, times: Times | None = None) -> Timeline:
+    """The timeline that a timed step of so many micro-batches would have, as the profile has it, or from the times of
+    its actions. Memory is what such a step counts: all of a GPU's, and of a CPU worker's what backward needs."""
+    program, sizes, schedule = made.program, made.sizes, only(made.schedule, chunks)
+    labels = tuple(dict.fromkeys(program.devices))
+    copies = 0 if all(label.startswith("cpu") for label in labels) else 2
+    costs = stage_costs(made.plan, made.profile, taken_bytes(program, sizes), copies, keeps_at_once=True)
+    if times is None:
+        sums = reductions(made.plan, made.profile, made.cluster)
+        return spread(simulate(schedule, costs, hops(program, sizes, made.cluster), labels, sums), crews(made.plan))
+    return simulate(schedule, costs, timed_hops(program, times), labels, took=times.actions)
+
+
+def rehearsed(made: Build, chunks: int, rounds: Sequence[Times]) -> Timeline:
+    """The middle one of the timelines that steps with the times of these rounds would have."""
+    timelines = sorted((predict(made, chunks, times) for times in rounds), key=lambda one: one.makespan)
+    return timelines[(len(timelines) - 1) // 2]
+
+
+def fastest(drafts: Sequence[Draft], cluster: Cluster) -> Draft:
+    """The one with the shortest step that fits into memory."""
+    memory = {device.label: device.memory for device in cluster.devices}
+    try:
+        chosen = auto([(made.schedule, made.timeline) for made in drafts], memory)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+    return next(made for made in drafts if made.schedule is chosen[0])
+
+
+def schedule_of(program: Program, plan: Plan, options: Options, limit: int) -> Schedule:
+    """The order of a step; what forward() alone runs is GPipe's. `limit` micro-batches fit into memory."""
+    if program.graph.loss is None and options.ranks:
+        return make("forward-only", program.devices, plan.chunks)
+    if program.graph.loss is None:
+        return share(gpipe(len(program.stages), plan.chunks), program.devices)
+    return make_schedule(options, program.devices, plan.chunks, limit)
+
+
+def fitting(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> int:
+    """How many micro-batches fit into the memory of every device at once, at least 1: D of DAPPLE, section V."""
+    fixed: dict[str, int] = {}
+    for stage, cost in zip(plan.stages, costs, strict=True):
+        again = 0 if stage.checkpoint == "never" else cost.saved
+        fixed[stage.device] = fixed.get(stage.device, 0) + cost.fixed + again
+    fits = [plan.chunks]
+    for stage, cost in zip(plan.stages, costs, strict=True):
+        each = cost.saved if stage.checkpoint == "never" else cost.taken
+        room = cluster.device(stage.device).memory - fixed[stage.device]
+        fits += [room // each] if each else []
+    return max(1, min(fits))
+
+
+def lowered_totals(graph: Graph, plan: Plan) -> Program | None:
+    """What micro-batches must know of the whole batch, if anything: all in one stage, on the device where the pipeline
+    ends, for that is where the loss is."""
+    totals = graph.totals
+    if totals is None:
+        return None
+    stage = StagePlan(tuple(op.name for op in totals.ops), plan.stages[-1].device, "never")
+    return lower(totals, Plan(totals.model, (stage,), 1))
+
+
+def schedule_text(options: Options) -> str:
+    """The schedule for the plan: its name, or all of it."""
+    if isinstance(options.schedule, str) and options.warmup is None:
+        return options.schedule
+    return str(make_schedule(options, options.devices, options.chunks))
+
+
+def note(profile: Profile, ops: Sequence[str]) -> str:
+    """What the ops of a stage cost, for the header of its file."""
+    names = set(ops)
+    cost = total([cost for cost in profile.ops if cost.name in names])
+    facts = (
+        f"forward {show_seconds(cost.forward)}, backward {show_seconds(cost.backward)}, keeps {show_bytes(cost.saved)}"
+    )
+    return f"{facts} ({profile.source}, b = {profile.batch})"
+
+
+def decide(
+    graph: Graph, profile: Profile, cluster: Cluster, options: Options, home: Home | None, uncut: Sequence[str]
+) -> Plan:
+    """The plan that was given, the one that follows the first build's, or a new one. `uncut` are the values that cannot
+    go between stages of different numbers of replicas."""
+    if home is not None:
+        return plan_like(graph, home.stages, home.plan, profile, cluster, uncut)
+    if options.plan is not None:
+        try:
+            given = placed(options.plan, graph) if isinstance(options.plan, PlanFile) else options.plan
+            given = with_loss(graph, given)
+            plans.check(given, [op.name for op in graph.ops])
+        except ValueError as error:
+            raise PlanError(str(error)) from None
+        return given
+    decided = plan(
+        graph,
+        profile,
+        cluster,
+        devices=options.devices,
+        chunks=options.chunks,
+        checkpoint=options.checkpoint,
+        balance=options.balance,
+        split_at=options.split_at,
+        schedule=schedule_text(options),
+        deferred_batch_norm=bool(options.deferred_batch_norm),
+        replicas=options.replicas,
+        uncut=uncut,
+    )
+    stages = enumerate(decided.stages)
+    return replace(decided, stages=tuple(replace(stage, offload=s in options.offload) for s, stage in stages))

@@ -1,0 +1,196 @@
+"""The builds of one model: made at the first call of each kind, and loaded and bound to its tensors when they run.
+
+graph, inputs ─▶ of a kind seen before? ──yes──▶ its build ─▶ live: the package that runs
+                          │no
+                          └▶ the street, from the graph on; the first build decides where each parameter lives
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.capture import Front, NoOps, Stepper
+from fxpipe.codegen.package.load_package import bind, tensors_of, worker_device
+from fxpipe.codegen.package.package_files import constants
+from fxpipe.errors import FxpipeError
+from fxpipe.ir.cluster.cluster import Cluster
+from fxpipe.ir.graph.evaluate_graph import with_totals
+from fxpipe.ir.graph.graph import Graph
+from fxpipe.ir.graph.opaque_call import opaques
+from fxpipe.ir.plan.profile import Profile
+from fxpipe.pipe.drop_in_module import check_no_pipe_in
+from fxpipe.pipe.live import Live, Scheduler
+from fxpipe.pipe.options.compile_options import Options, backend_of, every_device
+from fxpipe.pipe.progress import working
+from fxpipe.pipe.saved.loss_fingerprint import rows
+from fxpipe.pipe.temporary_folder import Folder
+from fxpipe.planning import homes
+from fxpipe.profiling import estimate, measure
+from fxpipe.runtime.microbatch import scatter, split_sizes
+
+from . import batch_statistics, sharded_build
+from .build import Build, Home, build
+from .build_report import dump
+from .call_binding import batch_size, check_even, given, kind_of, micro_batch_sizes, real, with_states
+from .local_cluster import local_cluster
+from .phase_timing import timed
+
+
+class BuildCache:
+    """All that is made of a model, by kind of call.
+
+    - `front`, `stepper`: what captures calls and steps.
+    - `builds`, `lives`: the builds, and what runs them; `last`: the build of the last call that was compiled or run.
+    - `home`: what the first build decides for all others.
+    - `make`, `bind`: what makes a build of a graph, and what makes a scheduler of a package.
+    - `leads`: whether this process is the one to warn and to show a bar.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        make: Make | None = None,
+        bind: Bind | None = None,
+        leads: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.model, self.options, self.leads = model, options, leads
+        self._make, self._bind = make or build_here, bind or bind_here
+        self.backend = backend_of(options.compile_stages)
+        sizes = partial(split_sizes, chunks=options.chunks)
+        whole = options.chunks == 1 and not any(options.replicas.values())
+        reduce = options.reduce or ("mean" if whole else None)  # of one value, any would do
+        work = partial(begin, model, leads)
+        self.front = Front(model, options.batch_dim, reduce=reduce, sizes=sizes, work=work)
+        self.stepper = Stepper(model, options.batch_dim, reduce=reduce, sizes=sizes, work=work)
+        self.builds: dict[tuple[Any, ...], Build] = {}
+        self.lives: dict[tuple[Any, ...], Live] = {}
+        self.last: Build | None = None
+        self.home: Home | None = None
+        self.folder = Folder()
+        self._told_statistics = False
+
+    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What the model returns. One that computes nothing is called as it is."""
+        try:
+            return self.front(args, kwargs, self.run)
+        except NoOps:
+            return self.model(*args, **kwargs)
+
+    def run(self, graph: Graph, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The flat outputs for the flat inputs of a call of this kind."""
+        return self.live(self.built(graph, inputs)).scheduler.run(inputs, self.options.chunks)
+
+    def built(self, graph: Graph, inputs: Sequence[Any]) -> Build:
+        """The build for a kind of call, made if there is none yet."""
+        sizes = None
+        if self.options.place is not None:
+            check_even(batch_size(graph, inputs), self.options.chunks)
+            sizes = micro_batch_sizes(graph, inputs, self.options.chunks)
+        key = kind_of(graph, self.model.training, sizes)
+        made = self.builds.get(key)
+        if made is None:
+            mode = "training" if self.model.training else "evaluation"
+            found = () if graph.loss is None else rows(self.stepper.loss_fn)
+            whole = replace(graph, training=self.model.training, fingerprint=found)
+            with begin(self.model, self.leads, f"planning {graph.model} in {mode}, and writing its stages"):
+                made = self.builds[key] = self._make(self, whole, inputs)
+            if self.home is None and self.options.place is None:
+                self.home = Home(made.plan, homes(graph, made.plan))
+            if self.options.dump is not None:
+                dump(made, self.options.dump, len(self.builds))
+        elif made.graph.states is not graph.states:
+            made = self.builds[key] = with_states(made, graph)
+        self.last = made
+        if made.batch_norms and not self._told_statistics:
+            self._tell_batch_norms(made, batch_size(graph, inputs))
+        return made
+
+    def _tell_batch_norms(self, made: Build, batch: int) -> None:
+        """Warn once of norms that have the statistics of micro-batches."""
+        rows = split_sizes(batch, self.options.chunks)
+        unsaid = self.options.deferred_batch_norm is None and not made.plan.deferred_batch_norm
+        if unsaid and self.leads() and len(rows) > 1:
+            self._told_statistics = True
+            batch_statistics.tell(made.batch_norms, batch, rows)
+
+    def profile(self, graph: Graph, inputs: Sequence[Any], sizes: Mapping[str, int], cluster: Cluster) -> Profile:
+        """What the ops cost for one micro-batch, on the first device."""
+        label = self.options.devices[0]
+        if isinstance(self.options.profile, Profile) and self.home is None:
+            return self.options.profile
+        if self.options.profile != "measure":  # or a profile that was given, which speaks of the first kind of call
+            return estimate(graph, sizes, cluster.device(label))
+        tensors = tensors_of(self.model)
+        if graph.loss is not None:
+            tensors |= self.stepper.tensors
+        values = {item.name: value for item, value in given(graph, inputs)}
+        with torch.no_grad():
+            whole = with_totals(graph, values, real(graph.totals, tensors) if graph.totals is not None else {})
+        rows = split_sizes(batch_size(graph, inputs), self.options.chunks)
+        pieces = {item.name: scatter(whole[item.name], item.batch_dim, rows)[0] for item in graph.inputs}
+        return measure(graph, pieces, real(graph, tensors), str(worker_device(label)))
+
+    def live(self, made: Build) -> Live:
+        """The build's package, imported, with the tensors that the model has now."""
+        key = kind_of(made.graph, made.graph.training, None if self.options.place is None else made.sizes)
+        others: Mapping[str, Tensor] = {}
+        version = self.front.twins.version
+        if made.graph.loss is not None:
+            others, version = self.stepper.tensors, self.stepper.version
+        live = self.lives.get(key) or Live(self.folder.new(), made.files, self.backend)
+        if live.version != (version, made):
+            live.bind(partial(self._bind, self.model, made, others), (version, made))
+        self.lives[key] = live
+        return live
+
+    def homes(self, tensors: Mapping[str, Tensor]) -> dict[int, int]:
+        """The stages of tensors of the model that a stage uses, by their ids. Raises FxpipeError before the first call,
+        which decides."""
+        if self.home is None:
+            raise FxpipeError("it is not decided yet which stage has what: pass example_inputs to fxpipe.compile")
+        return {id(tensors[key]): stage for key, stage in self.home.stages.items() if key in tensors}
+
+    def close(self) -> None:
+        """End the worker threads and remove the generated files."""
+        for live in self.lives.values():
+            live.close()
+        self.folder.remove()
+
+
+Make = Callable[[BuildCache, Graph, Sequence[Any]], Build]
+Bind = Callable[[nn.Module, Build, Mapping[str, Tensor], ModuleType], Scheduler]
+
+
+def begin(model: nn.Module, leads: Callable[[], bool], what: str) -> AbstractContextManager[None]:
+    """A context for the time that a capture or a plan takes, which says so. Raises PlanError if there is a pipe in the
+    model by now."""
+    check_no_pipe_in(model)
+    return working(what, leads=leads())
+
+
+def build_here(cache: BuildCache, graph: Graph, inputs: Sequence[Any]) -> Build:
+    """The street from a graph on."""
+    options = cache.options
+    sizes = micro_batch_sizes(graph, inputs, options.chunks)
+    cluster = options.cluster or local_cluster(every_device(options))
+    if options.place is not None:
+        return sharded_build.build(graph, sizes, cluster, options)
+    with timed("profiling"):
+        profile = cache.profile(graph, inputs, sizes, cluster)
+    return build(graph, profile, sizes, cluster, options, cache.home)
+
+
+def bind_here(model: nn.Module, made: Build, others: Mapping[str, Tensor], package: ModuleType) -> Scheduler:
+    """The scheduler of a package, all of whose stages run in this process. `others`: tensors of a loss function."""
+    calls = {opaque.path: opaque for opaque in opaques(made.graph)}
+    bound: Scheduler = bind(package, model, constants(made.program, made.totals), others, calls)
+    return bound

@@ -1,0 +1,161 @@
+"""A build for people: the table of what each stage holds, costs and moves, and the folder of all that was made."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from tabulate import tabulate
+
+from fxpipe.ir.graph.opaque_call import Opaque
+from fxpipe.ir.graph.value_types import TensorType, nbytes
+from fxpipe.ir.plan.plan import Plan
+from fxpipe.ir.plan.profile import total
+from fxpipe.ir.program.transfers import add_transfers
+from fxpipe.ir.units import count, show_bytes, show_seconds
+from fxpipe.pipe.results.strategy_table import table
+from fxpipe.viz import svg
+
+from . import batch_statistics
+from .build import Build
+from .compiled_stages import Backend, name_of
+
+COSTS = ("ops", "parameters", "forward", "backward", "keeps", "takes", "gives", "recompute")
+HEADERS, DEVICE_HEADERS = ("stage", "device", *COSTS), ("device", "stages", *COSTS)
+
+
+def explain(build: Build, backend: Backend | None = None) -> str:
+    """One row per stage, for one micro-batch: parameters, predicted or measured time, bytes kept for backward, bytes
+    that arrive and leave; then the values that travel through portals. Where ops are placed one by one, stages are many
+    and small: how a strategy cuts each operator, then one row per device."""
+    n, devices = len(build.program.stages), list(dict.fromkeys(build.program.devices))
+    where = f" on {count(len(devices), 'device', 'devices')}" if build.program.pipeline else ""
+    chunks = count(build.plan.chunks, "micro-batch", "micro-batches")
+    head = (
+        f"{build.graph.model}: {n} stages{where}, {chunks}, {build.schedule.name}; times {build.profile.source} for a "
+        f"micro-batch of {build.profile.batch}"
+    )
+    if backend is not None:
+        head += f"\nstages compiled by {name_of(backend)}"
+        if any(action.kind == "W" for action in build.schedule.place):
+            head += "; backward of a compiled stage is not split: I computes all of it, W nothing"
+    if build.program.pipeline:
+        headers, rows = DEVICE_HEADERS, [device_row(build, device) for device in devices]
+        about = [table(build.cuts), ""] if build.cuts else []
+        align = ("left", *["right"] * 8, "left")
+    else:
+        headers, rows, about = HEADERS, [stage_row(build, index) for index in range(n)], []
+        align = ("right", "left", *["right"] * 7, "left")
+    about.append(tabulate(rows, headers=headers, disable_numparse=True, colalign=align))
+    return "\n".join([head, "", *about, *special_lines(build), *replica_lines(build.plan)])
+
+
+def stage_row(build: Build, index: int) -> tuple[str, ...]:
+    """What a stage holds, costs and moves."""
+    stage = build.program.stages[index]
+    return (
+        str(index),
+        ", ".join(build.plan.stages[index].devices),
+        *_costs(build, [index]),
+        _bytes(build, stage.takes),
+        _bytes(build, stage.gives),
+        stage.checkpoint,
+    )
+
+
+def device_row(build: Build, device: str) -> tuple[str, ...]:
+    """The same of all stages of a device, where takes and gives are what comes from other devices and goes there."""
+    program = build.program
+    own = [stage.index for stage in program.stages if stage.device == device]
+    takes = {m.value for m in program.moves if m.target in own and m.source not in own}
+    gives = {m.value for m in program.moves if m.source in own and m.target not in own}
+    recompute = dict.fromkeys(program.stages[index].checkpoint for index in own)
+    return (
+        device,
+        str(len(own)),
+        *_costs(build, own),
+        _bytes(build, takes),
+        _bytes(build, gives),
+        ", ".join(recompute),
+    )
+
+
+def _costs(build: Build, stages: Collection[int]) -> tuple[str, ...]:
+    """Ops, parameters, forward, backward and bytes kept of some stages."""
+    planned = {name for index in stages for name in build.plan.stages[index].ops}
+    cost = total([op for op in build.profile.ops if op.name in planned])
+    own = [build.program.stages[index] for index in stages]
+    owned = [build.program.state(name) for stage in own for name in stage.states]
+    parameters = [s.type for s in owned if s.kind == "parameter" and isinstance(s.type, TensorType)]
+    return (
+        str(sum(len(stage.ops) for stage in own)),
+        f"{sum(type.numel({}) for type in parameters):,}",
+        show_seconds(cost.forward),
+        show_seconds(cost.backward),
+        show_bytes(cost.saved),
+    )
+
+
+def _bytes(build: Build, values: Iterable[str]) -> str:
+    return show_bytes(sum(nbytes(build.program.types[name], build.sizes) for name in values))
+
+
+def special_lines(build: Build) -> list[str]:
+    """What is out of the ordinary, one line each: portals, shared parameters, parts of parameters, submodules that are
+    kept whole, lines in which the samples of a micro-batch meet."""
+    program = build.program
+    lines = [f"portal: {move.value}, from stage {move.source} to stage {move.target}" for move in program.portals]
+    lines += [
+        f"shared: {loan.state}, at home in stage {loan.home}, used by stage {loan.user}" for loan in program.loans
+    ]
+    lines += [
+        f"part: {program.state(name).held}, held by stage {stage.index} on {stage.device}"
+        for stage in program.stages
+        for name in stage.states
+        if program.state(name).part
+    ]
+    lines += [
+        f"opaque: {op.target}, kept whole in stage {stage.index}, {op.target.because}"
+        for stage in program.stages
+        for op in stage.ops
+        if isinstance(op.target, Opaque)
+    ]
+    lines += [
+        f"mixes samples, each micro-batch by itself: {mixed.origin} ({mixed.what}); seen in {', '.join(mixed.outputs)}"
+        for mixed in build.graph.mixed
+        if build.plan.chunks > 1
+    ]
+    replicas = any(stage.replicas for stage in build.plan.stages)
+    if build.batch_norms and (build.plan.chunks > 1 or replicas):
+        lines.append(batch_statistics.line(build.batch_norms, build.plan.deferred_batch_norm, replicas))
+    return ["", *lines] if lines else []
+
+
+def replica_lines(plan: Plan) -> list[str]:
+    """Which stages have replicas, one line each."""
+    lines = [
+        f"replicas: of stage {index} on {', '.join(stage.devices)}; in steps each has a slice of every micro-batch, "
+        f"calls run on {stage.device}"
+        for index, stage in enumerate(plan.stages)
+        if stage.replicas
+    ]
+    return ["", *lines] if lines else []
+
+
+def dump(build: Build, folder: Path, number: int) -> None:
+    """Write all values of the build, numbered in the order they were made: `diff 01* 02*` shows what a pass did. The
+    second build of a pipe, and those after it, go into subfolders."""
+    mode = "train" if build.graph.training else "eval"
+    path = folder if number == 1 else folder / f"{number}-{mode}"
+    path.mkdir(parents=True, exist_ok=True)
+    steps = {"capture": build.graph, **build.trail}
+    for at, (name, value) in enumerate(steps.items()):
+        (path / f"{at:02}-{name.replace('_', '-')}.txt").write_text(f"{value}\n")
+    programs = add_transfers(build.schedule, build.program)
+    facts = {"profile.txt": build.profile, "schedule.txt": build.schedule, "programs.txt": programs}
+    facts |= {"timeline.txt": build.timeline}
+    for name, fact in facts.items():
+        (path / name).write_text(f"{fact}\n")
+    (path / "timeline.svg").write_text(svg.draw(build.timeline))
+    for name, text in build.files.items():
+        (path / name).write_text(text)

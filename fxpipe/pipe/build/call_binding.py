@@ -1,0 +1,90 @@
+"""What a call gives to a graph: which kind of call it is, the batch, and the numbers that sizes have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from fxpipe.errors import InputError
+from fxpipe.ir.graph.graph import Graph, Input, Ref, Struct
+from fxpipe.runtime.microbatch import split_sizes
+
+from .build import Build
+
+
+def kind_of(graph: Graph, training: bool, sizes: Mapping[str, int] | None) -> tuple[Any, ...]:
+    """What calls with one build have in common. Kinds that differ in constants alone, as in `model.mask = mask`, have
+    the same ops. `sizes` are given where the build is for these alone."""
+    return id(graph.ops), training, *(() if sizes is None else sizes.items())
+
+
+def with_states(made: Build, graph: Graph) -> Build:
+    """The build with the states of `graph`, which has the same ops."""
+    parts = (state for state in made.program.graph.states if state.part)
+    ordered = replace(made.program.graph, states=(*graph.states, *parts))
+    totals = made.totals
+    if totals is not None and graph.totals is not None:
+        totals = replace(totals, graph=replace(totals.graph, states=graph.totals.states))
+    now = replace(made.graph, states=graph.states, totals=graph.totals)
+    return replace(made, graph=now, program=replace(made.program, graph=ordered), totals=totals)
+
+
+def check_even(samples: int, chunks: int) -> None:
+    """Raise InputError where micro-batches would not be of one size, which is what a strategy is for."""
+    if len(set(split_sizes(samples, chunks))) > 1:
+        raise InputError(
+            f"a batch of {samples} cannot be cut into {chunks} micro-batches of one size, as a strategy needs them: "
+            f"give a multiple of {chunks} samples, as DataLoader(drop_last=True) does, or compile with other chunks"
+        )
+
+
+def real(graph: Graph, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The values of the graph's states, given the model's tensors by path."""
+    return {s.name: s.value if s.kind == "constant" else tensors[s.path] for s in graph.states}
+
+
+def micro_batch_sizes(graph: Graph, inputs: Sequence[Any], chunks: int) -> dict[str, int]:
+    """The numbers that the graph's sizes have for the first, largest micro-batch."""
+    rows = split_sizes(batch_size(graph, inputs), chunks)[0]
+    known = {item.name: (item, value) for item, value in given(graph, inputs)}
+    sizes = {}
+    for size in graph.sizes:
+        item, value = known[size.input]
+        sizes[size.name] = rows if size.dim == item.batch_dim else int(value.shape[size.dim])
+    return sizes
+
+
+def batch_size(graph: Graph, inputs: Sequence[Any]) -> int:
+    """Samples in a batch; 1 where nothing is cut."""
+    cut = (value.shape[item.batch_dim] for item, value in given(graph, inputs) if item.batch_dim is not None)
+    return next(map(int, cut), 1)
+
+
+def given(graph: Graph, inputs: Sequence[Any]) -> Iterator[tuple[Input, Any]]:
+    """The inputs that the caller gives, and their values."""
+    return zip((item for item in graph.inputs if item.path), inputs, strict=True)
+
+
+def inputs_of(graph: Graph, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The flat inputs of a call."""
+    found: dict[str, Any] = {}
+    match(graph.call, (args, kwargs), found)
+    return tuple(found[item.name] for item in graph.inputs if item.path)
+
+
+def match(template: Any, value: Any, found: dict[str, Any]) -> None:
+    """Collect into `found` what stands in `value` where the template has a `Ref`."""
+    if isinstance(template, Ref):
+        found.setdefault(template.name, value)
+    elif isinstance(template, Struct):
+        for name, part in template.fields:
+            match(part, getattr(value, name), found)
+    elif isinstance(template, (tuple, list)):
+        for part, piece in zip(template, value, strict=True):
+            match(part, piece, found)
+    elif isinstance(template, Mapping):
+        for key, part in template.items():
+            match(part, value[key], found)

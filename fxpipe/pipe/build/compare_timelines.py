@@ -1,0 +1,58 @@
+"""What was predicted of a step beside what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fxpipe.engines.local.memory_dry_run import memory_of_step
+from fxpipe.ir.graph.graph import Graph, is_opaque, op_name
+from fxpipe.ir.graph.ops import RECURRENT
+from fxpipe.ir.timeline import Timeline, compare
+
+from .build import Build, predict
+from .build_cache import BuildCache
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A step with a timeline. `inputs`: on the meta device; none of a step over ranks, whose memory is not counted."""
+
+    made: Build
+    timeline: Timeline
+    inputs: Sequence[Any] | None = None
+
+
+def beside_predicted(cache: BuildCache, timed: Timed, rehearsed: tuple[Build, Timeline] | None) -> str:
+    """The table of `Pipe.compare`."""
+    chunks = 1 + max(span.micro_batch for span in timed.timeline.spans)
+    if rehearsed is not None:
+        made, predicted = rehearsed
+        if made is timed.made and chunks == 1 + max(span.micro_batch for span in predicted.spans):
+            return compare(predicted, timed.timeline)
+    predicted, note = with_memory(predict(timed.made, chunks), cache, timed)
+    return compare(predicted, timed.timeline) + note
+
+
+def with_memory(predicted: Timeline, cache: BuildCache, timed: Timed) -> tuple[Timeline, str]:
+    """The timeline with the memory of CPU workers as a step would have it, or a line that says why it has not."""
+    made = timed.made
+    if timed.inputs is None or not all(label.startswith("cpu") for label in made.program.devices):
+        return predicted, ""
+    odd = unknown_memory(made.graph)
+    if odd is None and not any(stage.replicas for stage in made.plan.stages):
+        try:
+            found = memory_of_step(cache.live(made).stepper, timed.inputs, cache.options.chunks)
+            return replace(predicted, memory=found), ""
+        except Exception as error:  # the model looks at values, which are not there
+            odd = str(error).partition("\n")[0]
+    return predicted, f"\nmemory is estimated: {odd or 'stages have replicas'}"
+
+
+def unknown_memory(graph: Graph) -> str | None:
+    """The first op whose memory cannot be known without running it, in words."""
+    for op in graph.ops:
+        if op_name(op) in RECURRENT or is_opaque(op):
+            return f"what {op.name}, at {op.origin}, keeps is known once it runs"
+    return None

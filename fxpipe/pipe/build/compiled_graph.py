@@ -1,0 +1,211 @@
+"""A graph that torch.compile hands over, as a pipeline: with its batch cut into micro-batches where that is right, in
+one micro-batch where it is not, and as it is where a pipeline is not worth it.
+
+    called with a batch of 8 ─▶ seen before? ─yes─▶ run
+                                     │no
+      fewer ops with parameters than stages ─▶ plain
+      holds for micro-batches ───────────────▶ cut       else a warning says why not, and
+      can be captured at all ────────────────▶ whole     what to write
+      else ──────────────────────────────────▶ plain
+
+torch.compile guards where tensors are, so nothing moves: stages on other devices work on copies, and what is returned
+is where torch.compile expects it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxpipe.capture.batch.batch_size_checks import check_outputs
+from fxpipe.capture.batch.mixed_samples import refuse_unmeant
+from fxpipe.capture.call_arguments import cut_along
+from fxpipe.capture.tracing.lifted_graph import Piece, capture_lifted, lift, not_cut
+from fxpipe.capture.tracing.torch_modes import check_modes
+from fxpipe.codegen.package.load_package import bind
+from fxpipe.codegen.package.package_files import constants
+from fxpipe.errors import CaptureError, InputError
+from fxpipe.ir.graph.value_types import TensorType, ValueType
+from fxpipe.pipe.fork_lock import Lock
+from fxpipe.pipe.live import Live
+from fxpipe.pipe.options.compile_options import Options
+from fxpipe.pipe.progress import working
+from fxpipe.pipe.temporary_folder import Folder
+from fxpipe.profiling import estimate
+from fxpipe.runtime.microbatch import split_sizes
+
+from . import batch_statistics
+from .build import build
+from .build_report import dump
+from .call_binding import micro_batch_sizes, with_states
+from .local_cluster import local_cluster
+from .phase_timing import timed
+
+
+class Captured:
+    """A captured graph that runs: its build, and what runs that."""
+
+    def __init__(self, piece: Piece, flat: tuple[Any, ...], options: Options, number: int) -> None:
+        inputs = piece.inputs(flat)
+        sizes = micro_batch_sizes(piece.graph, inputs, options.chunks)
+        cluster = options.cluster or local_cluster(options.devices)
+        self.chunks = options.chunks
+        with working(f"planning graph {number} of torch.compile and writing its stages"):
+            with timed("profiling"):
+                profile = estimate(piece.graph, sizes, cluster.device(options.devices[0]))
+            self.build = build(piece.graph, profile, sizes, cluster, options, None)
+        if options.dump is not None:
+            dump(self.build, options.dump, number)
+        self._folder = Folder()
+        self._live = Live(self._folder.new(), self.build.files)
+        self._bind(piece)
+
+    def _bind(self, piece: Piece) -> None:
+        """To the constants that the graph has now."""
+        made = with_states(self.build, piece.graph)
+        held = constants(made.program, made.totals)
+        self._live.bind(lambda package: bind(package, nn.Module(), held, piece.lifted.held, move=False))
+        self.piece = piece
+
+    def hold(self, new: Mapping[str, Tensor]) -> None:
+        """Work with other tensors of the model from now on."""
+        scheduler = self._live.scheduler
+        for stage in (*scheduler.stages, *([] if scheduler.whole is None else [scheduler.whole])):
+            for path in new.keys() & set(stage.states):
+                stage.replace(path, new[path])
+
+    def run(self, flat: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What the traced graph returns for its flat arguments."""
+        piece = self.piece.renewed(flat)
+        if piece is not self.piece:
+            self._bind(piece)
+        results = self._live.scheduler.run(piece.inputs(flat), self.chunks)
+        types = piece.graph.types
+        outputs = piece.graph.outputs
+        return piece.outputs(tuple(map(at_home, results, (types[output.value] for output in outputs))), flat)
+
+
+def at_home(result: Any, kind: ValueType) -> Any:
+    """The result on the device where the model would have it."""
+    return result.to(kind.device) if isinstance(result, Tensor) and isinstance(kind, TensorType) else result
+
+
+@dataclass(frozen=True)
+class Way:
+    """How calls of one batch size are run, and why not in a better way, or what is particular about it. Without `live`,
+    as they are."""
+
+    live: Captured | None
+    why: str = ""
+
+
+class Compiled:
+    """What torch.compile calls in place of a graph that it has traced. `number` counts these."""
+
+    def __init__(self, number: int, module: fx.GraphModule, options: Options) -> None:
+        self.number = number
+        self.options = options
+        self.module = module
+        self.lifted = lift(module)
+        self.ways: dict[tuple[int, ...], Way] = {}
+        self._lives: dict[bool, Captured] = {}  # by whether they cut the batch
+        self._shapes: tuple[torch.Size, ...] = ()
+        self._lock = Lock()
+
+    def __call__(self, *flat: Any) -> tuple[Any, ...]:
+        check_modes("call the model in it without torch.compile")
+        with self._lock:
+            self._hold(flat)
+            sizes = self.sizes(flat)
+            way = self.ways.get(sizes)
+            if way is None:
+                way = self.ways[sizes] = self._choose(flat, sizes)
+            if way.live is not None:
+                return way.live.run(flat)
+        result: tuple[Any, ...] = self.module(*flat)
+        return result
+
+    def _hold(self, flat: tuple[Any, ...]) -> None:
+        """Take over the model's tensors where they are others than before. Plain tensors of other shapes make other
+        graphs."""
+        new = self.lifted.hold(flat)
+        for live in self._lives.values() if new else ():
+            live.hold(new)
+        rows = zip(self.lifted.arguments, flat, strict=True)
+        shapes = tuple(value.shape for item, value in rows if item.kind == "constant")
+        if shapes != self._shapes:
+            self._shapes = shapes
+            self.ways.clear()
+            self._lives.clear()
+
+    def sizes(self, flat: tuple[Any, ...]) -> tuple[int, ...]:
+        """The sizes of the inputs where they are cut; one, if they agree."""
+        dim = self.options.batch_dim
+        rows = zip(self.lifted.arguments, flat, strict=True)
+        given = [(value, cut_along(dim, item.path, value)) for item, value in rows if item.kind == "input"]
+        return tuple(dict.fromkeys(value.shape[cut] for value, cut in given if cut is not None))
+
+    def _choose(self, flat: tuple[Any, ...], sizes: tuple[int, ...]) -> Way:
+        """The best way that is right."""
+        ops, using = self.lifted.work
+        stages = len(self.options.devices)
+        if using < stages:
+            return Way(None, f"{using} of {ops} ops read parameters, which is too few for {stages} stages")
+        why = ""
+        if self.options.chunks > 1 and sizes and max(sizes) > 1:
+            try:
+                live = self._cut(flat)
+                return Way(live, "; ".join(f"mixes samples: {mixed.origin}" for mixed in live.piece.graph.mixed))
+            except (CaptureError, InputError) as error:
+                why = str(error)
+        try:
+            way = Way(self._whole(flat), why)
+        except CaptureError as error:
+            way = Way(None, str(error))
+        if way.why:
+            self._warn(way)
+        return way
+
+    def _cut(self, flat: tuple[Any, ...]) -> Captured:
+        """In micro-batches. Raises CaptureError where the graph does not hold for them."""
+        live = self._lives.get(True)
+        if live is None:
+            live = self._lives[True] = self._captured(flat)
+            if live.build.batch_norms and self.options.deferred_batch_norm is None:
+                rows = split_sizes(max(self.sizes(flat)), self.options.chunks)
+                batch_statistics.tell(live.build.batch_norms, max(self.sizes(flat)), rows)
+        else:
+            live.piece.check(flat, self._micro_batches)
+        check_outputs(live.piece.graph, max(self.sizes(flat)), partial(split_sizes, chunks=self.options.chunks))
+        refuse_unmeant(live.piece.graph)
+        return live
+
+    def _captured(self, flat: tuple[Any, ...]) -> Captured:
+        dim, reduce = self.options.batch_dim, self.options.reduce
+        piece = capture_lifted(self.name, self.lifted, flat, dim, reduce=reduce, sizes=self._micro_batches)
+        return Captured(piece, flat, self.options, self.number)
+
+    def _whole(self, flat: tuple[Any, ...]) -> Captured:
+        """In one micro-batch."""
+        if False not in self._lives:
+            piece = capture_lifted(self.name, self.lifted, flat, not_cut(self.lifted))
+            self._lives[False] = Captured(piece, flat, replace(self.options, chunks=1), self.number)
+        return self._lives[False]
+
+    def _micro_batches(self, batch: int) -> Sequence[int]:
+        """The sizes that the graph must hold for: those of micro-batches, and the whole, which it was traced for."""
+        return (*split_sizes(batch, self.options.chunks), batch)
+
+    @property
+    def name(self) -> str:
+        return f"Graph{self.number}"
+
+    def _warn(self, way: Way) -> None:
+        how = "runs in one micro-batch" if way.live is not None else "runs as it is, not as a pipeline"
+        warnings.warn(f"graph {self.number} of torch.compile {how}: {way.why}", stacklevel=6)

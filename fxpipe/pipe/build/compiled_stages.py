@@ -1,0 +1,132 @@
+"""Stages that run through torch.compile.
+
+    package.STAGES ──cut──▶ pieces ──torch.compile──▶ package.STAGES, compiled
+
+What autograd sees of a compiled piece is one node, so backward is compiled too, and runs whole: a schedule that splits
+it has all of it in the first half. Otherwise nothing changes for schedulers. Compilation happens at the first
+micro-batch of each kind, on the worker that runs it, one at a time, and not while anyone draws random numbers: when it
+is done it puts the state of torch's generators back.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._dynamo.eval_frame import reset_code
+
+from fxpipe.codegen.stage.compile_regions import cut
+from fxpipe.codegen.text.op_text import EmitError
+from fxpipe.errors import CompileError
+from fxpipe.runtime import Stage
+from fxpipe.runtime.error_notes import user_line
+from fxpipe.runtime.random import nobody_draws
+
+Backend = str | Callable[..., Any]
+
+# Kinds of calls of one piece: with gradients and without, autocast or not, sizes 1 and others, one that never changes.
+SETTINGS: dict[str, object] = {"allow_rnn": True, "recompile_limit": 64, "accumulated_recompile_limit": 1024}
+
+
+def compile_stages(package: ModuleType, backend: Backend) -> None:
+    """Let the stages of an imported package run through torch.compile with this backend. They are compiled when they
+    first run. Raises CompileError if a stage that was edited cannot be cut."""
+    package.STAGES = tuple(compiled(kind, backend) for kind in package.STAGES)  # type: ignore[attr-defined]
+
+
+def compiled(kind: type[Stage], backend: Backend) -> type[Stage]:
+    """A stage like this one, compiled."""
+    file = inspect.getfile(kind)
+    tree = ast.parse(Path(file).read_text(encoding="utf-8"), file)
+    classes = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind.__name__)
+    forward = next(node for node in next(classes).body if isinstance(node, ast.FunctionDef) and node.name == "forward")
+    known = kind.forward.__globals__
+    eager = {name for name, value in known.items() if getattr(value, "__module__", "").startswith("fxpipe.runtime.")}
+    try:
+        *pieces, outer = cut(forward, (*kind.states, *kind.constants, ".device"), eager | {*kind.opaque})
+    except EmitError as error:
+        raise CompileError(f"{kind.__name__} cannot be compiled: {error}") from None
+    # Dynamo holds on to the globals of what it compiles: forward, which holds the pieces, has others.
+    made = define(pieces, file, dict(known))
+    compiled_pieces = {piece.name: Piece(kind, made[piece.name], backend) for piece in pieces}
+    found = define([outer], file, known | compiled_pieces)
+    own = {"forward": found["forward"], "compiled": True, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), own)
+
+
+def define(functions: list[ast.FunctionDef], file: str, known: dict[str, Any]) -> dict[str, Any]:
+    """The functions, among the globals that they see."""
+    tree = ast.Module([*functions], [])
+    exec(compile(tree, file, "exec"), known)
+    return known
+
+
+def name_of(backend: Backend) -> str:
+    """What a message calls it."""
+    return backend if isinstance(backend, str) else getattr(backend, "__name__", type(backend).__name__)
+
+
+class Piece:
+    """A part of a stage's forward, compiled when it is first called."""
+
+    def __init__(self, kind: type[Stage], eager: FunctionType, backend: Backend) -> None:
+        self.kind, self.eager, self.backend = kind, eager, backend
+        context: Any = torch._dynamo.optimize(backend, nopython=True)
+        context.callback = _Alone(context.callback)
+        self.run = context(eager)
+        # Dynamo's table from compiled to original code keeps both alive.
+        weakref.finalize(self, reset_code, eager.__code__).atexit = False
+
+    def __call__(self, *args: Any) -> Any:
+        try:
+            return self.run(*args)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            failure = error
+        # An error of the model's is raised here again, by itself and at its line. On copies: forward may write.
+        self.eager(*[arg.clone() if isinstance(arg, Tensor) else arg for arg in args])
+        try:
+            raise self.refusal(failure)
+        finally:
+            del failure, args  # else the error holds this frame, and this frame the error
+
+    def refusal(self, error: Exception) -> CompileError:
+        """The CompileError for what the compiler raised, or its code."""
+        inner = getattr(error, "inner_exception", error)
+        frames = [frame for frame in getattr(error, "real_stack", None) or () if frame.filename == self.file]
+        line = user_line(self.kind, frames[-1].lineno or 0) if frames else None
+        place = f" at {line}" if line else ""
+        reason = str(inner).strip().partition("\n")[0]
+        what = f"{self.kind.__name__} cannot be compiled by {name_of(self.backend)}{place}"
+        made = CompileError(f"{what}: {type(inner).__name__}: {reason}; without compile_stages it runs")
+        made.__cause__ = error
+        return made
+
+    @property
+    def file(self) -> str:
+        code: CodeType = self.eager.__code__
+        return code.co_filename
+
+
+class _Alone:
+    """Dynamo's compiler, which is called for what is not compiled yet, under our settings."""
+
+    def __init__(self, compile: Callable[..., Any]) -> None:
+        self._torchdynamo_orig_backend = compile  # the name by which Dynamo finds the inner one
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            stack.enter_context(nobody_draws())
+            stack.enter_context(torch._dynamo.config.patch(SETTINGS))
+            # Backward too, now: later it would be compiled in the middle of others' draws.
+            stack.enter_context(torch._functorch.config.patch(force_non_lazy_backward_lowering=True))
+            return self._torchdynamo_orig_backend(*args, **kwargs)

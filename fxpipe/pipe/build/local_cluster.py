@@ -1,0 +1,153 @@
+"""The machine at hand as a cluster: its real memory, and speeds that are assumed (`local_cluster`) or measured
+(`detect`, in about a second)."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import combinations
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from fxpipe.codegen.package.load_package import worker_device
+from fxpipe.errors import PlanError
+from fxpipe.ir.cluster.cluster import ASSUMED_CPU_WORKER, Cluster, Device, Link, check
+
+BYTES = 2**25  # to copy: more than caches hold, and soon done
+SIDE = 1024  # of the matrices on a CPU
+CUDA_SIDE = 8192
+
+
+def local_cluster(labels: Sequence[str]) -> Cluster:
+    """The devices with these labels. CPU workers share the machine's memory, so each may have all of it."""
+    cpu = replace(ASSUMED_CPU_WORKER, memory=cpu_memory())
+    cluster = Cluster.of(labels, cpu=cpu)
+    present = {torch.device("cuda", index) for index in range(torch.cuda.device_count())}
+    devices = (
+        replace(device, memory=torch.cuda.get_device_properties(device.label).total_memory)
+        if worker_device(device.label) in present
+        else device
+        for device in cluster.devices
+    )
+    return replace(cluster, devices=tuple(devices))
+
+
+def cpu_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def detect(workers: int | None = None) -> Cluster:
+    """What this machine has, as measured: its CUDA devices with the links between them, or, where there are none or
+    `workers` is given, that many CPU workers (one per core if not given), which share cores and memory evenly.
+
+    Floating-point operations per second are those of a product of float32 matrices, with the settings that torch has
+    now; bandwidths are those of copies. Also `Cluster.detect()`.
+    """
+    if workers is not None and workers < 1:
+        raise PlanError(f"workers is {workers}; a machine has at least one CPU worker")
+    cluster = _cuda() if workers is None and torch.cuda.is_available() else _cpu(workers or cores())
+    check(cluster)
+    return cluster
+
+
+Cluster.detect = staticmethod(detect)
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# CPU ----------------------------------------------------------------------------------------------------------------
+
+
+def _cpu(workers: int) -> Cluster:
+    """Workers that are busy at the same time each have a share of what the whole machine does."""
+    a = torch.ones(SIDE, SIDE)
+    target, source = torch.empty(BYTES // 4), torch.ones(BYTES // 4)
+    flops = 2 * SIDE**3 / _seconds(lambda: torch.mm(a, a))
+    bandwidth = 2 * BYTES / _seconds(lambda: target.copy_(source))
+    each = Device("cpu", cpu_memory() // workers, flops / workers, bandwidth / workers)
+    devices = tuple(replace(each, label=f"cpu:{i}") for i in range(workers))
+    # A tensor that goes to another worker is not copied: who reads it fetches it from memory.
+    return Cluster(devices, (Link(("local", "local"), bandwidth / 2, _handover()),))
+
+
+def _seconds(run: Callable[[], object], budget: float = 0.2) -> float:
+    """The least of several runs."""
+    least, start = float("inf"), perf_counter()
+    for turn in range(50):
+        begun = perf_counter()
+        run()
+        end = perf_counter()
+        least = min(least, end - begun) if turn else least  # the first one warms up
+        if turn and end - start > budget:
+            break
+    return least
+
+
+def _handover(times: int = 200) -> float:
+    """Seconds until another thread has what was put into its queue."""
+    there: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    back: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def answer() -> None:
+        for _ in range(times):
+            back.put(there.get())
+
+    other = threading.Thread(target=answer, daemon=True)
+    other.start()
+    start = perf_counter()
+    for _ in range(times):
+        there.put(True)
+        back.get()
+    seconds = perf_counter() - start
+    other.join()
+    return seconds / (2 * times)
+
+
+# CUDA ---------------------------------------------------------------------------------------------------------------
+
+
+def _cuda() -> Cluster:
+    labels = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    return Cluster(tuple(_gpu(label) for label in labels), tuple(_link(a, b) for a, b in combinations(labels, 2)))
+
+
+def _gpu(label: str) -> Device:
+    with torch.device(label):
+        a = torch.ones(CUDA_SIDE, CUDA_SIDE)
+        target, source = torch.empty(BYTES), torch.ones(BYTES)
+    flops = 2 * CUDA_SIDE**3 / _cuda_seconds(label, lambda: torch.mm(a, a))
+    bandwidth = 2 * 4 * BYTES / _cuda_seconds(label, lambda: target.copy_(source))
+    return Device(label, torch.cuda.get_device_properties(label).total_memory, flops, bandwidth)
+
+
+def _link(a: str, b: str) -> Link:
+    """The slower of the two ways, for a large copy; what a copy of one number takes is the latency."""
+    seconds, latency = 0.0, 0.0
+    for source, target in ((a, b), (b, a)):
+        large, there = torch.ones(BYTES, device=source), torch.empty(BYTES, device=target)
+        seconds = max(seconds, _cuda_seconds(source, lambda: there.copy_(large)))  # noqa: B023
+        latency = max(latency, _cuda_seconds(source, lambda: there[:1].copy_(large[:1])))  # noqa: B023
+    return Link((a, b), 4 * BYTES / max(seconds - latency, 1e-9), latency)
+
+
+def _cuda_seconds(label: str, run: Callable[[], object], times: int = 4) -> float:
+    """The least of several runs on the current stream of a device, as its own events tell."""
+    least = float("inf")
+    with torch.cuda.device(label):
+        for turn in range(times):
+            start: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            least = min(least, start.elapsed_time(end) / 1e3) if turn else least
+    return least

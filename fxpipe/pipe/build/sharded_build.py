@@ -1,0 +1,77 @@
+"""From a graph of which every op has a device to generated files that run: the street for strategies.
+
+Placed ─segments─▶ Plan ─lower─▶ Program ─emit─▶ files
+                     └───segmented──▶ Schedule
+
+A segment is a stage like any other: a device may have many, and values move from any to any later one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from fxpipe.ir.cluster.cluster import Cluster
+from fxpipe.ir.graph.graph import Graph
+from fxpipe.ir.operators.placed_graph import Placed
+from fxpipe.ir.plan.plan import Plan, StagePlan
+from fxpipe.ir.program.program import Program
+from fxpipe.ir.schedule.schedule import Schedule
+from fxpipe.ir.schedule.schedule_check import check
+from fxpipe.passes import lower, rewrite_placed, sources
+from fxpipe.pipe.options.compile_options import Options, make_schedule
+from fxpipe.planning.stages.device_segments import segments
+from fxpipe.profiling import estimate
+from fxpipe.schedules.segmented import segmented
+from fxpipe.schedules.simulate.action_costs import hops, stage_costs, taken_bytes
+from fxpipe.schedules.simulate.simulate import simulate
+
+from .build import Build, emitted, lowered_totals
+from .phase_timing import timed
+from .write_order import check_write_order
+
+
+def build(graph: Graph, sizes: Mapping[str, int], cluster: Cluster, options: Options) -> Build:
+    """All the values from a graph and its sizes on."""
+    assert options.place is not None
+    trail: dict[str, Program | Placed] = {}
+    with timed("sharding"):
+        placed = rewrite_placed(options.place(graph, sizes), len(options.devices), trail.__setitem__)
+    with timed("profiling"):
+        profile = estimate(placed.graph, sizes, cluster.device(options.devices[0]))
+    with timed("planning"):
+        seconds = {cost.name: cost.forward for cost in profile.ops}
+        decided = _plan(placed, seconds, options)
+    with timed("passes"):
+        program = lower(placed.graph, decided, watch=trail.__setitem__, segmented=True)
+        totals = lowered_totals(graph, decided)
+    with timed("simulator"):
+        costs = stage_costs(decided, profile, taken_bytes(program, sizes), keeps_at_once=graph.loss is not None)
+        schedule = schedule_of(program, options)
+        check_write_order(schedule, program)
+        labels = tuple(dict.fromkeys(program.devices))
+        timeline = simulate(schedule, costs, hops(program, sizes, cluster), labels)
+    files = emitted(program, schedule, decided, profile, totals, graph.loss is not None, by_device=True)
+    return Build(
+        graph, sizes, cluster, profile, decided, schedule, program, trail, timeline, files, totals, placed.cuts
+    )
+
+
+def _plan(placed: Placed, seconds: Mapping[str, float], options: Options) -> Plan:
+    """A stage for each segment. Of one micro-batch, nothing but the last is recomputed in no stage."""
+    checkpoint = "never" if (options.checkpoint, options.chunks) == ("except_last", 1) else str(options.checkpoint)
+    stages = (
+        StagePlan(segment.ops, options.devices[segment.device], checkpoint) for segment in segments(placed, seconds)
+    )
+    return Plan(placed.graph.model, tuple(stages), options.chunks, str(options.schedule))
+
+
+def schedule_of(program: Program, options: Options) -> Schedule:
+    """The order of a step: that of the stages, each action being those of the stage's segments."""
+    chosen = options if program.graph.loss is not None else replace(options, schedule="gpipe")
+    took_from, stages = sources(program), program.pipeline
+    labels = dict(zip(stages, program.devices, strict=True))
+    coarse = make_schedule(chosen, [labels[stage] for stage in range(len(labels))], options.chunks)
+    made = segmented(coarse, stages, program.devices, took_from)
+    check(made)
+    return made

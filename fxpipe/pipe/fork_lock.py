@@ -1,0 +1,50 @@
+"""The lock of a pipe, which one thread at a time may use, in a process that may fork.
+
+A forked child has the forking thread alone: what another thread held then is never given back, and what it was doing is
+half done. A plain lock would let the child wait for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+
+from fxpipe.errors import FxpipeError
+
+_all: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+class Lock:
+    """Reentrant. In a child that was forked while another thread held it, entering raises FxpipeError."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._lost = False
+        _all.add(self)
+
+    def __enter__(self) -> None:
+        if self._lost:
+            raise FxpipeError(
+                "this process was forked while another thread used this pipe, so its copy of the pipe is unfinished "
+                "work; compile the model again here, or start the process with multiprocessing's 'spawn'"
+            )
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def forked(self) -> None:
+        """Look, in a new child, whether another thread had it."""
+        self._lost = not self._lock.acquire(blocking=False)
+        if not self._lost:
+            self._lock.release()
+
+
+def _look() -> None:
+    for lock in list(_all):
+        lock.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_look)

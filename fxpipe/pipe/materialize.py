@@ -1,0 +1,297 @@
+"""Gives real tensors to a model on the meta device, or to the part of it that one process needs.
+
+A model that fits on no machine is made under `torch.device("meta")`, captured and planned there. What remains is to
+give each stage its own tensors, with values that do not depend on who else has which: whenever a tensor is filled with
+random numbers, they are seeded with (seed, path of the tensor, how often before), so that the plain model, two stages
+and eight stages begin alike, bit for bit. Tensors of others stay on the meta device, where torch's ops compute nothing.
+
+    module by module, children first, as in `model.apply`:
+      empty tensors ─▶ reset_parameters() ─▶ init(module, path) ─▶ the checkpoint ─▶ an error if nobody has set it
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxpipe.errors import CheckpointError, MaterializeError
+
+from .tensor_sources import Source, open_source
+
+Init = Callable[[nn.Module, str], Any]
+RESETS = ("reset_parameters", "_reset_parameters")  # the second is what nn.MultiheadAttention and nn.Transformer have
+MOST_FAULTS = 10
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor hangs in the model: `held[key]`. `path` is that of the module."""
+
+    module: nn.Module
+    path: str
+    key: str
+    held: dict[str, Tensor | None]
+
+    @property
+    def full(self) -> str:
+        return f"{self.path}.{self.key}" if self.path else self.key
+
+    @property
+    def now(self) -> Tensor | None:
+        return self.held[self.key]
+
+    @property
+    def saved(self) -> bool:
+        """Whether `state_dict()` has it."""
+        return self.key not in self.module._non_persistent_buffers_set
+
+    def __str__(self) -> str:
+        kind = "parameter" if self.held is self.module._parameters else "buffer"
+        return f"{self.full} ({kind} of {type(self.module).__name__})"
+
+
+def materialize(
+    model: nn.Module,
+    seed: int = 0,
+    *,
+    init: Init | None = None,
+    checkpoint: str | Path | None = None,
+    only: Collection[str] | None = None,
+) -> None:
+    """Give the model's tensors that are on the meta device memory on the CPU, and values; or only those whose keys are
+    in `only`. Tied weights, with several keys, are made once, if one of the keys is.
+
+    - `seed`: decides the values, together with the path of each tensor.
+    - `init(module, path)`: called for each module that has such tensors, in itself or in its children, after its own
+      `reset_parameters`, if it has that; children come before their parents, as in `model.apply`.
+    - `checkpoint`: the values by the model's own keys: a file with a `state_dict`, a `.safetensors` file, or a folder
+      of torch.distributed.checkpoint. What `state_dict()` has no key for is initialised.
+
+    Parameters become new objects: make optimizers and hooks on them afterwards. Raises MaterializeError where nobody
+    sets a tensor, CheckpointError where the checkpoint lacks it or has it in another shape; then nothing has changed.
+
+    >>> with torch.device("meta"):
+    ...     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    >>> materialize(model, seed=1, only={"1.weight", "1.bias"})
+    >>> model[0].weight.device.type, model[1].weight.device.type
+    ('meta', 'cpu')
+    """
+    slots = list(slots_of(model))
+    asked = {id(slot.now): slot.now for slot in slots if only is None or slot.full in only}
+    fresh = {key: empty(tensor) for key, tensor in asked.items() if tensor is not None and tensor.is_meta}
+    mine = [slot for slot in slots if id(slot.now) in fresh]
+    before = [(slot, slot.now) for slot in slots]
+    try:
+        for slot in mine:
+            slot.held[slot.key] = fresh[id(slot.now)]
+        source = None if checkpoint is None else open_source(checkpoint)
+        found = {} if source is None else find(mine, source)
+        read = {id(tensor) for tensor in found.values()}
+        with aside(slots, mine):
+            initialise(model, [slot for slot in mine if id(slot.now) not in read], seed, init)
+        if source is not None:
+            source.fill(found)
+    except BaseException:
+        for slot, tensor in before:
+            slot.held[slot.key] = tensor
+        raise
+
+
+def slots_of(model: nn.Module) -> Iterator[Slot]:
+    """All places for tensors, each under the first path of its module."""
+    for path, module in model.named_modules():
+        held: Any
+        for held in (module._parameters, module._buffers):
+            yield from (Slot(module, path, key, held) for key in held)
+
+
+def empty(tensor: Tensor, device: str = "cpu") -> Tensor:
+    """One of the same kind without values, and with the attributes that the user has put on it."""
+    made = torch.empty_like(tensor, device=device, requires_grad=False)
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+    made.__dict__.update(tensor.__dict__)
+    return made
+
+
+def find(slots: Sequence[Slot], source: Source) -> dict[str, Tensor]:
+    """The tensors that are in the checkpoint, by their keys there: of tied weights one key is enough."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for slot in slots:
+        if slot.now is not None and slot.full in source.shapes:
+            found.setdefault(id(slot.now), (slot.full, slot.now))
+    faults = [f"{slot}: missing" for slot in slots if slot.saved and id(slot.now) not in found]
+    for key, tensor in found.values():
+        if tuple(tensor.shape) != source.shapes[key]:
+            faults.append(f"{key}: {list(source.shapes[key])}, and the model has {list(tensor.shape)}")
+    if faults:
+        raise CheckpointError(f"{source.name} does not fit the model:{listed(faults)}")
+    return dict(found.values())
+
+
+@contextmanager
+def aside(slots: Sequence[Slot], mine: Sequence[Slot]) -> Iterator[None]:
+    """Put what is not to be made out of the way of initialisers, which may reach into it: other modules hold tensors on
+    the meta device meanwhile. Modules with a part of `mine` are whole: some of torch's initialisers, `orthogonal_` for
+    one, do not even draw for a tensor on the meta device."""
+    made, owners = {id(slot.now) for slot in mine}, {id(slot.module) for slot in mine}
+    others = [(slot, slot.now) for slot in slots if slot.now is not None and id(slot.now) not in made]
+    try:
+        for slot, tensor in others:
+            whole = id(slot.module) in owners
+            slot.held[slot.key] = stands_in = empty(tensor, "cpu" if whole else "meta")
+            if whole and not tensor.is_meta:
+                stands_in.data.copy_(tensor)
+        yield
+    finally:
+        for slot, tensor in others:
+            slot.held[slot.key] = tensor
+
+
+# Initialising ---------------------------------------------------------------------------------------------------------
+
+
+class Initialising(TorchDispatchMode):
+    """Seeds each random op with the path of the tensor that it fills and how often it was filled before, or, where it
+    fills none of the model's, with the module at work; and notes whose memory is written. `names` are the paths of the
+    model's tensors, by their memory."""
+
+    def __init__(self, seed: int, names: Mapping[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seed, self.names = seed, names
+        self.path, self.torn = "", False
+        self.draws: Counter[str] = Counter()
+        self.written: set[int] = set()
+
+    def enter(self, path: str, torn: bool) -> None:
+        """The module at `path` is at work next; if it is `torn`, parts of it are on the meta device."""
+        self.path, self.torn = path, torn
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        written = set(map(memory_of, written_by(func, args, kwargs or {})))
+        self.written |= written
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._draw(next((self.names[key] for key in written if key in self.names), None))
+        return func(*args, **kwargs or {})
+
+    def _draw(self, name: str | None) -> None:
+        if name is None and self.torn:
+            raise MaterializeError(
+                f"the first values of {self.path or 'the model'}, of which only a part is made here, are drawn apart "
+                "and then copied, so they would depend on the part; draw in place (normal_, uniform_, trunc_normal_), "
+                "or in reset_parameters of the module that has the tensor"
+            )
+        name = f"{self.path}()" if name is None else name
+        torch.default_generator.manual_seed(seed_of(self.seed, name, self.draws[name]))
+        self.draws[name] += 1
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors that an operator of torch writes into."""
+    for at, argument in enumerate(func._schema.arguments):
+        value = args[at] if at < len(args) else kwargs.get(argument.name)
+        if argument.is_write and value is not None:
+            yield from value if isinstance(value, (list, tuple)) else (value,)
+
+
+def seed_of(seed: int, path: str, draw: int) -> int:
+    """The seed of a random op: any 63 bits, the same on every machine.
+
+    >>> seed_of(0, "0.weight", 0) == seed_of(0, "0.weight", 0) != seed_of(0, "1.weight", 0)
+    True
+    """
+    return int.from_bytes(blake2b(f"{seed}/{path}/{draw}".encode(), digest_size=8).digest()) >> 1
+
+
+def memory_of(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def initialise(model: nn.Module, slots: Sequence[Slot], seed: int, init: Init | None) -> None:
+    """Set the tensors in these slots as their modules, and then `init`, would do."""
+    everything = list(slots_of(model))
+    around, torn = (
+        with_parents(slots),
+        with_parents([slot for slot in everything if slot.now is not None and slot.now.is_meta]),
+    )
+    names = {memory_of(slot.now): slot.full for slot in reversed(everything) if slot.now is not None}
+    mode = Initialising(seed, names)
+    made = {memory_of(slot.now) for slot in slots if slot.now is not None and slot.now.numel()}
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), mode:
+        for path, module in children_first(model):
+            if path in around:
+                mode.enter(path, path in torn)
+                reset = next((found for name in RESETS if callable(found := getattr(module, name, None))), None)
+                if reset is not None:
+                    called(reset, (), module, path)
+                if init is not None:
+                    called(init, (module, path), module, path)
+    missed = [slot for slot in slots if slot.now is not None and memory_of(slot.now) in made - mode.written]
+    if missed:
+        first, kind = missed[0], type(missed[0].module).__name__
+        raise MaterializeError(
+            f"these tensors have no values:{listed([f'{slot}: {unset(slot, init)}' for slot in missed])}\n"
+            f"Give {kind} a method reset_parameters that sets {first.key}, or pass init=, a function of (module, path) "
+            f"that does: if isinstance(module, {kind}): module.{first.key}.copy_(...)"
+        )
+
+
+def with_parents(slots: Sequence[Slot]) -> set[str]:
+    """The paths of the modules that have one of these, in themselves or in their children."""
+    found: set[str] = set()
+    for slot in slots:
+        path = slot.path
+        while path not in found:
+            found.add(path)
+            path = path.rpartition(".")[0]
+    return found
+
+
+def children_first(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules by their first paths, each after its children, in the order of `model.apply`."""
+    paths = {module: path for path, module in model.named_modules()}
+    done: set[nn.Module] = set()
+
+    def walk(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        for child in module.children():
+            if child not in done:
+                yield from walk(child)
+        done.add(module)
+        yield paths[module], module
+
+    return walk(model)
+
+
+def called(function: Callable[..., Any], args: Sequence[Any], module: nn.Module, path: str) -> None:
+    """Call it; an error says which module it was about."""
+    try:
+        function(*args)
+    except Exception as error:
+        name = getattr(function, "__name__", "init")
+        error.add_note(f"in {name} of {path or 'the model'} ({type(module).__name__}), on the way to its first values")
+        raise
+
+
+def unset(slot: Slot, init: Init | None) -> str:
+    """Why nobody has set it."""
+    reset = next((name for name in RESETS if hasattr(slot.module, name)), None)
+    if not slot.saved and reset is None:
+        return "it was computed in __init__, and the meta device computes nothing"
+    names = [*([reset] if reset else []), *(["init"] if init else [])]
+    own = "" if reset else f"{type(slot.module).__name__} has no reset_parameters"
+    return "; ".join(part for part in (own, f"{' and '.join(names)} did not set it" if names else "") if part)
+
+
+def listed(faults: Sequence[str]) -> str:
+    """One fault per line, the first ones."""
+    more = [f"and {len(faults) - MOST_FAULTS} more"] if len(faults) > MOST_FAULTS else []
+    return "".join(f"\n  {fault}" for fault in [*faults[:MOST_FAULTS], *more])

@@ -1,0 +1,209 @@
+"""What a user asks of `fxpipe.compile`, checked at the door."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fxpipe.errors import PlanError, nearest
+from fxpipe.ir.cluster import cluster as clusters
+from fxpipe.ir.cluster.cluster import Cluster
+from fxpipe.ir.graph.graph import Graph
+from fxpipe.ir.operators.placed_graph import Placed
+from fxpipe.ir.plan.plan import Plan
+from fxpipe.ir.plan.plan_file import PlanFile
+from fxpipe.ir.plan.profile import Profile
+from fxpipe.ir.schedule.schedule import Schedule
+from fxpipe.schedules.make_schedule import AUTO, SCHEDULES, STRAIGHT, WARM, Own, make, placement
+
+Place = Callable[[Graph, Mapping[str, int]], Placed]  # what a strategy makes of a graph with these sizes
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `fxpipe.compile`, each as given there but `devices`: one label per stage, `replicas`: by that
+    label the further devices of the stage, and the cluster that they are in, if one was given. With a strategy, which
+    is here what `place`s ops, `devices` has the label of each of its devices. `ranks`: a device is a process of
+    torch.distributed, `cpu:1` or `cuda:1` that of rank 1."""
+
+    devices: tuple[str, ...]
+    chunks: int
+    schedule: Own = "gpipe"
+    warmup: tuple[int, ...] | None = None
+    checkpoint: str | frozenset[int] = "except_last"
+    offload: frozenset[int] = frozenset()
+    balance: str | tuple[int, ...] = "time"
+    split_at: tuple[str, ...] = ()
+    profile: str | Profile = "estimate"
+    cluster: Cluster | None = None
+    plan: Plan | PlanFile | None = None
+    batch_dim: int | Mapping[str, int | None] = 0
+    reduce: str | Mapping[str, str] | None = None
+    deferred_batch_norm: bool | None = None
+    compile_stages: bool | str | Callable[..., Any] = False
+    dump: Path | None = None
+    replicas: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    place: Place | None = None
+    ranks: bool = False
+
+
+def check(options: Options) -> Options:
+    """The options, if they make sense by themselves; raises PlanError where they do not."""
+    n = len(options.devices)
+    if not isinstance(options.checkpoint, str) and not options.checkpoint <= set(range(n)):
+        unknown = sorted(options.checkpoint - set(range(n)))
+        raise PlanError(f"checkpoint names the stages {unknown}: there are stages 0 to {n - 1}")
+    for s in sorted(options.offload):
+        if not 0 <= s < n:
+            raise PlanError(f"offload names stage {s}: there are stages 0 to {n - 1}")
+        if not options.devices[s].startswith("cuda"):
+            raise PlanError(
+                f"offload names stage {s}, which is on {options.devices[s]}: what a stage keeps is moved from a CUDA "
+                "device to host memory; leave it out, or recompute with checkpoint="
+            )
+    if options.split_at and len(options.split_at) != n - 1:
+        raise PlanError(
+            f"split_at names {len(options.split_at)} cuts, which make {len(options.split_at) + 1} stages, "
+            f"but there are {n} devices: name {n - 1} modules"
+        )
+    if options.place is not None:
+        check_placed(options)
+    elif options.schedule != AUTO:
+        make_schedule(options, options.devices, options.chunks)
+    return options
+
+
+def check_placed(options: Options) -> None:
+    """Raise PlanError for what makes no sense where a strategy has placed all ops."""
+    if isinstance(options.schedule, str) and options.schedule in {*SCHEDULES, AUTO} - {*STRAIGHT}:
+        raise PlanError(
+            f"schedule is {options.schedule!r}; with a strategy, write one of {', '.join(STRAIGHT)}, or a grid"
+        )
+    if not isinstance(options.checkpoint, str):
+        raise PlanError("checkpoint names stages, which a strategy does not; write 'never', 'except_last' or 'always'")
+
+
+def backend_of(asked: bool | str | Callable[..., Any]) -> str | Callable[..., Any] | None:
+    """The backend that stages are compiled with, None if they are not."""
+    if isinstance(asked, bool):
+        return "inductor" if asked else None
+    return asked
+
+
+def stage_devices(labels: tuple[str, ...], schedule: Own, stages_per_device: int | None) -> tuple[str, ...]:
+    """The device of each stage, as the schedule deals them: `labels` are devices, or already those of the stages."""
+    if not isinstance(schedule, str) or schedule not in SCHEDULES:
+        return labels * (stages_per_device or 1)
+    if len(set(labels)) < len(labels) and stages_per_device is None:
+        return labels  # dealt by hand
+    try:
+        return placement(schedule, labels, stages_per_device)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+
+
+def deal(labels: tuple[str, ...], replicas: Sequence[int] | None) -> dict[str, tuple[str, ...]]:
+    """The devices in their order, dealt to the stages: by the first one of each, the others.
+
+    >>> deal(("cpu:0", "cpu:1", "cpu:2"), (2, 1))
+    {'cpu:0': ('cpu:1',), 'cpu:2': ()}
+    """
+    if replicas is None:
+        return dict.fromkeys(labels, ())
+    counts = tuple(replicas)
+    if sum(counts) != len(labels):
+        raise PlanError(
+            f"replicas is {replicas!r}, which takes {sum(counts)} devices, and devices names {len(labels)}: write "
+            f"counts that add up to {len(labels)}, or devices={sum(counts)}"
+        )
+    if len(set(labels)) < len(labels):
+        raise PlanError(f"replicas deals the devices to the stages itself; name each of {list(labels)} once")
+    ends = list(accumulate(counts))
+    crews = [labels[end - count : end] for count, end in zip(counts, ends, strict=True)]
+    return {crew[0]: crew[1:] for crew in crews}
+
+
+def every_device(options: Options) -> tuple[str, ...]:
+    """The labels of all devices, each as often as it has a stage."""
+    return tuple(label for first in options.devices for label in (first, *options.replicas.get(first, ())))
+
+
+def candidates(devices: Sequence[str], dealt: Sequence[str] | None) -> list[tuple[str, tuple[str, ...]]]:
+    """The schedules to choose from over these devices, with the device of each stage; with `dealt`, the stages are on
+    these devices already."""
+    found = []
+    for name, form in SCHEDULES.items():
+        shared = form.shape in ("in turn", "v") and len(set(devices)) < len(devices)
+        if name == "forward-only" or (shared and dealt is None):
+            continue
+        stages = tuple(dealt) if dealt is not None else placement(name, devices)
+        try:
+            make(name, stages, 1)
+        except ValueError:  # not for stages that are dealt like this
+            continue
+        found.append((name, stages))
+    return found
+
+
+def make_schedule(options: Options, devices: Sequence[str], chunks: int, limit: int | None = None) -> Schedule:
+    """The schedule that was asked for, over stages on these devices. `limit` is how many micro-batches fit into the
+    memory of a device: what runs ahead by itself runs no further."""
+    limited = limit if options.schedule in WARM and options.warmup is None else None
+    try:
+        made = make(options.schedule, devices, chunks, options.warmup, limited)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+    if all(action.kind == "F" for action in made.place):
+        raise PlanError(f"the schedule {made.name!r} has no backward, and step() trains; call the pipe to run forward")
+    return made
+
+
+def device_labels(devices: int | Sequence[str | torch.device] | Cluster) -> tuple[str, ...]:
+    """One label per stage. A count takes CUDA devices where there are that many, else CPU workers.
+
+    A bare "cpu" is a worker of its own each time; "cpu:0" twice is one worker with two stages. Raises PlanError for
+    what is no device, or a cluster that cannot be.
+
+    >>> device_labels(["cpu", "cpu"])
+    ('cpu:0', 'cpu:1')
+    """
+    if isinstance(devices, Cluster):
+        try:
+            clusters.check(devices)
+        except ValueError as error:
+            raise PlanError(f"devices is a cluster that cannot be used: {error}") from None
+        return devices.labels
+    if isinstance(devices, bool) or (isinstance(devices, int) and devices < 1):
+        raise PlanError(
+            f"devices is {devices}: write a count of at least 1, or a list, as in devices=['cuda:0', 'cuda:1']"
+        )
+    if isinstance(devices, int):
+        kind = "cuda" if torch.cuda.device_count() >= devices else "cpu"
+        return tuple(f"{kind}:{i}" for i in range(devices))
+    if isinstance(devices, str) or not devices:
+        raise PlanError(f"devices is {devices!r}: write a count, or a list, as in devices=['cuda:0', 'cuda:1']")
+    return tuple(_labels([str(device) for device in devices]))
+
+
+def _labels(names: list[str]) -> list[str]:
+    taken = {name for name in names if ":" in name}
+    free = (f"cpu:{i}" for i in range(2 * len(names)) if f"cpu:{i}" not in taken)
+    return [next(free) if name == "cpu" else _label(name) for name in names]
+
+
+def _label(name: str) -> str:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        kind, colon, index = name.partition(":")
+        near = nearest(kind, ("cpu", "cuda"))
+        hint = "" if near is None else f"; did you mean {near + colon + index!r}?"
+        raise PlanError(f"{name!r} in devices is not a device: write 'cpu', 'cpu:1', 'cuda:0'{hint}") from None
+    if device.type == "cuda" and device.index is None:
+        return f"cuda:{torch.cuda.current_device() if torch.cuda.is_available() else 0}"
+    return str(device)

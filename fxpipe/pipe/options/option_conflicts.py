@@ -1,0 +1,61 @@
+"""Options that say what a plan or a strategy says already: they are refused, because only one of the two could hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fxpipe.errors import PlanError
+from fxpipe.ir.plan.plan import Plan, StagePlan
+from fxpipe.ir.plan.plan_file import PlanFile, StagePlace
+
+SAID_BY_STRATEGY = (
+    "plan", "replicas", "stages_per_device", "balance", "split_at", "offload", "profile", "deferred_batch_norm",
+)  # fmt: skip
+
+
+def refuse_beside_strategy(given: Mapping[str, Any]) -> None:
+    """Raise PlanError for an option that says what the strategy says already; `given` are those that were given."""
+    if told := [name for name in SAID_BY_STRATEGY if given.get(name)]:
+        raise PlanError(
+            f"{' and '.join(told)} beside strategy: the strategy says where everything runs; leave out one of them"
+        )
+
+
+def refuse_beside_plan(plan: Plan | PlanFile, given: Mapping[str, Any]) -> None:
+    """Raise PlanError for an option that says something else than the plan; `given` are those that were given."""
+    for name, (holds, says) in _said_by(plan).items():
+        asked = given.get(name)
+        if asked is not None and asked not in (holds, (), frozenset()):
+            raise PlanError(
+                f"{name} is {_shown(asked)}, and the plan says {says}: leave out {name}, or change the plan, as in its "
+                "JSON file"
+            )
+
+
+def _said_by(plan: Plan | PlanFile) -> dict[str, tuple[Any, str]]:
+    """What the plan says in the place of each option: the one value that says the same, and words for an error."""
+    placed: tuple[StagePlan | StagePlace, ...] = plan.stages
+    modes = [stage.checkpoint for stage in placed]
+    mode = modes[0] if len(set(modes)) == 1 else None
+    offloaded = frozenset(index for index, stage in enumerate(placed) if stage.offload)
+    stages = f"where its {len(plan.stages)} stages begin"
+    crews = ", ".join(f"stage {index} on {' and '.join(stage.devices)}" for index, stage in enumerate(placed))
+    return {
+        "chunks": (plan.chunks, str(plan.chunks)),
+        "schedule": (plan.schedule, _shown(plan.schedule)),
+        "warmup": (None, f"all of the schedule, {_shown(plan.schedule)}"),
+        "checkpoint": (mode, ", ".join(map(repr, modes)) + (" for its stages" if len(modes) > 1 else "")),
+        "offload": (offloaded, f"{sorted(offloaded)}" if offloaded else "that nothing waits in host memory"),
+        "replicas": (tuple(len(stage.devices) for stage in placed), crews),
+        "stages_per_device": (None, crews),
+        "balance": (None, stages),
+        "split_at": (None, stages),
+        "deferred_batch_norm": (plan.deferred_batch_norm, str(plan.deferred_batch_norm)),
+    }
+
+
+def _shown(value: Any) -> str:
+    """A value in an error; a schedule that is a grid by its first line."""
+    first = str(value).strip().partition("\n")[0][:60]
+    return repr(first) if isinstance(value, str) else first

@@ -1,0 +1,249 @@
+"""The forms that the value of an option may have: how an error says them, how a value is checked, and how the command
+line reads one from text.
+
+    Option("checkpoint", "what to recompute", (one_of("never", "always"), many(whole(0), "a set of stages")), {0, 2})
+
+    checkpoint is 'allways': write 'never', 'always', or a set of stages, as in checkpoint={0, 2}; did you mean
+    'always'?
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fxpipe.errors import PlanError, did_you_mean
+
+WIDTH = 60  # characters of a value that an error shows
+
+
+class Default(str):
+    """The word that an option has if it is left out. Its type tells it from the same word written by the user, which
+    may contradict a plan."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """`text` completes "write ...". `take` returns the value, as the rest of fxpipe wants it, and raises TypeError or
+    ValueError for one of another form. `read` makes a value of text, None if text cannot say it. `words` are those that
+    a value may consist of."""
+
+    text: str
+    take: Callable[[Any], Any]
+    read: Callable[[str], Any] | None = None
+    words: Callable[[], Collection[str]] = tuple
+
+
+@dataclass(frozen=True)
+class Option:
+    """What an option may be; `about` is a line for the command line, `example` a value. `unset`: None stands for an
+    option that was left out."""
+
+    name: str
+    about: str
+    forms: tuple[Form, ...]
+    example: Any = None
+    unset: bool = False
+
+    def take(self, value: Any) -> Any:
+        """The value, in the first form that it has. Raises PlanError if it has none of them."""
+        if value is None and self.unset:
+            return None
+        for form in self.forms:
+            try:
+                return form.take(value)
+            except (TypeError, ValueError):
+                continue
+        example = "" if self.example is None else f", as in {self.name}={self.example!r}"
+        raise PlanError(f"{self.name} is {shown(value)}: {_allowed(self.forms, value, example)}")
+
+    def read(self, text: str) -> Any:
+        """The value that a text of the command line stands for. Raises PlanError if it stands for none."""
+        readable = [form for form in self.forms if form.read is not None]
+        for form in readable:
+            try:
+                return form.take(form.read(text))  # type: ignore[misc]
+            except (KeyError, TypeError, ValueError):
+                continue
+        example = "" if self.example is None else f", as in {self.flag} {as_text(self.example)}"
+        raise PlanError(f"{text!r}: {_allowed(readable, text, example)}")
+
+    @property
+    def flag(self) -> str:
+        """What the command line calls it."""
+        return "--" + self.name.replace("_", "-")
+
+
+def _allowed(forms: Sequence[Form], value: Any, example: str) -> str:
+    words = [word for form in forms for word in form.words()] if isinstance(value, str) else []
+    return f"write {either([form.text for form in forms])}{example}{did_you_mean(value, words)}"
+
+
+def as_text(value: Any) -> str:
+    """A value as the command line writes it.
+
+    >>> as_text([3, 1]), as_text({"mask": None}), as_text("1f1b")
+    ('3,1', 'mask=None', '1f1b')
+    """
+    if isinstance(value, Mapping):
+        return ",".join(f"{name}={one}" for name, one in value.items())
+    return ",".join(map(str, value)) if isinstance(value, (set, tuple, list)) else str(value)
+
+
+def table(*options: Option) -> dict[str, Option]:
+    """The options by name."""
+    return {option.name: option for option in options}
+
+
+def check(options: Mapping[str, Option], values: Mapping[str, Any]) -> None:
+    """Raise PlanError for a value that its option cannot have. Values that are no options are not looked at."""
+    for name in options.keys() & values.keys():
+        options[name].take(values[name])
+
+
+def refuse_unknown(function: str, unknown: Iterable[str], known: Collection[str]) -> None:
+    """Raise PlanError for an argument that a function does not have, with the nearest that it has."""
+    for name in unknown:
+        near = did_you_mean(name, known)
+        raise PlanError(f"{function} has no option {name!r}{near or '; it has ' + ', '.join(known)}")
+
+
+def shown(value: Any) -> str:
+    """A value for an error: as Python writes it, or by its type where that is long or says little.
+
+    >>> shown("2"), shown([1, 2]), shown(object())
+    ("'2'", '[1, 2]', 'of type object')
+    """
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    plain = value is None or isinstance(value, (bool, int, float, str, tuple, list, set, frozenset, Mapping))
+    text = repr(value) if plain else ""
+    return text if plain and len(text) <= WIDTH and "\n" not in text else f"of type {type(value).__name__}"
+
+
+def either(texts: Sequence[str]) -> str:
+    """
+    >>> either(["a", "b", "c"])
+    'a, b, or c'
+    """
+    return ", or ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
+
+
+# Forms ----------------------------------------------------------------------------------------------------------------
+
+
+def whole(least: int, text: str = "", most: int | None = None) -> Form:
+    """Whole numbers, from `least` on, up to `most` if that is given."""
+
+    def take(value: Any) -> int:
+        number = operator.index(value)
+        if isinstance(value, bool) or number < least or (most is not None and number > most):
+            raise ValueError
+        return number
+
+    bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+    return Form(text or f"a whole number {bounds}", take, int)
+
+
+def seconds() -> Form:
+    """Durations above zero."""
+
+    def take(value: Any) -> float:
+        if isinstance(value, (bool, str)) or not 0 < float(value) < math.inf:
+            raise ValueError
+        return value  # type: ignore[no-any-return]
+
+    return Form("a number of seconds above 0", take, float)
+
+
+def one_of(*words: str, more: Callable[[], Collection[str]] = tuple, text: str = "") -> Form:
+    """These words; `more` is asked for others when there is a value to check."""
+
+    def take(value: Any) -> str:
+        if not isinstance(value, str) or value not in (*words, *more()):
+            raise ValueError
+        return value
+
+    return Form(text or ", ".join(map(repr, words)), take, str, lambda: (*words, *more()))
+
+
+def flag() -> Form:
+    """True and False."""
+    return instance((bool,), "True or False", lambda text: {"true": True, "false": False}[text.lower()])
+
+
+def many(form: Form, text: str, kind: type[Any] = Sequence, make: Callable[[Any], Any] = tuple, least: int = 0) -> Form:
+    """Collections of values of one form: sequences, or of another `kind`; so many at `least`."""
+
+    def take(value: Any) -> Any:
+        if not isinstance(value, kind) or isinstance(value, (str, bytes, Mapping)):
+            raise TypeError
+        if len(value) < least:
+            raise ValueError
+        return make([form.take(one) for one in value])
+
+    def read(value: str) -> list[Any]:
+        if form.read is None:
+            raise ValueError
+        return [form.read(one.strip()) for one in value.split(",") if one.strip()]
+
+    return Form(text, take, read, form.words)
+
+
+def by_name(form: Form, text: str) -> Form:
+    """Values of one form by names; on the command line, `name=value,name=value`."""
+
+    def take(value: Any) -> Any:
+        if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+            raise TypeError
+        return {name: form.take(one) for name, one in value.items()}
+
+    def read(value: str) -> dict[str, Any]:
+        pairs = [pair.rpartition("=") for pair in value.split(",")]
+        if form.read is None or not all(name for name, _, _ in pairs):
+            raise ValueError
+        return {name.strip(): form.read(one.strip()) for name, _, one in pairs}
+
+    return Form(text, take, read, form.words)
+
+
+def or_none(form: Form, text: str) -> Form:
+    """None, too."""
+
+    def read(value: str) -> Any:
+        if form.read is None:
+            raise ValueError
+        return None if value.lower() == "none" else form.read(value)
+
+    return Form(text, lambda value: None if value is None else form.take(value), read)
+
+
+def instance(kinds: tuple[type, ...], text: str, read: Callable[[str], Any] | None = None) -> Form:
+    """Objects of some class."""
+
+    def take(value: Any) -> Any:
+        if not isinstance(value, kinds):
+            raise TypeError
+        return value
+
+    return Form(text, take, read)
+
+
+def path(text: str) -> Form:
+    """Paths of files and folders."""
+    return instance((str, os.PathLike), text, str)
+
+
+def function(text: str) -> Form:
+    """What can be called."""
+
+    def take(value: Any) -> Any:
+        if not callable(value) or isinstance(value, type):
+            raise TypeError
+        return value
+
+    return Form(text, take)

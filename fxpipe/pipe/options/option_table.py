@@ -1,0 +1,193 @@
+"""Every option of the public functions: what it may be, an example, and a line for the command line.
+
+What makes no sense beside another option (a stage that is not there, a schedule for another placement) is for those who
+know both; see `options.check`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from fxpipe.errors import PlanError
+from fxpipe.ir.cluster.cluster import Cluster, Device
+from fxpipe.ir.cluster.published_clusters import PRESETS, preset
+from fxpipe.ir.operators.operators import OperatorGraph
+from fxpipe.ir.plan.plan import CHECKPOINT_MODES, MOST_CHUNKS, Plan
+from fxpipe.ir.plan.profile import Profile
+from fxpipe.ir.schedule.schedule import Schedule
+from fxpipe.pipe.results.planned import Planned
+from fxpipe.pipe.results.searched import Searched
+from fxpipe.planning.hybrid.planners import PLANNERS
+from fxpipe.schedules.make_schedule import AUTO, SCHEDULES, STRAIGHT, is_grid
+
+from .option_forms import (
+    Form,
+    Option,
+    by_name,
+    flag,
+    function,
+    instance,
+    many,
+    one_of,
+    or_none,
+    path,
+    seconds,
+    table,
+    whole,
+)
+
+HOW = ("mean", "sum", "cat")  # outputs of micro-batches become one
+METHODS = ("leaps", "mcmc")  # of `fxpipe.search`
+
+
+def _grid() -> Form:
+    def take(text: Any) -> str:
+        if not isinstance(text, str) or not is_grid(text):
+            raise ValueError
+        return text
+
+    return Form("a grid such as 'F0 F1 B0 B1' with a line for each device", take, str)
+
+
+def _preset() -> Form:
+    def take(name: Any) -> str:
+        if not isinstance(name, str) or name.partition(":")[0] not in PRESETS:
+            raise ValueError
+        return name
+
+    return Form(", ".join(map(repr, PRESETS)), take, str, lambda: tuple(PRESETS))
+
+
+def _pair() -> Form:
+    def take(value: Any) -> Any:
+        if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], OperatorGraph)):
+            raise TypeError
+        return value
+
+    return Form("a pair of an OperatorGraph and its Strategy", take)
+
+
+def _fraction() -> Form:
+    def take(value: Any) -> float:
+        if isinstance(value, (bool, str)) or not float(value) > 0:
+            raise ValueError
+        return value  # type: ignore[no-any-return]
+
+    return Form("a number above 0", take, float)
+
+
+def backends() -> Collection[str]:
+    """The backends that torch.compile knows by name."""
+    return torch.compiler.list_backends(exclude_tags=())
+
+
+def read_cluster(cluster: Cluster | str) -> Cluster:
+    """The cluster itself, or the published one of this name. Raises PlanError where there is none."""
+    try:
+        return preset(cluster) if isinstance(cluster, str) else cluster
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+
+
+DIM = whole(-64, "a dimension")
+CHUNKS = whole(1, most=MOST_CHUNKS)
+DEVICE = instance((str, torch.device), "a device", str)
+STAGES = many(whole(0), "a set of stages", Collection, frozenset)
+REDUCE = (one_of(*HOW), by_name(one_of(*HOW), "a dict of these by output"))
+BATCH_DIM = (DIM, by_name(or_none(DIM, "a dimension or None"), "a dict of a dimension or None for each input"))
+CLUSTER = Option("cluster", "", (_preset(), instance((Cluster,), "a Cluster")), "k80:8")
+
+COMPILE = table(
+    Option("devices", "how many, or one for each stage",
+           (whole(1, "a count of at least 1"), many(DEVICE, "a list of devices", least=1),
+            instance((Cluster,), "a Cluster")), ["cuda:0", "cuda:1"], unset=True),
+    Option("chunks", "how many micro-batches a batch is cut into, at most", (CHUNKS,), 8, unset=True),
+    Option("checkpoint", "which micro-batches are recomputed in backward",
+           (one_of(*CHECKPOINT_MODES), STAGES), {0, 2}),
+    Option("schedule", "the order of step()",
+           (one_of(*SCHEDULES, AUTO), _grid(), instance((Schedule,), "a Schedule"),
+            function("a function that makes one")), "1f1b"),
+    Option("stages_per_device", "for 'interleaved' and 'looped-bfs'", (whole(1),), 2, unset=True),
+    Option("replicas", "how many devices run each stage",
+           (many(whole(1), "a list of counts of at least 1", least=1),), (2, 1), unset=True),
+    Option("warmup", "how many forwards each stage runs ahead, for '1f1b'", (many(whole(0), "a list of counts"),),
+           (3, 1), unset=True),
+    Option("offload", "stages on CUDA devices whose activations wait in host memory", (STAGES,), {0}),
+    Option("balance", "what is made even, or how many layers each stage has",
+           (one_of("time", "memory"), many(whole(0), "a list with the number of layers of each stage")), [5, 3]),
+    Option("split_at", "the modules that begin a stage",
+           (many(instance((str,), "a name", str), "a list of names of modules"),), ["encoder.3", "head"]),
+    Option("plan", "a plan made before, in its JSON file",
+           (path("the path of a plan's JSON file"), instance((Plan, Planned), "what fxpipe.plan returned")),
+           "plan.json", unset=True),
+    Option("strategy", "how each operator is cut, a JSON file of `fxpipe search`",
+           (path("the path of a strategy's JSON file"), instance((Searched,), "what fxpipe.search returned"), _pair(),
+            function("a function that places ops")), "strategy.json", unset=True),
+    Option("profile", "what ops cost: from FLOPs and bytes, or timed",
+           (one_of("estimate", "measure"), instance((Profile,), "a Profile")), "measure"),
+    Option("batch_dim", "the dimension of the inputs that is cut", BATCH_DIM, {"mask": None}),
+    Option("reduce", "how an output without batch dimension is put together", REDUCE, {"loss": "mean"}, unset=True),
+    Option("deferred_batch_norm", "running statistics of whole batches", (flag(),), True, unset=True),
+    Option("compile_stages", "run each stage through torch.compile, with this backend or Inductor",
+           (flag(), one_of(more=backends, text="the name of a backend of torch.compile"), function("a function")),
+           "inductor"),
+    Option("dump", "a folder for everything made on the way", (path("the path of a folder"),), "out", unset=True),
+    Option("timeout", "seconds after which a rank that does not answer is lost", (seconds(),), 60),
+)  # fmt: skip
+
+LOAD = {name: COMPILE[name] for name in ("compile_stages", "timeout")}
+
+PLAN = table(
+    CLUSTER,
+    Option("batch_size", "samples in a training step", (whole(1),), 64),
+    Option("planner", "what makes the plan", (one_of(*PLANNERS),), "dapple"),
+    Option("micro_batches", "the planner's choice, if not given", (CHUNKS,), 8, unset=True),
+    Option("schedule", "1f1b or 1f1b-late, if not given", (one_of(*STRAIGHT, AUTO),), "1f1b", unset=True),
+    Option("recompute", "all stages or none; the planner's choice, if not given", (flag(),), True, unset=True),
+    Option("all_reduce", "when replicas add up gradients", (one_of("end", "overlap"),), "overlap"),
+    Option("parameter_copies", "bytes in memory for each byte of parameters", (_fraction(),), 4),
+    Option("most_layers", "into how many layers a model is cut at most", (whole(1),), 64),
+    Option("time_limit", "seconds that the search may take", (seconds(),), 30),
+)
+
+SEARCH = table(
+    CLUSTER,
+    Option("batch", "samples in a training step, those of the inputs if not given", (whole(1),), 64, unset=True),
+    Option("budget", "seconds that the search may take", (seconds(),), 60),
+    Option("seed", "of what the search draws", (whole(0),), 0),
+    Option("progress", "", (flag(),), True, unset=True),
+    Option("method", "mcmc is the published search", (one_of(*METHODS),), "leaps"),
+)
+
+PROFILE = table(
+    Option(
+        "device", "", (DEVICE, instance((Device, Cluster), "a Device or Cluster to estimate for")), "cuda:0", unset=True
+    ),
+    Option("batch", "samples of a micro-batch", (whole(1),), 64, unset=True),
+    COMPILE["batch_dim"],
+    COMPILE["reduce"],
+)
+
+STEP = table(
+    Option("loss_fn", "", (function("a function of output and target"),), None, unset=True),
+    Option("outputs", "", (flag(),), True),
+    Option("scaler", "", (instance((torch.amp.GradScaler,), "a torch.amp.GradScaler"),), None, unset=True),
+    Option("accumulate", "", (whole(1),), 4),
+    Option("timeline", "", (flag(),), True),
+    Option("rounds", "", (whole(1),), 5),
+)
+
+
+def check_step(**values: Any) -> None:
+    """Raise PlanError for an option of a step that cannot be that. Steps are many: what is left out costs nothing."""
+    for name, value in values.items():
+        if value is not None and value is not False:
+            STEP[name].take(value)
+
+
+def check_accumulate(count: Any) -> int:
+    """How many steps add up to one update. Raises PlanError for what is no such number."""
+    return 1 if count == 1 else int(STEP["accumulate"].take(count))

@@ -1,0 +1,363 @@
+"""The pipe: a drop-in module that captures the model at each new kind of call and runs the generated pipeline.
+
+    call ─front─▶ a kind seen before? ──yes──▶ its scheduler runs the batch
+                        │no
+                        └▶ capture, walk the street, keep the build
+
+One pipe holds several builds (train, eval, another number or shape) and one set of parameters: the first build decides
+where each parameter lives, later ones follow.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.capture import NO_TARGET
+from fxpipe.codegen.package.load_package import tensors_of
+from fxpipe.codegen.package.package_files import save, with_loss
+from fxpipe.codegen.scheduler.message_table import wires
+from fxpipe.engines.common.timed_step import take_step
+from fxpipe.engines.local.action_profiler import rehearse
+from fxpipe.engines.local.memory_dry_run import without_memory
+from fxpipe.errors import FxpipeError, PackageError
+from fxpipe.ir.graph.graph import Graph
+from fxpipe.ir.operators.placed_graph import Placed
+from fxpipe.ir.plan.plan import Plan
+from fxpipe.ir.program.device_programs import DevicePrograms
+from fxpipe.ir.program.messages import Wires
+from fxpipe.ir.program.program import Program
+from fxpipe.ir.program.transfers import add_transfers
+from fxpipe.ir.schedule.schedule import Schedule
+from fxpipe.ir.timeline import Timeline
+from fxpipe.pipe.build.build import Build, rehearsed
+from fxpipe.pipe.build.build_cache import BuildCache
+from fxpipe.pipe.build.build_report import explain
+from fxpipe.pipe.build.call_binding import batch_size, inputs_of
+from fxpipe.pipe.build.compare_timelines import Timed, beside_predicted
+from fxpipe.pipe.build.phase_timing import timed
+from fxpipe.pipe.options.compile_options import Options
+from fxpipe.pipe.options.option_table import check_accumulate, check_step
+from fxpipe.pipe.saved.loss_fingerprint import Rows, check_unchanged, rows
+from fxpipe.pipe.verify.verification import Verified, verify
+from fxpipe.runtime import Stage
+from fxpipe.runtime.microbatch import split_sizes
+from fxpipe.viz import svg
+
+from .drop_in_module import Alone, Forward, Shell, State, check_grad
+from .live import Scheduler
+from .materialize import Init, materialize
+
+
+@dataclass(kw_only=True)
+class PipeState(State):
+    """What a `Pipe` has beside the model. `cache`: what was made of it; `timed`: the last step with a timeline;
+    `rehearsed`: the build of the last rehearsal, and what that predicts."""
+
+    cache: BuildCache
+    timed: Timed | None = None
+    rehearsed: tuple[Build, Timeline] | None = None
+
+
+class Pipe(Shell):
+    """What `fxpipe.compile` returns; see there."""
+
+    _state: PipeState
+
+    def __init__(self, model: nn.Module, options: Options, state: PipeState | None = None) -> None:
+        """`state`: another one than that of a pipe in one process."""
+        alone = Alone(model)
+        super().__init__(model, state or PipeState(cache=BuildCache(model, options), processes=alone, tensors=alone))
+
+    @property
+    def options(self) -> Options:
+        """What was asked of `fxpipe.compile`."""
+        return self._state.cache.options
+
+    # Running ----------------------------------------------------------------------------------------------------------
+
+    @Forward
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs for the whole batch, computed in micro-batches by the stages; of a stage with replicas
+        by the first, for calls are not cut further than that.
+
+        Arguments are the model's own. Raises InputError where they cannot be cut into micro-batches, CaptureError where
+        the model cannot be captured, and whatever the model raises, with a note of stage, micro-batch and line. A model
+        that computes nothing is called as it is.
+        """
+        with self._state.lock:
+            return self._state.cache.call(args, kwargs)
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = NO_TARGET,
+        loss_fn: Callable[..., Any] | None = None,
+        outputs: bool = False,
+        scaler: torch.amp.GradScaler | None = None,
+        accumulate: int = 1,
+        timeline: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Forward and backward of a whole batch, in the order of the schedule: the loss of the batch, detached; the
+        gradients are added to the parameters', as `loss.backward()` would.
+
+        - `args`, `kwargs`: the model's own; `target`: any nest of tensors, cut like them; what the model's forward
+          calls `target`, `loss_fn` and so on goes by position.
+        - `loss_fn(output, target)`, or of the output alone where there is no target, returns one number, whose mean or
+          sum over the samples is told from its ops (else, as of code that cannot be traced and is kept whole, say
+          `reduce=` in `fxpipe.compile`), or one for each sample: then the gradients are those of their sum. Without it
+          the model returns its loss, or an object with `.loss`.
+        - `outputs`: return (loss, what the model returns), detached.
+        - `scaler`: multiplies the gradients with the scale of a `torch.amp.GradScaler`, as `scaler.scale(loss)` does.
+        - `accumulate`: how many such steps add up to one update: the gradients are divided by it, as those of
+          `(loss / accumulate).backward()` are. The loss that is returned is not, nor is it multiplied with a scale.
+        - `timeline`: note when each action ran; `pipe.timeline` has it then, and `pipe.compare()` puts it beside what
+          was predicted.
+
+        A step is all or nothing: if anything fails, no gradient is added, and the error says where; the next step
+        works, in new threads if some are gone. (What forward has written into the model stays.) Raises InputError,
+        CaptureError, and whatever the model or the loss raises, with a note of stage, micro-batch and line.
+        """
+        check_grad()
+        check_step(outputs=outputs, scaler=scaler, timeline=timeline)
+        accumulate, cache = check_accumulate(accumulate), self._state.cache
+
+        def run(graph: Graph, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            made = cache.built(graph, inputs)
+            stepper = cache.live(made).stepper
+            found, measured = take_step(stepper, inputs, self.options.chunks, scaler, accumulate, timeline)
+            if measured is not None:
+                self._state.timed = Timed(made, measured, without_memory(inputs))
+            return found
+
+        with self._state.lock:
+            loss, output = cache.stepper.step(args, kwargs, target, loss_fn, outputs, run)
+        return (loss, output) if outputs else loss
+
+    def rehearse(
+        self,
+        *args: Any,
+        target: Any = NO_TARGET,
+        loss_fn: Callable[..., Any] | None = None,
+        rounds: int = 5,
+        **kwargs: Any,
+    ) -> Timeline:
+        """The timeline of a step of this kind, predicted from its actions, which are timed here: each worker runs its
+        row and waits for nobody, `rounds` times. Arguments are those of `step`. Nothing of the model changes.
+
+        This is for CPU workers, which slow each other down in ways that no profile of single ops knows of.
+        """
+        check_grad()
+        check_step(rounds=rounds)
+        cache = self._state.cache
+        predicted: list[Timeline] = []
+
+        def run(graph: Graph, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            made = cache.built(graph, inputs)
+            if not all(label.startswith("cpu") for label in made.program.devices):
+                raise FxpipeError("rehearse is for CPU workers; what a GPU takes is measured by profile='measure'")
+            if any(stage.replicas for stage in made.plan.stages):
+                raise FxpipeError("rehearse is for stages without replicas; see step(..., timeline=True)")
+            times, outputs, memory = rehearse(cache.live(made).stepper, inputs, self.options.chunks, rounds)
+            chunks = len(split_sizes(batch_size(graph, inputs), self.options.chunks))
+            predicted.append(replace(rehearsed(made, chunks, times), memory=memory))
+            self._state.rehearsed = made, predicted[0]
+            return outputs
+
+        with self._state.lock:
+            cache.stepper.step(args, kwargs, target, loss_fn, False, run)
+        return predicted[0]
+
+    def verify(
+        self, *args: Any, target: Any = NO_TARGET, loss_fn: Callable[..., Any] | None = None, **kwargs: Any
+    ) -> Verified:
+        """Whether a call and a step of this kind compute what the plain model does, here and with these arguments,
+        which are those of `step`: outputs, loss, all gradients and buffers, beside those of a copy of the model, which
+        runs in its own dtype and in float64. `str` says what differs by more than rounding explains, and where first;
+        `.ok` is true if nothing does; `.save(path)` writes what an issue needs.
+
+        Where micro-batches see something of their own (BatchNorm, dropout, lines that mix samples, buffers that
+        forward writes), the plain model runs on each micro-batch. Gradients, buffers, attributes and random numbers are
+        as before afterwards. It takes the memory of two more models. Raises FxpipeError where there is no copy, and
+        what a call or step raises.
+        """
+        check_grad()
+        with self._state.lock:
+            return verify(self._state.cache, args, kwargs, target, loss_fn)
+
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        """Capture, plan and generate for this kind of call, without running it. The model may be on the meta device."""
+        cache = self._state.cache
+        with self._state.lock:
+            with timed("capture"):
+                graph = cache.front.capture(args, kwargs)
+            made = cache.built(graph, inputs_of(graph, args, kwargs))
+            if not any(tensor.is_meta for tensor in self.model.state_dict().values()):
+                cache.live(made)
+
+    def materialize(
+        self,
+        seed: int = 0,
+        *,
+        init: Init | None = None,
+        checkpoint: str | Path | None = None,
+        stages: Collection[int] | None = None,
+    ) -> None:
+        """Give the model's tensors that are on the meta device memory and values, as `fxpipe.materialize` does: they
+        depend on the seed (or `init`, or the checkpoint) and on nothing of the plan. `stages`: only those that have
+        their home in one of these; what no stage uses is at home in the first."""
+        with self._state.lock:
+            only = self.keys_here() if stages is None else self.keys_of(stages)
+            materialize(self.model, seed, init=init, checkpoint=checkpoint, only=only)
+
+    def keys_here(self) -> Collection[str] | None:
+        """The keys of the model's tensors that this process needs; None: all."""
+        return None
+
+    def keys_of(self, stages: Collection[int]) -> frozenset[str]:
+        """The keys of the model's tensors that are at home in these stages. Raises FxpipeError before the first call,
+        which decides."""
+        tensors = tensors_of(self.model)
+        homes = self._state.cache.homes(tensors)
+        return frozenset(key for key, tensor in tensors.items() if homes.get(id(tensor), 0) in stages)
+
+    def torch_stages(
+        self, stages: Collection[int], device: str | torch.device | None = None, group: Any = None
+    ) -> list[Any]:
+        """These stages as `PipelineStage`s of torch.distributed.pipelining, on `device`, for the ranks of `group`: what
+        torch's schedules take, for calls of the kind that was compiled or run last.
+
+            pipe = fxpipe.compile(model, devices=["cpu"] * world, chunks=8, example_inputs=batch)
+            (stage,) = pipe.torch_stages([rank], device)
+            Schedule1F1B(stage, 8, loss_fn).step(batch)  # and step(target=..., losses=...) on the last rank
+
+        torch's stages are a chain: skips and tied weights are relayed through the stages between. Micro-batches are all
+        of the same size there, and the order of the last stage's tensors is that in which the model returns them.
+        Raises FxpipeError for a model whose loss or statistics are those of the whole batch.
+        """
+        # Here, for what it imports takes as long as the rest of fxpipe.
+        from fxpipe.pipe.build.torch_pipelining import torch_stages
+
+        with self._state.lock:
+            return torch_stages(self.model, self.build, self._state.cache.folder.new(), stages, device, group)
+
+    def close(self) -> None:
+        """End the worker threads and remove the generated files. A pipe that is garbage collected closes itself."""
+        with self._state.lock:
+            self._state.closed = True
+            self._state.cache.close()
+
+    # Looking ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def build(self) -> Build:
+        """Everything made for the kind of call that was compiled or run last."""
+        self.check_open()
+        last = self._state.cache.last
+        if last is None:
+            raise FxpipeError("nothing is compiled yet: call the pipe once, or pass example_inputs to fxpipe.compile")
+        return last
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler that runs; `.source` is the text of the file it came from."""
+        return self._state.cache.live(self.build).scheduler
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages that run, as modules; `.source` is the text of the file each came from."""
+        return self.scheduler.stages
+
+    @property
+    def plan(self) -> Plan:
+        """The decisions: which ops form which stage, and where it runs."""
+        return self.build.plan
+
+    @property
+    def schedule(self) -> Schedule:
+        """What each device does when. Prints as a grid."""
+        return self.build.schedule
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """What each device did in the last `step(..., timeline=True)`, and when. Prints as a table; `fxpipe.viz` draws
+        it as text (`text.bars`), as SVG (`svg.draw`) and writes a trace for Perfetto (`trace.trace`)."""
+        return None if self._state.timed is None else self._state.timed.timeline
+
+    @property
+    def programs(self) -> DevicePrograms:
+        """What each device runs, sends and receives, in order. Prints as a listing."""
+        return add_transfers(self.build.schedule, self.build.program)
+
+    @property
+    def files(self) -> Mapping[str, str]:
+        """The generated package: text by file name."""
+        return self.build.files
+
+    @property
+    def trail(self) -> Mapping[str, Program | Placed]:
+        """The program after each pass that changed it: `pipe.trail["portals"]`. With a strategy, before these, the
+        graph in which ops have devices."""
+        return self.build.trail
+
+    def explain(self) -> str:
+        """A table: per stage its ops, parameters, time, memory and traffic; then the portals and shared parameters.
+        With a strategy, how each operator is cut, and the table by devices."""
+        return explain(self.build, self._state.cache.backend)
+
+    def compare(self) -> str:
+        """A table: what was predicted beside what was measured in the last step with `timeline=True`. Predicted is what
+        the last `rehearse` did, if it was of the same kind, else what follows from the profile.
+
+        Memory of a CPU worker is what its backward needs at once: the bytes that autograd, or a recomputation, keeps
+        for it, each memory once, parameters left out. Predicted is what the step does on tensors without memory, which
+        is what it does on real ones, to the byte; a line says where that cannot be known without running, and what the
+        profile estimates is shown."""
+        self.check_open()
+        if self._state.timed is None:
+            raise FxpipeError("no step was timed yet: call pipe.step(..., timeline=True) first")
+        with self._state.lock:
+            return beside_predicted(self._state.cache, self._state.timed, self._state.rehearsed)
+
+    def picture(self) -> str:
+        """The simulated timeline of one step as SVG text."""
+        return svg.draw(self.build.timeline)
+
+    # Keeping ----------------------------------------------------------------------------------------------------------
+
+    def save(self, folder: str | Path, overwrite: bool = False) -> None:
+        """Write the package of the last kind of call, to be read, edited, and run again by `fxpipe.load`: after a step
+        also over ranks, one for each device.
+
+        Raises PackageError if the folder has something in it already, unless `overwrite` is true."""
+        made, path = self.build, Path(folder)
+        if path.exists() and any(path.iterdir()) and not overwrite:
+            raise PackageError(f"{path} is not empty; choose another folder, or save(..., overwrite=True)")
+        now: Rows = ()
+        if made.graph.loss is not None:
+            now = rows(self._state.cache.stepper.loss_fn)
+            check_unchanged(made.program.graph.fingerprint, now)
+        save(made.program, with_loss(made.files, made.program.graph, now), path, made.totals, self._wires(made))
+
+    def _wires(self, made: Build) -> Wires | None:
+        """What moves in a step, if each of its devices can be a process."""
+        if made.graph.loss is None and not self.options.ranks:
+            return None
+        if self.options.place is not None:
+            return None
+        return wires(made.program, made.schedule)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pipe:
+        """A pipe of its own around a copy of the model. It compiles anew at its first call."""
+        return Pipe(copy.deepcopy(self.model, memo), self.options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled is the model and how to compile it."""
+        return Pipe, (self.model, self.options)

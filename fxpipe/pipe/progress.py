@@ -1,0 +1,57 @@
+"""What takes a while, for people: a line in the log as soon as it begins, and, where standard error is a terminal, a
+line there with the time that it takes, which goes away with it.
+
+    logging.basicConfig(level=logging.INFO)     INFO:fxpipe:capturing UNet: first call
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+from tqdm import tqdm
+
+from fxpipe.pipe.build.phase_timing import log, rooms
+
+TICK = 0.2  # seconds; what is done sooner shows no line
+PLAIN, LIMITED = "fxpipe: {desc}{postfix} [{elapsed}]", "fxpipe: {desc}{postfix} {n:.0f} of {total:.0f} s |{bar}|"
+one_line = threading.Lock()  # held while a line is shown: there is one in a process
+
+
+@contextmanager
+def working(what: str, seconds: float | None = None, leads: bool = True) -> Iterator[None]:
+    """Says what this block does, and in which room it is: `seconds` is how long it may take, where that is known. Where
+    several processes do the same, one `leads` and says it."""
+    if leads:
+        log.info(what)
+    with line(what, seconds) if leads and sys.stderr.isatty() else nullcontext():
+        yield
+
+
+@contextmanager
+def line(what: str, seconds: float | None = None) -> Iterator[None]:
+    """The line on the terminal, unless there is one already, of what this is a part of."""
+    if not one_line.acquire(blocking=False):
+        yield
+        return
+    done = threading.Event()
+
+    def tick() -> None:
+        while not done.wait(TICK):
+            bar.set_postfix_str(rooms[-1] if rooms else "", refresh=False)
+            bar.update(TICK if seconds is None else min(TICK, seconds - bar.n))
+
+    try:
+        form = PLAIN if seconds is None else LIMITED
+        with tqdm(total=seconds, desc=what, leave=False, bar_format=form, delay=TICK, mininterval=0, miniters=0) as bar:
+            clock = threading.Thread(target=tick, daemon=True)
+            clock.start()
+            try:
+                yield
+            finally:
+                done.set()
+                clock.join()
+    finally:
+        one_line.release()

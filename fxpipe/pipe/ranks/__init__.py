@@ -1,0 +1,1 @@
+"""The same pipe over the processes of torch.distributed."""

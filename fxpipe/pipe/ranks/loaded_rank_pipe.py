@@ -1,0 +1,189 @@
+"""A saved package over ranks: each has the stages of its own device, and what moves between them is in `wires.json`.
+
+Nothing is captured, planned or generated, so ranks agree once, on the files; after that all calls are of one kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.capture import NO_TARGET
+from fxpipe.codegen.package.load_package import bound_stages
+from fxpipe.codegen.package.package_files import CONSTANTS, WIRES
+from fxpipe.engines.common.step_engine import Stepper, read_rows
+from fxpipe.engines.ranks.rank_engine import Ranked, on_rank
+from fxpipe.engines.ranks.rank_group import Lost, World
+from fxpipe.errors import PackageError, RankError
+from fxpipe.ir.program.messages import Wires
+from fxpipe.ir.program.messages import load as load_wires
+from fxpipe.ir.schedule.schedule import Action
+from fxpipe.pipe.build.compiled_stages import Backend
+from fxpipe.pipe.live import Live
+from fxpipe.pipe.saved.loaded_pipe import Loaded, LoadedState, loss_root
+
+from .rank_arguments import Given
+from .rank_calls import Header
+from .rank_consistency import agree
+from .rank_tensors import RankTensors
+from .ranks import Ranks, forward, ranked, refuse_copy, refuse_pickle
+
+TEXT = (".py", ".json")  # files that are shown where they differ
+
+
+@dataclass(kw_only=True)
+class LoadedRanksState(LoadedState):
+    """What a `LoadedRanks` has beside the model."""
+
+    processes: Ranks
+
+
+class LoadedRanks(Loaded):
+    """What `fxpipe.load` returns inside a torch.distributed world; see there, `Loaded`, and for calls `RankPipe`."""
+
+    _state: LoadedRanksState
+    forward, __deepcopy__, __reduce__ = forward, refuse_copy, refuse_pickle
+
+    @property
+    def place(self) -> int:
+        """The number of this rank among all that train the model: what it passes to `collect_all` comes there."""
+        return self._state.processes.place
+
+    def forward_only(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs for the whole batch, without gradients, on every rank. Raises InputError for another kind
+        of call than it was saved for."""
+
+        def call(given: Given) -> tuple[Any, ...]:
+            return self._take(self._call_inputs(given[0], given[1]))
+
+        with torch.no_grad():
+            found = self._state.processes.call(call, (args, kwargs, NO_TARGET), self._refuse)
+            return self.package.result(*found)
+
+    def _step(
+        self,
+        given: Given,
+        loss_fn: Any,
+        outputs: bool,
+        scaler: torch.amp.GradScaler | None,
+        accumulate: int,
+        timeline: bool,
+    ) -> tuple[Any, ...]:
+        """As `RankPipe.step`."""
+
+        def call(given: Given) -> tuple[Any, ...]:
+            inputs = self._step_inputs(given, loss_fn, outputs)
+            self._state.processes.set_scale(scaler, accumulate)
+            return self._take(inputs)
+
+        found: tuple[Any, ...] = self._state.processes.call(call, given, self._refuse, Header(timeline=timeline))
+        return found
+
+    def _take(self, inputs: Any) -> tuple[Any, ...]:
+        """This rank's part of a call."""
+        calls = self._state.processes.calls
+        found, self._state.timeline = calls.take(ranked(self._state.live), inputs, self.package.CHUNKS)
+        return found
+
+    def _refuse(self, _: Header, looks: Given, error: BaseException) -> None:
+        """Take part in a call that has failed here, so that all ranks know."""
+        args, kwargs, target = looks
+        inputs = self.package.inputs(*args, **self._named(kwargs, target))
+        ranked(self._state.live).run(inputs, self.package.CHUNKS, error=error)
+
+
+def load_on_rank(folder: Path, model: nn.Module, world: World, backend: Backend | None = None) -> LoadedRanks:
+    """This rank's part of a package, once all ranks have the same files. Raises what failed here, and RankError for
+    what failed elsewhere."""
+    ranks = Ranks(world)
+    error, made = None, None
+    try:
+        live = Live(folder, backend=backend)
+        root = loss_root(live.package, model)
+        tensors = RankTensors(model, ranks, partial(crews, live))
+        state = LoadedRanksState(
+            live=live, bind=partial(bind_on_rank, world), root=root, processes=ranks, tensors=tensors, lock=ranks.lock
+        )
+        made = LoadedRanks(model, state)
+        if root is not None:
+            raise PackageError(
+                f"the loss of this package has tensors of its own, {root}...: over ranks, it has to be a "
+                "function, or a part of the model"
+            )
+    except Exception as failed:
+        error = failed
+    try:
+        agree(world, None if error else text_of(folder), error)
+        if error is None:
+            ranked(live).share_values()
+    except Lost as lost:
+        raise RankError(str(lost)) from None
+    if error is not None:
+        raise error
+    assert made is not None
+    return made
+
+
+def bind_on_rank(world: World, model: nn.Module, others: Mapping[str, Tensor], package: ModuleType) -> Ranked:
+    """The scheduler of the stages of a package that are on this rank."""
+    found = wires_of(package)
+    check_ranks(found, world)
+    stages, whole = bound_stages(package, model, None, others, here={world.label: world.device})
+    return on_rank(package.Scheduler, stages, whole, world, found)
+
+
+def crews(live: Live, tensors: Mapping[str, Tensor]) -> dict[int, Sequence[str]]:
+    """The devices of the stages that use these tensors, by the ids of these."""
+    found: dict[int, Sequence[str]] = {}
+    for kind, labels in zip(live.package.STAGES, ranked(live).wires.crews, strict=True):
+        for path in kind.states:
+            found.setdefault(id(tensors.get(path)), labels)
+    return found
+
+
+def wires_of(package: Any) -> Wires:
+    """What moves between the stages of a package. Raises PackageError where nobody knows."""
+    file = Path(next(iter(package.__path__))) / WIRES
+    if not issubclass(package.Scheduler, Stepper):
+        raise PackageError(
+            "this package was saved after a call of a pipe in one process; over ranks, save one after pipe.step(...), "
+            "or from a pipe over ranks"
+        )
+    if not file.exists():
+        raise PackageError(f"{file} is not there: this package is for devices of one process; save it anew")
+    try:
+        found = load_wires(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise PackageError(f"{file}: {error}") from None
+    rows, firsts = read_rows(package.Scheduler.rows), {label: crew[0] for crew in found.crews for label in crew}
+    for label, steps in zip(found.programs.devices, found.programs.rows, strict=True):
+        runs = tuple(step.what for step in steps if isinstance(step.what, Action) and step.what.kind != "R")
+        if rows.get(firsts.get(label, label)) != runs:
+            raise PackageError(f"the rows of {label} in scheduler.py and {WIRES} differ: edit both, or neither")
+    return found
+
+
+def check_ranks(wires: Wires, world: World) -> None:
+    """Raise PackageError if the package is not for these ranks."""
+    wanted = tuple(dict.fromkeys(label for crew in wires.crews for label in crew))
+    if set(wanted) != set(world.labels):
+        raise PackageError(
+            f"the package is for {len(wanted)} devices, {', '.join(wanted)}, and the ranks are {len(world.labels)}, "
+            f"{', '.join(world.labels)}: start as many, or save it from a pipe over such devices"
+        )
+
+
+def text_of(folder: Path) -> str:
+    """What ranks must have the same."""
+    files = {path.name: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*")) if path.suffix in TEXT}
+    constants = folder / CONSTANTS
+    held = sha256(constants.read_bytes()).hexdigest() if constants.exists() else "none"
+    return "\n".join([*(f"{name}\n{text}" for name, text in files.items()), f"{CONSTANTS} {held}"])

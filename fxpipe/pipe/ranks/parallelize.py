@@ -1,0 +1,284 @@
+"""Data or tensor parallelism beside a pipe, by torch's own means: what `RankPipe.parallelize` does.
+
+A function of the user has made something of this rank's part of the model. What that is decides what goes on in a step:
+
+                                   before                            after
+    DistributedDataParallel        nothing                           gradients are averaged over the column
+    fully_shard (FSDP2)            parameters are gathered           and each rank keeps those of its shard
+    parallelize_module (DTensor)   stages get their local tensors    nothing: gradients are right where they are
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_module, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fxpipe.codegen.package.load_package import tensors_of
+from fxpipe.engines.ranks.mesh_sync import Beside
+from fxpipe.engines.ranks.rank_engine import Ranked
+from fxpipe.engines.ranks.rank_group import World, join
+from fxpipe.errors import FxpipeError, PlanError
+from fxpipe.runtime.dtensor_stage import Layout, compute_sharded
+from fxpipe.runtime.step_leaves import Pair, alias, commit_gradients
+
+from .rank_consistency import agree
+from .stage_module import Graded, Part, add_through
+
+DDP, FSDP, TENSOR, NOTHING = "DistributedDataParallel", "fully_shard", "parallelize_module", "nothing"
+Function = Callable[[nn.Module, Any], nn.Module]
+WHAT = "return DistributedDataParallel(part, ...), fully_shard(part, ...) or parallelize_module(part, ...)"
+
+
+class Parallel:
+    """What has been made of the part of the model on this rank. `module`: what backward of a step goes through;
+    `beside`: those in the same column; `owners`: during a step, the parameter of each tensor that a stage holds, by its
+    id, and of what layout it is a part; `reduces`, `gathers`: whether there are collectives after a step, and before or
+    in it; `cut`: the paths of the tensors of which ranks compute with parts."""
+
+    def __init__(self, part: Part, world: World) -> None:
+        self.part, self.world = part, world
+        self.module: nn.Module = part
+        self.beside = Beside(())
+        self.reduces = self.gathers = False
+        self.cut: frozenset[str] = frozenset()
+        self.owners: dict[int, tuple[Tensor, Layout | None]] = {}
+
+    def apply(self, mesh: Any, function: Function) -> nn.Module:
+        """Let the function make something of the part, over a mesh; gives what it has made."""
+        column = join(group_of(mesh), self.world.device, self.world.timeout)
+        tensors = self.tensors()
+        agree(column, "\n".join(f"{path}  {list(x.shape)} {x.dtype}" for path, x in tensors.items()))
+        if any(x.is_meta for x in tensors.values()):
+            raise FxpipeError("tensors of the part are on the meta device: call pipe.materialize() first")
+        if self.reduces:
+            raise FxpipeError("the part is parallel over its data already: call parallelize for that last, and once")
+        made = self._made(mesh, function)
+        kind = self._kind(made)
+        kinds = self.world.collect(kind)  # the plan of parallelize_module may have nothing for some ranks
+        if kind == NOTHING and TENSOR not in kinds and any(p.requires_grad for p in made.parameters()):
+            raise FxpipeError(f"nothing was made of the part: {WHAT}")
+        if kind == DDP:
+            self.module, self.reduces = made, True
+        elif kind == FSDP:
+            self._begin_fsdp({path: x.dtype for path, x in tensors.items()})
+        elif TENSOR in kinds:
+            self.gathers = True
+            distribute_module(made, mesh)  # optimizers want all parameters to be DTensors, or none
+            tie_again(made, tensors)
+            now = self.tensors()
+            self.cut = frozenset(path for path, x in now.items() if isinstance(x, DTensor) and Layout.of(x).cut)
+        self.beside = Beside((*self.beside.worlds, column))
+        return made
+
+    def _made(self, mesh: Any, function: Function) -> nn.Module:
+        """What the function makes of the part, if there is anything in it."""
+        if not list(self.part.parameters()):
+            return self.part
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Parallelize plan key")  # which is for a stage on another rank
+            return function(self.part, mesh)
+
+    def _kind(self, made: nn.Module) -> str:
+        """What the function has made. Raises FxpipeError if it is nothing that is known here."""
+        if isinstance(made, DistributedDataParallel) and made.module is self.part:
+            if self.cut:
+                raise FxpipeError("DistributedDataParallel does not know DTensors: use fully_shard over the data")
+            return DDP
+        if made is self.part and isinstance(made, FSDPModule):
+            return FSDP
+        if made is not self.part or self._sharded():
+            raise FxpipeError(f"what was made of the part is a {type(made).__name__}: {WHAT}")
+        return TENSOR if any(isinstance(p, DTensor) for p in made.parameters()) else NOTHING
+
+    def _begin_fsdp(self, types: Mapping[str, torch.dtype]) -> None:
+        """Gather all once. Raises FxpipeError if parameters have other types then, for which no stage was made."""
+        self.reduces = self.gathers = True
+        with torch.no_grad():
+            self.part()  # FSDP2 learns that this is the root
+        for module in self._sharded():
+            module.unshard()
+        odd = next(((path, x.dtype) for path, x in self.tensors().items() if x.dtype != types[path]), None)
+        for module in self._sharded():
+            module.reshard()
+        if odd is not None:
+            raise FxpipeError(
+                f"{odd[0]} is gathered as {odd[1]}, and the stages are made for {types[odd[0]]}: leave param_dtype out "
+                "of the MixedPrecisionPolicy, and call pipe.step under torch.autocast"
+            )
+
+    def _sharded(self) -> list[FSDPModule]:
+        return [module for module in self.part.modules() if isinstance(module, FSDPModule)]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The parameters and buffers as they are now, by the model's paths."""
+        return tensors_of(self.part)
+
+    def check(self, scheduler: Ranked, others: Mapping[str, Tensor]) -> None:
+        """Raise FxpipeError for what cannot be right. `others`: tensors that are not the model's, by path."""
+        strange = next((path for path, tensor in others.items() if tensor.requires_grad), None)
+        if strange is not None and self.reduces:
+            raise FxpipeError(
+                f"nobody would average the gradient of {strange}, which is not the model's: make the loss function a "
+                "part of the model"
+            )
+        if not self.cut:
+            return
+        if scheduler.random:
+            raise FxpipeError(
+                "the model draws random numbers, which would not be those of the plain model where ranks have parts of "
+                "a tensor: set the probability of its dropouts to 0, or leave out tensor parallelism"
+            )
+        if any(stage.compiled for stage in scheduler.stages):
+            raise FxpipeError("compile_stages is for stages whose tensors are whole; leave it out")
+        for loan in scheduler.wires.lent:
+            if scheduler.here(loan.home) and loan.path in self.cut and not scheduler.here(loan.user):
+                raise FxpipeError(
+                    f"{loan.path} is cut, and stage {loan.user}, on another rank, uses it too: leave it out of the "
+                    "plan of parallelize_module"
+                )
+
+    # A step -----------------------------------------------------------------------------------------------------------
+
+    def call(self, trains: bool) -> AbstractContextManager[None]:
+        """A context for a call."""
+        return self.beside.call(self.gathers + trains)
+
+    @contextmanager
+    def held(self, scheduler: Ranked, error: BaseException | None) -> Iterator[BaseException | None]:
+        """In this context the stages of this rank hold what they compute with. Gives what has failed so far, here or,
+        where the column is to work together next, in another row."""
+        swapped: list[tuple[dict[str, Any], str, Tensor]] = []
+        try:
+            if self.gathers:
+                error = self.beside.agree(error)
+            if error is None:
+                error = self._gather()
+            if error is None:
+                swapped = self._put(scheduler)
+            yield error
+        finally:
+            self.owners = {}
+            for held, name, before in swapped:
+                held[name] = before
+            for module in self._sharded():
+                module.reshard()
+
+    def _gather(self) -> Exception | None:
+        """Gather the parameters; gives what has failed."""
+        try:
+            for module in self._sharded():
+                module.unshard()
+        except RuntimeError as error:
+            return error
+        return None
+
+    def _put(self, scheduler: Ranked) -> list[tuple[dict[str, Any], str, Tensor]]:
+        """Give the stages the tensors that there are now; gives where they were, and what was there."""
+        now, swapped = self.tensors(), []
+        parts = {id(x): part_of(x) for x in now.values()}
+        self.owners = {id(part): (x, layout) for x in now.values() for part, layout in [parts[id(x)]]}
+        for stage in scheduler.stages:
+            for path in stage.states:
+                if path in now:
+                    held, name = stage.slot(path)
+                    swapped.append((held, name, held[name]))
+                    held[name] = parts[id(now[path])][0]
+            mine = {path: layout for path in stage.states if path in self.cut and (layout := parts[id(now[path])][1])}
+            if mine and "forward" not in vars(stage):
+                object.__setattr__(stage, "forward", compute_sharded(stage, mine))
+        return swapped
+
+    def add(self, pairs: Sequence[Pair]) -> None:
+        """Add the gradients of a step to those of the parameters, once the step is done in all rows."""
+        ours = [pair for pair in pairs if id(pair[0]) in self.owners]
+        others = [pair for pair in pairs if id(pair[0]) not in self.owners]
+        error = self.beside.agree(None)
+        if error is not None:
+            raise error
+        commit_gradients(others)
+        graded = self._graded(ours)
+        if self.reduces:
+            add_through(self.module, self.part, graded)
+        else:
+            commit_gradients([(parameter, holding(parameter, grad)) for parameter, grad in graded])
+
+    def _graded(self, pairs: Sequence[Pair]) -> list[Graded]:
+        """The parameters with the gradients of what stages have held of them."""
+        found: dict[int, Graded] = {}
+        for held, stand_in in pairs:
+            if stand_in.grad is not None:
+                parameter, layout = self.owners[id(held)]
+                grad = stand_in.grad if layout is None else layout.whole(stand_in.grad)
+                known = found.get(id(parameter))
+                found[id(parameter)] = parameter, grad if known is None else known[1] + grad
+        return list(found.values())
+
+
+def tie_again(module: nn.Module, before: Mapping[str, Tensor]) -> None:
+    """What was one tensor is one again: the one that is cut, if there is. Raises FxpipeError if several are, in
+    different ways."""
+    now, chosen = tensors_of(module), dict[int, DTensor]()
+    for path, tensor in before.items():
+        made: Any = now[path]
+        known = chosen.setdefault(id(tensor), made)
+        if Layout.of(known).cut and Layout.of(made).cut and known.placements != made.placements:
+            raise FxpipeError(f"{path} is shared, and cut in one way here and in another elsewhere: cut it alike")
+        if Layout.of(made).cut:
+            chosen[id(tensor)] = made
+    for path, tensor in before.items():
+        parent, _, name = path.rpartition(".")
+        scope = module.get_submodule(parent)
+        held: Any = scope._parameters if name in scope._parameters else scope._buffers
+        held[name] = chosen[id(tensor)]
+
+
+def group_of(mesh: Any) -> Any:
+    """The group of a column. Raises PlanError for what is no mesh of one dimension."""
+    if not isinstance(mesh, torch.distributed.device_mesh.DeviceMesh) or mesh.ndim != 1:
+        raise PlanError("name one dimension of a DeviceMesh, beside that of the pipe, as in mesh['dp']")
+    return mesh.get_group()
+
+
+def part_of(tensor: Tensor) -> tuple[Tensor, Layout | None]:
+    """What a stage computes with, and of what it is a part."""
+    if not isinstance(tensor, DTensor):
+        return tensor, None
+    return local(tensor).detach().requires_grad_(tensor.requires_grad), Layout.of(tensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What of it is on this rank."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def holding(parameter: Tensor, grad: Tensor) -> Tensor:
+    """An alias with this gradient."""
+    stand_in = alias(parameter)
+    stand_in.grad = grad
+    return stand_in
+
+
+def fill(tensor: Tensor, value: Tensor) -> None:
+    """Copy a value, or what of it belongs here."""
+    with torch.no_grad():
+        if isinstance(tensor, DTensor) and not isinstance(value, DTensor):
+            value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        tensor.copy_(value)
+
+
+def release(tensors: Iterable[Tensor], kept: Iterable[Tensor]) -> None:
+    """Free the memory of tensors, but for that in which any of the others lies. They keep their shapes."""
+    own = {local(tensor).untyped_storage().data_ptr() for tensor in kept}
+    for tensor in tensors:
+        if not tensor.is_meta and tensor.untyped_storage().data_ptr() not in own:
+            tensor.grad = None
+            tensor.untyped_storage().resize_(0)

@@ -1,0 +1,90 @@
+"""Which processes a pipe is to run in: the ranks of torch.distributed, where there are several."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from fxpipe.engines.ranks.rank_group import World, join
+from fxpipe.errors import PlanError
+from fxpipe.ir.cluster.cluster import Cluster
+from fxpipe.pipe.options.compile_options import Options
+
+from .rendezvous import fresh_store
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def find_world(
+    devices: int | Sequence[str | torch.device] | Cluster | None, group: Any = None, timeout: float = 300.0
+) -> World | None:
+    """The ranks that are the devices of a pipe; None if all of it runs in this process. Raises PlanError if there are
+    not as many ranks as devices."""
+    if not timeout > 0:
+        raise PlanError(f"timeout is {timeout}: write a number of seconds, such as 60")
+    if group is None and (isinstance(devices, Sequence) or not in_world(timeout)):
+        return None
+    if not dist.is_available() or not dist.is_initialized():
+        raise PlanError("group is given, and no process group is initialized: call init_process_group, or use torchrun")
+    group = dist.group.WORLD if group is None else process_group(group)
+    size = dist.get_world_size(group)
+    if dist.get_rank(group) < 0:
+        raise PlanError(f"rank {dist.get_rank()} is not in the group that is to run the pipe")
+    wanted = len(devices.labels) if isinstance(devices, Cluster) else devices
+    if wanted is not None and wanted != size:
+        raise PlanError(
+            f"devices is {wanted if not isinstance(wanted, Sequence) else list(wanted)}, and there are {size} ranks: "
+            f"write devices={size}, start as many ranks as devices, or name the devices of this process in a list"
+        )
+    return join(group, own_device(group), timeout)
+
+
+def in_world(timeout: float) -> bool:
+    """Whether there are several ranks. The process group is initialized here if torchrun started this process."""
+    if not dist.is_available():
+        return False
+    if not dist.is_initialized():
+        if not all(name in os.environ for name in TORCHRUN) or int(os.environ["WORLD_SIZE"]) < 2:
+            return False
+        gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])) > 0
+        backend, limit = "cpu:gloo,cuda:nccl" if gpus else "gloo", timedelta(seconds=timeout)
+        store, rank, size = next(rendezvous("env://", timeout=limit))
+        store = fresh_store(store, rank, size, timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    return dist.get_world_size() > 1
+
+
+def process_group(group: Any) -> Any:
+    """The group itself, or that of a mesh."""
+    if not isinstance(group, dist.device_mesh.DeviceMesh):
+        return group
+    if group.ndim != 1:
+        raise PlanError(
+            f"group is a mesh of {group.ndim} dimensions: name the one that the pipe is to run along, as in mesh['pp']"
+        )
+    return group.get_group()
+
+
+def own_device(group: Any) -> torch.device:
+    """The device of this rank: a GPU if the group speaks NCCL."""
+    if "nccl" not in dist.get_backend_config(group):
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", dist.get_rank() % torch.cuda.device_count()))
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def for_ranks(options: Options) -> Options:
+    """The options of a pipe whose devices are ranks. Raises PlanError for what it cannot do."""
+    if options.place is not None:
+        raise PlanError(
+            "a strategy is for the devices of one process: name them in a list, as in devices=['cpu', 'cpu']"
+        )
+    return replace(options, ranks=True)

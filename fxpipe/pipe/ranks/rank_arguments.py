@@ -1,0 +1,77 @@
+"""The arguments of a call over ranks: the leader's looks stand in for what another rank has left out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.capture import NO_TARGET
+from fxpipe.capture.nested_values import change
+from fxpipe.engines.ranks.rank_group import LEADER
+from fxpipe.errors import RankError
+
+Given = tuple[tuple[Any, ...], dict[str, Any], Any]  # args, kwargs, target
+
+
+def on_meta(path: str, tensor: Tensor) -> Tensor:
+    """The shape of a tensor, as it is told to other ranks."""
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def glance(given: Given) -> tuple[Any, ...] | None:
+    """What tells arguments that look the same, at a tenth of the price of pickling their looks; None if there are other
+    things among them than tensors and plain values."""
+    args, kwargs, target = given
+    found: list[Any] = [len(args), *kwargs]
+    for value in (*args, *kwargs.values(), target):
+        if isinstance(value, Tensor) and value.layout is torch.strided:
+            found.append((value.shape, value.stride(), value.dtype, value.requires_grad))
+        elif value is None or value is NO_TARGET or type(value) in (bool, int, float, str):
+            found.append((type(value), value))
+        else:
+            return None
+    return tuple(found)
+
+
+def filled(looks: Given, given: Given) -> Given:
+    """The arguments of this rank, with stand-ins for those that it has left out or passed as None."""
+    (args, kwargs, target), (own_args, own_kwargs, own_target) = looks, given
+    new = tuple(own_args[at] if at < len(own_args) else arg for at, arg in enumerate(args)) + own_args[len(args) :]
+    named = {**kwargs, **own_kwargs}
+    pairs = zip(new, (*args, *new[len(args) :]), strict=True)
+    return (
+        tuple(stand_in(value, look) for value, look in pairs),
+        {key: stand_in(value, kwargs.get(key)) for key, value in named.items()},
+        target if own_target is NO_TARGET else stand_in(own_target, target),
+    )
+
+
+def stand_in(value: Any, look: Any) -> Any:
+    return look if value is None else value
+
+
+def check_same(given: Given, looks: Given, rank: int) -> None:
+    """Raise RankError where a tensor has another shape or type than the leader's."""
+    ours, theirs = tensors_in(given), tensors_in(looks)
+    for path in ours.keys() & theirs.keys():
+        here, there = ((x.dtype, list(x.shape), x.requires_grad) for x in (ours[path], theirs[path]))
+        if here[:2] == there[:2] and here != there:
+            raise RankError(f"{path} needs a gradient on one of the ranks {LEADER} and {rank} alone; let it on both")
+        if here != there:
+            raise RankError(
+                f"rank {rank} was given {path} of type {here[0]} and shape {here[1]}, and rank {LEADER} {there[0]} "
+                f"{there[1]}: all ranks work on the same batch"
+            )
+
+
+def tensors_in(given: Given) -> dict[str, Tensor]:
+    """The tensors among the arguments, by where they are."""
+    args, kwargs, target = given
+    named = {**{f"argument {at}": arg for at, arg in enumerate(args)}, **kwargs, "target": target}
+    found: dict[str, Tensor] = {}
+    for name, value in named.items():
+        change(value, found.setdefault, name)
+    return found

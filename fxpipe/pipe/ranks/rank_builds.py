@@ -1,0 +1,168 @@
+"""The kinds of calls that the ranks of a pipe know by the same numbers, and what each has built for them.
+
+How ranks make a call together is in `rank_calls`; here is which kind of call it is, and what is made for it: all
+capture, compare their graphs, and follow the leader's plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from fxpipe.capture import NO_TARGET
+from fxpipe.codegen.package.load_package import bound_stages, tensors_of
+from fxpipe.codegen.package.package_files import constants
+from fxpipe.codegen.scheduler.message_table import wires
+from fxpipe.engines.ranks.rank_engine import Ranked, on_rank
+from fxpipe.engines.ranks.rank_group import LEADER
+from fxpipe.engines.ranks.step_consensus import describe
+from fxpipe.errors import RankError
+from fxpipe.ir.cluster.cluster import Cluster
+from fxpipe.ir.graph.graph import Graph
+from fxpipe.ir.graph.opaque_call import opaques
+from fxpipe.ir.plan.plan import Plan
+from fxpipe.ir.plan.profile import Profile
+from fxpipe.ir.schedule.schedule import Schedule
+from fxpipe.ir.timeline import Timeline
+from fxpipe.pipe.build.build import Build, build
+from fxpipe.pipe.build.build_cache import BuildCache, build_here
+from fxpipe.pipe.build.call_binding import kind_of, match, micro_batch_sizes, with_states
+from fxpipe.pipe.options.compile_options import Options
+
+from .rank_arguments import Given
+from .rank_calls import NEW, Header
+from .rank_consistency import agree, described, digest, on_each
+from .ranks import Ranks, ranked
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What the leader has decided for a kind of call."""
+
+    plan: Plan
+    schedule: Schedule
+    profile: Profile
+    cluster: Cluster
+
+
+class RankBuilds:
+    """The kinds of calls that all ranks have agreed on, in the order of their first calls: `keys` by which the builds
+    of this rank are found, and the graphs as `texts`; `known`: their numbers by all keys of this rank."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self.world, self.calls = ranks, ranks.world, ranks.calls
+        self.known: dict[tuple[Any, ...], int] = {}
+        self.keys: list[tuple[Any, ...]] = []
+        self.texts: list[str] = []
+
+    # One call ---------------------------------------------------------------------------------------------------------
+
+    def take(self, cache: BuildCache, graph: Graph, inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], Timeline | None]:
+        """This rank's part of a call of this kind."""
+        made, number = self.agree(cache, graph, inputs)
+
+        def load() -> None:
+            cache.live(made)
+
+        new = self.calls.joined
+        if new:
+            on_each(self.world.collect, load)
+        scheduler = ranked(cache.live(made))
+        if new:
+            scheduler.share_values()
+        return self.calls.take(scheduler, inputs, cache.options.chunks, number)
+
+    def refuse(self, cache: BuildCache, header: Header, looks: Given, error: BaseException) -> None:
+        """Take part in a call that has failed here, so that all ranks know."""
+        if header.kind == NEW:
+            agree(self.world, None, error)
+            return
+        made = cache.builds[self.keys[header.kind]]
+        args, kwargs, target = looks
+        named = kwargs if target is NO_TARGET else {**kwargs, "target": target, "loss_target": target}
+        found: dict[str, Any] = {}
+        match(made.graph.call, (args, named), found)
+        inputs = [found.get(item.name, 0) for item in made.graph.inputs if item.path]
+        ranked(cache.live(made)).run(inputs, cache.options.chunks, error=error)  # raises it
+
+    def agree(self, cache: BuildCache, graph: Graph, inputs: Sequence[Any]) -> tuple[Build, int]:
+        """The build for a kind of call, the same on all ranks, and its number; a new one if it is new to all."""
+        new = not self._knows(cache, graph)
+        if self.world.leads and new:
+            self.calls.tell()
+        elif not self.world.leads and new != (self.calls.heard().kind == NEW):
+            raise RankError(
+                f"this call is of a kind that is new on rank {self.world.rank if new else LEADER} alone: is the model "
+                "in training on one rank and in evaluation on the other, or does the loss function differ?"
+            )
+        made = cache.built(graph, inputs)
+        key = kind_of(graph, cache.model.training, None)
+        if new:  # and all have agreed on it
+            self.known[key] = len(self.keys)
+            self.texts.append(str(replace(graph, training=cache.model.training)))
+            self.keys.append(key)
+        return made, self.known[key]
+
+    def _knows(self, cache: BuildCache, graph: Graph) -> bool:
+        """Whether there is a build for this kind of call: ranks do not capture equally often, so one that was captured
+        again is the same if its graph looks the same."""
+        key = kind_of(graph, cache.model.training, None)
+        if key in self.known:
+            return True
+        graph = replace(graph, training=cache.model.training)
+        text = str(graph)
+        if text not in self.texts:
+            return False
+        number = self.texts.index(text)
+        cache.builds[key] = replace(with_states(cache.builds[self.keys[number]], graph), graph=graph)
+        self.known[key] = number
+        return True
+
+    # What is made for it ----------------------------------------------------------------------------------------------
+
+    def make(self, cache: BuildCache, graph: Graph, inputs: Sequence[Any]) -> Build:
+        """The street from a graph on: the leader decides, the others follow."""
+        self.calls.joined = True
+        agree(self.world, f"{described(cache.options)}\n{graph}")
+        if self.world.leads:
+            error, decided = None, None
+            try:
+                made = build_here(cache, graph, inputs)
+                decided = Decided(made.plan, made.schedule, made.profile, made.cluster)
+            except Exception as failed:
+                error = failed
+            self.world.share((decided, describe(error)))
+            if error is not None:
+                raise error
+        else:
+            decided, failed_there = self.world.share()
+            if decided is None:
+                raise RankError(f"rank {LEADER}: {failed_there}")
+            made = build_like(cache.options, graph, inputs, decided)
+        agree(self.world, f"{made.program}\n{made.schedule}\n{digest(made.files)}")
+        return made
+
+    def bind(self, model: nn.Module, made: Build, others: Mapping[str, Tensor], package: ModuleType) -> Ranked:
+        """The scheduler of the stages on this rank."""
+        calls = {opaque.path: opaque for opaque in opaques(made.graph)}
+        held, here = constants(made.program, made.totals), {self.world.label: self.world.device}
+        stages, whole = bound_stages(package, model, held, others, calls, here=here)
+        scheduler = on_rank(package.Scheduler, stages, whole, self.world, wires(made.program, made.schedule))
+        if self.ranks.parallel is not None:
+            known = {id(tensor) for tensor in tensors_of(model).values()}
+            strange = {path: tensor for path, tensor in others.items() if id(tensor) not in known}
+            self.ranks.parallel.check(scheduler, strange)
+            scheduler.parallel = self.ranks.parallel
+        return scheduler
+
+
+def build_like(options: Options, graph: Graph, inputs: Sequence[Any], decided: Decided) -> Build:
+    """The street, without decisions."""
+    sizes = micro_batch_sizes(graph, inputs, options.chunks)
+    devices = tuple(stage.device for stage in decided.plan.stages)
+    options = replace(options, plan=decided.plan, schedule=decided.schedule, devices=devices)
+    return build(graph, decided.profile, sizes, decided.cluster, options, None)

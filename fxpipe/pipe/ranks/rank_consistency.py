@@ -1,0 +1,70 @@
+"""What ranks must have the same, or else an error that shows the difference on every one of them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from hashlib import sha256
+from typing import Any
+
+from fxpipe.engines.ranks.rank_group import LEADER, World
+from fxpipe.engines.ranks.step_consensus import describe
+from fxpipe.errors import RankError
+from fxpipe.pipe.options.compile_options import Options, every_device
+
+
+def agree(world: World, text: str | None, error: BaseException | None = None) -> None:
+    """Raise, on every rank, if one of them has failed, or has another text: then with the lines that differ. A rank
+    that has failed gives its error, and has to raise it itself."""
+    heard = world.collect((digest(text), describe(error) if error is not None else None))
+    if error is not None:
+        return
+    for rank, (_, failed) in enumerate(heard):
+        if failed is not None:
+            raise RankError(f"rank {rank}: {failed}")
+    odd = next((rank for rank, (found, _) in enumerate(heard) if found != heard[LEADER][0]), None)
+    if odd is not None:
+        texts = world.collect(text)
+        lines = difflib.unified_diff(
+            texts[LEADER].splitlines(), texts[odd].splitlines(), f"rank {LEADER}", f"rank {odd}", lineterm="", n=1
+        )
+        some = list(lines)
+        more = [f"... and {len(some) - 40} more lines"] if len(some) > 40 else []
+        raise RankError(
+            "\n".join([f"ranks {LEADER} and {odd} do not have the same model and plan:", *some[:40], *more])
+        )
+
+
+def on_each(collect: Callable[[Any], list[Any]], do: Callable[[], Any]) -> list[Any]:
+    """What each rank gets from it, by rank. A rank on which it fails raises its error, and all others RankError."""
+    found, error = None, None
+    try:
+        found = do()
+    except Exception as failed:
+        error = failed
+    heard = collect((found, describe(error)))
+    if error is not None:
+        raise error
+    for rank, (_, failure) in enumerate(heard):
+        if failure:
+            raise RankError(f"rank {rank}: {failure}")
+    return [one for one, _ in heard]
+
+
+def digest(value: Any) -> str:
+    text = value if isinstance(value, str) else repr(sorted(value.items()) if isinstance(value, Mapping) else value)
+    return sha256(text.encode()).hexdigest()
+
+
+def described(options: Options) -> str:
+    """What of the options every rank must have the same, a line each."""
+    schedule = options.schedule if isinstance(options.schedule, str) else str(type(options.schedule).__name__)
+    return "\n".join(
+        [
+            f"devices     {', '.join(every_device(options))}",
+            f"replicas    {', '.join(str(1 + len(options.replicas.get(first, ()))) for first in options.devices)}",
+            f"chunks      {options.chunks}",
+            f"schedule    {schedule}",
+            f"checkpoint  {options.checkpoint if isinstance(options.checkpoint, str) else sorted(options.checkpoint)}",
+        ]
+    )

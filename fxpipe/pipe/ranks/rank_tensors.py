@@ -1,0 +1,81 @@
+"""What is on this rank of a model that is spread over several.
+
+Each rank has the model's own module with all of its keys, and the values of its own stages: what looks at parameters,
+buffers or the state sees those, and what all ranks see together is the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fxpipe.codegen.package.load_package import tensors_of
+from fxpipe.engines.ranks.rank_group import LEADER
+
+from .parallelize import fill, release
+from .ranks import Ranks
+
+Crews = Callable[[Mapping[str, Tensor]], Mapping[int, Sequence[str]] | None]
+
+
+class RankTensors:
+    """`crews`: finds the devices of the stages that use the model's tensors, by the ids of these; None before that is
+    decided. The leader has those that no stage uses."""
+
+    def __init__(self, model: nn.Module, ranks: Ranks, crews: Crews) -> None:
+        self.model, self.ranks, self.crews = model, ranks, crews
+
+    def held(self) -> dict[str, Tensor]:
+        return self._on(lambda crew: self.ranks.world.label in crew)
+
+    def own(self) -> dict[str, Tensor]:
+        return self._on(lambda crew: self.ranks.world.label == crew[0])
+
+    def _on(self, wanted: Callable[[Sequence[str]], bool]) -> dict[str, Tensor]:
+        """As they are now; all before it is decided which is where."""
+        tensors, now = tensors_of(self.model), self._now()
+        crews, leader = self.crews(tensors), (self.ranks.world.labels[LEADER],)
+        return {
+            path: now.get(path, tensor)
+            for path, tensor in tensors.items()
+            if crews is None or wanted(crews.get(id(tensor), leader))
+        }
+
+    def _now(self) -> dict[str, Tensor]:
+        """What is in the place of the model's own tensors, by path."""
+        return {} if self.ranks.parallel is None else self.ranks.parallel.tensors()
+
+    def only_held(self, pairs: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        tensors = tensors_of(self.model)
+        held = {id(tensors[path]): now for path, now in self.held().items()}
+        return iter([(key, held[id(tensor)]) for key, tensor in pairs if id(tensor) in held])
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        found, own, prefix = self.model.state_dict(*args, **kwargs), self.own(), kwargs.get("prefix", "")
+        for path in tensors_of(self.model).keys() - own.keys():
+            found.pop(prefix + path, None)
+        found.update({prefix + path: x.detach() for path, x in self._now().items() if prefix + path in found})
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
+        parts = {path: tensor for path, tensor in self._now().items() if isinstance(tensor, DTensor)}
+        elsewhere = tensors_of(self.model).keys() - self.held().keys()
+        kept = {key: value for key, value in state_dict.items() if key not in elsewhere and key not in parts}
+        found = self.model.load_state_dict(kept, strict=False, assign=assign and not parts)
+        missing = [key for key in found.missing_keys if key not in elsewhere and key not in parts]
+        missing += [key for key in parts if key not in state_dict]
+        if strict and (missing or found.unexpected_keys):
+            raise RuntimeError(
+                f"rank {self.ranks.world.rank} cannot load this state_dict: missing {missing}, unexpected "
+                f"{found.unexpected_keys}"
+            )
+        for key in parts.keys() & state_dict.keys():
+            fill(parts[key], state_dict[key])
+        return type(found)(missing, found.unexpected_keys)
+
+    def drop_others(self) -> None:
+        """Free the memory of what belongs to other ranks. It keeps its shapes."""
+        release(tensors_of(self.model).values(), self.held().values())

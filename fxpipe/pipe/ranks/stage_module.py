@@ -1,0 +1,90 @@
+"""A rank's part of the model as a module by itself, for those who parallelise modules.
+
+    model                part of rank 1            modules of the model's own classes, with the model's own names and
+      layers               layers                  tensors, but only those that are at home in the stages of the rank;
+        0  Linear            2  Linear             hooks, and whatever is put in a tensor's place, stay in the part
+        1  Linear            3  Linear
+        2  Linear
+        3  Linear
+
+Its forward is not the model's: the stages compute. It has the gradients of a step, and is what backward of these is to
+go through, so that hooks of DistributedDataParallel and FSDP2 see each of them once, as in any other backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Graded = tuple[Tensor, Tensor]  # a parameter, and its gradient of a step
+
+
+class Part(nn.Module):
+    """The tensors of the model whose ids are in `own`."""
+
+    _graded: Sequence[Graded]
+
+    def __init__(self, model: nn.Module, own: Collection[int]) -> None:
+        super().__init__()
+        self.training = model.training
+        take(model, self, own, {})
+        self.set_graded(())
+
+    def set_graded(self, graded: Sequence[Graded]) -> None:
+        """The gradients of the next backward."""
+        object.__setattr__(self, "_graded", graded)  # past nn.Module's: the model may have a part of any other name
+
+    def forward(self) -> Tensor:
+        """A number whose backward gives the parameters the gradients that are here."""
+        graded = self._graded
+        found: Tensor = Carrier.apply([grad for _, grad in graded], *[p for p, _ in graded])  # type: ignore[no-untyped-call]
+        return found
+
+
+class Carrier(torch.autograd.Function):
+    """A function of parameters that has these gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, grads: Sequence[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.grads = grads
+        return torch.zeros((), device=parameters[0].device if parameters else None)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return None, *ctx.grads
+
+
+def add_through(module: nn.Module, part: Part, graded: Sequence[Graded]) -> None:
+    """Add gradients to those of parameters of the part, through the module that has been made of it."""
+    part.set_graded(graded)
+    try:
+        loss = module()
+    finally:
+        part.set_graded(())
+    if loss.requires_grad:
+        loss.backward()
+
+
+def take(module: nn.Module, made: nn.Module, own: Collection[int], known: dict[nn.Module, nn.Module]) -> None:
+    """Put what is there of a module, and of those in it, into another."""
+    made._parameters.update({name: p for name, p in module._parameters.items() if id(p) in own})
+    made._buffers.update({name: b for name, b in module._buffers.items() if id(b) in own})
+    made._non_persistent_buffers_set.update(module._non_persistent_buffers_set & made._buffers.keys())
+    for name, child in module._modules.items():
+        if child is not None and any(id(x) in own for x in (*child.parameters(), *child.buffers())):
+            if child not in known:
+                known[child] = like(child)
+                take(child, known[child], own, known)
+            made._modules[name] = known[child]
+
+
+def like(module: nn.Module) -> nn.Module:
+    """An empty module of the same class, with the same attributes, and no hooks."""
+    made = type(module).__new__(type(module))
+    nn.Module.__init__(made)
+    made.__dict__.update({name: value for name, value in module.__dict__.items() if name not in made.__dict__})
+    made.training = module.training
+    return made

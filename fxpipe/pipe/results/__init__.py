@@ -1,0 +1,1 @@
+"""What `fxpipe.plan` and `fxpipe.search` return: values to explain, compare and save."""

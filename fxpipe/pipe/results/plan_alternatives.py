@@ -1,0 +1,92 @@
+"""Why this plan: what a step would take with others, and on other hardware.
+
+why
+  optimal        1.72 s            proven optimal: no plan takes less
+  data parallel  5.87 s   +241%
+  straight       3.20 s   + 86%
+what if
+  one more device      1.66 s   -3%
+  twice the bandwidth  1.55 s  -10%
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tabulate import tabulate
+
+from fxpipe.errors import PlanError
+from fxpipe.ir.cluster.what_if import one_more, widened
+from fxpipe.ir.plan.hybrid_plan import shape
+from fxpipe.ir.timeline import Timeline
+from fxpipe.ir.units import show_seconds
+from fxpipe.pipe.build.phase_timing import timed
+from fxpipe.planning.hybrid.planners import SLOW_DEVICES, Answer, Request, search
+
+OTHERS = ("data parallel", "straight", "dapple")
+Row = tuple[str, str, str, str]
+
+
+def explain(planner: str, request: Request, chosen: Answer, timeline: Timeline) -> str:
+    """The rivals of the plan that this planner has chosen, and what more hardware would be worth."""
+    rivals = [_rival(name, request, chosen) for name in OTHERS if name != planner]
+    lines = [_pace(timeline), "", "why", *_table([_own(planner, chosen), *rivals])]
+    return "\n".join([*lines, "", "what if", *_table(_what_if(planner, request, chosen))])
+
+
+def _pace(line: Timeline) -> str:
+    """What a faster step would have to change."""
+    slowest = max(range(len(line.busy)), key=line.busy.__getitem__)
+    last = max((span.end for span in line.spans if span.kind != "A"), default=0.0)
+    facts = [f"stage {slowest} sets the pace: it computes {line.busy[slowest] / line.makespan:.0%} of the time"]
+    if line.end > last:
+        facts.append(f"{show_seconds(line.end - last)} of the step are replicas adding up gradients")
+    return "; ".join(facts)
+
+
+def _own(planner: str, chosen: Answer) -> Row:
+    proof = "" if chosen.certificate is None else str(chosen.certificate)
+    return f"{planner} {shape(chosen.plan.stages)}", show_seconds(chosen.seconds), "", proof
+
+
+def _rival(name: str, request: Request, chosen: Answer) -> Row:
+    """The best that another planner finds, with the micro-batches and warm-up that suit it; of DAPPLE, whose search
+    takes a while, with the plan's micro-batches."""
+    devices = len(request.cluster.devices)
+    if name == "dapple" and devices >= SLOW_DEVICES:
+        return name, "", "", f"not tried: its search takes long for {devices} devices"
+    with timed(name):
+        try:
+            if name == "dapple":
+                request = replace(request, micro_batches=chosen.plan.micro_batches)
+            answer = search(name, request)
+        except PlanError as error:
+            return name, "", "", str(error)
+    m = answer.plan.micro_batches
+    facts = f"{m} micro-batch{'es' if m > 1 else ''}, {answer.plan.warmup} warm-up"
+    return _row(f"{name} {shape(answer.plan.stages)}", answer, chosen, facts)
+
+
+def _what_if(planner: str, request: Request, chosen: Answer) -> list[Row]:
+    """The same planner on a changed cluster, with the micro-batches of the plan, so that nothing else differs."""
+    changes = {"one more device": one_more(request.cluster), "twice the bandwidth": widened(request.cluster, 2)}
+    same = replace(request, micro_batches=chosen.plan.micro_batches, warmup=chosen.plan.warmup)
+    rows = []
+    for name, cluster in changes.items():
+        with timed(name):
+            try:
+                answer = search(planner, replace(same, cluster=cluster))
+            except PlanError as error:
+                rows.append((name, "", "", str(error)))
+                continue
+        rows.append(_row(name, answer, chosen, shape(answer.plan.stages)))
+    return rows
+
+
+def _row(name: str, answer: Answer, chosen: Answer, facts: str) -> Row:
+    return name, show_seconds(answer.seconds), f"{answer.seconds / chosen.seconds - 1:+.1%}", facts
+
+
+def _table(rows: list[Row]) -> list[str]:
+    table = tabulate(rows, tablefmt="plain", disable_numparse=True, colalign=("left", "right", "right", "left"))
+    return [f"  {line}".rstrip() for line in table.splitlines()]

@@ -1,0 +1,235 @@
+"""What `fxpipe.plan` returns: the plan, with all that it was made for, so that it can be simulated, explained, compared
+and kept as one JSON file, which `fxpipe.compile(model, plan="plan.json")` runs.
+
+    {"model": "UNet", "chunks": 8, "schedule": "1f1b", "stages": [...],     a plan of ops, as any other
+     "planned": {"planner": "optimal", "layers": ..., "chains": ..., "cluster": ...}}    what it was made for
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from tabulate import tabulate
+
+from fxpipe.errors import PlanError
+from fxpipe.ir.cluster import cluster as clusters
+from fxpipe.ir.cluster.cluster import Cluster
+from fxpipe.ir.plan import hybrid_plan as hybrids
+from fxpipe.ir.plan import layer_chain as chains
+from fxpipe.ir.plan import plan as plans
+from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, crew, shape
+from fxpipe.ir.plan.layer_chain import Chain, nearest
+from fxpipe.ir.plan.plan import Plan
+from fxpipe.ir.records import from_plain, parse, to_plain, write
+from fxpipe.ir.schedule.schedule import Schedule
+from fxpipe.ir.timeline import Timeline
+from fxpipe.ir.units import show_bytes, show_seconds
+from fxpipe.planning.hybrid.exact.optimal_plan import Certificate
+from fxpipe.planning.hybrid.planners import Answer, Request
+from fxpipe.schedules.make_schedule import make
+from fxpipe.schedules.simulate.hybrid_costs import simulate_hybrid
+from fxpipe.viz import chrome_trace as trace
+from fxpipe.viz import html, svg
+from fxpipe.viz import text_timeline as text
+
+from . import plan_alternatives
+
+
+@dataclass(frozen=True)
+class Planned:
+    """`plan` says which ops and devices form which stage, and `layers` the same of the layers of `chains` and the
+    positions in `cluster`, for a step of `batch` samples. `plan` has no ops where a chain was planned; `chains` are the
+    same layers at one or several micro-batches. `copies` is how many bytes are in memory for each byte of parameters;
+    `certificate` is there where the planner gives one. Print with `str`."""
+
+    plan: Plan
+    layers: HybridPlan
+    chains: tuple[Chain, ...]
+    cluster: Cluster
+    batch: int
+    planner: str
+    copies: float
+    certificate: Certificate | None = None
+
+    def __str__(self) -> str:
+        return show(self)
+
+    @cached_property
+    def chain(self) -> Chain:
+        """The chain at the size of a micro-batch."""
+        return nearest(self.chains, self.batch / self.layers.micro_batches)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """What each stage does when."""
+        return self.order(self.plan.schedule)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The simulated step. A row is a stage, with all of its devices."""
+        return self.simulate()
+
+    @property
+    def seconds(self) -> float:
+        """What a step takes, as simulated."""
+        return self.timeline.makespan
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """The most bytes in use on each device that has a stage."""
+        peaks = zip(self.layers.stages, self.timeline.high_water, strict=True)
+        return {self.cluster.labels[device]: peak for stage, peak in peaks for device in stage.devices}
+
+    @property
+    def request(self) -> Request:
+        """What was asked of the planner."""
+        return Request(
+            self.chains, self.cluster, self.batch, all_reduce=self.layers.all_reduce, copies=self.copies, seconds=3
+        )
+
+    def order(self, schedule: str) -> Schedule:
+        """The schedule of this name, or grid, for the plan's stages."""
+        stages = tuple(f"stage {s}" for s in range(len(self.layers.stages)))
+        try:
+            return make(schedule, stages, self.layers.micro_batches)
+        except ValueError as error:
+            raise PlanError(str(error)) from None
+
+    def simulate(self, schedule: str | None = None) -> Timeline:
+        """The step in the order of another schedule."""
+        order = self.schedule if schedule is None else self.order(schedule)
+        return simulate_hybrid(self.chain, self.cluster, self.layers, order, self.copies)
+
+    def explain(self) -> str:
+        """The stages, what other plans would take, and what more hardware would be worth; plans a few seconds."""
+        chosen = Answer(self.layers, self.seconds, self.certificate)
+        return f"{show(self)}\n\n{plan_alternatives.explain(self.planner, self.request, chosen, self.timeline)}"
+
+    def text(self, width: int = 80) -> str:
+        """The timeline as bars for a terminal."""
+        return text.bars(self.timeline, width)
+
+    def svg(self) -> str:
+        """The timeline as the text of an SVG file."""
+        return svg.draw(self.timeline, title(self))
+
+    def html(self) -> str:
+        """The timeline, the stages and the plan as the text of an HTML file, which needs nothing besides."""
+        return html.draw(self.timeline, title(self), show(self))
+
+    def trace(self) -> str:
+        """The timeline for ui.perfetto.dev."""
+        return trace.trace(self.timeline)
+
+    def save(self, path: str | Path) -> None:
+        """Write all of it to a JSON file, for `fxpipe.compile(model, plan=path)` and
+        `fxpipe.pipe.results.planned.load`."""
+        Path(path).write_text(dump(self))
+
+
+def title(planned: Planned) -> str:
+    return f"{planned.plan.model}, {shape(planned.layers.stages)}, {planned.plan.schedule}"
+
+
+def check(planned: Planned) -> None:
+    """Raise ValueError if the parts do not fit each other."""
+    for chain in planned.chains:
+        chains.check(chain)
+    clusters.check(planned.cluster)
+    hybrids.check(planned.layers, len(planned.chain), len(planned.cluster.devices))
+    if not planned.batch >= planned.layers.micro_batches:
+        raise ValueError(f"{planned.layers.micro_batches} micro-batches of a batch of {planned.batch}")
+    devices = [tuple(planned.cluster.labels[at] for at in stage.devices) for stage in planned.layers.stages]
+    if [stage.devices for stage in planned.plan.stages] != devices:
+        raise ValueError("the stages of ops and the stages of layers are on different devices")
+
+
+def show(planned: Planned) -> str:
+    """A head with the figures of the step, and a row for each stage."""
+    line = planned.timeline
+    counts = f"{planned.layers.micro_batches} micro-batches of {planned.chain.batch:g}"
+    head = [
+        f"{planned.plan.model}: {shape(planned.layers.stages)} on {len(planned.memory)} of "
+        f"{len(planned.cluster.devices)} devices, {counts}, {planned.plan.schedule}",
+        f"{show_seconds(line.makespan)} per step of {planned.batch} samples, "
+        f"{planned.batch / line.makespan:,.3g} samples per second, bubble {line.bubble:.1%}",
+    ]
+    costs = ("forward", "backward", "busy", "parameters", "memory", "sends", "recompute")
+    align = ("right", "left", "left", *["right"] * 6, "left")
+    table = tabulate(_rows(planned), ("stage", "layers", "devices", *costs), disable_numparse=True, colalign=align)
+    return "\n".join([*head, "", *(row.rstrip() for row in table.splitlines())])
+
+
+def _rows(planned: Planned) -> list[tuple[str, ...]]:
+    micro, line = planned.chain, planned.timeline
+    rows: list[tuple[str, ...]] = []
+    for s, stage in enumerate(planned.layers.stages):
+        r = len(stage.devices)
+        room = min(planned.cluster.devices[device].memory for device in stage.devices)
+        rows.append(
+            (
+                str(s),
+                _names(micro, stage),
+                crew(planned.cluster, stage),
+                show_seconds((micro.forwards[stage.end] - micro.forwards[stage.first]) / r),
+                show_seconds((micro.backwards[stage.end] - micro.backwards[stage.first]) / r),
+                f"{line.busy[s] / line.makespan:.0%}" if line.makespan else "",
+                show_bytes(micro.parameters[stage.end] - micro.parameters[stage.first]),
+                f"{show_bytes(line.high_water[s])} of {show_bytes(room)}",
+                show_bytes(micro.cuts[stage.end]) if stage.end < len(micro) else "",
+                "always" if stage.recompute else "never",
+            )
+        )
+    return rows
+
+
+def _names(chain: Chain, stage: HybridStage) -> str:
+    first, last = chain.layers[stage.first].name, chain.layers[stage.end - 1].name
+    return first if stage.end - stage.first == 1 else f"{first} .. {last}"
+
+
+def compare(names: Sequence[str], several: Sequence[Planned]) -> str:
+    """A table with a row for each plan; `slower` is how much longer a step of as many samples takes than with the
+    fastest."""
+    least = min(one.seconds / one.batch for one in several)
+    rows = [
+        (
+            name,
+            f"{one.plan.model} {shape(one.layers.stages)}",
+            one.plan.schedule,
+            str(one.layers.micro_batches),
+            str(len(one.memory)),
+            show_seconds(one.seconds),
+            f"{one.batch / one.seconds:,.3g}",
+            f"{one.timeline.bubble:.1%}",
+            show_bytes(max(one.memory.values())),
+            f"{one.seconds / one.batch / least - 1:.1%}",
+        )
+        for name, one in zip(names, several, strict=True)
+    ]
+    headers = ("plan", "stages", "schedule", "micro-batches", "devices", "step", "samples/s", "bubble", "most memory")
+    return tabulate(rows, (*headers, "slower"), disable_numparse=True, colalign=("left",) * 3 + ("right",) * 7)
+
+
+def dump(planned: Planned) -> str:
+    """The JSON text; `load` reads it back, and `fxpipe.compile` the plan in it."""
+    facts = to_plain(planned)
+    del facts["plan"]
+    return write({**plans.plain(planned.plan), "planned": facts}, 3)
+
+
+def load(path: str | Path) -> Planned:
+    """The plan in a file that `Planned.save` wrote. Raises PlanError where there is none."""
+    try:
+        data = parse(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(data, dict) or "planned" not in data:
+            raise ValueError("it does not say what its plan was made for; `fxpipe plan` writes both")
+        facts = data.pop("planned")
+        planned = from_plain(Planned, {**facts, "plan": data} if isinstance(facts, dict) else facts)
+        check(planned)
+    except (OSError, ValueError) as error:
+        raise PlanError(f"no plan to look at in {str(path)!r}: {error}") from None
+    return planned

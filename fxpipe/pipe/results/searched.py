@@ -1,0 +1,155 @@
+"""What `fxpipe.search` returns: the strategy, with all that it was found for, so that it can be simulated, drawn and
+kept as one JSON file.
+
+    {"graph": {"name": "NMT", ...}, "cluster": {"devices": ...}, "strategy": {"embed.0": {"degrees": ...}, ...}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from tabulate import tabulate
+
+from fxpipe.errors import PlanError
+from fxpipe.ir.cluster import cluster as clusters
+from fxpipe.ir.cluster.cluster import Cluster
+from fxpipe.ir.operators import operators, strategy
+from fxpipe.ir.operators.operators import OperatorGraph
+from fxpipe.ir.operators.strategy import Config, Strategy
+from fxpipe.ir.records import read, write
+from fxpipe.ir.timeline import Timeline
+from fxpipe.ir.units import show_bytes, show_seconds
+from fxpipe.planning.operators.expert_strategies import data_parallel
+from fxpipe.planning.operators.operator_costs import Cost, once, roofline
+from fxpipe.planning.operators.simulate_strategy import timeline
+from fxpipe.planning.operators.task_graph import tasks
+from fxpipe.viz import strategy_picture as picture
+from fxpipe.viz import svg
+
+from .strategy_table import table
+
+
+@dataclass(frozen=True)
+class Searched:
+    """A `strategy` of a `graph` on a `cluster`; its times are estimated from FLOPs and bytes. `trace` tells after how
+    many seconds of searching the best step known took how long, and `tried` how many strategies were. Print with
+    `str`."""
+
+    graph: OperatorGraph
+    cluster: Cluster
+    strategy: Strategy
+    trace: tuple[tuple[float, float], ...] = field(default=(), compare=False)
+    tried: int = field(default=0, compare=False)
+
+    def __str__(self) -> str:
+        return show(self)
+
+    @cached_property
+    def cost(self) -> Cost:
+        """How long parts of operators take."""
+        return once(roofline())
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The simulated step, of every device and every link."""
+        return timeline(self.graph, self.cluster, self.strategy, self.cost, self.graph.name)
+
+    @cached_property
+    def seconds(self) -> float:
+        """What a step takes, as simulated: by the compiled core where numba is there, or else in plain Python."""
+        if "timeline" not in self.__dict__:
+            try:
+                from fxpipe.planning.operators.compiled_core import Core
+            except ImportError:
+                return self.timeline.makespan
+            return Core(self.graph, self.cluster, self.cost, (self.strategy,), roles="").begin(self.strategy)
+        return self.timeline.makespan
+
+    @cached_property
+    def transferred(self) -> float:
+        """Bytes that are sent over links in a step."""
+        return sum(task.size for task in tasks(self.graph, self.cluster, self.strategy, self.cost))
+
+    @cached_property
+    def data_parallel(self) -> Searched:
+        """Every operator cut by sample over all devices, for comparison."""
+        return Searched(self.graph, self.cluster, data_parallel(self.graph, len(self.cluster.devices)))
+
+    def picture(self) -> str:
+        """The strategy as the text of an SVG file: a box for each operator, in the colours of its devices."""
+        return picture.draw(self.graph, self.strategy, self.cluster, self.graph.name, facts(self))
+
+    def svg(self) -> str:
+        """The timeline as the text of an SVG file."""
+        return svg.draw(self.timeline, self.graph.name)
+
+    def dump(self) -> str:
+        """All of it as JSON text; `parse` reads it back."""
+        return dump(self)
+
+
+def facts(found: Searched) -> str:
+    """What the strategy is worth, in a line."""
+    times = found.data_parallel.seconds / found.seconds if found.seconds else 1.0
+    devices = len(found.cluster.devices)
+    return f"{show_seconds(found.seconds)} a step on {devices} devices, {times:.2f} times as fast as data parallel"
+
+
+def history(found: Searched) -> str:
+    """How the search went: the best step known at four moments, and how many strategies were tried."""
+    chosen = sorted({round(at * (len(found.trace) - 1) / 3) for at in range(4)})
+    moments = [f"{show_seconds(best)} after {show_seconds(at)}" for at, best in (found.trace[i] for i in chosen)]
+    return f"{found.tried:,} strategies tried; {', '.join(moments)}"
+
+
+def show(found: Searched) -> str:
+    """The facts, the strategy beside data parallelism, and how each operator is cut."""
+    parts = [
+        f"{found.graph.name}: {facts(found)}",
+        beside(found),
+        table(zip(found.graph, found.strategy.configs, strict=True)),
+    ]
+    return "\n\n".join([*parts, history(found)] if found.trace else parts)
+
+
+def beside(found: Searched) -> str:
+    """Time, computation (all devices together) and bytes sent, of the strategy and of data parallelism."""
+    rows = [
+        (name, show_seconds(one.seconds), show_seconds(sum(one.timeline.busy)), show_bytes(int(one.transferred)))
+        for name, one in (("this strategy", found), ("data parallel", found.data_parallel))
+    ]
+    return tabulate(rows, ("", "step", "computation", "transferred"), tablefmt="plain", disable_numparse=True)
+
+
+@dataclass(frozen=True)
+class StrategyFile:
+    """What the file has: the config of each operator by its name."""
+
+    graph: OperatorGraph
+    cluster: Cluster
+    strategy: Mapping[str, Config]
+
+
+def dump(found: Searched) -> str:
+    """All of it as JSON text; `parse` reads it back."""
+    return write(StrategyFile(found.graph, found.cluster, strategy.by_name(found.graph, found.strategy)), 3)
+
+
+def parse(text: str) -> Searched:
+    """What `dump` wrote. Raises ValueError for text that is not that."""
+    file = read(StrategyFile, text)
+    operators.check(file.graph)
+    clusters.check(file.cluster)
+    configs = strategy.of_names(file.graph, file.strategy, len(file.cluster.devices))
+    return Searched(file.graph, file.cluster, configs)
+
+
+def load(path: str | Path) -> Searched:
+    """The strategy in a file. Raises PlanError where there is none."""
+    try:
+        return parse(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PlanError(f"no strategy to look at in {str(path)!r}: {error}") from None

@@ -1,0 +1,1 @@
+"""A saved package that runs without capture or planning."""

@@ -1,0 +1,216 @@
+"""A saved package that runs, without capture or planning: what is in the files is what happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from inspect import signature
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.capture import NO_TARGET
+from fxpipe.capture.model_with_loss import modules_in
+from fxpipe.capture.tracing.torch_modes import check_modes
+from fxpipe.codegen.package.load_package import bind, tensors_of
+from fxpipe.engines.common.step_engine import Stepper
+from fxpipe.engines.common.timed_step import take_step
+from fxpipe.errors import InputError
+from fxpipe.ir.timeline import Timeline
+from fxpipe.pipe.build.compiled_stages import Backend
+from fxpipe.pipe.drop_in_module import Alone, Forward, Shell, State, check_grad
+from fxpipe.pipe.live import Live, Scheduler
+from fxpipe.pipe.options.option_table import check_accumulate
+from fxpipe.pipe.ranks.rank_arguments import Given
+from fxpipe.runtime import Stage
+
+from .call_check import check_call
+from .loss_fingerprint import difference, rows
+
+BindLoaded = Callable[[nn.Module, Mapping[str, Tensor], ModuleType], Scheduler]
+
+
+@dataclass(kw_only=True)
+class LoadedState(State):
+    """What a `Loaded` has beside the model. `live`: what runs; `bind`: what makes its scheduler; `root`: what the keys
+    of the loss function's own tensors begin with, and `others`: these tensors; `timeline`: of the last step that was
+    timed."""
+
+    live: Live
+    bind: BindLoaded
+    root: str | None
+    others: Mapping[str, Tensor] = field(default_factory=dict)
+    timeline: Timeline | None = None
+
+
+class Loaded(Shell):
+    """What `fxpipe.load` returns; see there."""
+
+    _state: LoadedState
+
+    def __init__(self, model: nn.Module, state: LoadedState) -> None:
+        super().__init__(model, state)
+        try:
+            if state.root is None:
+                self._bind({})
+        except BaseException:
+            state.live.close()
+            raise
+        self.train(self.package.TRAINING)
+
+    @property
+    def package(self) -> ModuleType:
+        """The files, imported."""
+        return self._state.live.package
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler that runs; `.source` is the text of the file it came from."""
+        return self._state.live.scheduler
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """What each device did in the last call of `step`, if that was timed, and when."""
+        return self._state.timeline
+
+    @Forward
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs for the whole batch. Raises InputError for another kind of call than it was saved for."""
+        with self._state.lock:
+            inputs = self._call_inputs(args, kwargs)
+            return self.package.result(*self.scheduler.run(inputs, self.package.CHUNKS))
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = NO_TARGET,
+        loss_fn: Callable[..., Any] | None = None,
+        outputs: bool = False,
+        scaler: torch.amp.GradScaler | None = None,
+        accumulate: int = 1,
+        timeline: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Forward and backward of a whole batch, as `pipe.step(...)` does it, for the kind of step that it was saved
+        for. The loss is in the files; `loss_fn` has to be the same function with the same values, or may be left out,
+        if it has no parameters or buffers of its own."""
+        found = self._step((args, kwargs, target), loss_fn, outputs, scaler, accumulate, timeline)
+        loss, output = self.package.result(*found)
+        return (loss, output) if outputs else loss
+
+    def _step(
+        self,
+        given: Given,
+        loss_fn: Any,
+        outputs: bool,
+        scaler: torch.amp.GradScaler | None,
+        accumulate: int,
+        timeline: bool,
+    ) -> tuple[Any, ...]:
+        """The outputs of a step, flat."""
+        with self._state.lock:
+            inputs = self._step_inputs(given, loss_fn, outputs)
+            self._bind_loss(loss_fn)
+            found, self._state.timeline = take_step(
+                self._state.live.stepper, inputs, self.package.CHUNKS, scaler, check_accumulate(accumulate), timeline
+            )
+        return found
+
+    def _call_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The flat inputs of a call. Raises InputError for one that the package is not for, and
+        FxpipeError in a mode that would reach some stages only."""
+        check_modes()
+        if self._outputs is not None:
+            raise InputError("this package was saved after a step: call .step(...), or save one after calling the pipe")
+        if torch.is_grad_enabled() and isinstance(self.scheduler, Stepper):
+            raise InputError(
+                "this package was saved from a pipe over ranks, whose calls compute no gradients: call "
+                ".forward_only(...), or save one after pipe.step(...)"
+            )
+        return self._inputs(args, kwargs)
+
+    def _step_inputs(self, given: Given, loss_fn: Callable[..., Any] | None, outputs: bool) -> Any:
+        """Those of a step."""
+        check_modes()
+        args, kwargs, target = given
+        if self._outputs is None:
+            raise InputError("this package was saved after a call: call it, or save one after pipe.step(...)")
+        if outputs and not self._outputs:
+            raise InputError("this package was saved after a step that returned the loss alone, without outputs=True")
+        check_grad()
+        if loss_fn is not None and (odd := difference(self.package.LOSS, rows(loss_fn))) is not None:
+            raise InputError(f"{odd}; save another package after a step with it, or leave loss_fn out")
+        return self._inputs(args, self._named(kwargs, target))
+
+    def _named(self, kwargs: Mapping[str, Any], target: Any) -> Mapping[str, Any]:
+        """The target among the keyword arguments of the package's own call."""
+        name = "loss_target" if "loss_target" in signature(self.package.inputs).parameters else "target"
+        return kwargs if target is NO_TARGET else {**kwargs, name: target}
+
+    def _inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self.training != self.package.TRAINING:
+            kind = "training" if self.package.TRAINING else "evaluation"
+            raise InputError(f"this package was saved for {kind}; save another one after pipe.train() or pipe.eval()")
+        try:
+            found = self.package.inputs(*args, **kwargs)
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+            raise InputError(f"this package was saved for another kind of call: {error}") from None
+        check_call(self.package, found)
+        return found
+
+    @property
+    def _outputs(self) -> bool | None:
+        """Whether a step returns the model's outputs; None if the package is not one of steps."""
+        found: bool | None = getattr(self.package, "OUTPUTS", None)
+        return found
+
+    def _bind(self, others: Mapping[str, Tensor]) -> None:
+        self._state.live.bind(partial(self._state.bind, self.model, others))
+        self._state.others = others
+
+    def _bind_loss(self, loss_fn: Callable[..., Any] | None) -> None:
+        """Give the stages the tensors that the loss function has now."""
+        root, bound, before = self._state.root, self._state.live.bound, self._state.others
+        if root is None or (loss_fn is None and bound):
+            return
+        others: dict[str, Tensor] = {}
+        for path, module in modules_in(loss_fn, root).items():
+            others |= {f"{path}.{name}": tensor for name, tensor in tensors_of(module).items()}
+        if not bound or any(others.get(key) is not x for key, x in before.items()):
+            self._bind(others)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages, as modules; `.source` is the text of the file each came from."""
+        self.check_open()
+        return self.scheduler.stages
+
+    def close(self) -> None:
+        """End the worker threads. A pipe that is garbage collected closes itself."""
+        self._state.closed = True
+        self._state.live.close()
+
+
+def load_here(folder: Path, model: nn.Module, backend: Backend | None = None) -> Loaded:
+    """A package that runs in this process."""
+    live, alone = Live(folder, backend=backend), Alone(model)
+    root = loss_root(live.package, model)
+    return Loaded(model, LoadedState(live=live, bind=bind_here, root=root, processes=alone, tensors=alone))
+
+
+def bind_here(model: nn.Module, others: Mapping[str, Tensor], package: ModuleType) -> Scheduler:
+    """The scheduler of a package, all of whose stages run in this process."""
+    made: Scheduler = bind(package, model, others=others)
+    return made
+
+
+def loss_root(package: ModuleType, model: nn.Module) -> str | None:
+    """What the keys of the loss function's own tensors begin with; None if the package has none."""
+    if not hasattr(package, "OUTPUTS"):
+        return None
+    others = (key for key, *_ in package.TENSORS if key.startswith("loss_fn") and key not in tensors_of(model))
+    return next((key.partition(".")[0] for key in others), None)

@@ -1,0 +1,221 @@
+"""What of a loss function decides its values, as rows of text: a saved package refuses another loss than its own.
+
+    ("loss_fn", "function smooth 3f2a9c01b6d4")         the code, by what Python made of it
+    ("loss_fn.alpha", "0.1")                            what it closes over, defaults, globals that it names
+    ("loss_fn.weight", "float32[10] 8be01f7a2c44")      for a tensor the digest of its values
+
+Functions and classes of installed libraries count by their names. Of an object's attributes count those that its code
+names. Parameters and buffers of modules are the user's to change, and are left out.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dis import get_instructions
+from functools import lru_cache, partial
+from hashlib import sha256
+from inspect import getattr_static
+from pathlib import PurePath
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fxpipe.capture import NO_TARGET
+from fxpipe.errors import PackageError
+from fxpipe.pipe.drop_in_module import Shell
+
+Rows = tuple[tuple[str, str], ...]
+LOSS_FN = "loss_fn"
+MOST = 24  # rows that a reader may want to see
+_digests: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of code, and of a version of a tensor
+LIBRARIES = frozenset(("site-packages", "dist-packages"))
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(...), type(NO_TARGET))
+
+
+def rows(loss_fn: Callable[..., Any] | None) -> Rows:
+    """The fingerprint of a loss function; of None, which lets the model return its loss, it has one row."""
+    found = tuple(dict(_rows(LOSS_FN, loss_fn, set())).items())
+    some, more = found[:MOST], found[MOST:]
+    return (*some, (f"{LOSS_FN}...", f"{len(more)} more {_digest(repr(more))}")) if more else some
+
+
+def difference(known: Rows, found: Rows) -> str | None:
+    """The first thing in which the second differs from the first, in words; None if nothing does."""
+    old, new = dict(known), dict(found)
+    for name in (*new, *old):
+        if old.get(name) != new.get(name):
+            return f"{name} is {new.get(name, 'not there')}, and this package was saved with {old.get(name, 'none')}"
+    return None
+
+
+def check_unchanged(captured: Rows, now: Rows) -> None:
+    """Raise PackageError where a loss function is not what it was when it was captured; the values of its tensors,
+    which are saved as they are, may be others."""
+    then, tensor = dict(captured), re.compile(r"\w+\[[\d, ]*\]( \w+)?")
+    changed = [name for name, text in now if then.get(name) != text and not tensor.fullmatch(text)]
+    if changed or len(now) != len(captured):
+        what = ", ".join(changed) or LOSS_FN
+        raise PackageError(f"{what} has changed since the step that was captured; call pipe.step(...), and save then")
+
+
+def _rows(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Shell):
+        value = value.model  # a loss may use the pipe's parameters, which are the model's
+    if isinstance(value, PLAIN):
+        yield name, repr(value)
+    elif isinstance(value, Tensor):
+        yield name, _tensor(value)
+    elif id(value) in seen:
+        yield name, "seen above"
+    else:
+        seen.add(id(value))
+        yield from _parts(name, value, seen)
+
+
+def _parts(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, str]]:
+    """The rows of what has parts."""
+    held: Mapping[str, Any] = {}
+    if isinstance(value, (tuple, list)):
+        what, held = f"{type(value).__name__} of {len(value)}", {str(i): item for i, item in enumerate(value)}
+    elif isinstance(value, Mapping):
+        what, held = f"{type(value).__name__} of {len(value)}", {str(key): item for key, item in value.items()}
+    elif isinstance(value, (set, frozenset)):
+        what = repr(sorted(map(repr, value)))
+    elif isinstance(value, partial):
+        what, held = "partial", {"func": value.func, **{str(i): x for i, x in enumerate(value.args)}, **value.keywords}
+    elif isinstance(value, MethodType):
+        what, held = f"method {value.__func__.__qualname__}", {"self": value.__self__}
+    elif isinstance(value, (FunctionType, BuiltinFunctionType, type)) or not hasattr(value, "__dict__"):
+        what, held = _named(value), _closed_over(value) if isinstance(value, FunctionType) else {}
+    else:
+        what, held = _named(type(value)), _attributes(value)
+    yield name, what
+    for key, item in held.items():
+        yield from _rows(f"{name}.{key}", item, seen)
+
+
+def _named(value: Any) -> str:
+    """A function or class by its name, and what is not a library's also by its code."""
+    kind = "class" if isinstance(value, type) else "function" if callable(value) else type(value).__qualname__
+    if _installed(value):
+        return f"{kind} {_module(value)}.{value.__qualname__}"
+    codes = " ".join(_digest_once(code, code, partial(_code, code)) for code in _codes(value))
+    return f"{kind} {getattr(value, '__name__', '')} {_digest(codes) if ' ' in codes else codes}".rstrip()
+
+
+def _installed(value: Any) -> bool:
+    """Whether a function or class is of Python or of an installed library."""
+    return hasattr(value, "__qualname__") and _of_library(_module(value))
+
+
+def _module(value: Any) -> str:
+    """The module of a function or class; what is built in, such as a method of a tensor, may have none."""
+    return str(getattr(value, "__module__", None) or "builtins")
+
+
+def _of_library(module: str) -> bool:
+    """Whether a module is Python's own, or lies where libraries are installed."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    installed = file is not None and not LIBRARIES.isdisjoint(PurePath(file).parts)
+    return installed or module.partition(".")[0] in sys.stdlib_module_names
+
+
+def _codes(value: Any) -> list[CodeType]:
+    """The code of a function, or of all methods of a class and of those it inherits from, libraries' left out."""
+    if isinstance(value, FunctionType):
+        return [value.__code__]
+    kinds = [kind for kind in getattr(value, "__mro__", ()) if not _installed(kind)]
+    found = (getattr(item, "__func__", item) for kind in kinds for item in vars(kind).values())
+    return [item.__code__ for item in found if isinstance(item, FunctionType)]
+
+
+def _code(code: CodeType) -> str:
+    """What Python made of the source: the same wherever it stands."""
+    constants = [_code(item) if isinstance(item, CodeType) else _constant(item) for item in code.co_consts]
+    version = ".".join(map(str, sys.version_info[:2]))
+    return repr((version, code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars))
+
+
+def _constant(value: Any) -> str:
+    """The order of a set is another one in each process."""
+    return str(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
+
+
+def _digest(text: str | bytes) -> str:
+    return sha256(text.encode() if isinstance(text, str) else text).hexdigest()[:12]
+
+
+def _digest_once(value: Any, version: object, text: Callable[[], str | bytes]) -> str:
+    """The digest of a text that is known from an object as long as its version is the same."""
+    known = _digests[value] if value in _digests else None  # noqa: SIM401
+    if known is None or known[0] != version:
+        known = _digests[value] = version, _digest(text())
+    found: str = known[1]
+    return found
+
+
+def _names(code: CodeType) -> set[str]:
+    """All names that the code reads, with those of functions inside."""
+    inner = (_names(item) for item in code.co_consts if isinstance(item, CodeType))
+    return set(code.co_names).union(*inner)
+
+
+@lru_cache(maxsize=1024)
+def _set_by(code: CodeType) -> frozenset[str]:
+    """The attributes that a method sets."""
+    return frozenset(found.argval for found in get_instructions(code) if found.opname == "STORE_ATTR")
+
+
+def _closed_over(function: FunctionType) -> dict[str, Any]:
+    """What a function of the user's holds on to: defaults, closure, and the globals that it names."""
+    if _installed(function):
+        return {}
+    code = function.__code__
+    names = code.co_varnames[: code.co_argcount]
+    defaults = function.__defaults__ or ()
+    held = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True)) | (function.__kwdefaults__ or {})
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            held[name] = cell.cell_contents
+        except ValueError:  # not yet filled
+            continue
+    names_read = sorted(_names(code))
+    held |= {name: function.__globals__[name] for name in names_read if name in function.__globals__}
+    modules = {name: value for name, value in held.items() if isinstance(value, ModuleType)}
+    inside = {
+        f"{name}.{part}": getattr(module, part)
+        for name, module in modules.items()
+        if not _of_library(module.__name__)
+        for part in names_read
+        if hasattr(module, part)
+    }
+    return {name: value for name, value in (held | inside).items() if not isinstance(value, ModuleType)}
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """The attributes of an object that its class's code names; of a module without its parameters and buffers."""
+    methods = [item for kind in type(value).__mro__[:-1] if kind is not nn.Module for item in vars(kind).values()]
+    codes = [item.__code__ for item in methods if isinstance(item, FunctionType) and item.__name__ != "__init__"]
+    # What a loss counts in, it does not compute with: else no package could be saved, see `face.unreachable`.
+    read = {name for code in codes for name in _names(code)} - {name for code in codes for name in _set_by(code)}
+    found = {name: item for name, item in vars(value).items() if name in read}
+    if isinstance(value, nn.Module):
+        found |= {"training": value.training, **dict(value.named_children())}
+        found = {name: item for name, item in found.items() if not name.startswith("_") or name in read}
+    used = {name: getattr_static(type(value), name, None) for name in read if name not in found}
+    properties = {name: item.fget for name, item in used.items() if isinstance(item, property) and item.fget}
+    return dict(sorted(found.items())) | dict(sorted(properties.items()))
+
+
+def _tensor(tensor: Tensor) -> str:
+    """Its type, and a digest of its values."""
+    kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    if tensor.is_meta or tensor.layout != torch.strided or isinstance(tensor, nn.Parameter):
+        return kind
+    version = (0 if tensor.is_inference() else tensor._version), tensor.data_ptr()
+    return f"{kind} {_digest_once(tensor, version, lambda: bytes(tensor.detach().cpu().flatten().view(torch.uint8)))}"

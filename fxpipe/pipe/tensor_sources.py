@@ -1,0 +1,152 @@
+"""Where values of a model's tensors are read from, one of three forms, without running code that a file may hold.
+
+    a file with a state_dict         torch.load with weights_only, mapped into memory: only what is asked for is read
+    a .safetensors file              the same, by the library of that name
+    a torch.distributed.checkpoint   a folder; each tensor may lie in pieces, in the files of many ranks
+
+torch's own reader of such a folder unpickles its table of contents, which can run anything. Ours takes the classes that
+such a table is made of, and no others.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from fxpipe.errors import CheckpointError
+
+MODEL = "model."  # what the keys of a model begin with, in a folder that has more than a model
+
+
+@dataclass(frozen=True)
+class Source:
+    """The shapes of the tensors there, by key; `fill` copies those with the keys of its argument into the tensors
+    there."""
+
+    name: str
+    shapes: Mapping[str, tuple[int, ...]]
+    fill: Callable[[Mapping[str, Tensor]], None]
+
+
+def open_source(path: str | Path) -> Source:
+    """The checkpoint at `path`. Raises CheckpointError if it is none of the forms."""
+    path = Path(path)
+    if path.is_dir():
+        return within(open_folder(path), MODEL)
+    if not path.is_file():
+        raise CheckpointError(f"there is no checkpoint at {path}")
+    return open_safetensors(path) if path.suffix == ".safetensors" else open_file(path)
+
+
+def open_file(path: Path) -> Source:
+    """What `torch.save(model.state_dict(), path)` has written."""
+    try:
+        held = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (RuntimeError, ValueError, pickle.UnpicklingError, EOFError) as error:
+        raise CheckpointError(f"{path} is no file of torch.save that holds tensors alone: {error}") from None
+    if not isinstance(held, Mapping) or not all(isinstance(tensor, Tensor) for tensor in held.values()):
+        names = ", ".join(map(repr, list(held)[:5])) if isinstance(held, Mapping) else type(held).__name__
+        raise CheckpointError(f"{path} is not a state_dict, tensors by key ({names}); save model.state_dict() itself")
+
+    def fill(tensors: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for key, tensor in tensors.items():
+                tensor.copy_(held[key])
+
+    return Source(str(path), {key: tuple(tensor.shape) for key, tensor in held.items()}, fill)
+
+
+def open_safetensors(path: Path) -> Source:
+    """A file of the safetensors library, which must be installed."""
+    try:
+        from safetensors import safe_open
+    except ImportError:
+        raise CheckpointError(f"to read {path}, pip install safetensors") from None
+    file = safe_open(path, framework="pt")
+
+    def fill(tensors: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for key, tensor in tensors.items():
+                tensor.copy_(file.get_tensor(key))
+
+    return Source(str(path), {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}, fill)  # noqa: SIM118
+
+
+def open_folder(path: Path) -> Source:
+    """A folder of torch.distributed.checkpoint."""
+    held = entries(path)
+    return Source(str(path), {key: tuple(entry.size) for key, entry in held.items()}, partial(read, path))
+
+
+def entries(path: Path) -> dict[str, TensorStorageMetadata]:
+    """The tensors in a folder of torch.distributed.checkpoint, by key. What else is there is pickled, and left alone.
+    Raises CheckpointError if it is none."""
+    try:
+        held = Reader(path).read_metadata().state_dict_metadata
+    except (OSError, pickle.UnpicklingError, EOFError, AttributeError) as error:
+        raise CheckpointError(f"{path} is no folder of torch.distributed.checkpoint: {error}") from None
+    return {key: entry for key, entry in held.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+def read(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Copy those with these keys in a folder into the tensors given. Each process reads what it needs."""
+    if tensors:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            load({key: x.detach() for key, x in tensors.items()}, storage_reader=Reader(path), no_dist=True)
+
+
+def within(source: Source, prefix: str) -> Source:
+    """The source, in which what has a key that begins with `prefix` can also be had without it: a folder may hold a
+    model, or a model among other things."""
+    names = {key: key for key in source.shapes}
+    names |= {key.removeprefix(prefix): key for key in source.shapes if key.startswith(prefix)}
+
+    def fill(tensors: Mapping[str, Tensor]) -> None:
+        source.fill({names[key]: tensor for key, tensor in tensors.items()})
+
+    return Source(source.name, {name: source.shapes[key] for name, key in names.items()}, fill)
+
+
+class Reader(FileSystemReader):
+    """torch's reader of a folder, with a table of contents that can only be one."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+            metadata: Metadata = Contents(file).load()
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+KNOWN = {
+    "torch": {"Size", "device"} | {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
+    "collections": {"OrderedDict"},
+}  # fmt: skip
+
+
+class Contents(pickle.Unpickler):
+    """Unpickles what a table of contents is made of."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in KNOWN.get(module, ()):
+            raise pickle.UnpicklingError(f"its .metadata asks for {module}.{name}, which no table of contents needs")
+        return super().find_class(module, name)

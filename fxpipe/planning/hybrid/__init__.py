@@ -1,0 +1,1 @@
+"""Plans with replicas for whole clusters: the planners, and how long a plan takes."""

@@ -1,0 +1,202 @@
+"""DAPPLE's planner, as its paper has it (section IV), with equation 1 corrected.
+
+The time of a step is estimated and not simulated. Transfers count as stages of their own; Q is the pivot, the stage
+that is never idle once it has begun (M micro-batches; F, B and A the forward, backward and all-reduce of a stage):
+
+    L = warm-up           sum of F(s) for s = 0 .. Q
+      + steady            (M - 1) (F(Q) + B(Q))
+      + end               max over s of  A(s) + B(s) + ... + B(Q)              for s <= Q
+                                         A(s) - (B(Q + 1) + ... + B(s - 1))    for s > Q
+
+As printed, s = Q falls under the second case with - B(Q): a plan of one stage would gain by its last backward. What
+comes after the pivot has ended its last backward before it, and its all-reduce has begun.
+
+The search places layers from the first to the last. It remembers one prefix for each (layers done, devices in use): the
+one that is best if all that is left were one more stage. That is quick, and not an exact dynamic programming: which
+prefix is best does depend on what follows. Prefixes that cannot lead to a plan better than the best so far are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+from fxpipe.errors import PlanError
+from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage
+
+from .data_parallel import one_each, whole
+from .device_placement import Counts, minus, placements, plus, positions, servers
+from .event_time import Problem, fits
+
+
+class Part(NamedTuple):
+    """A stage, or a transfer: seconds forward, backward, and of the all-reduce."""
+
+    forward: float
+    backward: float
+    all_reduce: float
+
+
+def parts(problem: Problem, stages: Sequence[HybridStage]) -> list[Part]:
+    """Stages and the transfers between them, in turns."""
+    found = []
+    for stage, after in zip(stages, (*stages[1:], None), strict=True):
+        found.append(_stage(problem, stage))
+        if after is not None:
+            found.append(_transfer(problem, stage, after))
+    return found
+
+
+def _stage(problem: Problem, stage: HybridStage) -> Part:
+    cost = problem.stage(stage.first, stage.end, stage.devices, stage.recompute)
+    return Part(cost.forward, cost.again + cost.backward, cost.tail)
+
+
+def _transfer(problem: Problem, a: HybridStage, b: HybridStage) -> Part:
+    count = problem.chain.cuts[b.first]
+    there, back = problem.rate(a.devices, b.devices), problem.rate(b.devices, a.devices)
+    return Part(there.seconds(count), back.seconds(count), 0.0)
+
+
+def pivot(line: Sequence[Part], micro_batches: int) -> int:
+    """The stage that sets the pace: from the last to the first, one takes over if its steady phase is longer than that
+    of the pivot so far and what lies between (equation 3).
+
+    >>> pivot([Part(1, 2, 0), Part(0, 0, 0), Part(1, 1, 0)], micro_batches=4)
+    0
+    """
+    q, between = len(line) - 1, 0.0
+    for s in range(len(line) - 2, -1, -1):
+        if (micro_batches - 1) * (line[s][0] + line[s][1] - line[q][0] - line[q][1]) > between:
+            q, between = s, 0.0
+        else:
+            between += line[s][0] + line[s][1]
+    return q
+
+
+def latency(line: Sequence[Part], micro_batches: int) -> float:
+    """Seconds of a step, as above."""
+    q = pivot(line, micro_batches)
+    warm = ending = 0.0
+    latest = -inf
+    for s in range(q, -1, -1):
+        forward, backward, all_reduce = line[s]
+        warm += forward
+        ending += backward
+        if ending + all_reduce > latest:
+            latest = ending + all_reduce
+    past = 0.0
+    for s in range(q + 1, len(line)):
+        if line[s][2] - past > latest:
+            latest = line[s][2] - past
+        past += line[s][1]
+    return warm + (micro_batches - 1) * (line[q][0] + line[q][1]) + latest
+
+
+def plan_latency(problem: Problem, stages: Sequence[HybridStage]) -> float:
+    """DAPPLE's estimate for a plan."""
+    return latency(parts(problem, stages), problem.micro_batches)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefix:
+    """Stages of the first layers and their line, without the transfer to what follows."""
+
+    score: tuple[bool, float]  # whether it lacks memory, and the seconds, if the rest is one stage
+    stages: tuple[HybridStage, ...]
+    line: tuple[Part, ...]
+    head: float  # forward and backward of the first stage
+    bound: float  # no plan that starts like this takes less
+
+
+def dapple(problem: Problem) -> HybridPlan:
+    """The plan with the least estimate that the search finds and that fits in memory, on all devices. Raises PlanError
+    where none fits."""
+    search = _Search(problem)
+    stages = search.run()
+    return HybridPlan(problem.chain.model, stages, problem.micro_batches, problem.warmup, problem.all_reduce)
+
+
+class _Search:
+    """The prefixes found so far, and the best plan."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.groups = servers(problem.cluster)
+        self.sizes: Counts = tuple(len(group) for group in self.groups)
+        self.layers = len(problem.chain)
+        self.work = [f + b for f, b in zip(problem.chain.forwards, problem.chain.backwards, strict=True)]
+        self.open: list[dict[Counts, _Prefix]] = [{} for _ in range(self.layers)]
+        self.best: tuple[tuple[bool, float], tuple[HybridStage, ...]] = ((True, inf), ())
+
+    def run(self) -> tuple[HybridStage, ...]:
+        none = (0,) * len(self.sizes)
+        for stages in (whole(self.problem), one_each(self.problem)):
+            if stages:
+                self._consider(stages, plan_latency(self.problem, stages))
+        self.open[0][none] = _Prefix((True, inf), (), (), 0.0, 0.0)
+        for first in range(self.layers):
+            for used, prefix in sorted(self.open[first].items()):
+                self._extend(first, used, prefix)
+        (lacks, _), stages = self.best
+        if lacks:
+            raise PlanError(f"no plan of {self.problem.chain.model} fits in the memory of the devices")
+        return stages
+
+    def _consider(self, stages: tuple[HybridStage, ...], seconds: float) -> tuple[bool, float]:
+        score = (self.problem.capped and not fits(self.problem, stages), seconds)
+        if score < self.best[0]:
+            self.best = score, stages
+        return score
+
+    def _extend(self, first: int, used: Counts, prefix: _Prefix) -> None:
+        """One more stage after a prefix, of every size and on devices by every policy."""
+        if self._hopeless(prefix.bound):
+            return
+        for need in range(1, sum(self.sizes) - sum(used)):
+            for counts in placements(self.sizes, used, need):
+                taken = plus(used, counts)
+                devices = positions(self.groups, used, counts)
+                rest = positions(self.groups, taken, minus(self.sizes, taken))
+                for end in range(first + 1, self.layers):
+                    own, left = self._bounds(prefix, first, end, need, len(rest))
+                    if self._hopeless(own):
+                        break  # the stage only grows
+                    before = self.open[end].get(taken)
+                    known = before is not None and not before.score[0] and left >= before.score[1]
+                    if not known and not self._hopeless(left):
+                        self._try(prefix, HybridStage(first, end, devices), rest, taken)
+
+    def _hopeless(self, bound: float) -> bool:
+        return not self.best[0][0] and bound >= self.best[0][1]
+
+    def _bounds(self, prefix: _Prefix, first: int, end: int, r: int, q: int) -> tuple[float, float]:
+        """What a plan takes at least because of one more stage on r devices, and of the rest on q, however it is cut.
+
+        No stage has a longer steady phase than the pivot, but for one before it, and then what lies between makes up
+        for that: L is at least the steady phase of any stage and the work of the first.
+        """
+        work, steady = self.work, self.problem.micro_batches - 1
+        own, left = (work[end] - work[first]) / r, (work[-1] - work[end]) / q
+        head = prefix.head if prefix.stages else own
+        return steady * own + head, steady * left + head
+
+    def _try(self, prefix: _Prefix, stage: HybridStage, rest: tuple[int, ...], taken: Counts) -> None:
+        """Remember the prefix with one more stage, if it is the best of its kind."""
+        problem, kind = self.problem, self.open[stage.end]
+        own = _stage(problem, stage)
+        last = HybridStage(stage.end, self.layers, rest)
+        more = (_transfer(problem, prefix.stages[-1], stage), own) if prefix.stages else (own,)
+        line = (*prefix.line, *more)
+        seconds = latency((*line, _transfer(problem, stage, last), _stage(problem, last)), problem.micro_batches)
+        before = kind.get(taken)
+        if before is not None and (False, seconds) >= before.score:
+            return
+        score = self._consider((*prefix.stages, stage, last), seconds)
+        if before is None or score < before.score:
+            head = prefix.head if prefix.stages else own.forward + own.backward
+            block = max(part.forward + part.backward for part in more)
+            bound = max(prefix.bound, (problem.micro_batches - 1) * block + head)
+            kind[taken] = _Prefix(score, (*prefix.stages, stage), line, head, bound)

@@ -1,0 +1,248 @@
+"""How long one training step of a hybrid plan takes, by following its events. A search calls this very often.
+
+Each stage is one resource: its replicas move in lock-step, and each takes an equal share of every micro-batch. It runs
+K forwards, then a backward and a forward in turns until the forwards run out, then the backwards that are left. Between
+neighbouring stages there is a resource for each direction, and it carries one micro-batch at a time:
+
+    round        0                        1
+    stage 0      F0 F1 F2 F3          B0  F4      B1
+    link 0 > 1      >0 >1 >2 >3      <0       >4  <1
+    stage 1            F0 F1  B0          F2  B1
+
+Rounds are also the order of evaluation: in round t every stage, from first to last, does the forwards that stand before
+its backward of micro-batch t, then every stage, from last to first, that backward. All that a task waits for is then
+known, so one walk gives all times. At the end replicas add up their gradients; the step ends with the last of them.
+
+All that depends on one stage alone, or on one pair of neighbours, is worked out once and remembered in `Problem`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import inf
+from typing import NamedTuple
+
+from fxpipe.ir.cluster.cluster import Cluster
+from fxpipe.ir.cluster.network import Rate, all_reduce, split_concat
+from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, warmup_of
+from fxpipe.ir.plan.layer_chain import Chain
+
+Devices = tuple[int, ...]
+
+
+class StageTimes(NamedTuple):
+    """What a stage costs by itself: seconds for the forward, the recomputation (0 without) and the backward of a
+    micro-batch, and for what is left of the all-reduce after the last backward. In bytes per device: `fixed`, `kept`
+    for each micro-batch from its forward to its backward, `once` more while a backward runs, and the `room` for it."""
+
+    forward: float
+    again: float
+    backward: float
+    tail: float
+    fixed: float
+    kept: float
+    once: float
+    room: float
+
+    def held(self, warmup: int) -> float:
+        """The bytes each device has in use at most."""
+        return self.fixed + warmup * self.kept + self.once
+
+    @property
+    def most(self) -> float:
+        """How many micro-batches may be between their forward and their backward, DAPPLE's D; below 1, none."""
+        left = self.room - self.fixed - self.once
+        return left // self.kept if self.kept else inf if left >= 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What plans are for: a chain at the size of its micro-batch, a cluster, the number of micro-batches in a step.
+    What it has worked out about stages it remembers; `dataclasses.replace` starts afresh.
+
+    `warmup` and `all_reduce` are those of a hybrid plan. `copies` is how many bytes are in memory for each byte of
+    parameters: 2 with the gradient, more with the optimizer's state. `capped` is whether plans must fit in memory.
+    """
+
+    chain: Chain
+    cluster: Cluster
+    micro_batches: int
+    warmup: str = "early"
+    all_reduce: str = "end"
+    copies: float = 2
+    capped: bool = True
+    _stages: dict[tuple[int, int, Devices, bool], StageTimes] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+    _between: dict[tuple[Devices, Devices], Rate] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _all_reduce: dict[Devices, Rate] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def stage(self, first: int, end: int, devices: Devices, recompute: bool = False) -> StageTimes:
+        """The cost of one stage, remembered."""
+        key = (first, end, devices, recompute)
+        times = self._stages.get(key)
+        if times is None:
+            times = self._stages[key] = _stage_times(self, *key)
+        return times
+
+    def rate(self, senders: Devices, receivers: Devices) -> Rate:
+        """The rate from one stage to the next, remembered. Going back takes `rate(receivers, senders)`."""
+        key = (senders, receivers)
+        rate = self._between.get(key)
+        if rate is None:
+            rate = self._between[key] = split_concat(self.cluster, senders, receivers)
+        return rate
+
+    def ring(self, devices: Devices) -> Rate:
+        """The rate of an all-reduce, remembered."""
+        rate = self._all_reduce.get(devices)
+        if rate is None:
+            rate = self._all_reduce[devices] = all_reduce(self.cluster, devices)
+        return rate
+
+
+def _stage_times(problem: Problem, first: int, end: int, devices: Devices, recompute: bool) -> StageTimes:
+    chain, r = problem.chain, len(devices)
+    forward = (chain.forwards[end] - chain.forwards[first]) / r
+    backward = (chain.backwards[end] - chain.backwards[first]) / r
+    saved = (chain.saved[end] - chain.saved[first]) / r
+    taken = chain.cuts[first] / r
+    return StageTimes(
+        forward,
+        forward if recompute else 0.0,
+        backward,
+        _tail(problem, first, end, devices),
+        fixed=problem.copies * (chain.parameters[end] - chain.parameters[first]),
+        kept=taken if recompute else saved,
+        once=saved if recompute else 0.0,
+        room=min(problem.cluster.devices[device].memory for device in devices) if problem.capped else inf,
+    )
+
+
+def _tail(problem: Problem, first: int, end: int, devices: Devices) -> float:
+    """Seconds from the end of the last backward to the end of the all-reduce."""
+    r = len(devices)
+    if r == 1:
+        return 0.0
+    rate = problem.ring(devices)
+    if problem.all_reduce == "end":
+        return rate.latency + rate.per_byte * (problem.chain.parameters[end] - problem.chain.parameters[first])
+    free = ready = 0.0  # from the start of the last backward
+    for layer in reversed(problem.chain.layers[first:end]):
+        ready += layer.backward / r
+        free = max(free, ready) + rate.latency + rate.per_byte * layer.parameters
+    return free - ready
+
+
+def plan_time(problem: Problem, plan: HybridPlan) -> float:
+    """The seconds of a step of `plan`, with the plan's own micro-batches, warm-up and all-reduce."""
+    own = (plan.micro_batches, plan.warmup, plan.all_reduce)
+    if own != (problem.micro_batches, problem.warmup, problem.all_reduce):
+        problem = Problem(problem.chain, problem.cluster, *own, problem.copies, problem.capped)
+    return event_time(problem, plan.stages)
+
+
+def fits(problem: Problem, stages: Sequence[HybridStage]) -> bool:
+    """Whether every stage fits in the memory of its devices."""
+    n, m = len(stages), problem.micro_batches
+    for s, stage in enumerate(stages):
+        cost = problem.stage(stage.first, stage.end, stage.devices, stage.recompute)
+        if cost.held(warmup_of(problem.warmup, s, n, m)) > cost.room:
+            return False
+    return True
+
+
+def event_time(problem: Problem, stages: Sequence[HybridStage], limit: float = inf) -> float:
+    """The seconds of one step; inf if a stage does not fit in memory, or once it is sure that it takes `limit` or more.
+
+    Trusts that the stages are in order and on devices of their own: `fxpipe.ir.plan.hybrid_plan.check` tells.
+    """
+    n, m = len(stages), problem.micro_batches
+    costs = [problem.stage(e.first, e.end, e.devices, e.recompute) for e in stages]
+    ahead = [warmup_of(problem.warmup, s, n, m) for s in range(n)]
+    if problem.capped and any(cost.held(k) > cost.room for cost, k in zip(costs, ahead, strict=True)):
+        return inf
+    if n == 1:
+        seconds = m * (costs[0].forward + costs[0].again + costs[0].backward) + costs[0].tail
+        return seconds if seconds < limit else inf
+    ends = last_backwards(costs, ahead, *_links(problem, stages), m, limit)
+    return max(end + cost.tail for end, cost in zip(ends, costs, strict=True)) if ends else inf
+
+
+def last_backwards(
+    costs: Sequence[StageTimes], ahead: Sequence[int], down: Sequence[float], up: Sequence[float], m: int, limit: float
+) -> list[float]:
+    """When the last backward of each stage ends; nothing, once it is sure that the step takes `limit` or more.
+
+    Sooner or later every round is as the one some rounds before, only later: from then on whole periods are left out,
+    and what they take is added at the end.
+    """
+    n, last = len(costs), len(costs) - 1
+    forward = [cost.forward for cost in costs]
+    again, backward = [cost.again for cost in costs], [cost.backward for cost in costs]
+    turn = [cost.forward + cost.again + cost.backward for cost in costs]
+    deadline = [limit - cost.tail for cost in costs]
+    free, down_free, up_free = [0.0] * n, [0.0] * n, [0.0] * n
+    arrivals: list[list[float]] = [[0.0] * m] + [[] for _ in range(n - 1)]  # of the value that F(s, i) takes
+    states: list[list[float]] = []
+    skipped, t = 0.0, 0
+    while t < m:
+        for s in range(n):
+            for i in range(ahead[s]) if t == 0 else (ahead[s] + t - 1,) if ahead[s] + t <= m else ():
+                end, arrived = free[s], arrivals[s][i]
+                end = free[s] = (arrived if arrived > end else end) + forward[s]
+                if s < last:
+                    start = down_free[s]
+                    end = down_free[s] = (start if start > end else end) + down[s]
+                    arrivals[s + 1].append(end)
+        gradient = 0.0
+        for s in range(last, -1, -1):
+            end = free[s] + again[s]
+            end = free[s] = (gradient if gradient > end else end) + backward[s]
+            done = ahead[s] + t if ahead[s] + t < m else m
+            if skipped + end + (m - done) * turn[s] + (done - t - 1) * (turn[s] - forward[s]) >= deadline[s]:
+                return []
+            if s > 0:
+                start = up_free[s]
+                gradient = up_free[s] = (start if start > end else end) + up[s]
+        t += 1
+        if ahead[0] + t < m:
+            waiting = [at for s in range(1, n) for at in arrivals[s][ahead[s] + t - 1 :]]
+            states.append([*free, *up_free[1:], *down_free[:-1], *waiting])
+            p, shift = _period(states, n)
+            periods = (m - ahead[0] - t) // p if p else 0
+            if periods:
+                m, skipped = m - periods * p, skipped + periods * shift
+                states.clear()
+    return [end + skipped for end in free]
+
+
+MOST_PERIOD = 4
+SAME = 4e-15  # of the time so far: what rounding makes of equal differences
+
+
+def _period(states: Sequence[Sequence[float]], n: int) -> tuple[int, float]:
+    """The least p for which all moments of the last round lie equally long after those p rounds before, and how long;
+    0 if there is none. Backwards, the first n, tell at once that most are not."""
+    now = states[-1]
+    slack = SAME * max(now[:n])
+    for p in range(1, min(MOST_PERIOD, len(states) - 1) + 1):
+        before = states[-1 - p]
+        shift = now[0] - before[0]
+        if abs(now[n - 1] - before[n - 1] - shift) > slack or len(before) != len(now):
+            continue
+        if all(abs(a - b - shift) <= slack for a, b in zip(now, before, strict=True)):
+            return p, shift
+    return 0, 0.0
+
+
+def _links(problem: Problem, stages: Sequence[HybridStage]) -> tuple[list[float], list[float]]:
+    """Seconds of a transfer from stage s to the next, and of a gradient from stage s to the one before."""
+    down, up = [], [0.0]
+    for a, b in pairwise(stages):
+        count = problem.chain.cuts[a.end]
+        down.append(problem.rate(a.devices, b.devices).seconds(count))
+        up.append(problem.rate(b.devices, a.devices).seconds(count))
+    return down, up

@@ -1,0 +1,163 @@
+"""Is there a plan that takes less than `limit`? Finds one, or shows that there is none: branch and bound.
+
+Plans are built from their last stage on, because how many forwards a stage runs ahead depends on the stages after it.
+Of stages s .. n - 1 three numbers are known to be least (see `shapes.before`), whatever comes before them:
+
+    trip      until the first backward of s has ended
+    done      until the last one has                  all from when s gets its first micro-batch
+    finish    until all have finished
+
+and the tables of `bounds.py` tell what the layers before s ask for at least. Together they bound the step from below:
+
+    arrive + finish,   through + done,   own
+
+A branch whose bound is `limit` or more is cut off. The search is quick because it remembers what it
+has refuted: if all that can come before some stages was cut off by bounds alone, then so it is for stages that start
+at the same layer, with the same devices left and in the first of them, if none of their three numbers is less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from time import perf_counter
+from typing import NamedTuple
+
+from .device_symmetry import Counts
+from .lower_bound import Tables
+from .shape_costs import Shape, Shapes, before
+
+Three = tuple[float, float, float]
+Key = tuple[int, Counts, Counts, int]
+
+
+class OutOfTime(Exception):
+    """The search has used up its nodes or its time."""
+
+
+class Node(NamedTuple):
+    """The stages from layer `first` on, with the devices that are left, and the three numbers."""
+
+    bound: float
+    first: int
+    left: Counts
+    counts: Counts
+    three: Three
+    shape: Shape
+
+
+@dataclass
+class Refutation:
+    """One search. `limit` sinks with each plan that is found, `best` is the last of them. If `in_order`, stages take
+    devices as they stand in the cluster, the last stage the last ones: then nothing is shown for other placements."""
+
+    shapes: Shapes
+    tables: Tables
+    limit: float
+    until: float
+    budget: float
+    in_order: bool = False
+    nodes: int = 0
+    best: Shape = ()
+    refuted: dict[Key, list[Three]] = field(default_factory=dict)
+    choices: dict[Counts, list[tuple[Counts, Counts]]] = field(default_factory=dict)
+
+    @property
+    def threshold(self) -> float:
+        """Bounds are sums in another order than times: what is equal may differ in the last digits."""
+        return self.limit * (1 + 1e-12)
+
+
+def refute(search: Refutation) -> bool:
+    """True if the whole space was searched: nothing is faster than `search.limit` any more. False if it ran out."""
+    left = tuple(len(run) for run in search.shapes.runs)
+    root = Node(0.0, len(search.shapes.problem.chain), left, (), (0.0, 0.0, 0.0), ())
+    try:
+        _expand(search, root)
+    except OutOfTime:
+        return False
+    return True
+
+
+def _expand(search: Refutation, node: Node) -> bool:
+    """Search all that can come before `node`. True if bounds alone have cut off everything."""
+    search.nodes += 1
+    if search.nodes > search.budget or perf_counter() > search.until:
+        raise OutOfTime
+    pure = True
+    for child in sorted(_children(search, node)):
+        if child.bound >= search.threshold:
+            break
+        if child.first == 0:
+            time = search.shapes.time(child.shape, search.limit)
+            pure = False
+            if time < search.limit:
+                search.limit, search.best = time, child.shape
+            continue
+        key = (child.first, child.left, child.counts, len(child.shape))
+        known = search.refuted.get(key, [])
+        if any(a <= child.three[0] and b <= child.three[1] and c <= child.three[2] for a, b, c in known):
+            continue
+        if not _expand(search, child):
+            pure = False
+        else:
+            trip, done, finish = child.three
+            kept = [e for e in known if not (trip <= e[0] and done <= e[1] and finish <= e[2])]
+            search.refuted[key] = [*kept, child.three]
+    return pure
+
+
+def _children(search: Refutation, node: Node) -> Iterator[Node]:
+    """The node with one more stage before, of all sizes and devices that are not cut off."""
+    shapes, tables = search.shapes, search.tables
+    m, threshold = shapes.problem.micro_batches, search.threshold
+    end, behind = node.first, len(node.shape)
+    ahead = shapes.ahead(behind)
+    for counts, left in _choices(search, node.left):
+        r, free = sum(counts), sum(left)
+        down, up = shapes.link(end, counts, node.counts) if behind else (0.0, 0.0)
+        for first in range(end - 1, -1, -1):
+            cost = shapes.stage(first, end, counts, ahead)
+            if cost is None:
+                continue
+            if behind:
+                three = before(cost, ahead, down, up, m, *node.three)
+            else:
+                work = cost.forward + cost.again + cost.backward
+                three = work, m * work, m * work + cost.tail
+            if three[1] >= threshold:
+                break  # more layers only take longer
+            if first and not free:
+                continue
+            bound = max(
+                tables.arrive[first][free][r] + three[2],
+                tables.through[first][free][r] + three[1],
+                tables.own[first][free][r],
+            )
+            if bound < threshold:
+                yield Node(bound, first, left, counts, three, ((end, counts), *node.shape))
+
+
+def _choices(search: Refutation, left: Counts) -> list[tuple[Counts, Counts]]:
+    """The devices that a stage may have, and what is left then."""
+    found = search.choices.get(left)
+    if found is None:
+        every = _tails(left) if search.in_order else product(*(range(count + 1) for count in left))
+        found = search.choices[left] = [
+            (counts, tuple(a - b for a, b in zip(left, counts, strict=True))) for counts in every if any(counts)
+        ]
+    return found
+
+
+def _tails(left: Counts) -> Iterator[Counts]:
+    """The last devices, as many as you like.
+
+    >>> list(_tails((1, 2)))
+    [(0, 1), (0, 2), (1, 2)]
+    """
+    taken = [0] * len(left)
+    for run in reversed(range(len(left))):
+        for _ in range(left[run]):
+            taken[run] += 1
+            yield tuple(taken)

@@ -1,0 +1,140 @@
+"""A bound for more devices than tables can count, and good plans: devices get a price instead.
+
+Let each device cost `price` seconds. A plan that takes less than `limit` is then, for its last stage,
+
+    sum over stages of (forward + backward + transfers + price x replicas)  +  (M - 1) x work of the last
+        <  limit + price x devices there are
+
+and each of its stages has at least as many replicas as it needs to run all micro-batches within `limit`. The least left
+side over all plans is a dynamic programming over layers alone, since nothing else ties stages together: for each stage
+the best number of replicas follows from the price. If it is not below the right side for some price, no plan takes
+less than `limit`. A transfer is counted half on each of its sides, each as if the other side had no fewer devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, floor, inf, sqrt
+
+from .lower_bound import Sizes
+from .relaxed_cluster import Relaxed
+
+
+@dataclass(frozen=True)
+class Dual:
+    """The least left side of the above, and the plan that has it."""
+
+    seconds: float
+    sizes: Sizes
+
+
+def dual(relaxed: Relaxed, devices: int, limit: float, price: float, floors: list[float]) -> Dual:
+    """The dynamic programming for one price; `inf` seconds if some layer fits in no stage. `floors[a]` is what stages
+    before layer a are known to take; it is raised to what this price tells: the layers from a on need their share of
+    the devices, and the others have to do with the rest."""
+    chain, m = relaxed.chain, relaxed.problem.micro_batches
+    n, share, latency = len(chain), relaxed.rates.share, relaxed.rates.latency
+    total = [f + b for f, b in zip(chain.forwards, chain.backwards, strict=True)]
+    half = [count * share for count in chain.cuts]
+    delay = [latency if count else 0.0 for count in chain.cuts]
+    least = [0.0] + [inf] * n
+    came: list[tuple[int, int]] = [(0, 0)] * (n + 1)
+    for b in range(1, n + 1):
+        times = m if b == n else 1
+        spare = devices - m * (total[n] - total[b - 1]) / limit
+        floors[b - 1] = max(floors[b - 1], least[b - 1] - price * spare if b > 1 else 0.0)
+        for a in range(b - 1, -1, -1):
+            both = total[b] - total[a]
+            if m * both > limit * devices:
+                break
+            if least[a] == inf:
+                continue
+            r = _fewest(relaxed, a, b, devices, limit, floors[a])
+            if r > devices:
+                continue
+            load = times * both + half[a] + half[b]
+            best = sqrt(load / price) if price else devices
+            least_r = min(devices, max(r, floor(best)))
+            more_r = min(devices, max(r, floor(best) + 1))
+            r = least_r if load / least_r + price * least_r <= load / more_r + price * more_r else more_r
+            seconds = least[a] + load / r + price * r + delay[a] + delay[b]
+            if seconds < least[b]:
+                least[b], came[b] = seconds, (a, r)
+    if least[n] == inf:
+        return Dual(inf, ())
+    sizes, b = [], n
+    while b:
+        sizes.append((b, came[b][1]))
+        b = came[b][0]
+    return Dual(least[n] - price * devices, tuple(reversed(sizes)))
+
+
+def _fewest(relaxed: Relaxed, a: int, b: int, devices: int, limit: float, before: float) -> int:
+    """The least replicas with which a stage runs all micro-batches within `limit`, besides what stages before it take
+    or adding up its gradients."""
+    chain, m = relaxed.chain, relaxed.problem.micro_batches
+    backward = chain.backwards[b] - chain.backwards[a]
+    work = m * (chain.forwards[b] - chain.forwards[a] + backward)
+    parameters = chain.parameters[b] - chain.parameters[a]
+    overlaps = relaxed.problem.all_reduce == "overlap"
+    r = _held(relaxed, a, b, devices)
+    while r <= devices:  # more replicas take longer to add up: each round may ask for more
+        latency, per_byte = relaxed.ring(r)
+        tail = latency + per_byte * parameters if r > 1 else 0.0
+        if overlaps:
+            tail = max(0.0, tail - backward / r)
+        left = limit - max(before, tail)
+        needed = ceil(work / left * (1 - 1e-12)) if left > 0 else devices + 1
+        if needed <= r:
+            break
+        r = needed
+    return r
+
+
+def _held(relaxed: Relaxed, a: int, b: int, devices: int) -> int:
+    """The least replicas with which a stage holds one micro-batch."""
+    chain, room = relaxed.chain, relaxed.rates.room[1]
+    left = room - relaxed.problem.copies * (chain.parameters[b] - chain.parameters[a])
+    saved = chain.saved[b] - chain.saved[a] + (chain.cuts[a] if relaxed.must else 0.0)
+    if left == inf or saved <= left:
+        return 1
+    return ceil(saved / left * (1 - 1e-9)) if left > 0 else devices + 1
+
+
+def search(relaxed: Relaxed, devices: int, low: float, high: float, steps: int = 12) -> tuple[float, list[Sizes]]:
+    """The highest limit between `low`, a bound, and `high` that some price refutes, and the plans met on the way that
+    have devices enough."""
+    found: list[Sizes] = []
+    for _ in range(steps):
+        if low >= high * (1 - 1e-3):
+            break
+        middle = (low + high) / 2
+        if _refuted(relaxed, devices, middle, found):
+            low = middle
+        else:
+            high = middle
+    return low, found
+
+
+def _refuted(relaxed: Relaxed, devices: int, limit: float, found: list[Sizes]) -> bool:
+    """Raise the price until plans use no more devices than there are, then halve: the left side is concave in it."""
+    few, many, floors = 0.0, limit / devices, [0.0] * len(relaxed.chain)
+    for _ in range(30):
+        made = dual(relaxed, devices, limit, many, floors)
+        if made.seconds >= limit:
+            return True
+        if sum(r for _, r in made.sizes) <= devices:
+            found.append(made.sizes)
+            break
+        few, many = many, 4 * many
+    for _ in range(10):
+        price = (few + many) / 2
+        made = dual(relaxed, devices, limit, price, floors)
+        if made.seconds >= limit:
+            return True
+        if sum(r for _, r in made.sizes) <= devices:
+            found.append(made.sizes)
+            many = price
+        else:
+            few = price
+    return False

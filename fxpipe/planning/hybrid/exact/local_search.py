@@ -1,0 +1,187 @@
+"""Makes a plan faster by many small changes, some of which it takes although they make it slower for a while.
+
+A change is accepted if the plan is no slower than it was some hundred changes ago: the plan may wander, yet the bar
+sinks with it. Most changes are told to be bad by `path_bound` alone, and of the others most are dropped half-way
+through their events, since the bar is known. Where to change is drawn by a generator of its own seed: the same
+problem gets the same changes, as many as there is time for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from math import inf
+from random import Random
+from time import perf_counter
+
+from .device_symmetry import Counts
+from .shape_costs import Shape, Shapes
+
+MEMORY = 150  # how many changes ago
+PATIENCE = 4000  # changes in vain, after which to give up
+
+
+@dataclass
+class Search:
+    """The shapes of a problem, and when to stop. If `in_order`, devices are taken in the order of the cluster and only
+    their numbers change, as if there were one run: where there are very many runs, most other ways are bad."""
+
+    shapes: Shapes
+    until: float
+    in_order: bool = False
+    random: Random = field(default_factory=lambda: Random(0))
+
+    @cached_property
+    def room(self) -> Counts:
+        counts = tuple(len(run) for run in self.shapes.runs)
+        return (sum(counts),) if self.in_order else counts
+
+    def place(self, shape: Shape) -> Shape:
+        return self.shapes.placed([(end, sum(counts)) for end, counts in shape]) if self.in_order else shape
+
+
+def improve(search: Search, shape: Shape, patience: int = PATIENCE) -> tuple[Shape, float]:
+    """The best shape met on the way, and its time."""
+    now = tuple((end, (sum(counts),)) for end, counts in shape) if search.in_order else shape
+    best, fastest = shape, search.shapes.time(shape)
+    seconds = search.shapes.time(search.place(now))
+    if seconds == inf:
+        return best, fastest
+    bars = [fastest] * MEMORY
+    vain = step = 0
+    while vain < patience and (step % 16 or perf_counter() < search.until):
+        bar = max(bars[step % MEMORY], seconds)
+        other = _change(search, now)
+        if other is not None and other != now:
+            time = search.shapes.time(search.place(other), bar * (1 + 1e-12))
+            if time < inf:
+                now, seconds = other, time
+        bars[step % MEMORY] = min(bars[step % MEMORY], seconds)
+        vain = 0 if seconds < fastest * (1 - 1e-9) else vain + 1
+        if seconds < fastest:
+            best, fastest = search.place(now), seconds
+        step += 1
+    return best, fastest
+
+
+def _change(search: Search, shape: Shape) -> Shape | None:
+    """One to three changes, each drawn by how often it helps."""
+    changed: Shape | None = shape
+    for _ in range(search.random.choice((1, 1, 1, 2, 2, 3))):
+        if changed is not None:
+            changed = search.random.choice(CHANGES)(search, changed)
+    return changed
+
+
+def _move_cut(search: Search, shape: Shape) -> Shape | None:
+    if len(shape) < 2:
+        return None
+    s = search.random.randrange(len(shape) - 1)
+    end = shape[s][0] + search.random.choice((-3, -2, -1, -1, 1, 1, 2, 3))
+    if not (shape[s - 1][0] if s else 0) < end < shape[s + 1][0]:
+        return None
+    return (*shape[:s], (end, shape[s][1]), *shape[s + 1 :])
+
+
+def _move_layers(search: Search, shape: Shape) -> Shape | None:
+    """Several neighbouring cuts by one layer, which is how a stage far away gets less."""
+    if len(shape) < 3:
+        return None
+    by = search.random.choice((-1, 1))
+    a, b = sorted(search.random.sample(range(len(shape) - 1), 2))
+    moved = tuple((end + by if a <= s <= b else end, counts) for s, (end, counts) in enumerate(shape))
+    ends = [0, *(end for end, _ in moved)]
+    return moved if all(x < y for x, y in pairwise(ends)) else None
+
+
+def _move_device(search: Search, shape: Shape) -> Shape | None:
+    """A device of one stage goes to another; stage -1 has those that nobody uses."""
+    random, n = search.random, len(shape)
+    source, target = random.randint(-1, n - 1), random.randint(-1, n - 1)
+    held = _counts(search, shape, source)
+    runs = [x for x, count in enumerate(held) if count]
+    if source == target or not runs or (source >= 0 and sum(held) == 1):
+        return None
+    run = random.choice(runs)
+    return _given(_given(shape, source, run, -1), target, run, 1)
+
+
+def _swap_devices(search: Search, shape: Shape) -> Shape | None:
+    """Two stages exchange a device of one run for one of another."""
+    random, n = search.random, len(shape)
+    if len(search.room) == 1:
+        return _swap_sizes(search, shape)
+    a, b = random.randint(-1, n - 1), random.randint(-1, n - 1)
+    mine = [x for x, count in enumerate(_counts(search, shape, a)) if count]
+    theirs = [x for x, count in enumerate(_counts(search, shape, b)) if count]
+    if a == b or not mine or not theirs:
+        return None
+    x, y = random.choice(mine), random.choice(theirs)
+    for stage, run, by in ((a, x, -1), (b, x, 1), (b, y, -1), (a, y, 1)):
+        shape = _given(shape, stage, run, by)
+    return shape
+
+
+def _swap_sizes(search: Search, shape: Shape) -> Shape | None:
+    """Two stages exchange all of their devices."""
+    if len(shape) < 2:
+        return None
+    a, b = sorted(search.random.sample(range(len(shape)), 2))
+    stages = list(shape)
+    stages[a], stages[b] = (shape[a][0], shape[b][1]), (shape[b][0], shape[a][1])
+    return tuple(stages)
+
+
+def _merge(search: Search, shape: Shape) -> Shape | None:
+    if len(shape) < 2:
+        return None
+    s = search.random.randrange(len(shape) - 1)
+    (_, mine), (end, theirs) = shape[s : s + 2]
+    both = tuple(x + y for x, y in zip(mine, theirs, strict=True))
+    return (*shape[:s], (end, both), *shape[s + 2 :])
+
+
+def _split(search: Search, shape: Shape) -> Shape | None:
+    random = search.random
+    s = random.randrange(len(shape))
+    end, counts = shape[s]
+    first, total = (shape[s - 1][0] if s else 0), sum(counts)
+    if end - first < 2 or total < 2:
+        return None
+    left, head = random.randint(1, total - 1), []
+    for count in counts:
+        head.append(min(left, count))
+        left -= head[-1]
+    tail = tuple(x - y for x, y in zip(counts, head, strict=True))
+    return (*shape[:s], (random.randint(first + 1, end - 1), tuple(head)), (end, tail), *shape[s + 1 :])
+
+
+CHANGES: tuple[Callable[[Search, Shape], Shape | None], ...] = (
+    _move_cut,
+    _move_cut,
+    _move_layers,
+    _move_device,
+    _move_device,
+    _swap_devices,
+    _swap_sizes,
+    _merge,
+    _split,
+)
+
+
+def _counts(search: Search, shape: Shape, stage: int) -> Counts:
+    if stage >= 0:
+        return shape[stage][1]
+    used = [sum(counts) for counts in zip(*(counts for _, counts in shape), strict=True)]
+    return tuple(room - u for room, u in zip(search.room, used, strict=True))
+
+
+def _given(shape: Shape, stage: int, run: int, by: int) -> Shape:
+    """With more or less devices of a run in a stage; those of stage -1 are what is left."""
+    if stage < 0:
+        return shape
+    end, counts = shape[stage]
+    counts = tuple(count + by if x == run else count for x, count in enumerate(counts))
+    return (*shape[:stage], (end, counts), *shape[stage + 1 :])

@@ -1,0 +1,198 @@
+"""What the stages before a cut cost at least, whatever they are: tables for every cut and number of devices.
+
+A step has many chains of events that must follow each other, and none is longer than the step. Take stage p:
+
+    arrive     the first micro-batch comes to p           forward and transfer of each stage before
+    work       p runs all micro-batches                   M x (forward + backward)
+    leave      the last gradient goes back and each       backward and transfer of each stage before, and
+               stage it reaches adds up its gradients     its all-reduce; or that of p itself
+
+So a step takes arrive + work + leave, for each p, and likewise for each transfer. What is before a cut matters to what
+is after it only by `arrive` and `through` = arrive + leave. Both are sums over stages, so their least values come from
+dynamic programming over (layers, devices, replicas of the last stage), each by itself: a relaxation, but a tight one. A
+third column has the least that the stages before the cut ask for themselves: `own`, the largest arrive + work + leave.
+
+Stages of which arrive + work + leave is `limit` or more are left out: they are of no use to who looks for less. The
+lower the limit, the higher the tables; if nothing is left, no plan is below it. `root` closes in on the highest limit
+that can be refuted so. The stages of least `through` are good plans, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import inf
+from typing import NamedTuple
+
+from fxpipe.ir.plan.hybrid_plan import warmup_of
+
+from .relaxed_cluster import Relaxed
+
+Table = list[list[list[float]]]  # by cut, devices at most, and replicas of the stage after the cut
+End = tuple[float, float, float]  # the three columns, before the transfer
+Sizes = tuple[tuple[int, int], ...]  # the end and the replicas of each stage
+
+
+class Part(NamedTuple):
+    """A stage of layers `first` to b - 1 with r replicas: what it adds to the chains of events, at least."""
+
+    first: int
+    forward: float
+    both: float
+    work: float
+    tail: float
+
+
+Parts = list[list[list[Part]]]  # by end and replicas
+
+
+@dataclass
+class Tables:
+    """The columns above for the stages before each cut and the transfer across it; `total` is the least of whole plans
+    and `sizes` the one that the choices lead to."""
+
+    limit: float
+    arrive: Table
+    through: Table
+    own: Table
+    total: float = inf
+    sizes: Sizes = ()
+    last: tuple[int, int] = (0, 0)
+    starts: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    before: dict[tuple[int, int, int], tuple[int, int]] = field(default_factory=dict)
+
+
+def parts(relaxed: Relaxed, devices: int) -> Parts:
+    """All stages that fit in memory, by end and replicas."""
+    n = len(relaxed.chain)
+    return [[list(_parts(relaxed, b, r)) if b and r else [] for r in range(devices + 1)] for b in range(n + 1)]
+
+
+def _parts(relaxed: Relaxed, b: int, r: int) -> Iterator[Part]:
+    problem, chain = relaxed.problem, relaxed.chain
+    m = problem.micro_batches
+    ahead = 1 if b == len(chain) else warmup_of(problem.warmup, 0, 2, m)
+    latency, per_byte = relaxed.ring(r)
+    free = ready = 0.0
+    for a in range(b - 1, -1, -1):
+        forward = (chain.forwards[b] - chain.forwards[a]) / r
+        both = forward + (chain.backwards[b] - chain.backwards[a]) / r
+        if problem.all_reduce == "end" or r == 1:
+            tail = latency + per_byte * (chain.parameters[b] - chain.parameters[a])
+        else:
+            ready += chain.layers[a].backward / r
+            free = max(free, ready) + latency + per_byte * chain.layers[a].parameters
+            tail = free - ready
+        again = relaxed.repeats(a, b, r, ahead)
+        if again is not None:
+            yield Part(a, forward, both, m * (both + (forward if again else 0.0)), tail)
+
+
+def tables(relaxed: Relaxed, parts: Parts, devices: int, limit: float) -> Tables:
+    """The tables for up to this many devices."""
+    n = len(relaxed.chain)
+    made = Tables(limit, _column(n, devices), _column(n, devices), _column(n, devices))
+    for b in range(1, n):
+        ends = [
+            [_end(made, parts[b][r], b, g, r) if 0 < r <= g else None for r in range(g + 1)] for g in range(devices)
+        ]
+        _cross(relaxed, made, b, devices, ends)
+    for r in range(1, devices + 1):
+        end = _end(made, parts[n][r], n, devices, r)
+        if end is not None and end[2] < made.total:
+            made.total, made.last = end[2], (devices, r)
+    made.sizes = _sizes(made, n)
+    return made
+
+
+def _column(n: int, devices: int) -> Table:
+    """Nothing is before the first layer; what is before others is not known yet."""
+    size = range(devices + 1)
+    return [[[inf if cut else 0.0 for _ in size] for _ in size] for cut in range(n)]
+
+
+def _end(made: Tables, fitting: list[Part], b: int, g: int, r: int) -> End | None:
+    """The columns for all stages up to b, of which the last has r replicas, on g devices at most."""
+    arrive, through, own, limit = made.arrive, made.through, made.own, made.limit
+    left, start = g - r, -1
+    least_arrive = least_through = least_own = inf
+    for first, forward, both, work, tail in fitting:
+        arrived, way = arrive[first][left][r], through[first][left][r]
+        if arrived + tail > way:
+            way = arrived + tail
+        most = own[first][left][r]
+        if way + work > most:
+            most = way + work
+        if most >= limit:
+            continue
+        if arrived + forward < least_arrive:
+            least_arrive = arrived + forward
+        if way + both < least_through:
+            least_through, start = way + both, first
+        if most < least_own:
+            least_own = most
+    if start < 0:
+        return None
+    made.starts[b, g, r] = start
+    return least_arrive, least_through, least_own
+
+
+def _cross(relaxed: Relaxed, made: Tables, b: int, devices: int, ends: list[list[End | None]]) -> None:
+    """The columns after the transfer to a stage of q replicas, from those of all stages before it."""
+    chain, m = relaxed.chain, relaxed.problem.micro_batches
+    rest = chain.forwards[-1] - chain.forwards[b] + chain.backwards[-1] - chain.backwards[b]
+    for q in range(1, devices):
+        seconds = [relaxed.crossing(b, max(r, 1), q) for r in range(devices)]
+        arrive, through, own = made.arrive[b], made.through[b], made.own[b]
+        for g in range(1, devices - q + 1):
+            least_arrive, least_through, least_own = arrive[g - 1][q], through[g - 1][q], own[g - 1][q]
+            choice = made.before.get((b, g - 1, q))
+            after = rest / (devices - g)
+            for r in range(1, g + 1):
+                end = ends[g][r]
+                if end is None:
+                    continue
+                across = seconds[r]
+                most = max(end[2], end[1] + (m + 1) * across + after)
+                if most >= made.limit:
+                    continue
+                if end[0] + across < least_arrive:
+                    least_arrive = end[0] + across
+                if end[1] + 2 * across < least_through:
+                    least_through, choice = end[1] + 2 * across, (g, r)
+                if most < least_own:
+                    least_own = most
+            arrive[g][q], through[g][q], own[g][q] = least_arrive, least_through, least_own
+            if choice is not None:
+                made.before[b, g, q] = choice
+
+
+def _sizes(made: Tables, n: int) -> Sizes:
+    """Back from the end along the choices."""
+    if made.total == inf:
+        return ()
+    b, (g, r), found = n, made.last, []
+    while True:
+        found.append((b, r))
+        first = made.starts[b, g, r]
+        if first == 0:
+            return tuple(reversed(found))
+        b, (g, r) = first, made.before[first, g - r, r]
+
+
+def root(
+    relaxed: Relaxed, parts: Parts, devices: int, low: float, high: float, steps: int
+) -> tuple[float, list[Sizes]]:
+    """No plan takes less than this, or than `high`, and the plans met on the way. `low` is known to be a bound."""
+    found: list[Sizes] = []
+    for _ in range(steps):
+        if low >= high * (1 - 1e-4):
+            break
+        middle = (low + high) / 2
+        made = tables(relaxed, parts, devices, middle)
+        if made.total == inf:
+            low = middle
+        else:
+            found.append(made.sizes)
+            low, high = max(low, made.total), middle
+    return low, found

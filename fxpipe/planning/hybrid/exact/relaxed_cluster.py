@@ -1,0 +1,120 @@
+"""A cluster at its best: what r replicas can do if they sit where that is fastest, wherever that is.
+
+Bounds count devices only. An all-reduce of r devices is at most as fast as the narrowest link of the best r devices
+that faster links connect; of a transfer each sender has at least its share to get out of all its ports together. On a
+flat network both are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import inf
+
+from fxpipe.ir.cluster.cluster import Cluster
+from fxpipe.ir.cluster.network import ring, split_concat
+from fxpipe.ir.plan.layer_chain import Chain
+from fxpipe.planning.hybrid.event_time import Problem
+
+from .device_symmetry import Devices
+
+
+@dataclass(frozen=True)
+class Rates:
+    """`bandwidths[r]` of the best ring of r devices; of any transfer the least `latency` and seconds per byte of a
+    single device's `share`. `room[r]` is the memory of the r-th largest device."""
+
+    bandwidths: tuple[float, ...]
+    ring_latency: float
+    latency: float
+    share: float
+    room: tuple[float, ...]
+
+
+def rates(problem: Problem, runs: Sequence[Devices]) -> Rates:
+    """The rates of a cluster at its best."""
+    cluster = problem.cluster
+    pairs = [(x, y) for x, y in combinations(range(len(runs)), 2)]
+    inner = [x for x, run in enumerate(runs) if len(run) > 1]
+    rings = {(x, y): ring(cluster, (runs[x][0], runs[y][0])) for x, y in pairs}
+    rings |= {(x, x): ring(cluster, runs[x][:2]) for x in inner}
+    ends = [(runs[x][0], runs[y][0]) for x, y in pairs] + [(runs[x][0], runs[x][1]) for x in inner]
+    latency = min((split_concat(cluster, [a], [b]).latency for a, b in ends), default=0.0)
+    memory = sorted((device.memory for device in cluster.devices), reverse=True)
+    room = tuple(memory) if problem.capped else (inf,) * len(memory)
+    return Rates(
+        _bandwidths([len(run) for run in runs], {pair: bandwidth for pair, (bandwidth, _) in rings.items()}),
+        min((seconds for _, seconds in rings.values()), default=0.0),
+        latency,
+        1 / max(_out(cluster, run[0]) for run in runs),
+        (inf, *room),
+    )
+
+
+def _bandwidths(sizes: Sequence[int], pairs: dict[tuple[int, int], float]) -> tuple[float, ...]:
+    """Join runs from the fastest links on: r devices are connected by links at least this fast."""
+    home = list(range(len(sizes)))
+    whole = [1] * len(sizes)  # devices that are connected so far, at the home of a run
+
+    def root(x: int) -> int:
+        while home[x] != x:
+            x = home[x]
+        return x
+
+    best = [0.0, inf]
+    for (x, y), bandwidth in sorted(pairs.items(), key=lambda item: -item[1]):
+        a, b = root(x), root(y)
+        if x == y:
+            whole[a] += sizes[x] - 1
+        elif a != b:
+            home[b] = a
+            whole[a] += whole[b]
+        best += [bandwidth] * (whole[a] + 1 - len(best))
+    return tuple(best)
+
+
+def _out(cluster: Cluster, position: int) -> float:
+    """Bytes per second through all ports of a device at once, sending or receiving."""
+    device = cluster.devices[position]
+    members = {switch.name: len(switch.members) for switch, _ in cluster.ports[device.label]}
+    ports = [switch for switch, _ in cluster.ports[device.label] if members[switch.name] > 1]
+    links = [link for link in cluster.links if {device.label, device.server} & set(link.ends)]
+    total = sum(max(switch.bandwidth, switch.receiving) for switch in ports) + sum(link.bandwidth for link in links)
+    return total or inf
+
+
+@dataclass
+class Relaxed:
+    """The least costs of stages of a problem, by their replicas."""
+
+    problem: Problem
+    rates: Rates
+    must: bool | None
+
+    @property
+    def chain(self) -> Chain:
+        return self.problem.chain
+
+    def ring(self, r: int) -> tuple[float, float]:
+        """Latency and seconds per byte of an all-reduce."""
+        if r == 1:
+            return 0.0, 0.0
+        return 2 * (r - 1) * self.rates.ring_latency, 2 * (r - 1) / r / self.rates.bandwidths[r]
+
+    def crossing(self, cut: int, r: int, q: int) -> float:
+        """Seconds of one transfer from r to q replicas."""
+        count = self.chain.cuts[cut]
+        return self.rates.latency + count * self.rates.share / min(r, q) if count else 0.0
+
+    def repeats(self, first: int, end: int, r: int, ahead: int) -> bool | None:
+        """Whether a stage has to recompute for lack of memory; None if that does not help either."""
+        chain, problem = self.chain, self.problem
+        saved = (chain.saved[end] - chain.saved[first]) / r
+        left = self.rates.room[r] - problem.copies * (chain.parameters[end] - chain.parameters[first])
+        slack = 1e-9 * self.rates.room[r] if self.rates.room[r] < inf else 0.0
+        if not self.must and ahead * saved <= left + slack:
+            return False
+        if self.must is False:
+            return None
+        return True if ahead * chain.cuts[first] / r + saved <= left + slack else None

@@ -1,0 +1,260 @@
+"""The phases of the search for the optimal plan, and what they share: the cases, their bounds, the best plan so far.
+
+A case is a number of micro-batches and a warm-up. All cases hunt for one plan: what is found in one is the bar for all,
+and a case whose bound is above the bar is closed. `optimal` says which phase follows which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from math import inf, prod
+from time import perf_counter
+
+from fxpipe.errors import PlanError
+from fxpipe.ir.cluster.cluster import Cluster
+from fxpipe.ir.plan import layer_chain as chains
+from fxpipe.ir.plan.hybrid_plan import HybridPlan
+from fxpipe.ir.plan.layer_chain import Chain
+from fxpipe.planning.hybrid.dapple import dapple
+from fxpipe.planning.hybrid.event_time import Problem
+
+from . import lagrangian_bound as dual
+from . import lower_bound as bounds
+from .branch_and_bound import Refutation, refute
+from .device_symmetry import runs
+from .local_search import Search, improve
+from .relaxed_cluster import Relaxed, rates
+from .shape_costs import Shape, Shapes
+
+EXACT = 1e-9  # a plan this little above the bound, relatively, is as good as optimal: sums have rounding errors
+TABLE = 5_000_000  # additions to fill the tables with, at most
+PLACES = 1000  # ways to choose devices by their counts, at most
+SMALL = 2000  # layers x devices x runs, for which DAPPLE's planner takes some seconds at most
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is the same in all cases."""
+
+    chain: Chain
+    cluster: Cluster
+    batch: float
+    recompute: bool | None
+    all_reduce: str
+    copies: float
+    capped: bool
+    until: float
+
+
+@dataclass
+class Case:
+    """One number of micro-batches and one warm-up. `bound` is the least that any of its plans takes."""
+
+    shapes: Shapes
+    relaxed: Relaxed
+    bound: float = 0.0
+    share: float = 1.0  # how far to go from the bound to the best plan next,
+    budget: float = 3000  # and the branches to spend on that
+
+    @property
+    def problem(self) -> Problem:
+        return self.shapes.problem
+
+    @property
+    def devices(self) -> int:
+        return len(self.problem.cluster.devices)
+
+    @property
+    def tabled(self) -> bool:
+        """Whether tables can be had."""
+        n, g = len(self.problem.chain), self.devices
+        return n * n * g * g / 4 + n * g**3 / 6 <= TABLE
+
+    @property
+    def countable(self) -> bool:
+        """Whether all placements can be gone through."""
+        return self.tabled and prod(len(run) + 1 for run in self.shapes.runs) <= PLACES
+
+    @cached_property
+    def parts(self) -> bounds.Parts:
+        return bounds.parts(self.relaxed, self.devices)
+
+
+def case_of(task: Task, micro_batches: int, warmup: str) -> Case:
+    chain = chains.scaled(task.chain, task.batch / micro_batches)
+    problem = Problem(chain, task.cluster, micro_batches, warmup, task.all_reduce, task.copies, task.capped)
+    groups = runs(task.cluster)
+    return Case(Shapes(problem, groups, task.recompute), Relaxed(problem, rates(problem, groups), task.recompute))
+
+
+@dataclass
+class Hunt:
+    """The cases, and the best plan so far."""
+
+    cases: list[Case]
+    until: float
+    case: Case | None = None
+    shape: Shape = ()
+    time: float = inf
+    branches: int = 0
+    pool: list[tuple[float, int, Shape]] = field(default_factory=list)  # seeds with their cases
+
+    def offer(self, index: int, shape: Shape, limit: float = inf) -> float:
+        """Simulate a plan and keep it if it is the best."""
+        case = self.cases[index]
+        time = case.shapes.time(shape, limit)
+        self.keep(index, shape, time)
+        return time
+
+    def keep(self, index: int, shape: Shape, time: float) -> None:
+        if time < inf:
+            self.pool.append((time, index, shape))
+        if time < self.time:
+            self.case, self.shape, self.time = self.cases[index], shape, time
+
+
+def seed(hunt: Hunt, seeds: Sequence[HybridPlan]) -> None:
+    for index, case in enumerate(hunt.cases):
+        problem = case.problem
+        for plan in seeds:
+            if (plan.micro_batches, plan.warmup, plan.all_reduce) == (
+                problem.micro_batches,
+                problem.warmup,
+                problem.all_reduce,
+            ):
+                hunt.offer(index, case.shapes.shape(plan.stages))
+        for sizes in _plain(case):
+            hunt.offer(index, case.shapes.placed(sizes))
+
+
+def _plain(case: Case) -> Iterator[bounds.Sizes]:
+    """Data parallelism, and pipelines of any number of equal stages with as equal replicas."""
+    n, g = len(case.problem.chain), case.devices
+    for k in [k for k in range(1, min(n, g) + 1) if k <= 8 or k % 4 == 0 or k in (n, g)]:
+        yield tuple(zip(_even(case.problem.chain, k), _shares(g, k), strict=True))
+        if k > 1:
+            yield tuple((end, 1) for end in _even(case.problem.chain, k))
+
+
+def _even(chain: Chain, k: int) -> list[int]:
+    """The ends of k stages that take about equally long."""
+    times = [f + b for f, b in zip(chain.forwards, chain.backwards, strict=True)]
+    n, ends, at = len(chain), [], 0
+    for s in range(1, k):
+        target = times[-1] * s / k
+        at = max(at + 1, min(range(n + 1), key=lambda p: abs(times[p] - target)))
+        at = min(at, n - (k - s))
+        ends.append(at)
+    return [*ends, n]
+
+
+def _shares(devices: int, k: int) -> list[int]:
+    return [b - a for a, b in pairwise(devices * s // k for s in range(k + 1))]
+
+
+def close_in(hunt: Hunt) -> None:
+    """A first bound for each case, with the plans that come with it. The cases of the lowest bounds first."""
+    for case in hunt.cases:
+        problem = case.problem
+        chain = problem.chain
+        total = chain.forwards[-1] + chain.backwards[-1]
+        case.bound = problem.micro_batches * total / case.devices * (1 - EXACT / 10)
+    order = sorted(range(len(hunt.cases)), key=lambda index: hunt.cases[index].bound)
+    started = perf_counter()
+    stop = started + (hunt.until - started) / 3
+    for index in order:
+        case = hunt.cases[index]
+        if perf_counter() > stop:
+            break
+        found = _first_bound(case, hunt.time)
+        for sizes in dict.fromkeys(found):
+            if sum(r for _, r in sizes) <= case.devices:
+                hunt.offer(index, case.shapes.placed(sizes))
+
+
+def _first_bound(case: Case, high: float) -> list[bounds.Sizes]:
+    """Raise the bound of a case, and return the plans met on the way. `high` is the time of the best plan."""
+    if not case.tabled:
+        low, found = dual.search(case.relaxed, case.devices, case.bound, min(high, _long(case)))
+        case.bound = max(case.bound, low * (1 - EXACT))
+        return found
+    made = bounds.tables(case.relaxed, case.parts, case.devices, high * (1 + EXACT))
+    case.bound = max(case.bound, min(made.total, high))
+    found = [made.sizes] if made.sizes else []
+    if case.bound < high < inf:
+        low, more = bounds.root(case.relaxed, case.parts, case.devices, case.bound, high, 5)
+        case.bound, found = max(case.bound, low), found + more
+    return found
+
+
+def _long(case: Case) -> float:
+    """A time that most plans are below: all of the work on one device, and each cut crossed."""
+    problem = case.problem
+    chain = problem.chain
+    busy = 2 * chain.forwards[-1] + chain.backwards[-1]
+    moved = sum(chain.cuts) * case.relaxed.rates.share + len(chain) * case.relaxed.rates.latency
+    return problem.micro_batches * (busy + 2 * moved)
+
+
+def polish(hunt: Hunt) -> None:
+    """Improve the best few plans of different shapes."""
+    started = perf_counter()
+    stop = started + (hunt.until - started) / 3
+    tried: set[tuple[int, Shape]] = set()
+    for _, index, shape in sorted(hunt.pool)[:40]:
+        case = hunt.cases[index]
+        if (index, shape) in tried or case.bound >= hunt.time or perf_counter() > stop:
+            continue
+        tried.add((index, shape))
+        if len(tried) > 4:
+            break
+        search = Search(case.shapes, stop, in_order=not case.countable)
+        better, time = improve(search, shape, 1500 if case.countable else 20_000)
+        hunt.keep(index, better, time)
+
+
+def ask_dapple(hunt: Hunt) -> None:
+    """The plan of DAPPLE's paper, which takes as long as many others. If the number of micro-batches is free, then only
+    for the best so far."""
+    for index, case in enumerate(hunt.cases):
+        small = len(case.problem.chain) * case.devices * len(case.shapes.runs) <= SMALL and case.countable
+        if small and case.bound < hunt.time * (1 - EXACT) and (len(hunt.cases) <= 2 or case is hunt.case):
+            with suppress(PlanError):
+                hunt.offer(index, case.shapes.shape(dapple(case.problem).stages))
+
+
+def prove(hunt: Hunt, until: float) -> None:
+    """Raise the bounds of the cases, the lowest first, until none is below the best plan. Where placements cannot all
+    be gone through, look for better plans among those in the order of the devices."""
+    open = [case for case in hunt.cases if case.tabled]
+    while open and perf_counter() < until:
+        case = min(open, key=lambda case: case.bound)
+        if case.bound >= hunt.time * (1 - EXACT):
+            break
+        if hunt.time == inf:
+            target, budget = inf, inf  # is there any plan at all?
+        elif case.share == 1 or not case.countable:
+            target, budget = hunt.time, case.budget
+        else:
+            target, budget = case.bound + case.share * (hunt.time - case.bound), case.budget
+        made = bounds.tables(case.relaxed, case.parts, case.devices, target * (1 + EXACT))
+        search = Refutation(case.shapes, made, target, until, budget, not case.countable)
+        whole = refute(search)
+        hunt.branches += search.nodes
+        if search.best:
+            hunt.keep(hunt.cases.index(case), search.best, search.limit)
+        if not case.countable:
+            case.budget *= 2
+            if whole:
+                open.remove(case)
+        elif whole:
+            case.bound = max(case.bound, search.limit if search.best else target)
+            case.share = min(1.0, 2 * case.share)
+        elif not search.best:
+            case.share, case.budget = case.share / 2, 1.5 * case.budget
+            if case.share < 1e-4:
+                open.remove(case)

@@ -1,0 +1,132 @@
+"""From ops to layers: a graph and what its ops cost become a chain, with the few places where cutting is cheap.
+
+Planners of whole clusters search over cuts, replicas and devices at once, and cannot do that over thousands of ops.
+Of all legal cuts (of the order in which the least crosses) those stay that leave even layers and have little crossing
+them. One after the other goes, always the one with the least
+
+    share of the two layers that it parts   in time, parameters and saved bytes, the largest of the three
+    -------------------------------------
+    bytes that cross it
+
+    conv | norm | relu | conv | add         bytes  8 4 4 8       norm and relu join what is before them: they are
+    conv   norm   relu | conv   add                8 . 4 .       small, and most crosses inside the block
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+from itertools import accumulate, pairwise
+
+from fxpipe.errors import PlanError
+from fxpipe.ir.graph.graph import Graph, Op
+from fxpipe.ir.plan.hybrid_plan import HybridPlan
+from fxpipe.ir.plan.layer_chain import Chain, Layer
+from fxpipe.ir.plan.plan import Plan, StagePlan
+from fxpipe.ir.plan.profile import OpCost, Profile, total
+from fxpipe.planning.stages.cut_costs import traffic
+from fxpipe.planning.stages.op_order import arrange
+from fxpipe.planning.stages.plan_stages import check_profiled, inner_cuts
+
+MOST = 64
+
+
+@dataclass(frozen=True)
+class Layers:
+    """A chain, and the ops of each of its layers, by name."""
+
+    chain: Chain
+    ops: tuple[tuple[str, ...], ...]
+
+
+def layers(graph: Graph, profile: Profile, most: int = MOST) -> Layers:
+    """At most so many layers, with the costs of a micro-batch of the profile's size. What crosses a cut is all that was
+    made before it and is used after it, skips included. Raises PlanError if the profile is not one of the graph."""
+    if most < 1:
+        raise PlanError(f"a chain of at most {most} layers; it has at least one")
+    check_profiled(graph, profile)
+    costs = {cost.name: cost for cost in profile.ops}
+    ordered = arrange(graph, costs)
+    ops = [costs[op.name] for op in ordered.ops]
+    crossing = traffic(ordered, costs).values
+    ends = [0, *_cheapest(ops, crossing, inner_cuts(ordered), most), len(ops)]
+    names = tuple(tuple(op.name for op in ordered.ops[first:end]) for first, end in pairwise(ends))
+    return Layers(_chain(ordered, profile, crossing, ends), names)
+
+
+def costed(graph: Graph, profile: Profile, made: Layers) -> Chain:
+    """The same layers with the costs of another profile."""
+    at = {op.name: op for op in graph.ops}
+    ordered = replace(graph, ops=tuple(at[name] for names in made.ops for name in names))
+    crossing = traffic(ordered, {cost.name: cost for cost in profile.ops}).values
+    return _chain(ordered, profile, crossing, list(accumulate(map(len, made.ops), initial=0)))
+
+
+def _chain(ordered: Graph, profile: Profile, crossing: Sequence[int], ends: Sequence[int]) -> Chain:
+    """The layers between neighbouring `ends`."""
+    costs = {cost.name: cost for cost in profile.ops}
+    rows = []
+    for first, end in pairwise(ends):
+        ops = ordered.ops[first:end]
+        cut = crossing[end] if end < len(ordered.ops) else 0
+        rows.append(_layer(ops, [costs[op.name] for op in ops], cut))
+    return Chain(ordered.model, profile.batch, tuple(rows))
+
+
+def _layer(ops: Sequence[Op], costs: Sequence[OpCost], cut: int) -> Layer:
+    """Named like the module of its longest op."""
+    own = total(costs)
+    longest = max(range(len(ops)), key=lambda at: costs[at].forward + costs[at].backward)
+    name = ops[longest].origin.module or ops[longest].name
+    return Layer(name, own.forward, own.backward, own.parameters, own.saved, cut)
+
+
+def _cheapest(ops: Sequence[OpCost], crossing: Sequence[int], cuts: Sequence[int], most: int) -> list[int]:
+    """The cuts that stay, at most one less than the layers."""
+    weights = _weights(ops)
+    kept, stamp = list(cuts), dict.fromkeys(cuts, 0)
+    least = max(1, *(crossing[p] for p in cuts)) / 1e6 if cuts else 1.0
+
+    def worth(p: int) -> float:
+        at = bisect_left(kept, p)
+        low = kept[at - 1] if at else 0
+        high = kept[at + 1] if at + 1 < len(kept) else len(ops)
+        return max(w[high] - w[low] for w in weights) / max(crossing[p], least)
+
+    heap = [(worth(p), p, 0) for p in cuts]
+    heapify(heap)
+    while len(kept) > most - 1:
+        _, p, turn = heappop(heap)
+        if stamp.get(p) != turn:
+            continue  # a neighbour has gone since
+        at = bisect_left(kept, p)
+        del kept[at], stamp[p]
+        for q in kept[max(at - 1, 0) : at + 1]:
+            stamp[q] += 1
+            heappush(heap, (worth(q), q, stamp[q]))
+    return kept
+
+
+def _weights(ops: Sequence[OpCost]) -> list[list[float]]:
+    """Running sums of the shares of time, parameters and saved bytes."""
+    columns = (
+        [op.forward + op.backward for op in ops],
+        [float(op.parameters) for op in ops],
+        [float(op.saved) for op in ops],
+    )
+    return [list(accumulate((value / (sum(column) or 1.0) for value in column), initial=0.0)) for column in columns]
+
+
+def as_plan(graph: Graph, made: Layers, hybrid: HybridPlan, labels: Sequence[str], schedule: str) -> Plan:
+    """The plan of ops for a plan of layers; `labels` are those of the cluster's devices. Within a stage ops run in the
+    order they were captured in."""
+    captured = {op.name: position for position, op in enumerate(graph.ops)}
+    stages = []
+    for stage in hybrid.stages:
+        ops = [name for layer in made.ops[stage.first : stage.end] for name in layer]
+        device, *others = (labels[position] for position in stage.devices)
+        mode = "always" if stage.recompute else "never"
+        stages.append(StagePlan(tuple(sorted(ops, key=captured.__getitem__)), device, mode, replicas=tuple(others)))
+    return Plan(graph.model, tuple(stages), hybrid.micro_batches, schedule)

@@ -1,0 +1,1 @@
+"""The inner loops of the strategy search, compiled with numba."""

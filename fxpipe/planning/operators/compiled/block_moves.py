@@ -1,0 +1,303 @@
+"""Compiled: changes of many operators at once, and a chain that takes them among single ones.
+
+A shared layer is unrolled into forty operators, and to change one of them spares nothing of the exchange of the layer's
+weights; neighbours that are cut alike send each other little, and to change one of them makes it more. So single
+changes lead through worse strategies to better ones. A leap changes all operators of a window:
+
+    order         window                   they all become
+    as they run   conv1 conv2 pool2 ...    sample/2 channel/2, from device 4 on
+    by weights    lstm0.3 .. lstm0.20      as an operator beside them is
+    by likeness   all convolutions alike   as they are, but on devices further on
+
+Its edges are made anew and it is simulated from the beginning, which takes a few times as long as a single change.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from fxpipe.planning.operators.cut_patterns import Patterns
+
+from .delta_simulation import MARGIN, attempt, keep, run
+from .edge_messages import count_waits, exchange, hold, join, unload
+from .flat_arrays import Floats, Ints, Problem, State
+from .graph_update import compact, copy, is_jam, put
+from .metropolis import below, choose, has_room, propose, threshold, uniform
+from .numba_compiler import compiled, entry
+from .restart_state import restart
+
+
+class Leap(NamedTuple):
+    """A leap while it is tried: the strategy it leads to, and what it takes to go back. Marks are those of this leap
+    where they are equal to `turn`."""
+
+    rows: Ints  # [n]
+    places: Ints  # [n, M]
+    edges: Ints  # [E] edges with an end in the window, `counts[0]` of them
+    groups: Ints  # [G] groups of weights with a member in the window, `counts[1]` of them
+    counts: Ints  # [2]
+    turn: Ints  # [1]
+    edge_mark: Ints  # [E]
+    group_mark: Ints  # [G]
+    old_forward: Ints  # [E, M + 1] by edge
+    old_backward: Ints
+    old_spans: Floats  # [n, 2 M]
+
+
+def leap(p: Problem) -> Leap:
+    """Room for leaps."""
+    edges, groups = len(p.source), max(1, p.groups)
+
+    def ints(*shape: int) -> Ints:
+        return np.zeros(shape, np.int64)
+
+    return Leap(
+        rows=ints(p.n),
+        places=ints(p.n, p.parts),
+        edges=ints(edges),
+        groups=ints(groups),
+        counts=ints(2),
+        turn=ints(1),
+        edge_mark=ints(edges),
+        group_mark=ints(groups),
+        old_forward=ints(edges, p.parts + 1),
+        old_backward=ints(edges, p.parts + 1),
+        old_spans=np.zeros((p.n, 2 * p.parts)),
+    )
+
+
+@compiled
+def window(q: Patterns, random: Ints) -> tuple[int, int, int]:
+    """An order, and a window of it: a whole block, or a run in it, short ones as often as long ones."""
+    order = below(random, len(q.order))
+    at = below(random, q.order.shape[1])
+    first, after = q.block_first[order, at], q.block_after[order, at]
+    if uniform(random) < 0.5:
+        length = int(np.exp(uniform(random) * np.log(after - first + 1.0)))
+        first = max(first, at - below(random, length))
+        after = min(after, first + length)
+    return order, first, after
+
+
+@compiled
+def neighbour(p: Problem, i: int, random: Ints) -> int:
+    """An operator that operator i reads, or that reads it; i itself where there is none."""
+    inner = p.in_first[i + 1] - p.in_first[i]
+    outer = p.out_first[i + 1] - p.out_first[i]
+    if inner + outer == 0:
+        return i
+    x = below(random, inner + outer)
+    if x < inner:
+        return int(p.source[p.in_edges[p.in_first[i] + x]])
+    return int(p.target[p.out_edges[p.out_first[i] + x - inner]])
+
+
+@compiled
+def draw(p: Problem, q: Patterns, random: Ints, to: Leap, members: Ints, devices: Ints) -> None:
+    """Draw a leap of the operators of a window, from the strategy in `to`, and make it there."""
+    lead = members[below(random, len(members))]
+    way = uniform(random)
+    if way < 0.2:
+        far = 1 + below(random, p.devices - 1) if p.devices > 1 else 0
+        for i in members:
+            move(p, to, i, to.rows[i], (to.places[i, 0] + far) % p.devices)
+        return
+    if way < 0.6:
+        lead = neighbour(p, lead, random)
+        row, begin = to.rows[lead], to.places[lead, 0]
+    else:
+        low, high = p.choice_first[p.row_first[lead]], p.choice_first[p.row_first[lead + 1]]
+        row = choose(p, lead, low + below(random, high - low), devices)
+        begin = devices[0]
+    for i in members:
+        move(p, to, i, q.row_for[q.pattern_of[row], i], begin)
+
+
+@compiled
+def move(p: Problem, to: Leap, i: int, row: int, first: int) -> None:
+    """Operator i cut so, on the devices from `first` on, or on the last ones."""
+    first = min(first, p.devices - p.row_parts[row])
+    to.rows[i] = row
+    for k in range(p.row_parts[row]):
+        to.places[i, k] = first + k
+
+
+@compiled
+def note(p: Problem, s: State, to: Leap, i: int) -> None:
+    """Write down how operator i is in the state."""
+    to.rows[i] = s.row[i]
+    for k in range(p.parts):
+        to.places[i, k] = s.task[i * p.parts + k].place
+
+
+@compiled
+def mark(p: Problem, to: Leap, members: Ints) -> None:
+    """Collect the edges and groups of weights that a change of these operators touches, each once."""
+    to.turn[0] += 1
+    turn = to.turn[0]
+    to.counts.fill(0)
+    for i in members:
+        for side in range(2):
+            first, edges = (p.in_first, p.in_edges) if side == 0 else (p.out_first, p.out_edges)
+            for x in range(first[i], first[i + 1]):
+                e = edges[x]
+                if to.edge_mark[e] != turn:
+                    to.edge_mark[e] = turn
+                    to.edges[to.counts[0]] = e
+                    to.counts[0] += 1
+        g = p.group[i]
+        if g >= 0 and to.group_mark[g] != turn:
+            to.group_mark[g] = turn
+            to.groups[to.counts[1]] = g
+            to.counts[1] += 1
+
+
+@compiled
+def fits(p: Problem, s: State, to: Leap) -> bool:
+    """Whether the messages of all marked edges fit behind those in use, if need be after clearing up."""
+    more = 0
+    for e in to.edges[: to.counts[0]]:
+        more += 2 * p.row_parts[to.rows[p.source[e]]] * p.row_parts[to.rows[p.target[e]]]
+    if s.top[0] + more > len(s.message):
+        compact(p, s)
+    return bool(s.top[0] + more <= len(s.message))
+
+
+@compiled
+def take(p: Problem, s: State, to: Leap, members: Ints) -> None:
+    """Place all members otherwise, and remember how they were: their old rows and devices are now in `to`."""
+    M = p.parts
+    for d in range(p.devices):
+        s.device[d].load_ = s.device[d].load
+    copy(s.link_load_, s.link_load)
+    edges = to.edges[: to.counts[0]]
+    for e in edges:
+        copy(to.old_forward[e], s.forward_rows[e])
+        copy(to.old_backward[e], s.backward_rows[e])
+    count_waits(p, s, edges, -1)
+    unload(p, s, edges)
+    for i in members:
+        if p.group[i] >= 0:
+            hold(p, s, i, -1)
+        forward, backward = i * M, (2 * p.n - 1 - i) * M
+        for k in range(p.row_parts[s.row[i]]):
+            s.device[s.task[forward + k].place].load -= s.task[forward + k].span + s.task[backward + k].span
+        row = s.row[i]
+        for k in range(M):
+            to.old_spans[i, k] = s.task[forward + k].span
+            to.old_spans[i, M + k] = s.task[backward + k].span
+            s.old_place[k] = s.task[forward + k].place
+        put(p, s, i, to.rows[i], to.places[i])
+        to.rows[i] = row
+        copy(to.places[i], s.old_place)
+    join(p, s, edges)
+    count_waits(p, s, edges, 1)
+    _hold_again(p, s, to, members)
+
+
+@compiled
+def _hold_again(p: Problem, s: State, to: Leap, members: Ints) -> None:
+    for i in members:
+        if p.group[i] >= 0:
+            hold(p, s, i, 1)
+    for g in to.groups[: to.counts[1]]:
+        exchange(p, s, g)
+
+
+@compiled
+def go_back(p: Problem, s: State, to: Leap, members: Ints, top: int) -> None:
+    """Undo `take`, when rows ended at `top`."""
+    M = p.parts
+    edges = to.edges[: to.counts[0]]
+    count_waits(p, s, edges, -1)
+    for i in members:
+        if p.group[i] >= 0:
+            hold(p, s, i, -1)
+        forward, backward = i * M, (2 * p.n - 1 - i) * M
+        s.row[i] = to.rows[i]
+        for k in range(M):
+            s.task[forward + k].place = s.task[backward + k].place = to.places[i, k]
+            s.task[forward + k].span = to.old_spans[i, k]
+            s.task[backward + k].span = to.old_spans[i, M + k]
+    for e in edges:
+        copy(s.forward_rows[e], to.old_forward[e])
+        copy(s.backward_rows[e], to.old_backward[e])
+    count_waits(p, s, edges, 1)
+    _hold_again(p, s, to, members)
+    for d in range(p.devices):
+        s.device[d].load = s.device[d].load_
+    copy(s.link_load, s.link_load_)
+    s.top[0] = top
+
+
+@compiled
+def attempt_leap(p: Problem, s: State, to: Leap, members: Ints, limit: float) -> bool:
+    """Go to the strategy in `to`, which differs in `members`, and stay there if the step then takes no longer than
+    `limit`. In any case `to` is then the strategy that the state is at."""
+    top = s.top[0]
+    take(p, s, to, members)
+    cost = np.inf
+    if not is_jam(p, s, limit * MARGIN):
+        cost = run(p, s, restart(p, s, -1, 0.0), limit)
+    if cost <= limit:
+        keep(p, s, -1, 0.0, cost)
+        for i in members:
+            note(p, s, to, i)
+        return True
+    go_back(p, s, to, members, top)
+    return False
+
+
+@entry
+def explore(
+    p: Problem,
+    q: Patterns,
+    s: State,
+    to: Leap,
+    random: Ints,
+    steps: int,
+    temperature: float,
+    share: float,
+    best: Floats,
+    best_row: Ints,
+    best_place: Ints,
+    trace: Floats,
+    devices: Ints,
+) -> int:
+    """As `chain.walk`, with leaps among the steps: a `share` of them."""
+    found = 0
+    for i in range(p.n):
+        note(p, s, to, i)
+    for step in range(steps):
+        again, room = random[0], True
+        if uniform(random) < share:
+            order, first, after = window(q, random)
+            members = q.order[order, first:after]
+            draw(p, q, random, to, members, devices)
+            mark(p, to, members)
+            room = fits(p, s, to)
+            if room:
+                limit = threshold(s.cost[0], temperature, random)
+                attempt_leap(p, s, to, members, limit)
+        else:
+            i, row = propose(p, random, devices)
+            room = has_room(p, s, i, row)
+            if room:
+                limit = threshold(s.cost[0], temperature, random)
+                attempt(p, s, i, row, devices, limit)
+                note(p, s, to, i)
+        if not room:
+            random[0] = again
+            trace[0, 0] = found
+            return step
+        if s.cost[0] < best[0]:
+            best[0] = s.cost[0]
+            best_row[:] = to.rows
+            best_place[:] = to.places
+            found += 1
+            trace[found, 0] = step
+            trace[found, 1] = best[0]
+    trace[0, 0] = found
+    return steps

@@ -1,0 +1,199 @@
+"""Compiled: the time of a strategy that differs from the last one in one operator (the SOAP paper's algorithm 2).
+
+    change     new rows for the edges of the operator; all others stay as they are
+    restart    the state of the simulation just before the first event that the change can touch, from the times at hand
+    run        the rest of the simulation
+    keep       the new times become the times at hand; or `take_back`: the old rows are the rows again
+
+The paper propagates changes from task to task until nothing changes any more. In a training step most of what comes
+after a change moves a little, so going on with the simulation from the first change touches hardly more tasks, and each
+once. Everything earlier is left alone, and the task graph is never rebuilt.
+
+Only computations are events. A message's turn on its link comes by when its sender has finished, so the sender's
+finish hands out all of its messages, in the order of their keys. Two events of one time come in the order of their
+slots. Slots are keys: no task has a smaller one than what it waits for. So each device and each link sees its tasks in
+the order of (ready, key), exactly as in `simulate.run`.
+
+A strategy that can be seen to take longer than `limit` is given up: before anything is changed, where a device would
+have more to do than that; before it is simulated, where a link has; on the way, where a device has so much left that it
+ends too late even without waiting. The margin keeps rounding from giving up one that would just have been within.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .event_queue import arrive, pop, push
+from .flat_arrays import Floats, Ints, Problem, Records, State
+from .graph_update import change, is_jam, is_overload, take_back
+from .numba_compiler import compiled
+from .restart_state import restart
+
+MARGIN = 1 + 1e-9
+
+
+@compiled
+def send(
+    message: Records,
+    arrival: Records,
+    queue: Records,
+    link_free: Floats,
+    size: int,
+    rows: Ints,
+    k: int,
+    finish: float,
+    base: int,
+) -> int:
+    """Part k has finished: all that it sends along an edge takes its turn on the links."""
+    for x in range(rows[k], rows[k + 1]):
+        w, time = message[x].wire, finish
+        if w >= 0:
+            time = max(finish, link_free[w])
+            message[x].begin_ = time
+            time += message[x].lasts
+            link_free[w] = time
+        size = arrive(arrival, queue, size, base + message[x].peer, time)
+    return size
+
+
+@compiled
+def attempt(p: Problem, s: State, i: int, row: int, devices: Ints, limit: float) -> bool:
+    """Place operator i otherwise, and keep that if the step then takes no longer than `limit`."""
+    if is_overload(p, s, i, row, devices, limit * MARGIN):
+        return False
+    top, old = s.top[0], s.row[i]
+    since = change(p, s, i, row, devices)
+    cost = np.inf
+    if not is_jam(p, s, limit * MARGIN):
+        for _ in range(p.simulations):
+            cost = run(p, s, restart(p, s, i, since), limit)
+    if cost <= limit:
+        keep(p, s, i, since, cost)
+        return True
+    take_back(p, s, i, old, top)
+    return False
+
+
+@compiled
+def run(p: Problem, s: State, size: int, limit: float) -> float:
+    """Simulate to the end. Returns the seconds of the strategy, or infinity once they are seen to be above `limit`."""
+    n, M = p.n, p.parts
+    task, arrival, message, device = s.task, s.arrival, s.message, s.device
+    queue, sync, link_free = s.queue, s.sync, s.link_free
+    half, slots = n * M, 2 * n * M
+    most = 0.0
+    limit *= MARGIN
+    for d in range(p.devices):
+        if device[d].free + device[d].left > limit:
+            return np.inf
+    while size > 0:
+        time, key = queue[0].time, queue[0].key
+        size = pop(queue, size)
+        t = key >> 1
+        if key & 1 == 0:
+            task[t].ready_ = time
+            if t < slots:
+                d = task[t].place
+                begin = max(time, device[d].free)
+                time = begin + task[t].span
+                device[d].free = time
+                device[d].left -= task[t].span
+                task[t].start_ = begin
+                if time + device[d].left > limit:
+                    return np.inf
+            else:
+                task[t].start_ = time
+            task[t].end_ = time
+            size = push(queue, size, time, key + 1)
+        elif t < half:
+            i, k = t // M, t % M
+            most = max(most, time)
+            for x in range(p.out_first[i], p.out_first[i + 1]):
+                e = p.out_edges[x]
+                size = send(message, arrival, queue, link_free, size, s.forward_rows[e], k, time, p.target[e] * M)
+            backward = (2 * n - 1 - i) * M + k
+            if task[backward].waits == 0:
+                size = arrive(arrival, queue, size, backward, time)
+        elif t < slots:
+            i, k = 2 * n - 1 - t // M, t % M
+            most = max(most, time)
+            for x in range(p.in_first[i], p.in_first[i + 1]):
+                e = p.in_edges[x]
+                size = send(
+                    message, arrival, queue, link_free, size, s.backward_rows[e], k, time, (2 * n - 1 - p.source[e]) * M
+                )
+            if p.group[i] >= 0:
+                size = arrive(arrival, queue, size, slots + p.group[i], time)
+        else:
+            g = t - slots
+            for d in range(p.devices):
+                if sync[g, d].lasts > 0:
+                    w = sync[g, d].wire
+                    begin = max(time, link_free[w])
+                    sync[g, d].begin_ = begin
+                    link_free[w] = begin + sync[g, d].lasts
+                    most = max(most, link_free[w])
+    for w in range(p.links):
+        most = max(most, link_free[w])
+    return most if most <= limit else np.inf
+
+
+@compiled
+def keep(p: Problem, s: State, changed: int, since: float, cost: float) -> None:
+    """The times of the last run are the times at hand."""
+    n, M = p.n, p.parts
+    slots = 2 * n * M
+    for way in range(2):
+        for i in range(n):
+            if i != changed and s.extent[way, i].last_end < since:
+                continue
+            base = i * M if way == 0 else (2 * n - 1 - i) * M
+            parts = p.row_parts[s.row[i]]
+            s.extent[way, i].first_ready, s.extent[way, i].first_end = np.inf, np.inf
+            s.extent[way, i].last_ready, s.extent[way, i].last_end = 0.0, 0.0
+            for t in range(base, base + parts):
+                s.task[t].ready, s.task[t].start, s.task[t].end = s.task[t].ready_, s.task[t].start_, s.task[t].end_
+                s.extent[way, i].first_ready = min(s.extent[way, i].first_ready, s.task[t].ready)
+                s.extent[way, i].last_ready = max(s.extent[way, i].last_ready, s.task[t].ready)
+                s.extent[way, i].first_end = min(s.extent[way, i].first_end, s.task[t].end)
+                s.extent[way, i].last_end = max(s.extent[way, i].last_end, s.task[t].end)
+                if s.task[t].end >= since:
+                    _keep_sent(p, s, way, i, t - base)
+    for g in range(p.groups):
+        t = slots + g
+        if s.task[t].end >= since or (changed >= 0 and p.group[changed] == g):
+            s.task[t].ready, s.task[t].start, s.task[t].end = s.task[t].ready_, s.task[t].start_, s.task[t].end_
+            for d in range(p.devices):
+                s.sync[g, d].begin = s.sync[g, d].begin_
+    s.cost[0] = cost
+
+
+@compiled
+def _keep_sent(p: Problem, s: State, way: int, i: int, k: int) -> None:
+    if way == 0:
+        for x in range(p.out_first[i], p.out_first[i + 1]):
+            rows = s.forward_rows[p.out_edges[x]]
+            for y in range(rows[k], rows[k + 1]):
+                s.message[y].begin = s.message[y].begin_
+    else:
+        for x in range(p.in_first[i], p.in_first[i + 1]):
+            rows = s.backward_rows[p.in_edges[x]]
+            for y in range(rows[k], rows[k + 1]):
+                s.message[y].begin = s.message[y].begin_
+
+
+@compiled
+def simulate_all(p: Problem, s: State) -> float:
+    """Simulate the task graph that has been built from its beginning, and keep the times."""
+    for way in range(2):
+        for i in range(p.n):
+            s.extent[way, i].first_end = 0.0
+            s.extent[way, i].last_ready = 0.0
+            s.extent[way, i].last_end = 0.0
+    for t in range(len(s.task)):
+        s.task[t].ready = 0.0
+        s.task[t].end = 0.0
+    size = restart(p, s, -1, 0.0)
+    cost = run(p, s, size, np.inf)
+    keep(p, s, -1, 0.0, cost)
+    return cost

@@ -1,0 +1,278 @@
+"""A search's question as flat arrays, for the compiled core: `Problem` never changes; `State` is the task graph of one
+strategy with its times, changed in place.
+
+Letters: n operators that are placed (those fed in are not), i j of them; M the most parts of one, k m of them; D
+devices; E edges; G groups of shared weights; U equal shares of a group's weights. Every output has four dimensions
+here, the missing ones of size 1.
+
+A task of an operator has the slot that is its key: forward `i M + k`, backward `n M + (n - 1 - i) M + k`, and the
+gathering of group g `2 n M + g`. What moves along an edge lies in a row for each part that sends, rows of one edge and
+direction one after the other:
+
+    forward_rows[e, k] .. forward_rows[e, k + 1]      what part k of the producer sends: to which parts, on which link
+    backward_rows[e, m] .. backward_rows[e, m + 1]    the gradients that part m of the consumer sends back
+
+A changed edge gets new rows at the end (`top`), and the old ones are garbage once the change is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import lcm, prod
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fxpipe.ir.cluster.cluster import Cluster
+from fxpipe.ir.operators.operators import Operator, OperatorGraph
+from fxpipe.ir.operators.strategy import Config, Strategy, regions
+from fxpipe.planning.operators.input_regions import needs
+from fxpipe.planning.operators.message_links import links
+from fxpipe.planning.operators.operator_costs import Cost, once, part
+from fxpipe.planning.operators.strategy_space import configs
+from fxpipe.planning.operators.task_graph import weight_groups
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Records = Any  # arrays of records, whose fields mypy does not know
+RANK = 4
+
+
+class Problem(NamedTuple):
+    """What does not change during a search. A row is an operator with degrees; `row_first[i] .. row_first[i + 1]` are
+    the rows of operator i."""
+
+    n: int
+    parts: int  # M
+    devices: int
+    links: int
+    groups: int
+    shares: int  # U
+    element: int
+    sizes: Ints  # [n, 4]
+    is_parameter: Ints  # [n, 4]
+    source: Ints  # [E] producer
+    target: Ints  # [E] consumer
+    need: Ints  # [E, 4, 5] for each dimension of the producer: along, stride, before, window, divide
+    out_first: Ints  # [n + 1] into out_edges
+    out_edges: Ints
+    in_first: Ints
+    in_edges: Ints
+    around_first: Ints  # of both: all edges of an operator
+    around_edges: Ints
+    group: Ints  # [n], -1 without weights
+    group_first: Ints  # [G + 1] into group_members
+    group_members: Ints
+    group_bytes: Floats
+    link: Ints  # [D, D]
+    latency: Floats  # [D, D]
+    rate: Floats  # [D, D]
+    row_first: Ints  # [n + 1]
+    degrees: Ints  # [rows, 4]
+    row_parts: Ints  # [rows]
+    seconds_first: Ints  # [rows] into `seconds`
+    seconds: Floats  # [kinds of devices, all parts of all rows, 2]
+    device_kind: Ints  # [D]
+    choice_first: Ints  # [rows + 1] number of the row's first choice: one for each device that it can begin on
+    simulations: int = 1  # of each proposal; with more the time of that can be told apart
+
+
+def _record(ints: str, floats: str) -> np.dtype[np.void]:
+    fields = [*((name, np.int32) for name in ints.split()), *((name, np.float64) for name in floats.split())]
+    return np.dtype(fields, align=True)
+
+
+# Fields that end in "_" are those of the proposal being tried, in the same places.
+TASK = _record("place waits", "span ready start end ready_ start_ end_")
+ARRIVAL = _record("pending", "latest")  # what a task still waits for, and when the last of it came
+MESSAGE = _record("peer wire", "lasts begin begin_")  # wire: the link, -1 within a device; lasts: its seconds
+EXTENT = _record("", "first_ready last_ready first_end last_end")
+SYNC = _record("wire", "lasts begin begin_")  # lasts: 0 where nothing is passed on
+DEVICE = _record("", "load load_ left free")  # load: seconds of all its tasks; left: of those not yet begun
+EVENT = np.dtype([("time", np.float64), ("key", np.int64)])
+
+
+class State(NamedTuple):
+    """The task graph of one strategy and when its tasks are done."""
+
+    row: Ints  # [n]
+    task: Records  # [slots + G]
+    arrival: Records  # [slots + G]
+    extent: Records  # [2, n] forward and backward
+    forward_rows: Ints  # [E, M + 1]
+    backward_rows: Ints  # [E, M + 1]
+    message: Records  # [capacity]
+    cover: Ints  # [G, D, U] how many parts on the device hold the share
+    held: Ints  # [G, U] how many devices hold the share
+    sync: Records  # [G, D]
+    device: Records  # [D]
+    link_free: Floats  # [links]
+    link_load: Floats  # [links] seconds of all messages
+    link_load_: Floats
+    queue: Records  # [slots + G]
+    old_forward: Ints  # [most edges of an operator, M + 1] to take back
+    old_backward: Ints
+    old_sync: Records  # [D]
+    old_place: Ints  # [M]
+    old_span: Floats  # [2 M]
+    volume: Floats  # [M M] scratch
+    counted: Ints  # [M + 1] scratch
+    scratch: Ints  # [5, 4]
+    top: Ints  # [1] end of the rows in use
+    cost: Floats  # [1] seconds of the strategy
+
+
+def problem(
+    graph: OperatorGraph, cluster: Cluster, cost: Cost, starts: Sequence[Strategy] = (), roles: str = "SAP"
+) -> Problem:
+    """The question as arrays. Dimensions of these `roles` may be cut. `starts` are strategies that must be in it, if
+    the space of `space.configs` has not all of their degrees."""
+    placed = [at for at, operator in enumerate(graph) if operator.kind != "input"]
+    number = {at: i for i, at in enumerate(placed)}
+    operators = [graph.operators[at] for at in placed]
+    for operator in operators:
+        if len(operator.output) > RANK:
+            raise ValueError(f"operator {operator.name!r} has {len(operator.output)} dimensions; {RANK} are the most")
+    devices = len(cluster.devices)
+    rows = [
+        _rows(operator, devices, roles, [s.configs[at] for s in starts])
+        for at, operator in zip(placed, operators, strict=True)
+    ]
+    edges = [(i, j, which) for i, j, which in graph.edges if i in number]
+    ends = [(number[i], number[j]) for i, j, _ in edges]
+    groups = [[number[at] for at in group] for group in weight_groups(graph).values()]
+    group_of = {i: g for g, group in enumerate(groups) for i in group}
+    wires = links(cluster)
+    kinds = list(dict.fromkeys((d.flops, d.bandwidth) for d in cluster.devices))
+    seconds_first, seconds = _seconds(graph, cluster, once(cost), operators, rows)
+    out_first, out_edges = _grouped(len(placed), [i for i, _ in ends])
+    in_first, in_edges = _grouped(len(placed), [j for _, j in ends])
+    around_first, around = _grouped(len(placed), [end for both in ends for end in both])
+    shards = [_shards(operator, row) for operator, own in zip(operators, rows, strict=True) for row in own]
+    return Problem(
+        n=len(placed),
+        parts=max(devices, max(prod(row) for own in rows for row in own)),
+        devices=devices,
+        links=max(1, len(wires.names)),
+        groups=len(groups),
+        shares=lcm(*shards),
+        element=graph.element,
+        sizes=_ints([_padded(operator.sizes) for operator in operators]),
+        is_parameter=_ints([_padded([role == "P" for role in o.roles], 0) for o in operators]),
+        source=_ints([i for i, _ in ends]),
+        target=_ints([j for _, j in ends]),
+        need=_ints([_need(graph, j, which) for _, j, which in edges]).reshape(-1, RANK, 5),
+        out_first=out_first,
+        out_edges=out_edges,
+        in_first=in_first,
+        in_edges=in_edges,
+        around_first=around_first,
+        around_edges=around // 2,
+        group=_ints([group_of.get(i, -1) for i in range(len(placed))]),
+        group_first=_ints(np.cumsum([0, *map(len, groups)])),
+        group_members=_ints([i for group in groups for i in group]),
+        group_bytes=np.array([operators[group[0]].weights * graph.element for group in groups], np.float64),
+        link=_ints(wires.number),
+        latency=np.array(wires.latency, np.float64),
+        rate=np.array(wires.bandwidth, np.float64),
+        row_first=_ints(np.cumsum([0, *map(len, rows)])),
+        degrees=_ints([_padded(row) for own in rows for row in own]),
+        row_parts=_ints([prod(row) for own in rows for row in own]),
+        seconds_first=seconds_first,
+        seconds=seconds,
+        choice_first=_ints(np.cumsum([0, *(max(0, devices + 1 - prod(row)) for own in rows for row in own)])),
+        device_kind=_ints([kinds.index((d.flops, d.bandwidth)) for d in cluster.devices]),
+    )
+
+
+def _shards(operator: Operator, degrees: tuple[int, ...]) -> int:
+    return prod(degree for degree, role in zip(degrees, operator.roles, strict=True) if role == "P")
+
+
+def _rows(operator: Operator, devices: int, roles: str, more: Iterable[Config]) -> list[tuple[int, ...]]:
+    """The degrees that the operator may have, each once."""
+    return list(dict.fromkeys([config.degrees for config in (*configs(operator, devices, roles), *more)]))
+
+
+def _seconds(
+    graph: OperatorGraph, cluster: Cluster, cost: Cost, operators: list[Operator], rows: list[list[tuple[int, ...]]]
+) -> tuple[Ints, Floats]:
+    """Where each row's seconds begin, and the seconds on each kind of device of each part."""
+    kinds = list({(d.flops, d.bandwidth): d for d in cluster.devices}.values())
+    first, found = [], [[] for _ in kinds]  # type: ignore[var-annotated]
+    known: dict[Any, list[list[tuple[float, float]]]] = {}
+    for operator, own in zip(operators, rows, strict=True):
+        for degrees in own:
+            first.append(len(found[0]))
+            likeness = part(graph, operator, tuple((0, size) for size in operator.sizes)), degrees
+            if likeness not in known:
+                parts = [part(graph, operator, r) for r in regions(operator, Config(degrees, ()))]
+                known[likeness] = [[cost(one, device) for one in parts] for device in kinds]
+            for kind, seconds in zip(found, known[likeness], strict=True):
+                kind.extend(seconds)
+    return _ints(first), np.array(found, np.float64)
+
+
+def _need(graph: OperatorGraph, consumer: int, which: int) -> list[tuple[int, ...]]:
+    found = needs(graph, graph.operators[consumer], which)
+    own: list[tuple[int, ...]] = [(n.along, n.stride, n.before, n.window, n.divide) for n in found]
+    return own + [(-1, 1, 0, 1, 1)] * (RANK - len(own))
+
+
+def _padded(numbers: Iterable[Any], with_: int = 1) -> list[int]:
+    found = [int(number) for number in numbers]
+    return found + [with_] * (RANK - len(found))
+
+
+def _grouped(n: int, keys: list[int]) -> tuple[Ints, Ints]:
+    """Positions by their key, and where each key's begin."""
+    order = np.argsort(np.array(keys, np.int64), kind="stable")
+    first = np.zeros(n + 1, np.int64)
+    np.add.at(first, np.array(keys, np.int64) + 1, 1)
+    return np.cumsum(first), order.astype(np.int64)
+
+
+def _ints(numbers: Any) -> Ints:
+    return np.array(numbers, np.int64)
+
+
+def state(p: Problem, capacity: int) -> State:
+    """An empty state with room for `capacity` messages."""
+    slots, edges = 2 * p.n * p.parts, len(p.source)
+    most = int(max(np.diff(p.out_first) + np.diff(p.in_first), default=0))
+    groups = max(1, p.groups)
+
+    def ints(*shape: int) -> Ints:
+        return np.zeros(shape, np.int64)
+
+    def floats(*shape: int) -> Floats:
+        return np.zeros(shape, np.float64)
+
+    return State(
+        row=ints(p.n),
+        task=np.zeros(slots + p.groups, TASK),
+        arrival=np.zeros(slots + p.groups, ARRIVAL),
+        extent=np.zeros((2, p.n), EXTENT),
+        forward_rows=ints(edges, p.parts + 1),
+        backward_rows=ints(edges, p.parts + 1),
+        message=np.zeros(capacity, MESSAGE),
+        cover=ints(groups, p.devices, p.shares),
+        held=ints(groups, p.shares),
+        sync=np.zeros((groups, p.devices), SYNC),
+        device=np.zeros(p.devices, DEVICE),
+        link_free=floats(p.links),
+        link_load=floats(p.links),
+        link_load_=floats(p.links),
+        queue=np.zeros(slots + p.groups + 1, EVENT),
+        old_forward=ints(most, p.parts + 1),
+        old_backward=ints(most, p.parts + 1),
+        old_sync=np.zeros(p.devices, SYNC),
+        old_place=ints(p.parts),
+        old_span=floats(2 * p.parts),
+        volume=floats(p.parts * p.parts),
+        counted=ints(p.parts + 1),
+        scratch=ints(5, RANK),
+        top=ints(1),
+        cost=floats(1),
+    )

@@ -1,0 +1,190 @@
+"""Compiled: the task graph of a strategy, made from nothing, or with one operator placed otherwise: new rows for the
+edges of that operator, all others stay as they are. `take_back` makes the old rows the rows again."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .edge_messages import count_waits, exchange, hold, join, unload
+from .flat_arrays import Floats, Ints, Problem, State
+from .numba_compiler import compiled
+
+
+@compiled
+def copy(to: Ints | Floats, of: Ints | Floats) -> None:
+    for x in range(len(to)):
+        to[x] = of[x]
+
+
+@compiled
+def put(p: Problem, s: State, i: int, row: int, devices: Ints) -> None:
+    """Place operator i: its parts' devices and seconds, and the load of these devices."""
+    M = p.parts
+    forward, backward = i * M, (2 * p.n - 1 - i) * M
+    s.row[i] = row
+    first = p.seconds_first[row]
+    for k in range(p.row_parts[row]):
+        d = devices[k]
+        s.task[forward + k].place = d
+        s.task[backward + k].place = d
+        s.task[forward + k].span = p.seconds[p.device_kind[d], first + k, 0]
+        s.task[backward + k].span = p.seconds[p.device_kind[d], first + k, 1]
+        s.device[d].load += s.task[forward + k].span + s.task[backward + k].span
+
+
+@compiled
+def build(p: Problem, s: State, rows: Ints, devices: Ints) -> bool:
+    """The task graph of a strategy from nothing. False if there is no room for all messages."""
+    s.top[0] = 0
+    for d in range(p.devices):
+        s.device[d].load = 0.0
+    for t in range(2 * p.n * p.parts):
+        s.task[t].waits = 0
+    s.cover.fill(0)
+    s.held.fill(0)
+    s.link_load.fill(0)
+    for i in range(p.n):
+        put(p, s, i, rows[i], devices[i])
+        if p.group[i] >= 0:
+            hold(p, s, i, 1)
+    if not join(p, s, p.out_edges):
+        return False
+    count_waits(p, s, p.out_edges, 1)
+    for g in range(p.groups):
+        exchange(p, s, g)
+    return True
+
+
+@compiled
+def room(p: Problem, s: State, i: int, row: int) -> int:
+    """The most messages that the edges of operator i can have with these degrees."""
+    found = 0
+    for x in range(p.around_first[i], p.around_first[i + 1]):
+        e = p.around_edges[x]
+        found += p.row_parts[s.row[p.target[e] if p.source[e] == i else p.source[e]]]
+    return 2 * found * int(p.row_parts[row])
+
+
+@compiled
+def compact(p: Problem, s: State) -> None:
+    """Move all rows in use to the front, edge by edge as they lie."""
+    top, last, last_edge = 0, -1, -1
+    for _ in range(len(p.source)):
+        edge, first = -1, -1
+        for e in range(len(p.source)):
+            begin = s.backward_rows[e, 0]
+            if (begin > last or (begin == last and e > last_edge)) and (edge < 0 or begin < first):
+                edge, first = e, begin
+        last, last_edge = first, edge
+        count = s.forward_rows[edge, p.parts] - first
+        for x in range(count):
+            s.message[top + x] = s.message[first + x]
+        for k in range(p.parts + 1):
+            s.backward_rows[edge, k] += top - first
+            s.forward_rows[edge, k] += top - first
+        top += count
+    s.top[0] = top
+
+
+@compiled
+def is_overload(p: Problem, s: State, i: int, row: int, devices: Ints, limit: float) -> bool:
+    """Whether a device would have more than `limit` seconds to do if operator i were placed like this."""
+    M, device, task = p.parts, s.device, s.task
+    for d in range(p.devices):
+        device[d].left = device[d].load
+    for k in range(p.row_parts[s.row[i]]):
+        forward, backward = i * M + k, (2 * p.n - 1 - i) * M + k
+        device[task[forward].place].left -= task[forward].span + task[backward].span
+    for k in range(p.row_parts[row]):
+        d, at = devices[k], p.seconds_first[row] + k
+        device[d].left += p.seconds[p.device_kind[d], at, 0] + p.seconds[p.device_kind[d], at, 1]
+    most = 0.0
+    for d in range(p.devices):
+        most = max(most, device[d].left)
+    return most > limit
+
+
+@compiled
+def is_jam(p: Problem, s: State, limit: float) -> bool:
+    """Whether a link has more than `limit` seconds to do."""
+    most = 0.0
+    for w in range(p.links):
+        most = max(most, s.link_load[w])
+    return most > limit
+
+
+@compiled
+def change(p: Problem, s: State, i: int, row: int, devices: Ints) -> float:
+    """Place operator i otherwise, and remember how it was. Returns the time of the first event that this touches."""
+    forward = i * p.parts
+    around = p.around_edges[p.around_first[i] : p.around_first[i + 1]]
+    touched = _remember(p, s, i, around)
+    count_waits(p, s, around, -1)
+    unload(p, s, around)
+    if p.group[i] >= 0:
+        hold(p, s, i, -1)
+    put(p, s, i, row, devices)
+    join(p, s, around)
+    count_waits(p, s, around, 1)
+    if p.group[i] >= 0:
+        hold(p, s, i, 1)
+        exchange(p, s, p.group[i])
+    for k in range(p.row_parts[row]):
+        if s.task[forward + k].waits == 0:
+            touched = 0.0
+    return touched
+
+
+@compiled
+def _remember(p: Problem, s: State, i: int, around: Ints) -> float:
+    """Note how operator i is placed, and take it off its devices. Returns the time of the first event that is the
+    operator's, or gives it a message."""
+    M, touched = p.parts, np.inf
+    forward, backward = i * M, (2 * p.n - 1 - i) * M
+    for d in range(p.devices):
+        s.device[d].load_ = s.device[d].load
+        if p.group[i] >= 0:
+            s.old_sync[d] = s.sync[p.group[i], d]
+    copy(s.link_load_, s.link_load)
+    for x in range(len(around)):
+        e = around[x]
+        copy(s.old_forward[x], s.forward_rows[e])
+        copy(s.old_backward[x], s.backward_rows[e])
+        if p.target[e] == i:
+            touched = min(touched, s.extent[0, p.source[e]].first_end)
+    for k in range(p.row_parts[s.row[i]]):
+        s.old_place[k] = s.task[forward + k].place
+        s.old_span[k] = s.task[forward + k].span
+        s.old_span[M + k] = s.task[backward + k].span
+        s.device[s.old_place[k]].load -= s.old_span[k] + s.old_span[M + k]
+        touched = min(touched, s.task[forward + k].ready)
+    return touched
+
+
+@compiled
+def take_back(p: Problem, s: State, i: int, row: int, top: int) -> None:
+    """Undo the last change of operator i, which had this row, when rows ended at `top`."""
+    M, g = p.parts, p.group[i]
+    forward, backward = i * M, (2 * p.n - 1 - i) * M
+    around = p.around_edges[p.around_first[i] : p.around_first[i + 1]]
+    count_waits(p, s, around, -1)
+    if g >= 0:
+        hold(p, s, i, -1)
+    s.row[i] = row
+    for k in range(p.row_parts[row]):
+        s.task[forward + k].place = s.old_place[k]
+        s.task[backward + k].place = s.old_place[k]
+        s.task[forward + k].span = s.old_span[k]
+        s.task[backward + k].span = s.old_span[M + k]
+    for x in range(len(around)):
+        copy(s.forward_rows[around[x]], s.old_forward[x])
+        copy(s.backward_rows[around[x]], s.old_backward[x])
+    count_waits(p, s, around, 1)
+    if g >= 0:
+        hold(p, s, i, 1)
+    for d in range(p.devices):
+        s.device[d].load = s.device[d].load_
+        if g >= 0:
+            s.sync[g, d] = s.old_sync[d]
+    copy(s.link_load, s.link_load_)
+    s.top[0] = top

@@ -1,0 +1,210 @@
+"""Compiled: what Python calls of the core. A Markov chain over strategies after Metropolis and Hastings, as the SOAP
+paper searches: draw an operator and a config for it, keep the change if the step got faster, and with probability
+exp(-(slower by) / temperature) if it got slower.
+
+The number that decides is drawn before the simulation, so that a proposal can be given up as soon as it is seen to be
+too slow.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .delta_simulation import attempt, simulate_all
+from .flat_arrays import Floats, Ints, Problem, State
+from .full_simulation import full
+from .graph_update import build, compact, copy, room
+from .numba_compiler import compiled, entry
+
+
+@compiled
+def uniform(random: Ints) -> float:
+    """A number in [0, 1): xorshift64*, of one word of state that is not 0."""
+    x = np.uint64(random[0])
+    x ^= x >> np.uint64(12)
+    x ^= x << np.uint64(25)
+    x ^= x >> np.uint64(27)
+    random[0] = np.int64(x)
+    return float((x * np.uint64(0x2545F4914F6CDD1D)) >> np.uint64(11)) / 9007199254740992.0
+
+
+@compiled
+def row_of(p: Problem, i: int, choice: int) -> int:
+    """The row in which choice number `choice` of all lies, which is one of operator i."""
+    low, high = p.row_first[i], p.row_first[i + 1] - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if p.choice_first[middle] <= choice:
+            low = middle
+        else:
+            high = middle - 1
+    return int(low)
+
+
+@compiled
+def choose(p: Problem, i: int, choice: int, devices: Ints) -> int:
+    """The row of a choice; `devices` are filled with those of its parts."""
+    row = row_of(p, i, choice)
+    for k in range(p.row_parts[row]):
+        devices[k] = choice - p.choice_first[row] + k
+    return row
+
+
+@compiled
+def below(random: Ints, n: int) -> int:
+    """One of 0 .. n - 1."""
+    return int(uniform(random) * n)
+
+
+@compiled
+def propose(p: Problem, random: Ints, devices: Ints) -> tuple[int, int]:
+    """Draw an operator, and the row of a config for it; `devices` are filled with those of its parts."""
+    i = below(random, p.n)
+    first, after = p.choice_first[p.row_first[i]], p.choice_first[p.row_first[i + 1]]
+    return i, choose(p, i, first + below(random, after - first), devices)
+
+
+@compiled
+def threshold(seconds: float, temperature: float, random: Ints) -> float:
+    """Draw how long a step may take to be kept, if it takes `seconds` now."""
+    return float(seconds - temperature * np.log(1.0 - uniform(random)))
+
+
+@compiled
+def has_room(p: Problem, s: State, i: int, row: int) -> bool:
+    """Whether the messages of a changed operator fit behind those in use, if need be after clearing up."""
+    more = room(p, s, i, row)
+    if s.top[0] + more > len(s.message):
+        compact(p, s)
+    return bool(s.top[0] + more <= len(s.message))
+
+
+@entry
+def begin(p: Problem, s: State, rows: Ints, devices: Ints) -> bool:
+    """Simulate a strategy from nothing, to change it from there; False if there is no room for all messages."""
+    if not build(p, s, rows, devices):
+        return False
+    simulate_all(p, s)
+    return True
+
+
+@entry
+def improve(p: Problem, s: State, i: int, devices: Ints) -> int:
+    """Give operator i the config, of all it may have, with which the step is fastest. Returns 1 if that is another than
+    it had, 0 if not, -1 if there was no room."""
+    found = 0
+    for choice in range(p.choice_first[p.row_first[i]], p.choice_first[p.row_first[i + 1]]):
+        row = choose(p, i, choice, devices)
+        if not has_room(p, s, i, row):
+            return -1
+        if attempt(p, s, i, row, devices, np.nextafter(s.cost[0], 0.0)):
+            found = 1
+    return found
+
+
+@entry
+def walk(
+    p: Problem,
+    s: State,
+    random: Ints,
+    steps: int,
+    temperature: float,
+    best: Floats,
+    best_row: Ints,
+    best_place: Ints,
+    trace: Floats,
+    devices: Ints,
+) -> int:
+    """Go `steps` steps, from the strategy in `s`. `best` has one number, the best cost, whose strategy is in `best_row`
+    and `best_place`; improvements are noted in `trace` as (step, cost). Returns how many steps were taken, fewer where
+    there was no room, and writes the number of improvements into `trace[0, 0]`."""
+    M, found, cost, task = p.parts, 0, s.cost, s.task
+    for step in range(steps):
+        again = random[0]
+        i, row = propose(p, random, devices)
+        if not has_room(p, s, i, row):
+            random[0] = again
+            trace[0, 0] = found
+            return step
+        limit = threshold(cost[0], temperature, random)
+        if attempt(p, s, i, row, devices, limit) and cost[0] < best[0]:
+            best[0] = cost[0]
+            copy(best_row, s.row)
+            for t in range(p.n * M):
+                best_place[t // M, t % M] = task[t].place
+            found += 1
+            trace[found, 0] = step
+            trace[found, 1] = best[0]
+    trace[0, 0] = found
+    return steps
+
+
+@entry
+def walk_from_nothing(
+    p: Problem,
+    s: State,
+    random: Ints,
+    steps: int,
+    temperature: float,
+    rows: Ints,
+    place: Ints,
+    cost: Floats,
+    times: Floats,
+    devices: Ints,
+) -> int:
+    """The same chain with algorithm 1 for every proposal. `rows`, `place` and `cost` are the strategy it is at."""
+    old = devices.copy()
+    for _ in range(steps):
+        i, row = propose(p, random, devices)
+        limit = threshold(cost[0], temperature, random)
+        old_row = rows[i]
+        old[:] = place[i]
+        rows[i] = row
+        place[i, : p.row_parts[row]] = devices[: p.row_parts[row]]
+        seconds = full(p, s, rows, place, times)
+        if seconds < 0:
+            return -1
+        if seconds <= limit:
+            cost[0] = seconds
+        else:
+            rows[i] = old_row
+            place[i] = old
+    return steps
+
+
+@entry
+def differences(p: Problem, s: State, f: State, rows: Ints, devices: Ints, times: Floats) -> int:
+    """How many ready, start and end times in `s` are not those of its strategy simulated from nothing, with `f` and
+    `times` to work in."""
+    n, M, D = p.n, p.parts, p.devices
+    slots = 2 * n * M
+    messages = slots + p.groups
+    found = int(full(p, f, rows, devices, times) != s.cost[0])
+    exchanges = messages + f.top[0]
+    for i in range(n):
+        for k in range(p.row_parts[s.row[i]]):
+            for t in (i * M + k, (2 * n - 1 - i) * M + k):
+                one = s.task[t]
+                found += one.ready != times[t, 0] or one.start != times[t, 1] or one.end != times[t, 2]
+    for e in range(len(p.source)):
+        for way in range(2):
+            theirs = f.forward_rows[e] if way == 0 else f.backward_rows[e]
+            ours = s.forward_rows[e] if way == 0 else s.backward_rows[e]
+            for k in range(M):
+                if theirs[k + 1] - theirs[k] != ours[k + 1] - ours[k]:
+                    found += 1
+                    continue
+                for x in range(ours[k + 1] - ours[k]):
+                    one, y = s.message[ours[k] + x], messages + theirs[k] + x
+                    other = f.message[theirs[k] + x]
+                    found += one.wire != other.wire or one.peer != other.peer
+                    if one.wire >= 0:
+                        found += one.begin != times[y, 1] or one.begin + one.lasts != times[y, 2]
+    for g in range(p.groups):
+        found += s.task[slots + g].end != times[slots + g, 2]
+        for d in range(D):
+            one, y = s.sync[g, d], exchanges + g * D + d
+            found += one.lasts != f.sync[g, d].lasts
+            if one.lasts > 0:
+                found += one.begin != times[y, 1] or one.begin + one.lasts != times[y, 2]
+    return found

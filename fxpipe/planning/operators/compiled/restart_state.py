@@ -1,0 +1,124 @@
+"""Compiled: the state of the simulation just before the first event that a change can touch, from the times at hand.
+
+What was ready before has its old times, and its end is an event if it is still to come. For everything else it is
+counted what it still waits for: messages that arrived before are there already, and each device and each link is busy
+until the last of what began on it before has ended. Operators whose tasks all lie on one side are passed over whole.
+"""
+
+from __future__ import annotations
+
+from .event_queue import arrive, push
+from .flat_arrays import Problem, State
+from .numba_compiler import compiled
+
+
+@compiled
+def restart(p: Problem, s: State, changed: int, since: float) -> int:
+    """The state before the first event at or after `since`, when operator `changed` was placed otherwise (-1: none).
+    Returns the size of the queue."""
+    for d in range(p.devices):
+        s.device[d].left = s.device[d].load
+        s.device[d].free = 0.0
+    s.link_free.fill(0)
+    size = _computations(p, s, changed, since)
+    size = _messages(p, s, changed, since, size)
+    size = _turns(p, s, changed, since, size)
+    _gatherings(p, s, changed, since)
+    return size
+
+
+@compiled
+def _computations(p: Problem, s: State, changed: int, since: float) -> int:
+    """The parts of all operators: what they wait for from the start on, and the ends that are still to come."""
+    task, arrival, device, extent, size = s.task, s.arrival, s.device, s.extent, 0
+    for at in range(2 * p.n):
+        way, i = (0, at) if at < p.n else (1, 2 * p.n - 1 - at)
+        base = at * p.parts
+        after = base + p.row_parts[s.row[i]]
+        if i != changed and extent[way, i].last_end < since:
+            for t in range(base, after):
+                device[task[t].place].left -= task[t].span
+            continue
+        for t in range(base, after):
+            if i != changed and task[t].ready < since:
+                d = task[t].place
+                device[d].left -= task[t].span
+                device[d].free = max(device[d].free, task[t].end)
+                task[t].ready_, task[t].start_, task[t].end_ = task[t].ready, task[t].start, task[t].end
+                if task[t].end >= since:
+                    size = push(s.queue, size, task[t].end, 2 * t + 1)
+                continue
+            arrival[t].pending = task[t].waits
+            arrival[t].latest = 0
+            if task[t].waits == 0:
+                if way == 0:
+                    size = push(s.queue, size, 0.0, 2 * t)
+                else:
+                    arrival[t].pending = 1  # its own forward
+    return size
+
+
+@compiled
+def _messages(p: Problem, s: State, changed: int, since: float, size: int) -> int:
+    """What was sent before `since`: who has it, and which links are still busy."""
+    task, message, arrival, queue, extent, link_free = s.task, s.message, s.arrival, s.queue, s.extent, s.link_free
+    for e in range(len(p.source)):
+        if p.source[e] == changed or p.target[e] == changed:
+            continue
+        for way in range(2):
+            i, j = (p.source[e], p.target[e]) if way == 0 else (p.target[e], p.source[e])
+            if extent[way, i].first_end >= since or extent[way, j].last_ready < since:
+                continue
+            rows = s.forward_rows[e] if way == 0 else s.backward_rows[e]
+            base, to = (i, j) if way == 0 else (2 * p.n - 1 - i, 2 * p.n - 1 - j)
+            for k in range(p.row_parts[s.row[i]]):
+                finish = task[base * p.parts + k].end
+                if finish >= since:
+                    continue
+                for x in range(rows[k], rows[k + 1]):
+                    w, t, time = message[x].wire, to * p.parts + message[x].peer, finish
+                    if w >= 0:
+                        time = message[x].begin + message[x].lasts
+                        link_free[w] = max(link_free[w], time)
+                    if task[t].ready >= since:
+                        size = arrive(arrival, queue, size, t, time)
+    return size
+
+
+@compiled
+def _turns(p: Problem, s: State, changed: int, since: float, size: int) -> int:
+    """Backward tasks that wait for nothing but their own forward, where that was done before `since`."""
+    for i in range(p.n):
+        if i != changed and s.extent[0, i].first_end < since and s.extent[1, i].last_ready >= since:
+            backward = (2 * p.n - 1 - i) * p.parts
+            for k in range(p.row_parts[s.row[i]]):
+                t, end = backward + k, s.task[i * p.parts + k].end
+                if s.task[t].waits == 0 and end < since and s.task[t].ready >= since:
+                    size = arrive(s.arrival, s.queue, size, t, end)
+    return size
+
+
+@compiled
+def _gatherings(p: Problem, s: State, changed: int, since: float) -> None:
+    """What the gathering of each group still waits for, and the links that are busy with what was sent after it."""
+    task, sync, link_free = s.task, s.sync, s.link_free
+    for g in range(p.groups):
+        t = 2 * p.n * p.parts + g
+        if task[t].end < since:
+            for d in range(p.devices):
+                if sync[g, d].lasts > 0:
+                    w = sync[g, d].wire
+                    link_free[w] = max(link_free[w], sync[g, d].begin + sync[g, d].lasts)
+            continue
+        pending, latest = 0, 0.0
+        for x in range(p.group_first[g], p.group_first[g + 1]):
+            i = p.group_members[x]
+            backward, parts = (2 * p.n - 1 - i) * p.parts, p.row_parts[s.row[i]]
+            pending += parts
+            if i != changed and s.extent[1, i].first_end < since:
+                for k in range(parts):
+                    if task[backward + k].end < since:
+                        pending -= 1
+                        latest = max(latest, task[backward + k].end)
+        s.arrival[t].pending = pending
+        s.arrival[t].latest = latest

@@ -1,0 +1,59 @@
+"""A strategy for another graph of the same model: another number of samples, or a loss besides.
+
+Operators are known by their names. What a step adds (the loss and what leads to it) has no weights, and goes where the
+samples are that it reads: it is cut between samples like its first input, and each part is where that input's is.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from fxpipe.ir.operators.operators import Operator, OperatorGraph
+from fxpipe.ir.operators.strategy import Config, Strategy, check
+
+
+def fit(graph: OperatorGraph, strategy: Strategy, other: OperatorGraph, devices: int) -> Strategy:
+    """The `strategy` of `graph`, for `other`. Raises ValueError, naming operators, where that is another model."""
+    known = dict(zip(graph.positions, strategy.configs, strict=True))
+    found: dict[str, Config] = {}
+    for operator in other:
+        config = known.get(operator.name)
+        if config is None or not _alike(graph.operator(operator.name), operator):
+            if operator.weights:
+                raise ValueError(_strange(graph, operator))
+            config = _follow(operator, found)
+        found[operator.name] = config
+    fitted = Strategy(tuple(found.values()))
+    check(other, fitted, devices)
+    return fitted
+
+
+def _alike(one: Operator, other: Operator) -> bool:
+    """Whether they differ in the number of samples at most."""
+    return (one.kind, one.roles, one.sizes[1:]) == (other.kind, other.roles, other.sizes[1:])
+
+
+def _strange(graph: OperatorGraph, operator: Operator) -> str:
+    if operator.name not in graph.positions:
+        return f"the strategy is for {graph.name} without an operator {operator.name!r}, which the model has"
+    known = graph.operator(operator.name)
+    return (
+        f"the strategy is for another {graph.name}: its operator {operator.name!r} puts out {_output(known)}, and the "
+        f"model's {_output(operator)}"
+    )
+
+
+def _output(operator: Operator) -> str:
+    return ", ".join(map(str, operator.output[1:]))
+
+
+def _follow(operator: Operator, found: dict[str, Config]) -> Config:
+    """Between samples as its first input, and whole in all else."""
+    rest = (1,) * (len(operator.output) - 1)
+    if not operator.inputs:
+        return Config((1, *rest), (0,))
+    first = found[operator.inputs[0]]
+    each = prod(first.degrees[1:])
+    if operator.output[0].role != "S" or first.degrees[0] > operator.sizes[0]:
+        return Config((1, *rest), first.devices[:1])
+    return Config((first.degrees[0], *rest), first.devices[::each])

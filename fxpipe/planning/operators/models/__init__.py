@@ -1,0 +1,1 @@
+"""The networks on which SOAP strategies were published, as operator graphs."""

@@ -1,0 +1,31 @@
+"""An operator graph while it is written down: each operator is made after those it reads, and kept in that order."""
+
+from __future__ import annotations
+
+from fxpipe.ir.operators.operators import Operator, OperatorGraph, check
+
+
+class Draft:
+    """The operators so far.
+
+    >>> from .operator_kinds import features, linear
+    >>> draft = Draft()
+    >>> x = draft(features("x", 8, 4))
+    >>> y = draft(linear("fc", x, 2))
+    >>> draft.graph("net").weights
+    10
+    """
+
+    def __init__(self) -> None:
+        self.operators: list[Operator] = []
+
+    def __call__(self, operator: Operator) -> Operator:
+        """Keeps the operator, and gives it back for others to read."""
+        self.operators.append(operator)
+        return operator
+
+    def graph(self, name: str, element: int = 4) -> OperatorGraph:
+        """The operators as a graph, checked. `element` is the bytes of a number."""
+        graph = OperatorGraph(name, tuple(self.operators), element)
+        check(graph)
+        return graph

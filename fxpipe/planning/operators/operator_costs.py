@@ -1,0 +1,105 @@
+"""Seconds that a part of an operator takes, forward and backward. A part's time depends on its kind and sizes only (the
+SOAP paper's assumption A1: it does not depend on the values), so each is asked for once.
+
+The estimate is a roofline: a part takes the longer of its floating-point operations at a fraction of the device's peak,
+and of its bytes read and written at the memory's bandwidth, and never less than it takes to start a kernel. Measured
+times take its place where there are any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from fxpipe.ir.cluster.cluster import Device
+from fxpipe.ir.operators.operators import Operator, OperatorGraph
+from fxpipe.ir.operators.strategy import Region
+
+from .input_regions import reads, volume
+
+Seconds = tuple[float, float]  # forward, backward
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a part's time depends on: the operator without its name and inputs, the sizes it puts out, what it reads of
+    each input, and whether gradients of its inputs are asked for."""
+
+    operator: Operator
+    sizes: tuple[int, ...]
+    reads: tuple[tuple[int, ...], ...]
+    gradients: bool
+    element: int = 4
+
+    @property
+    def elements(self) -> int:
+        found = 1
+        for size in self.sizes:
+            found *= size
+        return found
+
+    @property
+    def weights(self) -> float:
+        """The number of weights that it holds."""
+        share = 1.0
+        for dimension, size in zip(self.operator.output, self.sizes, strict=True):
+            share *= size / dimension.size if dimension.role == "P" else 1.0
+        return self.operator.weights * share
+
+
+Cost = Callable[[Part, Device], Seconds]
+
+
+def part(graph: OperatorGraph, operator: Operator, region: Region) -> Part:
+    """The part of an operator that computes a region of its output."""
+    taken = reads(graph, operator, region)
+    return Part(
+        replace(operator, name="", inputs=(), shared=""),
+        _sizes(region),
+        tuple(map(_sizes, taken)),
+        any(graph.operator(name).kind != "input" for name in operator.inputs),
+        graph.element,
+    )
+
+
+def _sizes(region: Region) -> tuple[int, ...]:
+    return tuple(after - first for first, after in region)
+
+
+def roofline(efficiency: float = 0.5, launch: float = 5e-6) -> Cost:
+    """Estimated times: `efficiency` is the fraction of its peak that a device reaches, `launch` the seconds to start a
+    kernel. Backward takes the forward's work once for the gradients of the inputs and once for those of the weights."""
+
+    def cost(part: Part, device: Device) -> Seconds:
+        read = sum(volume(tuple((0, size) for size in sizes)) for sizes in part.reads)
+        moved = part.element * (part.elements + read + part.weights)
+        once = max(part.elements * part.operator.work / (efficiency * device.flops), moved / device.bandwidth)
+        if not part.operator.work:  # a view, such as flatten
+            return 0.0, 0.0
+        passes = part.gradients + (part.operator.weights > 0)
+        return max(once, launch), max(passes * once, launch)
+
+    return cost
+
+
+def measured(table: Mapping[Part, Seconds], otherwise: Cost) -> Cost:
+    """Times from a table, which holds for every device; for what is not in it, `otherwise`."""
+
+    def cost(part: Part, device: Device) -> Seconds:
+        found = table.get(part)
+        return otherwise(part, device) if found is None else found
+
+    return cost
+
+
+def once(cost: Cost) -> Cost:
+    """The same times, each asked for once: devices of the same speed share theirs."""
+    known: dict[tuple[Part, float, float], Seconds] = {}
+
+    def cached(part: Part, device: Device) -> Seconds:
+        key = (part, device.flops, device.bandwidth)
+        if key not in known:
+            known[key] = cost(part, device)
+        return known[key]
+
+    return cached

@@ -1,0 +1,1 @@
+"""A captured graph as an operator graph."""

@@ -1,0 +1,106 @@
+"""What operator each layer is, with the sizes and weights that it has in the graph."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+from fxpipe.ir.graph.graph import Op, op_name, refs
+from fxpipe.ir.graph.op_arguments import argument
+from fxpipe.ir.graph.windows import of_convolution, of_pool
+from fxpipe.ir.operators.tensor_axes import axis, whole
+from fxpipe.planning.operators.models import operator_kinds as kinds
+
+from .operator_reader import Held, Reader, Value
+from .reshape_operators import alone
+
+
+def linear(r: Reader, op: Op) -> Value:
+    """Over the last dimension; views of the others are followed."""
+    x = r.first(op)
+    if not r.lasts(x):
+        x = Value(operator := r.whole(op, x), whole(operator.sizes), x.name)
+    channel = r.shape(op.name)[-1]
+    sizes = (*x.operator.sizes[:-1], channel)
+    made = r.make(op, kinds.linear(r.name(op), x.operator, channel), sizes)
+    return replace(made, axes=(*x.axes[:-1], axis(len(sizes) - 1, channel)))
+
+
+def matmul(r: Reader, op: Op) -> Value:
+    """Of two tensors of the samples; by one that does not depend on them it is a linear layer."""
+    a, b = (r.values[ref.name] for ref in refs((op.args, dict(op.kwargs))) if ref.name in r.values)
+    if isinstance(a, Value) and isinstance(b, Held):
+        return linear(r, op)
+    if not (isinstance(a, Value) and isinstance(b, Value)):
+        return alone(r, op)
+    x, y = r.whole(op, a), r.whole(op, b)
+    if len(x.sizes) == len(y.sizes) > 2 and x.sizes[:-2] == y.sizes[:-2]:
+        return r.make(op, kinds.matmul(r.name(op), x, y))
+    return r.make(op, r.alone(r.name(op), (x, y), r.shape(op.name), 2.0 * x.sizes[-1]))
+
+
+def embedding(r: Reader, op: Op) -> Value:
+    """Rows of a table, one for each word."""
+    tokens = next(value for value in r.known((op.args, dict(op.kwargs))) if isinstance(value, Value))
+    return r.make(op, kinds.embedding(r.name(op), r.whole(op, tokens), 1, r.shape(op.name)[-1]))
+
+
+def conv(r: Reader, op: Op) -> Value:
+    """Over one or two dimensions; a dilated kernel has a wider window."""
+    x, weight = r.whole(op, r.first(op)), r.shape(argument(op, 1, "weight").name)
+    window, stride, before = of_convolution(op, weight[2:])
+    if len(window) == 1:
+        made = kinds.conv1d(r.name(op), x, weight[0], window[0], stride[0], before[0])
+    elif len(window) == 2:
+        (w, v), (s, t), (p, q) = window, stride, before
+        made = kinds.conv2d(r.name(op), x, weight[0], (w, v), (s, t), (p, q))
+    else:
+        raise r.refuse(op, "convolutions have one or two dimensions")
+    return r.make(op, replace(made, work=2.0 * prod(weight[1:])))
+
+
+def pool(r: Reader, op: Op) -> Value:
+    """Over one or two dimensions; an adaptive one where its windows are all alike."""
+    x = r.whole(op, r.first(op))
+    rank = len(x.sizes) - 2
+    if op_name(op).startswith("adaptive"):
+        sizes = list(zip(x.sizes[2:], r.shape(op.name)[2:], strict=True))
+        if any(size % left for size, left in sizes):
+            return alone(r, op)
+        window = tuple(size // left for size, left in sizes)
+        stride, before = window, (0,) * rank
+    else:
+        window, stride, before = of_pool(op, rank)
+    if rank == 1:
+        return r.make(op, kinds.pool1d(r.name(op), x, window[0], stride[0], before[0]))
+    (w, v), (s, t), (p, q) = window, stride, before
+    return r.make(op, kinds.pool2d(r.name(op), x, (w, v), (s, t), (p, q)))
+
+
+def batch_norm(r: Reader, op: Op) -> Value:
+    """By channel, with statistics of all samples."""
+    return r.make(op, kinds.batch_norm(r.name(op), r.whole(op, r.first(op))))
+
+
+def layer_norm(r: Reader, op: Op) -> Value:
+    """Over the last dimension; over several it is done to each sample by itself."""
+    if len(argument(op, 1, "normalized_shape")) > 1:
+        return alone(r, op)
+    return r.make(op, kinds.layer_norm(r.name(op), r.whole(op, r.first(op))))
+
+
+def softmax(r: Reader, op: Op) -> Value:
+    """Over the last dimension; over another it is done to each sample by itself."""
+    x = r.whole(op, r.first(op))
+    dim = argument(op, 1, "dim")
+    last = dim is not None and dim % len(x.sizes) == len(x.sizes) - 1
+    return r.make(op, kinds.softmax(r.name(op), x)) if last else alone(r, op)
+
+
+def cell(r: Reader, op: Op) -> Value:
+    """A step of a recurrent layer: its input, and the state if that is not all zeros."""
+    x, *states = r.operands(op)
+    weights = [name for name in op.reads if name in r.parameters and len(r.shape(name)) > 1]
+    made = kinds.lstm(r.name(op), x, states[0] if states else None, r.shape(op.name)[-1])
+    work = 2.0 * sum(prod(r.shape(name)) for name in weights) / made.sizes[-1]
+    return r.make(op, replace(made, inputs=(x.name, *(state.name for state in states)), work=work))

@@ -1,0 +1,213 @@
+"""Searching for a fast strategy: a chain of changes, then single changes until none is an improvement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import inf
+from random import Random
+from time import monotonic
+from typing import Any
+
+from tqdm import tqdm
+
+from fxpipe.ir.cluster.cluster import Cluster
+from fxpipe.ir.operators.operators import OperatorGraph
+from fxpipe.ir.operators.strategy import Strategy
+from fxpipe.ir.units import show_seconds
+
+from .compiled_core import Core
+from .expert_strategies import data_parallel, expert, model_parallel, one_device, scattered
+from .operator_costs import Cost, roofline
+
+TEMPERATURE = 0.01  # of the start's seconds: a step slower by this much is taken once in e times
+COOLED = 0.01  # of the temperature is left in the end
+MOST_LEAPS = 0.8  # of the steps in the beginning
+SLICE = 0.1  # seconds between two looks at the clock
+BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}{postfix}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best strategy of a search, the seconds of its step, whether it is known that no single change makes it
+    faster, how many strategies were tried, and the trace: after how many seconds of searching the best known step took
+    how long. `starts` are the seconds of what it began with."""
+
+    strategy: Strategy
+    seconds: float
+    local_optimum: bool
+    proposals: int
+    trace: tuple[tuple[float, float], ...]
+    starts: tuple[tuple[str, float], ...]
+
+
+def starting(graph: OperatorGraph, devices: int, seed: int, roles: str = "SAP") -> dict[str, Strategy]:
+    """Where the paper starts from: data parallelism, the expert's strategy, and a random one."""
+    return {
+        "data parallel": data_parallel(graph, devices),
+        "expert": expert(graph, devices),
+        "random": scattered(graph, devices, Random(seed), roles),
+    }
+
+
+def search(
+    graph: OperatorGraph,
+    cluster: Cluster,
+    cost: Cost | None = None,
+    budget: float = 60.0,
+    seed: int = 0,
+    starts: Mapping[str, Strategy] | None = None,
+    temperature: float = TEMPERATURE,
+    roles: str = "SAP",
+    progress: bool = True,
+    method: str = "leaps",
+    finish: bool = True,
+) -> Found:
+    """The best strategy found in `budget` seconds. Two thirds of them go to exploring, by `method`:
+
+    - "leaps": from the best start, changes of single operators and of whole windows of them (`leaps`), many of the
+      latter and at a high temperature in the beginning, hardly any and at a low one in the end. Model parallelism and
+      one device are among the starts, if none are given.
+    - "mcmc": as published, a chain of single changes at one temperature from each start, which all get an equal share
+      of the time, and end early once half of that has passed without a better strategy.
+
+    The best strategy is then given to `polish`. That ends in a local optimum, whatever time it takes; or with the
+    budget, if `finish` is false.
+
+    `cost` are the seconds of parts, estimated where it is not given; `temperature` is a part of the start's seconds;
+    `roles` are the dimensions that may be cut, besides as in the starts.
+    """
+    if budget <= 0:
+        raise ValueError(f"a search of {budget} seconds finds nothing; give it a budget above 0")
+    if method not in METHODS:
+        raise ValueError(f"there is no method {method!r}; there are {', '.join(METHODS)}")
+    given = dict(starts) if starts is not None else starting(graph, len(cluster.devices), seed, roles)
+    if starts is None and method == "leaps":
+        given |= {"model parallel": model_parallel(graph, len(cluster.devices)), "one device": one_device(graph)}
+    if not given:
+        raise ValueError("there is no strategy to start from")
+    core = Core(graph, cluster, cost or roofline(), given.values(), roles, seed)
+    _compile(core, next(iter(given.values())))
+    costs = {name: core.begin(start) for name, start in given.items()}
+    log = Log(costs.values())
+    with tqdm(total=budget, desc="search", unit="s", disable=not progress, bar_format=BAR) as log.bar:
+        best, explored = METHODS[method](core, given, costs, budget * 2 / 3, temperature, log)
+        core.begin(best)
+        tried, optimum = polish(core, inf if finish else budget - log.passed, log)
+    return Found(core.strategy, core.seconds, optimum, explored + tried, tuple(log.trace), tuple(costs.items()))
+
+
+class Log:
+    """What a search has come by: the trace of the best known seconds, and a bar that shows it."""
+
+    def __init__(self, starts: Iterable[float]) -> None:
+        self.begun = monotonic()
+        self.trace: list[tuple[float, float]] = [(0.0, min(starts))]
+        self.bar: tqdm[Any] = tqdm(disable=True)
+
+    @property
+    def passed(self) -> float:
+        """Seconds since the search began."""
+        return monotonic() - self.begun
+
+    def __call__(self, seconds: float, doing: str) -> None:
+        """Note the seconds of a strategy that has been found, and what is being done."""
+        if seconds < self.trace[-1][1]:
+            self.trace.append((self.passed, seconds))
+        self.bar.n = min(self.passed, self.bar.total or 0.0)
+        self.bar.set_postfix_str(f"{doing}, best {show_seconds(self.trace[-1][1])}")
+
+
+def _compile(core: Core, start: Strategy) -> None:
+    """What the search calls is compiled when it is called first; that is not part of the budget."""
+    core.begin(start)
+    core.walk(1, core.seconds)
+    core.explore(1, core.seconds, 0.5)
+    core.improve(0)
+
+
+def _leaps(
+    core: Core, starts: Mapping[str, Strategy], costs: Mapping[str, float], budget: float, hot: float, log: Log
+) -> tuple[Strategy, int]:
+    """One chain that cools down, from the best start. Returns the best strategy, and how many were tried."""
+    name = min(costs, key=costs.__getitem__)
+    core.begin(starts[name])
+    start, tried, steps = monotonic(), 0, 16
+    while (done := (monotonic() - start) / budget) < 1:
+        began = monotonic()
+        core.explore(steps, hot * costs[name] * COOLED**done, MOST_LEAPS * (1 - done))
+        tried += steps
+        steps = _next_steps(steps, monotonic() - began)
+        log(core.best[1], f"{tried:,} tried")
+    return core.best[0], tried
+
+
+def _mcmc(
+    core: Core, starts: Mapping[str, Strategy], costs: Mapping[str, float], budget: float, hot: float, log: Log
+) -> tuple[Strategy, int]:
+    """The published chains. Returns the best strategy of all, and how many were tried."""
+    ends: list[tuple[Strategy, float]] = []
+    tried = 0
+    for name, strategy in starts.items():
+        core.begin(strategy)
+        each = budget / len(starts)
+        start = last = monotonic()
+        steps = 16
+        while (now := monotonic()) - start < each and now - last < each / 2:
+            if core.walk(steps, hot * costs[name]):
+                last = monotonic()
+            tried += steps
+            steps = _next_steps(steps, monotonic() - now)
+            log(core.best[1], f"from {name}, {tried:,} tried")
+        ends.append(core.best)
+    return min(ends, key=lambda end: end[1])[0], tried
+
+
+METHODS = {"leaps": _leaps, "mcmc": _mcmc}
+
+
+def _next_steps(steps: int, took: float) -> int:
+    """How many steps to take until the next look at the clock."""
+    return max(1, min(int(steps * SLICE / max(took, 1e-6)), 8 * steps))
+
+
+def polish(core: Core, budget: float = inf, log: Callable[[float, str], None] | None = None) -> tuple[int, bool]:
+    """Change single operators to their best configs, in turn, until no change is an improvement: a local optimum. Ends
+    early once `budget` seconds have passed. Returns how many strategies were tried, and whether it is an optimum."""
+    end = monotonic() + budget
+    i = unchanged = tried = 0
+    p = core.problem
+    while unchanged < p.n and monotonic() < end:
+        unchanged = 0 if core.improve(i) else unchanged + 1
+        tried += int(p.choice_first[p.row_first[i + 1]] - p.choice_first[p.row_first[i]])
+        i = (i + 1) % p.n
+        if log:
+            log(core.seconds, f"{unchanged} of {p.n} operators are at their best")
+    return tried, unchanged == p.n
+
+
+def is_local_optimum(core: Core) -> bool:
+    """Whether no change of a single operator makes the strategy that the core is at faster."""
+    strategy = core.strategy
+    better = any(core.improve(i) for i in range(core.problem.n))
+    core.begin(strategy)
+    return not better
+
+
+def best_of_all(
+    graph: OperatorGraph,
+    cluster: Cluster,
+    cost: Cost | None = None,
+    start: Strategy | None = None,
+    anywhere: bool = False,
+) -> Found:
+    """The fastest strategy of the whole space of `space.configs`, for graphs of some ten operators and few devices: the
+    operators cut in any dimensions, on any run of neighbouring devices; or `anywhere`, each part on any device that has
+    no other part of the operator. What is slower than `start` (data parallelism) is left out unseen, so that a good one
+    makes it quick. To a 10^12th part: a strategy that is faster by less may be missed."""
+    first = start or data_parallel(graph, len(cluster.devices))
+    core = Core(graph, cluster, cost or roofline(), (first,))
+    begun, seconds = monotonic(), core.begin(first)
+    tried = core.exhaust(anywhere)
+    best, least = core.best
+    return Found(best, least, True, tried, ((monotonic() - begun, least),), (("start", seconds),))

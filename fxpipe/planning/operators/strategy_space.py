@@ -1,0 +1,43 @@
+"""The space of strategies that is searched: for each operator, degrees that divide the number of devices, and their
+product too, on a run of neighbouring devices that begins at any.
+
+A 2d convolution on 4 devices: 4 ways to be whole, 4 dimensions to cut in two on 3 runs of devices, and 10 ways to be in
+four parts, 26 configs. Operators that are fed in are not placed.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+from math import prod
+
+from fxpipe.ir.operators.operators import Operator
+from fxpipe.ir.operators.strategy import Config, fits
+
+
+def fixed(operator: Operator) -> Config:
+    """The config of an operator that is not placed: one that is fed in."""
+    return Config((1,) * len(operator.output), (0,))
+
+
+def place(operator: Operator, degrees: tuple[int, ...], first: int) -> Config:
+    """The parts on a run of devices from `first` on."""
+    return Config(degrees, tuple(range(first, first + prod(degrees))))
+
+
+@cache
+def configs(operator: Operator, devices: int, roles: str = "SAP") -> tuple[Config, ...]:
+    """Every config of an operator on this many devices, where dimensions of these roles may be cut."""
+    if operator.kind == "input":
+        return (fixed(operator),)
+    divisors = [d for d in range(1, devices + 1) if devices % d == 0]
+    choices = [
+        [d for d in divisors if d <= one.size and fits(one, d)] if one.role and one.role in roles else [1]
+        for one in operator.output
+    ]
+    return tuple(
+        place(operator, degrees, first)
+        for degrees in product(*choices)
+        if devices % prod(degrees) == 0
+        for first in range(devices - prod(degrees) + 1)
+    )

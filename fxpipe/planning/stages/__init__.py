@@ -1,0 +1,1 @@
+"""Cuts of a graph into stages, one device each."""

@@ -1,0 +1,143 @@
+"""What stages cost, from the profile of the ops and the figures of the cluster: the numbers that `balance` works on.
+
+    load = work of the ops + time to receive what crosses the cut before + time to send what crosses the cut after
+    held = copies of the parameters + what backward needs of the live micro-batches + what came in for each of them
+
+What crosses a cut is every value made before it and used after it, long skips included: a skip takes up the links it
+passes, even if it is sent past the stages between. Gradients come back the same way. Inputs and outputs go between
+the stage and the caller and are not counted, nor are values that depend on nothing but sizes (masks, positions): those
+are computed again where they are used.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from fxpipe.ir.cluster.cluster import Cluster, link
+from fxpipe.ir.graph.graph import Graph
+from fxpipe.ir.graph.legal_cuts import spans
+from fxpipe.ir.graph.value_types import tensors
+from fxpipe.ir.plan.profile import OpCost, Profile
+
+from .balance import StageCosts
+
+PICOSECONDS = 10**12
+# Copies of each parameter that training keeps: itself, its gradient, and the two moments of Adam.
+PARAMETER_COPIES = 4
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes across each cut, from position 0 to n: of values on their way forward, of gradients on their way back."""
+
+    values: tuple[int, ...]
+    gradients: tuple[int, ...]
+
+
+def traffic(graph: Graph, costs: Mapping[str, OpCost]) -> Traffic:
+    """What would cross a cut at each position of the graph's own order."""
+    values, gradients = Counter[int](), Counter[int]()
+    cheap = cheap_ops(graph)
+    span = spans(graph)
+    for op in graph.ops:
+        defined, last = span[op.name]
+        size = costs[op.name].output
+        if op.name in cheap or last == defined or not size:
+            continue
+        grows = [values, gradients] if any(t.grad for t in tensors(op.type)) else [values]
+        for changes in grows:
+            changes[defined + 1] += size
+            changes[last + 1] -= size
+    count = len(graph.ops) + 1
+    across = (tuple(accumulate(changes[p] for p in range(count))) for changes in (values, gradients))
+    return Traffic(*across)
+
+
+def cheap_ops(graph: Graph) -> set[str]:
+    """Ops that depend on sizes and literals alone: never worth a transfer. Random ops and those that write are not."""
+    cheap = {size.name for size in graph.sizes}
+    written = {name for op in graph.ops for name in op.writes}
+    for op in graph.ops:
+        if not op.random and not op.writes and op.name not in written and cheap.issuperset(op.reads):
+            cheap.add(op.name)
+    return cheap
+
+
+def stage_costs(
+    graph: Graph,
+    profile: Profile,
+    cluster: Cluster,
+    devices: Sequence[str],
+    checkpoints: Sequence[str],
+    chunks: int,
+    parameter_copies: int = PARAMETER_COPIES,
+    replicas: Sequence[int] | None = None,
+) -> list[StageCosts]:
+    """What each stage would cost between any two cuts, on the device and with the recomputation given for it, shared by
+    so many replicas (1 if not given).
+
+    The profile must be that of one micro-batch. Stages on one device share its memory in equal parts; all `chunks`
+    micro-batches are alive at once.
+    """
+    costs = {cost.name: cost for cost in profile.ops}
+    crossing = traffic(graph, costs)
+    ops = [costs[op.name] for op in graph.ops]
+    nothing = [0] * (len(ops) + 1)
+    hops = [_transfer_times(cluster, a, b, crossing) for a, b in pairwise(devices)]
+    crowd = Counter(devices)
+    stages = []
+    for s, (device, checkpoint, r) in enumerate(zip(devices, checkpoints, replicas or [1] * len(devices), strict=True)):
+        recomputes = checkpoint != "never"
+        live = 1 if recomputes else chunks
+        scale = _slowness(profile, cluster, device) * PICOSECONDS / r
+        stages.append(
+            StageCosts(
+                work=list(accumulate((round(_seconds(op, recomputes) * scale) for op in ops), initial=0)),
+                enter=hops[s - 1] if s > 0 else nothing,
+                leave=hops[s] if s < len(hops) else nothing,
+                bytes=list(
+                    accumulate((parameter_copies * op.parameters + live * op.saved // r for op in ops), initial=0)
+                ),
+                hold=[chunks * came // r for came in crossing.values] if s > 0 else nothing,
+                room=cluster.device(device).memory // crowd[device],
+            )
+        )
+    return stages
+
+
+def memory_costs(stages: Sequence[StageCosts]) -> list[StageCosts]:
+    """The same stages, with the share of its device's memory as the load of each: in bytes of the largest device."""
+    largest = max(stage.room for stage in stages)
+    scaled = []
+    for stage in stages:
+        work = [held * largest // stage.room for held in stage.bytes]
+        enter = [held * largest // stage.room for held in stage.hold]
+        scaled.append(StageCosts(work, enter, [0] * len(work), stage.bytes, stage.hold, stage.room))
+    return scaled
+
+
+def _seconds(op: OpCost, recomputes: bool) -> float:
+    return op.forward * (2 if recomputes else 1) + op.backward
+
+
+def _slowness(profile: Profile, cluster: Cluster, device: str) -> float:
+    """How much longer an op takes on `device` than where the profile was taken; 1 if the cluster does not say."""
+    if profile.device not in cluster.labels:
+        return 1.0
+    return cluster.device(profile.device).flops / cluster.device(device).flops
+
+
+def _transfer_times(cluster: Cluster, a: str, b: str, crossing: Traffic) -> list[int]:
+    """Picoseconds that all values across a cut take from device `a` to `b`, and their gradients back."""
+    if a == b:
+        return [0] * len(crossing.values)
+    way = link(cluster, a, b)
+
+    def seconds(bytes: int) -> float:
+        return way.latency + bytes / way.bandwidth if bytes else 0.0
+
+    pairs = zip(crossing.values, crossing.gradients, strict=True)
+    return [round((seconds(there) + seconds(back)) * PICOSECONDS) for there, back in pairs]

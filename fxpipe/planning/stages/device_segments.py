@@ -1,0 +1,239 @@
+"""A graph of which every op has a device, as stages: runs of ops that one device computes without waiting for another.
+
+    device 0   a ─ b ─ c ┄┄┄┄┄┄┄┄┄┄┄ f ─ g          segments  a b c | d e | f g
+    device 1       └── d ─ e ───────┘
+
+Devices take turns in time, as far as the ops' seconds tell it: the one that could start first takes all that it can
+compute by then, and what follows from that on the same device, what another device waits for first. A segment takes all
+its values when it starts and gives all at its end, so it also ends before an op that would keep another device waiting
+for longer than a hand-over takes; in the backward it takes and gives the other way round, and the same holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from graphlib import TopologicalSorter
+from heapq import heappop, heappush
+from math import inf
+
+from fxpipe.errors import PlanError
+from fxpipe.ir.graph.graph import Graph, Op, target_name
+from fxpipe.ir.graph.legal_cuts import ENTER_VMAP, ties
+from fxpipe.ir.graph.shared_memory_values import memory
+from fxpipe.ir.operators.placed_graph import Placed
+
+WORTH = 2e-4  # seconds: what it takes to end a segment, begin another, and wake up a worker
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Ops, by name and in the order they run, on the device of a number."""
+
+    device: int
+    ops: tuple[str, ...]
+
+
+def segments(placed: Placed, seconds: Mapping[str, float] | None = None) -> tuple[Segment, ...]:
+    """The segments in an order in which they can run; those of a device run in this order. `seconds` is what ops take,
+    nothing if not given: then segments are as few as they can be. Raises PlanError where ops that must run together are
+    on several devices."""
+    graph = placed.graph
+    before = dependencies(graph)
+    whole = blocks(graph, before, _made_of_nothing(placed, before))
+    _refuse_torn(graph, placed, whole)
+    return _Turns(placed, before, whole, seconds or {}).taken()
+
+
+def dependencies(graph: Graph) -> list[set[int]]:
+    """For each op, by position, those that must have run: who makes what it reads, and, where memory is written, those
+    that touched it on the other side of the write."""
+    made = {op.name: at for at, op in enumerate(graph.ops)}
+    before = [{made[name] for name in (*op.reads, *op.writes) if name in made} for op in graph.ops]
+    root = memory(graph.ops, graph.types)
+    written = {root(name) for op in graph.ops for name in op.writes}
+    touched: dict[str, list[int]] = {name: [] for name in written}  # since the last write, and it
+    for at, op in enumerate(graph.ops):
+        writes = {root(name) for name in op.writes}
+        for name in {root(name) for name in (*op.reads, *op.writes)} & written:
+            before[at].update(touched[name] if name in writes else touched[name][:1])
+            touched[name] = [at] if name in writes else [*(touched[name] or [at]), at]
+        before[at].discard(at)
+    return before
+
+
+# Ops that stay together -----------------------------------------------------------------------------------------------
+
+
+def blocks(graph: Graph, before: Sequence[set[int]], also: Iterable[tuple[int, int]] = ()) -> list[tuple[int, ...]]:
+    """All ops, by position, in blocks that run in one go on one device: what is tied, each pair of `also`, and what
+    lies between. `before` are the `dependencies` of the graph."""
+    block_of = {at: {at} for at in range(len(graph.ops))}
+    root, known = memory(graph.ops, graph.types), graph.types
+    for tie in ties(graph):
+        span = graph.ops[tie.first : tie.last + 1]
+        if target_name(span[0].target) == ENTER_VMAP:
+            _join(block_of, set(range(tie.first, tie.last + 1)))
+            continue
+        touching = {at for at, op in enumerate(span, tie.first) if _touches(op, root(tie.name), root, known)}
+        _join(block_of, {tie.first, tie.last} | touching)
+    for pair in also:
+        _join(block_of, set(pair))
+    while loose := next((b for b in _distinct(block_of) if len(b) > 1 and _between(block_of, b, before) - b), None):
+        _join(block_of, _between(block_of, loose, before))
+    return [tuple(sorted(block)) for block in _distinct(block_of)]
+
+
+def _made_of_nothing(placed: Placed, before: Sequence[set[int]]) -> Iterator[tuple[int, int]]:
+    """Ops that read nothing, such as zeros for a first state, and the first op that reads each, on the same device. By
+    themselves they would be segments that wait for nothing, and empty ones once stages make such values anew."""
+    ops, devices = placed.graph.ops, placed.devices
+    for at, op in enumerate(ops):
+        users = (user for user in range(at + 1, len(ops)) if at in before[user])
+        if not op.reads and (user := next(users, None)) and devices[ops[user].name] == devices[op.name]:
+            yield at, user
+
+
+def _join(block_of: dict[int, set[int]], members: set[int]) -> None:
+    whole = set[int]().union(*(block_of[at] for at in members))
+    block_of.update(dict.fromkeys(whole, whole))
+
+
+def _distinct(block_of: Mapping[int, set[int]]) -> list[set[int]]:
+    return [block for at, block in block_of.items() if min(block) == at]
+
+
+def _touches(op: Op, wanted: str, root: Callable[[str], str], known: Container[str]) -> bool:
+    return any(name in known and root(name) == wanted for name in (op.name, *op.reads, *op.writes))
+
+
+def _between(block_of: Mapping[int, set[int]], block: set[int], before: Sequence[set[int]]) -> set[int]:
+    """The block, and what depends on one of its ops while another depends on it."""
+    first, last = min(block), max(block)
+    after = set(block)
+    for at in range(first, last + 1):
+        if any(need in after for other in block_of[at] for need in before[other]):
+            after |= block_of[at]
+    needed = set(block)
+    for at in range(last, first - 1, -1):
+        if at in needed:
+            needed |= {other for need in before[at] for other in block_of[need]}
+    return block | (after & needed)
+
+
+def _refuse_torn(graph: Graph, placed: Placed, blocks: Sequence[tuple[int, ...]]) -> None:
+    for block in blocks:
+        ops = [graph.ops[at] for at in block]
+        other = next((op for op in ops if placed.devices[op.name] != placed.devices[ops[0].name]), None)
+        if other is not None:
+            tie = next((tie for tie in ties(graph) if tie.first in block and tie.last in block), None)
+            reason = f": {tie.reason}" if tie else ""
+            raise PlanError(
+                f"op {ops[0].name}, at {ops[0].origin}, is on device {placed.devices[ops[0].name]} and op "
+                f"{other.name}, at {other.origin}, on device {placed.devices[other.name]}, and they must run "
+                f"together{reason}"
+            )
+
+
+# Turns ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Turns:
+    """Blocks given to devices, turn by turn. `free` is when each device is done, `ended` when each op is; `ready` the
+    blocks of each device whose ops may run, by their `way` and their first op."""
+
+    placed: Placed
+    before: Sequence[set[int]]
+    blocks: Sequence[tuple[int, ...]]
+    seconds: Mapping[str, float]
+    free: dict[int, float] = field(default_factory=dict)
+    ended: dict[int, float] = field(default_factory=dict)
+    ready: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        ops = self.placed.graph.ops
+        self.device = [self.placed.devices[op.name] for op in ops]
+        self.at = {block[0]: block for block in self.blocks}
+        head = {at: block[0] for block in self.blocks for at in block}
+        self.needs = {
+            block[0]: {head[need] for at in block for need in self.before[at]} - {block[0]} for block in self.blocks
+        }
+        self.users: dict[int, list[int]] = {first: [] for first in self.at}
+        for first, needs in self.needs.items():
+            for need in needs:
+                self.users[need].append(first)
+        self.waits = {first: len(needs) for first, needs in self.needs.items()}
+        self.cost = {
+            first: sum(self.seconds.get(ops[at].name, 0.0) for at in block) for first, block in self.at.items()
+        }
+        self.way = self.ways()
+        for first, count in self.waits.items():
+            if not count:
+                self.offer(first)
+
+    def ways(self) -> dict[int, float]:
+        """Seconds that the device of a block still computes, from its start on, until another device gets something
+        that follows from it."""
+        found: dict[int, float] = {}
+        for first in reversed([*TopologicalSorter(self.needs).static_order()]):
+            given = any(self.device[user] != self.device[first] for user in self.users[first])
+            onward = 0.0 if given else min((found[user] for user in self.users[first]), default=inf)
+            found[first] = self.cost[first] + onward
+        return found
+
+    def offer(self, first: int) -> None:
+        """A block that nothing but time keeps from running now."""
+        heappush(self.ready.setdefault(self.device[first], []), (self.way[first], first))
+
+    def taken(self) -> tuple[Segment, ...]:
+        ops, found = self.placed.graph.ops, []
+        while any(self.ready.values()):
+            start, _, device = min(self.earliest(device) for device, heads in self.ready.items() if heads)
+            found.append(Segment(device, tuple(ops[at].name for at in sorted(self.turn(device, start)))))
+        return tuple(found)
+
+    def earliest(self, device: int) -> tuple[float, int, int]:
+        """When the device could start, with which block."""
+        start, first = min((self.arrival(first), first) for _, first in self.ready[device])
+        return max(start, self.free.get(device, 0.0)), first, device
+
+    def arrival(self, first: int) -> float:
+        """When all is there that a block takes from other devices."""
+        return max((self.ended[need] for need in self.taken_by(first)), default=0.0)
+
+    def taken_by(self, first: int) -> list[int]:
+        """The blocks of other devices that a block takes from."""
+        return [need for need in self.needs[first] if self.device[need] != self.device[first]]
+
+    def turn(self, device: int, start: float) -> list[int]:
+        """A segment: blocks that can run by now, for as long as nobody waits too long."""
+        now, given = start, inf
+        taken, later = list[int](), list[int]()
+        while self.ready[device]:
+            _, first = heappop(self.ready[device])
+            late = self.arrival(first) > start
+            keeps_values = now + self.cost[first] - given > WORTH
+            keeps_gradients = now - start > WORTH and bool(self.taken_by(first))
+            if late or keeps_values or keeps_gradients:
+                later.append(first)
+                continue
+            now += self.cost[first]
+            taken += self.at[first]
+            self.ended[first] = now
+            if any(self.device[user] != device for user in self.users[first]):
+                given = min(given, now)
+            self.release(first)
+        for first in later:
+            self.offer(first)
+        self.free[device] = now
+        for first in {at for at in taken if at in self.at}:  # all is given at the end
+            self.ended[first] = now
+        return taken
+
+    def release(self, first: int) -> None:
+        """Let go of those that waited for a block alone."""
+        for user in self.users[first]:
+            self.waits[user] -= 1
+            if not self.waits[user]:
+                self.offer(user)

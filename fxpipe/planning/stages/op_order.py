@@ -1,0 +1,125 @@
+"""The order in which the ops of a model run: any that keeps data and effects is right, some cross cuts with less.
+
+    captured            by demand
+    mask = ones(n)      a1 = conv(x)       the mask is made where it is used, and each branch runs
+    a1 = conv(x)        a2 = conv(a1)      to its end, so that between the two one value is alive
+    b1 = conv(x)        b1 = conv(x)       and not two
+    a2 = conv(a1)       b2 = conv(b1)
+    b2 = conv(b1)       mask = ones(n)
+    y = where(mask, a2, b2)
+
+"By demand" goes from the last op backwards: an op is put down when its first user asks for it. What nobody uses (an
+update of a buffer) is asked for by its neighbour in the captured order, and so stays where it was. A tuple is unpacked
+at once. The captured order is the user's own, and is kept unless another is better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from fxpipe.ir.graph.graph import Graph, may_cross
+from fxpipe.ir.graph.legal_cuts import legal_cuts
+from fxpipe.ir.graph.shared_memory_values import memory
+from fxpipe.ir.plan.profile import OpCost
+
+from .cut_costs import cheap_ops, traffic
+
+Edges = Sequence[Sequence[int]]
+
+
+def arrange(graph: Graph, costs: Mapping[str, OpCost]) -> Graph:
+    """The graph with its ops in the order of least traffic: captured, cheap values late, or all by demand."""
+    needs = requirements(graph)
+    cheap = cheap_ops(graph)
+    best, least = graph, _measure(graph, costs)
+    for late in (lambda name: name in cheap, lambda name: True):
+        other = reorder(graph, _by_demand(graph, needs, late))
+        measure = _measure(other, costs)
+        if all(ours <= theirs for ours, theirs in zip(measure, least, strict=True)) and measure != least:
+            best, least = other, measure
+    return best
+
+
+def reorder(graph: Graph, order: Sequence[int]) -> Graph:
+    """The graph with its ops in this order of their positions."""
+    return graph if list(order) == sorted(order) else replace(graph, ops=tuple(graph.ops[p] for p in order))
+
+
+def requirements(graph: Graph) -> list[list[int]]:
+    """For each op, the ops that must run before it: those that make what it reads, and those whose effects on memory
+    come before its own. Two uses of memory of which one writes keep their order, under whatever name."""
+    made_at = {op.name: position for position, op in enumerate(graph.ops)}
+    shared = _memory_names(graph)
+    last_write: dict[str, int] = {}
+    uses_since: dict[str, list[int]] = {}
+    needs: list[list[int]] = []
+    for position, op in enumerate(graph.ops):
+        before = {made_at[name] for name in op.reads if name in made_at}
+        for name in (*op.reads, *op.writes, op.name):
+            if name not in shared:
+                continue
+            memory = shared[name]
+            if memory in last_write:
+                before.add(last_write[memory])
+            if op.writes and memory in {shared[written] for written in op.writes}:
+                before.update(uses_since.pop(memory, ()))
+                last_write[memory] = position
+            else:
+                uses_since.setdefault(memory, []).append(position)
+        needs.append(sorted(before - {position}))
+    return needs
+
+
+def _memory_names(graph: Graph) -> dict[str, str]:
+    """Every name whose memory some op writes, mapped to one name for all that may share that memory."""
+    root = memory(graph.ops, graph.types)
+    written = {root(name) for op in graph.ops for name in op.writes}
+    return {name: root(name) for name in graph.types if root(name) in written}
+
+
+def _measure(graph: Graph, costs: Mapping[str, OpCost]) -> tuple[int, int, int]:
+    """What an order is judged by, all the less the better: cuts that are illegal, the most and the sum of bytes that
+    cross a cut."""
+    across = traffic(graph, costs)
+    both = [there + back for there, back in zip(across.values, across.gradients, strict=True)]
+    return legal_cuts(graph).count(False), max(both), sum(both)
+
+
+def _by_demand(graph: Graph, needs: Edges, late: Callable[[str], bool]) -> list[int]:
+    """Positions in order of demand: ops for which `late` holds wait for their first user, others keep their turn."""
+    users: list[list[int]] = [[] for _ in needs]
+    for position, before in enumerate(needs):
+        for earlier in before:
+            users[earlier].append(position)
+    # What an op asks for: all that it needs, and the op just before it if nobody else asks for that one. What has the
+    # longest chain behind it comes first, so that what was quickly made does not wait for it.
+    asks: list[list[int]] = []
+    depth: list[int] = []
+    for position, before in enumerate(needs):
+        wanted = [*before, *((position - 1,) if position and not users[position - 1] else ())]
+        asks.append(sorted(wanted, key=lambda p: (-depth[p], p)))
+        depth.append(1 + max((depth[p] for p in wanted), default=0))
+    done = [False] * len(needs)
+    order: list[int] = []
+
+    def put(root: int) -> None:
+        """`root` after all that it asks for, depth first; a stack of its own, since models are deeper than Python's."""
+        stack = [root]
+        while stack:
+            at = stack[-1]
+            missing = [] if done[at] else [p for p in asks[at] if not done[p]]
+            if missing:
+                stack.extend(reversed(missing))
+                continue
+            stack.pop()
+            if not done[at]:
+                done[at] = True
+                order.append(at)
+                if not may_cross(graph.ops[at].type):
+                    stack.extend(p for p in reversed(users[at]) if all(done[q] for q in needs[p]))
+
+    for position, op in enumerate(graph.ops):
+        if position == len(needs) - 1 or not late(op.name):
+            put(position)
+    return order

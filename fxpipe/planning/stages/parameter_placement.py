@@ -1,0 +1,139 @@
+"""A later capture of a model (another mode, other inputs) is cut so that each op meets its parameters where they are.
+
+The first plan gave every parameter a home: the first stage that uses it. In a later graph the first op that uses a
+parameter belongs there (with several parameters, to the largest), unless it depends on an op of a later stage: values
+only move forward, so it goes there and borrows. Ops that use the parameter again borrow it from wherever they are.
+Between the ops that have such a place, the cuts are free, and balanced. A stage that would be empty is left out. Memory
+is not asked: the first plan has decided where the parameters live.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from fxpipe.ir.cluster.cluster import Cluster
+from fxpipe.ir.graph.graph import Graph
+from fxpipe.ir.graph.value_types import nbytes
+from fxpipe.ir.plan.plan import Plan, StagePlan, stage_of
+from fxpipe.ir.plan.profile import Profile
+
+from .balance import Cuts, balance
+from .cut_costs import cheap_ops, stage_costs
+from .op_order import Edges, arrange, reorder, requirements
+from .plan_stages import check_request, inner_cuts, stages
+from .sample_cuts import replica_cuts
+
+
+def homes(graph: Graph, plan: Plan) -> dict[str, int]:
+    """The home of each parameter and buffer, by its path in the model: the first stage that uses it."""
+    paths = {state.name: state.path for state in graph.states if state.kind != "constant"}
+    stage = stage_of(plan)
+    found: dict[str, int] = {}
+    for op in graph.ops:
+        for name in (*op.reads, *op.writes):
+            if name in paths:
+                found[paths[name]] = min(stage[op.name], found.get(paths[name], stage[op.name]))
+    return found
+
+
+def plan_like(
+    graph: Graph,
+    homes: Mapping[str, int],
+    first: Plan,
+    profile: Profile,
+    cluster: Cluster,
+    uncut: Collection[str] = (),
+) -> Plan:
+    """A plan for `graph` on the stages of `first`, with ops where their parameters are. `homes` maps the path of a
+    parameter or buffer to a stage of `first`; paths it lacks may go anywhere. The plan has a stage less for each that
+    would have no ops. `uncut` as for `plan`."""
+    labels = [stage.device for stage in first.stages]
+    check_request(graph, profile, cluster, labels, first.chunks)
+    captured, graph = graph, arrange(graph, {cost.name: cost for cost in profile.ops})
+    pins = _pins(graph, homes)
+    places, pinned = _places(graph, pins)
+    order = sorted(range(len(graph.ops)), key=lambda p: (places[p], p))
+    graph = reorder(graph, order)
+    fixed = [(at, places[p]) for at, p in enumerate(order) if pinned[p]]
+    legal = inner_cuts(graph)
+    for used, some in _stage_choices(len(labels), fixed, len(legal) + 1):
+        chosen = [first.stages[s] for s in used]
+        positions = replica_cuts(graph, legal, [len(stage.devices) for stage in chosen], uncut)
+        allowed = _allowed(used, some, positions, len(graph.ops))
+        cuts = _cuts(graph, profile, cluster, chosen, first.chunks, allowed)
+        if cuts is not None:
+            devices, modes = [stage.device for stage in chosen], [stage.checkpoint for stage in chosen]
+            made = stages(captured, graph, cuts, devices, modes)
+            made = tuple(replace(own, replicas=stage.replicas) for own, stage in zip(made, chosen, strict=True))
+            return replace(first, model=graph.model, stages=made)
+    raise AssertionError("one stage is always possible")
+
+
+def _pins(graph: Graph, homes: Mapping[str, int]) -> list[int | None]:
+    """For each op the home of the largest parameter or buffer that it is the first to use, None if there is none.
+    Later users may borrow, and be anywhere."""
+    sizes = {s.name: (nbytes(s.type, {}), homes[s.path]) for s in graph.states if s.path in homes}
+    pins: list[int | None] = []
+    for op in graph.ops:
+        found = [sizes.pop(name) for name in dict.fromkeys((*op.reads, *op.writes)) if name in sizes]
+        pins.append(max(found, key=lambda one: one[0])[1] if found else None)
+    return pins
+
+
+def _places(graph: Graph, pins: Sequence[int | None]) -> tuple[list[int], list[bool]]:
+    """The first stage that each op could be in, and whether it must be in that one. Values that depend on sizes alone
+    are as late as their first user."""
+    needs: Edges = requirements(graph)
+    places: list[int] = []
+    pinned: list[bool] = []
+    for before, pin in zip(needs, pins, strict=True):
+        earliest = max((places[p] for p in before), default=0)
+        pinned.append(pin is not None and pin >= earliest)
+        places.append(earliest if pin is None else max(pin, earliest))
+    latest = [max(places)] * len(places)
+    cheap = cheap_ops(graph)
+    for at in reversed(range(len(places))):
+        if graph.ops[at].name in cheap:
+            places[at] = max(places[at], latest[at])
+        for p in needs[at]:
+            latest[p] = min(latest[p], places[at])
+    return places, pinned
+
+
+def _stage_choices(
+    k: int, fixed: Sequence[tuple[int, int]], most: int
+) -> list[tuple[list[int], Sequence[tuple[int, int]]]]:
+    """Which stages to use, and which ops to hold in place: all and all; only stages that have such ops; or as many
+    stages as can be, wherever the parameters are."""
+    needed = sorted({stage for _, stage in fixed}) or [0]
+    return [(list(range(k)), fixed), (needed, fixed), (list(range(min(k, most))), ())]
+
+
+def _allowed(
+    used: Sequence[int], fixed: Sequence[tuple[int, int]], legal: Sequence[Sequence[int]], n: int
+) -> list[list[int]]:
+    """For each inner cut those of its legal positions that leave all fixed ops on their side of it; if there are none,
+    the one nearest to that."""
+    allowed = []
+    for stage, positions in zip(used[1:], legal, strict=True):
+        first = 1 + max((at for at, place in fixed if place < stage), default=0)
+        last = min((at for at, place in fixed if place >= stage), default=n)
+        between = [p for p in positions if first <= p <= last]
+        allowed.append(between or sorted(positions, key=lambda p: (max(first - p, p - last), p))[:1])
+    return allowed
+
+
+def _cuts(
+    graph: Graph,
+    profile: Profile,
+    cluster: Cluster,
+    chosen: Sequence[StagePlan],
+    chunks: int,
+    allowed: Sequence[Sequence[int]],
+) -> Cuts | None:
+    devices, modes = [stage.device for stage in chosen], [stage.checkpoint for stage in chosen]
+    replicas = [len(stage.devices) for stage in chosen]
+    costs = stage_costs(graph, profile, cluster, devices, modes, chunks, replicas=replicas)
+    endless = sum(stage.bytes[-1] + max(stage.hold) for stage in costs)
+    return balance([replace(stage, room=endless) for stage in costs], allowed)

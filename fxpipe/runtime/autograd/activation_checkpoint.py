@@ -1,0 +1,205 @@
+"""Recompute a task's activations in backward instead of keeping them, and start before the gradient arrives.
+
+torch.utils.checkpoint recomputes when the gradient reaches the task; in a pipeline that is when the device should
+already be busy with the task's backward. So recomputation is an autograd function of its own, on an edge without
+gradient that is walked as soon as the device's previous backward is done, and the two functions share a `Task`:
+
+    tokens    after(i - 1) ──▶ Checkpoint(i) ──▶ Recompute(i) ──▶ after(i) ──▶ Checkpoint(i + 1)
+    values               x ──▶       │       ──▶ y ──▶ next stage
+
+    backward  B(i + 1) is done ──▶ Recompute(i): runs F(i) again, leaves it in the task
+              gradient of y    ──▶ Checkpoint(i): B(i), through what is in the task
+
+Without a token that anyone waits for, Checkpoint recomputes by itself. The stage's own parameters are inputs of
+Checkpoint, and their gradients what its backward returns, so `torch.autograd.grad` sees them and nothing is
+accumulated behind autograd's back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from fxpipe.runtime.caller_context import Context
+from fxpipe.runtime.error_notes import add_note
+from fxpipe.runtime.stage import Stage
+from fxpipe.runtime.written_buffers import instead, keep, scratch
+
+from .is_recomputing import recomputing
+
+# What a recomputation leaves for backward: the outputs with their graph, and its leaves: takes, then parameters.
+Recomputed = tuple[tuple[Any, ...], tuple[Tensor, ...]]
+
+
+class Task:
+    """One forward run of a stage on one micro-batch, and how to run it again."""
+
+    def __init__(self, stage: Stage, where: tuple[int, int], context: Context, args: tuple[Any, ...]) -> None:
+        self.stage, self.where, self.context = stage, where, context
+        self.takes = tuple([arg for arg in args if isinstance(arg, Tensor)])
+        self.places = tuple([place for place, arg in enumerate(args) if isinstance(arg, Tensor)])
+        self.others = [None if isinstance(arg, Tensor) else arg for arg in args]
+        self.wanted = tuple([x.requires_grad for x in self.takes])
+        self.parameters = stage.trainable()
+        self.unwritten = unwritten(stage, self.parameters)
+        self.versions = [x._version for x in self.unwritten]
+        self.kept = keep(stage) if stage.rereads else {}
+        self.recomputed: Recomputed | None = None
+
+    def run(self, takes: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        """The stage's outputs for these tensors in the places of those it was first called with."""
+        args = self.others.copy()
+        for place, tensor in zip(self.places, takes, strict=True):
+            args[place] = tensor
+        if self.context.autocasts or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            with self.context.enter_autocast():
+                outputs = self.stage.forward(*args)
+        else:
+            outputs = self.stage.forward(*args)
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+
+    def recompute(self, saved: tuple[Tensor, ...]) -> Recomputed:
+        """Run again, with gradients, on leaves that stand for the saved tensors."""
+        if torch.is_grad_enabled():
+            # torch's once_differentiable would leave terms out without a word where autograd.grad is given inputs.
+            raise RuntimeError(
+                f"stage {self.where[0]} recomputes in backward, and there is no backward of that: compile with "
+                'checkpoint="never" to use create_graph=True'
+            )
+        if self.versions != [x._version for x in self.unwritten]:
+            raise RuntimeError(self.changed())
+        takes = tuple([x.detach().requires_grad_(want) for x, want in zip(saved, self.wanted, strict=True)])
+        parameters, aliases = self.parameters, {}
+        if self.stage.regions or any(x._backward_hooks for x in parameters):
+            aliases = self.aliases()
+            parameters = tuple([aliases.get(id(x), x) for x in parameters])
+        try:
+            with torch.enable_grad(), self.standing_in(aliases), recomputing():
+                outputs = self.run(takes)
+        except Exception as error:
+            add_note(error, self.stage, *self.where)
+            raise
+        return outputs, (*[x for x in takes if x.requires_grad], *parameters)
+
+    def standing_in(self, aliases: Mapping[int, Tensor]) -> AbstractContextManager[None]:
+        """The stage with what a recomputation must not touch replaced."""
+        if not self.stage.mutates and not aliases:
+            return nullcontext()
+        tensors = {path: aliases[id(x)] for path in self.stage.states if id(x := self.stage.tensor(path)) in aliases}
+        return instead(self.stage, tensors | scratch(self.stage, self.kept, aliases))
+
+    def aliases(self) -> dict[int, Tensor]:
+        """By the id of each parameter, one with the same memory and no hooks: hooks see the whole gradient, once. Parts
+        of parameters, too, lest a gradient that comes back for a part goes on from there to the whole here as well."""
+        parts = {id(self.stage.tensor(path)) for path in self.stage.regions}
+        return {
+            id(x): nn.Parameter(x.detach()) for x in self.parameters if isinstance(x, nn.Parameter) or id(x) in parts
+        }
+
+    def changed(self) -> str:
+        """The message for a parameter that changed between forward and backward: the old values are gone."""
+        own = {id(self.stage.tensor(path)): path for path in self.stage.states}
+        pairs = zip(self.unwritten, self.versions, strict=True)
+        paths = [own.get(id(x), "a constant") for x, version in pairs if x._version != version]
+        return (
+            f"{', '.join(paths)} changed in place between forward and backward, and stage {self.where[0]} recomputes "
+            "in backward what it did with the old values; call backward before the optimizer's step"
+        )
+
+
+def unwritten(stage: Stage, parameters: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Those that forward does not write itself."""
+    if not stage.mutates:
+        return parameters
+    written = {id(stage.tensor(path)) for path in stage.mutates}
+    return tuple([x for x in parameters if id(x) not in written])
+
+
+class Checkpoint(Function):
+    """F(i) without a graph; backward is B(i). Outputs: those of the stage, then a token for Recompute."""
+
+    @staticmethod
+    def forward(ctx: Any, task: Task, after: Tensor | None, *tensors: Tensor) -> tuple[Any, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.task = task
+        takes = tensors[: len(task.places)]
+        ctx.save_for_backward(*takes)
+        if task.stage.unsure:
+            with torch.enable_grad():
+                found = task.run(tuple([x.detach().requires_grad_(x.requires_grad) for x in takes]))
+        else:
+            found = task.run(takes)
+        # Detached, for a stage may give what it holds, a buffer as it is: that is not to become this function's output.
+        outputs = [x.detach() if isinstance(x, Tensor) else x for x in found]
+        if task.stage.unsure:
+            without = [y for x, y in zip(found, outputs, strict=True) if isinstance(x, Tensor) and not x.requires_grad]
+            ctx.mark_non_differentiable(*without)
+        return (*outputs, torch.empty(0, device=task.stage.device))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        task: Task = ctx.task
+        outputs, leaves = task.recomputed or task.recompute(ctx.saved_tensors)
+        task.recomputed = None
+        try:
+            found = _backward(outputs, grads, leaves)
+        except Exception as error:
+            add_note(error, task.stage, *task.where, backward=True)
+            raise
+        wanted = iter(found)
+        takes = [next(wanted) if want else None for want in task.wanted]
+        return (None, None, *takes, *wanted)
+
+
+class Recompute(Function):
+    """The token's backward runs F(i) again and leaves the graph to Checkpoint."""
+
+    @staticmethod
+    def forward(ctx: Any, task: Task, token: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.task = task
+        ctx.save_for_backward(*task.takes)
+        task.takes = ()  # both functions have saved them: from now on they live as long as the graph needs them
+        return token.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: None) -> tuple[None, None]:
+        ctx.task.recomputed = ctx.task.recompute(ctx.saved_tensors)
+        return None, None
+
+
+def checkpoint(
+    stage: Stage, where: tuple[int, int], context: Context, after: Tensor | None, *args: Any
+) -> tuple[Any, ...]:
+    """`stage.forward(*args)`, computed again in backward: its outputs, and at the end the token for what runs next on
+    this device. `where` is (stage, micro-batch); `after` the token of the task before on this device: `y, after =
+    checkpoint(stage, (1, i), context, after, x)`."""
+    task = Task(stage, where, context, args)
+    *outputs, token = Checkpoint.apply(task, after, *task.takes, *task.parameters)  # type: ignore[no-untyped-call]
+    return (*outputs, Recompute.apply(task, token))  # type: ignore[no-untyped-call]
+
+
+def _backward(
+    outputs: tuple[Any, ...], grads: tuple[Tensor | None, ...], inputs: tuple[Tensor, ...]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the inputs, None where there is none."""
+    pairs = [
+        (output, grad)
+        for output, grad in zip(outputs, grads, strict=False)  # the last grad is the token's
+        if grad is not None and output.requires_grad
+    ]
+    if not pairs or not inputs:
+        return (None,) * len(inputs)
+    roots, given = zip(*pairs, strict=True)
+    # torch.autograd.grad(roots, inputs, given, allow_unused=True), without its checks of shapes, which take as long as
+    # the rest for a small stage (30 us, torch 2.13): the engine has checked these gradients on their way here.
+    engine = torch.autograd.Variable._execution_engine
+    found: tuple[Tensor | None, ...] = engine.run_backward(
+        roots, given, False, False, inputs, allow_unreachable=True, accumulate_grad=False
+    )
+    return found

@@ -1,0 +1,133 @@
+"""What autograd keeps between forward and backward, to the byte, and letting go of it early.
+
+Process memory and allocator statistics also see parameters, gradients and fragments, and the CPU has none. But autograd
+lets a hook see each tensor that it saves, and what the hook gives back, a `Kept`, lives as long as autograd has a use
+for the tensor. So the bytes are exact: each memory once, from when it is first saved until it is last needed.
+
+    saved = Saved(without=stage.parameters())
+    with saved:                       # around each forward of the stage
+        y = stage.forward(x)
+    saved.now, saved.peak
+
+Hooks are per thread, and of nested ones only the inner see anything. With hooks autograd does not notice when a saved
+tensor is written to, so that is checked here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node, saved_tensors_hooks
+
+Memory = tuple[int, int]  # a number that tells it from others that exist at the same time, and its bytes
+
+
+class Saved:
+    """Counts the bytes that are kept: `now`, and `peak`, the most there have been. Memory of the tensors in `without`
+    does not count. May be entered again and again, by one thread at a time."""
+
+    def __init__(self, without: Iterable[Tensor] = ()) -> None:
+        self._storages = [x.untyped_storage() for x in without]  # alive: their numbers do not come again
+        self._without = {storage._cdata for storage in self._storages}
+        self._users: dict[int, int] = {}
+        self._kept: dict[ref[Kept], list[Memory]] = {}
+        self._gone: deque[ref[Kept]] = deque()  # appended to by whichever thread lets go
+        self._now = 0
+        self._border: Collection[Node] | None = None
+        self.peak = 0
+
+    @property
+    def now(self) -> int:
+        """The bytes that are kept now."""
+        while self._gone:
+            for number, size in self._kept.pop(self._gone.popleft(), ()):
+                self._users[number] -= 1
+                if not self._users[number]:
+                    del self._users[number]
+                    self._now -= size
+        return self._now
+
+    def __enter__(self) -> Saved:
+        self._hooks = saved_tensors_hooks(self.keep, self.give)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hooks.__exit__(*error)
+        del self._hooks
+
+    def keep(self, tensor: Tensor) -> Kept:
+        """Counts the tensor for as long as the result lives. Autograd calls it; call it for what is kept elsewhere."""
+        memories = [memory for memory in memories_of(tensor) if memory[0] not in self._without]
+        now = self.now
+        for number, size in memories:
+            if number not in self._users:
+                now += size
+            self._users[number] = self._users.get(number, 0) + 1
+        self._now = now
+        self.peak = max(self.peak, now)
+        kept = Kept(tensor)
+        # Not __del__: Python runs signal handlers when a function begins, and what is raised in __del__, as by Ctrl-C,
+        # is lost. `append` is no function of Python's.
+        kept.ref = ref(kept, self._gone.append)
+        self._kept[kept.ref] = memories
+        return kept
+
+    def give(self, kept: Kept) -> Tensor:
+        """The tensor, for backward."""
+        tensor = kept.give()
+        if self._border is not None:
+            node = torch._C._current_autograd_node()
+            if node not in self._border and not isinstance(node, torch._C._FunctionBase):
+                kept.tensor = None
+                self._gone.append(kept.ref)
+        return tensor
+
+    @contextmanager
+    def letting_go(self, border: Collection[Node]) -> Iterator[None]:
+        """A backward in this context frees what its nodes have used, but for those of the border, which run again.
+        Nodes written in Python may look at their tensors twice, and keep them."""
+        self._border = border
+        try:
+            yield
+        finally:
+            self._border = None
+
+
+class Kept:
+    """A tensor in the place of one that autograd saves."""
+
+    __slots__ = ("__weakref__", "ref", "tensor", "version")
+    ref: ref[Kept]
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor.detach()  # else an output and its node would keep each other alive
+        self.version = self.tensor._version
+
+    def give(self) -> Tensor:
+        if self.tensor is None:
+            raise RuntimeError("backward ran a second time through nodes that have let go of their saved tensors")
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a {self.tensor.type()} {list(self.tensor.shape)} is at version {self.tensor._version}; "
+                f"expected version {self.version} instead"
+            )
+        return self.tensor
+
+
+def memories_of(tensor: Any) -> list[Memory]:
+    """The memories that the tensor lies in: one, but for sparse tensors."""
+    if tensor.layout == torch.sparse_coo:
+        return memories_of(tensor._indices()) + memories_of(tensor._values())
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+        return [memory for part in parts for memory in memories_of(part)]
+    storage = tensor.untyped_storage()
+    return [(storage._cdata, storage.nbytes())]

@@ -1,0 +1,55 @@
+"""Tensors on their way from one worker to another, while both go on computing.
+
+    compute 0    F(0)  F(1)  F(2)            a copy waits for the task that made the value and for nothing else; it
+    stream 0,i      └x──┐                    runs on the two copy streams of the micro-batch. Whoever needs it waits
+    stream 1,i          └x──┐                for the stream, not for the other worker
+    compute 1               F(0)  F(1)
+
+What goes to the CPU is copied by the worker that needs it, for only that one has time to wait until it is there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fxpipe.runtime.streams import Stream, current_stream, record_stream, use_stream, wait_stream
+
+from .device_copy import move
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A tensor that must not be used before `stream` is done with it, or that is still on a GPU and goes to the CPU.
+    `grad`: it is to be a leaf."""
+
+    tensor: Tensor
+    stream: Stream
+    device: torch.device
+    grad: bool
+
+
+def pack(x: Tensor, source: Stream, target: Stream, device: torch.device, user: Stream, grad: bool) -> Parcel:
+    """Send a tensor on its way to `device`, where `user` will compute with it, on two copy streams. The current stream
+    of its own device has made it."""
+    here = current_stream(x.device)
+    if device.type == "cpu":
+        wait_stream(source, here)
+        record_stream(x, source)
+        return Parcel(x, source, device, grad)
+    if source is not None:
+        wait_stream(source, here)
+    return Parcel(move(source or here, target, device, user, (x,))[0], target, device, grad)
+
+
+def unpack(parcel: Parcel, user: Stream) -> Tensor:
+    """The tensor on its device, to be used on stream `user`."""
+    if parcel.device.type == "cpu":
+        with use_stream(parcel.stream):
+            x = parcel.tensor.to(parcel.device)
+    else:
+        wait_stream(user, parcel.stream)
+        x = parcel.tensor
+    return x.detach().requires_grad_() if parcel.grad else x

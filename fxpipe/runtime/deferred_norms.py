@@ -1,0 +1,352 @@
+"""Norms whose running statistics are those of the whole mini-batch.
+
+Each micro-batch is normalised by its own mean and variance, as the pipeline must. But running statistics updated once
+per micro-batch are not those of the model on the mini-batch: they decay too fast and see too little. So forward adds
+up sums, and the end of the run commits them, once, with the momentum of one mini-batch.
+
+Sums are kept by the buffer they belong to. A recomputation has scratch buffers, whose sums nobody commits. A norm that
+a forward calls twice has two sums, which are committed in the order of the calls, as the plain model updates twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from operator import itemgetter
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+COUNTER = "num_batches_tracked"
+Call = tuple[int, int]  # the number of a call in a forward, and that inside of a submodule that is kept whole
+
+
+class Owner(Protocol):
+    """What has the norms' buffers: a stage. `mutates`: the paths of those that forward writes."""
+
+    mutates: tuple[str, ...]
+
+    def tensor(self, path: str) -> Tensor: ...
+
+
+@dataclass
+class Sums:
+    """What one call of a norm has seen in the micro-batches so far. Of a batch norm: of `count` values, each less the
+    running mean, the sum and the sum of squares. Of an instance norm, `apart`: of `count` samples, the sum of their
+    means, each less the running mean, and the sum of their variances. `counts`: the call adds one to the counter."""
+
+    count: int
+    total: Tensor
+    squares: Tensor
+    momentum: float | None
+    apart: bool = False
+    counts: bool = False
+
+    def add(self, other: Sums) -> None:
+        self.count += other.count
+        self.total += other.total.to(self.total.device)
+        self.squares += other.squares.to(self.squares.device)
+
+    @property
+    def variance(self) -> Tensor:
+        if self.apart:
+            return self.squares / self.count
+        return (self.squares - self.total * (self.total / self.count)) / max(1, self.count - 1)
+
+
+@dataclass
+class Pending:
+    """What waits for the end of the mini-batch, to change a running mean and what belongs to it. While it is in a stage
+    these are tensors; on the way from a replica to its stage they are paths."""
+
+    running_var: Any
+    batches: Any
+    calls: dict[Call, Sums] = field(default_factory=dict)
+
+    def add(self, call: Call, sums: Sums) -> None:
+        if call in self.calls:
+            self.calls[call].add(sums)
+        else:
+            self.calls[call] = sums
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a replica of a stage has seen, by the paths of the buffers: of running means, and counts."""
+
+    norms: Mapping[str, Pending]
+    counts: Mapping[str, Mapping[int, Tensor]]
+
+
+_pending: Any = WeakIdKeyDictionary()  # running mean -> Pending; Any, because torch leaves it untyped
+# A counter of a submodule that is kept whole -> what it is after each call of a forward, by the number of the call.
+_counted: Any = WeakIdKeyDictionary()
+
+
+def deferred_batch_norm(
+    input: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    momentum: float | None,
+    eps: float,
+    call: int = 0,
+) -> Tensor:
+    """Batch norm in training, with the running statistics left to `commit`. It counts in `num_batches_tracked` too;
+    `momentum` None averages over all mini-batches counted there. `call`: how often the same running statistics were
+    updated before in this forward."""
+    sums = _batch_sums(input.detach(), running_mean, momentum)
+    sums.counts = num_batches_tracked is not None
+    _add(running_mean, running_var, num_batches_tracked, (call, 0), sums)
+    return F.batch_norm(input, None, None, weight, bias, True, 0.0, eps)
+
+
+def deferred_instance_norm(
+    input: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    momentum: float,
+    eps: float,
+    call: int = 0,
+) -> Tensor:
+    """Instance norm in training, with the running statistics left to `commit`."""
+    _add(running_mean, running_var, None, (call, 0), _instance_sums(input.detach(), running_mean, momentum))
+    return F.instance_norm(input, None, None, weight, bias, True, 0.0, eps)
+
+
+def run_deferring(
+    run: Any, tensors: Sequence[Tensor], call: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """`run(tensors, args, kwargs)` of a submodule that is kept whole, with all norms in it deferred. `call` as above.
+
+    It counts in copies of its counters, so that each micro-batch sees the count of the mini-batch, on which the
+    momentum of a cumulative average depends."""
+    at = [i for i, name in enumerate(run.names) if name.rpartition(".")[2] == COUNTER]
+    given = list(tensors)
+    for i in at:
+        given[i] = _count_before(tensors[i], call).clone()
+    statistics = [(tensors[i], tensors[i]._version, name) for i, name in enumerate(run.names) if _is_statistic(name)]
+    with Deferring(call, tensors):
+        result = run(given, args, kwargs)
+    for tensor, version, name in statistics:
+        if tensor._version != version:
+            raise RuntimeError(
+                f"{run} changes {name} itself, once for each micro-batch, which cannot be deferred to the end of the "
+                "batch; leave that to F.batch_norm, or compile without deferred_batch_norm"
+            )
+    for i in at:
+        _count(tensors[i], call, given[i])
+    return result
+
+
+def _is_statistic(name: str) -> bool:
+    return name.rpartition(".")[2] in ("running_mean", "running_var")
+
+
+class Deferring(TorchFunctionMode):
+    """In this context norms in training leave the running statistics among `tensors` to `commit`."""
+
+    def __init__(self, call: int, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.call, self.known = call, {id(tensor) for tensor in tensors}
+        self.calls: dict[int, int] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        read = _READ.get(func)
+        found = None if read is None else read(*args, **(kwargs or {}))
+        if read is None or found is None:
+            return func(*args, **(kwargs or {}))
+        x, mean, var, momentum, sums_of_input, normalise = found
+        if id(mean) not in self.known:
+            raise RuntimeError(
+                f"{func.__name__} updates running statistics that are no buffer of the module, and cannot be deferred "
+                "to the end of the batch; compile without deferred_batch_norm"
+            )
+        inner = self.calls[id(mean)] = self.calls.get(id(mean), -1) + 1
+        _add(mean, var, None, (self.call, inner), sums_of_input(x.detach(), mean, momentum))
+        return normalise()
+
+
+@contextmanager
+def deferring(buffers: Mapping[str, Tensor]) -> Iterator[Callable[[], AbstractContextManager[Any]]]:
+    """In this context a plain model with these buffers, by name, sees a mini-batch, each micro-batch inside of what is
+    given; at the end its running statistics are those of the mini-batch."""
+    counters = {name: x.clone() for name, x in buffers.items() if name.rpartition(".")[2] == COUNTER}
+
+    def micro_batch() -> AbstractContextManager[Any]:
+        for name, value in counters.items():
+            buffers[name].copy_(value)
+        return Deferring(0, list(buffers.values()))
+
+    yield micro_batch
+    for tensor in buffers.values():
+        pending: Pending | None = _pending.pop(tensor, None)
+        if pending is not None:
+            _update(tensor, pending)
+
+
+def commit(stages: Iterable[Owner]) -> None:
+    """The mini-batch is over: update the running statistics of the stages."""
+    for stage in stages:
+        for path in stage.mutates:
+            tensor = stage.tensor(path)
+            pending: Pending | None = _pending.pop(tensor, None)
+            if pending is not None:
+                _update(tensor, pending)
+            counted: dict[int, Tensor] | None = _counted.pop(tensor, None)
+            if counted is not None:
+                tensor.copy_(counted[max(counted)])
+
+
+def sums_of(stage: Owner) -> Seen:
+    """Take what a replica of a stage has seen, for `absorb`."""
+    tensors = {path: stage.tensor(path) for path in stage.mutates}
+    paths = {id(tensor): path for path, tensor in tensors.items()}
+    taken = {path: _pending.pop(tensor, None) for path, tensor in tensors.items()}
+    counts = {path: _counted.pop(tensor, None) for path, tensor in tensors.items()}
+    norms = {
+        path: Pending(paths.get(id(one.running_var)), paths.get(id(one.batches)), one.calls)
+        for path, one in taken.items()
+        if one is not None
+    }
+    return Seen(norms, {path: count for path, count in counts.items() if count is not None})
+
+
+def absorb(stage: Owner, more: Seen) -> None:
+    """Add what a replica of the stage has seen, of samples of the same batch, to the stage's own."""
+    for path, seen in more.norms.items():
+        var, batches = (None if at is None else stage.tensor(at) for at in (seen.running_var, seen.batches))
+        for call, sums in seen.calls.items():
+            _add(stage.tensor(path), var, batches, call, sums)
+    for path, counted in more.counts.items():
+        tensor = stage.tensor(path)
+        for number, count in counted.items():
+            _count(tensor, number, count.to(tensor.device))
+
+
+def discard(stages: Iterable[Owner]) -> None:
+    """The mini-batch failed: forget its sums."""
+    for stage in stages:
+        for path in stage.mutates:
+            _pending.pop(stage.tensor(path), None)
+            _counted.pop(stage.tensor(path), None)
+
+
+def _add(mean: Tensor, var: Tensor | None, batches: Tensor | None, call: Call, sums: Sums) -> None:
+    pending: Pending | None = _pending.get(mean)
+    if pending is None:
+        pending = _pending[mean] = Pending(var, batches)
+    elif pending.batches is None:
+        pending.batches = batches
+    pending.add(call, sums)
+
+
+def _count_before(counter: Tensor, call: int) -> Tensor:
+    """What a counter is as this call of a forward begins."""
+    counted: dict[int, Tensor] = _counted.get(counter, {})
+    return counted[max(before)] if (before := [one for one in counted if one < call]) else counter
+
+
+def _count(counter: Tensor, call: int, value: Tensor) -> None:
+    """What a counter is after this call, in one micro-batch; it is the highest after the mini-batch."""
+    counted: dict[int, Tensor] = _counted.setdefault(counter, {})
+    counted[call] = torch.maximum(counted[call], value) if call in counted else value
+
+
+def _batch_sums(x: Tensor, mean: Tensor, momentum: float | None) -> Sums:
+    dims = [dim for dim in range(x.dim()) if dim != 1]
+    wide = x.to(torch.promote_types(mean.dtype, torch.float32))  # sums of halves overflow
+    # Shifted by the running mean, which loses nothing where the mean is large beside the deviation.
+    shifted = wide - mean.detach().view([-1 if dim == 1 else 1 for dim in range(x.dim())])
+    return Sums(x.numel() // x.shape[1], shifted.sum(dims), shifted.square().sum(dims), momentum)
+
+
+def _instance_sums(x: Tensor, mean: Tensor, momentum: float | None) -> Sums:
+    each = x.to(torch.promote_types(mean.dtype, torch.float32)).flatten(2)
+    var, means = torch.var_mean(each, 2)
+    return Sums(len(x), (means - mean.detach()).sum(0), var.sum(0), momentum, apart=True)
+
+
+@torch.no_grad()
+def _update(running_mean: Tensor, pending: Pending) -> None:
+    """Update once for each call of a forward, in their order."""
+    origin = running_mean.clone()  # what the sums are shifted by
+    for _, sums in sorted(pending.calls.items(), key=itemgetter(0)):
+        if sums.counts and pending.batches is not None:
+            pending.batches.add_(1)
+        factor = sums.momentum
+        if factor is None:
+            factor = 1.0 if pending.batches is None else 1.0 / float(pending.batches)
+        mean = origin + sums.total / sums.count
+        running_mean.add_(((mean - running_mean) * factor).to(running_mean.dtype))
+        if pending.running_var is not None:
+            var = pending.running_var
+            var.mul_(1 - factor).add_((sums.variance * factor).to(var.dtype))
+
+
+# How norms are read where a submodule that is kept whole calls them: input, running mean, running variance, momentum,
+# what sums them up, and what normalises without them; None where no running statistics change.
+Read = tuple[Tensor, Tensor, Tensor | None, float | None, Callable[..., Sums], Callable[[], Tensor]]
+
+
+def _read_batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
+) -> Read | None:
+    if not training or running_mean is None:
+        return None
+    normalise = partial(F.batch_norm, input, None, None, weight, bias, True, 0.0, eps)
+    return input, running_mean, running_var, momentum, _batch_sums, normalise
+
+
+def _read_native(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Read | None:
+    return _read_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+def _read_instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Read | None:
+    if not use_input_stats or running_mean is None:
+        return None
+    normalise = partial(F.instance_norm, input, None, None, weight, bias, True, 0.0, eps)
+    return input, running_mean, running_var, momentum, _instance_sums, normalise
+
+
+_READ: dict[Any, Callable[..., Read | None]] = {
+    F.batch_norm: _read_batch_norm,
+    torch.batch_norm: _read_native,
+    F.instance_norm: _read_instance_norm,
+}

@@ -1,0 +1,95 @@
+"""From what ops cost and where they run to what stages and the hops between them cost: the simulator's input.
+
+A tensor that several stages share (a loan) goes over once a step, not once per micro-batch: it is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fxpipe.ir.cluster.cluster import Cluster, link
+from fxpipe.ir.cluster.network import split_concat
+from fxpipe.ir.graph.value_types import nbytes, tensors
+from fxpipe.ir.plan.plan import Plan
+from fxpipe.ir.plan.profile import Profile, total
+from fxpipe.ir.program.program import Program
+from fxpipe.ir.schedule.action_times import Times
+
+from .replica_costs import positions
+from .simulate import Hop, StageCost
+
+
+def stage_costs(
+    plan: Plan, profile: Profile, taken: Sequence[int] = (), copies: int = 2, keeps_at_once: bool = False
+) -> tuple[StageCost, ...]:
+    """A cost for each stage of `plan`, from a profile taken at the size of its micro-batches, of which each replica
+    of a stage has a share.
+
+    `taken` is the bytes each stage takes per micro-batch, as `taken_bytes` tells (none if left out). `copies` is how
+    often a parameter is in memory: 2 for it and its gradient, more with the optimizer's state. `keeps_at_once`: nothing
+    is recomputed where backward follows forward at once.
+    """
+    at = {cost.name: cost for cost in profile.ops}
+    costs = []
+    for index, stage in enumerate(plan.stages):
+        own, r = total([at[op] for op in stage.ops]), len(stage.devices)
+        costs.append(
+            StageCost(
+                own.forward / r,
+                own.backward / r,
+                saved=-(-own.saved // r),
+                taken=-(-taken[index] // r) if taken else 0,
+                fixed=own.parameters * copies,
+                checkpoint=stage.checkpoint,
+                keeps_at_once=keeps_at_once,
+            )
+        )
+    return tuple(costs)
+
+
+def taken_bytes(program: Program, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The bytes of what each stage takes, with `sizes` giving the numbers of a micro-batch."""
+    return tuple(sum(nbytes(program.types[name], sizes) for name in stage.takes) for stage in program.stages)
+
+
+def hops(program: Program, sizes: Mapping[str, int], cluster: Cluster) -> tuple[Hop, ...]:
+    """A hop for each pair of stages that values move between: all of them one after the other over the pair's link, and
+    the gradients of those that have one back. The caller's inputs and outputs are not counted: they are there."""
+    return tuple(_hop(program, sizes, cluster, *ends, values) for ends, values in _moved(program))
+
+
+def timed_hops(program: Program, times: Times) -> tuple[Hop, ...]:
+    """The hops between workers that share their memory: nothing moves, but who waits has to wake up."""
+    found = []
+    for ends, values in _moved(program):
+        back = any(tensor.grad for value in values for tensor in tensors(program.types[value]))
+        found.append(Hop(*ends, times.wake, times.wake if back else 0.0, ", ".join(values)))
+    return tuple(found)
+
+
+def _moved(program: Program) -> list[tuple[tuple[int, int], list[str]]]:
+    """The values that go from stage to stage, by the pair of stages."""
+    moved: dict[tuple[int, int], list[str]] = {}
+    for move in program.moves:
+        if move.source >= 0 and move.target < len(program.stages):
+            moved.setdefault((move.source, move.target), []).append(move.value)
+    return sorted(moved.items())
+
+
+def _hop(
+    program: Program, sizes: Mapping[str, int], cluster: Cluster, source: int, target: int, values: Sequence[str]
+) -> Hop:
+    types = [tensor for value in values for tensor in tensors(program.types[value])]
+    forward = sum(tensor.nbytes(sizes) for tensor in types)
+    backward = sum(tensor.nbytes(sizes) for tensor in types if tensor.grad)
+
+    def seconds(count: int) -> float:
+        a, b = program.stages[source], program.stages[target]
+        if not count or a.device == b.device:
+            return 0.0
+        if a.replicas or b.replicas:
+            return split_concat(cluster, positions(cluster, a.devices), positions(cluster, b.devices)).seconds(count)
+        way = link(cluster, a.device, b.device)
+        return way.latency + count / way.bandwidth
+
+    return Hop(source, target, seconds(forward), seconds(backward), ", ".join(values))

@@ -1,0 +1,94 @@
+"""A hybrid plan, a chain of layers and a cluster: what `simulate` needs to know to run the plan's events.
+
+Replicas of a stage share each micro-batch evenly, so a stage costs a share of its layers; its transfers split and join
+the samples between replicas, and its all-reduce is over its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from fxpipe.ir.cluster.cluster import Cluster
+from fxpipe.ir.cluster.network import all_reduce, split_concat
+from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, crew, warmup_of
+from fxpipe.ir.plan.layer_chain import Chain
+from fxpipe.ir.schedule.schedule import Schedule
+from fxpipe.ir.timeline import Timeline
+
+from .simulate import Hop, Reduction, StageCost, simulate
+
+
+@dataclass(frozen=True)
+class Load:
+    """The arguments of `simulate` besides the schedule."""
+
+    costs: tuple[StageCost, ...]
+    hops: tuple[Hop, ...]
+    reductions: tuple[Reduction, ...]
+    devices: tuple[str, ...]
+
+
+def load(chain: Chain, cluster: Cluster, plan: HybridPlan, copies: float = 2) -> Load:
+    """What a plan costs. `chain` is at the size of the plan's micro-batches; `copies` is how many bytes are in memory
+    for each byte of parameters."""
+    hops = []
+    for s, (a, b) in enumerate(pairwise(plan.stages)):
+        count = chain.cuts[b.first]
+        there = split_concat(cluster, a.devices, b.devices).seconds(count)
+        back = split_concat(cluster, b.devices, a.devices).seconds(count)
+        hops.append(Hop(s, s + 1, there, back))
+    return Load(
+        tuple(_cost(chain, stage, copies) for stage in plan.stages),
+        tuple(hops),
+        tuple(one for s in range(len(plan.stages)) for one in _reductions(chain, cluster, plan, s)),
+        tuple(crew(cluster, stage) for stage in plan.stages),
+    )
+
+
+def _cost(chain: Chain, stage: HybridStage, copies: float) -> StageCost:
+    r, layers = len(stage.devices), slice(stage.first, stage.end)
+    return StageCost(
+        sum(layer.forward for layer in chain.layers[layers]) / r,
+        sum(layer.backward for layer in chain.layers[layers]) / r,
+        saved=round(sum(layer.saved for layer in chain.layers[layers]) / r),
+        taken=round(chain.cuts[stage.first] / r),
+        fixed=round(copies * sum(layer.parameters for layer in chain.layers[layers])),
+        checkpoint="always" if stage.recompute else "never",
+    )
+
+
+def _reductions(chain: Chain, cluster: Cluster, plan: HybridPlan, s: int) -> Iterator[Reduction]:
+    """One for the stage, or one per layer from its last to its first."""
+    stage = plan.stages[s]
+    r, layers = len(stage.devices), chain.layers[stage.first : stage.end]
+    if r == 1:
+        return
+    rate = all_reduce(cluster, stage.devices)
+    if plan.all_reduce == "end":
+        yield Reduction(s, rate.latency + rate.per_byte * sum(layer.parameters for layer in layers))
+        return
+    early = sum(layer.backward for layer in layers) / r
+    for layer in reversed(layers):
+        early -= layer.backward / r
+        yield Reduction(s, rate.latency + rate.per_byte * layer.parameters, max(early, 0.0), layer.name)
+
+
+def simulate_hybrid(
+    chain: Chain, cluster: Cluster, plan: HybridPlan, schedule: Schedule, copies: float = 2
+) -> Timeline:
+    """The timeline of a step of `plan` in the order of `schedule`; `warmups` gives those of the plan's own."""
+    if schedule.chunks != plan.micro_batches or len(schedule.devices) != len(plan.stages):
+        raise ValueError(
+            f"the schedule {schedule.name!r} is for {len(schedule.devices)} stages and {schedule.chunks} micro-batches;"
+            f" the plan has {len(plan.stages)} and {plan.micro_batches}"
+        )
+    what = load(chain, cluster, plan, copies)
+    return simulate(schedule, what.costs, what.hops, what.devices, what.reductions)
+
+
+def warmups(plan: HybridPlan) -> tuple[int, ...]:
+    """The forwards that each stage runs before its first backward."""
+    n = len(plan.stages)
+    return tuple(warmup_of(plan.warmup, s, n, plan.micro_batches) for s in range(n))

@@ -1,0 +1,211 @@
+"""A schedule, what each stage costs and what each transfer takes: the timeline of one training step, without running.
+
+Devices run their own rows in order and links carry values in the order they are made, so nothing has to be decided
+along the way: an order in which the actions can run at all, walked once, gives every start as the latest end of what
+it waits for. The work grows with the number of actions and transfers, and not with the time that passes.
+
+How a step is seen, for stage s and micro-batch i:
+
+- F(s, i) and B(s, i) start when the device is free and what comes over the links has arrived;
+- the recomputation of (s, i) starts when the device is free: it does not wait for the gradient;
+- a value leaves when its stage has made it, and a gradient when B or I has; each pair of devices has a link in each
+  direction that carries one value at a time, and a transfer keeps neither device busy;
+- the replicas of a stage move in lock-step and are one device here; after its last backward their gradients are added
+  up, in one `Reduction` or, part by part as they become whole, in several, which take turns and do not keep the device;
+- a stage keeps its activations from the start of its forward, or of its recomputation, to the end of its backward
+  (of its W if that is split); while it waits for recomputation it keeps only what it took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from fxpipe.ir.schedule.schedule import Action, Schedule, at_once, needs, order
+from fxpipe.ir.schedule.schedule_check import check
+from fxpipe.ir.timeline import Span, Steps, Timeline
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """What a stage costs per micro-batch: `forward` and `backward` in seconds; input gradient and weight gradient take
+    half of `backward` each where they run apart. In bytes: `saved` for the backward, `taken` from other stages, and
+    `fixed` whatever the micro-batches. `checkpoint` as in a plan: "never", "except_last", "always"; `keeps_at_once`:
+    but nothing is recomputed where backward follows forward at once."""
+
+    forward: float
+    backward: float
+    saved: int = 0
+    taken: int = 0
+    fixed: int = 0
+    checkpoint: str = "never"
+    keeps_at_once: bool = False
+
+    def seconds(self, kind: str) -> float:
+        return {"B": self.backward, "I": self.backward / 2, "W": self.backward / 2}.get(kind, self.forward)
+
+
+@dataclass(frozen=True)
+class Hop:
+    """Values that go from stage `source` to stage `target` for each micro-batch: `forward` seconds, and `backward`
+    seconds for their gradients. `label` names them."""
+
+    source: int
+    target: int
+    forward: float
+    backward: float
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Replicas of `stage` add up gradients for `seconds`, which are whole `early` seconds before the stage's last
+    backward ends. `label` names them."""
+
+    stage: int
+    seconds: float
+    early: float = 0.0
+    label: str = ""
+
+
+@dataclass
+class _Clock:
+    """The state of the walk."""
+
+    free: dict[str, float]  # from when on, per device and link
+    took: Mapping[Action, float]
+    ended: dict[Action, float] = field(default_factory=dict)
+    arrived: dict[Action, float] = field(default_factory=dict)  # the last value that an action takes
+    spans: list[Span] = field(default_factory=list)
+    held: dict[str, list[tuple[float, int]]] = field(default_factory=dict)  # changes of memory
+
+    def occupy(self, where: str, ready: float, seconds: float, action: Action, label: str = "") -> Span:
+        """`action` runs on a device or link as soon as that is free and the action is ready."""
+        start = max(ready, self.free.get(where, 0.0))
+        span = Span(where, start, start + seconds, *action, label)
+        self.free[where] = span.end
+        self.spans.append(span)
+        return span
+
+    def run(self, device: str, ready: float, cost: StageCost, action: Action) -> Span:
+        """Occupy a device for as long as the action takes."""
+        seconds = self.took.get(action)
+        return self.occupy(device, ready, cost.seconds(action.kind) if seconds is None else seconds, action)
+
+    def keep(self, device: str, at: float, change: int) -> None:
+        self.held[device].append((at, change))
+
+
+def simulate(
+    schedule: Schedule,
+    costs: Sequence[StageCost],
+    hops: Sequence[Hop] = (),
+    devices: Sequence[str] = (),
+    reductions: Sequence[Reduction] = (),
+    took: Mapping[Action, float] | None = None,
+) -> Timeline:
+    """The timeline of `schedule` with a cost for each stage. `devices` are names, one per row; `reductions` are done in
+    their order; `took` are the seconds of actions of which they are known.
+
+    >>> from fxpipe.ir.schedule.schedule import parse
+    >>> schedule = parse("F0 F1 . B1 B0 \\n . F0 F1 B1 B0", name="gpipe")
+    >>> print(simulate(schedule, [StageCost(1, 2, saved=1000)] * 2, [Hop(0, 1, 0.5, 0.5)]))
+    gpipe: 10 s, bubble 40.0%
+    device    busy    idle    peak memory
+    device 0  6 s     4 s     2 kB
+    device 1  6 s     4 s     2 kB
+    """
+    names = tuple(devices) or tuple(f"device {device}" for device in range(len(schedule.devices)))
+    if len(names) != len(schedule.devices):
+        raise ValueError(f"{len(names)} names for the {len(schedule.devices)} devices of the schedule")
+    if len(set(names)) != len(names):
+        raise ValueError(f"devices are {names}: a device has one row; share(schedule, devices) joins its rows")
+    if len(costs) != schedule.num_stages:
+        raise ValueError(f"costs of {len(costs)} stages for a schedule of {schedule.num_stages}")
+    home = [names[device] for _, device in sorted((s, d) for d, row in enumerate(schedule.stages) for s in row)]
+    sends = _sends(hops, home)
+    clock = _Clock(free=dict.fromkeys(names, 0.0), took=took or {}, held={name: [] for name in names})
+    actions, stuck = order(schedule)
+    if stuck:
+        check(schedule)
+    for action in actions:
+        ready = max((clock.ended[need] for need in needs(schedule, action)), default=0.0)
+        span = _compute(clock, schedule, action, home[action.stage], costs[action.stage], ready)
+        clock.ended[action] = span.end
+        for hop, target, seconds in sends.get((action.kind, action.stage), ()):
+            _transfer(clock, schedule, action, hop, home, target, seconds)
+    _reduce(clock, schedule, home, reductions)
+    fixed = {name: sum(costs[s].fixed for s, d in enumerate(home) if d == name) for name in names}
+    memory = tuple(_steps(clock.held[name], fixed[name]) for name in names)
+    links = tuple(name for name in clock.free if name not in names)
+    return Timeline(schedule.name, names, tuple(clock.spans), links, memory)
+
+
+def recomputes(schedule: Schedule, cost: StageCost, s: int, i: int) -> bool:
+    """Whether stage s runs micro-batch i forward a second time, before its backward."""
+    if cost.keeps_at_once and at_once(schedule, s, i):
+        return False
+    return cost.checkpoint == "always" or (cost.checkpoint == "except_last" and i + 1 < schedule.chunks)
+
+
+def _compute(clock: _Clock, schedule: Schedule, action: Action, device: str, cost: StageCost, ready: float) -> Span:
+    """Run one action on its device, its recomputation before it, and book the memory that they keep and free."""
+    kind, s, i = action
+    again = recomputes(schedule, cost, s, i)
+    trains = Action("B", s, i) in schedule.place or Action("W", s, i) in schedule.place
+    if kind in "BI" and again:
+        repeat = clock.run(device, 0.0, cost, Action("R", s, i))
+        clock.keep(device, repeat.start, cost.saved)
+    ready = max(ready, clock.arrived.pop(action, 0.0))
+    span = clock.run(device, ready, cost, action)
+    if kind == "F" and trains:
+        clock.keep(device, span.start, cost.taken if again else cost.saved)
+    if kind in "BW":
+        clock.keep(device, span.end, -cost.saved - (cost.taken if again else 0))
+    return span
+
+
+_Send = tuple[Hop, int, float]  # the hop, the stage it goes to, seconds
+
+
+def _sends(hops: Sequence[Hop], home: Sequence[str]) -> dict[tuple[str, int], list[_Send]]:
+    """What leaves after each kind of action of each stage. Between stages of one device nothing has to move."""
+    sends: dict[tuple[str, int], list[_Send]] = {}
+    for hop in hops:
+        if home[hop.source] != home[hop.target]:
+            sends.setdefault(("F", hop.source), []).append((hop, hop.target, hop.forward))
+            for kind in "BI" if hop.backward else "":
+                sends.setdefault((kind, hop.target), []).append((hop, hop.source, hop.backward))
+    return sends
+
+
+def _transfer(
+    clock: _Clock, schedule: Schedule, action: Action, hop: Hop, home: Sequence[str], target: int, seconds: float
+) -> None:
+    """Move what the action has made for a hop, values or gradients; whoever needs it waits for the last to arrive."""
+    kind, s, i = action
+    link = f"{home[s]} -> {home[target]}"
+    label = hop.label if kind == "F" else f"gradient of {hop.label}" if hop.label else "gradient"
+    span = clock.occupy(link, clock.ended[action], seconds, Action("T", s, i), label)
+    taker = Action(kind, target, i)
+    if kind != "F":
+        taker = taker._replace(kind="I" if Action("I", target, i) in schedule.place else "B")
+    clock.arrived[taker] = max(clock.arrived.get(taker, 0.0), span.end)
+
+
+def _reduce(clock: _Clock, schedule: Schedule, home: Sequence[str], reductions: Sequence[Reduction]) -> None:
+    """Add up the gradients of each stage, whose last backward is known by now."""
+    last = {action.stage: action for row in schedule.devices for action in row if action.kind in "BW"}
+    for one in reductions:
+        if one.stage in last and one.seconds:
+            action = last[one.stage]
+            ready = clock.ended[action] - one.early
+            clock.occupy(f"all-reduce of {home[one.stage]}", ready, one.seconds, action._replace(kind="A"), one.label)
+
+
+def _steps(changes: Sequence[tuple[float, int]], fixed: int) -> Steps:
+    """Bytes over time from the changes; those at one moment are one step."""
+    ordered = sorted(changes, key=lambda change: change[0])
+    totals = accumulate((change for _, change in ordered), initial=fixed)
+    return tuple(dict(zip([0.0, *(at for at, _ in ordered)], totals, strict=True)).items())

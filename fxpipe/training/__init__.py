@@ -1,0 +1,1 @@
+"""What a training loop needs beside the module: checkpoints, optimizer state, gradients across processes."""

@@ -1,0 +1,204 @@
+"""Checkpoints of a model, its optimizer and whatever else a loop has to remember, by the model's own keys.
+
+torch.distributed.checkpoint writes and reads the tensors; what is added here is what their keys are, so that the same
+folder serves four stages, eight, or the plain model, and that nothing in it is code:
+
+    model.<key>               a tensor of the model's state_dict()
+    optim.<key>.exp_avg       what the optimizer keeps for the parameter of that key
+    optim.<key>.step.number   the same, of a number that is no tensor
+    extra.<name>              a tensor that the user has added
+    about.<rank>              JSON in bytes: the optimizer's groups, by keys of parameters, and what else the user added
+
+Every process writes what it has, and reads what it needs.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from fxpipe.errors import CheckpointError
+from fxpipe.ir.records import from_plain, parse
+from fxpipe.pipe.drop_in_module import Shell
+from fxpipe.pipe.materialize import listed
+from fxpipe.pipe.tensor_sources import entries, read
+
+from .distributed_save import OverRanks, write
+from .optimizer_state import find_state, groups_of, kept, names_of
+
+MODEL, OPTIM, EXTRA, ABOUT = "model.", "optim.", "extra.", "about."
+TABLE = ".metadata"  # which torch.distributed.checkpoint writes when all else is there
+
+
+@dataclass(frozen=True)
+class About:
+    """What a process has written about its part: the groups of its optimizer, with keys of parameters under "params",
+    and what the user added that is no tensor."""
+
+    groups: tuple[dict[str, Any], ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """What every group of an optimizer has."""
+
+    params: tuple[str, ...]
+
+
+def save_checkpoint(
+    folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **extra: Any
+) -> None:
+    """Write a pipe, or a plain model, with its optimizer into a folder, each tensor under the model's own key.
+
+    In a world of processes all of them call it, and each writes what it has. `extra` is kept beside, that of the first
+    process: tensors, and what JSON knows, as in `step=100, schedule=scheduler.state_dict(), rng=torch.get_rng_state()`.
+    A folder is a checkpoint only once all of it is there. Raises CheckpointError if it is one already, or if something
+    is neither tensor nor JSON; what fails on one rank of a pipe is a RankError on all others.
+    """
+    path = Path(folder)
+    found = partial(contents, path, model, optimizer, extra)
+    if isinstance(model, OverRanks):
+        write(path, found, model)
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        save(found(), checkpoint_id=path, no_dist=place_of(model)[1])
+
+
+def contents(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """What this process writes, by key. Raises CheckpointError, see `save_checkpoint`."""
+    if (path / TABLE).exists():
+        raise CheckpointError(f"{path} has a checkpoint already; choose another folder")
+    rank, alone = place_of(model)
+    tensors = {MODEL + key: value for key, value in model_tensors(model, alone).items()}
+    about: dict[str, Any] = {}
+    if optimizer is not None:
+        names = names_of(unwrapped(model)) | names_of(model)
+        mine = model.own_tensors().keys() if isinstance(model, OverRanks) else set(names.values())
+        tensors |= {OPTIM + key: tensor for key, tensor in kept(optimizer, names, mine)}
+        about["groups"] = groups_of(optimizer, names)
+    if rank == 0:
+        tensors |= {EXTRA + name: value.detach() for name, value in extra.items() if isinstance(value, Tensor)}
+        about["extra"] = {name: value for name, value in extra.items() if not isinstance(value, Tensor)}
+    return tensors | {f"{ABOUT}{rank}": to_bytes(about)}
+
+
+def load_checkpoint(
+    folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, Any]:
+    """Read what `save_checkpoint` has written, from however many stages, into a pipe or a plain model and its
+    optimizer, whose hyperparameters become those that were saved; gives what else was saved, by name.
+
+    Nothing in the folder is run. Tensors on the meta device stay there: `materialize(checkpoint=folder)` gives them
+    memory first. Raises CheckpointError, and changes nothing, where folder and model do not fit.
+    """
+    path = Path(folder)
+    held = entries(path)
+    check_fit(path, unwrapped(model).state_dict(), part(held, MODEL))
+    about = abouts(path, held)
+    own = {key: value for key, value in here(model).items() if not value.is_meta}
+    found = None
+    if optimizer is not None:
+        groups = [group for one in about for group in one.groups]
+        names = names_of(unwrapped(model)) | names_of(model)
+        found, wanted = find_state(path, optimizer, names, groups, part(held, OPTIM))
+        read(path, {OPTIM + key: tensor for key, tensor in wanted.items()})
+    read(path, {MODEL + key: value for key, value in own.items()})
+    if optimizer is not None and found is not None:
+        optimizer.load_state_dict(found())
+    extra = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in part(held, EXTRA).items()}
+    read(path, {EXTRA + name: tensor for name, tensor in extra.items()})
+    return {name: value for one in about for name, value in one.extra.items()} | extra
+
+
+def last_checkpoint(folder: str | Path) -> Path | None:
+    """The newest checkpoint among the folders in this one; those that were not finished do not count."""
+    tables = sorted(Path(folder).glob(f"*/{TABLE}"), key=lambda table: table.stat().st_mtime_ns)
+    return tables[-1].parent if tables else None
+
+
+def place_of(model: nn.Module) -> tuple[int, bool]:
+    """This process's rank among those who save the model, and whether it is the only one."""
+    if isinstance(model, OverRanks):
+        return model.place, False
+    if isinstance(model, Shell) or not dist.is_initialized():
+        return 0, True
+    return dist.get_rank(), False
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model itself, of which a pipe may have only a part in this process."""
+    return model.model if isinstance(model, Shell) else model
+
+
+def here(model: nn.Module) -> Mapping[str, Tensor]:
+    """What of the state_dict this process has, be it that others have it, too."""
+    state: Mapping[str, Tensor] = unwrapped(model).state_dict()
+    held = model.held_tensors() if isinstance(model, OverRanks) else state
+    return {key: held[key].detach() for key in state if key in held}
+
+
+def model_tensors(model: nn.Module, alone: bool) -> dict[str, Tensor]:
+    """What of the state_dict is here. Raises CheckpointError if it has something else than tensors, or one without
+    values that no other process can have."""
+    state = model.state_dict()
+    faults = [f"{key}: {type(value).__name__}" for key, value in state.items() if not isinstance(value, Tensor)]
+    if not faults and alone:
+        faults = [f"{key}: on the meta device" for key, value in state.items() if value.is_meta]
+    if faults:
+        raise CheckpointError(f"only tensors with values can be saved:{listed(faults)}")
+    return {key: value.detach() for key, value in state.items() if not value.is_meta}
+
+
+def part(held: Mapping[str, TensorStorageMetadata], prefix: str) -> dict[str, TensorStorageMetadata]:
+    """What has a key that begins with `prefix`, by the rest of the key."""
+    return {key.removeprefix(prefix): entry for key, entry in held.items() if key.startswith(prefix)}
+
+
+def check_fit(path: Path, state: Mapping[str, Tensor], saved: Mapping[str, TensorStorageMetadata]) -> None:
+    """Raise CheckpointError unless the model's tensors are those in the folder."""
+    faults = [f"{key}: missing" for key in state if key not in saved]
+    faults += [f"{key}: the model has none" for key in saved if key not in state]
+    for key, value in state.items():
+        if key in saved and tuple(value.shape) != tuple(saved[key].size):
+            faults.append(f"{key}: {list(saved[key].size)}, and the model has {list(value.shape)}")
+    if faults:
+        raise CheckpointError(f"{path} is a checkpoint of another model:{listed(faults)}")
+
+
+def to_bytes(about: Mapping[str, Any]) -> Tensor:
+    try:
+        text = json.dumps(about)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"only tensors, and what JSON knows, can be saved: {error}") from None
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def abouts(path: Path, held: Mapping[str, TensorStorageMetadata]) -> list[About]:
+    """What each process has written about its part. Raises CheckpointError where that is damaged."""
+    tensors = {ABOUT + rank: torch.empty(entry.size, dtype=torch.uint8) for rank, entry in part(held, ABOUT).items()}
+    read(path, tensors)
+    found = []
+    for key, tensor in tensors.items():
+        try:
+            about = from_plain(About, parse(bytes(tensor.tolist()).decode(), finite=False))
+            for group in about.groups:
+                from_plain(Parameters, {"params": group.get("params")})
+        except ValueError as error:
+            raise CheckpointError(f"{path} is damaged: {key}: {error}") from None
+        found.append(about)
+    return found

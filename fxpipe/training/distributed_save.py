@@ -1,0 +1,38 @@
+"""Write a checkpoint from all ranks of a pipe at once.
+
+The files are those of torch.distributed.checkpoint, whose own `save` waits in collectives of the process group: there,
+a rank that is gone is an error without a name, and not of all others. Here the ranks speak with each other as in all of
+their calls, so that all others get an error that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from fxpipe.pipe.ranks.loaded_rank_pipe import LoadedRanks
+from fxpipe.pipe.ranks.rank_consistency import on_each
+from fxpipe.pipe.ranks.rank_pipe import RankPipe
+
+OverRanks = RankPipe | LoadedRanks
+
+
+def write(path: Path, find: Callable[[], dict[str, Tensor]], pipe: OverRanks) -> None:
+    """Write the tensors of this rank, by key, as it finds them; back when the checkpoint is whole. Raises, on every
+    rank, what has failed on one, as RankError on all others."""
+    planner, writer = DefaultSavePlanner(), FileSystemWriter(path)
+
+    def plan() -> Any:
+        planner.set_up_planner(find(), writer.storage_meta(), pipe.leads)
+        writer.set_up_storage_writer(pipe.leads)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    plans, contents = planner.create_global_plan(on_each(pipe.collect_all, plan))
+    own = writer.prepare_global_plan(plans)[pipe.place]
+    written = on_each(pipe.collect_all, lambda: writer.write_data(planner.finish_plan(own), planner).wait())
+    on_each(pipe.collect_all, lambda: writer.finish(contents, written) if pipe.leads else None)

@@ -1,0 +1,95 @@
+"""What a training loop does with all gradients at once, where each process has only some of them.
+
+In one process these are torch's own. Over ranks, each has the gradients of its own stages (a shared parameter is at
+home in one of them, and counts once, as does one that replicas hold): a norm is put together from those of all ranks,
+and an infinity on one rank makes all of them skip the step.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from fxpipe.pipe.drop_in_module import Shell
+
+
+def clip_grad_norm_(
+    pipe: Shell, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+) -> Tensor:
+    """Scale the gradients of all parameters down so that their norm, over all stages, is at most `max_norm`; gives the
+    norm that it was. The same as `torch.nn.utils.clip_grad_norm_` for a pipe in one process; over ranks, all call it.
+
+    Raises RuntimeError, on every rank, if the norm is infinite or not a number and `error_if_nonfinite` is true.
+
+    >>> import fxpipe
+    >>> pipe = fxpipe.compile(torch.nn.Linear(2, 1), devices=1, chunks=1)
+    >>> pipe.model.weight.grad = torch.tensor([[3.0, 4.0]])
+    >>> clip_grad_norm_(pipe, 1.0), pipe.model.weight.grad
+    (tensor(5.), tensor([[0.6000, 0.8000]]))
+    """
+    parameters = [parameter for parameter in pipe.parameters() if parameter.grad is not None]
+    counted = {id(tensor) for tensor in pipe.own_tensors().values()}
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None and id(parameter) in counted]
+    here = get_total_norm(gradients, norm_type, False, foreach)
+    here = here.full_tensor() if isinstance(here, DTensor) else here
+    norms = pipe.collect((float(here), here.dtype if gradients else None))
+    if len(norms) > 1:  # of the type that all gradients together would have
+        dtypes = [dtype for _, dtype in norms if dtype is not None]
+        dtype = reduce(torch.promote_types, dtypes) if dtypes else here.dtype
+        whole = here.new_tensor(together([norm for norm, _ in norms], norm_type), dtype=dtype)
+    else:
+        whole = here
+    if error_if_nonfinite and not whole.isfinite():
+        raise RuntimeError(f"the norm of order {norm_type} of all gradients is {float(whole)}, so they are not clipped")
+    if parameters:
+        clip_grads_with_norm_(parameters, max_norm, whole, foreach)
+    return whole
+
+
+def together(norms: list[float], norm_type: float) -> float:
+    """The norm of all, from those of the parts.
+
+    >>> together([3.0, 4.0], 2), together([3.0, 4.0], math.inf)
+    (5.0, 4.0)
+    """
+    if not all(map(math.isfinite, norms)):
+        return math.nan if any(map(math.isnan, norms)) else math.inf
+    largest = max(norms)
+    if math.isinf(norm_type) or largest == 0:
+        return largest
+    ratio: float = math.fsum((norm / largest) ** norm_type for norm in norms)
+    return float(largest * ratio ** (1 / norm_type))
+
+
+class GradScaler(torch.amp.GradScaler):
+    """A `torch.amp.GradScaler` for a pipe: if a gradient is infinite or not a number on any rank, all skip the step,
+    and all have the same scale ever after. For a pipe in one process it is torch's own.
+
+        scaler = fxpipe.GradScaler(pipe, "cuda")
+        loss = pipe.step(x, target=y, loss_fn=loss_fn, scaler=scaler)
+        scaler.unscale_(optimizer)  # if gradients are to be clipped
+        fxpipe.clip_grad_norm_(pipe, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    """
+
+    def __init__(self, pipe: Shell, device: str = "cuda", **options: Any) -> None:
+        super().__init__(device, **options)
+        self.pipe = pipe
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Unscale what is here; gives whether there is an infinity, or one on another rank, by device."""
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        found = found or {found_inf.device: found_inf}  # no gradient here: a rank whose stages are frozen
+        if any(self.pipe.collect_all(any(bool(each) for each in found.values()))):
+            for each in found.values():
+                each.fill_(1.0)
+        return found

@@ -1,0 +1,135 @@
+"""What an optimizer keeps, by the keys of the model's parameters.
+
+`optimizer.state_dict()` counts parameters in the order in which the optimizer got them, and a process that has other
+stages counts others. Here each thing has the key of its parameter, so that it is found again from anywhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from fxpipe.errors import CheckpointError
+
+NUMBER = ".number"  # marks a number that is no tensor
+Names = Mapping[int, str]
+State = dict[str, Any]
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    """The key of each parameter by its id, the first one of tied weights."""
+    return {id(parameter): key for key, parameter in model.named_parameters()}
+
+
+def name_of(parameter: Tensor, names: Names) -> str:
+    if id(parameter) not in names:
+        raise CheckpointError(
+            f"the optimizer has a parameter of shape {list(parameter.shape)} that the model does not have; make it "
+            "from pipe.parameters(), after pipe.materialize(...)"
+        )
+    return names[id(parameter)]
+
+
+# Saving ---------------------------------------------------------------------------------------------------------------
+
+
+def kept(optimizer: torch.optim.Optimizer, names: Names, mine: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    """What the optimizer keeps for each parameter whose key is in `mine`: `layers.0.weight.exp_avg`."""
+    states = ((name_of(parameter, names), state) for parameter, state in optimizer.state.items())
+    for path, state in [(path, state) for path, state in states if path in mine]:
+        for name, value in state.items():
+            key = f"{path}.{name}"
+            if isinstance(value, Tensor):
+                yield key, value.detach()
+            elif isinstance(value, (int, float)):
+                yield key + NUMBER, torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+            elif value is not None:
+                raise CheckpointError(f"the optimizer keeps a {type(value).__name__} as {key}: no tensor, no number")
+
+
+def groups_of(optimizer: torch.optim.Optimizer, names: Names) -> list[State]:
+    """The optimizer's groups, with keys for the parameters and numbers for tensors."""
+    return [
+        {name: value.item() if isinstance(value, Tensor) else value for name, value in group.items()}
+        | {"params": [name_of(parameter, names) for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+
+
+# Loading --------------------------------------------------------------------------------------------------------------
+
+
+def find_state(
+    path: Path,
+    optimizer: torch.optim.Optimizer,
+    names: Names,
+    groups: Sequence[State],
+    held: Mapping[str, TensorStorageMetadata],
+) -> tuple[Callable[[], State], dict[str, Tensor]]:
+    """Tensors to read, by key, and a function that, once they are read, gives what the optimizer's `load_state_dict`
+    takes. `groups` and `held` are what was saved. Raises CheckpointError where it is for other parameters."""
+    saved = {key: group for group in groups for key in group["params"]}
+    of: dict[str, list[str]] = defaultdict(list)
+    for key in held:
+        of[key.removesuffix(NUMBER).rpartition(".")[0]].append(key)
+    known: list[State] = []
+    states: dict[int, dict[str, str]] = {}
+    wanted: dict[str, Tensor] = {}
+    numbers = itertools.count()
+    for group in optimizer.param_groups:
+        parameters = {next(numbers): parameter for parameter in group["params"]}
+        keys = {number: name_of(parameter, names) for number, parameter in parameters.items()}
+        known.append(hyperparameters(path, group, list(keys.values()), saved) | {"params": list(keys)})
+        for number, key in keys.items():
+            if not parameters[number].is_meta and of[key]:
+                wanted |= {full: like(held[full], parameters[number]) for full in of[key]}
+                states[number] = {full.removesuffix(NUMBER).rpartition(".")[2]: full for full in of[key]}
+
+    def value(full: str) -> Any:
+        return wanted[full].item() if full.endswith(NUMBER) else wanted[full]
+
+    def found() -> State:
+        filled = {at: {name: value(full) for name, full in state.items()} for at, state in states.items()}
+        return {"param_groups": known, "state": filled}
+
+    return found, wanted
+
+
+def like(entry: TensorStorageMetadata, parameter: Tensor) -> Tensor:
+    """A tensor to read into: distributed as the parameter is, if it has its shape."""
+    if entry.size == parameter.shape:
+        return torch.empty_like(parameter, dtype=entry.properties.dtype, requires_grad=False)
+    return torch.empty(entry.size, dtype=entry.properties.dtype)
+
+
+def hyperparameters(path: Path, group: State, keys: Sequence[str], saved: Mapping[str, State]) -> State:
+    """Those that were saved for the group with these parameters, of the types that they have now."""
+    missing = [key for key in keys if key not in saved]
+    if missing:
+        raise CheckpointError(f"{path} has nothing of an optimizer for {', '.join(missing[:3])}")
+    odd = next((key for key in keys if unlike(saved[key], saved[keys[0]])), None)
+    if odd is not None:
+        raise CheckpointError(
+            f"{path} has other hyperparameters for {odd} than for {keys[0]}, and they are in one group of the optimizer"
+        )
+    mine = saved[keys[0]] if keys else {}
+    return {name: typed(mine.get(name, value), value) for name, value in group.items() if name != "params"}
+
+
+def unlike(left: State, right: State) -> bool:
+    """Whether two groups differ in more than their parameters."""
+    return {**left, "params": None} != {**right, "params": None}
+
+
+def typed(saved: Any, now: Any) -> Any:
+    """What JSON has kept, as the type that is there now."""
+    if isinstance(now, Tensor):
+        return torch.full_like(now, float(saved))
+    return tuple(saved) if isinstance(saved, list) and isinstance(now, tuple) else saved

@@ -1,0 +1,23 @@
+"""Makes the devices that the model names follow the stage: what was the device of capture becomes the stage's own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fxpipe.ir.graph.model_devices import capture_device, relocate
+from fxpipe.ir.program.program import OWN_DEVICE, Program, Stage
+from fxpipe.passes.pass_context import PassContext
+from fxpipe.passes.wiring import changed_program
+
+
+def relocate_devices(program: Program, context: PassContext) -> Program:
+    """The program with `OWN_DEVICE` for the device of capture, wherever an op names it."""
+    device = capture_device(program.graph)
+    if device is None:
+        return program
+
+    def placed(stage: Stage) -> Stage:
+        kind = stage.device.partition(":")[0]
+        return replace(stage, ops=tuple(relocate(op, device, OWN_DEVICE, kind) for op in stage.ops))
+
+    return changed_program(program, map(placed, program.stages))

@@ -1,0 +1,39 @@
+"""Says which stage of the pipeline each segment is a piece of, where ops were placed one by one.
+
+Devices that send values to and fro are of one stage; where values only go forward, another stage begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fxpipe.ir.program.program import Program
+from fxpipe.passes.pass_context import PassContext
+
+
+def group_segments(program: Program, context: PassContext) -> Program:
+    """The program with `pipeline`, the stage of the pipeline of each of its stages."""
+    return replace(program, pipeline=_groups(program)) if context.segmented else program
+
+
+def _groups(program: Program) -> tuple[int, ...]:
+    reaches: dict[str, set[str]] = {device: {device} for device in program.devices}
+    for segment, sources_ in reversed(list(enumerate(sources(program)))):
+        for source in sources_:
+            reaches[program.devices[source]].add(program.devices[segment])
+    for _ in reaches:  # iterate to the transitive closure
+        for there in reaches.values():
+            there |= set().union(*(reaches[device] for device in there))
+    groups = {device: frozenset(d for d in there if device in reaches[d]) for device, there in reaches.items()}
+    # A group comes after all those that reach it: they reach more devices.
+    order = sorted(dict.fromkeys(groups.values()), key=lambda group: -len(reaches[next(iter(group))]))
+    return tuple(order.index(groups[device]) for device in program.devices)
+
+
+def sources(program: Program) -> Sequence[tuple[int, ...]]:
+    """Of each stage those that it takes from."""
+    return [
+        tuple(sorted({move.source for move in program.moves if move.target == stage.index and move.source >= 0}))
+        for stage in program.stages
+    ]

@@ -1,0 +1,98 @@
+"""The command line: every option of the functions, and errors in one line with the exit status 2."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fxpipe.api.cli.main import main, parser
+from fxpipe.pipe.options.option_table import COMPILE
+
+MODEL = """
+import torch
+from torch import nn
+
+def make():
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))), (torch.zeros(8, 8),)
+
+def wrong():
+    return nn.Linear(4, "4")
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_text(MODEL)
+    return "model.py:make"
+
+
+def run(*arguments: str) -> int:
+    return main(arguments)
+
+
+def test_show_has_every_option_of_compile(capsys: pytest.CaptureFixture[str]) -> None:
+    """But the timeout, which is for ranks."""
+    assert run("show", "--help") == 0
+    shown = capsys.readouterr().out
+    for name, option in COMPILE.items():
+        assert (f"  {option.flag} " in shown or f"[{option.flag}" in shown) == (name != "timeout"), name
+
+
+def test_options_are_read_as_in_python(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--devices cpu,cpu,cpu --chunks 4 --balance 2,3,1 --checkpoint 0,2 --schedule 1f1b --warmup 3,2,1"
+    assert run("show", file, *options.split(), "--batch-dim", "input=0", "--deferred-batch-norm") == 0
+    out = capsys.readouterr().out
+    assert "Sequential: 3 stages, 4 micro-batches" in out
+    assert [out.count(f"stage{stage}.py") > 0 for stage in range(4)] == [True, True, True, False]
+    parsed = parser().parse_args(["show", file, "--compile-stages", "--reduce", "loss=mean", "--offload", "1"])
+    assert (parsed.compile_stages, parsed.reduce, parsed.offload) == (True, {"loss": "mean"}, {1})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("shw",), "fxpipe: argument command: invalid choice: 'shw' .*; did you mean 'show'?"),
+        ((), "fxpipe: the following arguments are required: command"),
+        (
+            ("show", "{}", "--chunks", "2.5"),
+            "fxpipe show: argument --chunks: '2.5': write a whole number",
+        ),
+        (("show", "{}", "--schedule", "1F1B"), "argument --schedule: '1F1B': write .*; did you mean '1f1b'?"),
+        (("show", "{}", "--chnks", "2"), "fxpipe show: there is no option '--chnks' here; did you mean '--chunks'?"),
+        (("show", "{}", "--checkpoint", "0;2"), "write 'never', .*, or a set of stages, as in --checkpoint 0,2"),
+        (("show", "{}", "--devices", "cdua:0,cpu"), "fxpipe: 'cdua:0' in devices is not a device"),
+        (("show", "{}", "--compile-stages", "inducto"), "did you mean 'inductor'?"),
+        (("show", "model.py:wrong"), r"fxpipe: model.py:9  TypeError: .*; --traceback shows more"),
+        (("plan", "{}", "--cluster", "here", "--batch", "0"), "argument --batch: '0': write a whole number"),
+        (("plan", "{}", "--cluster", "here", "--batch", "8", "--planner", "dappel"), "did you mean 'dapple'?"),
+        (("plan", "{}", "--batch", "8"), "fxpipe plan: the following arguments are required: --cluster"),
+        (("search", "{}", "--cluster", "k80:2", "--method", "mcm"), "did you mean 'mcmc'?"),
+        (("simulate", "none.json"), "fxpipe: no plan to look at in 'none.json'"),
+    ],
+)
+def test_errors_are_one_line(
+    file: str, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], says: str
+) -> None:
+    assert run(*(argument.replace("{}", file) for argument in arguments)) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.count("\n") == 1, err
+    assert re.search(says.replace("?", r"\?"), err), err
+
+
+def test_a_traceback_where_it_is_asked_for(file: str) -> None:
+    with pytest.raises(TypeError):
+        run("show", "model.py:wrong", "--traceback")
+
+
+def test_as_a_module() -> None:
+    found = subprocess.run(
+        [sys.executable, "-m", "fxpipe", "--version"], capture_output=True, text=True, check=True, env=os.environ
+    )
+    assert re.fullmatch(r"fxpipe \S+, torch \S+\n", found.stdout)

@@ -1,0 +1,83 @@
+"""The commands for plans, from a model's file to pictures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import fxpipe
+from fxpipe.api.cli.main import main
+from fxpipe.ir.cluster.cluster import Cluster, dump
+
+MODEL = """
+import torch
+from torch import nn
+
+def make():
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), (torch.zeros(8, 64),)
+
+def bare():
+    return nn.Linear(4, 4)
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "two.json").write_text(dump(Cluster.of(["cpu:0", "cpu:1"])))
+    return tmp_path
+
+
+def run(*arguments: str) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def test_plan_simulate_compare(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make = ("plan", "model.py:make", "--cluster", "two.json", "--batch", "32")
+    assert run(*make, "--out", "best.json", "--time-limit", "2", "--meta", "--explain") == 0
+    assert "what if" in capsys.readouterr().out
+    assert (
+        run(*make, "--out", "gpipe.json", "--planner", "straight", "--schedule", "gpipe", "--micro-batches", "4") == 0
+    )
+    out = capsys.readouterr().out
+    assert "Sequential: straight on 2 of 2 devices, 4 micro-batches of 8, gpipe" in out
+    assert "the plan: gpipe.json" in out
+
+    assert run("simulate", "gpipe.json", "--svg", "a.svg", "--html", "a.html", "--trace", "a.json") == 0
+    out = capsys.readouterr().out
+    assert "░ forward" in out
+    assert "peak memory" in out
+    assert (here / "a.svg").read_text().startswith("<svg")
+    assert "<table>" in (here / "a.html").read_text()
+    assert json.loads((here / "a.json").read_text())["traceEvents"]
+    assert run("simulate", "gpipe.json", "--schedule", "zb-h1") == 0
+    assert "zb-h1" in capsys.readouterr().out
+
+    assert run("compare", "best.json", "gpipe.json") == 0
+    table = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in table[2:]] == ["best.json", "gpipe.json"]
+
+    pipe = fxpipe.compile(nn.Sequential(), plan="gpipe.json")
+    assert [stage.device for stage in pipe.options.plan.stages] == ["cpu:0", "cpu:1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("plan", "model.py:bare", "--cluster", "A", "--batch", "8"), "returned no inputs"),
+        (("plan", "model.py:make", "--cluster", "Z", "--batch", "8"), "no cluster 'Z': there is no cluster 'Z'"),
+        (("plan", "model.py:make", "--cluster", "no.json", "--batch", "8"), "no cluster 'no.json'"),
+        (("plan", "model.py:make", "--cluster", "A", "--batch", "0"), "argument --batch: '0': write a whole number"),
+        (("simulate", "no.json"), "no plan to look at in 'no.json'"),
+        (("compare", "two.json"), "no plan to look at in 'two.json'"),
+    ],
+)
+def test_refusals(here: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], says: str) -> None:
+    assert run(*arguments) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("fxpipe")
+    assert says in err

@@ -1,0 +1,210 @@
+"""`fxpipe.plan`, from a model to a plan that runs: what it decides, shows, keeps and refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxpipe
+from fxpipe.api.plan import fits
+from fxpipe.demo.unet import UNet
+from fxpipe.errors import PlanError
+from fxpipe.ir.cluster.cluster import Cluster, Device, Link
+from fxpipe.ir.plan import plan as plans
+from fxpipe.ir.plan.layer_chain import Chain, Layer
+from fxpipe.ir.timeline import check as check_timeline
+from fxpipe.pipe.results import planned
+from tests.helpers.models import MODELS
+from tests.helpers.transparency import assert_same, build, inputs, plain, step
+
+LAYERS = [Layer(f"conv{i}", 9e-3, 18e-3, 40e6, 1e9, 3e7) for i in range(5)]
+CHAIN = Chain("VGG", 32, (*LAYERS, Layer("fc", 1e-3, 2e-3, 480e6, 1e6)))
+WORKERS = Cluster.of(["cpu:0", "cpu:1"])
+X = torch.randn(8, 1, 16, 16)
+
+
+@pytest.fixture(scope="module")
+def hybrid() -> fxpipe.Planned:
+    return fxpipe.plan(CHAIN, "B", 512, time_limit=120)  # a second where nobody else is at work
+
+
+@pytest.fixture(scope="module")
+def straight() -> fxpipe.Planned:
+    with torch.device("meta"):
+        model = UNet()
+    return fxpipe.plan(model, WORKERS, 8, example_inputs=X.to("meta"), planner="straight", micro_batches=4)
+
+
+def test_the_best_plan_of_a_chain(hybrid: fxpipe.Planned) -> None:
+    planned.check(hybrid)
+    assert hybrid.certificate is not None
+    assert hybrid.certificate.proven
+    others = [fxpipe.plan(CHAIN, "B", 512, planner=name) for name in ("dapple", "pipedream", "data parallel")]
+    assert all(hybrid.seconds <= other.seconds * (1 + 1e-9) for other in others)
+    assert set(hybrid.memory) <= set(hybrid.cluster.labels)
+    assert fits(hybrid)
+    check_timeline(hybrid.timeline)
+
+
+def test_what_is_simulated_is_what_was_planned(hybrid: fxpipe.Planned) -> None:
+    assert hybrid.certificate is not None
+    assert hybrid.seconds == pytest.approx(hybrid.certificate.bound)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "1f1b-late", "zb-h1", "zb-h2", "auto"])
+def test_schedules(schedule: str) -> None:
+    found = fxpipe.plan(CHAIN, "h100", 64, micro_batches=8, schedule=schedule, planner="dapple")
+    assert found.plan.schedule == schedule or schedule == "auto"
+    assert found.seconds == found.simulate(found.plan.schedule).makespan
+    if schedule == "auto":
+        assert all(found.seconds <= found.simulate(name).makespan for name in ("gpipe", "1f1b"))
+
+
+def test_a_schedule_that_does_not_fit() -> None:
+    small = replace(WORKERS, devices=tuple(replace(d, memory=12 * 10**9) for d in WORKERS.devices))
+    assert fxpipe.plan(CHAIN, small, 512, planner="straight", micro_batches=16, recompute=False, schedule="1f1b")
+    with pytest.raises(PlanError, match="does not fit in memory in the order of 'gpipe'"):
+        fxpipe.plan(CHAIN, small, 512, planner="straight", micro_batches=16, recompute=False, schedule="gpipe")
+
+
+def test_a_plan_of_a_model_runs(straight: fxpipe.Planned) -> None:
+    """Planned on the meta device; then with weights, in micro-batches, forward and as a step."""
+    model = UNet()
+    for first in ("forward", "step"):
+        pipe = fxpipe.compile(model, plan=straight)
+        assert len(straight.plan.stages) == 2
+        if first == "forward":
+            torch.testing.assert_close(pipe(X), model(X))
+            assert pipe.plan == straight.plan
+        loss = pipe.step(X, target=X, loss_fn=F.mse_loss)
+        torch.testing.assert_close(loss, F.mse_loss(model(X), X).detach())
+        if first == "step":
+            assert [set(a.ops) - set(b.ops) for a, b in zip(pipe.plan.stages, straight.plan.stages, strict=True)] == [
+                set(),
+                {"loss", "output"},
+            ]
+        assert pipe.schedule.name == straight.plan.schedule
+        pipe.close()
+
+
+@pytest.mark.parametrize("name", ["skip ladder", "branches", "tied transformer", "containers"])
+def test_other_models_run_as_planned(name: str) -> None:
+    """Skips, shared parameters, an order that is not the captured one: cut between layers as between ops."""
+    case = MODELS[name]
+    model, (args, kwargs) = build(case), inputs(case, 6)
+    options = {key: value for key, value in case.options.items() if key in ("batch_dim", "reduce")}
+    known = fxpipe.profile(model, *args, device=WORKERS, **options, **kwargs)
+    found = fxpipe.plan(known, WORKERS, 6, planner="straight", micro_batches=3)
+    pipe = fxpipe.compile(model, plan=found, **case.options)
+    assert_same(step(case, model, pipe, args, kwargs), plain(case, build(case), *inputs(case, 6), chunks=3))
+    assert pipe.plan == found.plan
+    pipe.close()
+
+
+def test_one_file_for_all(straight: fxpipe.Planned, hybrid: fxpipe.Planned, tmp_path: Path) -> None:
+    for found in (straight, hybrid):
+        found.save(tmp_path / "plan.json")
+        again = planned.load(tmp_path / "plan.json")
+        assert again == found
+        assert again.seconds == found.seconds
+        assert plans.load((tmp_path / "plan.json").read_text()) == found.plan
+    straight.save(tmp_path / "plan.json")
+    pipe = fxpipe.compile(UNet(), plan=tmp_path / "plan.json", example_inputs=X)
+    assert pipe.plan == straight.plan
+    pipe.close()
+
+
+def test_devices_stand_for_those_of_the_plan(straight: fxpipe.Planned) -> None:
+    renamed = (replace(e, device=f"V100:{s}") for s, e in enumerate(straight.plan.stages))
+    plan = replace(straight.plan, stages=tuple(renamed))
+    with pytest.raises(PlanError, match=r"the plan is for V100:0, V100:1; say which devices .* devices=2"):
+        fxpipe.compile(UNet(), plan=plan)
+    with pytest.raises(PlanError, match=r"for 2 devices \(V100:0, V100:1\), and devices names 3"):
+        fxpipe.compile(UNet(), 3, plan=plan)
+    pipe = fxpipe.compile(UNet(), ["cpu:4", "cpu:5"], plan=plan, example_inputs=X)
+    assert [stage.device for stage in pipe.plan.stages] == ["cpu:4", "cpu:5"]
+    pipe.close()
+
+
+def test_plans_that_the_engine_cannot_run(straight: fxpipe.Planned, hybrid: fxpipe.Planned) -> None:
+    without = replace(straight.plan, stages=tuple(replace(stage, ops=()) for stage in straight.plan.stages))
+    with pytest.raises(PlanError, match="stage 0 of the plan has no ops: it was made for a chain"):
+        fxpipe.compile(UNet(), plan=without)
+    with pytest.raises(PlanError, match="the plan is for another model"):
+        fxpipe.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), plan=straight, example_inputs=torch.zeros(8, 4))
+
+
+def test_explain(hybrid: fxpipe.Planned) -> None:
+    text = hybrid.explain()
+    assert text.startswith(str(hybrid))
+    assert re.search(r"stage \d sets the pace", text)
+    for line in ("optimal", "data parallel DP", "straight", "dapple", "one more device", "twice the bandwidth"):
+        assert re.search(rf"^  {line}", text, re.MULTILINE), text
+    assert "proven optimal" in text
+    assert "6 layers: they cannot be cut into 16 stages" in text
+
+
+def test_pictures(hybrid: fxpipe.Planned) -> None:
+    assert "forward" in hybrid.text()
+    assert hybrid.svg().startswith("<svg")
+    assert hybrid.html().startswith("<!DOCTYPE html>")
+    assert json.loads(hybrid.trace())["traceEvents"]
+
+
+@pytest.mark.parametrize(
+    ("what", "cluster", "options", "says"),
+    [
+        (CHAIN, "Z", {}, "cluster is 'Z': write 'A', 'B', 'C', .*, or a Cluster"),
+        (CHAIN, "k80:x", {}, "'x' is no number of devices: write k80:8"),
+        (CHAIN, 4, {}, "cluster is 4: write "),
+        (CHAIN, Cluster(()), {}, "cannot plan: the cluster has no devices"),
+        (UNet, Cluster(()), {"example_inputs": X}, "cannot plan: the cluster has no devices"),
+        (UNet, "A", {}, "say which, as in example_inputs"),
+        (CHAIN, Cluster((Device("a", 1, 1, 1), Device("b", 1, 1, 1, "far")), (Link(("a", "a"), 1, 1),)), {}, "no link"),
+        ("UNet", "A", {}, "cannot plan a str"),
+        (fxpipe.Profile("m", 1, "cpu", "measured", ()), "A", {}, "does not know the model"),
+        (CHAIN, "A", {"planner": "best"}, "planner is 'best': write 'optimal', 'dapple'"),
+        (CHAIN, "A", {"schedule": "zb-v"}, "schedule is 'zb-v': write 'gpipe', .*, as in schedule='1f1b'"),
+        (CHAIN, "A", {"micro_batches": 0}, "micro_batches is 0: write a whole number from 1 to 4096"),
+        (Chain("huge", 1, (Layer("a", 1, 1, 1e15),)), "A", {"planner": "straight"}, "1 layers: they cannot"),
+        (Chain("huge", 1, (Layer("a", 1, 1, 1e15),)), "A", {"time_limit": 1}, "fits in memory"),
+    ],
+)
+def test_refusals(what: object, cluster: object, options: dict[str, object], says: str) -> None:
+    made = what() if isinstance(what, type) else what
+    with pytest.raises(PlanError, match=says):
+        fxpipe.plan(made, cluster, 64, **options)  # type: ignore[arg-type]
+
+
+def test_files_that_are_no_plans(straight: fxpipe.Planned, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    with pytest.raises(PlanError, match="no plan to look at"):
+        planned.load(file)
+    file.write_text(plans.dump(straight.plan))
+    with pytest.raises(PlanError, match="it does not say what its plan was made for"):
+        planned.load(file)
+    for wrong in ("[]", "{}", '{"planned": {}}', "no"):
+        file.write_text(wrong)
+        with pytest.raises(PlanError, match="no plan to look at"):
+            planned.load(file)
+    straight.save(file)
+    data = json.loads(file.read_text())
+    data["stages"][0]["device"] = "cpu:7"
+    file.write_text(json.dumps(data))
+    with pytest.raises(PlanError, match="are on different devices"):
+        planned.load(file)
+
+
+def test_compare(hybrid: fxpipe.Planned) -> None:
+    other = fxpipe.plan(CHAIN, "B", 512, planner="data parallel")
+    table = planned.compare(["a", "b"], [hybrid, other]).splitlines()
+    assert table[2].startswith("a")
+    assert table[2].endswith("0.0%")
+    assert not table[3].endswith(" 0.0%")

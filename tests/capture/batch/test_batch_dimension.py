@@ -1,0 +1,267 @@
+"""What mixes the samples of a batch is found, with the user's line; what only looks like it passes."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxpipe
+from fxpipe.capture import capture
+from fxpipe.capture.batch.batch_dimension import multiple, number
+from fxpipe.errors import CaptureError
+
+
+class Body(nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        self.body = body
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("ema", torch.zeros(4))
+
+    def forward(self, x):
+        return self.body(self, x)
+
+
+def outputs(body, x=None, **options):
+    graph = capture(Body(body), (torch.randn(6, 5, 4) if x is None else x,), **options)
+    return [(str(graph.types[o.value]), o.batch_dim, o.reduce) for o in graph.outputs]
+
+
+def test_dimensions():
+    assert [multiple(size) for size in ("b", "5*b", "b*t", "b - 1", "2*(b//2)", 3)] == [
+        1,
+        5,
+        number("t"),
+        None,
+        None,
+        None,
+    ]
+
+
+def update(self, x):
+    self.ema.mul_(0.9).add_(x.detach().mean((0, 1)))
+    return self.norm(x.flatten(0, 1)).unflatten(0, (x.shape[0], 5))
+
+
+def chunked(self, x):
+    left, right = torch.cat([x, x + 1]).chunk(2)
+    return left * right
+
+
+def windowed(self, x):
+    mask = x.new_zeros((5, 4))
+    mask[1:3] = 1
+    return x.masked_fill(mask != 0, 0.0) * torch.ones_like(x[0])
+
+
+PASSES = {
+    "transposed": (lambda self, x: x.transpose(0, 1), [("f32[5, b, 4]", 1, None)]),
+    "flattened": (lambda self, x: x.flatten(0, 1), [("f32[5*b, 4]", 0, None)]),
+    "flattened, joined along another dimension": (
+        lambda self, x: torch.cat([x.flatten(0, 1), torch.hstack([x.flatten(0, 1), x.view(-1, 4)])], dim=-1),
+        [("f32[5*b, 12]", 0, None)],
+    ),
+    "flattened, concatenated along another dimension": (
+        lambda self, x: torch.concatenate([x.flatten(0, 1), x.view(-1, 4)], -1),
+        [("f32[5*b, 8]", 0, None)],
+    ),
+    "raveled": (lambda self, x: x.ravel().exp().reshape_as(x), [("f32[b, 5, 4]", 0, None)]),
+    "flattened, stacked": (
+        lambda self, x: torch.stack([x.flatten(0, 1), x.view(-1, 4)], 1),
+        [("f32[5*b, 2, 4]", 0, None)],
+    ),
+    "flattened and back": (lambda self, x: x.reshape(-1, 4).exp().view(x.shape[0], 20), [("f32[b, 20]", 0, None)]),
+    "other dimensions": (lambda self, x: x.softmax(-1).cumsum(1).flip(1).sort(-1)[0], [("f32[b, 5, 4]", 0, None)]),
+    "attention": (lambda self, x: F.softmax(x @ x.transpose(1, 2), dim=-1) @ x, [("f32[b, 5, 4]", 0, None)]),
+    "sequence first": (lambda self, x: x.transpose(0, 1).cumsum(0)[-1], [("f32[b, 4]", 0, None)]),
+    "masks": (lambda self, x: x.masked_fill(torch.ones(5, 4).tril().bool(), 0.0), [("f32[b, 5, 4]", 0, None)]),
+    "a mask of the samples' type": (windowed, [("f32[b, 5, 4]", 0, None)]),
+    "own statistics": (update, [("f32[b, 5, 4]", 0, None)]),
+    "views of two": (chunked, [("f32[b, 5, 4]", 0, None)]),
+    "rows by number": (lambda self, x: x[torch.arange(x.shape[0]), x[:, :, 0].argmax(1)], [("f32[b, 4]", 0, None)]),
+    "independent": (lambda self, x: (x, torch.arange(5)), [("f32[b, 5, 4]", 0, None), ("i64[5]", None, "same")]),
+    "sizes": (lambda self, x: (x, 2 * x.shape[0]), [("f32[b, 5, 4]", 0, None), ("int", None, "sum")]),
+    "einsum": (lambda self, x: torch.einsum("bij,jk->bki", x, torch.ones(4, 3)), [("f32[b, 3, 5]", 0, None)]),
+    "expanded": (lambda self, x: torch.ones(1, 1, 4).expand(x.shape[0], 5, -1) + x, [("f32[b, 5, 4]", 0, None)]),
+    "zeros for a token": (
+        lambda self, x: torch.cat([torch.zeros(1, 1, 4).expand(x.shape[0], -1, -1), x], 1),
+        [("f32[b, 6, 4]", 0, None)],
+    ),
+    "layer norm": (lambda self, x: F.layer_norm(x, (4,)), [("f32[b, 5, 4]", 0, None)]),
+    "conv": (lambda self, x: F.conv1d(x, torch.ones(7, 5, 3)), [("f32[b, 7, 2]", 0, None)]),
+    "sequence first, flattened": (
+        lambda self, x: x.transpose(0, 1).reshape(-1, 4).exp().view(5, x.shape[0], 4),
+        [("f32[5, b, 4]", 1, None)],
+    ),
+    "vmap": (lambda self, x: torch.vmap(lambda s: s / s.norm())(x), [("f32[b, 5, 4]", 0, None)]),
+    "vmap in a vmap": (
+        lambda self, x: torch.vmap(torch.vmap(lambda v: v - v.mean(0)), in_dims=1, out_dims=1)(x.transpose(0, 1)),
+        [("f32[5, b, 4]", 1, None)],
+    ),
+    "vmap beside the batch": (
+        lambda self, x: torch.vmap(lambda s, t: s * t + s.exp(), in_dims=(1, 1), out_dims=1)(x, x + 1),
+        [("f32[b, 5, 4]", 0, None)],
+    ),
+    "mean of a vmap": (lambda self, x: torch.vmap(lambda s: s.max() * 2)(x).mean(), [("f32[]", None, "mean")]),
+    "squeezed": (lambda self, x: x.unsqueeze(1).squeeze().unsqueeze(-1).squeeze(), [("f32[b, 5, 4]", 0, None)]),
+    "lstm": (lambda self, x: recurrent(x, True), [("f32[b, 5, 3]", 0, None)]),
+    "lstm, sequence first": (lambda self, x: recurrent(x.transpose(0, 1), False), [("f32[5, b, 3]", 1, None)]),
+}
+
+
+def recurrent(x, batch_first):
+    state, weights = x.new_zeros(1, x.shape[0 if batch_first else 1], 3), (torch.ones(12, 4), torch.ones(12, 3))
+    return torch.lstm(x, (state, state), weights, False, 1, 0.0, True, False, batch_first)[0]
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_passes(name):
+    body, expected = PASSES[name]
+    assert outputs(body) == expected
+
+
+def halves(self, x):
+    a, b = x.flatten(0, 1).chunk(2)
+    return a + b
+
+
+def tail(self, x):
+    return x[1:] - x[:-1]
+
+
+def summed(self, x):
+    total = x.new_zeros(5, 4)
+    total += x.sum(0)
+    return x - total
+
+
+MIXES = {
+    "centred": (lambda self, x: x - x.mean(0), "pools the batch into f32"),
+    "summed up": (summed, "pools the batch into f32"),
+    "first sample": (lambda self, x: x - x[0], "pools the batch into f32"),
+    "normed": (lambda self, x: x / x.norm(), "pools the batch into f32"),
+    "softmax": (lambda self, x: x.softmax(0), "softmax runs along the batch, dimension 0 of f32"),
+    "function softmax": (
+        lambda self, x: F.softmax(x.transpose(0, 1), dim=1),
+        "softmax runs along the batch, dimension 1",
+    ),
+    "cumsum": (lambda self, x: x.cumsum(dim=0), "cumsum runs along the batch"),
+    "sort": (lambda self, x: torch.sort(x, 0)[0], "sort runs along the batch"),
+    "flip": (lambda self, x: x.flip(1, 0), "flip runs along the batch"),
+    "roll": (lambda self, x: x.roll(1, 0), "roll runs along the batch"),
+    "flat roll": (lambda self, x: x.roll(1), "roll runs along the batch"),
+    "normalize": (lambda self, x: F.normalize(x, dim=0), "normalize runs along the batch"),
+    "similarity": (lambda self, x: x.flatten(1) @ x.flatten(1).t(), "every sample meets every other"),
+    "shuffled": (lambda self, x: x[torch.randperm(x.shape[0])], "changes the order of the batch"),
+    "divided": (lambda self, x: x / x.shape[0], "computes with the batch size"),
+    "multiplied": (lambda self, x: x.multiply(x.shape[0]), "computes with the batch size"),
+    "vmap over another": (lambda self, x: torch.vmap(lambda s: s - s.mean(0), 1, 1)(x), "takes the whole batch, f32"),
+    "vmap and the batch": (lambda self, x: torch.vmap(lambda s: (s - x).sum((0, 1)))(x), "takes the whole batch"),
+    "vmap beside the batch, pairs": (
+        lambda self, x: torch.vmap(lambda s, t: s * t, 2, 2)(x[:, None], x[None]),
+        "every sample meets every other",
+    ),
+    "vmap beside the batch, mean": (
+        lambda self, x: torch.vmap(lambda s, m: s - m, (1, 0), 1)(x, x.mean(0)),
+        "pools the batch",
+    ),
+    "vmap and vmap": (
+        lambda self, x: torch.vmap(lambda s: torch.vmap(lambda t: (s - t).norm())(x).sum())(x),
+        "in two vmaps over the batch",
+    ),
+    "vmap and a mean": (lambda self, x: torch.vmap(lambda s: s - x.mean((0, 1)))(x), "pools the batch into f32"),
+    "vmap of a mean": (lambda self, x: torch.vmap(lambda s: s * 2)(x.mean(0)) + x, "pools the batch into f32"),
+    "vmap and a size": (lambda self, x: torch.vmap(lambda s: s / x.shape[0])(x), "computes with the batch size"),
+    "lstm along the batch": (lambda self, x: recurrent(x, False), "the batch, for its steps"),
+    "covariance": (lambda self, x: x @ (x.flatten(0, 1).t() @ x.flatten(0, 1)), "pools the batch into f32"),
+}
+REFUSED = {
+    "part": (tail, "takes a part of the batch"),
+    "numbered": (lambda self, x: (x, torch.arange(x.shape[0])), "numbers the samples"),
+    "numbers": (lambda self, x: x + torch.arange(x.shape[0])[:, None, None], "numbers the samples"),
+    "sequence first": (lambda self, x: x.transpose(0, 1).flatten(0, 1), "other things before the batch"),
+    "both views": (lambda self, x: torch.cat([x, x]), "other things before the batch"),
+    "both views, concatenated": (lambda self, x: torch.concatenate([x, x]), "other things before the batch"),
+    "both views, stacked rows": (lambda self, x: torch.vstack([x, x]), "other things before the batch"),
+    "sequence first, joined": (
+        lambda self, x: torch.cat([x.transpose(0, 1).flatten(0, 1)] * 2, 1),
+        "other things before the batch",
+    ),
+    "halves": (halves, "cuts f32.* along the batch|takes a part of the batch"),
+    "one number": (lambda self, x: x.max(), "is one value over the batch.*reduce="),
+    "one more": (lambda self, x: (x, x.shape[0] + 1), "a number that depends on the batch size"),
+    "padded": (lambda self, x: F.pad(x, (0, 0, 0, 0, 1, 0)), "takes a part of the batch"),
+}
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_mixes(name):
+    body, message = MIXES[name]
+    (mixed,) = capture(Body(body), (torch.randn(6, 5, 4, requires_grad=True),)).mixed
+    assert mixed.origin.file.endswith("test_batch_dimension.py")
+    assert re.search(message, mixed.what)
+    assert not mixed.meant
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses(name):
+    body, message = REFUSED[name]
+    with pytest.raises(CaptureError, match=r"(?s)test_batch_dimension.py:\d+\n    .*" + f"({message})"):
+        outputs(body, torch.randn(6, 5, 4, requires_grad=True))
+
+
+def test_a_squeeze_takes_the_same_from_a_micro_batch_of_one():
+    def squeeze(self, x):
+        return torch.squeeze(x.mean((1, 2), keepdim=True)) + x[:, 0, 0]
+
+    pipe = fxpipe.compile(Body(squeeze), devices=2, chunks=3)
+    x = torch.randn(3, 5, 4)
+    torch.testing.assert_close(pipe(x), squeeze(None, x))
+    with pytest.raises(
+        CaptureError, match=r"(?s)test_batch_dimension.py:\d+\n.*takes away a batch of one; name the dimension"
+    ):
+        pipe(x[:1])
+
+
+def test_what_mixes_matters_only_where_it_comes_out():
+    assert mixed(lambda self, x: ((x @ x.flatten(0, 1).t()).sum(), x.exp())[1]) == []
+
+
+def pairs(self, x):
+    h = x.mean(1)
+    return {"pairs": h @ h.t(), "centred": x - x.mean(0), "same": h}
+
+
+def mixed(body, **options):
+    graph = capture(Body(body), (torch.randn(6, 5, 4, requires_grad=True),), **options)
+    return [(one.outputs, one.meant) for one in graph.mixed]
+
+
+def test_each_micro_batch_is_a_batch_of_its_own():
+    x = torch.randn(6, 5, 4, requires_grad=True)
+    assert outputs(pairs, x) == [("f32[b, b]", 0, None), ("f32[b, 5, 4]", 0, None), ("f32[b, 4]", 0, None)]
+    assert mixed(pairs) == [(("matmul",), False), (("sub",), False)]
+    assert mixed(pairs, reduce={"matmul": "cat"}) == [(("matmul",), True), (("sub",), False)]
+    assert mixed(pairs, reduce="cat") == [(("matmul",), True), (("sub",), True)]
+    assert mixed(pairs, reduce="mean") == mixed(pairs)  # that is about numbers
+
+
+def through_a_view(self, x):
+    total = torch.zeros(4, 1)
+    row = total.view(1, 4)
+    total += x.sum((0, 1)).unsqueeze(1)
+    return row
+
+
+def test_what_is_written_through_another_name():
+    with pytest.raises(CaptureError, match="one value over the batch"):
+        outputs(through_a_view)
+
+
+def test_reduced():
+    def body(self, x):
+        return {"loss": x.mean(), "count": (x > 0).sum()}
+
+    assert outputs(body, reduce={"mean": "mean", "sum_1": "sum"}) == [("f32[]", None, "mean"), ("i64[]", None, "sum")]

@@ -1,0 +1,71 @@
+"""Strategies: written, read back, and refused where they do not fit."""
+
+import pytest
+
+from fxpipe.ir.operators.operators import Dimension, Operator, OperatorGraph
+from fxpipe.ir.operators.strategy import Config, Strategy, check, dump, load, regions, show
+
+X = Operator("x", "input", (), (Dimension("sample", 5, "S"), Dimension("channel", 6)))
+FC = Operator("fc", "linear", ("x",), (Dimension("sample", 5, "S"), Dimension("channel", 8, "P")), 12.0, 56)
+GRAPH = OperatorGraph("small", (X, FC))
+FED = Config((1, 1), (0,))
+STRATEGY = Strategy((FED, Config((2, 2), (0, 1, 2, 3))))
+
+
+def test_prints_a_row_for_each_operator():
+    assert show(GRAPH, STRATEGY).splitlines() == [
+        "operator    cut                 devices",
+        "x           whole               0",
+        "fc          sample/2 channel/2  0 1 2 3",
+    ]
+
+
+def test_parts_are_numbered_with_the_last_dimension_running_fastest():
+    assert regions(FC, STRATEGY.configs[1]) == (
+        ((0, 3), (0, 4)),
+        ((0, 3), (4, 8)),
+        ((3, 5), (0, 4)),
+        ((3, 5), (4, 8)),
+    )
+
+
+def test_is_read_back_as_it_was_written():
+    assert load(GRAPH, dump(GRAPH, STRATEGY), 4) == STRATEGY
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Config((1,), (0,)), "has 2 dimensions, but its config has degrees for 1"),
+        (Config((6, 1), (0,) * 6), "sample of size 5 cannot be cut into 6 parts"),
+        (Config((0, 1), ()), "sample of size 5 cannot be cut into 0 parts"),
+        (Config((2, 1), (0,)), "has 2 parts, but 1 devices are named"),
+        (Config((2, 1), (0, 4)), "is put on device 4; there are devices 0 to 3"),
+    ],
+)
+def test_refuses(config, message):
+    with pytest.raises(ValueError, match=message):
+        check(GRAPH, STRATEGY.replace(1, config), 4)
+
+
+def test_what_has_no_role_is_not_cut():
+    with pytest.raises(ValueError, match="'x': channel cannot be cut; it can be in sample"):
+        check(GRAPH, STRATEGY.replace(0, Config((1, 2), (0, 1))), 4)
+
+
+def test_heads_are_not_cut_apart():
+    """Channels of three heads of four: (0, 6) is one and a half."""
+    three = Operator("mix", "scaled_dot_product", ("x",), (Dimension("channel", 12, "A", step=4),))
+    graph = OperatorGraph("heads", (X, three))
+    check(graph, Strategy((FED, Config((3,), (0, 1, 0)))), 2)
+    with pytest.raises(ValueError, match="12 is cut between multiples of 4, so not into 2 equal parts"):
+        check(graph, Strategy((FED, Config((2,), (0, 1)))), 2)
+
+
+def test_a_strategy_has_a_config_for_each_operator():
+    with pytest.raises(ValueError, match="2 operators, but the strategy has 1 configs"):
+        check(GRAPH, Strategy((FED,)), 4)
+    with pytest.raises(ValueError, match="do not have the same operators: fc"):
+        load(GRAPH, '{"x": {"degrees": [1, 1], "devices": [0]}}', 4)
+    with pytest.raises(ValueError, match=r"the file is \[\]: write an object"):
+        load(GRAPH, "[]", 4)

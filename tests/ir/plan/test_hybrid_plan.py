@@ -1,0 +1,46 @@
+"""Hybrid plans: print, JSON, and what is refused."""
+
+from dataclasses import replace
+
+import pytest
+
+from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, check, dump, load
+
+PLAN = HybridPlan("m", (HybridStage(0, 2, (0, 1, 3)), HybridStage(2, 5, (2,), recompute=True)), 8, "late", "overlap")
+
+
+def test_print():
+    assert str(PLAN) == (
+        "m: 2 stages 3:1, 8 micro-batches, late warm-up, all-reduce overlapped\n"
+        "stage    layers    devices\n"
+        "0        0 .. 1    0-1, 3\n"
+        "1        2 .. 4    2          recomputes"
+    )
+
+
+def test_json_round_trip():
+    assert load(dump(PLAN)) == PLAN
+    with pytest.raises(ValueError, match="model is missing: write text"):
+        load("{}")
+
+
+def test_accepted():
+    check(PLAN, layers=5, devices=4)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (replace(PLAN, micro_batches=0), "0 micro-batches"),
+        (replace(PLAN, warmup="PA"), "warm-up 'PA'"),
+        (replace(PLAN, stages=PLAN.stages[:1]), "have 2 layers, the model 5"),
+        (replace(PLAN, stages=PLAN.stages[1:]), "it starts at 0"),
+        (replace(PLAN, stages=(HybridStage(0, 5, ()),)), "at least one"),
+        (replace(PLAN, stages=(HybridStage(0, 5, (1, 0)),)), "ascending"),
+        (replace(PLAN, stages=(HybridStage(0, 5, (4,)),)), "of 4"),
+        (replace(PLAN, stages=(HybridStage(0, 2, (0,)), HybridStage(2, 5, (0,)))), "taken"),
+    ],
+)
+def test_refused(plan, message):
+    with pytest.raises(ValueError, match=message):
+        check(plan, layers=5, devices=4)

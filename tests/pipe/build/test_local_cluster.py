@@ -1,0 +1,43 @@
+"""The machine at hand, measured."""
+
+from __future__ import annotations
+
+from time import process_time
+
+import pytest
+import torch
+
+import fxpipe
+from fxpipe.errors import PlanError
+from fxpipe.ir.cluster.cluster import check, dump, link, load
+from fxpipe.pipe.build.local_cluster import cores, cpu_memory
+
+
+def test_cpu_workers_share_what_there_is() -> None:
+    start = process_time()
+    cluster = fxpipe.Cluster.detect(workers=2)
+    assert process_time() - start < 20  # seconds of computing
+    check(cluster)
+    assert cluster.labels == ("cpu:0", "cpu:1")
+    first, second = cluster.devices
+    assert first.memory == second.memory == cpu_memory() // 2
+    assert 1e8 < first.flops < 1e14
+    assert 1e8 < first.bandwidth < 1e13
+    assert 0 < link(cluster, "cpu:0", "cpu:1").latency < 0.1
+    assert load(dump(cluster)) == cluster
+    with pytest.raises(PlanError, match="workers is 0"):
+        fxpipe.detect(workers=0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA devices are taken where there are some")
+def test_a_worker_for_each_core() -> None:
+    assert len(fxpipe.detect().devices) == cores()
+
+
+@pytest.mark.cuda
+def test_cuda_devices_and_their_links() -> None:
+    cluster = fxpipe.detect()
+    count = torch.cuda.device_count()
+    assert cluster.labels == tuple(f"cuda:{i}" for i in range(count))
+    assert all(device.flops > 1e12 and device.bandwidth > 1e11 for device in cluster.devices)
+    assert len(cluster.links) == count * (count - 1) // 2

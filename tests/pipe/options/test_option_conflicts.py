@@ -1,0 +1,67 @@
+"""Options beside a plan or a strategy: those that say otherwise are refused, with what the plan says."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import PlanError
+from fxpipe.ir.plan.plan import Plan, StagePlan
+
+PLAN = Plan(
+    "Sequential",
+    (StagePlan(("input_1",), "cpu:0", "never"), StagePlan(("tanh",), "cpu:1", "always")),
+    2,
+    "1f1b",
+)
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"chunks": 4}, "chunks is 4, and the plan says 2: leave out chunks, or change the plan"),
+        ({"schedule": "gpipe"}, "schedule is 'gpipe', and the plan says '1f1b'"),
+        ({"schedule": "auto"}, "schedule is 'auto', and the plan says '1f1b'"),
+        ({"schedule": "F0 F1 B0 B1\nF0 B0 F1 B1"}, "schedule is 'F0 F1 B0 B1', and the plan says '1f1b'"),
+        ({"warmup": (1, 1)}, "warmup is (1, 1), and the plan says all of the schedule, '1f1b'"),
+        (
+            {"checkpoint": "except_last"},
+            "checkpoint is 'except_last', and the plan says 'never', 'always' for its",
+        ),
+        ({"checkpoint": {0}}, "checkpoint is frozenset({0}), and the plan says 'never', 'always' for its stages"),
+        ({"offload": {0}}, "offload is frozenset({0}), and the plan says that nothing waits in host memory"),
+        ({"replicas": (2, 1)}, "replicas is (2, 1), and the plan says stage 0 on cpu:0, stage 1 on cpu:1"),
+        ({"stages_per_device": 2}, "stages_per_device is 2, and the plan says stage 0 on cpu:0, stage 1 on cpu:1"),
+        ({"balance": "time"}, "balance is 'time', and the plan says where its 2 stages begin"),
+        ({"balance": [1, 1]}, "balance is (1, 1), and the plan says where its 2 stages begin"),
+        ({"split_at": ["1"]}, "split_at is ('1',), and the plan says where its 2 stages begin"),
+        ({"deferred_batch_norm": True}, "deferred_batch_norm is True, and the plan says False"),
+    ],
+)
+def test_what_the_plan_says_otherwise(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(says)) as found:
+        fxpipe.compile(net(), plan=PLAN, **options)
+    assert "\n" not in str(found.value)
+
+
+def test_the_same_may_be_said_twice() -> None:
+    plan = replace(PLAN, stages=tuple(replace(stage, checkpoint="always") for stage in PLAN.stages))
+    same: dict[str, Any] = {"chunks": 2, "schedule": "1f1b", "checkpoint": "always", "deferred_batch_norm": False}
+    fxpipe.compile(net(), plan=plan, **same, replicas=(1, 1), offload=(), split_at=()).close()
+
+
+def test_what_a_strategy_says() -> None:
+    found = fxpipe.search(net(), fxpipe.Cluster.of(["cpu:0", "cpu:1"]), example_inputs=torch.ones(4, 4), budget=0.1)
+    for options in ({"plan": PLAN}, {"balance": "time"}, {"split_at": ["1"]}, {"replicas": (1, 1)}, {"offload": {0}}):
+        with pytest.raises(PlanError, match=f"{next(iter(options))} beside strategy: the strategy says where"):
+            fxpipe.compile(net(), strategy=found, **options)

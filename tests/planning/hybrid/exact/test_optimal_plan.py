@@ -1,0 +1,269 @@
+"""The planner against all plans there are, on problems small enough to go through them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from fractions import Fraction
+from itertools import combinations, combinations_with_replacement, pairwise, product
+from math import inf
+
+import pytest
+
+from fxpipe.errors import PlanError
+from fxpipe.ir.cluster.cluster import Cluster, Device, Link
+from fxpipe.ir.cluster.published_clusters import k80s
+from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, check
+from fxpipe.ir.plan.layer_chain import Chain, Layer, scaled
+from fxpipe.planning.hybrid.event_time import Problem, event_time, fits, plan_time
+from fxpipe.planning.hybrid.exact import lagrangian_bound as dual
+from fxpipe.planning.hybrid.exact.device_symmetry import runs
+from fxpipe.planning.hybrid.exact.optimal_plan import Optimum, optimal
+from fxpipe.planning.hybrid.exact.relaxed_cluster import Relaxed, rates
+from tests.planning.hybrid.test_event_time import random_chain, servers, slow_event_time
+
+LAYOUTS = [(1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (2, 2), (4, 1), (1, 5), (5, 1)]  # servers, and devices in each
+
+
+def all_stages(layers: int, devices: int, recompute: tuple[bool, ...] = (False,)) -> Iterator[tuple[HybridStage, ...]]:
+    """Every plan, by name of devices: nothing is taken to be symmetric."""
+    for k in range(1, min(layers, devices) + 1):
+        for homes in product(range(-1, k), repeat=devices):
+            groups = [tuple(d for d, home in enumerate(homes) if home == s) for s in range(k)]
+            if not all(groups):
+                continue
+            for inner in combinations(range(1, layers), k - 1):
+                ends = (0, *inner, layers)
+                for again in product(recompute, repeat=k):
+                    yield tuple(map(HybridStage, ends, ends[1:], groups, again))
+
+
+def instance(seed: int, layers: int, devices: int):
+    rng = random.Random(seed)
+    count, each = rng.choice([layout for layout in LAYOUTS if layout[0] * layout[1] <= devices])
+    network = (rng.uniform(1e10, 1e11), 10 ** rng.uniform(8, 10), rng.choice([0.0, 1e-4, 2e-3]))
+    chain = random_chain(rng, rng.randint(1, layers))
+    copies = rng.choice([0, 1, 3])
+    need = max(copies * layer.parameters + layer.saved for layer in chain.layers)
+    memory = rng.choice([10**18, int(need * rng.uniform(0.8, 4)) + 1, int(need * rng.uniform(2, 12)) + 1])
+    cluster = servers(count, each, *network, memory=memory)
+    problem = Problem(
+        chain,
+        cluster,
+        rng.choice([1, 2, 3, 4, 6, 9]),
+        rng.choice(["early", "late"]),
+        rng.choice(["end", "overlap"]),
+        copies,
+        memory < 10**18,
+    )
+    return problem, (each, *map(Fraction, network)), memory
+
+
+def plan_for(problem: Problem, **choices) -> Optimum:
+    fixed = {
+        "micro_batches": problem.micro_batches,
+        "warmup": problem.warmup,
+        "all_reduce": problem.all_reduce,
+        "copies": problem.copies,
+        "capped": problem.capped,
+        "recompute": False,
+    }
+    batch = problem.chain.batch * problem.micro_batches
+    return optimal(problem.chain, problem.cluster, batch, **{**fixed, **choices})
+
+
+def compare(seed: int, layers: int, devices: int) -> None:
+    problem, network, memory = instance(seed, layers, devices)
+    n, g = len(problem.chain), len(problem.cluster.devices)
+    best = inf
+    for stages in all_stages(n, g):
+        best = min(best, event_time(problem, stages, best))
+    if best == inf:
+        with pytest.raises(PlanError, match="no plan found that fits in memory"):
+            plan_for(problem)
+        return
+    found = plan_for(problem)
+    check(found.plan, n, g)
+    assert found.time == pytest.approx(best, rel=1e-9)
+    assert found.certificate.proven, (seed, found)
+    assert event_time(problem, found.plan.stages) == pytest.approx(found.time, rel=1e-12)
+    m = problem.micro_batches
+    fixed = (m, problem.warmup, problem.all_reduce, network, problem.copies, memory if problem.capped else inf)
+    slow = slow_event_time(problem.chain, found.plan.stages, *fixed)
+    assert found.time == pytest.approx(float(slow), rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_equals_brute_force(seed):
+    compare(seed, layers=6, devices=4)
+
+
+def odd_cluster(rng: random.Random) -> Cluster:
+    """Links instead of switches, switches on the way to others, devices that are not alike or not in order."""
+    if rng.random() < 0.3:
+        boards = k80s(1)
+        return replace(boards, devices=tuple(rng.sample(boards.devices, 4)))
+    memory = [rng.choice([3 * 10**8, 10**9]) for _ in range(4)]
+    homes = rng.choice(["aabb", "abab", "aaab", "abcc"])
+    devices = tuple(Device(f"g{i}", memory[i], 1e12, 1e12, homes[i]) for i in range(4))
+    pairs = combinations_with_replacement(sorted(set(homes)), 2)
+    links = tuple(Link(pair, 10 ** rng.uniform(8, 10), rng.choice([0.0, 1e-4])) for pair in pairs)
+    own = (Link(("g0", "g3"), 5e9, 0.0),) if rng.random() < 0.3 else ()
+    return Cluster(devices, links + own)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_equals_brute_force_on_odd_clusters(seed):
+    rng = random.Random(seed)
+    chain, cluster, m = random_chain(rng, rng.randint(2, 5)), odd_cluster(rng), rng.choice([1, 3, 8])
+    problem = Problem(chain, cluster, m, rng.choice(["early", "late"]), rng.choice(["end", "overlap"]))
+    best = min(event_time(problem, stages) for stages in all_stages(len(chain), 4))
+    if best == inf:
+        with pytest.raises(PlanError):
+            plan_for(problem)
+        return
+    found = plan_for(problem)
+    assert found.certificate.proven
+    assert found.time == pytest.approx(best, rel=1e-9)
+    assert event_time(problem, found.plan.stages) == pytest.approx(found.time, rel=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 1500))
+def test_equals_brute_force_on_larger_problems(seed):
+    compare(seed, layers=8, devices=5)
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_chooses_micro_batches_warmup_and_recompute(seed):
+    problem, _, _ = instance(seed + 500, layers=4, devices=3)
+    chain, cluster = problem.chain, problem.cluster
+    batch, best = 6, inf
+    for m, warmup in product((1, 2, 3, 6), ("early", "late")):
+        own = Problem(scaled(chain, batch / m), cluster, m, warmup, problem.all_reduce, problem.copies, problem.capped)
+        for stages in all_stages(len(chain), len(cluster.devices), recompute=(False, True)):
+            best = min(best, event_time(own, stages, best))
+    choices = {"all_reduce": problem.all_reduce, "copies": problem.copies, "capped": problem.capped}
+    if best == inf:
+        with pytest.raises(PlanError):
+            optimal(chain, cluster, batch, **choices)
+        return
+    found = optimal(chain, cluster, batch, **choices)
+    assert found.certificate.proven
+    assert found.time == pytest.approx(best, rel=1e-9)
+    assert plan_time(found.problem, found.plan) == found.time
+
+
+def test_recomputes_only_where_it_must():
+    """One stage holds 2 x (5 + 5) and 11 / 2 bytes; the first of two 2 x 5 and 2 x 10, or only 10 if it recomputes."""
+    chain = Chain("m", 1, (Layer("a", 1, 2, 5, saved=10, cut=1), Layer("b", 1, 2, 5, saved=1)))
+    cluster = servers(2, 1, 1e9, 1e9, 0, memory=22)
+    found = optimal(chain, cluster, 4, micro_batches=4)
+    assert [stage.recompute for stage in found.plan.stages] == [True, False]
+    assert all(stage.recompute for stage in optimal(chain, cluster, 4, micro_batches=4, recompute=True).plan.stages)
+    with pytest.raises(PlanError, match="allow recompute"):
+        optimal(chain, cluster, 4, micro_batches=4, recompute=False)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_larger_plans_are_legal_and_no_worse_than_simple_ones(seed):
+    """More than brute force can check: few seconds are given, and what comes out must be sound all the same."""
+    rng = random.Random(seed)
+    count, each = rng.choice([(8, 1), (2, 4), (4, 2), (1, 6), (3, 3), (6, 5)])
+    memory = rng.choice([10**18, 10**9, 4 * 10**8])
+    cluster = servers(count, each, 10 ** rng.uniform(9.5, 11), 10 ** rng.uniform(8, 9.5), rng.choice([0, 1e-4]), memory)
+    chain, m = random_chain(rng, rng.randint(5, 24)), rng.choice([2, 8, 24])
+    n, g = len(chain), count * each
+    problem = Problem(chain, cluster, m, rng.choice(["early", "late"]), rng.choice(["end", "overlap"]), 2)
+    simple = [(HybridStage(0, n, tuple(range(g))),)]
+    if g <= n:
+        cuts = [n * s // g for s in range(g + 1)]
+        simple.append(tuple(HybridStage(a, b, (s,)) for s, (a, b) in enumerate(pairwise(cuts))))
+    try:
+        found = plan_for(
+            problem, seconds=1.5, seeds=[HybridPlan("m", e, m, problem.warmup, problem.all_reduce) for e in simple]
+        )
+    except PlanError:
+        assert not any(fits(problem, stages) for stages in simple)
+        return
+    check(found.plan, n, g)
+    assert fits(problem, found.plan.stages)
+    assert event_time(problem, found.plan.stages) == pytest.approx(found.time, rel=1e-12)
+    assert 0 < found.certificate.bound <= found.time
+    for stages in simple:
+        assert found.time <= event_time(problem, stages)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_devices_with_a_price_give_a_bound(seed):
+    problem, _, _ = instance(seed, layers=6, devices=4)
+    g = len(problem.cluster.devices)
+    groups = runs(problem.cluster)
+    best = min(event_time(problem, stages) for stages in all_stages(len(problem.chain), g))
+    bound, plans = dual.search(Relaxed(problem, rates(problem, groups), False), g, 0.0, 10.0, steps=20)
+    assert bound <= min(best, 10.0) * (1 + 1e-9)
+    assert all(sum(r for _, r in sizes) <= g for sizes in plans)
+
+
+def test_runs():
+    assert runs(servers(1, 4, 1e9, 1e9, 0)) == ((0, 1, 2, 3),)
+    assert runs(servers(4, 1, 1e9, 1e9, 0)) == ((0, 1, 2, 3),)
+    assert runs(servers(2, 2, 1e9, 1e9, 0)) == ((0, 1), (2, 3))
+    linked = Cluster.of(["cpu:0", "cpu:1"])
+    assert runs(linked) == ((0, 1),)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "each"), [(16, 1), (2, 8)])
+def test_48_layers_on_16_devices(count, each):
+    chain = random_chain(random.Random(0), 48)
+    found = optimal(chain, servers(count, each, 1e11, 3e9, 5e-6), 8 * 32, micro_batches=32, seconds=60)
+    assert found.certificate.proven
+
+
+@pytest.mark.slow
+def test_100_layers_on_1024_devices():
+    chain = random_chain(random.Random(0), 100)
+    found = optimal(chain, servers(128, 8, 1e11, 1.2e10, 5e-6), 8 * 64, micro_batches=64, warmup="late", seconds=50)
+    check(found.plan, 100, 1024)
+    assert found.certificate.gap < 0.25
+    assert found.certificate.seconds < 60
+
+
+GOOD = Chain("m", 1, (Layer("a", 1, 2, 10**6, 10**6, 10**6), Layer("b", 1, 2, 10**6, 10**6)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"chain": Chain("m", 1, ())}, "m has no layers"),
+        ({"chain": Chain("m", 1, (Layer("a", -1, 2),))}, "layer 'a' of m has a cost that cannot be"),
+        ({"cluster": Cluster(())}, "the cluster has no devices"),
+        ({"batch": 0}, "a step of 0 samples"),
+        ({"batch": 0.5, "micro_batches": None}, "a step of 0.5 samples cannot be divided evenly"),
+        ({"micro_batches": 0}, "0 micro-batches"),
+        ({"micro_batches": ()}, "no number of micro-batches to choose from"),
+        ({"warmup": "soon"}, "no warm-up 'soon'"),
+        ({"all_reduce": "never"}, "no all-reduce 'never'"),
+        ({"seconds": 0}, "0 seconds to search"),
+        (
+            {"cluster": servers(2, 1, 1e9, 1e9, 0, memory=10**6)},
+            "layer 'a' alone 2 MB, and the largest of 2 devices has 1 MB",
+        ),
+        (
+            {"seeds": [HybridPlan("m", (HybridStage(0, 3, (0,)),), 2)]},
+            "a seed is not a plan for this: the stages have 3",
+        ),
+    ],
+)
+def test_says_what_is_wrong(change, message):
+    task = {"chain": GOOD, "cluster": servers(2, 1, 1e9, 1e9, 0), "batch": 2, "micro_batches": 2, "seconds": 5}
+    with pytest.raises(PlanError, match=message):
+        optimal(**{**task, **change})
+
+
+def test_prints():
+    text = str(optimal(GOOD, servers(2, 1, 1e9, 1e9, 0), 4, micro_batches=4, warmup="early"))
+    assert text.startswith("m: 1 stages DP, 4 micro-batches, early warm-up, all-reduce at the end")
+    assert "proven optimal: no plan takes less than 12 s" in text

@@ -1,0 +1,217 @@
+"""The event time against an evaluator that knows nothing of rounds or sums: it is written from the definition, task by
+task, with exact fractions, and slow."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from fractions import Fraction
+from itertools import accumulate, pairwise
+from math import inf
+
+import pytest
+
+from fxpipe.ir.cluster.cluster import Cluster, Device, Switch
+from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, check
+from fxpipe.ir.plan.layer_chain import Chain, Layer
+from fxpipe.planning.hybrid.event_time import Problem, event_time, plan_time
+
+
+def servers(count: int, each: int, intra: float, inter: float, latency: float, memory: int = 10**18) -> Cluster:
+    devices = tuple(Device(f"g{i}", memory, 1e12, 1e12, f"s{i // each}") for i in range(count * each))
+    inside = tuple(
+        Switch(f"s{s}", tuple(f"g{i}" for i in range(s * each, (s + 1) * each)), intra, latency) for s in range(count)
+    )
+    outside = (Switch("network", tuple(f"s{s}" for s in range(count)), inter, latency),)
+    return Cluster(devices, switches=inside + (outside if count > 1 else ()))
+
+
+# The definition, slowly ---------------------------------------------------------------------------------------------
+
+
+def transfer(count, senders, receivers, each, intra, inter, latency):
+    """Bytes per port, then the slowest port."""
+    if count == 0:
+        return Fraction(0)
+    use: dict[tuple[str, int, str], Fraction] = {}
+    r, q = len(senders), len(receivers)
+    for i, a in enumerate(sorted(senders)):
+        for j, b in enumerate(sorted(receivers)):
+            low = max(Fraction(i, r), Fraction(j, q))
+            high = min(Fraction(i + 1, r), Fraction(j + 1, q))
+            if high > low:
+                kind, x, y, pace = (
+                    ("device", a, b, intra) if a // each == b // each else ("server", a // each, b // each, inter)
+                )
+                for key in ((kind, x, "out"), (kind, y, "in")):
+                    use[key] = use.get(key, Fraction(0)) + (high - low) * count / pace
+    return latency + max(use.values())
+
+
+def ring(count, devices, each, intra, inter, latency):
+    r = len(devices)
+    pace = intra if len({d // each for d in devices}) == 1 else inter
+    return Fraction(0) if r == 1 else Fraction(2 * (r - 1), r) * count / pace + 2 * (r - 1) * latency
+
+
+def slow_event_time(chain, stages, m, warmup, mode, network, copies, memory):
+    n = len(stages)
+    ahead = [min(m, n - s if warmup == "early" else 2 * (n - s) - 1) for s in range(n)]
+    rows = []
+    for s in range(n):
+        row = [("F", s, i) for i in range(ahead[s])]
+        for i in range(m):
+            row.append(("B", s, i))
+            if ahead[s] + i < m:
+                row.append(("F", s, ahead[s] + i))
+        rows.append(row)
+    layers = [chain.layers[e.first : e.end] for e in stages]
+    replicas = [len(e.devices) for e in stages]
+    for s, own in enumerate(layers):
+        held = (
+            copies * sum(Fraction(e.parameters) for e in own)
+            + ahead[s] * sum(Fraction(e.saved) for e in own) / replicas[s]
+        )
+        if held > memory:
+            return inf
+    seconds = {
+        "F": [sum(Fraction(e.forward) for e in own) / r for own, r in zip(layers, replicas, strict=True)],
+        "B": [sum(Fraction(e.backward) for e in own) / r for own, r in zip(layers, replicas, strict=True)],
+    }
+    end: dict[tuple[str, int, int], Fraction] = {}
+    sent: dict[tuple[str, int, int], Fraction] = {}  # arrival of what a task has made
+    for _ in range(2 * n * m):
+        for s, row in enumerate(rows):  # whichever can run next; each stage in its own order
+            position = sum(task in end for task in row)
+            if position == len(row):
+                continue
+            kind, _, i = row[position]
+            source = s - 1 if kind == "F" else s + 1
+            if 0 <= source < n and (kind, source, i) not in sent:
+                continue
+            start = end[row[position - 1]] if position else Fraction(0)
+            if 0 <= source < n:
+                start = max(start, sent[kind, source, i])
+            end[kind, s, i] = start + seconds[kind][s]
+            target = s + 1 if kind == "F" else s - 1
+            if 0 <= target < n:
+                count = Fraction(layers[min(s, target)][-1].cut)
+                time = transfer(count, stages[s].devices, stages[target].devices, *network)
+                before = sent.get((kind, s, i - 1), Fraction(0))
+                sent[kind, s, i] = max(end[kind, s, i], before) + time
+    finish = []
+    for s, own in enumerate(layers):
+        at = end["B", s, m - 1]
+        if mode == "end":
+            at += ring(sum(Fraction(e.parameters) for e in own), stages[s].devices, *network)
+        else:
+            ready, free = at - seconds["B"][s], Fraction(0)
+            for layer in reversed(own):
+                ready += Fraction(layer.backward) / replicas[s]
+                free = max(free, ready) + ring(Fraction(layer.parameters), stages[s].devices, *network)
+            at = max(at, free)
+        finish.append(at)
+    return max(finish)
+
+
+# Random problems and plans ------------------------------------------------------------------------------------------
+
+
+def random_chain(rng: random.Random, n: int) -> Chain:
+    layers = (
+        Layer(
+            f"l{i}",
+            rng.uniform(0.001, 0.02),
+            rng.uniform(0.001, 0.04),
+            rng.choice([0, rng.uniform(1e6, 1e8)]),
+            rng.uniform(1e6, 1e8),
+            rng.choice([0, rng.uniform(1e5, 1e8)]),
+        )
+        for i in range(n)
+    )
+    return Chain("m", 8, tuple(layers))
+
+
+def random_stages(rng: random.Random, n: int, devices: int) -> tuple[HybridStage, ...]:
+    k = rng.randint(1, min(n, devices))
+    ends = [0, *sorted(rng.sample(range(1, n), k - 1)), n]
+    order = rng.sample(range(devices), devices)
+    borders = [0, *sorted(rng.sample(range(1, devices), k - 1)), rng.randint(k, devices)]
+    borders = [0, *accumulate([1] * k)] if borders[-1] <= borders[-2] else borders
+    return tuple(
+        HybridStage(a, b, tuple(sorted(order[x:y])))
+        for (a, b), (x, y) in zip(pairwise(ends), pairwise(borders), strict=True)
+    )
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_equals_the_definition(seed):
+    rng = random.Random(seed)
+    count, each = rng.choice([(1, 4), (4, 1), (2, 2), (2, 3), (3, 2)])
+    network = (rng.uniform(1e9, 1e11), rng.uniform(2e8, 5e9), rng.choice([0.0, 1e-4]))
+    memory = rng.choice([10**18, 10**9])
+    cluster = servers(count, each, *network, memory=memory)
+    chain = random_chain(rng, rng.randint(2, 9))
+    warmup, mode, copies = rng.choice(["early", "late"]), rng.choice(["end", "overlap"]), rng.choice([0, 1, 3])
+    problem = Problem(chain, cluster, rng.choice([1, 2, 3, 7, 16]), warmup, mode, copies)
+    for _ in range(3):
+        stages = random_stages(rng, len(chain), count * each)
+        check(HybridPlan("m", stages, 1), len(chain), count * each)
+        exact = tuple(Fraction(value) for value in network)
+        slow = slow_event_time(chain, stages, problem.micro_batches, warmup, mode, (each, *exact), copies, memory)
+        assert event_time(problem, stages) == pytest.approx(float(slow), rel=1e-12)
+
+
+def test_by_hand():
+    """Two stages of 1 s forward and 2 s backward, a link of 1 s each way, two micro-batches:
+
+    stage 0   F0 F1  .  . .  . B0 B0 B1 B1  = 1 + 1 + (F0, link, F0, B0, B0, link = 6 s) ..
+    """
+    chain = Chain("m", 1, (Layer("a", 1, 2, cut=1), Layer("b", 1, 2)))
+    problem = Problem(chain, servers(2, 1, 1, 1, 0), 2)
+    plan = (HybridStage(0, 1, (0,)), HybridStage(1, 2, (1,)))
+    # stage 1: F0 2-3, B0 3-5, F1 5-6, B1 6-8; gradients arrive at 6 and 9; stage 0: B0 6-8, B1 9-11
+    warm = replace(problem, warmup="early")
+    assert event_time(warm, plan) == 11
+    assert event_time(problem, plan, limit=11) == inf
+    assert event_time(problem, plan, limit=11.5) == 11
+
+
+def test_recompute_runs_before_the_gradient_arrives():
+    chain = Chain("m", 1, (Layer("a", 1, 2, saved=10, cut=1), Layer("b", 1, 2, saved=10)))
+    problem = Problem(chain, servers(2, 1, 1, 1, 0, memory=12), 1, copies=0)
+    stages = (HybridStage(0, 1, (0,), recompute=True), HybridStage(1, 2, (1,), recompute=True))
+    # stage 1: F 2-3, R 3-4, B 4-6; stage 0: R 1-2, B 7-9
+    assert event_time(problem, stages) == 9
+    assert problem.stage(1, 2, (1,), True).held(3) == 3 * 1 + 10
+
+
+def test_how_many_micro_batches_memory_lets_wait():
+    chain = Chain("m", 1, (Layer("a", 1, 2, 5, 10), Layer("b", 1, 2, 5, 10)))
+    problem = Problem(chain, servers(1, 2, 1, 1, 0, memory=75), 8, copies=2)
+    cost = problem.stage(0, 2, (0,))
+    assert cost.most == 2
+    assert cost.held(2) <= cost.room < cost.held(3)
+    assert problem.stage(0, 2, (0, 1)).most == 5
+    assert problem.stage(0, 2, (0,), True).most == inf  # the first stage keeps nothing of its own
+
+
+def test_a_plan_may_have_its_own_micro_batches():
+    chain = random_chain(random.Random(0), 4)
+    problem = Problem(chain, servers(1, 2, 1e9, 1e9, 0), 4)
+    stages = (HybridStage(0, 2, (0,)), HybridStage(2, 4, (1,)))
+    assert plan_time(problem, HybridPlan("m", stages, 8, "late", "overlap")) == event_time(
+        replace(problem, micro_batches=8, warmup="late", all_reduce="overlap"), stages
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_limit_is_met_or_exceeded(seed):
+    rng = random.Random(seed)
+    chain = random_chain(rng, 8)
+    problem = Problem(chain, servers(2, 3, 1e10, rng.uniform(2e8, 5e9), 0), rng.choice([2, 16, 128]), "late")
+    stages = random_stages(rng, 8, 6)
+    seconds = event_time(problem, stages)
+    assert event_time(problem, stages, limit=seconds * 1.001) == seconds
+    assert event_time(problem, stages, limit=seconds * 0.999) == inf
+    assert event_time(problem, stages, limit=seconds / 3) == inf

@@ -1,0 +1,121 @@
+"""The times of a changed strategy are those of a simulation from nothing, to the last bit, for every task."""
+
+import pytest
+
+pytest.importorskip("numba")
+
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxpipe.ir.cluster.published_clusters import k80s, p100s
+from fxpipe.planning.operators.compiled_core import Core
+from fxpipe.planning.operators.expert_strategies import data_parallel, scattered
+from fxpipe.planning.operators.models.published_models import MODELS
+from fxpipe.planning.operators.operator_costs import roofline
+from fxpipe.planning.operators.simulate_strategy import simulate
+from tests.helpers.operator_graphs import branches, cluster, lenet, rnnlm, translation
+from tests.helpers.random_operator_graphs import network, strategy
+
+PROPOSALS = {"alexnet": 2300, "resnet": 300, "inception": 300, "rnntc": 150, "rnnlm": 200, "nmt": 90}
+GRAPHS = {"lenet": lenet, "branches": branches, "rnnlm": rnnlm, "translation": translation}
+
+
+def follow(core, proposals):
+    """One proposal after the other; every second chain takes nearly all, every other refuses most."""
+    moved = 0
+    for step in range(proposals):
+        before = core.seconds
+        core.walk(1, before * (1e6 if step % 2 else 1e-3))
+        moved += core.seconds != before
+        assert core.differences() == 0, f"proposal {step}"
+    return moved
+
+
+@pytest.mark.parametrize("devices", [4, 6, 8])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_all_times_of_all_tasks_after_each_proposal(name, devices):
+    graph = GRAPHS[name]()
+    core = Core(graph, cluster(devices, servers=2), roofline(), seed=devices)
+    core.begin(scattered(graph, devices, Random(1)))
+    assert follow(core, 100) > 20
+
+
+@pytest.mark.parametrize("devices", [4, 8, 16])
+@pytest.mark.parametrize("name", MODELS)
+def test_published_graphs(name, devices):
+    """All in all more than 10,000 proposals, most of them where they are cheap."""
+    graph = MODELS[name]()
+    core = Core(graph, p100s(devices // 4), roofline(), seed=devices, capacity=1 << 20)
+    core.begin(scattered(graph, devices, Random(devices)))
+    assert follow(core, PROPOSALS[name]) > PROPOSALS[name] // 4
+
+
+def test_that_these_are_10_000_proposals():
+    assert 3 * sum(PROPOSALS[name] for name in MODELS) >= 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_published_graphs_on_64_devices(name):
+    graph = MODELS[name]()
+    core = Core(graph, k80s(16), roofline(), capacity=1 << 22)
+    core.begin(scattered(graph, 64, Random(1)))
+    assert follow(core, 60) > 10
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_the_compiled_core_agrees_with_plain_python(name):
+    graph, machine, cost = GRAPHS[name](), cluster(4, servers=2), roofline()
+    core = Core(graph, machine, cost)
+    for seed in range(5):
+        strategy = scattered(graph, 4, Random(seed))
+        assert core.begin(strategy) == pytest.approx(simulate(graph, machine, strategy, cost), rel=1e-12)
+        assert core.strategy == strategy
+
+
+def test_equal_times_everywhere_are_ordered_by_keys():
+    """Costs and messages of exactly one second: nearly every task is ready when another is."""
+    graph = translation(steps=2)
+    core = Core(graph, cluster(4, bandwidth=1e300, latency=1.0), lambda part, device: (1.0, 1.0))
+    core.begin(data_parallel(graph, 4))
+    assert follow(core, 300) > 50
+
+
+def test_tasks_that_take_no_time():
+    graph = branches()
+    core = Core(graph, cluster(4, bandwidth=1e300, latency=1.0), lambda part, device: (0.0, 0.0))
+    core.begin(data_parallel(graph, 4))
+    follow(core, 300)
+
+
+def test_the_core_grows_when_messages_need_room():
+    graph = branches()
+    core = Core(graph, cluster(4), roofline(), capacity=8)
+    core.begin(scattered(graph, 4, Random(0)))
+    assert follow(core, 100) > 10
+    assert len(core.state.message) > 8
+
+
+def test_the_chain_is_the_same_with_either_simulation():
+    graph = rnnlm()
+    found = []
+    for walk in ("walk", "walk_from_nothing"):
+        core = Core(graph, cluster(4), roofline(), seed=3)
+        core.begin(data_parallel(graph, 4))
+        getattr(core, walk)(500, core.seconds * 0.05)
+        found.append((core.strategy, core.seconds))
+    assert found[0] == found[1]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6), st.integers(2, 5))
+def test_random_networks_and_any_strategy(seed, devices):
+    """Parts of any number on any devices, several on one; then what the chain makes of it."""
+    graph, machine, cost = network(seed).graph, cluster(devices, servers=2), roofline()
+    start = strategy(graph, devices, Random(seed))
+    core = Core(graph, machine, cost, (start,), seed=seed)
+    assert core.begin(start) == pytest.approx(simulate(graph, machine, start, cost), rel=1e-12)
+    assert core.differences() == 0
+    follow(core, 10)

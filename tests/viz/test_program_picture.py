@@ -1,0 +1,100 @@
+"""The picture of a program, of a small U-Net by hand."""
+
+from __future__ import annotations
+
+import operator
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+
+from fxpipe.ir.graph.graph import Graph, Op, Origin, State
+from fxpipe.ir.graph.value_types import TensorType
+from fxpipe.ir.program.program import Loan, Move, Program, Stage
+from fxpipe.viz.program_picture import draw
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def tensor(*shape: int) -> TensorType:
+    return TensorType("f32", ("b", *shape), "cpu", grad=True)
+
+
+def op(name: str, module: str) -> Op:
+    return Op(name, operator.add, (), {}, tensor(1), Origin("unet.py", 1, "", module))
+
+
+def parameter(name: str, *shape: int) -> State:
+    return State(name, f"{name}.weight", "parameter", TensorType("f32", shape, "cpu", grad=True))
+
+
+VALUES = {
+    "image": tensor(1, 8, 8),
+    "x": tensor(4, 4, 4),
+    "h": tensor(4, 4, 4),
+    "skip": tensor(4, 8, 8),
+    "y": tensor(10),
+}
+STATES = (parameter("down", 4, 1, 3, 3), parameter("middle", 4, 4, 3, 3), parameter("head", 500, 3000))
+STAGES = (
+    Stage(
+        0, "cuda:0", (op("conv", "down"), op("x", "")), ("image",), ("x", "skip"), ("down",), checkpoint="except_last"
+    ),
+    Stage(1, "cuda:1", tuple(op(f"o{i}", f"middle.{i}.conv") for i in range(9)), ("x",), ("h",), ("middle",)),
+    Stage(2, "cuda:0", (op("cat", ""), op("y", "head")), ("h", "skip"), ("y",), ("head",), ("down",)),
+)
+MOVES = (
+    Move("image", -1, 0), Move("x", 0, 1), Move("skip", 0, 2), Move("h", 1, 2), Move("y", 2, 3), Move("mask", -1, 2),
+)  # fmt: skip
+PROGRAM = Program(
+    Graph("UNet", True, (), (), STATES, (), (), ((), {}), None),
+    STAGES,
+    MOVES,
+    (Loan("down", 0, 2),),
+    VALUES | {"mask": TensorType("bool", ("b", 8), "cpu")},
+)
+
+
+def texts(picture: str) -> list[str]:
+    return ["".join(node.itertext()) for node in ET.fromstring(picture).iter(f"{SVG}text")]
+
+
+def test_golden(golden: Callable[[str, str], None]) -> None:
+    golden("viz/unet.svg", draw(PROGRAM))
+
+
+def test_what_it_says() -> None:
+    said = texts(draw(PROGRAM))
+    assert said[:2] == ["UNet", "3 stages on 2 devices, 1.50 M parameters, 1 portal"]
+    for word in (
+        "stage 1", "cuda:1", "2 ops, 36 parameters", "9 ops, 144 parameters", "2 ops, 1.50 M parameters",
+        "recomputes all but the last", "x", "f32[b, 4, 4, 4]", "skip", "mask", "down.weight", "down", "cat", "head",
+    ):  # fmt: skip
+        assert word in said
+    assert "middle" in said  # nine modules inside it would not fit
+
+
+def test_arcs() -> None:
+    """Two portals above, one loan below; the longer portal above the other."""
+    picture = ET.fromstring(draw(PROGRAM))
+    paths = [(path.attrib["class"], path.attrib["d"]) for path in picture.iter(f"{SVG}path")]
+    assert [class_ for class_, _ in paths] == ["arc-stroke", "arc-stroke", "loan-stroke"]
+    level = [float(re.search(r"Q \S+ (\S+)", d)[1]) for _, d in paths]  # type: ignore[index]
+    top = min(float(r.attrib["y"]) for r in picture.iter(f"{SVG}rect") if r.get("class") == "card")
+    assert level[1] < level[0] < top < level[2]  # skip, mask and the loan; y grows downwards
+
+
+def test_one_arc_for_all_that_go_the_same_way() -> None:
+    """A mask for stages 2 and 3 is one arc with two ends; a second value that goes there too is named on it."""
+    stages = (*STAGES, Stage(3, "cuda:1", (), (), (), ()))
+    moves = (*MOVES[:-2], Move("mask", -1, 2), Move("mask", -1, 3), Move("ids", -1, 2), Move("ids", -1, 3))
+    types = PROGRAM.types | {"ids": VALUES["image"]}
+    picture = draw(Program(PROGRAM.graph, stages, moves, (), types))
+    assert "mask, ids" in texts(picture)
+    arcs = [path.attrib["d"] for path in ET.fromstring(picture).iter(f"{SVG}path")]
+    assert sorted(d.count("V") - 1 for d in arcs) == [1, 2]  # ends: one of the skip, two of the mask
+
+
+def test_one_stage() -> None:
+    moves = (Move("image", -1, 0), Move("x", 0, 1))
+    program = Program(PROGRAM.graph, STAGES[:1], moves, (), VALUES)
+    assert "1 stage on 1 device, 36 parameters, 0 portals" in texts(draw(program))

@@ -1,0 +1,407 @@
+"""What ranks do in tests. Each function is called on all ranks of a group; rank 0 compares with the plain model."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import fxpipe
+from fxpipe import FxpipeError, RankError
+from fxpipe.codegen.package.load_package import bound_stages, tensors_of
+from fxpipe.codegen.package.package_files import constants
+from fxpipe.codegen.scheduler.message_table import wires
+from fxpipe.engines.ranks.rank_engine import on_rank
+from fxpipe.engines.ranks.rank_group import World
+from fxpipe.engines.transports import shared_memory as board
+from fxpipe.engines.transports.same_machine import SWITCH
+from fxpipe.pipe.build import build as street
+from fxpipe.pipe.ranks.process_group import find_world
+from fxpipe.pipe.ranks.rank_pipe import RankPipe
+from fxpipe.planning import homes
+from fxpipe.runtime.random import new_seed
+from tests.helpers.models import MODELS
+from tests.helpers.transparency import Result, assert_same, build, inputs
+from tests.whole.test_steps import reference, stepped
+
+Config = tuple[str, str]  # schedule, checkpoint
+Step = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+Own = Callable[[], Mapping[str, Tensor]]
+
+
+# Ways -----------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def apart(far: bool = True) -> Iterator[None]:
+    """Worlds that are made in this context share no memory with this process; give them a timeout of their own, for
+    they are kept."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SWITCH, str(int(not far)))
+        yield
+
+
+def ways(group: Any) -> list[World]:
+    """The ranks, on one machine; none on the machine of another; and the last one alone on its own."""
+    found = []
+    last = dist.get_rank(group) == dist.get_world_size(group) - 1
+    for timeout, far in ((60, False), (61, True), (62, last)):
+        with apart(far):
+            world = find_world(None, group, timeout)
+        assert world is not None
+        assert len(world.near) == [len(world.others), 0, 0 if last else len(world.others) - 1][timeout - 60]
+        found.append(world)
+    return found
+
+
+# Comparing ------------------------------------------------------------------------------------------------------------
+
+
+def step_over(group: Any, model: nn.Module, own: Own, call: Any, seed: int, step: Step) -> Result | None:
+    """All that there is to compare after a step, on rank 0: the parts of all ranks, put together."""
+    args, kwargs = call
+    model.zero_grad()
+    torch.manual_seed(seed)
+    output = step(args, kwargs)
+    mine = {id(tensor) for tensor in own().values()}
+    gradients = {name: p.grad for name, p in model.named_parameters() if id(p) in mine}
+    buffers = {name: b.clone() for name, b in model.named_buffers() if id(b) in mine}
+    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    gradients |= {f"value of {name}": p.detach().clone() for name, p in model.named_parameters() if id(p) in mine}
+    part = Result(output, gradients, buffers), [leaf.grad for leaf in leaves]
+    parts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(parts, part, group)
+    if dist.get_rank(group):
+        return None
+    names = [name for result, _ in parts for name in (*result.gradients, *result.buffers)]
+    assert len(names) == len(set(names)), "a parameter or buffer is on two ranks"
+    all_gradients = {name: grad for result, _ in parts for name, grad in result.gradients.items()}
+    names = [name for name, _ in model.named_parameters()]
+    all_gradients = {name: all_gradients[name] for name in (*names, *(f"value of {name}" for name in names))}
+    for index, grads in enumerate(zip(*(found for _, found in parts), strict=True)):
+        some = [grad for grad in grads if grad is not None]  # on each rank that has passed the input
+        assert all(torch.equal(grad, some[0]) for grad in some)
+        all_gradients[f"input {index}"] = some[0] if some else None
+    all_buffers = {name: value for result, _ in parts for name, value in result.buffers.items()}
+    for result, _ in parts[1:]:
+        assert_same(Result(result.output, {}, {}), Result(output, {}, {}), 0)
+    return Result(output, all_gradients, {name: all_buffers[name] for name, _ in model.named_buffers()})
+
+
+def compare(group: Any, got: Result | None, wanted: Callable[[], Result], tol: float = 1e-9) -> None:
+    """Every rank learns whether rank 0 found all equal."""
+    fault: list[str | None] = [None]
+    if got is not None:
+        try:
+            assert_same(got, wanted(), tol)
+        except AssertionError as error:
+            fault = [str(error)]
+    dist.broadcast_object_list(fault, group=group, group_src=0)
+    assert fault[0] is None, fault[0]
+
+
+# The whole way, from the user's call ----------------------------------------------------------------------------------
+
+
+def pipe_is_the_model(group: Any, name: str, schedule: str, checkpoint: str, chunks: int, given: str) -> None:
+    """Steps of a few batch sizes through `fxpipe.compile`. `given`: "everywhere", or "used" where each rank passes only
+    what it cannot do without, from the second step on."""
+    case = stepped(MODELS[name])
+    model, twin, rank = build(case), build(case), dist.get_rank(group)
+    pipe = fxpipe.compile(
+        twin, chunks=chunks, schedule=schedule, checkpoint=checkpoint, group=group, timeout=60, **case.options
+    )
+    assert isinstance(pipe, RankPipe)
+    try:
+        for batch in (8, 7, 2):
+            some = given == "used" and rank > 0 and not any(item in used(pipe) for item in range(9))
+
+            def step(args: Any, kwargs: Any, some: bool = some) -> Any:
+                args, kwargs = ((), {}) if some else (args, kwargs)
+                return pipe.step(*args, loss_fn=case.loss, outputs=True, **kwargs)
+
+            got = step_over(group, twin, pipe.own_tensors, inputs(case, batch), batch, step)
+            compare(group, got, lambda batch=batch: reference(case, model, batch, chunks), case.tol)
+        keys: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(keys, list(pipe.state_dict()), group)
+        assert sorted(key for some in keys for key in some) == sorted(model.state_dict())
+    finally:
+        pipe.close()
+
+
+def crowded_pipe_is_the_model(group: Any, name: str, schedule: str) -> None:
+    """The same, where most values find no place in the memory that ranks share."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(board, "VALUES", 3)
+        pipe_is_the_model(group, name, schedule, "except_last", 4, "everywhere")
+
+
+def used(pipe: RankPipe) -> set[int]:
+    """The numbers of the inputs that stages of this rank use; all of them before the first call."""
+    if not pipe._state.cache.builds:
+        return set(range(9))
+    scheduler: Any = pipe.scheduler
+    return {at for at, (name, _) in enumerate(scheduler.inputs) if name in scheduler._used}
+
+
+# What was captured and built before -----------------------------------------------------------------------------------
+
+
+def step_of(made: street.Build, package: Any, model: nn.Module, world: World) -> Step:
+    """Steps of a loaded package over the ranks."""
+    held = constants(made.program, made.totals)
+    stages, whole = bound_stages(package, model, held, here={world.label: world.device})
+    scheduler = on_rank(package.Scheduler, stages, whole, world, wires(made.program, made.schedule))
+
+    def step(args: Any, kwargs: Any) -> Any:
+        seed = new_seed() if scheduler.random else 0
+        return package.result(*scheduler.run(package.inputs(*args, **kwargs), package.CHUNKS, seed=seed))
+
+    return step
+
+
+def owner(made: street.Build, model: nn.Module, world: World) -> Own:
+    """The tensors of the stages on this rank; on rank 0 also those of none."""
+    tensors = tensors_of(model)
+    found = {id(tensors[path]): made.plan.stages[s].device for path, s in homes(made.graph, made.plan).items()}
+    first = world.labels[0]
+    return lambda: {p: t for p, t in tensors_of(model).items() if found.get(id(tensors[p]), first) == world.label}
+
+
+# Faults ---------------------------------------------------------------------------------------------------------------
+
+
+class Chain(nn.Module):
+    """A stage for each rank, each with a bomb."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Boom(Exception):
+    """What a stage raises."""
+
+
+def chain(
+    group: Any, schedule: str, replicas: Sequence[int] | None = None, **options: Any
+) -> tuple[RankPipe, nn.Module, tuple[Tensor, Tensor]]:
+    """A pipe of a chain, and a batch for it."""
+    size = dist.get_world_size(group)
+    n = size if replicas is None else len(replicas)
+    torch.manual_seed(0)
+    model = Chain(n).double()
+    x, y = torch.randn(2, 8, 6, dtype=torch.float64)
+    cuts = [f"layers.{k}" for k in range(1, n)]
+    pipe = fxpipe.compile(model, size, 4, schedule=schedule, split_at=cuts, replicas=replicas, group=group, **options)
+    assert isinstance(pipe, RankPipe)
+    return pipe, model, (x, y)
+
+
+def at(pipe: RankPipe, action: str, do: Callable[[], None], replica: int = 0) -> None:
+    """Let this happen in an action, such as "1B2", if it is one of this rank, which is that replica."""
+    scheduler: Any = pipe.scheduler
+    found = next((a for a in scheduler.methods if str(a) == action), None)
+    if found is None or not scheduler.here(found.stage) or scheduler.replica != replica:
+        return
+    method = scheduler.methods[found]
+
+    def once(*args: Any) -> None:
+        scheduler.methods[found] = method
+        do()
+        method(*args)
+
+    scheduler.methods[found] = once
+
+
+def throw() -> None:
+    raise Boom("boom")
+
+
+def fail_everywhere(group: Any, schedule: str, replicas: Sequence[int] | None = None) -> None:
+    """One action after the other fails, on whatever rank it is, in the last replica of a stage; the next step is exact
+    each time."""
+    pipe, model, (x, y) = chain(group, schedule, replicas, timeout=60)
+    rank = dist.get_rank(group)
+
+    def step() -> Tensor:
+        found: Tensor = pipe.step(x, target=y, loss_fn=F.mse_loss)
+        return found
+
+    loss = step()
+    wanted = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    scheduler: Any = pipe.scheduler
+    for action in [a for a in scheduler.methods if a.micro_batch in (0, 3)]:
+        model.zero_grad()
+        crew = scheduler._ranks[action.stage]
+        at(pipe, str(action), throw, len(crew) - 1)
+        home = crew[-1]
+        with pytest.raises(Boom if rank == home else RankError) as caught:
+            step()
+        where = f"stage {action.stage}, micro-batch {action.micro_batch}"
+        where += f", replica {len(crew) - 1}" if len(crew) > 1 else ""
+        if rank == home:
+            assert caught.value.__notes__[0].startswith(where)
+        else:
+            assert f"rank {home}: Boom: boom\n{where}" in str(caught.value)
+        assert all(p.grad is None for p in model.parameters()), f"gradients after {action} failed"
+    torch.testing.assert_close(step(), loss, rtol=1e-9, atol=0)
+    for name, p in model.named_parameters():
+        if name in wanted:
+            torch.testing.assert_close(p.grad, wanted[name], rtol=1e-9, atol=0)
+    pipe.close()
+
+
+def differ(group: Any) -> None:
+    """Each rank has another model, batch, mode or number of micro-batches: an error everywhere, which shows it."""
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    x, y = torch.randn(2, 8, 6)
+    pipe = fxpipe.compile(Chain(n + (rank == 2)), n, 4, group=group)
+    with raises("ranks 0 and 2 do not have the same model and plan", "+  parameter  layers_4_weight"):
+        pipe.step(x, target=y, loss_fn=F.mse_loss)
+    pipe = fxpipe.compile(Chain(n), n, 4 + (rank == 1), group=group)
+    with raises("-chunks      4", "+chunks      5"):
+        pipe.step(x, target=y, loss_fn=F.mse_loss)
+    pipe = fxpipe.compile(Chain(n), n, 4, group=group)
+    pipe.step(x, target=y, loss_fn=F.mse_loss)
+    with raises("rank 3 was given argument 0 of type torch.float32 and shape [6, 6], and rank 0"):
+        pipe.step(x[:6] if rank == 3 else x, target=y, loss_fn=F.mse_loss)
+    pipe.train(rank != 1)
+    with raises("new on rank 1 alone"):
+        pipe.step(x, target=y, loss_fn=F.mse_loss)
+    pipe.train()
+    with raises("rank 3: " * (rank != 3) + "target: not given on rank 3, whose stages use it"):
+        pipe.step(x, target=y if rank == 0 else None, loss_fn=F.mse_loss)
+    for _ in range(2):  # the second time after a step whose arguments look the same
+        with raises("loss_fn is 3" if rank == 0 else "rank 0: loss_fn is 3"):
+            pipe.step(x, target=y, loss_fn=3 if rank == 0 else F.mse_loss)
+        with raises("rank 2: " * (rank != 2) + "loss_fn is 3"):
+            pipe.step(x, target=y, loss_fn=3 if rank == 2 else F.mse_loss)
+        pipe.step(x, target=y, loss_fn=F.mse_loss)
+    loss = pipe.step(x, target=y, loss_fn=F.mse_loss)
+    assert abs(float(loss) - float(F.mse_loss(pipe.forward_only(x), y))) < 1e-6
+    with raises("devices is 3, and there are 4 ranks"):
+        fxpipe.compile(Chain(n), 3, 4, group=group)
+
+
+@contextmanager
+def raises(*texts: str) -> Iterator[None]:
+    """All these are in the message."""
+    with pytest.raises(FxpipeError) as caught:
+        yield
+    missing = [text for text in texts if text not in str(caught.value)]
+    assert not missing, f"{missing} not in: {caught.value}"
+
+
+def lose(
+    group: Any, end: str, action: str = "1F2", replicas: Sequence[int] | None = None, far: Sequence[int] = ()
+) -> None:
+    """Rank 1, which is the last replica of a stage, ends, or stands still, in the middle of a step; ranks that are far
+    share no memory with others."""
+    with apart(dist.get_rank(group) in far):
+        pipe, _, (x, y) = chain(group, "1f1b", replicas, timeout=10)
+    pipe.step(x, target=y, loss_fn=F.mse_loss)
+    at(
+        pipe,
+        action,
+        lambda: os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[end]),
+        replicas is not None,
+    )
+    try:
+        pipe.step(x, target=y, loss_fn=F.mse_loss)
+    except RankError:
+        with raises("start all ranks again"):
+            pipe.step(x, target=y, loss_fn=F.mse_loss)
+        raise
+
+
+# Users ----------------------------------------------------------------------------------------------------------------
+
+
+def train(group: Any) -> None:
+    """Some steps of two batches each, beside the plain model."""
+    rank = dist.get_rank(group)
+    pipe, model, (x, y) = chain(group, "1f1b", example_inputs=torch.ones(8, 6, dtype=torch.float64))
+    plain_model = Chain(4).double()
+    plain_model.load_state_dict(model.state_dict())
+    assert list(pipe.state_dict()) == [f"layers.{rank}.weight", f"layers.{rank}.bias"]
+    if rank == 2:
+        pipe.drop_others()
+        assert sum(p.untyped_storage().nbytes() for p in model.parameters()) == (36 + 6) * 8
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (pipe, plain_model)]
+    scaler = fxpipe.GradScaler(pipe, "cpu", init_scale=2.0**8)
+    for turn in range(3):
+        for half in (slice(0, 5), slice(5, 8)):
+            loss = pipe.step(x[half], target=y[half], loss_fn=F.mse_loss, scaler=scaler, accumulate=3)
+            wanted = F.mse_loss(plain_model(x[half]), y[half])
+            (wanted / 3 * 2.0**8).backward()
+            torch.testing.assert_close(loss, wanted.detach(), rtol=1e-9, atol=0)
+        for name, parameter in pipe.named_parameters():
+            torch.testing.assert_close(parameter.grad, plain_model.get_parameter(name).grad, rtol=1e-9, atol=0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=turn != 1)
+    pipe.eval()
+    torch.testing.assert_close(pipe.forward_only(x), plain_model(x).detach(), rtol=1e-9, atol=0)
+    with torch.no_grad():
+        torch.testing.assert_close(pipe(x[:3]), plain_model(x[:3]), rtol=1e-9, atol=0)
+    with raises("autograd does not reach from one process to another"):
+        pipe(x)
+    fresh = Chain(4).double().state_dict()
+    pipe.load_state_dict(fresh)  # of a whole model
+    assert all(torch.equal(value, fresh[key]) for key, value in pipe.state_dict().items())
+    pipe.load_state_dict(pipe.state_dict())
+    with pytest.raises(RuntimeError, match=r"missing \['layers\..\.bias'\]"):
+        pipe.load_state_dict({f"layers.{rank}.weight": fresh[f"layers.{rank}.weight"]})
+
+
+def mesh(group: Any) -> None:
+    """Two pipes at once, each over one row of a mesh."""
+    rows = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    torch.manual_seed(0)
+    model, (x, y) = Chain(4).double(), torch.randn(2, 8, 6, dtype=torch.float64)
+    with raises("group is a mesh of 2 dimensions"):
+        fxpipe.compile(model, 2, 4, group=rows)
+    plan = fxpipe.compile(model, ["cpu:0", "cpu:1"], 4, schedule="1f1b", example_inputs=x).plan
+    pipe = fxpipe.compile(model, 2, plan=plan, group=rows["pp"])
+    half = slice(0, 4) if rows.get_local_rank("dp") == 0 else slice(4, 8)
+    loss = pipe.step(x[half], target=y[half], loss_fn=F.mse_loss)
+    torch.testing.assert_close(loss, F.mse_loss(model(x[half]), y[half]).detach(), rtol=1e-9, atol=0)
+    assert [stage.device for stage in pipe.plan.stages] == ["cpu:0", "cpu:1"]
+    assert str(pipe.programs).startswith("1f1b on 2 devices\ncpu:0\n  run ")
+    pipe.close()
+
+
+def fork(group: Any) -> None:
+    """A child that each rank forks has no connections; those of its parent are as before."""
+    torch.manual_seed(0)
+    model, (x, y) = Chain(4).double(), torch.randn(2, 8, 6, dtype=torch.float64)
+    pipe = fxpipe.compile(model, dist.get_world_size(group), chunks=4, group=group)
+    pipe.step(x, target=y, loss_fn=F.mse_loss)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            with raises(f"forked from rank {dist.get_rank(group)}"):
+                pipe.step(x, target=y, loss_fn=F.mse_loss)
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    loss = pipe.step(x, target=y, loss_fn=F.mse_loss)
+    torch.testing.assert_close(loss, F.mse_loss(model(x), y).detach() if pipe.leads else loss, rtol=1e-9, atol=0)
+    pipe.close()

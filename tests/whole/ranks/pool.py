@@ -1,0 +1,102 @@
+"""Processes that are ranks, kept for many tests: to start one takes seconds.
+
+    pool.run(function, *args, ranks=(0, 1))      function(group, *args), a function of a module, on each of these ranks
+
+They are forked from a server that has imported everything, and meet through a file.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SIZE = 4
+GROUPS = ((0, 1), (2, 3), (0, 1, 2), (0, 1, 2, 3))
+PATIENCE = 200  # seconds that one function may take
+LIMIT = timedelta(seconds=60)
+WARM = ["tests.whole.ranks.warm"]
+
+
+class RankFailed(AssertionError):
+    """The traceback of a rank."""
+
+
+class Pool:
+    """`size` ranks that wait for something to do, forked from a server, or ("fork") from this process."""
+
+    def __init__(self, size: int = SIZE, how: str = "forkserver") -> None:
+        context: Any = get_context(how)
+        if how == "forkserver":
+            context.set_forkserver_preload(WARM)
+        self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        meeting = str(Path(self.folder.name) / "meet")
+        ends = [context.Pipe() for _ in range(size)]
+        self.processes = [
+            context.Process(target=serve, args=(theirs, rank, size, meeting), daemon=True)
+            for rank, (_, theirs) in enumerate(ends)
+        ]
+        for process in self.processes:
+            process.start()
+        for _, theirs in ends:
+            theirs.close()
+        self.ends = [ours for ours, _ in ends]
+
+    def start(self, function: Callable[..., Any], *args: Any, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            self.ends[rank].send((function, tuple(ranks), args))
+
+    def results(self, ranks: Sequence[int], patience: float = PATIENCE) -> list[Any]:
+        """What the function has returned on each rank. Raises RankFailed with the tracebacks of those it failed on."""
+        end = time.monotonic() + patience
+        answered = {
+            rank: self.ends[rank].recv() for rank in ranks if self.ends[rank].poll(max(0.0, end - time.monotonic()))
+        }
+        failed = [f"rank {rank}:\n{text}" for rank, (text, _) in answered.items() if text]
+        failed += [f"rank {rank} does not answer" for rank in ranks if rank not in answered]
+        if failed:
+            raise RankFailed("\n".join(failed))
+        return [answered[rank][1] for rank in ranks]
+
+    def run(self, function: Callable[..., Any], *args: Any, ranks: Sequence[int] = tuple(range(SIZE))) -> list[Any]:
+        self.start(function, *args, ranks=ranks)
+        return self.results(ranks)
+
+    def close(self) -> None:
+        for end in self.ends:
+            end.close()
+        wait([process.sentinel for process in self.processes], timeout=1)
+        for process in self.processes:
+            process.kill()  # also one that is stopped
+            process.join()
+        self.folder.cleanup()
+
+
+def serve(end: Connection, rank: int, size: int, meeting: str) -> None:
+    """Do what comes, until nobody is there to ask."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(meeting, size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=LIMIT)
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in GROUPS if max(ranks) < size}
+    while True:
+        try:
+            function, ranks, args = end.recv()
+        except EOFError:
+            return
+        faulthandler.dump_traceback_later(PATIENCE)
+        try:
+            answer = "", function(groups[ranks], *args)
+        except BaseException:
+            answer = traceback.format_exc(), None
+        faulthandler.cancel_dump_traceback_later()
+        end.send(answer)

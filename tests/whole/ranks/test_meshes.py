@@ -1,0 +1,68 @@
+"""Pipes beside each other: rows of a mesh, with data or tensor parallelism between them, are the plain model."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.whole.ranks import meshes
+from tests.whole.ranks.pool import Pool, RankFailed
+
+SOON = 60  # seconds, as long as a rank may be silent
+
+
+def test_steps(pool: Pool) -> None:
+    pool.run(meshes.steps_are_the_models, "dp pp", "fsdp by blocks", "zb-h1", False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("names", "kinds", "schedule", "attends"),
+    [
+        ("dp pp", "ddp", "gpipe", False),
+        ("dp pp", "fsdp", "1f1b", False),
+        ("pp tp", "tp", "zb-h1", True),
+        ("pp tp", "tp", "interleaved", False),
+        ("dp pp tp", "tp, fsdp by blocks", "1f1b", False),
+    ],
+)
+def test_more_steps(pool: Pool, names: str, kinds: str, schedule: str, attends: bool) -> None:
+    """The last in rows of one rank each: three dimensions take eight ranks, and there are four."""
+    pool.run(meshes.steps_are_the_models, names, kinds, schedule, attends)
+
+
+@pytest.mark.slow
+def test_what_is_refused(pool: Pool) -> None:
+    pool.run(meshes.refused)
+
+
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_an_error_in_one_row(pool: Pool, kind: str) -> None:
+    pool.run(meshes.fail_in_one_row, kind)
+
+
+@pytest.mark.slow
+def test_a_rank_is_lost() -> None:
+    """Ranks of its own, for they end."""
+    ranks = Pool(4)
+    try:
+        ranks.start(meshes.lose, "fsdp", ranks=(0, 1, 2, 3))
+        began = time.monotonic()
+        for rank in (0, 1, 2):
+            with pytest.raises((RankFailed, EOFError), match="RankError"):
+                ranks.results((rank,), SOON)
+        assert time.monotonic() - began < SOON
+    finally:
+        ranks.close()
+
+
+@pytest.mark.slow
+def test_saved_from_shards(pool: Pool, tmp_path: Path) -> None:
+    pool.run(meshes.saved, tmp_path / "saved")
+
+
+@pytest.mark.slow
+def test_the_script(pool: Pool) -> None:
+    pool.run(meshes.script)

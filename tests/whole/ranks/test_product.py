@@ -1,0 +1,39 @@
+"""A step over ranks is the model's: loss, outputs, all gradients and buffers, for every model under every schedule.
+
+By default a few models run, chosen for what crosses between their stages, in some schedules each; `slow` runs all
+schedules for each model, over 2 and over 4 ranks.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.models import MODELS
+from tests.whole.ranks.cases import Config
+from tests.whole.ranks.product import check
+from tests.whole.test_steps import CHECKPOINTS, NAMES
+
+# What crosses between ranks: skips, tied weights, random numbers, views, masks, constants, numbers; and buffers.
+FEW = (
+    "skip ladder", "tied transformer", "unused", "batch norm", "transformer with dropout", "views", "numbers", "masked",
+    "encoder-decoder", "counter", "frozen", "mixed precision",
+)  # fmt: skip
+SHORT = ("own loss",)  # fewer ops than the 8 stages of some schedules over 4 ranks
+
+
+def configs(start: int, count: int) -> list[Config]:
+    """So many of the schedules, from one on; the modes of recomputation go round."""
+    return [(NAMES[k % len(NAMES)], CHECKPOINTS[k % len(CHECKPOINTS)]) for k in range(start, start + count)]
+
+
+@pytest.mark.parametrize(("index", "name"), list(enumerate(FEW)), ids=FEW)
+def test_some_schedules_are_the_model(index: int, name: str) -> None:
+    """Three over 2 ranks and two over 4; each occurs over both."""
+    assert check(name, {2: configs(3 * index, 3), 4: configs(2 * index, 2)}) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("index", "name"), list(enumerate(MODELS)), ids=MODELS)
+def test_every_schedule_is_the_model(index: int, name: str) -> None:
+    ran = check(name, {count: configs((index + count) * len(NAMES), len(NAMES)) for count in (2, 4)})
+    assert ran == 2 * len(NAMES) or name in SHORT

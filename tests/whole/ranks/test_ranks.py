@@ -1,0 +1,29 @@
+"""What users do with a pipe over ranks, beside steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.whole.ranks import cases, crews
+from tests.whole.ranks.pool import Pool
+
+
+def test_training(pool: Pool) -> None:
+    """Gradient accumulation, an optimizer, evaluation, and a GradScaler are those of the plain model; each rank may
+    drop what belongs to others, and loads what is its own."""
+    pool.run(cases.train)
+
+
+def test_meshes_and_plans(pool: Pool) -> None:
+    """The group may be a mesh; the plan may be made before; a later kind of call may need fewer stages."""
+    pool.run(cases.mesh)
+
+
+def test_a_forked_child(pool: Pool) -> None:
+    """It may not use the connections of the rank that it came from."""
+    pool.run(cases.fork)
+
+
+def test_a_scaler_that_is_wrong_on_one_rank(pool: Pool, tmp_path: Path) -> None:
+    """All ranks hear of it at once, whichever it is."""
+    pool.run(crews.refuse_scalers, tmp_path / "saved", ranks=(0, 1))

@@ -1,0 +1,57 @@
+"""A stage may be on several ranks, each of which has a slice of every micro-batch: steps are those of the model, and
+the same as in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.whole.ranks import crews
+from tests.whole.ranks.pool import Pool
+
+STEPS = (
+    ("long skip", (2, 1), "gpipe", "always"),
+    ("tied transformer", (2, 2), "1f1b", "except_last"),
+    ("tied transformer", (2, 1), "zb-h1", "never"),
+    ("tied transformer", (1, 2), "zb-h1", "except_last"),
+    ("branches", (3, 1), "1f1b", "never"),
+    ("constants", (1, 2), "interleaved", "always"),
+)
+RUNS = (((2, 1), "zb-h1", True), ((2, 2), "gpipe", False), ((1, 3), "1f1b", True))
+
+
+def test_steps_are_the_models(pool: Pool) -> None:
+    assert all(pool.run(crews.is_the_model, "numbers", (1, 3), "zb-h1", "except_last"))
+
+
+def test_the_same_as_in_one_process(pool: Pool, tmp_path: Path) -> None:
+    """A weight that two stages share, random numbers, statistics, a batch that leaves a replica without work."""
+    pool.run(crews.is_as_in_one_process, tmp_path / "saved", (1, 2), "1f1b", False, ranks=(0, 1, 2))
+
+
+def test_python_numbers(pool: Pool) -> None:
+    pool.run(crews.numbers_are_the_models, (1, 1), ranks=(0, 1))
+    pool.run(crews.numbers_are_the_models, (1, 2, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "counts", "schedule", "checkpoint"), STEPS)
+def test_more_steps(pool: Pool, name: str, counts: tuple[int, ...], schedule: str, checkpoint: str) -> None:
+    ranks = tuple(range(sum(counts)))
+    assert all(pool.run(crews.is_the_model, name, counts, schedule, checkpoint, ranks=ranks))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("counts", "schedule", "deferred"), RUNS)
+def test_more_of_one_process(
+    pool: Pool, tmp_path: Path, counts: tuple[int, ...], schedule: str, deferred: bool
+) -> None:
+    ranks = tuple(range(sum(counts)))
+    pool.run(crews.is_as_in_one_process, tmp_path / "saved", counts, schedule, deferred, ranks=ranks)
+
+
+@pytest.mark.slow
+def test_around_steps(pool: Pool, tmp_path: Path) -> None:
+    """Of a model whose batch norm is in a stage without replicas: elsewhere its statistics would be those of slices."""
+    pool.run(crews.kept, tmp_path / "saved", (2, 1, 1), (2, 1, 1))

@@ -1,0 +1,26 @@
+"""Steps over ranks are the model's, the whole way from the user's call; `test_product` has all models and schedules."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.whole.ranks import cases
+from tests.whole.ranks.pool import Pool
+
+ALL = (0, 1, 2, 3)
+PAIRS = ((0, 1), (2, 3))
+CHUNKS = 4  # of 7 samples: 2, 2, 2, 1; of 2 samples: 1, 1
+
+
+@pytest.mark.parametrize(("name", "schedule"), [("tied weight", "1f1b"), ("dropout", "zb-v")])
+def test_pipe(pool: Pool, name: str, schedule: str) -> None:
+    """Over 2 ranks where every rank has the whole batch, over 4 where each passes what it uses."""
+    for pair in PAIRS:
+        pool.start(cases.pipe_is_the_model, name, schedule, "except_last", CHUNKS, "everywhere", ranks=pair)
+    for pair in PAIRS:
+        pool.results(pair)
+    pool.run(cases.pipe_is_the_model, name, schedule, "always", CHUNKS, "used", ranks=ALL)
+
+
+def test_pipe_whose_ranks_share_little_memory(pool: Pool) -> None:
+    pool.run(cases.crowded_pipe_is_the_model, "skip ladder", "interleaved", ranks=ALL)

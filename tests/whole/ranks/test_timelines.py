@@ -1,0 +1,14 @@
+"""The timeline of a step over ranks is one, by one clock."""
+
+from __future__ import annotations
+
+from tests.whole.ranks import timelines
+from tests.whole.ranks.pool import Pool
+
+
+def test_one_timeline(pool: Pool) -> None:
+    pool.run(timelines.spread, "zb-h1")
+
+
+def test_clocks_that_began_at_other_times(pool: Pool) -> None:
+    pool.run(timelines.far_apart)
