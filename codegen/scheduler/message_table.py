@@ -9,7 +9,7 @@ from fxpipe.codegen.stage.stage_constants import constant_names
 from fxpipe.ir.graph.dtypes import DTYPES
 from fxpipe.ir.graph.value_types import ScalarType, TensorType, ValueType
 from fxpipe.ir.program.gradient_buckets import Bucket, buckets
-from fxpipe.ir.program.messages import Form, Lent, Wires
+from fxpipe.ir.program.messages import Form, LentTensor, Wires
 from fxpipe.ir.program.program import Loan, Program
 from fxpipe.ir.program.transfers import add_transfers
 from fxpipe.ir.schedule.schedule import Schedule
@@ -53,8 +53,8 @@ def _parts(bucket: Bucket) -> Iterator[tuple[str, Form]]:
             yield bucket.name(part, summed), Form(DTYPES[bucket.dtype].torch, (end - start,))
 
 
-def _lent(program: Program, loan: Loan, name: str) -> Lent:
-    return Lent(loan.state, loan.home, loan.user, *_path(program, loan.state), name)
+def _lent(program: Program, loan: Loan, name: str) -> LentTensor:
+    return LentTensor(loan.state, loan.home, loan.user, *_path(program, loan.state), name)
 
 
 def _path(program: Program, state: str) -> tuple[str, bool]:

@@ -1,7 +1,7 @@
 """The scheduler of a program that is trained in one go, as a Python file: a row of actions for each worker, and for
 each stage what an action takes, computes and sends.
 
-    class Scheduler(Stepper):
+    class Scheduler(StepScheduler):
         rows                                      the schedule
         forward_1(m, i)                           stage 1 on micro-batch i
         backward_1(m, i)                          or in two halves:
@@ -48,7 +48,9 @@ def emit_steps(program: Program, schedule: Schedule, plan: Plan, totals: Program
     places = Places(program)
     kinds = {action.kind for action in schedule.place}
     replicated = any(stage.replicas for stage in program.stages)
-    base, file = ("Replicated", "local.replica_step") if replicated else ("Stepper", "common.step_engine")
+    base, file = (
+        ("ReplicatedScheduler", "local.replica_step") if replicated else ("StepScheduler", "common.step_engine")
+    )
     offloaded = rows_of("offloaded", (str(index) for index, stage in enumerate(plan.stages) if stage.offload))
     head = [*attributes(program, places, totals), *_attributes(program, places, schedule)]
     if offloaded:

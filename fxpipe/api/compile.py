@@ -20,7 +20,7 @@ from fxpipe.ir.plan import plan_file
 from fxpipe.ir.plan.plan import Plan, StagePlan
 from fxpipe.ir.plan.plan_file import PlanFile, StagePlace
 from fxpipe.ir.plan.profile import Profile
-from fxpipe.pipe.build.apply_strategy import Asked, place_of
+from fxpipe.pipe.build.apply_strategy import RequestedCall, place_of
 from fxpipe.pipe.drop_in_module import check_model
 from fxpipe.pipe.options.compile_options import Options, backend_of, check, deal, device_labels, stage_devices
 from fxpipe.pipe.options.option_conflicts import refuse_beside_plan, refuse_beside_strategy
@@ -53,7 +53,7 @@ def compile(
     balance: str | Sequence[int] = BALANCE,
     split_at: Sequence[str] = (),
     plan: Plan | Planned | str | Path | None = None,
-    strategy: Asked | None = None,
+    strategy: RequestedCall | None = None,
     profile: str | Profile = PROFILE,
     batch_dim: int | Mapping[str, int | None] = 0,
     reduce: str | Mapping[str, str] | None = None,
@@ -154,19 +154,19 @@ def read_options(asked: Mapping[str, Any]) -> Options:
         place, count = place_of(given["strategy"])
         refuse_beside_strategy(told)
         labels, chunks = _strategy_devices(devices, count), chunks or 1
-        crews = deal(labels, None)
+        replica_groups = deal(labels, None)
     elif chosen is not None:
         chosen = runnable(chosen, devices)
         refuse_beside_plan(chosen, told)
         labels, chunks, schedule = tuple(stage.device for stage in chosen.stages), chosen.chunks, chosen.schedule
-        crews = {stage.device: stage.replicas for stage in chosen.stages}
+        replica_groups = {stage.device: stage.replicas for stage in chosen.stages}
         given["deferred_batch_norm"] = chosen.deferred_batch_norm or given["deferred_batch_norm"]
     elif devices is None or chunks is None:
         raise PlanError("say how many: fxpipe.compile(model, devices=4, chunks=8)")
     else:
         labels = device_labels(devices)
-        crews = deal(labels, replicas)
-        labels = labels if replicas is None else tuple(crews)
+        replica_groups = deal(labels, replicas)
+        labels = labels if replicas is None else tuple(replica_groups)
         labels = stage_devices(labels, schedule, given["stages_per_device"])
     folder = given["dump"] or os.environ.get("FXPIPE_DUMP")
     as_they_are = (
@@ -181,7 +181,7 @@ def read_options(asked: Mapping[str, Any]) -> Options:
         cluster=devices if isinstance(devices, Cluster) else None,
         plan=chosen,
         dump=Path(folder) if folder else None,
-        replicas=crews,
+        replicas=replica_groups,
         place=place,
         **{name: given[name] for name in as_they_are if given[name] is not None},
     )
@@ -222,11 +222,11 @@ def read_plan(plan: Plan | Planned | str | Path | None) -> Plan | PlanFile | Non
 
 def runnable(plan: Plan | PlanFile, devices: int | Sequence[str | torch.device] | Cluster | None) -> Plan | PlanFile:
     """The plan on devices of this machine. Raises PlanError where it cannot be run."""
-    crews: dict[str, tuple[str, ...]] = {}
+    replica_groups: dict[str, tuple[str, ...]] = {}
     stages: tuple[StagePlan | StagePlace, ...] = plan.stages
     for index, stage in enumerate(stages):
         own = stage.devices
-        if len(set(own)) < len(own) or any(crews.setdefault(label, own) != own for label in own):
+        if len(set(own)) < len(own) or any(replica_groups.setdefault(label, own) != own for label in own):
             raise PlanError(
                 f"stage {index} of the plan is on {', '.join(own)}: stages that share a device share all of "
                 "theirs, each named once"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.capture import Front
+from fxpipe.capture import CallCapture
 from fxpipe.codegen.package.load_package import tensors_of, worker_device
 from fxpipe.errors import InputError, PlanError
 from fxpipe.ir.cluster.cluster import Cluster, Device
@@ -81,7 +81,7 @@ def profile(
     check_values(PROFILE, locals())
     check_model(model, "profile")
     with timed("capture"):
-        front = Front(model, batch_dim, reduce=reduce, work=working)
+        front = CallCapture(model, batch_dim, reduce=reduce, work=working)
         graph = replace(front.capture(inputs, kwargs), training=model.training)
     found: dict[str, Any] = {}
     match(graph.call, (inputs, kwargs), found)

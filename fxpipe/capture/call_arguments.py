@@ -37,7 +37,7 @@ class Leaf:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestedCall:
     """A call as the user makes it. A step has besides: `targets`, the target or nothing, and whatever else the captured
     function takes; and `holders`, objects beside the model that it may change."""
 
@@ -78,11 +78,11 @@ class Arguments:
         self.open = any(p.kind is p.VAR_KEYWORD for p in self.signature.parameters.values())
         self.target = "loss_target" if "target" in self.signature.parameters else "target"
 
-    def call(self, asked: Asked, device: torch.device | None, rows: int | None = None) -> Call:
+    def call(self, request: RequestedCall, device: torch.device | None, rows: int | None = None) -> Call:
         """The call with every tensor hollow, on `device`, and `rows` in the batch: as many as in the first micro-batch,
         if nothing else is asked for."""
-        args, kwargs, targets = asked.args, asked.kwargs, asked.targets or ()
-        names = self.names(args, kwargs, asked.targets is not None)
+        args, kwargs, targets = request.args, request.kwargs, request.targets or ()
+        names = self.names(args, kwargs, request.targets is not None)
         reals: list[tuple[str, Tensor, int | None]] = []
 
         def note(path: str, tensor: Tensor) -> Tensor:
@@ -115,9 +115,9 @@ class Arguments:
 
         new, named = hollowed(args), {key: change(value, swap) for key, value in kwargs.items()}
         aims = hollowed(targets)
-        given = (new, named) if asked.targets is None else (new, named, aims)
+        given = (new, named) if request.targets is None else (new, named, aims)
         target = dict(zip((self.target,), aims, strict=False))
-        return Call(new, named, given, leaves, batch, rows, names, target, asked.rest)
+        return Call(new, named, given, leaves, batch, rows, names, target, request.rest)
 
     def twin(
         self, position: int, real: Tensor, dim: int | None, rows: int | None, device: torch.device | None
@@ -175,8 +175,8 @@ def cut_along(batch_dim: BatchDim, path: str, tensor: Tensor) -> int | None:
     default = batch_dim if isinstance(batch_dim, int) else 0
     dim = default if tensor.dim() else None
     if not isinstance(batch_dim, int) and (names := [name for name in batch_dim if within(path, name)]):
-        asked = max(names, key=len)
-        dim = batch_dim[asked] if asked == path or tensor.dim() else None
+        request = max(names, key=len)
+        dim = batch_dim[request] if request == path or tensor.dim() else None
     if dim is None:
         return None
     if not -tensor.dim() <= dim < tensor.dim():

@@ -14,7 +14,7 @@ from fxpipe.capture.twins.attribute_changes import Changes, Snapshot
 from fxpipe.capture.twins.twin import Slot, Twins
 from fxpipe.ir.graph.graph import Graph
 
-from .call_arguments import Asked, Call
+from .call_arguments import Call, RequestedCall
 from .finish_graph import Finished
 
 Run = Callable[[Graph, tuple[Any, ...]], tuple[Any, ...]]
@@ -43,7 +43,7 @@ class Now:
     is raised comes from the pipeline."""
 
     call: Call
-    asked: Asked
+    request: RequestedCall
     twins: Twins
     run: Run | None
     beside: tuple[Any, ...] = ()

@@ -51,13 +51,13 @@ from fxpipe.capture.twins.twin import Twins
 from fxpipe.errors import CaptureError, FxpipeError
 from fxpipe.ir.graph.graph import Graph, Mixed
 
-from .call_arguments import Arguments, Asked, BatchDim, Call
+from .call_arguments import Arguments, BatchDim, Call, RequestedCall
 from .call_kinds import Kind, Now, Run
 from .capture_errors import NoOps, Refused, failed, refusals, without_frames, written_by_dynamo
 from .finish_graph import Finished, Seen, feed, finish, stand_ins
 from .model_exceptions import diagnosed
 from .nested_values import change
-from .recapture_reason import Look, look_of, why_new
+from .recapture_reason import CallSignature, signature_of, why_new
 
 Route = Callable[[Callable[..., Any], Capture, Callable[[], None]], Callable[..., Any]]
 Sizes = Callable[[int], Sequence[int]]
@@ -69,15 +69,15 @@ def call_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return model(*args, **kwargs)
 
 
-class Front:
+class CallCapture:
     """Stands in front of a model: `front(args, kwargs, run)` returns what `model(*args, **kwargs)` would, with its
     arithmetic done by `run(graph, inputs)`, which gets the real values of `graph.inputs` and returns those of
     `graph.outputs`.
 
     `sizes(batch)` are the sizes of the micro-batches that a batch is cut into; `work(what)` is a context for the time
-    that a capture takes. With a `function`, the front stands for
-    that instead: a plain function of the model, args, kwargs, and what else `Asked` brings, which uses nothing but its
-    arguments and what is global in its module. If `loss` is true, it returns a loss and something else.
+    that a capture takes. With a `function`, that is captured
+    instead: a plain function of the model, args, kwargs, and what else a `RequestedCall` has, which uses nothing but
+    its arguments and what is global in its module. If `loss` is true, it returns a loss and something else.
     """
 
     def __init__(
@@ -112,21 +112,21 @@ class Front:
         self._route, self._unguarded = self._begin(), self.twins.unguarded
         self._now: Now | None = None
         self._work, self._working, self._works = work, ExitStack(), False
-        self._looks: list[Look] = []
+        self._looks: list[CallSignature] = []
         self._told: set[Mixed] = set()
         self._warm = -1  # how many submodules were kept whole when forward ran for what a first call sets up
         self._lock = threading.RLock()
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Run) -> Any:
-        return self.run(Asked(args, kwargs), run)
+        return self.run(RequestedCall(args, kwargs), run)
 
-    def run(self, asked: Asked, run: Run) -> Any:
+    def run(self, request: RequestedCall, run: Run) -> Any:
         """What the captured function returns."""
         with self._lock:
-            now, result = self._captured(asked, run)
+            now, result = self._captured(request, run)
             for _ in range(2):  # a hook that fills a dict makes the second call of another kind than the first
                 if now.snapshot is not None:
-                    now, result = self._captured(asked, run)
+                    now, result = self._captured(request, run)
             kind = now.kind
             assert kind is not None
             if now.snapshot is not None:
@@ -141,36 +141,36 @@ class Front:
 
     def capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Graph:
         """The graph of this kind of call. Nothing changes; nothing is run but for submodules that are kept whole."""
-        return self.graph(Asked(args, kwargs))
+        return self.graph(RequestedCall(args, kwargs))
 
-    def graph(self, asked: Asked) -> Graph:
+    def graph(self, request: RequestedCall) -> Graph:
         """The graph of this kind of call of the captured function."""
         with self._lock:
-            now, _ = self._captured(asked, None)
+            now, _ = self._captured(request, None)
             assert now.kind is not None
             assert now.kind.finished is not None
             return now.kind.finished.graph
 
-    def _captured(self, asked: Asked, run: Run | None) -> tuple[Now, Any]:
+    def _captured(self, request: RequestedCall, run: Run | None) -> tuple[Now, Any]:
         """One call of the route. Raises what the model itself raises for such a call, else why it is not captured."""
         try:
-            return self._complete(asked, run)
+            return self._complete(request, run)
         except NoOps:
             raise
         except CaptureError as error:
             refused = without_frames(error)
         if self.twins.shape is None:  # it has parameters without a shape
             raise refused
-        call = self.arguments.call(asked, self.twins.device)
+        call = self.arguments.call(request, self.twins.device)
 
         def attempt(function: Callable[..., Any], samples: int) -> None:
-            run_plainly(function, call, self.twins, asked.holders, samples)
+            run_plainly(function, call, self.twins, request.holders, samples)
 
         raise diagnosed(refused, self.model, call, attempt)
 
-    def _complete(self, asked: Asked, run: Run | None) -> tuple[Now, Any]:
+    def _complete(self, request: RequestedCall, run: Run | None) -> tuple[Now, Any]:
         try:
-            return self._completed(asked, run)
+            return self._completed(request, run)
         finally:
             if self._works:
                 self._works = False
@@ -179,7 +179,7 @@ class Front:
     def _starts(self) -> None:
         """A kind of call is read that was not seen before."""
         assert self._now is not None
-        look = look_of(self._now.call, self.model.training)
+        look = signature_of(self._now.call, self.model.training)
         if not self._works:
             name = type(self.model).__name__ + (" with its loss" if self.loss else "")
             why = why_new(look, self._looks, "step" if self.loss else "call")
@@ -187,17 +187,17 @@ class Front:
             self._works = True
             self._looks.append(look)
 
-    def _completed(self, asked: Asked, run: Run | None) -> tuple[Now, Any]:
+    def _completed(self, request: RequestedCall, run: Run | None) -> tuple[Now, Any]:
         """One call of the route; if it is a dry pass, the graph of its kind is complete afterwards. Where a graph is
         refused in which data decides how large something is, that may do inside of a submodule that is kept whole."""
         nothing = NoOps(f"{type(self.model).__name__} has no ops: there is nothing to run on devices; call it itself")
-        now, result = self._pass(asked, run)
+        now, result = self._pass(request, run)
         if now.kind is None:
             raise nothing
         if now.snapshot is None:
             return now, result
         try:
-            if not self._finish(now, result, asked).graph.ops:
+            if not self._finish(now, result, request).graph.ops:
                 raise nothing
         except NoOps:
             raise
@@ -206,10 +206,10 @@ class Front:
             if refused is None or self._another_way(now, [refused]) is None:
                 raise
             self._route, self._unguarded = self._begin(), self.twins.unguarded
-            return self._complete(asked, run)
+            return self._complete(request, run)
         return now, result
 
-    def _finish(self, now: Now, result: Any, asked: Asked) -> Finished:
+    def _finish(self, now: Now, result: Any, request: RequestedCall) -> Finished:
         """Complete the graph of the kind of call that a dry pass has shown."""
         kind = now.kind
         assert kind is not None
@@ -219,7 +219,7 @@ class Front:
             drafted = kind.drafted
             if drafted.baked is not None and now.call.rows is not None:
                 rows = now.call.rows, now.call.rows + 1
-                other, result_of_other = self._pass(asked, None, rows[1])
+                other, result_of_other = self._pass(request, None, rows[1])
                 assert other.kind is not None
                 assert other.kind.drafted is not None
                 drafted = merge(drafted, other.kind.drafted, rows, (result, result_of_other))
@@ -232,7 +232,7 @@ class Front:
             self._check(kind, now.call)
         return kind.finished
 
-    def _pass(self, asked: Asked, run: Run | None, rows: int | None = None) -> tuple[Now, Any]:
+    def _pass(self, request: RequestedCall, run: Run | None, rows: int | None = None) -> tuple[Now, Any]:
         """One call of the route, with everything hollow up to the moment when `run` runs."""
         check_modes()
         self.twins.sync()
@@ -240,10 +240,10 @@ class Front:
             # Dynamo has guards for hooks, too, but they would double what all guards of a call take (torch 2.13).
             self._route, self._unguarded = self._begin(), self.twins.unguarded
         # Where the model is, so that the caller may keep the batch anywhere.
-        call = self.arguments.call(asked, self.twins.device, rows)
-        beside = self.twins.beside(*asked.rest, *asked.holders)
-        count = len(asked.rest)
-        now = Now(call, asked, self.twins, run, beside[:count], beside[count:])
+        call = self.arguments.call(request, self.twins.device, rows)
+        beside = self.twins.beside(*request.rest, *request.holders)
+        count = len(request.rest)
+        now = Now(call, request, self.twins, run, beside[:count], beside[count:])
         self._now, before = now, self._now
         done = False
         try:
@@ -306,7 +306,7 @@ class Front:
             return None
         while True:
             try:
-                odd = learn(self.pieces, self._function, now.call, self.twins, now.asked.holders)
+                odd = learn(self.pieces, self._function, now.call, self.twins, now.request.holders)
             except Refused as error:
                 tried.append(error)
                 return None
@@ -323,10 +323,10 @@ class Front:
         """What the route is to call for a kind of call that it has just traced."""
         inline_checkpoints(traced.module)
         kind = Kind(traced)
-        front = weakref.ref(self)
+        call_capture = weakref.ref(self)
 
         def compute(*flat: Any) -> tuple[Any, ...]:
-            self = front()
+            self = call_capture()
             assert self is not None
             now = self._now
             assert now is not None
@@ -383,4 +383,4 @@ def capture(
     >>> print(capture(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), (ones(4, 2),)).inputs[0].type)
     f32[b, 2]
     """
-    return Front(model, batch_dim, reduce=reduce).capture(args, kwargs or {})
+    return CallCapture(model, batch_dim, reduce=reduce).capture(args, kwargs or {})

@@ -12,9 +12,9 @@ from fxpipe.capture.batch.mixed_samples import Reduce
 from fxpipe.errors import InputError
 from fxpipe.ir.graph.graph import Graph
 
-from .call_arguments import Asked, BatchDim
+from .call_arguments import BatchDim, RequestedCall
 from .call_kinds import Run
-from .capture_call import Front, Sizes, Work
+from .capture_call import CallCapture, Sizes, Work
 from .capture_errors import OutsideOfModules
 from .model_with_loss import LOSS_FN, KeptLoss, code_of, model_and_loss, modules_in, objects_in
 from .nested_values import change
@@ -40,7 +40,7 @@ class NoTarget:
 NO_TARGET = NoTarget()
 
 
-class Stepper:
+class StepCapture:
     """Stands in front of a model and its loss: `stepper.step(...)` returns the loss and, if asked for, what the model
     returns, with their arithmetic done by `run(graph, inputs)`.
 
@@ -64,7 +64,9 @@ class Stepper:
         while hasattr(model, self.prefix):  # the model's own paths are what they are
             self.prefix += "_"
         self._kept: dict[tuple[Any, ...], KeptLoss] = {}
-        self.front = Front(model, batch_dim, reduce=reduce, sizes=sizes, function=model_and_loss, loss=True, work=work)
+        self.call_capture = CallCapture(
+            model, batch_dim, reduce=reduce, sizes=sizes, function=model_and_loss, loss=True, work=work
+        )
 
     def step(
         self,
@@ -77,7 +79,9 @@ class Stepper:
     ) -> tuple[Tensor, Any]:
         """The loss of the batch, and what the model returns for it, or None. Both are detached, also what the model
         only passes on."""
-        loss, output = self._captured(args, kwargs, target, loss_fn, outputs, lambda asked: self.front.run(asked, run))
+        loss, output = self._captured(
+            args, kwargs, target, loss_fn, outputs, lambda request: self.call_capture.run(request, run)
+        )
         return loss, change(output, detached) if outputs else None
 
     def capture(
@@ -89,17 +93,17 @@ class Stepper:
         outputs: bool = False,
     ) -> Graph:
         """The graph of this kind of step. Nothing is run, nothing changes."""
-        return self._captured(args, kwargs, target, loss_fn, outputs, self.front.graph)
+        return self._captured(args, kwargs, target, loss_fn, outputs, self.call_capture.graph)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The parameters and buffers of the model and of the loss function of the last step, by path."""
-        return self.front.twins.tensors
+        return self.call_capture.twins.tensors
 
     @property
     def version(self) -> int:
         """Another number once there are other tensors than before."""
-        return self.front.twins.version
+        return self.call_capture.twins.version
 
     def _captured(
         self,
@@ -108,23 +112,23 @@ class Stepper:
         target: Any,
         loss_fn: Any,
         outputs: bool,
-        do: Callable[[Asked], R],
+        do: Callable[[RequestedCall], R],
     ) -> R:
         """Do something with the captured step. A loss function that cannot be traced is kept whole."""
         kept = self._kept.get(code_of(loss_fn)) if self._kept else None
         if kept is not None:
             kept.loss_fn = loss_fn
         try:
-            return do(self._asked(args, kwargs, target, kept or loss_fn, outputs))
+            return do(self._request(args, kwargs, target, kept or loss_fn, outputs))
         except OutsideOfModules:
             if loss_fn is None or isinstance(loss_fn, nn.Module):
                 raise
         kept = self._kept[code_of(loss_fn)] = KeptLoss(loss_fn, modules_in(loss_fn))
-        return do(self._asked(args, kwargs, target, kept, outputs))
+        return do(self._request(args, kwargs, target, kept, outputs))
 
-    def _asked(
+    def _request(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, loss_fn: Any, outputs: bool
-    ) -> Asked:
+    ) -> RequestedCall:
         if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
             raise InputError(f"loss_fn is the class {loss_fn.__name__}; write loss_fn={loss_fn.__name__}()")
         if loss_fn is not None and not callable(loss_fn):
@@ -136,6 +140,6 @@ class Stepper:
             )
         targets = () if target is NO_TARGET else (target,)
         self.loss_fn = loss_fn
-        self.front.twins.watch({"": self.model, **modules_in(loss_fn, self.prefix)})
+        self.call_capture.twins.watch({"": self.model, **modules_in(loss_fn, self.prefix)})
         own = loss_fn.loss_fn if isinstance(loss_fn, KeptLoss) else loss_fn
-        return Asked(args, kwargs, targets, (loss_fn, outputs), objects_in(own))
+        return RequestedCall(args, kwargs, targets, (loss_fn, outputs), objects_in(own))

@@ -11,7 +11,7 @@ from .call_arguments import Call
 
 
 @dataclass(frozen=True)
-class Look:
+class CallSignature:
     """What tells kinds of calls apart at a glance: the mode of the model, and the tensors by what the user calls them,
     each by its type and its shape, in which the batch is "b"."""
 
@@ -19,9 +19,11 @@ class Look:
     tensors: tuple[tuple[str, str], ...]
 
 
-def look_of(call: Call, training: bool) -> Look:
+def signature_of(call: Call, training: bool) -> CallSignature:
     """The look of a call."""
-    return Look(training, tuple((leaf.path, _shown(leaf.real, leaf.batch_dim)) for leaf in call.leaves.values()))
+    return CallSignature(
+        training, tuple((leaf.path, _shown(leaf.real, leaf.batch_dim)) for leaf in call.leaves.values())
+    )
 
 
 def _shown(tensor: Tensor, batch_dim: int | None) -> str:
@@ -29,13 +31,13 @@ def _shown(tensor: Tensor, batch_dim: int | None) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(sizes)}]"
 
 
-def why_new(look: Look, before: Sequence[Look], what: str = "call") -> str:
+def why_new(look: CallSignature, before: Sequence[CallSignature], what: str = "call") -> str:
     """What is new about a call; `before` are the looks of all captured ones, `what` is a call or a step.
 
-    >>> small, large = (Look(True, (("x", f"float32[b, {size}]"),)) for size in (4, 8))
+    >>> small, large = (CallSignature(True, (("x", f"float32[b, {size}]"),)) for size in (4, 8))
     >>> why_new(small, []), why_new(large, [small])
     ('first call', 'another shape, x is float32[b, 8] and was float32[b, 4]')
-    >>> why_new(Look(False, small.tensors), [small])
+    >>> why_new(CallSignature(False, small.tensors), [small])
     'train to eval'
     """
     if not before:

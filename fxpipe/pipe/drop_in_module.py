@@ -60,7 +60,7 @@ class Forward:
 
 
 class Processes(Protocol):
-    """The processes that train a model together, as one of them sees them; see the methods of `Shell`."""
+    """The processes that train a model together, as one of them sees them; see the methods of `DropInModule`."""
 
     @property
     def leads(self) -> bool: ...
@@ -70,7 +70,7 @@ class Processes(Protocol):
 
 class Tensors(Protocol):
     """Which of the model's tensors are in this process: `held` are all that are used here, `own` those that are saved
-    by this process and no other; `only_held` leaves out others. See the methods of `Shell`."""
+    by this process and no other; `only_held` leaves out others. See the methods of `DropInModule`."""
 
     def held(self) -> dict[str, Tensor]: ...
     def own(self) -> dict[str, Tensor]: ...
@@ -118,7 +118,7 @@ class State:
     closed: bool = False
 
 
-class Shell(nn.Module):
+class DropInModule(nn.Module):
     """`model` seen through another `forward`. What is not the model's is in one attribute, `_state`."""
 
     model: Any  # an nn.Module, with items and a length if it has them
@@ -241,7 +241,7 @@ def check_model(model: Any, function: str) -> None:
     """Raise PlanError for what is no module, for a pipe, and for a module that has a pipe in it."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"model is {shown(model)}; fxpipe.{function} takes an nn.Module")
-    if isinstance(model, Shell):
+    if isinstance(model, DropInModule):
         raise PlanError(f"model is a pipe already; give the model in it, as in fxpipe.{function}(pipe.model, ...)")
     check_no_pipe_in(model)
 
@@ -249,7 +249,7 @@ def check_model(model: Any, function: str) -> None:
 def check_no_pipe_in(model: nn.Module) -> None:
     """Raise PlanError for a module that has a pipe among its submodules: one pipeline cuts all of a model."""
     for name, module in model.named_modules():
-        if isinstance(module, Shell):
+        if isinstance(module, DropInModule):
             raise PlanError(
                 f"{name} of {type(model).__name__} is a pipe, and a pipe cannot be a part of another: put the model "
                 f"in it there, as in model.{name} = model.{name}.model"

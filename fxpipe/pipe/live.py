@@ -13,13 +13,13 @@ from types import ModuleType
 
 from fxpipe.codegen.package.load_package import load_package, unload
 from fxpipe.codegen.package.package_files import write
-from fxpipe.engines.common.step_engine import Stepper
+from fxpipe.engines.common.step_engine import StepScheduler
 from fxpipe.engines.local.forward_engine import Pipeline
 
 from .build.compiled_stages import Backend, compile_stages
 from .build.phase_timing import timed
 
-Scheduler = Pipeline | Stepper
+Scheduler = Pipeline | StepScheduler
 Bind = Callable[[ModuleType], Scheduler]
 
 
@@ -49,9 +49,9 @@ class Live:
         return self._scheduler
 
     @property
-    def stepper(self) -> Stepper:
+    def step_scheduler(self) -> StepScheduler:
         """The scheduler of a package for steps."""
-        assert isinstance(self._scheduler, Stepper)
+        assert isinstance(self._scheduler, StepScheduler)
         return self._scheduler
 
     @property

@@ -1,8 +1,8 @@
 """The pipe: a drop-in module that captures the model at each new kind of call and runs the generated pipeline.
 
-    call ─front─▶ a kind seen before? ──yes──▶ its scheduler runs the batch
+    call ─capture▶ a kind seen before? ──yes──▶ its scheduler runs the batch
                         │no
-                        └▶ capture, walk the street, keep the build
+                        └▶ capture, build (see `build.py`), keep it
 
 One pipe holds several builds (train, eval, another number or shape) and one set of parameters: the first build decides
 where each parameter lives, later ones follow.
@@ -50,7 +50,7 @@ from fxpipe.runtime import Stage
 from fxpipe.runtime.microbatch import split_sizes
 from fxpipe.viz import svg
 
-from .drop_in_module import Alone, Forward, Shell, State, check_grad
+from .drop_in_module import Alone, DropInModule, Forward, State, check_grad
 from .live import Scheduler
 from .materialize import Init, materialize
 
@@ -65,7 +65,7 @@ class PipeState(State):
     rehearsed: tuple[Build, Timeline] | None = None
 
 
-class Pipe(Shell):
+class Pipe(DropInModule):
     """What `fxpipe.compile` returns; see there."""
 
     _state: PipeState
@@ -131,14 +131,14 @@ class Pipe(Shell):
 
         def run(graph: Graph, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             made = cache.built(graph, inputs)
-            stepper = cache.live(made).stepper
-            found, measured = take_step(stepper, inputs, self.options.chunks, scaler, accumulate, timeline)
+            scheduler = cache.live(made).step_scheduler
+            found, measured = take_step(scheduler, inputs, self.options.chunks, scaler, accumulate, timeline)
             if measured is not None:
                 self._state.timed = Timed(made, measured, without_memory(inputs))
             return found
 
         with self._state.lock:
-            loss, output = cache.stepper.step(args, kwargs, target, loss_fn, outputs, run)
+            loss, output = cache.step_capture.step(args, kwargs, target, loss_fn, outputs, run)
         return (loss, output) if outputs else loss
 
     def rehearse(
@@ -165,14 +165,14 @@ class Pipe(Shell):
                 raise FxpipeError("rehearse is for CPU workers; what a GPU takes is measured by profile='measure'")
             if any(stage.replicas for stage in made.plan.stages):
                 raise FxpipeError("rehearse is for stages without replicas; see step(..., timeline=True)")
-            times, outputs, memory = rehearse(cache.live(made).stepper, inputs, self.options.chunks, rounds)
+            times, outputs, memory = rehearse(cache.live(made).step_scheduler, inputs, self.options.chunks, rounds)
             chunks = len(split_sizes(batch_size(graph, inputs), self.options.chunks))
             predicted.append(replace(rehearsed(made, chunks, times), memory=memory))
             self._state.rehearsed = made, predicted[0]
             return outputs
 
         with self._state.lock:
-            cache.stepper.step(args, kwargs, target, loss_fn, False, run)
+            cache.step_capture.step(args, kwargs, target, loss_fn, False, run)
         return predicted[0]
 
     def verify(
@@ -197,7 +197,7 @@ class Pipe(Shell):
         cache = self._state.cache
         with self._state.lock:
             with timed("capture"):
-                graph = cache.front.capture(args, kwargs)
+                graph = cache.call_capture.capture(args, kwargs)
             made = cache.built(graph, inputs_of(graph, args, kwargs))
             if not any(tensor.is_meta for tensor in self.model.state_dict().values()):
                 cache.live(made)
@@ -342,7 +342,7 @@ class Pipe(Shell):
             raise PackageError(f"{path} is not empty; choose another folder, or save(..., overwrite=True)")
         now: Rows = ()
         if made.graph.loss is not None:
-            now = rows(self._state.cache.stepper.loss_fn)
+            now = rows(self._state.cache.step_capture.loss_fn)
             check_unchanged(made.program.graph.fingerprint, now)
         save(made.program, with_loss(made.files, made.program.graph, now), path, made.totals, self._wires(made))
 

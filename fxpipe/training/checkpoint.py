@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from fxpipe.errors import CheckpointError
 from fxpipe.ir.records import from_plain, parse
-from fxpipe.pipe.drop_in_module import Shell
+from fxpipe.pipe.drop_in_module import DropInModule
 from fxpipe.pipe.materialize import listed
 from fxpipe.pipe.tensor_sources import entries, read
 
@@ -135,14 +135,14 @@ def place_of(model: nn.Module) -> tuple[int, bool]:
     """This process's rank among those who save the model, and whether it is the only one."""
     if isinstance(model, OverRanks):
         return model.place, False
-    if isinstance(model, Shell) or not dist.is_initialized():
+    if isinstance(model, DropInModule) or not dist.is_initialized():
         return 0, True
     return dist.get_rank(), False
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model itself, of which a pipe may have only a part in this process."""
-    return model.model if isinstance(model, Shell) else model
+    return model.model if isinstance(model, DropInModule) else model
 
 
 def here(model: nn.Module) -> Mapping[str, Tensor]:

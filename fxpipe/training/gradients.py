@@ -16,11 +16,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from fxpipe.pipe.drop_in_module import Shell
+from fxpipe.pipe.drop_in_module import DropInModule
 
 
 def clip_grad_norm_(
-    pipe: Shell, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    pipe: DropInModule,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> Tensor:
     """Scale the gradients of all parameters down so that their norm, over all stages, is at most `max_norm`; gives the
     norm that it was. The same as `torch.nn.utils.clip_grad_norm_` for a pipe in one process; over ranks, all call it.
@@ -79,7 +83,7 @@ class GradScaler(torch.amp.GradScaler):
         scaler.update()
     """
 
-    def __init__(self, pipe: Shell, device: str = "cuda", **options: Any) -> None:
+    def __init__(self, pipe: DropInModule, device: str = "cuda", **options: Any) -> None:
         super().__init__(device, **options)
         self.pipe = pipe
 

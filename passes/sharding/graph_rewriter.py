@@ -39,7 +39,7 @@ class Part:
     items: tuple[Part | None, ...] = ()
 
 
-class Building:
+class GraphRewriter:
     """The ops so far, and all that is known of their values."""
 
     def __init__(self, graph: Graph, sizes: Mapping[str, int]) -> None:

@@ -34,7 +34,7 @@ from fxpipe.ir.operators.placed_graph import Placed
 from fxpipe.ir.operators.strategy import Region, Strategy
 from fxpipe.ir.operators.tensor_axes import sizes_of
 from fxpipe.ir.operators.tensor_axes import whole as as_it_is
-from fxpipe.passes.sharding.graph_rewriter import Building, Part, concrete
+from fxpipe.passes.sharding.graph_rewriter import GraphRewriter, Part, concrete
 from fxpipe.passes.sharding.part_regions import Place, Places, box, full, places
 from fxpipe.passes.sharding.rules import rule_of
 from fxpipe.passes.sharding.sharding_rule import WHOLE, Rule
@@ -52,7 +52,7 @@ def shard(graph: Graph, reading: Reading, strategy: Strategy, sizes: Mapping[str
 
 class _Sharder:
     def __init__(self, graph: Graph, reading: Reading, strategy: Strategy, sizes: Mapping[str, int]) -> None:
-        self.b = Building(graph, sizes)
+        self.b = GraphRewriter(graph, sizes)
         self.b.samples = frozenset(reading.views) | {i.name for i in graph.inputs if i.batch_dim is not None}
         self.graph, self.reading = graph, reading
         self.configs = dict(zip((o.name for o in reading.operators), strategy.configs, strict=True))

@@ -14,11 +14,11 @@ from typing import Any
 from fxpipe.ir.graph.graph import Op, Ref
 from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.ir.operators.strategy import Region
-from fxpipe.passes.sharding.graph_rewriter import Building, Part
+from fxpipe.passes.sharding.graph_rewriter import GraphRewriter, Part
 from fxpipe.passes.sharding.part_regions import Places, extent, full
 
-Make = Callable[[Building, Op, Places], tuple[Part, ...]]
-Cuts = Callable[[Building, Op], Iterable[int]]
+Make = Callable[[GraphRewriter, Op, Places], tuple[Part, ...]]
+Cuts = Callable[[GraphRewriter, Op], Iterable[int]]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Rule:
     plain: bool = True  # where nothing is cut, the op may be called as it is
 
 
-def every(b: Building, op: Op) -> Iterable[int]:
+def every(b: GraphRewriter, op: Op) -> Iterable[int]:
     """Any dimension may be cut."""
     return range(len(b.shape(op.name)))
 
@@ -39,7 +39,7 @@ def every(b: Building, op: Op) -> Iterable[int]:
 One = Callable[[Region, int], tuple[Any, tuple[Any, ...], dict[str, Any]]]
 
 
-def each(b: Building, op: Op, places: Places, call: One) -> tuple[Part, ...]:
+def each(b: GraphRewriter, op: Op, places: Places, call: One) -> tuple[Part, ...]:
     """A part for each place: `call(region, device)` is what it calls, with which arguments."""
     names, parts = b.part_names(op, places), []
     for name, place in zip(names, places, strict=True):
@@ -64,7 +64,7 @@ def aligned(region: Region, shape: Sequence[int]) -> Region:
     return tuple((0, 1) if size == 1 else region[skipped + at] for at, size in enumerate(shape))
 
 
-def whole(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+def whole(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
     """The op as it is, once, on all of what it reads; what it writes in place is a copy that nobody else has."""
     (place,) = places
     (name,) = b.part_names(op, places)
@@ -80,7 +80,7 @@ def whole(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
     return (Part(name, place.region, place.device, items(b, op, name, place.device)),)
 
 
-def items(b: Building, op: Op, name: str, device: int, region: Region | None = None) -> tuple[Part | None, ...]:
+def items(b: GraphRewriter, op: Op, name: str, device: int, region: Region | None = None) -> tuple[Part | None, ...]:
     """The items of a tuple that has been made, all of this region or each of them whole; None for no tensor."""
     found: list[Part | None] = []
     for at, type in enumerate(getattr(b.types[name], "items", ())):

@@ -13,7 +13,7 @@ from . import one, shrink
 from .setting import Run
 from .tally import Tally
 from .trial import Outcome
-from .workers import RANKS, Crew
+from .workers import RANKS, Workers
 
 EVERY = 300.0  # seconds between two tables
 
@@ -24,7 +24,7 @@ def campaign(seed: int, jobs: int, out: Path, todo: Iterator[int], *, log: bool 
     tally, start, told = Tally(), time.monotonic(), time.monotonic()
     bad: dict[int, Outcome] = {}
     compared: dict[int, int] = defaultdict(int)
-    for index, what, more in Crew(seed, jobs, out, todo).reports():
+    for index, what, more in Workers(seed, jobs, out, todo).reports():
         tally.counts["seconds"] = int(time.monotonic() - start)
         if what == "outcome":
             found = more if isinstance(more, Outcome) else Outcome("internal", 0, Run("call", 0), str(more))

@@ -74,7 +74,7 @@ def trial(path: Path, settings: Sequence[Setting], half: bool, ranks: Ranks) -> 
                 continue
             first = shared.setdefault(family, pipe)
             cache, known = pipe._state.cache, first._state.cache
-            cache.front, cache.stepper = known.front, known.stepper
+            cache.call_capture, cache.step_capture = known.call_capture, known.step_capture
             with suppress(AttributeError):
                 subject.module.FUSE["left"] = 0
             for run in setting.runs:

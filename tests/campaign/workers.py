@@ -38,7 +38,7 @@ class Worker:
 
 
 @dataclass
-class Crew:
+class Workers:
     """`jobs` workers that try the models with these indices: `reports()` are (index, what, more)."""
 
     seed: int

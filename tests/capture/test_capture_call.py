@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo.variables import builtin
 from torch.utils.checkpoint import checkpoint
 
-from fxpipe.capture import Front, capture
+from fxpipe.capture import CallCapture, capture
 from fxpipe.errors import CaptureError, InputError
 from fxpipe.ir.graph.evaluate_graph import evaluate
 
@@ -37,11 +37,11 @@ class Calls:
     def __init__(self, model, **options):
         self.plain, self.model = copy.deepcopy(model), model
         self.seen = []
-        self.front = Front(model, **options)
+        self.call_capture = CallCapture(model, **options)
 
     def __call__(self, *args, **kwargs):
         expected = self.plain(*args, **kwargs)
-        got = self.front(args, kwargs, run_on(self.model, self.seen))
+        got = self.call_capture(args, kwargs, run_on(self.model, self.seen))
         torch.testing.assert_close(got, expected)
         return got
 
@@ -140,9 +140,9 @@ def test_capture_has_no_side_effects():
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
     seen = []
-    front = Front(model)
-    front((x,), {}, run_on(model, seen))
-    front((x,), {}, run_on(model, seen))
+    call_capture = CallCapture(model)
+    call_capture((x,), {}, run_on(model, seen))
+    call_capture((x,), {}, run_on(model, seen))
     assert (model.calls, model.log) == (2, [1, 2])
     assert model.last is x
     assert model.cache["x"] is x
@@ -187,11 +187,11 @@ def test_nothing_changes_when_the_model_is_refused_or_the_run_fails():
             return h if fine else {h} if h.sum() > 0 else {x}
 
     model, x = Refused(), torch.randn(6, 4)
-    weight, front = model.fc.weight, Front(model)
+    weight, call_capture = model.fc.weight, CallCapture(model)
     with pytest.raises(
         CaptureError, match=r"(?s)test_capture_call.py:\d+.*return h if fine.*return new tensors"
     ) as caught:
-        front((x, False), {}, run_on(model, []))
+        call_capture((x, False), {}, run_on(model, []))
     assert caught.value.__cause__ is None
     assert model.fc.weight is weight
     assert model.calls == 0
@@ -200,9 +200,9 @@ def test_nothing_changes_when_the_model_is_refused_or_the_run_fails():
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
-        front((x,), {}, fails)
+        call_capture((x,), {}, fails)
     assert model.fc.weight is weight
-    torch.testing.assert_close(front((x,), {}, run_on(model, [])), model.fc(x))
+    torch.testing.assert_close(call_capture((x,), {}, run_on(model, [])), model.fc(x))
 
 
 @dataclasses.dataclass
@@ -223,10 +223,10 @@ def test_any_structure_goes_in_and_out(wrap):
             return wrap(x * 2), given
 
     model, seen = Wraps(), []
-    front = Front(model)
+    call_capture = CallCapture(model)
     for _ in range(2):
         x = torch.randn(6, 4)
-        doubled, given = front((wrap(x),), {}, run_on(model, seen))
+        doubled, given = call_capture((wrap(x),), {}, run_on(model, seen))
         value, same = (
             item.x if hasattr(item, "x") else next(iter(item.values() if isinstance(item, dict) else item))
             for item in (doubled, given)
@@ -296,15 +296,15 @@ class Conditional(nn.Module):
 def test_a_model_that_looks_at_the_batch_size():
     sizes = {8: (4, 4), 6: (3, 3), 7: (4, 3)}
     seen = []
-    front = Front(Conditional(), sizes=sizes.__getitem__)
-    run = run_on(front.model, seen)
+    call_capture = CallCapture(Conditional(), sizes=sizes.__getitem__)
+    run = run_on(call_capture.model, seen)
     # It does what the model does with a micro-batch of the size that there is.
-    assert torch.equal(front((torch.zeros(8),), {}, run), torch.ones(8))
-    assert torch.equal(front((torch.zeros(6),), {}, run), -torch.ones(6))
+    assert torch.equal(call_capture((torch.zeros(8),), {}, run), torch.ones(8))
+    assert torch.equal(call_capture((torch.zeros(6),), {}, run), -torch.ones(6))
     with pytest.raises(
         CaptureError, match=r"(?s)test_capture_call.py:\d+.*x.shape\[0\] > 3.*micro-batch of 3 than for one of 4"
     ):
-        front((torch.zeros(7),), {}, run)
+        call_capture((torch.zeros(7),), {}, run)
 
 
 def test_a_batch_of_one_is_cut_like_any_other():
@@ -330,18 +330,21 @@ def test_a_model_that_counts_to_the_batch_size():
     ):
         capture(Loop(), (torch.randn(6, 4),))
     seen = []
-    front = Front(Baked(), sizes={8: (4, 4), 6: (3, 3), 7: (4, 3)}.__getitem__)
+    call_capture = CallCapture(Baked(), sizes={8: (4, 4), 6: (3, 3), 7: (4, 3)}.__getitem__)
     for rows in (8, 6):
         x = torch.randn(rows, 4)
 
         def in_halves(graph, inputs):
-            parts = [run_on(front.model, seen)(graph, half) for half in zip(*(i.chunk(2) for i in inputs), strict=True)]
+            parts = [
+                run_on(call_capture.model, seen)(graph, half)
+                for half in zip(*(i.chunk(2) for i in inputs), strict=True)
+            ]
             return tuple(torch.cat(values) for values in zip(*parts, strict=True))
 
-        torch.testing.assert_close(front((x,), {}, in_halves), front.model(x))
+        torch.testing.assert_close(call_capture((x,), {}, in_halves), call_capture.model(x))
     assert [str(op.type) for op in seen[0].ops] == ["f32[b, 2, 2]", "f32[b, 2, 2]", "f32[b]"]
     with pytest.raises(CaptureError, match=r"(?s)len\(range\(x.shape\[0\]\)\).*counts to the batch size"):
-        front((torch.randn(7, 4),), {}, in_halves)
+        call_capture((torch.randn(7, 4),), {}, in_halves)
 
 
 class Body(nn.Module):
@@ -404,7 +407,7 @@ class SizeBecomesANumber(nn.Module):
 def test_a_size_that_becomes_a_number():
     model = SizeBecomesANumber()
     x, z, idx = torch.randn(6, 6), torch.randn(6, 6), torch.randint(0, 5, (6, 3))
-    torch.testing.assert_close(Front(model)((x, z), {"idx": idx}, run_on(model, [])), model(x, z, idx=idx))
+    torch.testing.assert_close(CallCapture(model)((x, z), {"idx": idx}, run_on(model, [])), model(x, z, idx=idx))
 
 
 def test_all_pairs_of_a_batch_cannot_be_joined_from_unequal_pieces():
@@ -412,10 +415,10 @@ def test_all_pairs_of_a_batch_cannot_be_joined_from_unequal_pieces():
         def forward(self, x):
             return x @ x.t()
 
-    front = Front(Pairs(), reduce={"matmul": "cat"}, sizes=lambda batch: (3, batch - 3))
-    assert front((torch.ones(6, 4),), {}, lambda graph, inputs: inputs).shape == (6, 4)
+    call_capture = CallCapture(Pairs(), reduce={"matmul": "cat"}, sizes=lambda batch: (3, batch - 3))
+    assert call_capture((torch.ones(6, 4),), {}, lambda graph, inputs: inputs).shape == (6, 4)
     with pytest.raises(CaptureError, match=r"matmul, f32\[b, b\], cannot be joined.*the sizes 3, 2"):
-        front((torch.ones(5, 4),), {}, lambda graph, inputs: inputs)
+        call_capture((torch.ones(5, 4),), {}, lambda graph, inputs: inputs)
 
 
 def test_what_a_model_sets_up_in_its_first_call():
@@ -535,18 +538,18 @@ def test_loss_of_a_function():
 
 def test_a_front_that_is_dropped_is_freed_with_its_model():
     model = nn.Linear(4, 4)
-    front = Front(model)
-    front.capture((torch.randn(6, 4),), {})
-    left = weakref.ref(front), weakref.ref(model)
-    del front, model
+    call_capture = CallCapture(model)
+    call_capture.capture((torch.randn(6, 4),), {})
+    left = weakref.ref(call_capture), weakref.ref(model)
+    del call_capture, model
     gc.collect()
     assert [ref() for ref in left] == [None, None]
 
 
 def test_which_kernel_a_convolution_takes_for_a_batch_is_its_own_affair():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2))
-    front = Front(model, sizes=lambda batch: (16, 15))  # from 16 on, another order in memory
-    assert [str(size.name) for size in front.capture((torch.randn(31, 3, 4, 4),), {}).sizes] == ["b"]
+    call_capture = CallCapture(model, sizes=lambda batch: (16, 15))  # from 16 on, another order in memory
+    assert [str(size.name) for size in call_capture.capture((torch.randn(31, 3, 4, 4),), {}).sizes] == ["b"]
 
 
 def test_an_error_has_no_frames_with_tensors_without_memory():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxpipe.capture import NO_TARGET, Front, Stepper
+from fxpipe.capture import NO_TARGET, CallCapture, StepCapture
 from fxpipe.errors import CaptureError
 
 X = torch.randn(4, 3)
@@ -56,7 +56,7 @@ BODIES = [
 @pytest.mark.parametrize(("body", "x", "message"), BODIES)
 def test_a_call(body, x, message):
     with pytest.raises(CaptureError) as caught:
-        Front(Model(body)).capture((x,), {})
+        CallCapture(Model(body)).capture((x,), {})
     assert str(caught.value) == place(body) + message
 
 
@@ -77,13 +77,13 @@ LOSSES = [
 @pytest.mark.parametrize(("loss_fn", "message"), LOSSES)
 def test_a_loss(loss_fn, message):
     with pytest.raises(CaptureError) as caught:
-        Stepper(Model(LINEAR)).capture((X,), {}, NO_TARGET, loss_fn)
+        StepCapture(Model(LINEAR)).capture((X,), {}, NO_TARGET, loss_fn)
     assert str(caught.value) == place(loss_fn) + message
 
 
 def test_no_loss():
     with pytest.raises(CaptureError) as caught:
-        Stepper(Model(LINEAR)).capture((X,), {})
+        StepCapture(Model(LINEAR)).capture((X,), {})
     assert str(caught.value) == place(LINEAR) + (
         "Model returns f32[b, 3], which is neither one number nor one for each sample; pass loss_fn=, a function of "
         "the output and the target, or let the model return its loss as `.loss`"
@@ -102,7 +102,7 @@ def test_a_submodule_kept_whole_that_goes_through_samples():
             return x
 
     with pytest.raises(CaptureError) as caught:
-        Front(Repeats()).capture((X,), {})
+        CallCapture(Repeats()).capture((X,), {})
     said = " ".join(str(caught.value).split())
     assert said.count("part is kept whole") == 1
     assert "call it once, with all" in said
@@ -111,11 +111,11 @@ def test_a_submodule_kept_whole_that_goes_through_samples():
 
 def test_what_is_no_argument_and_varies_in_size():
     model = Model(lambda self, x: x + self.cache.sum(0))
-    front = Front(model)
-    front.capture((X,), {})
+    call_capture = CallCapture(model)
+    call_capture.capture((X,), {})
     model.cache = torch.ones(7, 3)
     with pytest.raises(CaptureError) as caught:
-        front.capture((X,), {})
+        call_capture.capture((X,), {})
     assert str(caught.value) == (
         "self.cache has another size in dimension 0 than in an earlier call, and only arguments may vary in size; "
         "pass it to forward as an argument"

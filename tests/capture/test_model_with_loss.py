@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fxpipe.capture import NO_TARGET, Front, Stepper
+from fxpipe.capture import NO_TARGET, CallCapture, StepCapture
 from fxpipe.errors import CaptureError, InputError
 from fxpipe.ir.graph.evaluate_graph import evaluate
 
@@ -34,12 +34,12 @@ class Steps:
 
     def __init__(self, model, **options):
         self.model, self.plain, self.graphs = model, copy.deepcopy(model), []
-        self.stepper = Stepper(model, **options)
+        self.step_capture = StepCapture(model, **options)
 
     def run(self, graph, inputs):
         self.graphs.append(graph)
         assert all(p.untyped_storage().nbytes() for p in self.model.parameters())
-        tensors = self.stepper.tensors
+        tensors = self.step_capture.tensors
         items = [item for item in graph.inputs if item.path]
         given = dict(zip([item.name for item in items], inputs, strict=True))
 
@@ -57,7 +57,7 @@ class Steps:
         output = self.plain(*args, **kwargs)
         expected = loss_of(output, target, loss_fn)
         torch.manual_seed(0)
-        loss, got = self.stepper.step(args, kwargs, target, loss_fn, outputs, self.run)
+        loss, got = self.step_capture.step(args, kwargs, target, loss_fn, outputs, self.run)
         torch.testing.assert_close(loss, expected)
         if outputs:
             torch.testing.assert_close(got, output)
@@ -124,7 +124,7 @@ def test_numbers_in_a_target_vary():
 
 
 def test_graph():
-    graph = Stepper(Net()).capture((X,), {}, Y, lambda o, t: F.cross_entropy(o, t), outputs=True)
+    graph = StepCapture(Net()).capture((X,), {}, Y, lambda o, t: F.cross_entropy(o, t), outputs=True)
     assert [(i.path, i.batch_dim) for i in graph.inputs] == [("x", 0), ("target", 0), ("", None)]
     assert graph.call[1].keys() == {"target"}
     assert graph.arguments == ("x",)
@@ -134,11 +134,11 @@ def test_graph():
     assert loss.name == graph.loss
     assert (
         loss.origin.code
-        == "graph = Stepper(Net()).capture((X,), {}, Y, lambda o, t: F.cross_entropy(o, t), outputs=True)"
+        == "graph = StepCapture(Net()).capture((X,), {}, Y, lambda o, t: F.cross_entropy(o, t), outputs=True)"
     )
     assert loss.origin.module == ""
     # Where an op is and whose parameters it uses is the same as without a loss.
-    forward = Front(Net()).capture((X,), {})
+    forward = CallCapture(Net()).capture((X,), {})
     assert [op.origin for op in forward.ops] == [op.origin for op in graph.ops[: len(forward.ops)]]
     assert [state.path for state in forward.states] == [state.path for state in graph.states]
 
@@ -148,7 +148,7 @@ def test_nothing_changes():
     before = copy.deepcopy(model.state_dict())
     loss_fn = nn.CrossEntropyLoss(weight=torch.rand(3))
     random = torch.get_rng_state()
-    Stepper(model).capture((X,), {}, Y, loss_fn)
+    StepCapture(model).capture((X,), {}, Y, loss_fn)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert torch.equal(torch.get_rng_state(), random)
     assert all(p.grad is None for p in model.parameters())
@@ -178,12 +178,12 @@ def test_parameters_of_a_loss():
     assert loss_fn.calls == 6  # the test calls it beside
     paths = {state.path for state in steps.graphs[-1].states}
     assert {"loss_fn.centres", "loss_fn.scale", "head.weight"} <= paths
-    assert steps.stepper.tensors["loss_fn.centres"] is loss_fn.centres
+    assert steps.step_capture.tensors["loss_fn.centres"] is loss_fn.centres
     assert {op.origin.module for op in steps.graphs[-1].ops} >= {"loss_fn", "head", "body.0"}
-    version = steps.stepper.version
+    version = steps.step_capture.version
     steps(X, target=y, loss_fn=plain)
-    assert steps.stepper.tensors["loss_fn.centres"] is plain.centres
-    assert steps.stepper.version != version
+    assert steps.step_capture.tensors["loss_fn.centres"] is plain.centres
+    assert steps.step_capture.version != version
     assert steps.kinds <= 2
 
 
@@ -232,7 +232,7 @@ def test_what_a_loss_notes_is_noted_once():
     steps(X, target=Y, loss_fn=Trainer())
     for k in range(4):
         torch.manual_seed(0)
-        loss, _ = steps.stepper.step((X,), {}, Y, trainer if k % 2 else trainer.__call__, False, steps.run)
+        loss, _ = steps.step_capture.step((X,), {}, Y, trainer if k % 2 else trainer.__call__, False, steps.run)
         assert trainer.calls == k + 1
         torch.testing.assert_close(trainer.last, loss.detach())
 
@@ -249,9 +249,9 @@ class WithLoss(Net):
 def test_what_is_in_the_model_keeps_its_path():
     model, y = WithLoss(), Y.clamp(min=0)
     for loss_fn in (model.loss_fn, model.compute, lambda o, t: model.loss_fn(o, t)):
-        graph = Stepper(model).capture((X,), {}, y, loss_fn)
+        graph = StepCapture(model).capture((X,), {}, y, loss_fn)
         assert "loss_fn.centres" in [state.path for state in graph.states]
-    graph = Stepper(model).capture((X,), {}, y, Margin())
+    graph = StepCapture(model).capture((X,), {}, y, Margin())
     assert "loss_fn_.centres" in [state.path for state in graph.states]
 
 
@@ -307,7 +307,7 @@ def test_a_model_returns_its_own_loss(make, outputs):
     steps = Steps(Labelled(MAKES[make]))
     for _ in range(2):
         torch.manual_seed(0)
-        loss, got = steps.stepper.step((X,), {"labels": Y}, NO_TARGET, None, outputs, steps.run)
+        loss, got = steps.step_capture.step((X,), {"labels": Y}, NO_TARGET, None, outputs, steps.run)
         torch.manual_seed(0)
         expected = steps.plain(X, labels=Y)
         torch.testing.assert_close(loss, loss_of(expected, NO_TARGET, None))
@@ -371,7 +371,7 @@ def test_a_model_returns_its_own_loss(make, outputs):
 )
 def test_says_what_to_write(model, target, loss_fn, message):
     with pytest.raises((CaptureError, InputError), match=message):
-        Stepper(model).capture((X,), {}, target, loss_fn)
+        StepCapture(model).capture((X,), {}, target, loss_fn)
 
 
 def test_the_target_is_cut_as_the_user_says():
@@ -389,10 +389,10 @@ def test_the_target_is_cut_as_the_user_says():
         return F.cross_entropy(o.flatten(0, 1), t["y"].flatten(), t["w"])
 
     dims = {"target": 1, "loss_target['y']": 1, "loss_target['w']": None}
-    graph = Stepper(Sequence(), dims).capture((x,), {}, {"y": y, "w": torch.rand(3)}, loss)
+    graph = StepCapture(Sequence(), dims).capture((x,), {}, {"y": y, "w": torch.rand(3)}, loss)
     assert [(i.path, i.batch_dim) for i in graph.inputs if i.path] == list(dims.items())
     with pytest.raises(InputError, match="batch_dim names 'labels', which is no input; the inputs are target, loss_t"):
-        Stepper(Sequence(), {"labels": 1}).capture((x,), {}, {"y": y}, loss)
+        StepCapture(Sequence(), {"labels": 1}).capture((x,), {}, {"y": y}, loss)
 
 
 def test_outputs_follow_the_same_rules():
@@ -401,7 +401,7 @@ def test_outputs_follow_the_same_rules():
             h, count = super().forward(x), mask.sum()
             return {"h": h, "mean": h.mean(), "share": (h.mean(1) * mask).sum() / count, "count": count}
 
-    graph = Stepper(Two()).capture((X, torch.ones(6)), {}, NO_TARGET, lambda o: o["h"].sum(), outputs=True)
+    graph = StepCapture(Two()).capture((X, torch.ones(6)), {}, NO_TARGET, lambda o: o["h"].sum(), outputs=True)
     assert [(o.batch_dim, o.reduce) for o in graph.outputs] == [
         (None, "sum"),
         (0, None),

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.capture import Front
+from fxpipe.capture import CallCapture
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.opaque_call import opaques
 
@@ -35,13 +35,13 @@ class Recurrent(nn.Module):
 
 
 def test_what_can_be_traced_is_not_kept_whole():
-    graph = Front(Recurrent()).capture((torch.randn(6, 3, 4),), {})
+    graph = CallCapture(Recurrent()).capture((torch.randn(6, 3, 4),), {})
     assert opaques(graph) == ()
 
 
 def test_only_the_submodule_that_breaks_is_kept_whole():
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), Branch()), nn.Linear(4, 4))
-    graph = Front(model).capture((torch.randn(6, 4),), {})
+    graph = CallCapture(model).capture((torch.randn(6, 4),), {})
     (opaque,) = opaques(graph)
     assert opaque.path == "1.1"
     assert opaque.origin.code == "if x.sum() > 0:"
@@ -62,7 +62,7 @@ class TopLevel(nn.Module):
 
 def test_a_break_in_the_model_itself_gets_a_table():
     with pytest.raises(CaptureError, match="cannot be captured: which way it goes") as error:
-        Front(TopLevel()).capture((torch.randn(6, 4),), {})
+        CallCapture(TopLevel()).capture((torch.randn(6, 4),), {})
     said = str(error.value)
     for part in ("one graph", "if y.sum() > 0:", "torch.where", "TopLevel kept", "what TopLevel returns is no tensor"):
         assert part in said
@@ -82,7 +82,7 @@ class Derives(nn.Module):
 
 def test_a_derivative_in_the_models_own_forward_says_to_move_it():
     with pytest.raises(CaptureError, match="it takes derivatives inside of forward") as error:
-        Front(Derives()).capture((torch.randn(6, 4),), {})
+        CallCapture(Derives()).capture((torch.randn(6, 4),), {})
     said = " ".join(str(error.value).split())
     for part in ("it is in the forward of no submodule", "move these lines into the forward of a submodule"):
         assert all(word in said for word in part.split())
@@ -92,7 +92,7 @@ def test_a_model_without_values_cannot_be_run_to_learn_what_is_returned():
     with torch.device("meta"):
         model = nn.Sequential(Branch(), nn.Linear(4, 4))
     with pytest.raises(CaptureError, match="running it, to see what"):
-        Front(model).capture((torch.randn(6, 4),), {})
+        CallCapture(model).capture((torch.randn(6, 4),), {})
 
 
 class Fails(Branch):
@@ -104,10 +104,10 @@ class Fails(Branch):
 
 def test_what_the_model_raises_is_raised():
     model = nn.Sequential(Fails(), nn.Linear(4, 4))
-    front = Front(model)
+    call_capture = CallCapture(model)
     with pytest.raises(KeyError, match="too large"):
-        front.capture((torch.full((6, 4), 1e4),), {})
-    assert [o.path for o in opaques(front.capture((torch.randn(6, 4),), {}))] == ["0"]
+        call_capture.capture((torch.full((6, 4), 1e4),), {})
+    assert [o.path for o in opaques(call_capture.capture((torch.randn(6, 4),), {}))] == ["0"]
 
 
 class ItsNumber(nn.Module):
@@ -130,7 +130,7 @@ class UsesANumber(nn.Module):
 
 def test_all_that_was_tried_is_in_the_table():
     with pytest.raises(CaptureError) as error:
-        Front(UsesANumber()).capture((torch.randn(6, 4),), {})
+        CallCapture(UsesANumber()).capture((torch.randn(6, 4),), {})
     assert "What was tried, in order" in str(error.value)
 
 
@@ -170,4 +170,4 @@ def test_a_context_variable_is_guarded():
 
 def test_a_context_variable_that_stays_set_is_refused():
     with pytest.raises(CaptureError, match="forward sets the context variable 'found'; reset it in the end"):
-        Front(SetsAndLeaves()).capture((torch.randn(6, 4),), {})
+        CallCapture(SetsAndLeaves()).capture((torch.randn(6, 4),), {})

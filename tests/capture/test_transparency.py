@@ -12,7 +12,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from fxpipe.capture import Front, NoOps
+from fxpipe.capture import CallCapture, NoOps
 from fxpipe.ir.graph.evaluate_graph import evaluate
 
 
@@ -83,14 +83,16 @@ def check(model, *args, chunks=1, **kwargs):
     """Two calls each, so that a graph is used again too."""
     torch.manual_seed(0)
     plain, model = model, copy.deepcopy(model)
-    front = Front(model, sizes=lambda batch: [len(part) for part in torch.arange(batch).tensor_split(chunks)])
+    call_capture = CallCapture(
+        model, sizes=lambda batch: [len(part) for part in torch.arange(batch).tensor_split(chunks)]
+    )
     inputs = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     for _ in range(2):
         before = torch.get_rng_state()
         expected = plain(*args, **kwargs)
         torch.set_rng_state(before)
         run = partial(run_cut, model, chunks) if chunks > 1 else partial(run_whole, model)
-        got = front(args, kwargs, run)
+        got = call_capture(args, kwargs, run)
         assert_same(expected, got)
         for e, g in zip(gradients(plain, expected, inputs), gradients(model, got, inputs), strict=True):
             assert (e is None) == (g is None)
@@ -100,7 +102,7 @@ def check(model, *args, chunks=1, **kwargs):
             for (name, e), (same, g) in zip(plain.named_buffers(), model.named_buffers(), strict=True):
                 assert name == same
                 close(g, e)
-    return front
+    return call_capture
 
 
 def linear(*sizes):
@@ -343,7 +345,7 @@ def test_cut_into_unequal_micro_batches(name):
 
 def test_a_model_without_ops_is_an_error_of_its_own():
     with pytest.raises(NoOps, match="Identity has no ops"):
-        Front(nn.Identity())((x(6, 8),), {}, run_whole)
+        CallCapture(nn.Identity())((x(6, 8),), {}, run_whole)
 
 
 def test_no_grad():

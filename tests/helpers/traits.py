@@ -765,43 +765,43 @@ class Kinds(Layers):
         return {"x": x, "high": x > 0, "where": where, "top": top, "bytes": (x * 10).to(torch.int8), "any": x.any(1)}
 
 
-class Box:
+class Mailbox:
     """A container of the user's that pytree knows."""
 
     def __init__(self, value: Any, note: str) -> None:
         self.value, self.note = value, note
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Box) and self.note == other.note
+        return isinstance(other, Mailbox) and self.note == other.note
 
 
 pytree.register_pytree_node(
-    Box,
+    Mailbox,
     lambda box: ([box.value], box.note),
-    lambda values, note: Box(*values, note),
+    lambda values, note: Mailbox(*values, note),
     flatten_with_keys_fn=lambda box: ([(pytree.GetAttrKey("value"), box.value)], box.note),
 )
 
 
 class Nested(NamedTuple):
-    boxes: list[Box]
+    boxes: list[Mailbox]
     last: dict[str, Tensor]
 
 
 class OwnContainers(Layers):
     """A class of the user's inside of a list inside of a named tuple, in and out."""
 
-    def forward(self, box: Box) -> Nested:
+    def forward(self, box: Mailbox) -> Nested:
         x, boxes = box.value["x"], []
         for layer in self.layers:
             x = torch.tanh(layer(x))
-            boxes.append(Box(x, f"layer {len(boxes)}"))
+            boxes.append(Mailbox(x, f"layer {len(boxes)}"))
         return Nested(boxes, {"last": x * box.value["scale"]})
 
 
 def boxed(batch: int) -> Any:
     (x,), _ = vectors(batch)
-    return (Box({"x": x, "scale": 2.0}, "in"),), {}
+    return (Mailbox({"x": x, "scale": 2.0}, "in"),), {}
 
 
 class WrittenViews(Layers):

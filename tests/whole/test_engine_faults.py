@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.engines.common.step import Step
-from fxpipe.engines.common.thread_autotune import Pace
+from fxpipe.engines.common.thread_autotune import ThreadAutotune
 from fxpipe.ir.schedule.schedule import Action
 from fxpipe.runtime import worker
 from tests.campaign.faults import Trap, watched
@@ -57,7 +57,7 @@ def watchdog() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whether the workers share a step is not left to what was faster."""
-    monkeypatch.setattr(Pace, "choose", lambda pace: fuse.alone)
+    monkeypatch.setattr(ThreadAutotune, "choose", lambda pace: fuse.alone)
     yield
     fuse.alone = False
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.capture import capture_call as front
+from fxpipe.capture import capture_call
 from tests.helpers.transparency import Result, assert_same
 
 DOUBLE = torch.float64
@@ -349,8 +349,8 @@ def as_before() -> Iterator[None]:
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """One item for each capture from now on."""
     made: list[Any] = []
-    kind = front.Kind
-    monkeypatch.setattr(front, "Kind", lambda traced: made.append(traced) or kind(traced))
+    kind = capture_call.Kind
+    monkeypatch.setattr(capture_call, "Kind", lambda traced: made.append(traced) or kind(traced))
     return made
 
 

@@ -22,7 +22,7 @@ from torch._subclasses import FakeTensor
 import fxpipe
 from fxpipe.demo.transformer import PixelTransformer
 from fxpipe.demo.unet import UNet
-from fxpipe.engines.common.thread_autotune import Pace
+from fxpipe.engines.common.thread_autotune import ThreadAutotune
 
 BYTES = 1e6  # that hundreds of steps may leave, for caches that still grow; tensors would be many times as much
 
@@ -218,7 +218,7 @@ def test_steps_in_one_go_leave_no_cycles(schedule: str) -> None:
 def test_steps_inside_of_one_autocast_leave_nothing(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """autocast keeps the weights that it casts until the outermost context ends, and each step has aliases of its
     own."""
-    monkeypatch.setattr(Pace, "choose", lambda pace: alone)
+    monkeypatch.setattr(ThreadAutotune, "choose", lambda pace: alone)
     model = nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512))  # 1 MB each
     pipe = fxpipe.compile(model, devices=2, chunks=2, schedule="1f1b")
     x = torch.ones(4, 512)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.api.cli.main import main
-from fxpipe.capture import Front
+from fxpipe.capture import CallCapture
 from fxpipe.errors import InputError, PackageError, PlanError
 from fxpipe.ir.plan import plan as plans
 
@@ -194,9 +194,9 @@ def test_a_loaded_package_captures_nothing(
     def refuse(*args: object) -> None:
         raise AssertionError("captured")
 
-    monkeypatch.setattr(Front, "__init__", refuse)
-    monkeypatch.setattr(Front, "__call__", refuse)
-    monkeypatch.setattr(Front, "capture", refuse)
+    monkeypatch.setattr(CallCapture, "__init__", refuse)
+    monkeypatch.setattr(CallCapture, "__call__", refuse)
+    monkeypatch.setattr(CallCapture, "capture", refuse)
     loaded = fxpipe.load(tmp_path / "out", model)
     loaded(X).sum().backward()
     loaded.close()

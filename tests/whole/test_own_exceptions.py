@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.capture import Front, capture
+from fxpipe.capture import CallCapture, capture
 from fxpipe.errors import CaptureError, InputError
 
 X, Y = torch.randn(8, 4), torch.arange(8) % 3
@@ -274,7 +274,7 @@ def test_sizes_have_the_users_names() -> None:
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             return x @ torch.ones(5, 3, device="meta") + y
 
-    front, said = Front(Product()), []
+    front, said = CallCapture(Product()), []
     front.capture((torch.empty(4, 5, device="meta"), torch.empty(4, 3, device="meta")), {})
     for shape in ((4, 6), (4, 5, 6)):
         with pytest.raises(CaptureError) as caught:

@@ -41,9 +41,9 @@ def test_every_pair_of_replicas_and_schedule_occurs() -> None:
 
 
 def options_of(replicas: tuple[int, ...], schedule: str, checkpoint: str) -> Options:
-    crews = deal(device_labels(sum(replicas)), replicas)
-    labels = stage_devices(tuple(crews), schedule, None)
-    return Options(labels, CHUNKS, schedule=schedule, checkpoint=checkpoint, replicas=crews)
+    replica_groups = deal(device_labels(sum(replicas)), replicas)
+    labels = stage_devices(tuple(replica_groups), schedule, None)
+    return Options(labels, CHUNKS, schedule=schedule, checkpoint=checkpoint, replicas=replica_groups)
 
 
 def check(name: str, configs: Iterable[tuple[tuple[int, ...], str]], checkpoints: Iterable[str]) -> int:

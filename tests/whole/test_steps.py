@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import fxpipe
-from fxpipe.capture import Stepper
+from fxpipe.capture import StepCapture
 from fxpipe.codegen.package.load_package import bind, load_package, unload
 from fxpipe.codegen.package.package_files import constants, write
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.plan.plan import Plan, StagePlan
 from fxpipe.ir.schedule.schedule import Action, Schedule, dump_csv, needs, show
-from fxpipe.pipe.build import build as street
+from fxpipe.pipe.build import build as whole_build
 from fxpipe.pipe.build.call_binding import match, micro_batch_sizes
 from fxpipe.pipe.build.local_cluster import local_cluster
 from fxpipe.pipe.options.compile_options import Options, device_labels, every_device, stage_devices
@@ -128,7 +128,7 @@ def steps_of(graph: Graph, model: nn.Module, options: Options, call: Any) -> Ite
     flat = [given[item.name] for item in graph.inputs if item.path]
     cluster, sizes = local_cluster(every_device(options)), micro_batch_sizes(graph, flat, options.chunks)
     profile = estimate(graph, sizes, cluster.device(options.devices[0]))
-    made = street.build(graph, profile, sizes, cluster, options, None)
+    made = whole_build.build(graph, profile, sizes, cluster, options, None)
     with TemporaryDirectory() as folder:
         write(made.files, folder)
         package = load_package(folder)
@@ -142,7 +142,7 @@ def steps_of(graph: Graph, model: nn.Module, options: Options, call: Any) -> Ite
 
 def captured(case: Case, twin: nn.Module, batch: int, chunks: int) -> Graph:
     chunked = {key: value for key, value in case.options.items() if key in ("batch_dim", "reduce")}
-    stepper = Stepper(twin, sizes=lambda rows: split_sizes(rows, chunks), **chunked)
+    stepper = StepCapture(twin, sizes=lambda rows: split_sizes(rows, chunks), **chunked)
     return stepper.capture(*inputs(case, batch), loss_fn=case.loss, outputs=True)
 
 

@@ -21,7 +21,7 @@ from fxpipe.capture import capture
 from fxpipe.codegen.package.load_package import bind, load_package, unload
 from fxpipe.codegen.package.package_files import constants, write
 from fxpipe.ir.graph.graph import Graph
-from fxpipe.pipe.build import build as street
+from fxpipe.pipe.build import build as whole_build
 from fxpipe.pipe.build.call_binding import match, micro_batch_sizes
 from fxpipe.pipe.build.local_cluster import local_cluster
 from fxpipe.pipe.options.compile_options import Options, device_labels
@@ -104,7 +104,7 @@ def pipeline_of(graph: Graph, model: nn.Module, config: Config, call: Any) -> It
     modes = checkpoint if isinstance(checkpoint, str) else frozenset(checkpoint)
     sizes, cluster = micro_batch_sizes(graph, flat, chunks), local_cluster(labels)
     profile = estimate(graph, sizes, cluster.device(labels[0]))
-    made = street.build(graph, profile, sizes, cluster, Options(labels, chunks, checkpoint=modes), None)
+    made = whole_build.build(graph, profile, sizes, cluster, Options(labels, chunks, checkpoint=modes), None)
     with TemporaryDirectory() as folder:
         write(made.files, folder)
         package = load_package(folder)

@@ -22,7 +22,7 @@ from fxpipe.runtime import MicroBatch
 from fxpipe.runtime.microbatch import join, overlaps, scatter, split_sizes
 from fxpipe.runtime.random import replica_seed
 
-from .scheduler_base import Batches, Engine
+from .scheduler_base import Batches, SchedulerBase
 from .step import Step, gradient_key
 
 Piece = tuple[int, int, int]  # from replica, to replica, samples
@@ -62,7 +62,7 @@ def pieces(rows: int, here: int, there: int, whole: bool, forward: bool) -> tupl
     return tuple([(0, to, 0) for to in range(len(theirs))] if forward else [(k, 0, 0) for k in range(len(ours))])
 
 
-class Sliced(Step):
+class RoutedStep(Step):
     """A step as one worker sees it: its slices of the micro-batches in which it has a part, which are the first ones.
 
     `replica`: its number; `routes`: what is cut; `rows_of`: the samples in each whole micro-batch.
@@ -115,7 +115,7 @@ def piece_name(name: str, source: int, target: int) -> str:
     return f"{name}, {source} to {target}"
 
 
-def sliced(engine: Engine, whole: Batches, count: int) -> list[tuple[tuple[int, ...], list[MicroBatch]]]:
+def sliced(engine: SchedulerBase, whole: Batches, count: int) -> list[tuple[tuple[int, ...], list[MicroBatch]]]:
     """Of each of `count` replicas its slices of the micro-batches, with the samples in each before them."""
     sizes = [split_sizes(rows, count) for rows in whole.sizes]
     cut_up = [_slices(engine, m, rows) for m, rows in zip(whole, sizes, strict=True)]
@@ -125,7 +125,7 @@ def sliced(engine: Engine, whole: Batches, count: int) -> list[tuple[tuple[int, 
     ]
 
 
-def _slices(engine: Engine, m: MicroBatch, rows: Sequence[int]) -> list[MicroBatch]:
+def _slices(engine: SchedulerBase, m: MicroBatch, rows: Sequence[int]) -> list[MicroBatch]:
     """A micro-batch for each replica, of what is known of a whole one."""
     found, dims = [MicroBatch() for _ in rows], dict(engine.inputs)
     for name, value in vars(m).items():

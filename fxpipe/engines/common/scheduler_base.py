@@ -66,7 +66,7 @@ class Batches(list[MicroBatch]):
 B = TypeVar("B", bound=Batches)
 
 
-class Engine:
+class SchedulerBase:
     """The base of generated schedulers.
 
     `devices`: a worker label for each stage; `inputs`: the name and batch dimension (None: whole) of each; `sizes`: the
@@ -137,15 +137,18 @@ class Engine:
         """Say on the exception which task it comes from, and what to write where its micro-batch was too small."""
         add_note(error, self.stages[j], j, i, replica, backward)
         if m.sizes[i] == 1 and str(error).startswith("Expected more than 1 value per channel"):
-            crew = self.crew_size(j)
-            chunks, each = m.total // (2 * crew), f"on each of the {crew} replicas of stage {j} " * (crew > 1)
+            replica_group = self.replica_count(j)
+            chunks, each = (
+                m.total // (2 * replica_group),
+                f"on each of the {replica_group} replicas of stage {j} " * (replica_group > 1),
+            )
             if chunks:
                 error.add_note(
                     f"BatchNorm in training needs two samples or more, and a micro-batch has one {each}here: write "
                     f"chunks={chunks} or less for a batch of {m.total}"
                 )
 
-    def crew_size(self, j: int) -> int:
+    def replica_count(self, j: int) -> int:
         """How many devices share the samples of a micro-batch in stage j."""
         return 1 + len(self.replicas[j]) if self.replicas else 1
 

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fxpipe.engines.transports.mailbox import Box
+from fxpipe.engines.transports.mailbox import Mailbox
 from fxpipe.ir.schedule.schedule import Action
 from fxpipe.runtime import Stage
 from fxpipe.runtime.autograd.is_recomputing import recomputing
 from fxpipe.runtime.autograd.offload import Offload, offload
 from fxpipe.runtime.autograd.saved_tensors import Saved
 from fxpipe.runtime.autograd.split_backward import Weights, input_gradient, weight_gradient
-from fxpipe.runtime.autograd.transfer import Parcel, pack, unpack
+from fxpipe.runtime.autograd.transfer import Transfer, pack, unpack
 from fxpipe.runtime.autograd.unalias_gradients import unshare
 from fxpipe.runtime.step_leaves import Pair, alias
 from fxpipe.runtime.written_buffers import instead, keep, scratch
@@ -69,7 +69,7 @@ class Gradients(NamedTuple):
 
 
 class StepEngine(Protocol):
-    """What a step asks of the scheduler whose rows it runs (`Stepper` says what each is).
+    """What a step asks of the scheduler whose rows it runs (`StepScheduler` says what each is).
 
     `at_once`: stages and micro-batches whose backward follows their forward at once; `splits`: whether any backward is
     in two halves; `timetable`: the rows.
@@ -104,8 +104,8 @@ class Step(Batches):
         """Make ready: boxes, and in them the pieces of the batch. A thread that runs all rows has the only box."""
         self.engine, self.pairs, self.scale = engine, pairs, scale
         self.rows = rows
-        boxes = {label: Box() for label in rows}
-        self.boxes = tuple([boxes.get(label) or boxes[engine.devices[-1]] for label in engine.devices])
+        mailboxes = {label: Mailbox() for label in rows}
+        self.mailboxes = tuple([mailboxes.get(label) or mailboxes[engine.devices[-1]] for label in engine.devices])
         self.kept: dict[tuple[int, int], Kept] = {}
         self.weights: dict[tuple[int, int], Weights] = {}
         self.done: list[str] = []
@@ -136,7 +136,7 @@ class Step(Batches):
 
     def feed(self, name: str, j: int) -> None:
         """The pieces of an input, for stage j."""
-        arrived = self.boxes[j].arrived
+        arrived = self.mailboxes[j].arrived
         for i, micro_batch in enumerate(self):
             piece = getattr(micro_batch, name)
             if isinstance(piece, Tensor):
@@ -152,17 +152,17 @@ class Step(Batches):
 
     def receive(self, j: int, i: int, *names: str) -> Any:
         """What has been sent to stage j for micro-batch i under these names, one by itself, else a tuple."""
-        box = self.boxes[j]
-        arrived, values = box.arrived, []
+        mailbox = self.mailboxes[j]
+        arrived, values = mailbox.arrived, []
         for name in names:
             key = (j, i, name)
             while key not in arrived:
-                box.wait(self.engine.check_alive)
+                mailbox.wait(self.engine.check_alive)
             value = arrived.pop(key)
-            values.append(self.open(value, j, i, name) if isinstance(value, Parcel) else value)
+            values.append(self.open(value, j, i, name) if isinstance(value, Transfer) else value)
         return values[0] if len(values) == 1 else values
 
-    def open(self, parcel: Parcel, j: int, i: int, name: str) -> Tensor:
+    def open(self, parcel: Transfer, j: int, i: int, name: str) -> Tensor:
         """What comes from another device, for stage j."""
         return unpack(parcel, self.compute[j])
 
@@ -190,13 +190,13 @@ class Step(Batches):
             value = self.pack(value, j, i, target, name, grad, there)
         elif grad:
             value.requires_grad_()
-        box = there.boxes[target]
-        if box is self.boxes[j]:
-            box.arrived[target, i, name] = value
+        mailbox = there.mailboxes[target]
+        if mailbox is self.mailboxes[j]:
+            mailbox.arrived[target, i, name] = value
         else:
-            box.queue.put(((target, i, name), value))
+            mailbox.queue.put(((target, i, name), value))
 
-    def pack(self, value: Tensor, j: int, i: int, target: int, name: str, grad: bool, there: Step) -> Parcel:
+    def pack(self, value: Tensor, j: int, i: int, target: int, name: str, grad: bool, there: Step) -> Transfer:
         """A tensor of stage j on its way to the device of the target."""
         device, user = there.stages[target].device, there.compute[target]
         return pack(value, self.streams[j, i], there.streams[target, i], device, user, grad)
@@ -222,8 +222,8 @@ class Step(Batches):
     def stop(self, error: BaseException) -> None:
         """Something failed: nobody starts anything more."""
         self.failed.append(error)
-        for box in set(self.boxes):
-            box.queue.put(None)
+        for mailbox in set(self.mailboxes):
+            mailbox.queue.put(None)
 
     # What an action computes ------------------------------------------------------------------------------------------
 

@@ -4,10 +4,10 @@
     cpu:1       F0  F1      B0  F2  B1  F3  B2      B3          the row comes to it and what it takes has arrived
     cpu:2           F0  B0  F1  B1  F2  B2  F3  B3
 
-On CPU workers a step whose actions are tiny is faster if one thread runs all rows: `pace.py` finds that out.
+On CPU workers a step of tiny actions is faster if one thread runs all rows: `thread_autotune.py` measures which.
 
-A generated scheduler is a `Stepper` with `forward_j`, `backward_j` and so on for each stage j, which say what a `Step`
-computes and sends.
+A generated scheduler is a `StepScheduler` with methods `forward_j`, `backward_j` and so on for each stage j, which say
+what a `Step` computes and sends.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from fxpipe.runtime.step_leaves import Pair, alias, commit_gradients, put_togeth
 from fxpipe.runtime.streams import use_stream
 from fxpipe.runtime.worker import Report
 
-from .scheduler_base import Engine
+from .scheduler_base import SchedulerBase
 from .step import Gradients, Rows, Scale, Step
-from .thread_autotune import Pace
+from .thread_autotune import ThreadAutotune
 
-__all__ = ["Gradients", "Step", "Stepper"]
+__all__ = ["Gradients", "Step", "StepScheduler"]
 
 METHODS = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradient"}
 HERE = Context(grad=True, inference=False, autocasts=())  # the modes that a worker is in
@@ -43,7 +43,7 @@ Leaves = Mapping[str, Sequence[Sequence[Tensor]]]  # of each input, by micro-bat
 S = TypeVar("S", bound=Step)
 
 
-class Stepper(Engine):
+class StepScheduler(SchedulerBase):
     """The base of schedulers that run forward and backward.
 
     `schedule`: its name; `rows`: all of it, for each worker its label and then its actions; `feeds`: the inputs and the
@@ -70,7 +70,7 @@ class Stepper(Engine):
         self.methods = {action: method for row in self.timetable.values() for action, method in row}
         self.alone = {self.devices[-1]: tuple((action, self.methods[action]) for action in order(schedule)[0])}
         self._may_run_alone = len(self.timetable) > 1 and all(stage.device.type == "cpu" for stage in self.stages)
-        self._paces: dict[int, Pace] = {}  # by how large a batch is, in powers of two
+        self._paces: dict[int, ThreadAutotune] = {}  # by how large a batch is, in powers of two
         forwards = ((action.stage, action.micro_batch) for action in schedule.place if action.kind == "F")
         self.at_once = {(j, i) for j, i in forwards if at_once(schedule, j, i)}
         self.splits = any(action.kind == "W" for action in schedule.place)
@@ -83,7 +83,7 @@ class Stepper(Engine):
         size = sum(value.numel() for value in batch if isinstance(value, Tensor)).bit_length()
         pace = self._paces.get(size)
         if pace is None:
-            pace = self._paces[size] = Pace(len(self.alone[self.devices[-1]]))
+            pace = self._paces[size] = ThreadAutotune(len(self.alone[self.devices[-1]]))
         alone, start = pace.choose(), perf_counter()
         outputs, _ = self.step(batch, chunks, scale, Step, self.alone if alone else self.timetable)
         pace.note(alone, perf_counter() - start)
@@ -142,15 +142,15 @@ class Stepper(Engine):
     def _run(self, m: Step) -> None:
         """Every worker its row; back when all are done or have stopped."""
         reports: SimpleQueue[Report] = SimpleQueue()
-        seats, ours = self.seats(m), self.devices[-1]
-        others = [label for label in seats if label != ours]
+        replica_devices, ours = self.replica_devices(m), self.devices[-1]
+        others = [label for label in replica_devices if label != ours]
         begun: list[str] = []
         try:
             for label in others:
-                own, j = seats[label]
+                own, j = replica_devices[label]
                 self._workers[label].orders.put((self._work, own, (j, j), HERE, None, reports))
                 begun.append(label)
-            self._row(*seats[ours])
+            self._row(*replica_devices[ours])
         except BaseException as error:  # Ctrl-C between two actions
             m.stop(error)
         self._await(begun, reports, m)
@@ -160,7 +160,7 @@ class Stepper(Engine):
             except RuntimeError as error:
                 m.stop(error)
 
-    def seats(self, m: Step) -> dict[str, tuple[Step, int]]:
+    def replica_devices(self, m: Step) -> dict[str, tuple[Step, int]]:
         """For each worker that has a row, by its label, the step as it sees it, and a stage that it runs."""
         return {label: (m, j) for j, label in enumerate(self.devices) if label in m.rows}
 

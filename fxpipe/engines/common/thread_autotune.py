@@ -11,7 +11,7 @@ TRIALS = 3
 SMALL = 1e-3  # seconds an action: above it the workers always pay, and trying one thread would be dear
 
 
-class Pace:
+class ThreadAutotune:
     """What is known of steps of one size, which have so many actions."""
 
     def __init__(self, actions: int) -> None:
@@ -23,7 +23,7 @@ class Pace:
     def choose(self) -> bool:
         """Whether the next step runs alone.
 
-        >>> pace = Pace(actions=100)
+        >>> pace = ThreadAutotune(actions=100)
         >>> for seconds in (0.5, 0.05, 0.01, 0.04, 0.01, 0.05, 0.01):  # the first has much to do for the first time
         ...     pace.note(pace.choose(), seconds)
         >>> pace.choose()

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.engines.local.replica_step import Replicated, Slices
+from fxpipe.engines.local.replica_step import ReplicaStep, ReplicatedScheduler
 from fxpipe.ir.timeline import Span, Steps, Timeline
 from fxpipe.runtime.autograd.offload import Offload
 from fxpipe.runtime.autograd.saved_tensors import Saved
-from fxpipe.runtime.autograd.transfer import Parcel
+from fxpipe.runtime.autograd.transfer import Transfer
 from fxpipe.runtime.streams import use_stream, wait_stream
 
 from .step import Scale, Step, StepEngine
-from .step_engine import Stepper
+from .step_engine import StepScheduler
 
 Moment = float | torch.cuda.Event
 # where (a device, or a link between two), whose clock, kind, stage, micro-batch, start, end, label
@@ -30,7 +30,7 @@ Note = tuple[str, torch.device, str, int, int, Moment, Moment, str]
 
 
 def take_step(
-    scheduler: Stepper,
+    scheduler: StepScheduler,
     batch: Sequence[Any],
     chunks: int,
     scaler: torch.amp.GradScaler | None,
@@ -44,7 +44,7 @@ def take_step(
         scale = scaler.scale(torch.ones((), device=scheduler.stages[-1].device)) / accumulate
     if not timeline:
         return scheduler.run(batch, chunks, scale), None
-    kind = TimedSlices if isinstance(scheduler, Replicated) else TimedStep
+    kind = TimedReplicaStep if isinstance(scheduler, ReplicatedScheduler) else TimedStep
     outputs, done = scheduler.step(batch, chunks, scale, kind)
     return outputs, done.timeline(scheduler.schedule)
 
@@ -101,7 +101,7 @@ class TimedStep(Step):
         with self.noted("W", j, i):
             super().weight_gradient(j, i)
 
-    def pack(self, value: Tensor, j: int, i: int, target: int, name: str, grad: bool, there: Step) -> Parcel:
+    def pack(self, value: Tensor, j: int, i: int, target: int, name: str, grad: bool, there: Step) -> Transfer:
         here, goal = value.device, there.stages[target].device
         if goal.type == "cpu":
             return super().pack(value, j, i, target, name, grad, there)
@@ -118,7 +118,7 @@ class TimedStep(Step):
         self.notes.append((link, device, "T", j, i, start, end, name))
         return parcel
 
-    def open(self, parcel: Parcel, j: int, i: int, name: str) -> Tensor:
+    def open(self, parcel: Transfer, j: int, i: int, name: str) -> Tensor:
         if parcel.device.type != "cpu":
             return super().open(parcel, j, i, name)
         start = perf_counter()
@@ -162,19 +162,21 @@ class TimedStep(Step):
         return ((0.0, peak),)
 
 
-class TimedSlices(Slices, TimedStep):
+class TimedReplicaStep(ReplicaStep, TimedStep):
     """The same as one of several workers sees it; all write into the notes of the first."""
 
     def begin(self, engine: StepEngine, *args: Any) -> None:
         super().begin(engine, *args)
         first = next(iter(self.team.values()))
-        assert isinstance(first, TimedSlices)
+        assert isinstance(first, TimedReplicaStep)
         first.saved[self.label] = self.saved[self.label]
         self.notes, self.anchors, self.started, self.saved = first.notes, first.anchors, first.started, first.saved
 
     def homes(self) -> dict[str, torch.device]:
-        crews = zip(self.engine.labels, self.engine.crews, strict=True)
-        return {label: stage.device for crew in crews for label, stage in zip(*crew, strict=True)}
+        replica_groups = zip(self.engine.labels, self.engine.replica_groups, strict=True)
+        return {
+            label: stage.device for replica_group in replica_groups for label, stage in zip(*replica_group, strict=True)
+        }
 
 
 def moment(device: torch.device) -> Any:

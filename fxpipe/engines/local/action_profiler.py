@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.engines.common.step import Method, Step, StepEngine
-from fxpipe.engines.common.step_engine import Stepper
+from fxpipe.engines.common.step_engine import StepScheduler
 from fxpipe.engines.common.timed_step import TimedStep
 from fxpipe.engines.transports.mailbox import Key
 from fxpipe.ir.schedule.action_times import Times
@@ -42,7 +42,7 @@ Sent = Mapping[Key, tuple[Any, bool]]  # what was sent to whom, and whether it i
 class Rehearsal:
     """Rehearsals of the steps of a scheduler for one batch; all stages must be on the CPU."""
 
-    def __init__(self, engine: Stepper, batch: Sequence[Any], chunks: int) -> None:
+    def __init__(self, engine: StepScheduler, batch: Sequence[Any], chunks: int) -> None:
         """Runs the batch once, for the values that stages exchange, the outputs, and the most that each worker holds:
         that is the same in every step, for it depends on the order of the worker's own actions alone."""
         self.engine, self.batch, self.chunks = engine, batch, chunks
@@ -105,7 +105,7 @@ class Rehearsed(Step):
             for label, row in engine.timetable.items()
         }
         for key, (value, grad) in self.sent.items():
-            self.boxes[key[0]].arrived[key] = (
+            self.mailboxes[key[0]].arrived[key] = (
                 value.detach().requires_grad_(grad) if isinstance(value, Tensor) else value
             )
         self.filling = perf_counter() - start
@@ -113,7 +113,7 @@ class Rehearsed(Step):
     def timed(self, kind: str, j: int, method: Method) -> Method:
         """The method of an action, that notes how long it takes; recomputation counts apart."""
 
-        def run(engine: Stepper, m: Step, i: int) -> None:
+        def run(engine: StepScheduler, m: Step, i: int) -> None:
             start = perf_counter()
             method(engine, m, i)
             end = perf_counter()
@@ -134,7 +134,7 @@ class Rehearsed(Step):
 
 
 @contextmanager
-def untouched(engine: Stepper) -> Iterator[None]:
+def untouched(engine: StepScheduler) -> Iterator[None]:
     """What runs in this context leaves no trace in the model's buffers or in the state of random numbers."""
     with ExitStack() as contexts:
         contexts.enter_context(torch.random.fork_rng(devices=[]))
@@ -180,7 +180,7 @@ def wake(rounds: int = 50) -> float:
 
 
 def rehearse(
-    engine: Stepper, batch: Sequence[Any], chunks: int, rounds: int, warmup: int = 1
+    engine: StepScheduler, batch: Sequence[Any], chunks: int, rounds: int, warmup: int = 1
 ) -> tuple[list[Times], tuple[Any, ...], tuple[Steps, ...]]:
     """The times of several rehearsals, after some that do not count; the outputs of the batch; and the most bytes that
     each worker holds."""

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from fxpipe.engines.common.scheduler_base import Batches, Engine
+from fxpipe.engines.common.scheduler_base import Batches, SchedulerBase
 from fxpipe.engines.transports.mailbox import LOST
 from fxpipe.runtime.autograd.backward_notes import watching
 from fxpipe.runtime.deferred_norms import commit, discard
@@ -27,7 +27,7 @@ __all__ = ["Batches", "Pipeline", "clock"]
 Tick = tuple[tuple[int, int], ...]
 
 
-class Pipeline(Engine):
+class Pipeline(SchedulerBase):
     """The base of schedulers that run forward, and leave backward to autograd."""
 
     def run(self, batch: Sequence[Any], chunks: int) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fxpipe.engines.common.step_engine import Stepper
+from fxpipe.engines.common.step_engine import StepScheduler
 from fxpipe.engines.common.timed_step import TimedStep
 from fxpipe.ir.timeline import Steps
 from fxpipe.runtime.deferred_norms import discard
@@ -35,7 +35,7 @@ def without_memory(batch: Sequence[Any]) -> tuple[Any, ...]:
     )
 
 
-def memory_of_step(engine: Stepper, batch: Sequence[Any], chunks: int) -> tuple[Steps, ...]:
+def memory_of_step(engine: StepScheduler, batch: Sequence[Any], chunks: int) -> tuple[Steps, ...]:
     """The most bytes that each worker holds at once, as a timed step counts them. Inputs may be on the meta device.
     Raises whatever the model does where it needs the values of tensors."""
     mode, made = FakeTensorMode(allow_non_fake_inputs=True), dict[int, Tensor]()

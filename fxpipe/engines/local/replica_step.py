@@ -18,10 +18,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fxpipe.engines.common.replica_routing import Cut, Routes, Sliced, sliced
+from fxpipe.engines.common.replica_routing import Cut, RoutedStep, Routes, sliced
 from fxpipe.engines.common.scheduler_base import Batches, Place
 from fxpipe.engines.common.step import Gradients, Rows, Scale, Step, StepEngine
-from fxpipe.engines.common.step_engine import Stepper
+from fxpipe.engines.common.step_engine import StepScheduler
 from fxpipe.runtime import Stage
 from fxpipe.runtime.deferred_norms import absorb, sums_of
 from fxpipe.runtime.microbatch import gather
@@ -29,15 +29,17 @@ from fxpipe.runtime.stage_replica import empty, fill
 from fxpipe.runtime.step_leaves import Pair, standing_in
 from fxpipe.runtime.streams import Streams
 
-__all__ = ["Gradients", "Replicated", "Slices", "Step"]
+__all__ = ["Gradients", "ReplicaStep", "ReplicatedScheduler", "Step"]
 
 
-class Slices(Sliced):
+class ReplicaStep(RoutedStep):
     """A step as one worker sees it. `label`: of the worker; `team`: the steps of all workers, by their labels."""
 
-    engine: Replicated
+    engine: ReplicatedScheduler
 
-    def place_in(self, team: Mapping[str, Slices], label: str, replica: int, whole: Batches, routes: Routes) -> None:
+    def place_in(
+        self, team: Mapping[str, ReplicaStep], label: str, replica: int, whole: Batches, routes: Routes
+    ) -> None:
         """Say whose it is, and of which batch."""
         self.team, self.label = team, label
         self.slice_of(whole, replica, routes)
@@ -49,8 +51,8 @@ class Slices(Sliced):
 
     def stop(self, error: BaseException) -> None:
         super().stop(error)
-        for box in {box for other in self.team.values() for box in other.boxes}:
-            box.queue.put(None)
+        for mailbox in {mailbox for other in self.team.values() for mailbox in other.mailboxes}:
+            mailbox.queue.put(None)
 
     def feed(self, name: str, j: int) -> None:
         if self.devices[j] == self.label:
@@ -69,7 +71,7 @@ class Slices(Sliced):
         super()._put(j, i, target, to, name, value, grad, self.team[self.engine.labels[target][to]])
 
 
-class Replicated(Stepper):
+class ReplicatedScheduler(StepScheduler):
     """The base of schedulers with replicated stages. `cuts`: the values that go between stages of different numbers of
     replicas, where from and to, and the dimension of the samples (None: the value is the same for all of them)."""
 
@@ -79,7 +81,7 @@ class Replicated(Stepper):
         super().__init__(stages, whole)
         further = iter(self.further)
         # Of each stage, the modules and the labels of its replicas.
-        self.crews = tuple(
+        self.replica_groups = tuple(
             (stage, *(next(further) for _ in labels)) for stage, labels in zip(self.stages, self.replicas, strict=True)
         )
         self.labels = tuple((label, *others) for label, others in zip(self.devices, self.replicas, strict=True))
@@ -90,20 +92,20 @@ class Replicated(Stepper):
 
     def _place(self, k: int) -> Place:
         """Where replicas number k run; of stages that have fewer, the last one stands in for them and never runs."""
-        stages = tuple(crew[min(k, len(crew) - 1)] for crew in self.crews)
+        stages = tuple(replica_group[min(k, len(replica_group) - 1)] for replica_group in self.replica_groups)
         devices = tuple(labels[min(k, len(labels) - 1)] for labels in self.labels)
         return Place(stages, devices, Streams(tuple(stage.device for stage in stages)))
 
     def run(self, batch: Sequence[Any], chunks: int, scale: Scale = None) -> tuple[Any, ...]:
-        return self.step(batch, chunks, scale, Slices)[0]
+        return self.step(batch, chunks, scale, ReplicaStep)[0]
 
     def scatter(self, batch: Sequence[Any], chunks: int, kind: Callable[..., Any]) -> Any:
         """The step as the calling thread sees it, with those of the others in its `team`."""
         whole = super().scatter(batch, chunks, Batches)
-        team: dict[str, Slices] = {}
+        team: dict[str, ReplicaStep] = {}
         for labels in dict.fromkeys(self.labels):
             for k, (label, (sizes, slices)) in enumerate(zip(labels, sliced(self, whole, len(labels)), strict=True)):
-                own: Slices = kind(sizes, self.places[k], False)
+                own: ReplicaStep = kind(sizes, self.places[k], False)
                 own[:] = slices
                 own.place_in(team, label, k, whole, self.routes)
                 team[label] = own
@@ -111,32 +113,32 @@ class Replicated(Stepper):
 
     @contextmanager
     def begun(self, m: Step, scale: Scale, rows: Rows) -> Iterator[None]:
-        assert isinstance(m, Slices)
-        with standing_in([*chain(*self.crews)]) as flat:
+        assert isinstance(m, ReplicaStep)
+        with standing_in([*chain(*self.replica_groups)]) as flat:
             each = iter(flat)
-            pairs = [[next(each) for _ in crew] for crew in self.crews]
+            pairs = [[next(each) for _ in replica_group] for replica_group in self.replica_groups]
             try:
-                for crew, own in zip(self.crews, pairs, strict=True):
-                    for replica, found in zip(crew[1:], own[1:], strict=True):
-                        found += fill(replica, crew[0], own[0])
+                for replica_group, own in zip(self.replica_groups, pairs, strict=True):
+                    for replica, found in zip(replica_group[1:], own[1:], strict=True):
+                        found += fill(replica, replica_group[0], own[0])
                 for view in m.team.values():
                     view.pairs = [own[min(view.replica, len(own) - 1)] for own in pairs]
                 for view in m.team.values():
                     view.begin(self, view.pairs, scale, rows)
                 yield
-                for stage, *others in self.crews:
+                for stage, *others in self.replica_groups:
                     for replica in others:
                         absorb(stage, sums_of(replica))
             finally:
                 for replica in self.further:
                     empty(replica)
 
-    def seats(self, m: Step) -> dict[str, tuple[Step, int]]:
-        assert isinstance(m, Slices)
+    def replica_devices(self, m: Step) -> dict[str, tuple[Step, int]]:
+        assert isinstance(m, ReplicaStep)
         return {label: (m.team[label], j) for j, labels in enumerate(self.labels) for label in labels}
 
     def outcome(self, m: Step, batch: Sequence[Any]) -> tuple[tuple[Any, ...], list[Pair]]:
-        assert isinstance(m, Slices)
+        assert isinstance(m, ReplicaStep)
         outputs = tuple([x.detach() if isinstance(x, Tensor) else x for x in self.gather(m)])
         pairs = [pair for j, labels in enumerate(self.labels) for label in labels for pair in m.team[label].pairs[j]]
         for labels in dict.fromkeys(self.labels):
@@ -146,7 +148,7 @@ class Replicated(Stepper):
         return outputs, pairs
 
     def gather(self, m: Batches) -> tuple[Any, ...]:
-        assert isinstance(m, Slices)
+        assert isinstance(m, ReplicaStep)
         teams = [[m.team[label] for label in labels] for labels in dict.fromkeys(self.labels)]
 
         def whole(name: str, dim: int | None, reduce: str | None) -> Any:
@@ -159,6 +161,6 @@ class Replicated(Stepper):
         return tuple([whole(*output) for output in self.outputs])
 
 
-def in_order(views: Sequence[Slices]) -> list[tuple[Slices, int]]:
+def in_order(views: Sequence[ReplicaStep]) -> list[tuple[ReplicaStep, int]]:
     """The slices of the batch that replicas have, as (step, micro-batch), in the order of the samples."""
     return [(view, i) for i in range(len(views[0])) for view in views if i < len(view)]

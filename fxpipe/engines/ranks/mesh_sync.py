@@ -15,10 +15,10 @@ from typing import Any
 from fxpipe.errors import RankError
 
 from .rank_group import Lost, World
-from .step_consensus import Failure, describe, verdict
+from .step_consensus import Failure, consensus, describe
 
 
-class Beside:
+class MeshSync:
     """What a rank and those in its column agree on in each call. `worlds`: the columns, one for each dimension of the
     mesh beside that of the pipe; `due`: how often they are to agree before this call ends."""
 
@@ -51,7 +51,7 @@ class Beside:
         self.due -= 1
         for world in self.worlds:
             try:
-                told = verdict(world, {} if error is None else Failure(f"{self.name}: {describe(error)}", False))
+                told = consensus(world, {} if error is None else Failure(f"{self.name}: {describe(error)}", False))
             except Lost as lost:
                 told = str(lost)
             if error is None and isinstance(told, str):

@@ -25,7 +25,7 @@ from torch import Tensor
 from fxpipe.engines.common.replica_routing import Cut, Routes, sliced
 from fxpipe.engines.common.scheduler_base import Batches
 from fxpipe.engines.common.step import Scale, Step
-from fxpipe.engines.common.step_engine import Leaves, Stepper
+from fxpipe.engines.common.step_engine import Leaves, StepScheduler
 from fxpipe.engines.transports.message_format import FailedElsewhere, Size
 from fxpipe.errors import InputError, RankError
 from fxpipe.ir.graph.value_types import dim_size
@@ -39,17 +39,19 @@ from fxpipe.runtime.step_leaves import Pair, alias, commit_gradients
 from fxpipe.runtime.streams import use_stream
 
 from .rank_group import LEADER, Lost, World
-from .rank_step import RankStep, Wire, key_of, name_of
-from .replica_reduce import commit_all, even_out, written
-from .step_consensus import Failure, share_value, verdict
+from .rank_step import RankMessage, RankStep, key_of, name_of
+from .replica_reduce import broadcast_values, commit_statistics, written
+from .step_consensus import Failure, consensus, share_value
 
 R = TypeVar("R", bound=RankStep)
 
 
-class Ranked(Stepper):
-    """What a generated scheduler becomes on a rank, see `on_rank`: `world` and `wires` say where it is and what goes
-    between; the stages of other ranks are empty. `cuts` as in `Replicated`; `parallel`: what is between this pipe and
-    those beside it, if it is a row of a mesh."""
+class RankScheduler(StepScheduler):
+    """A generated scheduler on one rank, see `on_rank`. The stages of other ranks are empty.
+
+    - `world`: the ranks of the pipe; `wires`: what they send each other; `cuts`: as in `ReplicatedScheduler`.
+    - `parallel`: how the rows of a mesh add up gradients, or None.
+    """
 
     cuts: tuple[Cut, ...] = ()
     parallel: Any = None
@@ -57,10 +59,10 @@ class Ranked(Stepper):
     def __init__(self, stages: Sequence[Stage], whole: Stage | None, world: World, wires: Wires) -> None:
         self.world, self.wires = world, wires
         # Of each stage the ranks of its replicas; of this rank, all that have the same stages.
-        self._ranks = tuple(tuple(map(world.labels.index, labels)) for labels in wires.crews)
-        self.crew = next((ranks for ranks in self._ranks if world.rank in ranks), (world.rank,))
-        self.replica = self.crew.index(world.rank)
-        self.routes = Routes(map(len, wires.crews), self.cuts)
+        self._ranks = tuple(tuple(map(world.labels.index, labels)) for labels in wires.replica_groups)
+        self.replica_group = next((ranks for ranks in self._ranks if world.rank in ranks), (world.rank,))
+        self.replica = self.replica_group.index(world.rank)
+        self.routes = Routes(map(len, wires.replica_groups), self.cuts)
         super().__init__(stages, whole)
         labels = [world.label if self.here(j) else label for j, label in enumerate(self.devices)]
         self.place = replace(self.place, devices=tuple(labels))
@@ -68,7 +70,7 @@ class Ranked(Stepper):
         rows = dict(zip(programs.devices, programs.rows, strict=True))
         self.program = [(do, self._wire(do, what)) for do, what in rows.get(world.label, ())]
         self._sizes: dict[tuple[str, tuple[int, ...]], Size] = {}
-        self._coming: dict[int, dict[int, list[Wire]]] = {}
+        self._coming: dict[int, dict[int, list[RankMessage]]] = {}
         used = {name for name, j in self.feeds if self.here(j)}
         gives, takes = self.totals
         self._summing = not used.isdisjoint(gives)
@@ -79,10 +81,10 @@ class Ranked(Stepper):
         self._used = used
         self._on_cpu = False  # inputs move to their stages alone
 
-    def crew_size(self, j: int) -> int:
+    def replica_count(self, j: int) -> int:
         return len(self._ranks[j])
 
-    def _wire(self, do: str, what: Action | Message) -> Action | Message | Wire:
+    def _wire(self, do: str, what: Action | Message) -> Action | Message | RankMessage:
         """A line of the program, with all that can be known before a step."""
         if isinstance(what, Action) or do in ("reduce", "gather"):
             return what
@@ -90,9 +92,9 @@ class Ranked(Stepper):
         dtype: torch.dtype = getattr(torch, form.dtype)
         peer = self._ranks[end][what.replicas[do == "send"]]
         route = self.routes.of.get((what.target, name_of(what, self.wires)))
-        return Wire(what, key_of(what, self.wires), peer, dtype, form.shape, form.number, route)
+        return RankMessage(what, key_of(what, self.wires), peer, dtype, form.shape, form.number, route)
 
-    def size(self, wire: Wire, known: tuple[int, ...]) -> Size:
+    def size(self, wire: RankMessage, known: tuple[int, ...]) -> Size:
         """The type and shape of what a message carries, for these sizes of its micro-batch."""
         key = wire.message.value, known
         if key not in self._sizes:
@@ -102,12 +104,12 @@ class Ranked(Stepper):
             self._sizes[key] = wire.dtype, tuple([dim_size(dim, sizes) for dim in wire.shape])
         return self._sizes[key]
 
-    def coming(self, last: int) -> dict[int, list[Wire]]:
+    def coming(self, last: int) -> dict[int, list[RankMessage]]:
         """What each other rank sends to this one in a step whose last micro-batch has this number, in order."""
         if last not in self._coming:
-            coming: dict[int, list[Wire]] = {peer: [] for peer in self.world.others}
+            coming: dict[int, list[RankMessage]] = {peer: [] for peer in self.world.others}
             for do, what in self.program:
-                if do == "receive" and isinstance(what, Wire):
+                if do == "receive" and isinstance(what, RankMessage):
                     i = what.message.micro_batch
                     coming[what.peer] += [what] if i is None or i <= last else []
             self._coming[last] = coming
@@ -172,26 +174,27 @@ class Ranked(Stepper):
 
     def share_values(self) -> None:
         """Let all replicas of a stage begin with the values that the first one has. Raises Lost."""
-        if len(self.crew) > 1:
-            even_out(self.world, self.crew, [stage.tensor(path) for stage in self.stages for path in stage.states])
+        if len(self.replica_group) > 1:
+            own = [stage.tensor(path) for stage in self.stages for path in stage.states]
+            broadcast_values(self.world, self.replica_group, own)
 
     def _even_out(self) -> None:
         """The buffers that forward writes are those of the first replica. Raises Lost."""
-        if len(self.crew) > 1 and self._mutating:
-            even_out(self.world, self.crew, written(self._mutating))
+        if len(self.replica_group) > 1 and self._mutating:
+            broadcast_values(self.world, self.replica_group, written(self._mutating))
 
     def _commit(self) -> None:
         """The mini-batch is over. Raises Lost."""
-        if len(self.crew) > 1 and self._mutating:
-            commit_all(self.world, self.crew, self._mutating)
+        if len(self.replica_group) > 1 and self._mutating:
+            commit_statistics(self.world, self.replica_group, self._mutating)
         else:
             commit(self._mutating)
 
     def scatter(self, batch: Sequence[Any], chunks: int, kind: Callable[..., Any]) -> Any:
         whole = super().scatter(batch, chunks, kind)
         m: RankStep = whole
-        if len(self.crew) > 1:
-            sizes, slices = sliced(self, whole, len(self.crew))[self.replica]
+        if len(self.replica_group) > 1:
+            sizes, slices = sliced(self, whole, len(self.replica_group))[self.replica]
             m = kind(sizes, self.place, False)
             m[:], m.whole = slices, whole
         m.slice_of(whole, self.replica, self.routes)
@@ -224,12 +227,12 @@ class Ranked(Stepper):
         """All of this rank's program; back when everyone is done and the verdict is known."""
         assert isinstance(m, RankStep)
         for do, what in self.program:
-            i = what.message.micro_batch if isinstance(what, Wire) else what.micro_batch
+            i = what.message.micro_batch if isinstance(what, RankMessage) else what.micro_batch
             if i is not None and i > m.last:
                 continue
             if isinstance(what, Action):
                 self._act(m, what)
-            elif isinstance(what, Wire):
+            elif isinstance(what, RankMessage):
                 m.expect(what) if do == "receive" else m.dispatch(what)
             elif not m.broken:
                 self._guarded(m, None, m.reduce, do, what)
@@ -270,7 +273,7 @@ class Ranked(Stepper):
         if not m.broken:
             self._guarded(m, None, self._settle, m)
         try:
-            found = verdict(self.world, Failure.of(m.error) if m.broken else m.numbers)
+            found = consensus(self.world, Failure.of(m.error) if m.broken else m.numbers)
         except Lost as error:
             found = str(error)
         if isinstance(found, str):
@@ -307,14 +310,14 @@ class Ranked(Stepper):
 
     def _shared(self, m: RankStep, at: int) -> Any:
         """An output, from the ranks that have it, on all of them. Raises Lost."""
-        first, *others = crew = self._home(at)
+        first, *others = replica_group = self._home(at)
         found = None
         if self.world.rank in others:
             values = [value.detach().cpu() if isinstance(value, Tensor) else value for value in self._values(m, at)]
             self.world.tell(first, pickle.dumps(values))
         elif self.world.rank == first:
             views = [self._values(m, at), *(pickle.loads(self.world.hear(peer)) for peer in others)]
-            rows = [split_sizes(whole, len(crew)) for whole in m.rows_of]
+            rows = [split_sizes(whole, len(replica_group)) for whole in m.rows_of]
             values = [views[k][i] for i, some in enumerate(rows) for k in range(len(some))]
             if others:
                 values = [value.to(self.world.device) if isinstance(value, Tensor) else value for value in values]
@@ -325,16 +328,16 @@ class Ranked(Stepper):
         """Find the outputs of this rank that are tensors of one number, as the loss is; of several replicas each has
         its share of the number."""
         for at, (_, dim, reduce) in enumerate(self.outputs):
-            crew = self._home(at)
-            if dim is not None or self.world.rank not in crew or not (values := self._values(m, at)):
+            replica_group = self._home(at)
+            if dim is not None or self.world.rank not in replica_group or not (values := self._values(m, at)):
                 continue
             if isinstance(values[0], Tensor) and values[0].dim() == 0 and not values[0].is_complex():
-                sizes = m.sizes if m.whole is None or len(crew) > 1 else m.whole.sizes
+                sizes = m.sizes if m.whole is None or len(replica_group) > 1 else m.whole.sizes
                 value = gather(values, dim, reduce, sizes)
                 number = value.item()
                 if reduce == "mean":
                     number *= sum(sizes) / m.total
-                if reduce != "same" or self.world.rank == crew[0]:
+                if reduce != "same" or self.world.rank == replica_group[0]:
                     m.numbers[at] = number, value.dtype
 
     def outcome(self, m: Step, batch: Sequence[Any]) -> tuple[tuple[Any, ...], list[Pair]]:
@@ -354,7 +357,8 @@ class Ranked(Stepper):
         for name, own in m.leaves.items():
             found[name] = all_pieces = list[list[Tensor]]()
             for i, rows in enumerate(m.rows_of):
-                pieces = scatter(getattr(whole[i], name).detach(), dims[name], split_sizes(rows, len(self.crew)))
+                counts = split_sizes(rows, len(self.replica_group))
+                pieces = scatter(getattr(whole[i], name).detach(), dims[name], counts)
                 all_pieces += [own[i] if k == self.replica else [piece] for k, piece in enumerate(pieces)]
         return found
 
@@ -378,17 +382,16 @@ class Ranked(Stepper):
 
 
 def on_rank(
-    kind: type[Stepper], stages: Sequence[Stage | None], whole: Stage | None, world: World, wires: Wires
-) -> Ranked:
-    """The scheduler of a generated package, for one rank of a world: with `Ranked` as its base. `stages`, and then
-    their further replicas, are None where they are not here."""
+    kind: type[StepScheduler], stages: Sequence[Stage | None], whole: Stage | None, world: World, wires: Wires
+) -> RankScheduler:
+    """The scheduler of a generated package for one rank, with `RankScheduler` as its base. `stages`, followed
+    by their further replicas, are None where another rank runs them."""
     own = {name: value for name, value in vars(kind).items() if name not in ("lend", "__dict__", "__weakref__")}
-    made: Any = type("Scheduler", (Ranked,), {**own, "replicas": ()})
+    made: Any = type("Scheduler", (RankScheduler,), {**own, "replicas": ()})
     further, empty = iter(stages[len(kind.devices) :]), Stage({}, {}, world.device)
-    crews = [(stages[j], *(next(further) for _ in labels[1:])) for j, labels in enumerate(wires.crews)]
-    scheduler: Ranked = made(
-        [next((stage for stage in crew if stage is not None), empty) for crew in crews], whole, world, wires
-    )
+    groups = [(stages[j], *(next(further) for _ in labels[1:])) for j, labels in enumerate(wires.replica_groups)]
+    own_stages = [next((stage for stage in group if stage is not None), empty) for group in groups]
+    scheduler: RankScheduler = made(own_stages, whole, world, wires)
     return scheduler
 
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpipe.engines.transports.message_format import Size, blank
-from fxpipe.engines.transports.same_machine import Near, neighbours
+from fxpipe.engines.transports.same_machine import LocalPeer, neighbours
 from fxpipe.engines.transports.shared_memory import BLOCK, Slot
 from fxpipe.errors import RankError
 
@@ -48,12 +48,19 @@ class Lost(Exception):
 
 @dataclass(eq=False)
 class World:
-    """The ranks of one pipe, as one of them sees it. `group`: the ProcessGroup that they are, for collectives;
-    `labels`: of the devices, by rank; `device`: this rank's own; `lanes`: the connections in which values go up and
-    down; `control`: that in which everything else is said, from memory of the host; `timeout`: seconds after which a
-    rank that does not answer counts as lost; `store`: where the first to see that leaves word; `lost`: why no step can
-    be any more, once one is; `ears`: what this rank has begun to hear from others; `near`: those on the same machine;
-    `steps`: how many have begun, on every rank; `process`: this rank's, to which the connections belong."""
+    """The ranks of one pipe, as one of them sees it.
+
+    - `group`: their ProcessGroup, for collectives.
+    - `labels`: of the devices, by rank; `device`: this rank's own.
+    - `lanes`: the process groups for values, to later stages and back.
+    - `control`: the process group for everything else, from memory of the host.
+    - `timeout`: seconds after which a rank that does not answer counts as lost.
+    - `store`: where the first rank that notices a loss says so; `lost`: why no further step is possible, or None.
+    - `listeners`: receives that this rank has begun, by the sender.
+    - `local_peers`: the ranks on the same machine, which share memory with this one.
+    - `steps`: how many have begun, the same on every rank.
+    - `process`: the id of this rank's process; a fork of it cannot use the connections.
+    """
 
     group: Any
     rank: int
@@ -65,8 +72,8 @@ class World:
     store: Any
     lost: Lost | None = None
     limit: timedelta = field(init=False)
-    ears: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)
-    near: dict[int, Near] = field(default_factory=dict)
+    listeners: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)
+    local_peers: dict[int, LocalPeer] = field(default_factory=dict)
     steps: int = 0
     process: int = field(default_factory=os.getpid)
 
@@ -90,17 +97,17 @@ class World:
     def begin(self) -> None:
         """A step begins, on every rank: the places for values are free again."""
         self.steps += 1
-        for near in self.near.values():
-            near.out.begin(self.steps)
-            near.into.begin(self.steps)
+        for local_peer in self.local_peers.values():
+            local_peer.out.begin(self.steps)
+            local_peer.into.begin(self.steps)
 
     def slot(self, send: bool, peer: int, size: Size) -> Slot | None:
         """The place of the next value that goes to a rank or comes from it, where the two share memory; else, or if
         there is no place left, it has to be sent."""
-        if peer not in self.near or self.device.type != "cpu":
+        if peer not in self.local_peers or self.device.type != "cpu":
             return None
-        near = self.near[peer]
-        return (near.out if send else near.into).slot(size)
+        local_peer = self.local_peers[peer]
+        return (local_peer.out if send else local_peer.into).slot(size)
 
     def receive(self, peer: int, size: Size) -> Callable[[], Tensor]:
         """Begin to receive a value: what is returned gives its message, once it is there. Both raise Lost."""
@@ -124,12 +131,12 @@ class World:
     def put(self, slot: Slot, peer: int) -> None:
         """A value is in its place."""
         slot.stamp()
-        self.near[peer].ring()
+        self.local_peers[peer].ring()
 
     def wait(self, peer: int, there: Callable[[], bool]) -> None:
         """Until a rank on the same machine has done something. Raises Lost."""
         try:
-            self.near[peer].wait(there, self.timeout if self.lost is None else 0.0)
+            self.local_peers[peer].wait(there, self.timeout if self.lost is None else 0.0)
         except RuntimeError as error:
             raise self.lose(peer, error) from None
 
@@ -158,8 +165,8 @@ class World:
         reason = f"did not answer for {self.timeout:g} s" if late else "is gone: its connection is closed"
         rank, why = blame(self.store, self.rank, peer, reason, late, self.timeout / 4)
         self.lost = Lost(rank, f"rank {rank} {why}")
-        for near in self.near.values():
-            near.close()
+        for local_peer in self.local_peers.values():
+            local_peer.close()
         return self.lost
 
     # Small things -----------------------------------------------------------------------------------------------------
@@ -173,11 +180,11 @@ class World:
         """The works of `tell`, and what is to be kept until they are done."""
         first, rest = data[: BLOCK - COUNT], data[BLOCK - COUNT :]
         head, parts = len(data).to_bytes(COUNT, "little") + first, [rest] if rest else []
-        if peer in self.near:
-            near = self.near[peer]
-            self.wait(peer, near.out.may_write)
-            near.out.write(head)
-            near.ring()
+        if peer in self.local_peers:
+            local_peer = self.local_peers[peer]
+            self.wait(peer, local_peer.out.may_write)
+            local_peer.out.write(head)
+            local_peer.ring()
         else:
             parts.insert(0, head.ljust(BLOCK, b"\0"))
         tensors = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts]
@@ -187,13 +194,13 @@ class World:
         """Begin to hear what these ranks say next, so that they need not wait until this rank is ready to. Raises
         Lost."""
         for peer in peers:
-            if peer not in self.ears and peer not in self.near:
+            if peer not in self.listeners and peer not in self.local_peers:
                 buffer = torch.empty(BLOCK, dtype=torch.uint8)
-                self.ears[peer] = buffer, self.start(False, peer, buffer, self.control)
+                self.listeners[peer] = buffer, self.start(False, peer, buffer, self.control)
 
     def hear(self, peer: int) -> bytes:
         """Receive bytes."""
-        head = self._letter(peer) if peer in self.near else self._block(peer)
+        head = self._letter(peer) if peer in self.local_peers else self._block(peer)
         length = int.from_bytes(head[:COUNT], "little")
         if length <= BLOCK - COUNT:
             return head[COUNT : COUNT + length]
@@ -203,16 +210,16 @@ class World:
 
     def _letter(self, peer: int) -> bytes:
         """What has come next from a rank on the same machine."""
-        board = self.near[peer].into
-        board.letters += 1
-        number = board.letters
-        self.wait(peer, lambda: board.has(number))
-        return board.read(number)
+        shared = self.local_peers[peer].into
+        shared.letters += 1
+        number = shared.letters
+        self.wait(peer, lambda: shared.has(number))
+        return shared.read(number)
 
     def _block(self, peer: int) -> bytes:
         """What has come next from a rank on another one."""
         self.listen(peer)
-        buffer, work = self.ears.pop(peer)
+        buffer, work = self.listeners.pop(peer)
         self.finish(work, peer)
         return buffer.numpy().tobytes()
 
@@ -277,7 +284,7 @@ def join(group: Any, device: torch.device, timeout: float) -> World:
     labels = tuple(f"{device.type}:{rank}" for rank in range(len(ranks)))
     made = World(group, rank, labels, device, lanes, control, timeout, store)
     try:
-        made.near = neighbours(rank, made.collect)
+        made.local_peers = neighbours(rank, made.collect)
     except Lost as lost:
         raise RankError(str(lost)) from None
     _worlds[key] = made

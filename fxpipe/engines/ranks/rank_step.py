@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fxpipe.engines.common.replica_routing import Route, Sliced, piece_name
+from fxpipe.engines.common.replica_routing import Route, RoutedStep, piece_name
 from fxpipe.engines.common.scheduler_base import Batches
 from fxpipe.engines.common.step import Rows, Scale, Step, StepEngine, gradient_key
 from fxpipe.engines.transports.mailbox import Key
@@ -21,11 +21,11 @@ from fxpipe.errors import RankError
 from fxpipe.ir.graph.value_types import Dim
 from fxpipe.ir.program.device_programs import Message
 from fxpipe.ir.program.gradient_buckets import Bucket
-from fxpipe.ir.program.messages import Lent, Wires
+from fxpipe.ir.program.messages import LentTensor, Wires
 from fxpipe.runtime.step_leaves import Pair, alias
 
 from .rank_group import Lost, World
-from .replica_reduce import Exchange
+from .replica_reduce import BucketReduce
 from .step_consensus import Numbers
 
 AHEAD = 32  # messages to one rank that may be on their way: what is sent is kept until it has been received
@@ -33,7 +33,7 @@ EARLY, SMALL = 16, 2**16  # messages from one rank that may be waited for before
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class RankMessage:
     """A message, as it is sent in every step: what the generated code calls it, the rank at the other end, and its
     form; `number`: the type of a Python number; `route`: how it is cut, if it is a piece."""
 
@@ -47,16 +47,16 @@ class Wire:
 
 
 class RankEngine(StepEngine, Protocol):
-    """What a step of one rank asks of its scheduler (`Ranked`)."""
+    """What a step of one rank asks of its scheduler (`RankScheduler`)."""
 
     def here(self, j: int) -> bool: ...
 
-    def coming(self, last: int) -> dict[int, list[Wire]]: ...
+    def coming(self, last: int) -> dict[int, list[RankMessage]]: ...
 
-    def size(self, wire: Wire, known: tuple[int, ...]) -> Size: ...
+    def size(self, wire: RankMessage, known: tuple[int, ...]) -> Size: ...
 
 
-class RankStep(Sliced):
+class RankStep(RoutedStep):
     """One step under way, as one rank sees it. `outbox` has what its actions send, until its program says so; `posted`
     what it has begun to receive, `begun` how much of `coming` from each rank, and `reached` how much of it the program
     has asked for; `far`: the ranks whose messages are waited for early; `sent` what it has begun to send, by rank;
@@ -68,10 +68,10 @@ class RankStep(Sliced):
 
     def begin(self, engine: StepEngine, pairs: list[list[Pair]], scale: Scale, rows: Rows) -> None:
         self.known = [tuple([getattr(m, source).shape[dim] for _, source, dim in self.wires.sizes]) for m in self]
-        self.exchanges: dict[str, tuple[Exchange, int]] = {}
+        self.exchanges: dict[str, tuple[BucketReduce, int]] = {}
         for bucket in self.wires.buckets:
             dtype = getattr(torch, self.wires.forms[bucket.name(0)].dtype)
-            exchange = Exchange(bucket, self.replica, dtype, self.world.device, partial(self.stand_ins, bucket))
+            exchange = BucketReduce(bucket, self.replica, dtype, self.world.device, partial(self.stand_ins, bucket))
             for part in range(bucket.replicas):
                 self.exchanges |= {bucket.name(part, summed): (exchange, part) for summed in (False, True)}
         super().begin(engine, pairs, scale, rows)
@@ -82,13 +82,15 @@ class RankStep(Sliced):
         self.world, self.wires, self.seed = world, wires, seed
         self.whole: Batches | None = None
         self.outbox: dict[Key, tuple[Any, bool]] = {}
-        self.posted: dict[Key, tuple[Wire, Size, Callable[[], Tensor]]] = {}
+        self.posted: dict[Key, tuple[RankMessage, Size, Callable[[], Tensor]]] = {}
         self.sent: dict[int, deque[tuple[Any, Tensor]]] = {rank: deque() for rank in world.others}
         # What NCCL begins to receive is in the way of others.
-        self.far = [peer for peer in world.others if peer not in world.near] if world.device.type == "cpu" else []
+        self.far = (
+            [peer for peer in world.others if peer not in world.local_peers] if world.device.type == "cpu" else []
+        )
         self.reached = dict.fromkeys(world.others, 0)
         self.begun = dict.fromkeys(world.others, 0)
-        self.awaited: dict[int, list[Lent]] = {}
+        self.awaited: dict[int, list[LentTensor]] = {}
         self.numbers: Numbers = {}
         self.broken, self.error = error is not None, error
 
@@ -106,7 +108,7 @@ class RankStep(Sliced):
 
     # Messages ---------------------------------------------------------------------------------------------------------
 
-    def expect(self, wire: Wire) -> None:
+    def expect(self, wire: RankMessage) -> None:
         """Begin to receive, if that has not begun yet."""
         self.reached[wire.peer] += 1
         if self.begun[wire.peer] < self.reached[wire.peer]:
@@ -132,7 +134,7 @@ class RankStep(Sliced):
             begun += 1
         self.begun[peer] = begun
 
-    def dispatch(self, wire: Wire) -> None:
+    def dispatch(self, wire: RankMessage) -> None:
         """Begin to send what an action has left in the outbox; or that this rank has failed."""
         size, message, peer = self.size(wire), wire.message, wire.peer
         if size is None:
@@ -175,7 +177,7 @@ class RankStep(Sliced):
             raise self.located(error, wire.message) from None
         return read(message, size, wire.number)
 
-    def size(self, wire: Wire) -> Size | None:
+    def size(self, wire: RankMessage) -> Size | None:
         """The type and shape of what a message carries; None if the two replicas have no samples in common."""
         i, route = wire.message.micro_batch, wire.route
         size = self.engine.size(wire, () if i is None else self.known[i])
@@ -198,7 +200,7 @@ class RankStep(Sliced):
         return found
 
     def _take(self, j: int, i: int, name: str) -> Any:
-        key, arrived = (j, i, name), self.boxes[j].arrived
+        key, arrived = (j, i, name), self.mailboxes[j].arrived
         return arrived.pop(key) if key in arrived else self.open_message(key)
 
     def _put(
@@ -219,15 +221,15 @@ class RankStep(Sliced):
                 setattr(self.lent, loan.borrowed, self.lend(loan.user, self.owned(loan)))
             elif home and self.replica == 0:
                 tensor = self.owned(loan)
-                for k in range(len(self.wires.crews[loan.user])):
+                for k in range(len(self.wires.replica_groups[loan.user])):
                     self.outbox[self._key(loan, k)] = tensor.detach(), tensor.requires_grad
             elif user:
                 self.awaited.setdefault(loan.user, []).append(loan)
 
-    def _key(self, loan: Lent, replica: int) -> Key:
+    def _key(self, loan: LentTensor, replica: int) -> Key:
         return key_of(Message(loan.state, loan.home, loan.user, replicas=(0, replica)), self.wires)
 
-    def owned(self, loan: Lent) -> Tensor:
+    def owned(self, loan: LentTensor) -> Tensor:
         """What is lent, as its stage holds it now."""
         return self._held(loan.home, loan.path, loan.constant)
 
@@ -243,7 +245,7 @@ class RankStep(Sliced):
             if found.requires_grad:
                 self.fresh[j].append(found)
 
-    def loan(self, state: str, user: int) -> Lent:
+    def loan(self, state: str, user: int) -> LentTensor:
         return next(loan for loan in self.wires.lent if (loan.state, loan.user) == (state, user))
 
     # Gradients of what the model holds --------------------------------------------------------------------------------
@@ -299,7 +301,7 @@ def name_of(message: Message, wires: Wires) -> str:
 def key_of(message: Message, wires: Wires) -> Key:
     """Where a message goes, and under which name."""
     name, i = name_of(message, wires), message.micro_batch
-    if i is None or len(wires.crews[message.source]) != len(wires.crews[message.target]):
+    if i is None or len(wires.replica_groups[message.source]) != len(wires.replica_groups[message.target]):
         name = piece_name(name, *message.replicas)
     return message.target, -1 if i is None else i, name
 

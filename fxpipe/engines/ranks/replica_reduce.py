@@ -25,7 +25,7 @@ from .rank_group import World
 # Gradients ------------------------------------------------------------------------------------------------------------
 
 
-class Exchange:
+class BucketReduce:
     """A bucket of one step, as replica number `replica` has it. `held()`: for each of its tensors those that have its
     gradients here. `flat`: its own gradients, then the sums, part by part; `came`: what has come for the part that is
     added up here, and then which parts are sums."""
@@ -96,9 +96,9 @@ class Exchange:
 # Values ---------------------------------------------------------------------------------------------------------------
 
 
-def even_out(world: World, crew: Sequence[int], tensors: Sequence[Tensor]) -> None:
-    """Give these tensors of the other ranks of a crew the values that they have on the first. Raises Lost."""
-    first, *others = crew
+def broadcast_values(world: World, replica_group: Sequence[int], tensors: Sequence[Tensor]) -> None:
+    """Give these tensors the values that they have on the first rank of a group of replicas. Raises Lost."""
+    first, *others = replica_group
     if world.rank != first:
         for tensor in tensors:
             came = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
@@ -112,10 +112,10 @@ def even_out(world: World, crew: Sequence[int], tensors: Sequence[Tensor]) -> No
             world.finish(work, peer)
 
 
-def commit_all(world: World, crew: Sequence[int], stages: Sequence[Stage]) -> None:
+def commit_statistics(world: World, replica_group: Sequence[int], stages: Sequence[Stage]) -> None:
     """The mini-batch is over: the first rank updates the running statistics of the stages, with what the others of its
-    crew have seen; its buffers are those of all. Raises Lost."""
-    first, *others = crew
+    group have seen; its buffers are those of all. Raises Lost."""
+    first, *others = replica_group
     if world.rank == first:
         for peer in others:
             for stage, sums in zip(stages, pickle.loads(world.hear(peer)), strict=True):
@@ -124,7 +124,7 @@ def commit_all(world: World, crew: Sequence[int], stages: Sequence[Stage]) -> No
     else:
         world.tell(first, pickle.dumps([on_cpu(sums_of(stage)) for stage in stages]))
         discard(stages)
-    even_out(world, crew, written(stages))
+    broadcast_values(world, replica_group, written(stages))
 
 
 def on_cpu(seen: Seen) -> Seen:

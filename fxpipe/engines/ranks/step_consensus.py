@@ -39,7 +39,7 @@ class Failure:
         return Failure(describe(error), error is not None and not isinstance(error, RankError))
 
 
-def verdict(world: World, found: Failure | Numbers) -> str | Numbers:
+def consensus(world: World, found: Failure | Numbers) -> str | Numbers:
     """What has failed on any rank, or, if nothing has, the numbers of all. `found` is what there is of this rank: it
     tells all others, so that nobody waits for what another makes of it, and all come to the same."""
     heard, begun, data = {world.rank: found}, list[tuple[int, Any, Tensor]](), pickle.dumps(found)

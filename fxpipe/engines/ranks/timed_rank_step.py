@@ -24,8 +24,8 @@ from fxpipe.ir.program.device_programs import Message
 from fxpipe.ir.timeline import Span, Steps, Timeline
 
 from .clock_sync import ahead
-from .rank_engine import Ranked
-from .rank_step import RankStep, Wire
+from .rank_engine import RankScheduler
+from .rank_step import RankMessage, RankStep
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class TimedRankStep(TimedStep, RankStep):
         self.taking: dict[Message, float] = {}
         super().begin(*args)
 
-    def dispatch(self, wire: Wire) -> None:
+    def dispatch(self, wire: RankMessage) -> None:
         if self.size(wire) is not None:
             self.sending[wire.message] = perf_counter()
         super().dispatch(wire)
@@ -74,11 +74,11 @@ class TimedRankStep(TimedStep, RankStep):
 
     def timeline(self, name: str) -> Timeline:
         """What happened on all ranks, in seconds from the beginning on the first of them."""
-        return together(name, self.wires.crews, self.notes_of_all)
+        return together(name, self.wires.replica_groups, self.notes_of_all)
 
 
 def take_step(
-    scheduler: Ranked, batch: Sequence[Any], chunks: int, scale: Scale, seed: int, timeline: bool
+    scheduler: RankScheduler, batch: Sequence[Any], chunks: int, scale: Scale, seed: int, timeline: bool
 ) -> tuple[tuple[Any, ...], Timeline | None]:
     """The outputs of a step, and when what ran on which rank, if that is asked for; all ranks ask, or none."""
     if not timeline:
@@ -87,16 +87,16 @@ def take_step(
     return outputs, done.timeline(scheduler.schedule)
 
 
-def together(name: str, crews: Sequence[Sequence[str]], notes: Sequence[Notes]) -> Timeline:
-    """The timeline of all ranks. `crews` has the devices of each stage, one for each replica."""
+def together(name: str, replica_groups: Sequence[Sequence[str]], notes: Sequence[Notes]) -> Timeline:
+    """The timeline of all ranks. `replica_groups` has the devices of each stage, one for each replica."""
     begun = min(one.begun for one in notes)
-    labels = tuple(dict.fromkeys(label for crew in crews for label in crew))
+    labels = tuple(dict.fromkeys(label for replica_group in replica_groups for label in replica_group))
     taken = {message: at for one in notes for message, at in one.taken.items()}
     links: dict[str, list[tuple[float, float, Message]]] = {}
     for one in notes:
         for message, at in sorted(one.sent.items(), key=lambda pair: pair[1]):
             (source, here), (target, there) = message.sender, message.receiver
-            link = f"{crews[source][here]} -> {crews[target][there]}"
+            link = f"{replica_groups[source][here]} -> {replica_groups[target][there]}"
             links.setdefault(link, []).append((at, taken[message], message))
     spans = [span for one in notes for span in one.spans]
     spans += [span for link in sorted(links) for span in carried(link, links[link])]

@@ -15,7 +15,7 @@ class Stopped(BaseException):
     """Another worker has failed. Never leaves the engine."""
 
 
-class Box:
+class Mailbox:
     """What has arrived for a worker."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any
 
-from .shared_memory import SIZE, Board
+from .shared_memory import SIZE, SharedBuffer
 
 SWITCH = "FXPIPE_SHARED_MEMORY"  # 0: all goes by torch.distributed, on one machine, too
 SPIN = 1e-3  # seconds, in which who waits looks again and again: to be woken takes a tenth of that
@@ -27,7 +27,7 @@ LISTEN = 1.0  # seconds after which who sleeps has a look, even if nobody has ru
 
 
 @dataclass(frozen=True)
-class Offer:
+class BufferOffer:
     """What a rank gives the others to open: the process, its bell, and the boards that it will read, by their
     writers."""
 
@@ -36,10 +36,10 @@ class Offer:
     boards: Mapping[int, int]
 
 
-class Near:
+class LocalPeer:
     """Another rank on this machine. `out`, `into`: the boards to it and from it."""
 
-    def __init__(self, out: Board, into: Board, bell: int, life: int, own_bell: int, spin: float) -> None:
+    def __init__(self, out: SharedBuffer, into: SharedBuffer, bell: int, life: int, own_bell: int, spin: float) -> None:
         self.out, self.into = out, into
         self._bell, self._life, self._own_bell, self._spin = bell, life, own_bell, spin
         self._poll = select.poll()
@@ -95,7 +95,7 @@ def machine() -> tuple[str, ...] | None:
         return None
 
 
-def neighbours(rank: int, collect: Callable[[Any], list[Any]]) -> dict[int, Near]:
+def neighbours(rank: int, collect: Callable[[Any], list[Any]]) -> dict[int, LocalPeer]:
     """The other ranks on this machine. All ranks make this call; `collect` gives the values of all to all."""
     machines = collect(machine())
     if all(its is None or machines.count(its) == 1 for its in machines):
@@ -105,18 +105,18 @@ def neighbours(rank: int, collect: Callable[[Any], list[Any]]) -> dict[int, Near
         try:
             hears, rings = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # both stay open: it never looks as if all had gone
             files = {other: new_memory(f"fxpipe-{other}-{rank}", stack) for other in others}
-            into = {other: Board(file) for other, file in files.items()}
-            offer = Offer(os.getpid(), rings, files)
+            into = {other: SharedBuffer(file) for other, file in files.items()}
+            offer = BufferOffer(os.getpid(), rings, files)
         except OSError:
             offer = None
-        offers: list[Offer | None] = collect(offer)
+        offers: list[BufferOffer | None] = collect(offer)
         spin = SPIN if len(others) < len(os.sched_getaffinity(0)) else 0.0
         found = {}
         for other in others if offer else ():
             with suppress(OSError):
                 found[other] = opened(offers[other], rank, into[other], hears, spin)
         reached: list[set[int]] = collect(set(found))
-    return {other: near for other, near in found.items() if rank in reached[other]}
+    return {other: local_peer for other, local_peer in found.items() if rank in reached[other]}
 
 
 def new_memory(name: str, stack: ExitStack) -> int:
@@ -127,7 +127,7 @@ def new_memory(name: str, stack: ExitStack) -> int:
     return file
 
 
-def opened(offer: Offer | None, rank: int, into: Board, hears: int, spin: float) -> Near:
+def opened(offer: BufferOffer | None, rank: int, into: SharedBuffer, hears: int, spin: float) -> LocalPeer:
     """Another rank, by what it offers. Raises OSError where the machine does not let this one in."""
     if offer is None:
         raise OSError("it shares no memory")
@@ -138,7 +138,7 @@ def opened(offer: Offer | None, rank: int, into: Board, hears: int, spin: float)
         stack.callback(os.close, bell)
         file = os.open(f"/proc/{offer.process}/fd/{offer.boards[rank]}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            found = Near(Board(file), into, bell, life, hears, spin)
+            found = LocalPeer(SharedBuffer(file), into, bell, life, hears, spin)
         finally:
             os.close(file)
         stack.pop_all()

@@ -33,23 +33,23 @@ SIZE = VALUE + ROOM
 class Slot:
     """The place of a value: its number in the step, and where it begins."""
 
-    board: Board
+    shared: SharedBuffer
     number: int
     at: int
 
     def tensor(self, size: Size) -> Tensor:
         """The place, as the buffer of a message."""
-        return torch.frombuffer(self.board.memory, dtype=size[0], count=length(size), offset=self.at)
+        return torch.frombuffer(self.shared.memory, dtype=size[0], count=length(size), offset=self.at)
 
     def stamp(self) -> None:
         """What is there may be read."""
-        self.board.words[VALUE_STAMPS + self.number] = self.board.step
+        self.shared.words[VALUE_STAMPS + self.number] = self.shared.step
 
     def there(self) -> bool:
-        return self.board.words[VALUE_STAMPS + self.number] == self.board.step
+        return self.shared.words[VALUE_STAMPS + self.number] == self.shared.step
 
 
-class Board:
+class SharedBuffer:
     """One direction, as one of the two processes has it: it begins the same step as the other one, and asks for places
     in the same order. `letters`: how many it has written, or asked for."""
 

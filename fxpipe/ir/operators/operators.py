@@ -1,5 +1,5 @@
 """What a model computes, as operator-level parallelism sees it: an operator, the tensor it puts out, and how each
-dimension of that tensor may be cut. The street's `Graph` says how to run a model; this says only what its parts cost
+dimension of that tensor may be cut. The captured `Graph` says how to run a model; this says only what its parts cost
 and what they need of each other, so that a strategy is judged without torch.
 
     operator  kind    inputs  output                                                   weights

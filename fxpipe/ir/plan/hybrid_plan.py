@@ -112,7 +112,7 @@ def show(plan: HybridPlan) -> str:
     return "\n".join([head, *(line.rstrip() for line in table.splitlines())])
 
 
-def crew(cluster: Cluster, stage: HybridStage) -> str:
+def replica_group(cluster: Cluster, stage: HybridStage) -> str:
     """The devices of a stage as the cluster calls them, neighbours joined: "V100:0-7"."""
     labels = [cluster.labels[device] for device in stage.devices]
     kinds = {label.rpartition(":")[0] for label in labels}

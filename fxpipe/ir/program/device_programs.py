@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from fxpipe.ir.schedule.schedule import Action
 
-Seat = tuple[int, int]  # a stage, and the number of a replica of it
+Replica = tuple[int, int]  # a stage, and the number of a replica of it
 
 
 class Message(NamedTuple):
@@ -54,11 +54,11 @@ class Message(NamedTuple):
         return f"{'gradient of ' * self.gradient}{what}  {here} -> {there}"
 
     @property
-    def sender(self) -> Seat:
+    def sender(self) -> Replica:
         return self.source, self.replicas[0]
 
     @property
-    def receiver(self) -> Seat:
+    def receiver(self) -> Replica:
         return self.target, self.replicas[1]
 
 
@@ -103,15 +103,15 @@ def check(programs: DevicePrograms) -> None:
         raise ValueError(f"the programs of {programs.name!r} cannot run: {name}: {reason}\n{_around(programs, fault)}")
 
 
-def _homes(programs: DevicePrograms) -> dict[Seat, int]:
+def _device_of_each(programs: DevicePrograms) -> dict[Replica, int]:
     """The device of each replica of each stage; they are numbered as they come."""
-    homes: dict[Seat, int] = {}
+    device_of: dict[Replica, int] = {}
     count: dict[int, int] = {}
     for device, row in enumerate(programs.rows):
         for stage in dict.fromkeys(step.what.stage for step in row if isinstance(step.what, Action)):
-            homes[stage, count.setdefault(stage, 0)] = device
+            device_of[stage, count.setdefault(stage, 0)] = device
             count[stage] += 1
-    return homes
+    return device_of
 
 
 def _messages(row: Sequence[Step], do: str) -> Iterator[tuple[int, Message]]:
@@ -123,27 +123,27 @@ def _messages(row: Sequence[Step], do: str) -> Iterator[tuple[int, Message]]:
 
 def _misplaced(programs: DevicePrograms) -> Iterator[Fault]:
     """Messages of stages that are on no device, or not on this one."""
-    homes = _homes(programs)
+    device_of = _device_of_each(programs)
     for device, row in enumerate(programs.rows):
         for do in ("send", "receive"):
             for position, message in _messages(row, do):
-                for seat in (message.sender, message.receiver):
-                    if seat not in homes:
-                        yield device, position, f"{message} is for stage {seat[0]}, which no device runs"
+                for replica in (message.sender, message.receiver):
+                    if replica not in device_of:
+                        yield device, position, f"{message} is for stage {replica[0]}, which no device runs"
                 here = message.sender if do == "send" else message.receiver
-                if homes[here] != device:
+                if device_of[here] != device:
                     yield device, position, f"stage {here[0]}, which {do}s {message}, is not here"
 
 
 def _unmatched(programs: DevicePrograms) -> Iterator[Fault]:
     """On each pair of devices, where what is received begins to differ from what is sent."""
-    homes = _homes(programs)
+    device_of = _device_of_each(programs)
     pairs: dict[tuple[int, int], tuple[list[_At], list[_At]]] = {}
     for device, row in enumerate(programs.rows):
         for at in _messages(row, "send"):
-            pairs.setdefault((device, homes[at[1].receiver]), ([], []))[0].append(at)
+            pairs.setdefault((device, device_of[at[1].receiver]), ([], []))[0].append(at)
         for at in _messages(row, "receive"):
-            pairs.setdefault((homes[at[1].sender], device), ([], []))[1].append(at)
+            pairs.setdefault((device_of[at[1].sender], device), ([], []))[1].append(at)
     for (source, target), (sent, received) in pairs.items():
         same = sum(1 for _ in takewhile(lambda both: both[0][1] == both[1][1], zip(sent, received, strict=False)))
         sends, receives = sent[same:], received[same:]

@@ -26,7 +26,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Lent:
+class LentTensor:
     """A tensor of the model that stage `home` lends to stage `user`: where it hangs in the stage, by the path of a
     parameter or buffer or as an attribute that holds a constant, and what the borrower's code calls it."""
 
@@ -40,19 +40,26 @@ class Lent:
 
 @dataclass(frozen=True)
 class Wires:
-    """`programs`: what each device does, in order; `crews`: the devices of each stage, one for each replica; `names`:
-    what the code calls each value; `forms`: of all that moves; `origins`: the user's line that made it; `sizes`: the
-    name, input and dimension of each number that shapes depend on; `makers`: of each output of the model, the stage
-    that makes it, -1 where it is an input; `buckets`: of the gradients that replicas add up, and `paths`: by which the
-    tensors in these hang in their stages, and whether that is as a constant."""
+    """What ranks have to know of a program to run it together.
+
+    - `programs`: what each device does, in order.
+    - `replica_groups`: the devices of each stage, one for each replica.
+    - `names`: what the generated code calls each value.
+    - `forms`: the dtype and shape of each value that moves; `origins`: the user's line that made it.
+    - `sizes`: the name, input and dimension of each number that shapes depend on.
+    - `lent`: tensors of one stage that others use.
+    - `makers`: for each output of the model the stage that makes it, -1 where it is an input.
+    - `buckets`: the gradients that replicas add up together.
+    - `paths`: for each tensor in a bucket, its path in its stage, and whether it is a constant there.
+    """
 
     programs: DevicePrograms
-    crews: tuple[tuple[str, ...], ...]
+    replica_groups: tuple[tuple[str, ...], ...]
     names: Mapping[str, str]
     forms: Mapping[str, Form]
     origins: Mapping[str, str]
     sizes: tuple[tuple[str, str, int], ...]
-    lent: tuple[Lent, ...]
+    lent: tuple[LentTensor, ...]
     makers: tuple[int, ...]
     buckets: tuple[Bucket, ...]
     paths: Mapping[str, tuple[str, bool]]

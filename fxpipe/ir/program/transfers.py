@@ -38,8 +38,8 @@ def add_transfers(schedule: Schedule, program: Program) -> DevicePrograms:
     schedule cannot run, or is not one for the program's stages and devices."""
     check(schedule)
     clock = starts(schedule, Costs(1, 1, 1, 1))
-    crews = zip(_devices(schedule, program), schedule.devices, strict=True)
-    workers = [(label, k, row) for labels, row in crews for k, label in enumerate(labels)]
+    replica_groups = zip(_devices(schedule, program), schedule.devices, strict=True)
+    workers = [(label, k, row) for labels, row in replica_groups for k, label in enumerate(labels)]
     sends = [_of_replica(program, _sends(program, row), k) for _, k, row in workers]
     pairs = zip(workers, sends, strict=True)
     made = [made for (_, _, row), leaving in pairs for made in _made(clock, row, leaving)]

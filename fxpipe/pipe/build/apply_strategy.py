@@ -17,7 +17,7 @@ from fxpipe.pipe.results.searched import Searched, load
 from fxpipe.planning.operators.fit_strategy import fit
 from fxpipe.planning.operators.reading.read_operators import read
 
-Asked = Searched | tuple[OperatorGraph, Strategy] | str | Path | Place
+RequestedCall = Searched | tuple[OperatorGraph, Strategy] | str | Path | Place
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Sharding:
         return replace(placed, cuts=tuple(zip(reading.operators, fitted.configs, strict=True)))
 
 
-def place_of(asked: Asked) -> tuple[Place, int | None]:
+def place_of(asked: RequestedCall) -> tuple[Place, int | None]:
     """What places ops, and on how many devices; None where only the caller knows."""
     if isinstance(asked, (str, Path)):
         asked = load(asked)

@@ -1,4 +1,4 @@
-"""The street, whole: from a captured graph to generated files that run. Plain functions between frozen values.
+"""The whole build: from a captured graph to generated files that run. Plain functions between frozen values.
 
 Graph ─profile─▶ Profile ─plan─▶ Plan ─gpipe─▶ Schedule ─simulate─▶ Timeline
   └───────────lower───────────────┴─▶ Program ─emit─▶ files ─load─▶ package
@@ -51,7 +51,7 @@ from .write_order import check_write_order
 
 
 @dataclass(frozen=True)
-class Home:
+class Placement:
     """What the first build of a pipe decides for the later ones: its plan, and the stage where each parameter and
     buffer lives, by its path."""
 
@@ -101,7 +101,7 @@ class Draft:
 
 
 def build(
-    graph: Graph, profile: Profile, sizes: Mapping[str, int], cluster: Cluster, options: Options, home: Home | None
+    graph: Graph, profile: Profile, sizes: Mapping[str, int], cluster: Cluster, options: Options, home: Placement | None
 ) -> Build:
     """All the values from a graph and its profile on. With a `home`, ops go where their parameters live."""
     made = drafts(graph, profile, sizes, cluster, options, home)
@@ -116,7 +116,7 @@ def build(
 
 
 def drafts(
-    graph: Graph, profile: Profile, sizes: Mapping[str, int], cluster: Cluster, options: Options, home: Home | None
+    graph: Graph, profile: Profile, sizes: Mapping[str, int], cluster: Cluster, options: Options, home: Placement | None
 ) -> list[Draft]:
     """Those of all choices that can be had: a small model has not enough ops for schedules with several stages on each
     device. Raises the PlanError of the first choice if there is none."""
@@ -152,7 +152,7 @@ def emitted(
         return package(program, plan, scheduler, notes, totals, by_device)
 
 
-def choices(graph: Graph, options: Options, home: Home | None) -> list[Options]:
+def choices(graph: Graph, options: Options, home: Placement | None) -> list[Options]:
     """What is to be tried: all schedules that the stages allow, if none was asked for. A model that is kept whole has
     one stage."""
     if options.plan is None and options.place is None and (whole := _whole_model(graph)) is not None:
@@ -217,7 +217,7 @@ def _on_as_many_as_can_be(options: Options, graph: Graph) -> Options:
 
 
 def draft(
-    graph: Graph, profile: Profile, sizes: Mapping[str, int], cluster: Cluster, options: Options, home: Home | None
+    graph: Graph, profile: Profile, sizes: Mapping[str, int], cluster: Cluster, options: Options, home: Placement | None
 ) -> Draft:
     """The plan and what follows from it."""
     samples = sample_dims(graph) if graph.loss is not None and any(options.replicas.values()) else None
@@ -245,7 +245,7 @@ def draft(
         if options.schedule in SCHEDULES and not forwards:  # not one that the user wrote
             schedule = rejoin(schedule, costs, between)
         labels = tuple(dict.fromkeys(program.devices))
-        timeline = spread(simulate(schedule, costs, between, labels, sums), crews(runs))
+        timeline = spread(simulate(schedule, costs, between, labels, sums), replica_groups(runs))
     return Draft(decided, program, trail, totals, schedule, timeline)
 
 
@@ -263,7 +263,7 @@ def _tell_of_slices(program: Program) -> None:
             )
 
 
-def crews(plan: Plan) -> dict[str, tuple[str, ...]]:
+def replica_groups(plan: Plan) -> dict[str, tuple[str, ...]]:
     """All devices of the stages, by the first of each."""
     return {stage.device: stage.devices for stage in plan.stages}
 
@@ -282,7 +282,9 @@ def predict(made: Build, chunks: int, times: Times | None = None) -> Timeline:
     costs = stage_costs(made.plan, made.profile, taken_bytes(program, sizes), copies, keeps_at_once=True)
     if times is None:
         sums = reductions(made.plan, made.profile, made.cluster)
-        return spread(simulate(schedule, costs, hops(program, sizes, made.cluster), labels, sums), crews(made.plan))
+        return spread(
+            simulate(schedule, costs, hops(program, sizes, made.cluster), labels, sums), replica_groups(made.plan)
+        )
     return simulate(schedule, costs, timed_hops(program, times), labels, took=times.actions)
 
 
@@ -353,7 +355,7 @@ def note(profile: Profile, ops: Sequence[str]) -> str:
 
 
 def decide(
-    graph: Graph, profile: Profile, cluster: Cluster, options: Options, home: Home | None, uncut: Sequence[str]
+    graph: Graph, profile: Profile, cluster: Cluster, options: Options, home: Placement | None, uncut: Sequence[str]
 ) -> Plan:
     """The plan that was given, the one that follows the first build's, or a new one. `uncut` are the values that cannot
     go between stages of different numbers of replicas."""

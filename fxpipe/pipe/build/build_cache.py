@@ -2,7 +2,7 @@
 
 graph, inputs ─▶ of a kind seen before? ──yes──▶ its build ─▶ live: the package that runs
                           │no
-                          └▶ the street, from the graph on; the first build decides where each parameter lives
+                          └▶ built; the first build decides where each parameter lives
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.capture import Front, NoOps, Stepper
+from fxpipe.capture import CallCapture, NoOps, StepCapture
 from fxpipe.codegen.package.load_package import bind, tensors_of, worker_device
 from fxpipe.codegen.package.package_files import constants
 from fxpipe.errors import FxpipeError
@@ -37,7 +37,7 @@ from fxpipe.profiling import estimate, measure
 from fxpipe.runtime.microbatch import scatter, split_sizes
 
 from . import batch_statistics, sharded_build
-from .build import Build, Home, build
+from .build import Build, Placement, build
 from .build_report import dump
 from .call_binding import batch_size, check_even, given, kind_of, micro_batch_sizes, real, with_states
 from .local_cluster import local_cluster
@@ -47,7 +47,7 @@ from .phase_timing import timed
 class BuildCache:
     """All that is made of a model, by kind of call.
 
-    - `front`, `stepper`: what captures calls and steps.
+    - `call_capture`, `step_capture`: what captures calls and steps.
     - `builds`, `lives`: the builds, and what runs them; `last`: the build of the last call that was compiled or run.
     - `home`: what the first build decides for all others.
     - `make`, `bind`: what makes a build of a graph, and what makes a scheduler of a package.
@@ -69,19 +69,19 @@ class BuildCache:
         whole = options.chunks == 1 and not any(options.replicas.values())
         reduce = options.reduce or ("mean" if whole else None)  # of one value, any would do
         work = partial(begin, model, leads)
-        self.front = Front(model, options.batch_dim, reduce=reduce, sizes=sizes, work=work)
-        self.stepper = Stepper(model, options.batch_dim, reduce=reduce, sizes=sizes, work=work)
+        self.call_capture = CallCapture(model, options.batch_dim, reduce=reduce, sizes=sizes, work=work)
+        self.step_capture = StepCapture(model, options.batch_dim, reduce=reduce, sizes=sizes, work=work)
         self.builds: dict[tuple[Any, ...], Build] = {}
         self.lives: dict[tuple[Any, ...], Live] = {}
         self.last: Build | None = None
-        self.home: Home | None = None
+        self.home: Placement | None = None
         self.folder = Folder()
         self._told_statistics = False
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What the model returns. One that computes nothing is called as it is."""
         try:
-            return self.front(args, kwargs, self.run)
+            return self.call_capture(args, kwargs, self.run)
         except NoOps:
             return self.model(*args, **kwargs)
 
@@ -99,12 +99,12 @@ class BuildCache:
         made = self.builds.get(key)
         if made is None:
             mode = "training" if self.model.training else "evaluation"
-            found = () if graph.loss is None else rows(self.stepper.loss_fn)
+            found = () if graph.loss is None else rows(self.step_capture.loss_fn)
             whole = replace(graph, training=self.model.training, fingerprint=found)
             with begin(self.model, self.leads, f"planning {graph.model} in {mode}, and writing its stages"):
                 made = self.builds[key] = self._make(self, whole, inputs)
             if self.home is None and self.options.place is None:
-                self.home = Home(made.plan, homes(graph, made.plan))
+                self.home = Placement(made.plan, homes(graph, made.plan))
             if self.options.dump is not None:
                 dump(made, self.options.dump, len(self.builds))
         elif made.graph.states is not graph.states:
@@ -131,7 +131,7 @@ class BuildCache:
             return estimate(graph, sizes, cluster.device(label))
         tensors = tensors_of(self.model)
         if graph.loss is not None:
-            tensors |= self.stepper.tensors
+            tensors |= self.step_capture.tensors
         values = {item.name: value for item, value in given(graph, inputs)}
         with torch.no_grad():
             whole = with_totals(graph, values, real(graph.totals, tensors) if graph.totals is not None else {})
@@ -143,9 +143,9 @@ class BuildCache:
         """The build's package, imported, with the tensors that the model has now."""
         key = kind_of(made.graph, made.graph.training, None if self.options.place is None else made.sizes)
         others: Mapping[str, Tensor] = {}
-        version = self.front.twins.version
+        version = self.call_capture.twins.version
         if made.graph.loss is not None:
-            others, version = self.stepper.tensors, self.stepper.version
+            others, version = self.step_capture.tensors, self.step_capture.version
         live = self.lives.get(key) or Live(self.folder.new(), made.files, self.backend)
         if live.version != (version, made):
             live.bind(partial(self._bind, self.model, made, others), (version, made))
@@ -178,7 +178,7 @@ def begin(model: nn.Module, leads: Callable[[], bool], what: str) -> AbstractCon
 
 
 def build_here(cache: BuildCache, graph: Graph, inputs: Sequence[Any]) -> Build:
-    """The street from a graph on."""
+    """The build of a graph on this machine."""
     options = cache.options
     sizes = micro_batch_sizes(graph, inputs, options.chunks)
     cluster = options.cluster or local_cluster(every_device(options))

@@ -43,7 +43,7 @@ def with_memory(predicted: Timeline, cache: BuildCache, timed: Timed) -> tuple[T
     odd = unknown_memory(made.graph)
     if odd is None and not any(stage.replicas for stage in made.plan.stages):
         try:
-            found = memory_of_step(cache.live(made).stepper, timed.inputs, cache.options.chunks)
+            found = memory_of_step(cache.live(made).step_scheduler, timed.inputs, cache.options.chunks)
             return replace(predicted, memory=found), ""
         except Exception as error:  # the model looks at values, which are not there
             odd = str(error).partition("\n")[0]

@@ -1,4 +1,4 @@
-"""From a graph of which every op has a device to generated files that run: the street for strategies.
+"""From a graph of which every op has a device to generated files that run: the build for strategies.
 
 Placed ─segments─▶ Plan ─lower─▶ Program ─emit─▶ files
                      └───segmented──▶ Schedule

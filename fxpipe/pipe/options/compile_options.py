@@ -124,8 +124,8 @@ def deal(labels: tuple[str, ...], replicas: Sequence[int] | None) -> dict[str, t
     if len(set(labels)) < len(labels):
         raise PlanError(f"replicas deals the devices to the stages itself; name each of {list(labels)} once")
     ends = list(accumulate(counts))
-    crews = [labels[end - count : end] for count, end in zip(counts, ends, strict=True)]
-    return {crew[0]: crew[1:] for crew in crews}
+    replica_groups = [labels[end - count : end] for count, end in zip(counts, ends, strict=True)]
+    return {replica_group[0]: replica_group[1:] for replica_group in replica_groups}
 
 
 def every_device(options: Options) -> tuple[str, ...]:

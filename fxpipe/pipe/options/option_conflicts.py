@@ -40,15 +40,15 @@ def _said_by(plan: Plan | PlanFile) -> dict[str, tuple[Any, str]]:
     mode = modes[0] if len(set(modes)) == 1 else None
     offloaded = frozenset(index for index, stage in enumerate(placed) if stage.offload)
     stages = f"where its {len(plan.stages)} stages begin"
-    crews = ", ".join(f"stage {index} on {' and '.join(stage.devices)}" for index, stage in enumerate(placed))
+    replica_groups = ", ".join(f"stage {index} on {' and '.join(stage.devices)}" for index, stage in enumerate(placed))
     return {
         "chunks": (plan.chunks, str(plan.chunks)),
         "schedule": (plan.schedule, _shown(plan.schedule)),
         "warmup": (None, f"all of the schedule, {_shown(plan.schedule)}"),
         "checkpoint": (mode, ", ".join(map(repr, modes)) + (" for its stages" if len(modes) > 1 else "")),
         "offload": (offloaded, f"{sorted(offloaded)}" if offloaded else "that nothing waits in host memory"),
-        "replicas": (tuple(len(stage.devices) for stage in placed), crews),
-        "stages_per_device": (None, crews),
+        "replicas": (tuple(len(stage.devices) for stage in placed), replica_groups),
+        "stages_per_device": (None, replica_groups),
         "balance": (None, stages),
         "split_at": (None, stages),
         "deferred_batch_norm": (plan.deferred_batch_norm, str(plan.deferred_batch_norm)),

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from fxpipe.capture import NO_TARGET
 from fxpipe.codegen.package.load_package import bound_stages
 from fxpipe.codegen.package.package_files import CONSTANTS, WIRES
-from fxpipe.engines.common.step_engine import Stepper, read_rows
-from fxpipe.engines.ranks.rank_engine import Ranked, on_rank
+from fxpipe.engines.common.step_engine import StepScheduler, read_rows
+from fxpipe.engines.ranks.rank_engine import RankScheduler, on_rank
 from fxpipe.engines.ranks.rank_group import Lost, World
 from fxpipe.errors import PackageError, RankError
 from fxpipe.ir.program.messages import Wires
@@ -93,9 +93,9 @@ class LoadedRanks(Loaded):
         found, self._state.timeline = calls.take(ranked(self._state.live), inputs, self.package.CHUNKS)
         return found
 
-    def _refuse(self, _: Header, looks: Given, error: BaseException) -> None:
+    def _refuse(self, _: Header, signatures: Given, error: BaseException) -> None:
         """Take part in a call that has failed here, so that all ranks know."""
-        args, kwargs, target = looks
+        args, kwargs, target = signatures
         inputs = self.package.inputs(*args, **self._named(kwargs, target))
         ranked(self._state.live).run(inputs, self.package.CHUNKS, error=error)
 
@@ -108,7 +108,7 @@ def load_on_rank(folder: Path, model: nn.Module, world: World, backend: Backend 
     try:
         live = Live(folder, backend=backend)
         root = loss_root(live.package, model)
-        tensors = RankTensors(model, ranks, partial(crews, live))
+        tensors = RankTensors(model, ranks, partial(replica_groups, live))
         state = LoadedRanksState(
             live=live, bind=partial(bind_on_rank, world), root=root, processes=ranks, tensors=tensors, lock=ranks.lock
         )
@@ -132,7 +132,7 @@ def load_on_rank(folder: Path, model: nn.Module, world: World, backend: Backend 
     return made
 
 
-def bind_on_rank(world: World, model: nn.Module, others: Mapping[str, Tensor], package: ModuleType) -> Ranked:
+def bind_on_rank(world: World, model: nn.Module, others: Mapping[str, Tensor], package: ModuleType) -> RankScheduler:
     """The scheduler of the stages of a package that are on this rank."""
     found = wires_of(package)
     check_ranks(found, world)
@@ -140,10 +140,10 @@ def bind_on_rank(world: World, model: nn.Module, others: Mapping[str, Tensor], p
     return on_rank(package.Scheduler, stages, whole, world, found)
 
 
-def crews(live: Live, tensors: Mapping[str, Tensor]) -> dict[int, Sequence[str]]:
+def replica_groups(live: Live, tensors: Mapping[str, Tensor]) -> dict[int, Sequence[str]]:
     """The devices of the stages that use these tensors, by the ids of these."""
     found: dict[int, Sequence[str]] = {}
-    for kind, labels in zip(live.package.STAGES, ranked(live).wires.crews, strict=True):
+    for kind, labels in zip(live.package.STAGES, ranked(live).wires.replica_groups, strict=True):
         for path in kind.states:
             found.setdefault(id(tensors.get(path)), labels)
     return found
@@ -152,7 +152,7 @@ def crews(live: Live, tensors: Mapping[str, Tensor]) -> dict[int, Sequence[str]]
 def wires_of(package: Any) -> Wires:
     """What moves between the stages of a package. Raises PackageError where nobody knows."""
     file = Path(next(iter(package.__path__))) / WIRES
-    if not issubclass(package.Scheduler, Stepper):
+    if not issubclass(package.Scheduler, StepScheduler):
         raise PackageError(
             "this package was saved after a call of a pipe in one process; over ranks, save one after pipe.step(...), "
             "or from a pipe over ranks"
@@ -163,7 +163,10 @@ def wires_of(package: Any) -> Wires:
         found = load_wires(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise PackageError(f"{file}: {error}") from None
-    rows, firsts = read_rows(package.Scheduler.rows), {label: crew[0] for crew in found.crews for label in crew}
+    rows, firsts = (
+        read_rows(package.Scheduler.rows),
+        {label: replica_group[0] for replica_group in found.replica_groups for label in replica_group},
+    )
     for label, steps in zip(found.programs.devices, found.programs.rows, strict=True):
         runs = tuple(step.what for step in steps if isinstance(step.what, Action) and step.what.kind != "R")
         if rows.get(firsts.get(label, label)) != runs:
@@ -173,7 +176,7 @@ def wires_of(package: Any) -> Wires:
 
 def check_ranks(wires: Wires, world: World) -> None:
     """Raise PackageError if the package is not for these ranks."""
-    wanted = tuple(dict.fromkeys(label for crew in wires.crews for label in crew))
+    wanted = tuple(dict.fromkeys(label for replica_group in wires.replica_groups for label in replica_group))
     if set(wanted) != set(world.labels):
         raise PackageError(
             f"the package is for {len(wanted)} devices, {', '.join(wanted)}, and the ranks are {len(world.labels)}, "

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor, distribute_module, distribute_tens
 from torch.nn.parallel import DistributedDataParallel
 
 from fxpipe.codegen.package.load_package import tensors_of
-from fxpipe.engines.ranks.mesh_sync import Beside
-from fxpipe.engines.ranks.rank_engine import Ranked
+from fxpipe.engines.ranks.mesh_sync import MeshSync
+from fxpipe.engines.ranks.rank_engine import RankScheduler
 from fxpipe.engines.ranks.rank_group import World, join
 from fxpipe.errors import FxpipeError, PlanError
 from fxpipe.runtime.dtensor_stage import Layout, compute_sharded
@@ -46,7 +46,7 @@ class Parallel:
     def __init__(self, part: Part, world: World) -> None:
         self.part, self.world = part, world
         self.module: nn.Module = part
-        self.beside = Beside(())
+        self.beside = MeshSync(())
         self.reduces = self.gathers = False
         self.cut: frozenset[str] = frozenset()
         self.owners: dict[int, tuple[Tensor, Layout | None]] = {}
@@ -75,7 +75,7 @@ class Parallel:
             tie_again(made, tensors)
             now = self.tensors()
             self.cut = frozenset(path for path, x in now.items() if isinstance(x, DTensor) and Layout.of(x).cut)
-        self.beside = Beside((*self.beside.worlds, column))
+        self.beside = MeshSync((*self.beside.worlds, column))
         return made
 
     def _made(self, mesh: Any, function: Function) -> nn.Module:
@@ -121,7 +121,7 @@ class Parallel:
         """The parameters and buffers as they are now, by the model's paths."""
         return tensors_of(self.part)
 
-    def check(self, scheduler: Ranked, others: Mapping[str, Tensor]) -> None:
+    def check(self, scheduler: RankScheduler, others: Mapping[str, Tensor]) -> None:
         """Raise FxpipeError for what cannot be right. `others`: tensors that are not the model's, by path."""
         strange = next((path for path, tensor in others.items() if tensor.requires_grad), None)
         if strange is not None and self.reduces:
@@ -152,7 +152,7 @@ class Parallel:
         return self.beside.call(self.gathers + trains)
 
     @contextmanager
-    def held(self, scheduler: Ranked, error: BaseException | None) -> Iterator[BaseException | None]:
+    def held(self, scheduler: RankScheduler, error: BaseException | None) -> Iterator[BaseException | None]:
         """In this context the stages of this rank hold what they compute with. Gives what has failed so far, here or,
         where the column is to work together next, in another row."""
         swapped: list[tuple[dict[str, Any], str, Tensor]] = []
@@ -180,7 +180,7 @@ class Parallel:
             return error
         return None
 
-    def _put(self, scheduler: Ranked) -> list[tuple[dict[str, Any], str, Tensor]]:
+    def _put(self, scheduler: RankScheduler) -> list[tuple[dict[str, Any], str, Tensor]]:
         """Give the stages the tensors that there are now; gives where they were, and what was there."""
         now, swapped = self.tensors(), []
         parts = {id(x): part_of(x) for x in now.values()}

@@ -36,9 +36,9 @@ def glance(given: Given) -> tuple[Any, ...] | None:
     return tuple(found)
 
 
-def filled(looks: Given, given: Given) -> Given:
+def filled(signatures: Given, given: Given) -> Given:
     """The arguments of this rank, with stand-ins for those that it has left out or passed as None."""
-    (args, kwargs, target), (own_args, own_kwargs, own_target) = looks, given
+    (args, kwargs, target), (own_args, own_kwargs, own_target) = signatures, given
     new = tuple(own_args[at] if at < len(own_args) else arg for at, arg in enumerate(args)) + own_args[len(args) :]
     named = {**kwargs, **own_kwargs}
     pairs = zip(new, (*args, *new[len(args) :]), strict=True)
@@ -53,9 +53,9 @@ def stand_in(value: Any, look: Any) -> Any:
     return look if value is None else value
 
 
-def check_same(given: Given, looks: Given, rank: int) -> None:
+def check_same(given: Given, signatures: Given, rank: int) -> None:
     """Raise RankError where a tensor has another shape or type than the leader's."""
-    ours, theirs = tensors_in(given), tensors_in(looks)
+    ours, theirs = tensors_in(given), tensors_in(signatures)
     for path in ours.keys() & theirs.keys():
         here, there = ((x.dtype, list(x.shape), x.requires_grad) for x in (ours[path], theirs[path]))
         if here[:2] == there[:2] and here != there:

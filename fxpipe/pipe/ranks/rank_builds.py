@@ -17,7 +17,7 @@ from fxpipe.capture import NO_TARGET
 from fxpipe.codegen.package.load_package import bound_stages, tensors_of
 from fxpipe.codegen.package.package_files import constants
 from fxpipe.codegen.scheduler.message_table import wires
-from fxpipe.engines.ranks.rank_engine import Ranked, on_rank
+from fxpipe.engines.ranks.rank_engine import RankScheduler, on_rank
 from fxpipe.engines.ranks.rank_group import LEADER
 from fxpipe.engines.ranks.step_consensus import describe
 from fxpipe.errors import RankError
@@ -76,13 +76,13 @@ class RankBuilds:
             scheduler.share_values()
         return self.calls.take(scheduler, inputs, cache.options.chunks, number)
 
-    def refuse(self, cache: BuildCache, header: Header, looks: Given, error: BaseException) -> None:
+    def refuse(self, cache: BuildCache, header: Header, signatures: Given, error: BaseException) -> None:
         """Take part in a call that has failed here, so that all ranks know."""
         if header.kind == NEW:
             agree(self.world, None, error)
             return
         made = cache.builds[self.keys[header.kind]]
-        args, kwargs, target = looks
+        args, kwargs, target = signatures
         named = kwargs if target is NO_TARGET else {**kwargs, "target": target, "loss_target": target}
         found: dict[str, Any] = {}
         match(made.graph.call, (args, named), found)
@@ -125,7 +125,7 @@ class RankBuilds:
     # What is made for it ----------------------------------------------------------------------------------------------
 
     def make(self, cache: BuildCache, graph: Graph, inputs: Sequence[Any]) -> Build:
-        """The street from a graph on: the leader decides, the others follow."""
+        """The build of a graph: the leader decides, the other ranks follow."""
         self.calls.joined = True
         agree(self.world, f"{described(cache.options)}\n{graph}")
         if self.world.leads:
@@ -146,7 +146,7 @@ class RankBuilds:
         agree(self.world, f"{made.program}\n{made.schedule}\n{digest(made.files)}")
         return made
 
-    def bind(self, model: nn.Module, made: Build, others: Mapping[str, Tensor], package: ModuleType) -> Ranked:
+    def bind(self, model: nn.Module, made: Build, others: Mapping[str, Tensor], package: ModuleType) -> RankScheduler:
         """The scheduler of the stages on this rank."""
         calls = {opaque.path: opaque for opaque in opaques(made.graph)}
         held, here = constants(made.program, made.totals), {self.world.label: self.world.device}
@@ -161,7 +161,7 @@ class RankBuilds:
 
 
 def build_like(options: Options, graph: Graph, inputs: Sequence[Any], decided: Decided) -> Build:
-    """The street, without decisions."""
+    """The build of a graph whose decisions are taken."""
     sizes = micro_batch_sizes(graph, inputs, options.chunks)
     devices = tuple(stage.device for stage in decided.plan.stages)
     options = replace(options, plan=decided.plan, schedule=decided.schedule, devices=devices)

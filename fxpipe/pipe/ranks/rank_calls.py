@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fxpipe.capture.nested_values import change
-from fxpipe.engines.ranks.rank_engine import Ranked
+from fxpipe.engines.ranks.rank_engine import RankScheduler
 from fxpipe.engines.ranks.rank_group import LEADER, World
 from fxpipe.engines.ranks.step_consensus import describe
 from fxpipe.engines.ranks.timed_rank_step import take_step
@@ -59,15 +59,23 @@ Refuse = Callable[[Header, Given, BaseException], object]  # takes part in the c
 
 
 class RankCalls:
-    """The calls of a pipe, as one rank sees them. Of the call under way: `header`, what the leader says; `waits`,
-    whether it is still to be heard; `joined`, whether this rank is in it, so that all will hear of what fails here.
-    From one call to the next: `looks`, what the leader's arguments look like, which it has as `told`; `seen`, those of
-    this rank at a glance."""
+    """The calls of a pipe, as one rank sees them.
+
+    Of the current call:
+
+    - `header`: what the leader says of it; `waits`: whether this rank has yet to receive that.
+    - `joined`: whether this rank takes part, so that all ranks learn of what fails here.
+
+    From one call to the next:
+
+    - `signatures`: meta tensors with the shapes of the leader's arguments; `told`: these as the leader sent them.
+    - `seen`: a summary of this rank's own arguments.
+    """
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.header, self.waits, self.joined = CALL, False, False
-        self.looks: Given = (), {}, None
+        self.signatures: Given = (), {}, None
         self.told: bytes | None = None
         self.seen: tuple[Any, ...] | None = None
 
@@ -77,7 +85,7 @@ class RankCalls:
         return self._lead(call, given, header) if self.world.leads else self._follow(call, given, refuse)
 
     def take(
-        self, scheduler: Ranked, inputs: Sequence[Any], chunks: int, kind: int = 0
+        self, scheduler: RankScheduler, inputs: Sequence[Any], chunks: int, kind: int = 0
     ) -> tuple[tuple[Any, ...], Timeline | None]:
         """This rank's part of the work of a call, in which all are from here on: the outputs, and the timeline if the
         leader wants one. Raises RankError if the call is of another kind there."""
@@ -130,9 +138,9 @@ class RankCalls:
         seen = glance(given)
         if seen is not None and seen == self.seen:
             return None
-        looks, before = pickle.dumps(change(given, on_meta)), self.told
-        self.told, self.seen = looks, seen
-        return None if looks == before else looks
+        signatures, before = pickle.dumps(change(given, on_meta)), self.told
+        self.told, self.seen = signatures, seen
+        return None if signatures == before else signatures
 
     def _follow(self, call: Call, given: Given, refuse: Refuse) -> Any:
         """The call goes ahead with what the leader has said of the arguments before, if those of this rank look as they
@@ -142,10 +150,10 @@ class RankCalls:
         if self.seen is None or self.seen != before:
             self._listen()
         while True:
-            looks = self.looks
+            signatures = self.signatures
             try:
-                whole = filled(looks, given)
-                check_same(whole, looks, self.world.rank)
+                whole = filled(signatures, given)
+                check_same(whole, signatures, self.world.rank)
                 return call(whole)
             except Outdated:
                 continue
@@ -153,7 +161,7 @@ class RankCalls:
                 if self.waits and self._listen().given is not None:
                     continue
                 if self.header.failed is None and not self.joined:
-                    refuse(self.header, looks, error)
+                    refuse(self.header, signatures, error)
                 raise
 
     def _listen(self) -> Header:
@@ -164,5 +172,5 @@ class RankCalls:
         if header.failed is not None:
             raise RankError(f"rank {LEADER}: {header.failed}")
         if header.given is not None:
-            self.looks = pickle.loads(header.given)
+            self.signatures = pickle.loads(header.given)
         return header

@@ -69,7 +69,7 @@ class RankPipe(Pipe):
         ranks = Ranks(world)
         kinds = RankBuilds(ranks)
         cache = BuildCache(model, options, kinds.make, kinds.bind, lambda: ranks.leads)
-        tensors = RankTensors(model, ranks, partial(crews, cache))
+        tensors = RankTensors(model, ranks, partial(replica_groups, cache))
         state = RankPipeState(cache=cache, kinds=kinds, processes=ranks, tensors=tensors, lock=ranks.lock)
         super().__init__(model, options, state)
 
@@ -91,7 +91,7 @@ class RankPipe(Pipe):
 
         def call(given: Given) -> Any:
             with torch.no_grad():
-                return self._state.cache.front(given[0], given[1], self._run)
+                return self._state.cache.call_capture(given[0], given[1], self._run)
 
         return self._state.processes.call(call, (args, kwargs, NO_TARGET), self._refuse, trains=False)
 
@@ -119,13 +119,13 @@ class RankPipe(Pipe):
         failed elsewhere or if a rank is lost.
         """
 
-        ranks, stepper = self._state.processes, self._state.cache.stepper
+        ranks, step_capture = self._state.processes, self._state.cache.step_capture
 
         def call(given: Given) -> Any:
             check_grad()
             check_step(outputs=outputs, timeline=timeline)
             ranks.set_scale(scaler, accumulate)
-            return stepper.step(*given, loss_fn, outputs, self._run)
+            return step_capture.step(*given, loss_fn, outputs, self._run)
 
         header = Header(timeline=timeline)
         loss, output = ranks.call(call, (args, kwargs, target), self._refuse, header, trains=True)
@@ -146,21 +146,21 @@ class RankPipe(Pipe):
         cache, kinds, calls = self._state.cache, self._state.kinds, self._state.processes.calls
 
         def call(given: Given) -> None:
-            graph = cache.front.capture(given[0], given[1])
+            graph = cache.call_capture.capture(given[0], given[1])
             made, number = kinds.agree(cache, graph, inputs_of(graph, given[0], given[1]))
             if not any(tensor.is_meta for tensor in self.held_tensors().values()):
                 cache.live(made)
             if self.world.leads and not calls.joined:
                 calls.tell(number)
 
-        def refuse(header: Header, looks: Given, error: BaseException) -> None:
+        def refuse(header: Header, signatures: Given, error: BaseException) -> None:
             if header.kind == NEW:  # the others run nothing else
-                self._refuse(header, looks, error)
+                self._refuse(header, signatures, error)
 
         self._state.processes.call(call, (args, kwargs, NO_TARGET), refuse)
 
-    def _refuse(self, header: Header, looks: Given, error: BaseException) -> None:
-        self._state.kinds.refuse(self._state.cache, header, looks, error)
+    def _refuse(self, header: Header, signatures: Given, error: BaseException) -> None:
+        self._state.kinds.refuse(self._state.cache, header, signatures, error)
 
     def _run(self, graph: Graph, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """This rank's part of a call of this kind."""
@@ -232,7 +232,7 @@ class RankPipe(Pipe):
             on_each(self.world.collect, lambda: super(RankPipe, self).save(folder, overwrite) if self.leads else None)
 
 
-def crews(cache: BuildCache, tensors: Mapping[str, Tensor]) -> Mapping[int, Sequence[str]] | None:
+def replica_groups(cache: BuildCache, tensors: Mapping[str, Tensor]) -> Mapping[int, Sequence[str]] | None:
     """The devices of the stages that use these tensors, by the ids of these; None before the first call, which
     decides."""
     if cache.home is None:

@@ -18,30 +18,33 @@ from fxpipe.engines.ranks.rank_group import LEADER
 from .parallelize import fill, release
 from .ranks import Ranks
 
-Crews = Callable[[Mapping[str, Tensor]], Mapping[int, Sequence[str]] | None]
+FindReplicaGroups = Callable[[Mapping[str, Tensor]], Mapping[int, Sequence[str]] | None]
 
 
 class RankTensors:
-    """`crews`: finds the devices of the stages that use the model's tensors, by the ids of these; None before that is
-    decided. The leader has those that no stage uses."""
+    """Which of the model's tensors this rank holds.
 
-    def __init__(self, model: nn.Module, ranks: Ranks, crews: Crews) -> None:
-        self.model, self.ranks, self.crews = model, ranks, crews
+    `replica_groups` returns, by the id of each tensor, the devices of the stage that owns it, or None before the model
+    has been cut. The leader holds those that no stage uses.
+    """
+
+    def __init__(self, model: nn.Module, ranks: Ranks, replica_groups: FindReplicaGroups) -> None:
+        self.model, self.ranks, self.replica_groups = model, ranks, replica_groups
 
     def held(self) -> dict[str, Tensor]:
-        return self._on(lambda crew: self.ranks.world.label in crew)
+        return self._on(lambda replica_group: self.ranks.world.label in replica_group)
 
     def own(self) -> dict[str, Tensor]:
-        return self._on(lambda crew: self.ranks.world.label == crew[0])
+        return self._on(lambda replica_group: self.ranks.world.label == replica_group[0])
 
     def _on(self, wanted: Callable[[Sequence[str]], bool]) -> dict[str, Tensor]:
         """As they are now; all before it is decided which is where."""
         tensors, now = tensors_of(self.model), self._now()
-        crews, leader = self.crews(tensors), (self.ranks.world.labels[LEADER],)
+        replica_groups, leader = self.replica_groups(tensors), (self.ranks.world.labels[LEADER],)
         return {
             path: now.get(path, tensor)
             for path, tensor in tensors.items()
-            if crews is None or wanted(crews.get(id(tensor), leader))
+            if replica_groups is None or wanted(replica_groups.get(id(tensor), leader))
         }
 
     def _now(self) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from fxpipe.engines.ranks.rank_engine import Ranked
+from fxpipe.engines.ranks.rank_engine import RankScheduler
 from fxpipe.engines.ranks.rank_group import Lost, World
 from fxpipe.errors import FxpipeError, RankError
 from fxpipe.pipe.fork_lock import Lock
@@ -87,9 +87,9 @@ class Ranks:
             return self.parallel.beside.collect(values)
 
 
-def ranked(live: Live) -> Ranked:
+def ranked(live: Live) -> RankScheduler:
     """The scheduler of this rank."""
-    assert isinstance(live.scheduler, Ranked)
+    assert isinstance(live.scheduler, RankScheduler)
     return live.scheduler
 
 

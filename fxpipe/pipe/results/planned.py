@@ -20,7 +20,7 @@ from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.plan import hybrid_plan as hybrids
 from fxpipe.ir.plan import layer_chain as chains
 from fxpipe.ir.plan import plan as plans
-from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, crew, shape
+from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, replica_group, shape
 from fxpipe.ir.plan.layer_chain import Chain, nearest
 from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.records import from_plain, parse, to_plain, write
@@ -173,7 +173,7 @@ def _rows(planned: Planned) -> list[tuple[str, ...]]:
             (
                 str(s),
                 _names(micro, stage),
-                crew(planned.cluster, stage),
+                replica_group(planned.cluster, stage),
                 show_seconds((micro.forwards[stage.end] - micro.forwards[stage.first]) / r),
                 show_seconds((micro.backwards[stage.end] - micro.backwards[stage.first]) / r),
                 f"{line.busy[s] / line.makespan:.0%}" if line.makespan else "",

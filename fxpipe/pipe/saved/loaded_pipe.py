@@ -17,12 +17,12 @@ from fxpipe.capture import NO_TARGET
 from fxpipe.capture.model_with_loss import modules_in
 from fxpipe.capture.tracing.torch_modes import check_modes
 from fxpipe.codegen.package.load_package import bind, tensors_of
-from fxpipe.engines.common.step_engine import Stepper
+from fxpipe.engines.common.step_engine import StepScheduler
 from fxpipe.engines.common.timed_step import take_step
 from fxpipe.errors import InputError
 from fxpipe.ir.timeline import Timeline
 from fxpipe.pipe.build.compiled_stages import Backend
-from fxpipe.pipe.drop_in_module import Alone, Forward, Shell, State, check_grad
+from fxpipe.pipe.drop_in_module import Alone, DropInModule, Forward, State, check_grad
 from fxpipe.pipe.live import Live, Scheduler
 from fxpipe.pipe.options.option_table import check_accumulate
 from fxpipe.pipe.ranks.rank_arguments import Given
@@ -47,7 +47,7 @@ class LoadedState(State):
     timeline: Timeline | None = None
 
 
-class Loaded(Shell):
+class Loaded(DropInModule):
     """What `fxpipe.load` returns; see there."""
 
     _state: LoadedState
@@ -116,7 +116,12 @@ class Loaded(Shell):
             inputs = self._step_inputs(given, loss_fn, outputs)
             self._bind_loss(loss_fn)
             found, self._state.timeline = take_step(
-                self._state.live.stepper, inputs, self.package.CHUNKS, scaler, check_accumulate(accumulate), timeline
+                self._state.live.step_scheduler,
+                inputs,
+                self.package.CHUNKS,
+                scaler,
+                check_accumulate(accumulate),
+                timeline,
             )
         return found
 
@@ -126,7 +131,7 @@ class Loaded(Shell):
         check_modes()
         if self._outputs is not None:
             raise InputError("this package was saved after a step: call .step(...), or save one after calling the pipe")
-        if torch.is_grad_enabled() and isinstance(self.scheduler, Stepper):
+        if torch.is_grad_enabled() and isinstance(self.scheduler, StepScheduler):
             raise InputError(
                 "this package was saved from a pipe over ranks, whose calls compute no gradients: call "
                 ".forward_only(...), or save one after pipe.step(...)"

@@ -27,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fxpipe.capture import NO_TARGET
 from fxpipe.errors import PackageError
-from fxpipe.pipe.drop_in_module import Shell
+from fxpipe.pipe.drop_in_module import DropInModule
 
 Rows = tuple[tuple[str, str], ...]
 LOSS_FN = "loss_fn"
@@ -64,7 +64,7 @@ def check_unchanged(captured: Rows, now: Rows) -> None:
 
 
 def _rows(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, str]]:
-    if isinstance(value, Shell):
+    if isinstance(value, DropInModule):
         value = value.model  # a loss may use the pipe's parameters, which are the model's
     if isinstance(value, PLAIN):
         yield name, repr(value)

@@ -284,9 +284,9 @@ def _run(cache: BuildCache, case: Case) -> Ran:
         return found
 
     if case.step:
-        cache.stepper.step(case.args, case.kwargs, case.target, case.loss_fn, False, run)
+        cache.step_capture.step(case.args, case.kwargs, case.target, case.loss_fn, False, run)
     else:
-        cache.front(case.args, case.kwargs, run)
+        cache.call_capture(case.args, case.kwargs, run)
         backward_from(outputs)
     (one,) = ran
     one.found = results(outputs, cache.model, case)

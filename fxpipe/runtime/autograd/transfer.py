@@ -21,7 +21,7 @@ from .device_copy import move
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class Transfer:
     """A tensor that must not be used before `stream` is done with it, or that is still on a GPU and goes to the CPU.
     `grad`: it is to be a leaf."""
 
@@ -31,20 +31,20 @@ class Parcel:
     grad: bool
 
 
-def pack(x: Tensor, source: Stream, target: Stream, device: torch.device, user: Stream, grad: bool) -> Parcel:
+def pack(x: Tensor, source: Stream, target: Stream, device: torch.device, user: Stream, grad: bool) -> Transfer:
     """Send a tensor on its way to `device`, where `user` will compute with it, on two copy streams. The current stream
     of its own device has made it."""
     here = current_stream(x.device)
     if device.type == "cpu":
         wait_stream(source, here)
         record_stream(x, source)
-        return Parcel(x, source, device, grad)
+        return Transfer(x, source, device, grad)
     if source is not None:
         wait_stream(source, here)
-    return Parcel(move(source or here, target, device, user, (x,))[0], target, device, grad)
+    return Transfer(move(source or here, target, device, user, (x,))[0], target, device, grad)
 
 
-def unpack(parcel: Parcel, user: Stream) -> Tensor:
+def unpack(parcel: Transfer, user: Stream) -> Tensor:
     """The tensor on its device, to be used on stream `user`."""
     if parcel.device.type == "cpu":
         with use_stream(parcel.stream):

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.cluster.network import all_reduce, split_concat
-from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, crew, warmup_of
+from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, replica_group, warmup_of
 from fxpipe.ir.plan.layer_chain import Chain
 from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.ir.timeline import Timeline
@@ -43,7 +43,7 @@ def load(chain: Chain, cluster: Cluster, plan: HybridPlan, copies: float = 2) ->
         tuple(_cost(chain, stage, copies) for stage in plan.stages),
         tuple(hops),
         tuple(one for s in range(len(plan.stages)) for one in _reductions(chain, cluster, plan, s)),
-        tuple(crew(cluster, stage) for stage in plan.stages),
+        tuple(replica_group(cluster, stage) for stage in plan.stages),
     )
 
 

@@ -32,10 +32,10 @@ def positions(cluster: Cluster, labels: Sequence[str]) -> list[int]:
     return [cluster.labels.index(label) for label in labels]
 
 
-def spread(timeline: Timeline, crews: Mapping[str, Sequence[str]]) -> Timeline:
-    """The timeline with a row for each replica in place of the one for all: `crews` names, by the first, all."""
-    rows = {device: tuple(crews.get(device, (device,))) for device in timeline.devices}
+def spread(timeline: Timeline, replica_groups: Mapping[str, Sequence[str]]) -> Timeline:
+    """The timeline with a row for each replica; `replica_groups` has the labels of all replicas by the first one."""
+    rows = {device: tuple(replica_groups.get(device, (device,))) for device in timeline.devices}
     spans = (replace(span, where=where) for span in timeline.spans for where in rows.get(span.where, (span.where,)))
     memory = (steps for device, steps in zip(timeline.devices, timeline.memory, strict=True) for _ in rows[device])
-    devices = tuple(label for crew in rows.values() for label in crew)
+    devices = tuple(label for replica_group in rows.values() for label in replica_group)
     return replace(timeline, devices=devices, spans=tuple(spans), memory=tuple(memory))

@@ -18,14 +18,14 @@ from fxpipe.ir.graph.graph import Op, Ref
 from fxpipe.ir.graph.op_arguments import argument
 from fxpipe.ir.graph.value_types import TensorType, TupleType
 from fxpipe.ir.operators.strategy import Region
-from fxpipe.passes.sharding.graph_rewriter import Building, Part
+from fxpipe.passes.sharding.graph_rewriter import GraphRewriter, Part
 from fxpipe.passes.sharding.part_regions import Place, Places, Range, extent, full
 from fxpipe.passes.sharding.sharding_rule import Rule, aligned, each, items, with_arguments
 
 ATTENTION_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
-def _attention_cuts(b: Building, op: Op) -> Iterable[int]:
+def _attention_cuts(b: GraphRewriter, op: Op) -> Iterable[int]:
     """Samples, heads and queries; heads that share keys are not cut."""
     rank = len(b.shape(op.name))
     alike = all(b.shape(argument(op, at, ATTENTION_NAMES[at]).name)[:-2] == b.shape(op.name)[:-2] for at in range(3))
@@ -33,11 +33,11 @@ def _attention_cuts(b: Building, op: Op) -> Iterable[int]:
     return (*outer, *(() if argument(op, 5, "is_causal", False) else (rank - 2,)))
 
 
-def _same_samples(b: Building, op: Op) -> bool:
+def _same_samples(b: GraphRewriter, op: Op) -> bool:
     return all(b.shape(argument(op, at, ATTENTION_NAMES[at]).name)[0] == b.shape(op.name)[0] for at in range(3))
 
 
-def _attention(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+def _attention(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
     query, key, value, mask = (argument(op, at, ATTENTION_NAMES[at]) for at in range(4))
 
     def read(one: Ref, region: Region, device: int) -> Ref:
@@ -74,7 +74,7 @@ def _given(op: Op) -> dict[str, Any]:
     return dict(zip(MULTI_HEAD_NAMES, op.args, strict=False)) | dict(op.kwargs)
 
 
-def _multi_head_cuts(b: Building, op: Op) -> Iterable[int]:
+def _multi_head_cuts(b: GraphRewriter, op: Op) -> Iterable[int]:
     """Samples, unless each has a mask of its own."""
     given = _given(op)
     mask = given.get("attn_mask")
@@ -82,12 +82,12 @@ def _multi_head_cuts(b: Building, op: Op) -> Iterable[int]:
     return () if masked or len(b.shape(given["query"].name)) < 3 else (1,)
 
 
-def _multi_head(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+def _multi_head(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
     names = b.part_names(op, places)
     return tuple(_multi_head_part(b, op, name, place) for name, place in zip(names, places, strict=True))
 
 
-def _multi_head_part(b: Building, op: Op, name: str, place: Place) -> Part:
+def _multi_head_part(b: GraphRewriter, op: Op, name: str, place: Place) -> Part:
     samples, changed = place.region[1], {}
     for key, one in _given(op).items():
         if isinstance(one, Ref) and one.name not in b.numbers:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from fxpipe.ir.graph.graph import Op, Ref, op_name
 from fxpipe.ir.graph.value_types import TupleType, tensors
-from fxpipe.passes.sharding.graph_rewriter import Building, Part
+from fxpipe.passes.sharding.graph_rewriter import GraphRewriter, Part
 from fxpipe.passes.sharding.part_regions import Place, Places, Range, extent, full
 from fxpipe.passes.sharding.sharding_rule import Rule, items
 
@@ -26,11 +26,11 @@ GATES = {"lstm_cell": 4, "gru_cell": 3, "rnn_tanh_cell": 1, "rnn_relu_cell": 1}
 NAMES = ("input", "hx", "w_ih", "w_hh", "b_ih", "b_hh")
 
 
-def _cuts(b: Building, op: Op) -> Sequence[int]:
+def _cuts(b: GraphRewriter, op: Op) -> Sequence[int]:
     return (0, 1)
 
 
-def _make(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+def _make(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
     names = b.part_names(op, places)
     return tuple(Cell(b, op, name, place).part() for name, place in zip(names, places, strict=True))
 
@@ -38,7 +38,7 @@ def _make(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
 class Cell:
     """A part of a step: `samples` of its input and state, `channels` of its result."""
 
-    def __init__(self, b: Building, op: Op, name: str, place: Place) -> None:
+    def __init__(self, b: GraphRewriter, op: Op, name: str, place: Place) -> None:
         self.b, self.op, self.name, self.place, self.device = b, op, name, place, place.device
         self.samples, self.channels = place.region
         given = dict(zip(NAMES, op.args, strict=False)) | dict(op.kwargs)

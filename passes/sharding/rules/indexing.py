@@ -17,14 +17,14 @@ from fxpipe.ir.graph.op_arguments import argument
 from fxpipe.ir.graph.ops import CONCATENATIONS, PIECES
 from fxpipe.ir.graph.value_types import TensorType, TupleType
 from fxpipe.ir.operators.strategy import Region
-from fxpipe.passes.sharding.graph_rewriter import Building, Part
+from fxpipe.passes.sharding.graph_rewriter import GraphRewriter, Part
 from fxpipe.passes.sharding.part_regions import Place, Places, extent, overlap
 from fxpipe.passes.sharding.sharding_rule import WHOLE, Rule
 
 Index = tuple[int | slice | None, ...]  # as in x[...], with one entry for each dimension of x, None for a new one
 
 
-def index_of(b: Building, op: Op) -> tuple[str, Index] | None:
+def index_of(b: GraphRewriter, op: Op) -> tuple[str, Index] | None:
     """The tensor that an op takes a piece of, and which; None if that is not made of numbers that are known."""
     x = argument(op, 0, "input").name
     if x in b.rest and op_name(b.rest[x][0]) in PIECES:
@@ -46,7 +46,7 @@ def _along(x: str, dim: int, one: int | slice) -> tuple[str, Index]:
     return x, (*[slice(None)] * dim, one)
 
 
-def _item(b: Building, op: Op, at: int) -> tuple[str, Index]:
+def _item(b: GraphRewriter, op: Op, at: int) -> tuple[str, Index]:
     """One of the pieces that a tensor was taken apart into."""
     x, type = argument(op, 0, "input").name, b.captured[op.name]
     assert isinstance(type, TupleType)
@@ -72,11 +72,11 @@ def _spread(x: str, given: Any, rank: int) -> tuple[str, Index] | None:
     return x, (*entries[:at], *[slice(None)] * left, *entries[at + 1 :])
 
 
-def _index_cuts(b: Building, op: Op) -> Iterable[int]:
+def _index_cuts(b: GraphRewriter, op: Op) -> Iterable[int]:
     return range(len(b.shape(op.name))) if index_of(b, op) else ()
 
 
-def _index(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+def _index(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
     found = index_of(b, op)
     made = b.parts.get(argument(op, 0, "input").name, ())
     if found is None and any(part.items for part in made):
@@ -88,7 +88,7 @@ def _index(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
     return tuple(_index_part(b, op, x, index, name, place) for name, place in zip(names, places, strict=True))
 
 
-def _index_part(b: Building, op: Op, x: str, index: Index, name: str, place: Place) -> Part:
+def _index_part(b: GraphRewriter, op: Op, x: str, index: Index, name: str, place: Place) -> Part:
     read, rest = region_of(index, place.region, b.shape(x))
     made = b.gather(op, x, read, place.device)
     if any(one != slice(None) for one in rest):
@@ -124,7 +124,7 @@ def region_of(index: Index, region: Region, shape: Sequence[int]) -> tuple[Regio
     return tuple(read), tuple(rest)
 
 
-def _join_cuts(b: Building, op: Op) -> Iterable[int]:
+def _join_cuts(b: GraphRewriter, op: Op) -> Iterable[int]:
     """Any dimension of tensors that have as many, and are there one by one."""
     rank = len(b.shape(op.name))
     tensors = argument(op, 0, "tensors")
@@ -132,14 +132,14 @@ def _join_cuts(b: Building, op: Op) -> Iterable[int]:
     return range(rank) if fit else ()
 
 
-def _join(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+def _join(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
     if not _join_cuts(b, op):
         return WHOLE.make(b, op, places)
     names = b.part_names(op, places)
     return tuple(_join_part(b, op, name, place) for name, place in zip(names, places, strict=True))
 
 
-def _join_part(b: Building, op: Op, name: str, place: Place) -> Part:
+def _join_part(b: GraphRewriter, op: Op, name: str, place: Place) -> Part:
     dim = argument(op, 1, "dim", 0) % len(place.region)
     pieces, before = [], 0
     for tensor in argument(op, 0, "tensors"):

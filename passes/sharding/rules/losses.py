@@ -20,7 +20,7 @@ from fxpipe.ir.graph.graph import Op, Ref, op_name
 from fxpipe.ir.graph.op_arguments import argument, arguments
 from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.ir.operators.strategy import Region
-from fxpipe.passes.sharding.graph_rewriter import Building, Part
+from fxpipe.passes.sharding.graph_rewriter import GraphRewriter, Part
 from fxpipe.passes.sharding.part_regions import Place, Places, extent
 from fxpipe.passes.sharding.sharding_rule import Rule, each, every
 
@@ -38,12 +38,12 @@ def _reduction(op: Op) -> str:
     return str(given["reduction"])
 
 
-def _classes(b: Building, op: Op) -> int:
+def _classes(b: GraphRewriter, op: Op) -> int:
     """The dimension of the classes."""
     return 1 if len(b.shape(arguments(op)["input"].name)) > 1 else 0
 
 
-def _label_cuts(b: Building, op: Op) -> Iterable[int]:
+def _label_cuts(b: GraphRewriter, op: Op) -> Iterable[int]:
     """Of the scores, any dimension but that of the classes."""
     if _reduction(op) not in ("mean", "sum", "none"):
         return ()
@@ -51,7 +51,7 @@ def _label_cuts(b: Building, op: Op) -> Iterable[int]:
     return [dim for dim in dims if dim != _classes(b, op)]
 
 
-def _read(b: Building, op: Op, region: Region, device: int) -> dict[str, Any]:
+def _read(b: GraphRewriter, op: Op, region: Region, device: int) -> dict[str, Any]:
     """The arguments of a loss over a region of the scores."""
     given, classes = arguments(op), _classes(b, op)
     target = given["target"].name
@@ -74,7 +74,7 @@ def _changed(op: Op, changed: Mapping[str, Any]) -> dict[str, Any]:
     return {n: v for n, v in given.items() if n not in ("input", "target") and (isinstance(v, Ref) or v != defaults[n])}
 
 
-def _labelled(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+def _labelled(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
     """Cross entropy and the like, to a number: `places` are those of the scores."""
     sums, weights = [], []
     for name, place in zip(_names(b, op, places), places, strict=True):
@@ -86,7 +86,7 @@ def _labelled(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
     return _combined(b, op, sums, weights, places[0].device)
 
 
-def _weight(b: Building, op: Op, name: str, place: Place, read: Mapping[str, Any]) -> str | float:
+def _weight(b: GraphRewriter, op: Op, name: str, place: Place, read: Mapping[str, Any]) -> str | float:
     """The weight of the labels of a part that count; a number where all do."""
     given, target = arguments(op), read["target"]
     type = b.types[target.name]
@@ -107,12 +107,12 @@ def _weight(b: Building, op: Op, name: str, place: Place, read: Mapping[str, Any
     return step("weight", torch.sum, (counted,), replace(each, shape=())).name
 
 
-def _names(b: Building, op: Op, places: Places) -> list[str]:
+def _names(b: GraphRewriter, op: Op, places: Places) -> list[str]:
     return [b.free(f"{op.name}_{at}") for at in range(len(places))]
 
 
 def _combined(
-    b: Building, op: Op, sums: Sequence[str], weights: Sequence[str | float], device: int
+    b: GraphRewriter, op: Op, sums: Sequence[str], weights: Sequence[str | float], device: int
 ) -> tuple[Part, ...]:
     """The sum of the sums, divided by the sum of the weights if there are any."""
     place = Place((), device)
@@ -126,7 +126,7 @@ def _combined(
     return (Part(name if weights else above, (), b.devices[above]),)
 
 
-def _total(b: Building, op: Op, stem: str, terms: Sequence[str], device: int, own: bool = False) -> str:
+def _total(b: GraphRewriter, op: Op, stem: str, terms: Sequence[str], device: int, own: bool = False) -> str:
     """The sum of numbers."""
     if len(terms) == 1:
         return terms[0]
@@ -137,7 +137,7 @@ def _total(b: Building, op: Op, stem: str, terms: Sequence[str], device: int, ow
     return b.add(op, name, device, torch.sum, (Ref(stacked),), type=b.typed(terms[0], ()))
 
 
-def _unreduced(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+def _unreduced(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
     """A loss for each place."""
     classes = _classes(b, op)
     labels = op.target in LABELS
@@ -151,13 +151,13 @@ def _unreduced(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
     return each(b, op, places, call)
 
 
-def _unreduced_cuts(b: Building, op: Op) -> Iterable[int]:
+def _unreduced_cuts(b: GraphRewriter, op: Op) -> Iterable[int]:
     if _reduction(op) != "none":
         return ()
     return every(b, op) if op.target in LABELS or _pair_cuts(b, op) else ()
 
 
-def _pair_cuts(b: Building, op: Op) -> Iterable[int]:
+def _pair_cuts(b: GraphRewriter, op: Op) -> Iterable[int]:
     """Any dimension of two operands of one shape."""
     given = arguments(op) if _reduction(op) in ("mean", "sum", "none", "batchmean") else {}
     if not given or given.get("weight") is not None:
@@ -166,12 +166,12 @@ def _pair_cuts(b: Building, op: Op) -> Iterable[int]:
     return range(len(shape)) if shape == b.shape(given["target"].name) else ()
 
 
-def _read_pair(b: Building, op: Op, region: Region, device: int) -> dict[str, Any]:
+def _read_pair(b: GraphRewriter, op: Op, region: Region, device: int) -> dict[str, Any]:
     given = arguments(op)
     return {key: Ref(b.gather(op, given[key].name, region, device)) for key in ("input", "target")}
 
 
-def _paired(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+def _paired(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
     """A loss between two tensors of one shape, to a number: `places` are those of the first."""
     sums = []
     for name, place in zip(_names(b, op, places), places, strict=True):
@@ -183,7 +183,7 @@ def _paired(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
     return _combined(b, op, sums, over.get(_reduction(op), []), places[0].device)
 
 
-def _summed(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+def _summed(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
     """The sum or mean of all numbers of a tensor: `places` are those of the tensor."""
     x = argument(op, 0, "input").name
     dtype = {"dtype": op.kwargs["dtype"]} if "dtype" in op.kwargs else {}
@@ -195,7 +195,7 @@ def _summed(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
     return _combined(b, op, sums, over, places[0].device)
 
 
-def _operand(b: Building, op: Op) -> Iterable[int]:
+def _operand(b: GraphRewriter, op: Op) -> Iterable[int]:
     return range(len(b.shape(argument(op, 0, "input").name)))
 
 

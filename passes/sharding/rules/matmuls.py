@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from fxpipe.ir.graph.graph import Op, Ref, refs
 from fxpipe.ir.graph.op_arguments import argument
 from fxpipe.ir.operators.strategy import Region
-from fxpipe.passes.sharding.graph_rewriter import Building, Part
+from fxpipe.passes.sharding.graph_rewriter import GraphRewriter, Part
 from fxpipe.passes.sharding.part_regions import Places
 from fxpipe.passes.sharding.sharding_rule import Rule, aligned, each, every, with_arguments
 
 
-def _linear(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+def _linear(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
     names = ("input", "weight", "bias")
     x, weight, bias = (argument(op, at, name) for at, name in enumerate(names))
     inside = (0, b.shape(x.name)[-1])
@@ -33,7 +33,7 @@ def _linear(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
     return each(b, op, places, call)
 
 
-def _matmul(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+def _matmul(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
     """As torch has it: matrices in the last two dimensions, the others broadcast; a vector has one dimension less."""
     x, y = (ref.name for ref in refs((op.args, dict(op.kwargs))))
     first, second = b.shape(x), b.shape(y)
@@ -50,7 +50,7 @@ def _matmul(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
     return each(b, op, places, call)
 
 
-def _rows(b: Building, op: Op) -> Iterable[int]:
+def _rows(b: GraphRewriter, op: Op) -> Iterable[int]:
     """Any dimension of what is looked up; its channels unless a row has to be seen whole, and nothing if the gradient
     depends on how often a word comes."""
     rank = len(b.shape(op.name))
@@ -60,7 +60,7 @@ def _rows(b: Building, op: Op) -> Iterable[int]:
     return range(rank - 1 if whole else rank)
 
 
-def _embedding(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+def _embedding(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
     names = ("input", "weight")
     words, weight = (argument(op, at, name) for at, name in enumerate(names))
     rows = (0, b.shape(weight.name)[0])

@@ -28,19 +28,19 @@ from fxpipe.ir.graph.graph import Region as Context
 from fxpipe.ir.graph.op_arguments import argument
 from fxpipe.ir.operators.strategy import Region
 from fxpipe.passes.batch_norm_ops import arguments
-from fxpipe.passes.sharding.graph_rewriter import Building, Part
+from fxpipe.passes.sharding.graph_rewriter import GraphRewriter, Part
 from fxpipe.passes.sharding.part_regions import Place, Places, extent
 from fxpipe.passes.sharding.sharding_rule import Rule, each, every, with_arguments
 
 NAMES = ("input", "normalized_shape", "weight", "bias")
 
 
-def _layer_norm_cuts(b: Building, op: Op) -> Iterable[int]:
+def _layer_norm_cuts(b: GraphRewriter, op: Op) -> Iterable[int]:
     """All dimensions but the normalised ones."""
     return range(len(b.shape(op.name)) - len(argument(op, 1, "normalized_shape")))
 
 
-def _layer_norm(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+def _layer_norm(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
     held = {name: argument(op, at, name) for at, name in enumerate(NAMES) if at > 1}
 
     def call(region: Region, device: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -51,13 +51,13 @@ def _layer_norm(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
     return each(b, op, places, call)
 
 
-def _softmax_cuts(b: Building, op: Op) -> Iterable[int]:
+def _softmax_cuts(b: GraphRewriter, op: Op) -> Iterable[int]:
     """All dimensions but the one that it is over."""
     over, rank = argument(op, 1, "dim"), len(b.shape(op.name))
     return () if over is None else (dim for dim in range(rank) if dim != over % rank)
 
 
-def _softmax(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+def _softmax(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
     x, *others = op.args
 
     def call(region: Region, device: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -71,20 +71,20 @@ Given = Mapping[str, Any]
 Step = Callable[..., Ref]
 
 
-def _batch_norm_cuts(b: Building, op: Op) -> Iterable[int]:
+def _batch_norm_cuts(b: GraphRewriter, op: Op) -> Iterable[int]:
     """Any dimension; statistics of half precision are those that torch finds, in single precision."""
     given = arguments(op)
     halves = given is not None and given["training"] and b.typed(op.name, ()).dtype in ("f16", "bf16")
     return () if given is None or halves else every(b, op)
 
 
-def _batch_norm(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+def _batch_norm(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
     given = arguments(op)
     assert given is not None
     return _by_statistics_of_all(b, op, given, places) if given["training"] else _by_running(b, op, given, places)
 
 
-def _by_running(b: Building, op: Op, given: Given, places: Places) -> tuple[Part, ...]:
+def _by_running(b: GraphRewriter, op: Op, given: Given, places: Places) -> tuple[Part, ...]:
     """In evaluation, a number is changed by the statistics of its channel alone."""
 
     def call(region: Region, device: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -96,7 +96,7 @@ def _by_running(b: Building, op: Op, given: Given, places: Places) -> tuple[Part
     return each(b, op, places, call)
 
 
-def _by_statistics_of_all(b: Building, op: Op, given: Given, places: Places) -> tuple[Part, ...]:
+def _by_statistics_of_all(b: GraphRewriter, op: Op, given: Given, places: Places) -> tuple[Part, ...]:
     """Each range of channels by itself; then the running statistics of all."""
     names = dict(zip(places, b.part_names(op, places), strict=True))
     parts: dict[Place, Part] = {}
@@ -114,7 +114,7 @@ def _by_statistics_of_all(b: Building, op: Op, given: Given, places: Places) -> 
     return tuple(parts[place] for place in places)
 
 
-def _on(b: Building, op: Op, device: int, shape: Sequence[int]) -> Step:
+def _on(b: GraphRewriter, op: Op, device: int, shape: Sequence[int]) -> Step:
     """Adds ops whose results have this shape."""
 
     def step(stem: str, target: Any, *args: Any, **kwargs: Any) -> Ref:
@@ -124,7 +124,7 @@ def _on(b: Building, op: Op, device: int, shape: Sequence[int]) -> Step:
     return step
 
 
-def _statistics(b: Building, op: Op, x: str, members: Sequence[Place]) -> tuple[Ref, Ref]:
+def _statistics(b: GraphRewriter, op: Op, x: str, members: Sequence[Place]) -> tuple[Ref, Ref]:
     """Mean and variance of a range of channels."""
     rank, size = len(members[0].region), extent(members[0].region)[1]
     dims = [dim for dim in range(rank) if dim != 1]
@@ -147,7 +147,7 @@ def _statistics(b: Building, op: Op, x: str, members: Sequence[Place]) -> tuple[
     return mean, row("var", torch.matmul, shares, rows("spread", operator.add, variances_of_all, apart))
 
 
-def _scale(b: Building, op: Op, given: Given, var: Ref, place: Place) -> tuple[Ref, Ref | None]:
+def _scale(b: GraphRewriter, op: Op, given: Given, var: Ref, place: Place) -> tuple[Ref, Ref | None]:
     """What a range of channels is multiplied with, and what is added after that, for all parts of it."""
     step = _on(b, op, place.device, extent(place.region[1:2]))
     scale = step("scale", torch.rsqrt, step("var_eps", operator.add, var, given["eps"]))
@@ -158,7 +158,7 @@ def _scale(b: Building, op: Op, given: Given, var: Ref, place: Place) -> tuple[R
 
 
 def _normalised(
-    b: Building, op: Op, given: Given, name: str, place: Place, channels: tuple[Ref, Ref, Ref | None]
+    b: GraphRewriter, op: Op, given: Given, name: str, place: Place, channels: tuple[Ref, Ref, Ref | None]
 ) -> str:
     shape, device = extent(place.region), place.device
     wide = (shape[1], *[1] * (len(shape) - 2))
@@ -171,7 +171,7 @@ def _normalised(
     return b.add(op, name, device, *last, type=b.typed(op.name, shape))
 
 
-def _update(b: Building, op: Op, given: Given, statistics: Sequence[tuple[Ref, Ref]], device: int) -> None:
+def _update(b: GraphRewriter, op: Op, given: Given, statistics: Sequence[tuple[Ref, Ref]], device: int) -> None:
     """Moves the running mean and variance, the latter that of a larger population."""
     shape = b.shape(op.name)
     count = prod(shape) // shape[1]

@@ -9,7 +9,7 @@ from fxpipe.ir.graph.graph import Op, Ref, map_refs, op_name, refs
 from fxpipe.ir.graph.op_arguments import argument
 from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.ir.operators.strategy import Region
-from fxpipe.passes.sharding.graph_rewriter import Building, Part
+from fxpipe.passes.sharding.graph_rewriter import GraphRewriter, Part
 from fxpipe.passes.sharding.part_regions import Places, full
 from fxpipe.passes.sharding.sharding_rule import Rule, each
 
@@ -32,7 +32,7 @@ ALONE = (
 )
 
 
-def _first(b: Building, name: str) -> Any:
+def _first(b: GraphRewriter, name: str) -> Any:
     """The first dimension as the model has it, in the sizes of its inputs; None where there is none."""
     type = b.symbolic[name]
     return type.shape[0] if isinstance(type, TensorType) and type.shape else None
@@ -46,7 +46,7 @@ def dims(op: Op, rank: int) -> set[int]:
     return {int(dim) % rank for dim in (given if isinstance(given, (tuple, list)) else (given,))}
 
 
-def _cuts(b: Building, op: Op) -> Iterable[int]:
+def _cuts(b: GraphRewriter, op: Op) -> Iterable[int]:
     """The first, if it is that of the samples in the result and in what is read of them, and in nothing else."""
     if op.writes or not isinstance(b.captured[op.name], TensorType):
         return ()
@@ -62,7 +62,7 @@ def _cuts(b: Building, op: Op) -> Iterable[int]:
     return () if held or not alike or any(name in b.numbers for name in read) else (0,)
 
 
-def _make(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+def _make(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
     def call(region: Region, device: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         def value(ref: Ref) -> Any:
             if ref.name in b.samples:

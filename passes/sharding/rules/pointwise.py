@@ -15,7 +15,7 @@ from fxpipe.ir.graph.graph import Op, Ref, map_refs, op_name, refs
 from fxpipe.ir.graph.ops import CHANNEL_DROPOUTS, LIKE, POINTWISE
 from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.ir.operators.strategy import Region
-from fxpipe.passes.sharding.graph_rewriter import Building, Part
+from fxpipe.passes.sharding.graph_rewriter import GraphRewriter, Part
 from fxpipe.passes.sharding.part_regions import Places
 from fxpipe.passes.sharding.sharding_rule import Rule, aligned, each, every
 
@@ -48,7 +48,7 @@ def _place_of_inplace(target: Callable[..., Any]) -> int:
         return -1
 
 
-def _make(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+def _make(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
     target, args, kwargs = functional(op) if op.writes else (op.target, op.args, dict(op.kwargs))
     shape = b.shape(op.name)
 
@@ -72,7 +72,7 @@ def _repeats(operand: Sequence[int], shape: Sequence[int]) -> bool:
     return len(operand) <= len(shape) and all(size in (1, whole) for size, whole in pairs)
 
 
-def _cast(b: Building, op: Op, parts: tuple[Part, ...]) -> tuple[Part, ...]:
+def _cast(b: GraphRewriter, op: Op, parts: tuple[Part, ...]) -> tuple[Part, ...]:
     """What is written in place keeps its dtype."""
     types = [b.captured[ref.name] for ref in refs((op.args, dict(op.kwargs)))]
     if len({type.dtype for type in types if isinstance(type, TensorType)}) == 1:
@@ -87,7 +87,7 @@ def _cast(b: Building, op: Op, parts: tuple[Part, ...]) -> tuple[Part, ...]:
     return tuple(found)
 
 
-def _samples_and_channels(b: Building, op: Op) -> Iterable[int]:
+def _samples_and_channels(b: GraphRewriter, op: Op) -> Iterable[int]:
     return (0, 1)
 
 

@@ -22,7 +22,7 @@ from fxpipe.ir.graph.op_arguments import argument
 from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.ir.graph.windows import MAX, of_convolution, of_pool
 from fxpipe.ir.operators.strategy import Region
-from fxpipe.passes.sharding.graph_rewriter import Building, Part
+from fxpipe.passes.sharding.graph_rewriter import GraphRewriter, Part
 from fxpipe.passes.sharding.part_regions import Places, Range, extent, full
 from fxpipe.passes.sharding.sharding_rule import Rule, each, every, with_arguments
 
@@ -57,7 +57,7 @@ class Slides:
 
 
 def padded(
-    b: Building, op: Op, image: str, pad: list[int] | None, outside: float, device: int
+    b: GraphRewriter, op: Op, image: str, pad: list[int] | None, outside: float, device: int
 ) -> tuple[Ref, dict[str, Any]]:
     """An image with what it needs around it; and the op's padding, if that is to change."""
     if pad is None:
@@ -75,19 +75,19 @@ def padded(
     return Ref(made), {"padding": (0,) * rank}
 
 
-def _convolution_slides(b: Building, op: Op) -> Slides:
+def _convolution_slides(b: GraphRewriter, op: Op) -> Slides:
     x, weight = (b.shape(argument(op, at, CONVOLUTION_NAMES[at]).name) for at in range(2))
     return Slides(x[2:], b.shape(op.name)[2:], *of_convolution(op, weight[2:]))
 
 
-def _convolution_cuts(b: Building, op: Op) -> Iterable[int]:
+def _convolution_cuts(b: GraphRewriter, op: Op) -> Iterable[int]:
     """Any dimension; but a window that lies in the padding altogether has nothing to read."""
     slides = _convolution_slides(b, op)
     within = (before < size for before, size in zip(slides.before, slides.window, strict=True))
     return (0, 1, *(2 + dim for dim, fine in enumerate(within) if fine))
 
 
-def _convolution(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+def _convolution(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
     x, weight, bias = (argument(op, at, CONVOLUTION_NAMES[at]) for at in range(3))
     channels, inside, *_ = b.shape(weight.name)
     each_group = channels // argument(op, 6, "groups", 1)
@@ -134,7 +134,7 @@ def _is_max(op: Op) -> bool:
     return op_name(op) in MAX
 
 
-def _pool_cuts(b: Building, op: Op) -> Iterable[int]:
+def _pool_cuts(b: GraphRewriter, op: Op) -> Iterable[int]:
     """Any dimension, unless windows at the border are counted in another way, or their places are wanted, too."""
     if not isinstance(b.captured[op.name], TensorType):
         return ()
@@ -143,12 +143,12 @@ def _pool_cuts(b: Building, op: Op) -> Iterable[int]:
     return every(b, op) if _is_max(op) or plain else (0, 1)
 
 
-def _pool_slides(b: Building, op: Op) -> Slides:
+def _pool_slides(b: GraphRewriter, op: Op) -> Slides:
     sizes, left = (b.shape(name)[2:] for name in (argument(op, 0, "input").name, op.name))
     return Slides(sizes, left, *of_pool(op, len(sizes)))
 
 
-def _pool(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+def _pool(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
     x, slides = argument(op, 0, "input").name, _pool_slides(b, op)
     outside = -inf if _is_max(op) else 0.0
 
@@ -160,13 +160,13 @@ def _pool(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
     return each(b, op, places, call)
 
 
-def _adaptive_cuts(b: Building, op: Op) -> Iterable[int]:
+def _adaptive_cuts(b: GraphRewriter, op: Op) -> Iterable[int]:
     """Any dimension in which all windows are alike."""
     sizes = zip(b.shape(op.args[0].name), b.shape(op.name), strict=True)
     return (0, 1, *(dim for dim, (size, left) in enumerate(sizes) if dim > 1 and size % left == 0))
 
 
-def _make_adaptive(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+def _make_adaptive(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
     x = argument(op, 0, "input").name
     windows = [size // left for size, left in zip(b.shape(x)[2:], b.shape(op.name)[2:], strict=True)]
 

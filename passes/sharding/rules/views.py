@@ -19,7 +19,7 @@ from fxpipe.ir.graph.graph import Op, Ref, op_name
 from fxpipe.ir.graph.ops import PERMUTATIONS, RESHAPES
 from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.ir.operators.strategy import Region
-from fxpipe.passes.sharding.graph_rewriter import Building, Part
+from fxpipe.passes.sharding.graph_rewriter import GraphRewriter, Part
 from fxpipe.passes.sharding.part_regions import Places, Range, extent, full, index, inside
 from fxpipe.passes.sharding.sharding_rule import Rule, aligned, each, every
 
@@ -72,7 +72,7 @@ def around(numbers: Range, shape: Sequence[int]) -> Region:
     return tuple(found)
 
 
-def _reshape(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+def _reshape(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
     x = op.args[0].name
     source, shape = b.shape(x), b.shape(op.name)
     pairs = list(groups(source, shape))
@@ -98,7 +98,7 @@ def _reshape(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
 class Step:
     """A value on its way through views, each of which is an op if it changes anything."""
 
-    def __init__(self, b: Building, op: Op, device: int, value: str) -> None:
+    def __init__(self, b: GraphRewriter, op: Op, device: int, value: str) -> None:
         self.b, self.op, self.device, self.value = b, op, device, value
         type = b.types[value]
         assert isinstance(type, TensorType)
@@ -126,7 +126,7 @@ class Step:
         return self.value
 
 
-def _order(b: Building, op: Op) -> list[int]:
+def _order(b: GraphRewriter, op: Op) -> list[int]:
     """For each dimension of the result, that of the source."""
     dims = [*op.args[1:], *(value for key, value in op.kwargs.items() if key != "input")]
     order = list(range(len(b.shape(op.name))))
@@ -138,7 +138,7 @@ def _order(b: Building, op: Op) -> list[int]:
     return order
 
 
-def _permute(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+def _permute(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
     order = _order(b, op)
 
     def call(region: Region, device: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -148,7 +148,7 @@ def _permute(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
     return each(b, op, places, call)
 
 
-def _expand(b: Building, op: Op, places: Places) -> tuple[Part, ...]:
+def _expand(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
     x = op.args[0].name
 
     def call(region: Region, device: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.torch_version import TorchVersion
 
-from fxpipe.capture import NO_TARGET, Stepper, capture
+from fxpipe.capture import NO_TARGET, StepCapture, capture
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.evaluate_graph import evaluate, with_totals
 
@@ -36,13 +36,15 @@ class Steps:
 
     def __init__(self, model, chunks=CHUNKS, **options):
         self.model, self.chunks, self.graphs = model, chunks, []
-        self.stepper = Stepper(model, sizes=lambda b: [len(c) for c in torch.arange(b).tensor_split(chunks)], **options)
+        self.step_capture = StepCapture(
+            model, sizes=lambda b: [len(c) for c in torch.arange(b).tensor_split(chunks)], **options
+        )
 
     def run(self, graph, inputs):
         self.graphs.append(graph)
         items = [item for item in graph.inputs if item.path]
         whole = dict(zip([item.name for item in items], inputs, strict=True))
-        tensors = self.stepper.tensors
+        tensors = self.step_capture.tensors
         every = (*graph.states, *(graph.totals.states if graph.totals else ()))
         states = {s.name: tensors[s.path] if s.kind != "constant" else s.value for s in every}
         known = with_totals(graph, whole, states)
@@ -65,7 +67,7 @@ class Steps:
         return tuple(join(output, [values[output.value] for values in found], shares) for output in graph.outputs)
 
     def __call__(self, *args, target=NO_TARGET, loss_fn=None, outputs=False, **kwargs):
-        return self.stepper.step(args, kwargs, target, loss_fn, outputs, self.run)
+        return self.step_capture.step(args, kwargs, target, loss_fn, outputs, self.run)
 
 
 def join(output, values, shares):
@@ -298,7 +300,7 @@ def test_any_labels_may_be_ignored(pattern, weighted, smoothing):
 
 
 def test_a_sum_in_half_precision_is_taken_of_quotients():
-    graph = Stepper(Net().half()).capture((data(6, 3, 4).half(),), {}, labels(shape=(6, 3)), F.cross_entropy)
+    graph = StepCapture(Net().half()).capture((data(6, 3, 4).half(),), {}, labels(shape=(6, 3)), F.cross_entropy)
     assert [str(op.type) for op in graph.ops[-3:]] == ["f16[b, 3]", "f16[b, 3]", "f16[]"]
 
 
@@ -336,7 +338,7 @@ REFUSED = {
 def test_refuses(name):
     loss_fn, why = REFUSED[name]
     with pytest.raises(CaptureError, match=why) as caught:
-        Stepper(Net().double()).capture((data(ROWS, 3, 4),), {}, Z, loss_fn)
+        StepCapture(Net().double()).capture((data(ROWS, 3, 4),), {}, Z, loss_fn)
     message = str(caught.value)
     assert "test_batch_reductions.py:" in message
     assert "write reduce={'loss': 'mean'}" in message
@@ -346,7 +348,7 @@ def test_refuses(name):
 @pytest.mark.filterwarnings("ignore")
 def test_what_the_user_says_wins(reduce):
     for loss_fn, _ in [*REFUSED.values(), (lambda o, t: (o - t).sum(), "")]:
-        graph = Stepper(Net().double(), reduce=reduce).capture((data(ROWS, 3, 4),), {}, Z, loss_fn)
+        graph = StepCapture(Net().double(), reduce=reduce).capture((data(ROWS, 3, 4),), {}, Z, loss_fn)
         assert [(o.value, o.reduce) for o in graph.outputs] == [(graph.loss, "mean")]
         assert graph.totals is None
 

@@ -654,7 +654,7 @@ def test_nothing_keeps_the_model_or_its_twin() -> None:
     model = ByParent()
     pipe = pipe_of(model)
     pipe.step(X, target=X, loss_fn=by_closure(model))
-    gone = [weakref.ref(model), weakref.ref(pipe._state.cache.stepper.front.twins.root)]
+    gone = [weakref.ref(model), weakref.ref(pipe._state.cache.step_capture.call_capture.twins.root)]
     pipe.close()
     del pipe, model
     gc.collect()

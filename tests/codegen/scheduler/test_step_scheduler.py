@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxpipe.capture import Stepper
+from fxpipe.capture import StepCapture
 from fxpipe.codegen.package.package_files import package
 from fxpipe.codegen.scheduler.forward_scheduler import emit_scheduler
 from fxpipe.codegen.scheduler.step_scheduler import emit_steps
@@ -53,7 +53,7 @@ def made(
     """The net and its loss in stages of about as many ops, and a schedule for them."""
     torch.manual_seed(0)
     ids = torch.zeros(8, 5, dtype=torch.long)
-    graph = Stepper(Net()).capture((ids,), {}, target=ids.clone(), loss_fn=token_loss)
+    graph = StepCapture(Net()).capture((ids,), {}, target=ids.clone(), loss_fn=token_loss)
     names = [op.name for op in graph.ops]
     bounds = [len(names) * j // len(devices) for j in range(len(devices) + 1)]
     stages = [

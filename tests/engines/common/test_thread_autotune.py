@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxpipe
-from fxpipe.engines.common.thread_autotune import SMALL, TRIALS, Pace
+from fxpipe.engines.common.thread_autotune import SMALL, TRIALS, ThreadAutotune
 
 X, Y = torch.randn(6, 4), torch.randn(6, 4)
 
 
-def take(pace: Pace, seconds: dict[bool, float], steps: int) -> list[bool]:
+def take(pace: ThreadAutotune, seconds: dict[bool, float], steps: int) -> list[bool]:
     """How so many steps were run."""
     ways = []
     for _ in range(steps):
@@ -26,17 +26,17 @@ def take(pace: Pace, seconds: dict[bool, float], steps: int) -> list[bool]:
 
 @pytest.mark.parametrize("faster", [False, True])
 def test_both_are_tried_in_turn_and_the_faster_stays(faster: bool) -> None:
-    ways = take(Pace(10), {faster: SMALL, not faster: 2 * SMALL}, 50)
+    ways = take(ThreadAutotune(10), {faster: SMALL, not faster: 2 * SMALL}, 50)
     assert ways[: 1 + 2 * TRIALS] == [False, *[False, True] * TRIALS]
     assert set(ways[1 + 2 * TRIALS :]) == {faster}
 
 
 def test_large_steps_are_never_run_alone() -> None:
-    assert not any(take(Pace(10), {False: 11 * SMALL, True: 0.0}, 20))
+    assert not any(take(ThreadAutotune(10), {False: 11 * SMALL, True: 0.0}, 20))
 
 
 def test_the_first_step_says_nothing() -> None:
-    pace = Pace(10)
+    pace = ThreadAutotune(10)
     pace.note(False, 100.0)
     assert True in take(pace, {False: SMALL, True: SMALL}, 3)
 
@@ -64,7 +64,7 @@ def test_the_same_to_the_last_bit(schedule: str, monkeypatch: pytest.MonkeyPatch
     pipe = fxpipe.compile(model, ["cpu:0", "cpu:1"] if schedule == "interleaved" else 4, 3, schedule=schedule)
     found = []
     for alone in (False, True):
-        monkeypatch.setattr(Pace, "choose", lambda pace, alone=alone: alone)
+        monkeypatch.setattr(ThreadAutotune, "choose", lambda pace, alone=alone: alone)
         pipe.zero_grad()
         torch.manual_seed(1)
         pipe.step(X, target=Y, loss_fn=F.mse_loss)

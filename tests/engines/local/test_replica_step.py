@@ -93,15 +93,15 @@ def twins(block: nn.Module, count: int) -> list[nn.Module]:
 def plain_step(model: Blocks, replicas: Sequence[int], x: Tensor, y: Tensor) -> Tensor:
     """The loss of the batch, with gradients, when block s is run by so many replicas."""
     seed, outputs = new_seed(), []
-    crews = [twins(block, count) for block, count in zip(model.blocks, replicas, strict=True)]
+    replica_groups = [twins(block, count) for block, count in zip(model.blocks, replicas, strict=True)]
     with torch.random.fork_rng(devices=[]):
         for i, piece in enumerate(x.split(split_sizes(len(x), CHUNKS))):
-            for s, crew in enumerate(crews):
+            for s, replica_group in enumerate(replica_groups):
                 parts = []
-                for k, part in enumerate(piece.split(split_sizes(len(piece), len(crew)))):
+                for k, part in enumerate(piece.split(split_sizes(len(piece), len(replica_group)))):
                     with Seeded(replica_seed(seed, k), i) as draws:
                         draws.count = 2 * s
-                        parts.append(crew[k](part))
+                        parts.append(replica_group[k](part))
                 piece = torch.cat(parts)
             outputs.append(piece)
     loss = (torch.cat(outputs) * y).sum()

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from fxpipe.engines.transports import same_machine as near
-from fxpipe.engines.transports.same_machine import Near, machine, neighbours
+from fxpipe.engines.transports import same_machine
+from fxpipe.engines.transports.same_machine import LocalPeer, machine, neighbours
 
 needs_memory = pytest.mark.skipif(machine() is None, reason="this machine lets processes share no memory")
 
 
-def meet(count: int, find: Callable[..., dict[int, Near]] = neighbours) -> list[dict[int, Near]]:
+def meet(count: int, find: Callable[..., dict[int, LocalPeer]] = neighbours) -> list[dict[int, LocalPeer]]:
     """What each of so many ranks finds, which are threads here."""
     barrier, said = threading.Barrier(count), {}
 
@@ -35,7 +35,7 @@ def meet(count: int, find: Callable[..., dict[int, Near]] = neighbours) -> list[
 @needs_memory
 def test_ranks_of_one_machine_find_each_other() -> None:
     found = meet(3)
-    assert [sorted(near) for near in found] == [[1, 2], [0, 2], [0, 1]]
+    assert [sorted(local_peer) for local_peer in found] == [[1, 2], [0, 2], [0, 1]]
     for rank, others in enumerate(found):
         for other, there in others.items():
             there.out.write(f"from {rank} to {other}".encode())
@@ -57,25 +57,25 @@ def test_ranks_of_one_machine_find_each_other() -> None:
 def test_others_do_not(
     machines: list[tuple[str] | None], wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def find(rank: int, collect: Callable[[Any], list[Any]]) -> dict[int, Near]:
+    def find(rank: int, collect: Callable[[Any], list[Any]]) -> dict[int, LocalPeer]:
         ranks.append(rank)
         return neighbours(rank, lambda value: collect(machines[rank] if value == "mine" else value))
 
     ranks: list[int] = []
-    monkeypatch.setattr(near, "machine", lambda: "mine")
+    monkeypatch.setattr(same_machine, "machine", lambda: "mine")
     assert [sorted(others) for others in meet(len(machines), find)] == wanted
 
 
 @needs_memory
 def test_whom_a_rank_cannot_reach_does_not_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = near.opened
+    opened = same_machine.opened
 
-    def closed_to_one(offer: Any, rank: int, *args: Any) -> Near:
+    def closed_to_one(offer: Any, rank: int, *args: Any) -> LocalPeer:
         if rank == 1:
             raise PermissionError("not allowed")
         return opened(offer, rank, *args)
 
-    monkeypatch.setattr(near, "opened", closed_to_one)
+    monkeypatch.setattr(same_machine, "opened", closed_to_one)
     assert [sorted(others) for others in meet(3)] == [[2], [], [0]]
 
 
@@ -84,19 +84,19 @@ def test_a_machine_that_gives_no_memory(monkeypatch: pytest.MonkeyPatch) -> None
     def refuse(*args: Any) -> int:
         raise OSError("no memory")
 
-    monkeypatch.setattr(near, "new_memory", refuse)
+    monkeypatch.setattr(same_machine, "new_memory", refuse)
     assert meet(2) == [{}, {}]
 
 
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(near.SWITCH, "0")
+    monkeypatch.setenv(same_machine.SWITCH, "0")
     assert machine() is None
 
 
 @pytest.mark.parametrize("spin", [0.0, 1e-3])
 @needs_memory
 def test_who_waits_is_woken(spin: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(near, "SPIN", spin)
+    monkeypatch.setattr(same_machine, "SPIN", spin)
     here, there = (others[other] for others, other in zip(meet(2), (1, 0), strict=True))
 
     def answer() -> None:
@@ -140,6 +140,6 @@ def test_the_other_ends() -> None:
     life = os.pidfd_open(process)
     into = meet(2)[0][1].into
     with pytest.raises(RuntimeError, match="it has ended"):
-        Near(into, into, -1, life, hears, 0.0).wait(lambda: False, 60)
+        LocalPeer(into, into, -1, life, hears, 0.0).wait(lambda: False, 60)
     os.waitpid(process, 0)
     os.close(life)

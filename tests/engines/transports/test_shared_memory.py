@@ -11,22 +11,22 @@ import torch
 from fxpipe.engines.transports import shared_memory as module
 from fxpipe.engines.transports.message_format import nbytes, read, seal
 from fxpipe.engines.transports.same_machine import machine
-from fxpipe.engines.transports.shared_memory import BLOCK, LETTERS, SIZE, Board
+from fxpipe.engines.transports.shared_memory import BLOCK, LETTERS, SIZE, SharedBuffer
 
 F32 = torch.float32, (3, 5)
 pytestmark = pytest.mark.skipif(machine() is None, reason="this machine lets processes share no memory")
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Board, Board]]:
+def ends() -> Iterator[tuple[SharedBuffer, SharedBuffer]]:
     """Of the sender and of the receiver, each with a mapping of its own."""
     file = os.memfd_create("test")
     os.truncate(file, SIZE)
-    yield Board(file), Board(file)
+    yield SharedBuffer(file), SharedBuffer(file)
     os.close(file)
 
 
-def test_a_value_is_there_once_it_is_stamped(ends: tuple[Board, Board]) -> None:
+def test_a_value_is_there_once_it_is_stamped(ends: tuple[SharedBuffer, SharedBuffer]) -> None:
     out, into = ends
     for step in (1, 2):
         out.begin(step), into.begin(step)
@@ -43,7 +43,7 @@ def test_a_value_is_there_once_it_is_stamped(ends: tuple[Board, Board]) -> None:
             assert torch.equal(read(came.tensor(size), size, None), value)
 
 
-def test_values_do_not_overlap_and_begin_again(ends: tuple[Board, Board]) -> None:
+def test_values_do_not_overlap_and_begin_again(ends: tuple[SharedBuffer, SharedBuffer]) -> None:
     out, _ = ends
     for step in (1, 2):
         out.begin(step)
@@ -56,7 +56,7 @@ def test_values_do_not_overlap_and_begin_again(ends: tuple[Board, Board]) -> Non
             end = slot.at + nbytes(size)
 
 
-def test_where_there_is_no_place_both_ends_know(ends: tuple[Board, Board]) -> None:
+def test_where_there_is_no_place_both_ends_know(ends: tuple[SharedBuffer, SharedBuffer]) -> None:
     large, small = (torch.uint8, (3 * module.ROOM // 4,)), (torch.uint8, (64,))
     for end in ends:
         end.begin(1)
@@ -65,7 +65,7 @@ def test_where_there_is_no_place_both_ends_know(ends: tuple[Board, Board]) -> No
         assert [end.slot(small) is not None for _ in range(module.VALUES)].count(True) == module.VALUES - 2
 
 
-def test_letters_arrive_in_order_and_wait_for_a_place(ends: tuple[Board, Board]) -> None:
+def test_letters_arrive_in_order_and_wait_for_a_place(ends: tuple[SharedBuffer, SharedBuffer]) -> None:
     out, into = ends
     for number in range(1, 3 * LETTERS):
         assert not into.has(number)
@@ -81,7 +81,7 @@ def test_letters_arrive_in_order_and_wait_for_a_place(ends: tuple[Board, Board])
     assert out.may_write()
 
 
-def test_an_end_is_seen(ends: tuple[Board, Board]) -> None:
+def test_an_end_is_seen(ends: tuple[SharedBuffer, SharedBuffer]) -> None:
     out, into = ends
     assert not into.closed()
     out.close()

@@ -15,10 +15,10 @@ Portals, past the stages between:
     skip2  from stage 0 to stage 2
 """
 
-from fxpipe.engines.common.step_engine import Gradients, Step, Stepper
+from fxpipe.engines.common.step_engine import Gradients, Step, StepScheduler
 
 
-class Scheduler(Stepper):
+class Scheduler(StepScheduler):
     devices = ("cpu:0", "cpu:1", "cpu:2", "cpu:3")
     inputs = (("image", 0),)
     outputs = (("loss", None, "mean"),)

@@ -9,11 +9,11 @@ F1 is the forward of micro-batch 1, B1 its backward. Each device runs its row in
 when the one before it is done and what it takes has arrived, and waits for nothing else.
 """
 
-from fxpipe.engines.common.step_engine import Gradients, Step, Stepper
+from fxpipe.engines.common.step_engine import Gradients, Step, StepScheduler
 from fxpipe.runtime import Draws
 
 
-class Scheduler(Stepper):
+class Scheduler(StepScheduler):
     devices = ("cpu:0", "cpu:1", "cpu:2")
     inputs = (("ids", 0), ("target", 0))
     outputs = (("loss", None, "sum"),)

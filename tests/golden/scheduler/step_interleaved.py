@@ -12,11 +12,11 @@ Portals, past the stages between:
     skip  from stage 0 to stage 2
 """
 
-from fxpipe.engines.common.step_engine import Gradients, Step, Stepper
+from fxpipe.engines.common.step_engine import Gradients, Step, StepScheduler
 from fxpipe.runtime import Draws
 
 
-class Scheduler(Stepper):
+class Scheduler(StepScheduler):
     devices = ("cpu:0", "cpu:1", "cpu:0", "cpu:1")
     inputs = (("ids", 0), ("target", 0))
     outputs = (("loss", None, "sum"),)

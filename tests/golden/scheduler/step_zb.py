@@ -10,11 +10,11 @@ weights. Each device runs its row in this order: an action starts when the one b
 takes has arrived, and waits for nothing else.
 """
 
-from fxpipe.engines.common.step_engine import Gradients, Step, Stepper
+from fxpipe.engines.common.step_engine import Gradients, Step, StepScheduler
 from fxpipe.runtime import Draws
 
 
-class Scheduler(Stepper):
+class Scheduler(StepScheduler):
     devices = ("cuda:0", "cuda:1", "cuda:2")
     inputs = (("ids", 0), ("target", 0))
     outputs = (("loss", None, "sum"),)

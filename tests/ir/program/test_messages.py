@@ -6,7 +6,7 @@ import pytest
 
 from fxpipe.ir.program.device_programs import DevicePrograms, Message, Step
 from fxpipe.ir.program.gradient_buckets import Bucket
-from fxpipe.ir.program.messages import Form, Lent, Wires, dump, load
+from fxpipe.ir.program.messages import Form, LentTensor, Wires, dump, load
 from fxpipe.ir.schedule.schedule import Action
 
 X, DX = Message("x", 0, 1, 0), Message("x", 1, 0, 0, gradient=True)
@@ -16,12 +16,12 @@ ROWS = (
 )
 WIRES = Wires(
     programs=DevicePrograms("gpipe", ("cpu:0", "cpu:1"), ROWS),
-    crews=(("cpu:0",), ("cpu:1",)),
+    replica_groups=(("cpu:0",), ("cpu:1",)),
     names={"x": "x_1"},
     forms={"x": Form("float32", ("b", 4)), "n": Form("int64", (), "int")},
     origins={"x": "net.py:3  x = self.a(x)"},
     sizes=(("b", "image", 0),),
-    lent=(Lent("w", 0, 1, "a.weight", False, "w_for_1"),),
+    lent=(LentTensor("w", 0, 1, "a.weight", False, "w_for_1"),),
     makers=(1, -1),
     buckets=(Bucket(1, 0, "f32", True, (("w", (3, 4)), ("v", ())), 2),),
     paths={"w": ("a.weight", False), "v": ("v", True)},

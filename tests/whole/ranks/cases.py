@@ -24,7 +24,7 @@ from fxpipe.engines.ranks.rank_engine import on_rank
 from fxpipe.engines.ranks.rank_group import World
 from fxpipe.engines.transports import shared_memory as board
 from fxpipe.engines.transports.same_machine import SWITCH
-from fxpipe.pipe.build import build as street
+from fxpipe.pipe.build import build as whole_build
 from fxpipe.pipe.ranks.process_group import find_world
 from fxpipe.pipe.ranks.rank_pipe import RankPipe
 from fxpipe.planning import homes
@@ -58,7 +58,7 @@ def ways(group: Any) -> list[World]:
         with apart(far):
             world = find_world(None, group, timeout)
         assert world is not None
-        assert len(world.near) == [len(world.others), 0, 0 if last else len(world.others) - 1][timeout - 60]
+        assert len(world.local_peers) == [len(world.others), 0, 0 if last else len(world.others) - 1][timeout - 60]
         found.append(world)
     return found
 
@@ -156,7 +156,7 @@ def used(pipe: RankPipe) -> set[int]:
 # What was captured and built before -----------------------------------------------------------------------------------
 
 
-def step_of(made: street.Build, package: Any, model: nn.Module, world: World) -> Step:
+def step_of(made: whole_build.Build, package: Any, model: nn.Module, world: World) -> Step:
     """Steps of a loaded package over the ranks."""
     held = constants(made.program, made.totals)
     stages, whole = bound_stages(package, model, held, here={world.label: world.device})
@@ -169,7 +169,7 @@ def step_of(made: street.Build, package: Any, model: nn.Module, world: World) ->
     return step
 
 
-def owner(made: street.Build, model: nn.Module, world: World) -> Own:
+def owner(made: whole_build.Build, model: nn.Module, world: World) -> Own:
     """The tensors of the stages on this rank; on rank 0 also those of none."""
     tensors = tensors_of(model)
     found = {id(tensors[path]): made.plan.stages[s].device for path, s in homes(made.graph, made.plan).items()}
@@ -247,13 +247,13 @@ def fail_everywhere(group: Any, schedule: str, replicas: Sequence[int] | None = 
     scheduler: Any = pipe.scheduler
     for action in [a for a in scheduler.methods if a.micro_batch in (0, 3)]:
         model.zero_grad()
-        crew = scheduler._ranks[action.stage]
-        at(pipe, str(action), throw, len(crew) - 1)
-        home = crew[-1]
+        replica_group = scheduler._ranks[action.stage]
+        at(pipe, str(action), throw, len(replica_group) - 1)
+        home = replica_group[-1]
         with pytest.raises(Boom if rank == home else RankError) as caught:
             step()
         where = f"stage {action.stage}, micro-batch {action.micro_batch}"
-        where += f", replica {len(crew) - 1}" if len(crew) > 1 else ""
+        where += f", replica {len(replica_group) - 1}" if len(replica_group) > 1 else ""
         if rank == home:
             assert caught.value.__notes__[0].startswith(where)
         else:

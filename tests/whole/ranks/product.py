@@ -23,7 +23,7 @@ from typing import Any
 from fxpipe.codegen.package.load_package import load_package
 from fxpipe.codegen.package.package_files import write
 from fxpipe.ir.graph.graph import Graph
-from fxpipe.pipe.build import build as street
+from fxpipe.pipe.build import build as whole_build
 from fxpipe.pipe.build.call_binding import match, micro_batch_sizes
 from fxpipe.pipe.build.local_cluster import local_cluster
 from fxpipe.pipe.options.compile_options import Options, every_device, stage_devices
@@ -132,7 +132,7 @@ def graph_of(name: str) -> Graph:
 
 
 @cache
-def built(name: str, count: int, config: Config) -> tuple[street.Build, Any] | None:
+def built(name: str, count: int, config: Config) -> tuple[whole_build.Build, Any] | None:
     """What there is to run over so many ranks, and its package, loaded; None if there is not an op for each stage."""
     case, graph, (schedule, checkpoint) = stepped(MODELS[name]), graph_of(name), config
     given: dict[str, Any] = {}
@@ -143,7 +143,7 @@ def built(name: str, count: int, config: Config) -> tuple[street.Build, Any] | N
         return None
     options = Options(labels, CHUNKS, schedule=schedule, checkpoint=checkpoint, ranks=True)
     cluster = local_cluster(every_device(options))
-    made = street.build(graph, estimate(graph, sizes, cluster.device(labels[0])), sizes, cluster, options, None)
+    made = whole_build.build(graph, estimate(graph, sizes, cluster.device(labels[0])), sizes, cluster, options, None)
     with TemporaryDirectory() as folder:
         write(made.files, folder)
         return made, load_package(folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.whole.ranks import cases, crews
+from tests.whole.ranks import cases, replica_groups
 from tests.whole.ranks.pool import Pool
 
 
@@ -26,4 +26,4 @@ def test_a_forked_child(pool: Pool) -> None:
 
 def test_a_scaler_that_is_wrong_on_one_rank(pool: Pool, tmp_path: Path) -> None:
     """All ranks hear of it at once, whichever it is."""
-    pool.run(crews.refuse_scalers, tmp_path / "saved", ranks=(0, 1))
+    pool.run(replica_groups.refuse_scalers, tmp_path / "saved", ranks=(0, 1))

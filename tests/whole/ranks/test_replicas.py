@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.whole.ranks import crews
+from tests.whole.ranks import replica_groups
 from tests.whole.ranks.pool import Pool
 
 STEPS = (
@@ -22,24 +22,24 @@ RUNS = (((2, 1), "zb-h1", True), ((2, 2), "gpipe", False), ((1, 3), "1f1b", True
 
 
 def test_steps_are_the_models(pool: Pool) -> None:
-    assert all(pool.run(crews.is_the_model, "numbers", (1, 3), "zb-h1", "except_last"))
+    assert all(pool.run(replica_groups.is_the_model, "numbers", (1, 3), "zb-h1", "except_last"))
 
 
 def test_the_same_as_in_one_process(pool: Pool, tmp_path: Path) -> None:
     """A weight that two stages share, random numbers, statistics, a batch that leaves a replica without work."""
-    pool.run(crews.is_as_in_one_process, tmp_path / "saved", (1, 2), "1f1b", False, ranks=(0, 1, 2))
+    pool.run(replica_groups.is_as_in_one_process, tmp_path / "saved", (1, 2), "1f1b", False, ranks=(0, 1, 2))
 
 
 def test_python_numbers(pool: Pool) -> None:
-    pool.run(crews.numbers_are_the_models, (1, 1), ranks=(0, 1))
-    pool.run(crews.numbers_are_the_models, (1, 2, 1))
+    pool.run(replica_groups.numbers_are_the_models, (1, 1), ranks=(0, 1))
+    pool.run(replica_groups.numbers_are_the_models, (1, 2, 1))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "counts", "schedule", "checkpoint"), STEPS)
 def test_more_steps(pool: Pool, name: str, counts: tuple[int, ...], schedule: str, checkpoint: str) -> None:
     ranks = tuple(range(sum(counts)))
-    assert all(pool.run(crews.is_the_model, name, counts, schedule, checkpoint, ranks=ranks))
+    assert all(pool.run(replica_groups.is_the_model, name, counts, schedule, checkpoint, ranks=ranks))
 
 
 @pytest.mark.slow
@@ -48,10 +48,10 @@ def test_more_of_one_process(
     pool: Pool, tmp_path: Path, counts: tuple[int, ...], schedule: str, deferred: bool
 ) -> None:
     ranks = tuple(range(sum(counts)))
-    pool.run(crews.is_as_in_one_process, tmp_path / "saved", counts, schedule, deferred, ranks=ranks)
+    pool.run(replica_groups.is_as_in_one_process, tmp_path / "saved", counts, schedule, deferred, ranks=ranks)
 
 
 @pytest.mark.slow
 def test_around_steps(pool: Pool, tmp_path: Path) -> None:
     """Of a model whose batch norm is in a stage without replicas: elsewhere its statistics would be those of slices."""
-    pool.run(crews.kept, tmp_path / "saved", (2, 1, 1), (2, 1, 1))
+    pool.run(replica_groups.kept, tmp_path / "saved", (2, 1, 1), (2, 1, 1))

@@ -21,14 +21,14 @@ from .relaxed_cluster import Relaxed
 
 
 @dataclass(frozen=True)
-class Dual:
+class LagrangianBound:
     """The least left side of the above, and the plan that has it."""
 
     seconds: float
     sizes: Sizes
 
 
-def dual(relaxed: Relaxed, devices: int, limit: float, price: float, floors: list[float]) -> Dual:
+def dual(relaxed: Relaxed, devices: int, limit: float, price: float, floors: list[float]) -> LagrangianBound:
     """The dynamic programming for one price; `inf` seconds if some layer fits in no stage. `floors[a]` is what stages
     before layer a are known to take; it is raised to what this price tells: the layers from a on need their share of
     the devices, and the others have to do with the rest."""
@@ -61,12 +61,12 @@ def dual(relaxed: Relaxed, devices: int, limit: float, price: float, floors: lis
             if seconds < least[b]:
                 least[b], came[b] = seconds, (a, r)
     if least[n] == inf:
-        return Dual(inf, ())
+        return LagrangianBound(inf, ())
     sizes, b = [], n
     while b:
         sizes.append((b, came[b][1]))
         b = came[b][0]
-    return Dual(least[n] - price * devices, tuple(reversed(sizes)))
+    return LagrangianBound(least[n] - price * devices, tuple(reversed(sizes)))
 
 
 def _fewest(relaxed: Relaxed, a: int, b: int, devices: int, limit: float, before: float) -> int:

@@ -32,7 +32,7 @@ from fxpipe.ir.plan.layer_chain import Chain
 from fxpipe.ir.units import show_bytes, show_seconds
 from fxpipe.planning.hybrid.event_time import Problem
 
-from .search_phases import EXACT, Hunt, Task, ask_dapple, case_of, close_in, polish, prove, seed
+from .search_phases import EXACT, PlanSearch, Task, ask_dapple, case_of, close_in, polish, prove, seed
 
 MOST_MICRO_BATCHES = 256  # where the search is free to choose: more cost time to simulate, and gain next to nothing
 
@@ -107,7 +107,7 @@ def optimal(
     counts = _counts(batch, micro_batches)
     warmups = hybrid.WARMUPS if warmup is None else (warmup,)
     cases = [case_of(task, m, how) for m in counts for how in warmups]
-    hunt = Hunt(cases, task.until)
+    hunt = PlanSearch(cases, task.until)
     seed(hunt, seeds)
     close_in(hunt)
     polish(hunt)

@@ -92,7 +92,7 @@ def case_of(task: Task, micro_batches: int, warmup: str) -> Case:
 
 
 @dataclass
-class Hunt:
+class PlanSearch:
     """The cases, and the best plan so far."""
 
     cases: list[Case]
@@ -117,7 +117,7 @@ class Hunt:
             self.case, self.shape, self.time = self.cases[index], shape, time
 
 
-def seed(hunt: Hunt, seeds: Sequence[HybridPlan]) -> None:
+def seed(hunt: PlanSearch, seeds: Sequence[HybridPlan]) -> None:
     for index, case in enumerate(hunt.cases):
         problem = case.problem
         for plan in seeds:
@@ -156,7 +156,7 @@ def _shares(devices: int, k: int) -> list[int]:
     return [b - a for a, b in pairwise(devices * s // k for s in range(k + 1))]
 
 
-def close_in(hunt: Hunt) -> None:
+def close_in(hunt: PlanSearch) -> None:
     """A first bound for each case, with the plans that come with it. The cases of the lowest bounds first."""
     for case in hunt.cases:
         problem = case.problem
@@ -200,7 +200,7 @@ def _long(case: Case) -> float:
     return problem.micro_batches * (busy + 2 * moved)
 
 
-def polish(hunt: Hunt) -> None:
+def polish(hunt: PlanSearch) -> None:
     """Improve the best few plans of different shapes."""
     started = perf_counter()
     stop = started + (hunt.until - started) / 3
@@ -217,7 +217,7 @@ def polish(hunt: Hunt) -> None:
         hunt.keep(index, better, time)
 
 
-def ask_dapple(hunt: Hunt) -> None:
+def ask_dapple(hunt: PlanSearch) -> None:
     """The plan of DAPPLE's paper, which takes as long as many others. If the number of micro-batches is free, then only
     for the best so far."""
     for index, case in enumerate(hunt.cases):
@@ -227,7 +227,7 @@ def ask_dapple(hunt: Hunt) -> None:
                 hunt.offer(index, case.shapes.shape(dapple(case.problem).stages))
 
 
-def prove(hunt: Hunt, until: float) -> None:
+def prove(hunt: PlanSearch, until: float) -> None:
     """Raise the bounds of the cases, the lowest first, until none is below the best plan. Where placements cannot all
     be gone through, look for better plans among those in the order of the devices."""
     open = [case for case in hunt.cases if case.tabled]
