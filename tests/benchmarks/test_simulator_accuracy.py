@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import simulator_accuracy
 from benchmarks.simulator_accuracy import SETTINGS, Result, Setting, table, trials, verdict
+from tests.helpers.marks import mostly_slow
 
 SMALL = {
     "mlp": lambda: simulator_accuracy.mlp(width=8, depth=8, rows=16),
@@ -16,7 +17,7 @@ SMALL = {
 INTERLEAVED, UNEVEN = SETTINGS[5], SETTINGS[7]
 
 
-@pytest.mark.parametrize("model", SMALL)
+@pytest.mark.parametrize("model", mostly_slow(SMALL, lambda model: model in ("mlp", "unet")))
 def test_rehearsals_and_steps_of_every_model(model: str) -> None:
     assert set(SMALL) == set(simulator_accuracy.cases())
     results = trials(SMALL[model](), (INTERLEAVED, UNEVEN), rounds=2)

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import strategies
 from benchmarks.strategies import Result, table, trials, verdict
+from tests.helpers.marks import mostly_slow
 
 SMALL = {
     "alexnet": lambda: strategies.alexnet(width=2, hidden=8, size=63, rows=4),
@@ -14,7 +15,7 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("model", SMALL)
+@pytest.mark.parametrize("model", mostly_slow(SMALL, lambda model: model == "alexnet"))
 def test_every_strategy_is_simulated_and_measured(model: str) -> None:
     assert set(SMALL) == set(strategies.cases())
     results = trials(SMALL[model](), rounds=1, drawn=0)

@@ -27,6 +27,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "monotonic", lambda: next(ticks) / 10)
 
 
+@pytest.mark.slow
 def test_beside_the_published_chain() -> None:
     _, row, (last,) = compare(["alexnet"], [4], seconds=40, seeds=1)
     assert row[:2] == ("alexnet", "4")

@@ -8,6 +8,7 @@ from torch import nn
 
 from benchmarks import compile_time, one_gpu, overhead
 from benchmarks.timing import in_turn, median_difference
+from tests.helpers.marks import mostly_slow
 
 
 def test_candidates_take_turns() -> None:
@@ -46,7 +47,7 @@ def test_compile_time_prints_growth() -> None:
     assert last.split() == ["chain", "1,000", "4.00", "8.00", "2.00", "8.00", "8.0x", "15.0x"]
 
 
-@pytest.mark.parametrize("kind", compile_time.MODELS)
+@pytest.mark.parametrize("kind", mostly_slow(compile_time.MODELS, lambda kind: kind == "chain"))
 def test_compile_time_counts_the_same_ops_on_both_routes_and_all_the_time(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

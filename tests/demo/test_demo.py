@@ -60,6 +60,7 @@ def test_gradients_are_the_models_own(model: nn.Module, inputs: torch.Tensor) ->
     pipe.close()
 
 
+@pytest.mark.slow
 def test_the_command_with_a_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     demo(devices=2, chunks=4, steps=2, out=tmp_path, schedule="1f1b")
     printed = capsys.readouterr().out

@@ -23,6 +23,7 @@ import fxpipe
 from fxpipe.demo.transformer import PixelTransformer
 from fxpipe.demo.unet import UNet
 from fxpipe.engines.common.thread_autotune import ThreadAutotune
+from tests.helpers.marks import mostly_slow
 
 BYTES = 1e6  # that hundreds of steps may leave, for caches that still grow; tensors would be many times as much
 
@@ -115,11 +116,11 @@ def check(take: Callable[[int], None], warm: int, steps: int) -> None:
     assert sys.getallocatedblocks() - blocks < 1000 + steps / 10  # numbers and strings are no objects of gc's
 
 
-@pytest.mark.parametrize("name", DEMOS)
+@pytest.mark.parametrize("name", mostly_slow(DEMOS, lambda name: name == "transformer"))
 def test_steps_leave_nothing(name: str) -> None:
     make, x, y, loss = DEMOS[name]
     pipe = fxpipe.compile(make(), devices=4, chunks=4)
-    check(lambda steps: train(pipe, x, y, loss, steps), 10, 60)
+    check(lambda steps: train(pipe, x, y, loss, steps), 10, 40)
     pipe.close()
 
 
@@ -176,7 +177,10 @@ def tiny(schedule: str, checkpoint: str) -> tuple[fxpipe.Pipe, Callable[[int], N
     return pipe, take
 
 
-@pytest.mark.parametrize(("schedule", "checkpoint"), [("1f1b", "always"), ("zb-h1", "never"), ("zb-h1", "always")])
+@pytest.mark.parametrize(
+    ("schedule", "checkpoint"),
+    mostly_slow([("1f1b", "always"), ("zb-h1", "never"), ("zb-h1", "always")], lambda one: one == ("zb-h1", "always")),
+)
 def test_steps_in_one_go_leave_nothing(schedule: str, checkpoint: str) -> None:
     pipe, take = tiny(schedule, checkpoint)
     check(take, 40, 100)
@@ -195,7 +199,7 @@ def test_thousands_of_steps_leave_nothing(schedule: str, steps: int) -> None:
     pipe.close()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", mostly_slow(["1f1b", "zb-h1"], lambda schedule: schedule == "zb-h1"))
 def test_steps_in_one_go_leave_no_cycles(schedule: str) -> None:
     pipe, take = tiny(schedule, "except_last")
     take(3)
@@ -240,7 +244,7 @@ class Net(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
-@pytest.mark.parametrize("closed", [True, False], ids=["closed", "dropped"])
+@pytest.mark.parametrize("closed", mostly_slow([True, False], lambda closed: not closed), ids=["closed", "dropped"])
 def test_pipes_leave_nothing(closed: bool) -> None:
     def once(x: Tensor) -> None:
         pipe = fxpipe.compile(Net(), devices=2, chunks=2)
@@ -259,7 +263,7 @@ def test_pipes_leave_nothing(closed: bool) -> None:
     assert grown(before) == {}
 
 
-@pytest.mark.parametrize("closed", [True, False], ids=["closed", "dropped"])
+@pytest.mark.parametrize("closed", mostly_slow([True, False], lambda closed: not closed), ids=["closed", "dropped"])
 def test_loaded_packages_leave_nothing(tmp_path: Path, closed: bool) -> None:
     def once(x: Tensor) -> None:
         loaded = fxpipe.load(tmp_path / "out", Net())

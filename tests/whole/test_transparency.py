@@ -26,6 +26,7 @@ from fxpipe.pipe.build.call_binding import match, micro_batch_sizes
 from fxpipe.pipe.build.local_cluster import local_cluster
 from fxpipe.pipe.options.compile_options import Options, device_labels
 from fxpipe.profiling import estimate
+from tests.helpers.marks import mostly_slow
 from tests.helpers.models import MODELS
 from tests.helpers.transparency import assert_same, build, inputs, plain, step
 
@@ -144,7 +145,7 @@ def test_every_configuration_is_the_model(name: str) -> None:
         check_captured(name, graph, config)
 
 
-@pytest.mark.parametrize("name", ["batch norm", "densenet", "resnet"])
+@pytest.mark.parametrize("name", mostly_slow(["batch norm", "densenet", "resnet"], lambda name: name != "resnet"))
 @pytest.mark.parametrize("config", [(1, 3, "never"), (2, 8, "always"), (4, 3, "except_last")], ids=name_of)
 def test_deferred_batch_norm_keeps_the_statistics_of_the_whole_batch(name: str, config: Config) -> None:
     check(name, config, deferred_batch_norm=True)

@@ -9,6 +9,7 @@ import re
 import threading
 import warnings
 import weakref
+from itertools import product
 
 import numpy
 import pytest
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 import fxpipe
 from fxpipe.ir.graph.opaque_call import opaques
+from tests.helpers.marks import mostly_slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is kept whole")
 WIDTH = 6
@@ -631,8 +633,10 @@ class Shows(nn.Module):
         return self.last(y * self.scale(detached, 0.1)), detached * 2, best, others, self.middle(given)
 
 
-@pytest.mark.parametrize("checkpoint", ["except_last", "always", "never"])
-@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize(
+    ("devices", "checkpoint"),
+    mostly_slow(product((1, 3), ("except_last", "always", "never")), lambda one: one in ((1, "always"), (3, "never"))),
+)
 def test_what_needs_no_gradient_in_the_model_needs_none_in_the_pipe(devices, checkpoint):
     torch.manual_seed(0)
     model, x = Shows(Detaches(), torch.floor_divide).double(), batch(8)[0]  # which has no derivative

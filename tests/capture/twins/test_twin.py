@@ -21,6 +21,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel
 
 import fxpipe
+from tests.helpers.marks import mostly_slow
 
 X = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -581,7 +582,11 @@ def other_pipe(model: nn.Module) -> Callable[[], None]:
     return run
 
 
-@pytest.mark.parametrize("other", [state, evaluation, copies, average, other_pipe], ids=lambda other: other.__name__)
+@pytest.mark.parametrize(
+    "other",
+    mostly_slow([state, evaluation, copies, average, other_pipe], lambda other: other in (state, other_pipe)),
+    ids=lambda other: other.__name__,
+)
 def test_another_thread_uses_the_model_during_captures(other: Callable[[nn.Module], Callable[[], None]]) -> None:
     model = model_for_threads()
     before = identities(model)

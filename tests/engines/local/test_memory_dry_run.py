@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.pipe.build.compare_timelines import with_memory
+from tests.helpers.marks import mostly_slow
 
 Made = tuple[nn.Module, Tensor, Tensor, Callable[..., Tensor]]
 
@@ -74,9 +76,16 @@ def predicted(text: str) -> list[tuple[str, str]]:
     return re.findall(r"peak memory +([\d.]+ \w+) +([\d.]+ \w+)", text)
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "interleaved"])
-@pytest.mark.parametrize("make", [chain, images, attention, skips])
+CHECKPOINTS, SCHEDULES = ("never", "except_last", "always"), ("gpipe", "1f1b", "zb-h1", "interleaved")
+
+
+@pytest.mark.parametrize(
+    ("make", "schedule", "checkpoint"),
+    mostly_slow(
+        product([chain, images, attention, skips], SCHEDULES, CHECKPOINTS),
+        lambda one: one[0] is not attention or SCHEDULES.index(one[1]) == CHECKPOINTS.index(one[2]),
+    ),
+)
 def test_the_memory_is_that_of_the_step_to_the_byte(make: Callable[[], Made], schedule: str, checkpoint: str) -> None:
     if schedule == "interleaved" and make is not chain:
         pytest.skip("four stages")

@@ -16,6 +16,7 @@ from fxpipe.ir.graph.graph import show_op
 from fxpipe.ir.operators.placed_graph import Placed
 from fxpipe.ir.operators.strategy import Config, Strategy
 from fxpipe.planning.operators.reading.read_operators import read
+from tests.helpers.marks import mostly_slow
 from tests.helpers.random_models import GraphModel, grown
 from tests.helpers.random_models import sample as sample_of
 from tests.helpers.random_operator_graphs import module, network
@@ -31,7 +32,7 @@ def assert_all_exact(made: Sample, count: int, seed: int = 0) -> None:
         assert_exact(made, anyhow(made.reading.operators, devices, random), devices)
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", mostly_slow(SMALL, lambda name: name != "inception"))
 def test_small_models(name: str) -> None:
     made = sample(build(SMALL[name]), *inputs(SMALL[name], 4)[0])
     assert_all_exact(made, 2 if name == "inception" else 4)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 import fxpipe
+from tests.helpers.marks import mostly_slow
 from tests.helpers.small_strategies import SMALL
 from tests.helpers.transparency import assert_same, build, inputs, plain, step
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", mostly_slow(SMALL, lambda name: name != "inception"))
 def test_a_pipeline_is_the_model(name: str) -> None:
     case = SMALL[name]
     model, twin = build(case), build(case)

@@ -15,8 +15,7 @@ from tests.whole.test_steps import CHECKPOINTS, NAMES
 
 # What crosses between ranks: skips, tied weights, random numbers, views, masks, constants, numbers; and buffers.
 FEW = (
-    "skip ladder", "tied transformer", "unused", "batch norm", "transformer with dropout", "views", "numbers", "masked",
-    "encoder-decoder", "counter", "frozen", "mixed precision",
+    "skip ladder", "tied transformer", "batch norm", "transformer with dropout", "masked", "counter", "frozen",
 )  # fmt: skip
 SHORT = ("own loss",)  # fewer ops than the 8 stages of some schedules over 4 ranks
 

@@ -15,6 +15,7 @@ from fxpipe.planning.operators.expert_strategies import data_parallel, scattered
 from fxpipe.planning.operators.models.published_models import MODELS
 from fxpipe.planning.operators.operator_costs import roofline
 from fxpipe.planning.operators.simulate_strategy import simulate
+from tests.helpers.marks import mostly_slow
 from tests.helpers.operator_graphs import branches, cluster, lenet, rnnlm, translation
 from tests.helpers.random_operator_graphs import network, strategy
 
@@ -42,7 +43,7 @@ def test_all_times_of_all_tasks_after_each_proposal(name, devices):
     assert follow(core, 100) > 20
 
 
-@pytest.mark.parametrize("devices", [4, 8, 16])
+@pytest.mark.parametrize("devices", mostly_slow([4, 8, 16], lambda devices: devices == 8))
 @pytest.mark.parametrize("name", MODELS)
 def test_published_graphs(name, devices):
     """All in all more than 10,000 proposals, most of them where they are cheap."""
