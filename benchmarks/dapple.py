@@ -3,7 +3,7 @@
     python -m benchmarks.dapple
 
 Table V is which plan is best for a model, a batch and a cluster of 16 GPUs, Table VII the best pipeline on cluster A.
-The released planner's formula and constants decide, as they did for the paper; `fxpipe.planning.hybrid.dapple_released`
+The released planner's formula and constants decide, as they did for the paper; `benchmarks.dapple_released`
 says which these are. Then DAPPLE's plans and PipeDream's of Table VII run through the event time, on cluster A at its
 nominal 25 Gb/s. Two things there are not told and matter: how PipeDream's intervals are meant, which makes all the
 difference for VGG-19, so both readings are shown; and where its "straight" plans are cut, which are given the best
@@ -23,8 +23,12 @@ from fxpipe.ir.cluster.published_clusters import dapple_a, preset
 from fxpipe.ir.plan.hybrid_plan import HybridStage, cuts, shape
 from fxpipe.ir.plan.layer_chain import Chain, scaled
 from fxpipe.planning.hybrid.dapple import dapple
-from fxpipe.planning.hybrid.dapple_profiles import read
-from fxpipe.planning.hybrid.dapple_released import (
+from fxpipe.planning.hybrid.data_parallel import one_each, whole
+from fxpipe.planning.hybrid.event_time import Problem, event_time
+from fxpipe.planning.hybrid.pipedream import Level, pipedream
+
+from .dapple_profiles import read
+from .dapple_released import (
     CONFIGURATIONS,
     Candidate,
     Job,
@@ -33,10 +37,6 @@ from fxpipe.planning.hybrid.dapple_released import (
     data_parallel_time,
     hybrid_plan,
 )
-from fxpipe.planning.hybrid.data_parallel import one_each, whole
-from fxpipe.planning.hybrid.event_time import Problem, event_time
-from fxpipe.planning.hybrid.pipedream import Level, pipedream
-
 from .paper_data import MISSING, expected, folder, profile_path
 
 

@@ -22,12 +22,12 @@ from fxpipe.ir.cluster.published_clusters import GBIT, V100, servers
 from fxpipe.ir.plan.hybrid_plan import HybridStage, cuts, shape
 from fxpipe.ir.plan.layer_chain import Chain, Layer
 from fxpipe.planning.hybrid.dapple import dapple
-from fxpipe.planning.hybrid.dapple_profiles import read
-from fxpipe.planning.hybrid.dapple_released import CONFIGURATIONS, Job, best, hybrid_plan
 from fxpipe.planning.hybrid.event_time import Problem, event_time
 from fxpipe.planning.hybrid.exact.optimal_plan import Optimum, optimal
 
 from .dapple import TABLE_V, Case
+from .dapple_profiles import read
+from .dapple_released import CONFIGURATIONS, Job, best, hybrid_plan
 from .paper_data import profile_path
 
 BETWEEN = {"B": 25 * GBIT, "C": 10 * GBIT}

@@ -5,7 +5,7 @@
 Two convolutional networks and a recurrent one, each under data parallelism, model parallelism, the expert's strategy,
 all on one worker, and strategies drawn at random. Parts are measured (`parts.py`), alone and beside others, what a
 message takes and how fast memory is, too (`Cluster.detect`), and the simulator puts them together: the SOAP paper's
-algorithm 1, for workers that share a memory (`fxpipe.planning.operators.models.contention`). No number is adjusted.
+algorithm 1, for workers that share a memory (`benchmarks.contention`). No number is adjusted.
 Strategies and parts take turns, and medians are compared. Each worker has one thread.
 
 Two figures count: how far each simulated step is from the measured one, and whether of each two strategies whose
@@ -39,8 +39,9 @@ from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.operators.operators import OperatorGraph
 from fxpipe.ir.operators.strategy import Strategy
 from fxpipe.planning.operators.expert_strategies import data_parallel, expert, model_parallel, scattered
-from fxpipe.planning.operators.models.contention import simulate_shared
 from fxpipe.planning.operators.strategy_space import place
+
+from .contention import simulate_shared
 
 WORKERS = 2
 BAR = 0.30  # the error that is allowed

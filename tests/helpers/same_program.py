@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from fxpipe.ir.graph.evaluate_graph import evaluate
 from fxpipe.ir.graph.graph import Graph
-from fxpipe.ir.program.evaluate_program import evaluate_program, evaluate_stage
 from fxpipe.ir.program.program import Program
+from tests.helpers.evaluate_program import evaluate_program, evaluate_stage
 
 Values = dict[str, Any]
 

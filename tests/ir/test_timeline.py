@@ -7,8 +7,8 @@ from textwrap import dedent
 
 import pytest
 
+from benchmarks.schedule_measures import bubble
 from fxpipe.ir.schedule.schedule import Costs, parse
-from fxpipe.ir.schedule.schedule_measures import bubble
 from fxpipe.ir.timeline import Span, Timeline, check, compare, dump, even, load, show
 
 # Two devices, a value from one to the other: forward 2 ms, transfer 1 ms, backward 3 ms.

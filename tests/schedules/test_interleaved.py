@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.schedule_measures import bubble, idle, peak_live
 from fxpipe.ir.schedule.schedule import dump_csv, load_csv, parse
 from fxpipe.ir.schedule.schedule_check import check
-from fxpipe.ir.schedule.schedule_measures import bubble, idle, peak_live
 from fxpipe.schedules.interleaved import groups, interleaved, interleaved_late, looped_bfs
 from fxpipe.schedules.one_f_one_b import early, late, one_f_one_b
 

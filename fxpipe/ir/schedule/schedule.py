@@ -1,8 +1,8 @@
 """When each stage runs: per device a row of actions, such as "forward of micro-batch 0", in the order they run.
 
 Elsewhere a schedule is a class whose methods send, receive and compute, and one has to run it to see it. Here it is a
-value that needs no model and no device: it prints as a grid and parses back, and before anything runs it is checked
-(`faults`) and measured (`measures`).
+value that needs no model and no device: it prints as a grid and parses back, and it is checked (`faults`) before
+anything runs.
 
     gpipe: 2 stages, 3 micro-batches
     clock      0   1   2   3   4   5   6   7

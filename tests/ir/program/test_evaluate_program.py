@@ -9,8 +9,8 @@ import torch
 
 from fxpipe.ir.graph.graph import Graph, Input, Op, Origin, Output, Ref, Size, State
 from fxpipe.ir.graph.value_types import TensorType
-from fxpipe.ir.program.evaluate_program import evaluate_program
 from fxpipe.ir.program.program import OWN_DEVICE, Loan, Move, Program, RuntimeCall, Stage, check
+from tests.helpers.evaluate_program import evaluate_program
 
 ROW, HERE = TensorType("f32", ("b", 2), "cpu"), Origin("net.py", 1, "", "")
 X, W, B, Y = Ref("x"), Ref("w"), Ref("b"), Ref("y")

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.schedule_measures import peak_live
 from fxpipe.ir.schedule.schedule import Action, Schedule, parse
 from fxpipe.ir.schedule.schedule_check import check
-from fxpipe.ir.schedule.schedule_measures import peak_live
 from fxpipe.schedules.make_schedule import make, placement
 from fxpipe.schedules.one_f_one_b import one_f_one_b
 from fxpipe.schedules.simulate.rejoin import SLACK, latest_first, rejoin

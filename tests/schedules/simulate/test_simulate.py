@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.schedule_measures import bubble
 from fxpipe.ir.schedule.schedule import Action, Schedule, parse
-from fxpipe.ir.schedule.schedule_measures import bubble
 from fxpipe.ir.timeline import Timeline, check, show
 from fxpipe.schedules.one_f_one_b import early, forward_only, gpipe, late, one_f_one_b
 from fxpipe.schedules.simulate.simulate import Hop, StageCost, recomputes, simulate

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from .schedule import Action, Costs, Schedule, starts
+from fxpipe.ir.schedule.schedule import Action, Costs, Schedule, starts
 
 
 def bubble(
@@ -93,7 +93,7 @@ def peak_bytes(schedule: Schedule, kept: Sequence[Kept]) -> tuple[int, ...]:
     """Per device the most bytes that it keeps at once, if each stage keeps what `kept` says. A forward without a
     backward keeps nothing.
 
-    >>> from .schedule import parse
+    >>> from fxpipe.ir.schedule.schedule import parse
     >>> peak_bytes(parse("F0 F1 I0 I1 W0 W1"), [Kept(whole=10, half=6)])
     (20,)
     """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.schedule_measures import Kept, bubble, gaps, idle, peak_bytes, peak_live, rolling_bubble
 from fxpipe.ir.schedule.schedule import Costs, Schedule, parse
-from fxpipe.ir.schedule.schedule_measures import Kept, bubble, gaps, idle, peak_bytes, peak_live, rolling_bubble
 
 ONE = Costs(1, 1, 1, 1)
 

@@ -15,8 +15,7 @@ import torch
 
 from fxpipe.ir.graph.evaluate_graph import Draw, within
 from fxpipe.ir.graph.graph import Op, map_leaves
-
-from .program import OWN_DEVICE, Program, RuntimeCall, Stage
+from fxpipe.ir.program.program import OWN_DEVICE, Program, RuntimeCall, Stage
 
 
 def evaluate_program(

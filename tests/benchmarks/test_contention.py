@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.contention import run, simulate_shared, ways
 from fxpipe.ir.operators.operators import OperatorGraph
 from fxpipe.ir.operators.strategy import Config, Strategy
 from fxpipe.planning.operators.expert_strategies import scattered
-from fxpipe.planning.operators.models.contention import run, simulate_shared, ways
 from fxpipe.planning.operators.models.operator_kinds import elementwise, features
 from fxpipe.planning.operators.operator_costs import roofline
 from fxpipe.planning.operators.simulate_strategy import run as run_alone

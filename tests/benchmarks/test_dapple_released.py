@@ -7,11 +7,8 @@ import json
 import pytest
 
 from benchmarks.dapple import states, table_v
-from benchmarks.paper_data import MISSING, expected, folder
-from fxpipe.errors import PlanError
-from fxpipe.ir.plan.layer_chain import Chain, Layer, check
-from fxpipe.planning.hybrid.dapple_profiles import read
-from fxpipe.planning.hybrid.dapple_released import (
+from benchmarks.dapple_profiles import read
+from benchmarks.dapple_released import (
     CONFIGURATIONS,
     Job,
     Machine,
@@ -20,6 +17,9 @@ from fxpipe.planning.hybrid.dapple_released import (
     data_parallel_time,
     hybrid_plan,
 )
+from benchmarks.paper_data import MISSING, expected, folder
+from fxpipe.errors import PlanError
+from fxpipe.ir.plan.layer_chain import Chain, Layer, check
 
 with_figures = pytest.mark.skipif(folder() is None, reason=MISSING)
 

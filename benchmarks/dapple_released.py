@@ -24,8 +24,7 @@ from math import inf
 
 from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage
 from fxpipe.ir.plan.layer_chain import Chain
-
-from .device_placement import Counts, minus, placements, plus
+from fxpipe.planning.hybrid.device_placement import Counts, minus, placements, plus
 
 
 @dataclass(frozen=True)

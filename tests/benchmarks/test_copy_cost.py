@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from benchmarks.copy_cost import handling
 from fxpipe.ir.operators.operators import OperatorGraph
 from fxpipe.ir.operators.strategy import Config, Strategy
-from fxpipe.planning.operators.models.copy_cost import handling
 from fxpipe.planning.operators.models.operator_kinds import elementwise, features, linear
 
 X = features("x", 4, 6)
