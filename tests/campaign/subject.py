@@ -24,7 +24,8 @@ from .nests import cast, cut, join, tensors, together, unpacked
 from .setting import Run, Setting
 
 TOLERANCE, HALF_TOLERANCE = 1e-9, 5e-2
-FLOOR, HALF_FLOOR = 1e-5, 0.1  # of what tolerances are relative to: what bfloat16 leaves of sums that cancel
+# What tolerances are relative to, at least: what sums of numbers near 1 that cancel leave of float64 and bfloat16.
+FLOOR, HALF_FLOOR = 1e-4, 0.1
 
 
 def load(path: Path) -> ModuleType:

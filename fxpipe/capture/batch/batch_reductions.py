@@ -88,7 +88,7 @@ def kinds(graph: Graph, flow: Flow) -> dict[str, Kind]:
         kind = Follow(op, known, flow.types, made).kind()
         if op.name in flow.mixed and batch_dims(op.type):  # of its micro-batch, each sample has one value again
             kind = SAMPLES if one_each(op.type) else Kind("unknown", blame=op, why=PAIRS)
-        elif op.writes and states.issuperset(op.writes):
+        elif op.writes and states.issuperset(op.writes) and _returns_what_it_writes(op):
             kind = SAME  # statistics of each micro-batch
         known[op.name] = kind
         # What was written into has the op's name from here on. What else is in that memory is of the same kind now, or
@@ -97,6 +97,12 @@ def kinds(graph: Graph, flow: Flow) -> dict[str, Kind]:
             if known[name] != kind and (known[name].what, kind.what) != ("samples", "samples"):
                 known[name] = Kind("unknown", blame=op)
     return known
+
+
+def _returns_what_it_writes(op: Op) -> bool:
+    """Whether it is a method as `x.add_(y)` or an operator as `x += y`. An op of the user's, or a submodule kept whole,
+    may write one thing and return another."""
+    return called(op).endswith("_") or getattr(op.target, "__module__", None) == "_operator"
 
 
 def one_each(type: ValueType) -> bool:

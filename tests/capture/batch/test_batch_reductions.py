@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.torch_version import TorchVersion
 
+import fxpipe
 from fxpipe.capture import NO_TARGET, StepCapture, capture
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.evaluate_graph import evaluate, with_totals
@@ -378,3 +379,29 @@ def test_outputs_of_plain_calls(how):
 def test_ones_are_as_many_as_samples():
     graph = capture(Body(lambda x: (x, torch.ones(x.shape[0]).sum())), (data(ROWS, 4),))
     assert [o.reduce for o in graph.outputs] == [None, "sum"]
+
+
+@torch.library.custom_op("fxpipe_tests::counted", mutates_args=("count",))
+def counted(count: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Writes one tensor, and returns another of the same type."""
+    count.add_(1)
+    return x.mean()
+
+
+@counted.register_fake
+def _(count: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(())
+
+
+class CountsCalls(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        return counted(self.count, x)
+
+
+def test_what_writes_a_buffer_may_return_something_else():
+    with pytest.raises(CaptureError, match="one value over the batch"):
+        fxpipe.compile(CountsCalls(), devices=1, chunks=2, example_inputs=torch.ones(4, 3))

@@ -988,3 +988,29 @@ def test_what_is_given_an_array_of_numpys_is_kept_whole_with_its_caller():
     assert [opaque.path for opaque in opaques(pipe.build.graph)] == ["1"]
     assert_calls_alike(pipe, model, x)
     pipe.close()
+
+
+class Averages(Counts):
+    """Writes buffers, and returns a number over its samples."""
+
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+
+def test_a_number_of_what_writes_buffers_is_not_the_same_for_all_samples():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Averages()).double(), batch()[0]
+    with pytest.raises(fxpipe.CaptureError, match="nothing tells whether it is a mean or a sum over its samples"):
+        fxpipe.compile(model, devices=2, chunks=4, example_inputs=x)
+    pipe = fxpipe.compile(model, devices=2, chunks=4, reduce="mean")
+    own, sizes = copy.deepcopy(model), [len(part) for part in x.tensor_split(4)]
+    wanted = 0
+    for part, size in zip(x.split(sizes), sizes, strict=True):
+        own_buffers(own)
+        wanted = wanted + own(part) * size / len(x)
+    wanted.backward()
+    found = pipe(x)
+    found.backward()
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+    assert_alike(pipe, own)
+    pipe.close()
