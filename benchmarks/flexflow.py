@@ -24,11 +24,12 @@ from fxpipe.ir.cluster.published_clusters import k80s, p100s
 from fxpipe.ir.operators.strategy import Strategy
 from fxpipe.ir.units import show_seconds
 from fxpipe.planning.operators.compiled.flat_arrays import Ints
-from fxpipe.planning.operators.compiled_core import Core
 from fxpipe.planning.operators.expert_strategies import scattered
 from fxpipe.planning.operators.models.published_models import MODELS
 from fxpipe.planning.operators.operator_costs import roofline
 from fxpipe.planning.operators.strategy_search import TEMPERATURE
+
+from .full_simulation import FullCore
 
 Walk = Callable[[int, float], object]
 
@@ -57,7 +58,7 @@ def cell(name: str, devices: int, seconds: float, starts: int) -> Cell:
     """A cell of the table; the searches by delta from all starts together take about this many seconds."""
     graph = MODELS[name]()
     cluster = p100s(devices // 4) if devices <= 16 else k80s(devices // 4)
-    core = Core(graph, cluster, roofline(), capacity=1 << 23 if devices > 16 else 1 << 20)
+    core = FullCore(graph, cluster, roofline(), capacity=1 << 23 if devices > 16 else 1 << 20)
     search(core, scattered(graph, devices, Random(0)), 0, 0.0)  # compiled, or read from disk
     found = [search(core, scattered(graph, devices, Random(n)), n, seconds / starts) for n in range(1, starts + 1)]
     return Cell(
@@ -68,7 +69,7 @@ def cell(name: str, devices: int, seconds: float, starts: int) -> Cell:
     )
 
 
-def search(core: Core, start: Strategy, seed: int, seconds: float) -> Cell:
+def search(core: FullCore, start: Strategy, seed: int, seconds: float) -> Cell:
     """Walk by delta for this long, then the same chain from nothing, and both again with two simulations of each."""
     core.begin(start)
     temperature, random = TEMPERATURE * core.seconds, core.random + seed
@@ -90,7 +91,7 @@ def search(core: Core, start: Strategy, seed: int, seconds: float) -> Cell:
     return Cell(proposals, full, delta, (full_twice - full, delta_twice - delta))
 
 
-def chain(core: Core, walk: Walk, start: Strategy, random: Ints, proposals: int, temperature: float) -> float:
+def chain(core: FullCore, walk: Walk, start: Strategy, random: Ints, proposals: int, temperature: float) -> float:
     """The seconds of the processor that the chain takes."""
     core.begin(start)
     core.random[:] = random

@@ -34,15 +34,16 @@ from fxpipe.ir.cluster.published_clusters import k80s, p100s, preset
 from fxpipe.ir.operators.operators import OperatorGraph
 from fxpipe.ir.units import show_bytes, show_seconds
 from fxpipe.planning.operators.compiled.flat_arrays import problem
-from fxpipe.planning.operators.compiled.path_bound import choices
 from fxpipe.planning.operators.compiled_core import Core
 from fxpipe.planning.operators.expert_strategies import data_parallel, expert
 from fxpipe.planning.operators.models.convolutional_networks import lenet
 from fxpipe.planning.operators.models.published_models import MODELS
 from fxpipe.planning.operators.models.recurrent_networks import rnnlm
 from fxpipe.planning.operators.operator_costs import once, roofline
-from fxpipe.planning.operators.strategy_search import best_of_all, search
+from fxpipe.planning.operators.strategy_search import search
 from fxpipe.planning.operators.task_graph import tasks
+
+from .exhaustive_search import best_of_all, choices
 
 SMALL = {"LeNet": lenet, "RNNLM": partial(rnnlm, steps=2)}
 SAME = 1e-9  # part of the seconds by which two simulated steps may differ and be the same
@@ -132,7 +133,7 @@ def against_data_parallel(name: str, where: str, cluster: Cluster, seconds: floa
     steps, computed, sent = [], [], []
     for strategy in (plain, skilled, found.strategy):
         steps.append(core.begin(strategy))
-        computed.append(core.computation)
+        computed.append(float(core.state.device["load"].sum()))
         sent.append(sum(task.size for task in tasks(graph, cluster, strategy, cost)))
     most = steps[0] * devices / least_computation(core)
     return (

@@ -8,6 +8,7 @@ from fxpipe.planning.operators.models.operator_kinds import (
     conv2d,
     elementwise,
     embedding,
+    features,
     flatten,
     image,
     linear,
@@ -74,3 +75,11 @@ def translation(steps=3, batch=16, width=32, vocabulary=64):
             seen = attention(f"attention_{t}", state, tuple(states), "attention")
             operators += [seen, projected_softmax(f"softmax_{t}", seen, vocabulary, "softmax")]
     return OperatorGraph("translation", (words, *operators))
+
+
+def perceptron() -> OperatorGraph:
+    """Two linear layers."""
+    x = features("x", 8, 64)
+    up = linear("up", x, 64)
+    relu = elementwise("relu", up)
+    return OperatorGraph("perceptron", (x, up, relu, linear("down", relu, 16)))

@@ -184,30 +184,3 @@ def polish(core: Core, budget: float = inf, log: Callable[[float, str], None] | 
         if log:
             log(core.seconds, f"{unchanged} of {p.n} operators are at their best")
     return tried, unchanged == p.n
-
-
-def is_local_optimum(core: Core) -> bool:
-    """Whether no change of a single operator makes the strategy that the core is at faster."""
-    strategy = core.strategy
-    better = any(core.improve(i) for i in range(core.problem.n))
-    core.begin(strategy)
-    return not better
-
-
-def best_of_all(
-    graph: OperatorGraph,
-    cluster: Cluster,
-    cost: Cost | None = None,
-    start: Strategy | None = None,
-    anywhere: bool = False,
-) -> Found:
-    """The fastest strategy of the whole space of `space.configs`, for graphs of some ten operators and few devices: the
-    operators cut in any dimensions, on any run of neighbouring devices; or `anywhere`, each part on any device that has
-    no other part of the operator. What is slower than `start` (data parallelism) is left out unseen, so that a good one
-    makes it quick. To a 10^12th part: a strategy that is faster by less may be missed."""
-    first = start or data_parallel(graph, len(cluster.devices))
-    core = Core(graph, cluster, cost or roofline(), (first,))
-    begun, seconds = monotonic(), core.begin(first)
-    tried = core.exhaust(anywhere)
-    best, least = core.best
-    return Found(best, least, True, tried, ((monotonic() - begun, least),), (("start", seconds),))

@@ -12,7 +12,6 @@ import numpy as np
 
 from .delta_simulation import attempt, simulate_all
 from .flat_arrays import Floats, Ints, Problem, State
-from .full_simulation import full
 from .graph_update import build, compact, copy, room
 from .numba_compiler import compiled, entry
 
@@ -137,74 +136,3 @@ def walk(
             trace[found, 1] = best[0]
     trace[0, 0] = found
     return steps
-
-
-@entry
-def walk_from_nothing(
-    p: Problem,
-    s: State,
-    random: Ints,
-    steps: int,
-    temperature: float,
-    rows: Ints,
-    place: Ints,
-    cost: Floats,
-    times: Floats,
-    devices: Ints,
-) -> int:
-    """The same chain with algorithm 1 for every proposal. `rows`, `place` and `cost` are the strategy it is at."""
-    old = devices.copy()
-    for _ in range(steps):
-        i, row = propose(p, random, devices)
-        limit = threshold(cost[0], temperature, random)
-        old_row = rows[i]
-        old[:] = place[i]
-        rows[i] = row
-        place[i, : p.row_parts[row]] = devices[: p.row_parts[row]]
-        seconds = full(p, s, rows, place, times)
-        if seconds < 0:
-            return -1
-        if seconds <= limit:
-            cost[0] = seconds
-        else:
-            rows[i] = old_row
-            place[i] = old
-    return steps
-
-
-@entry
-def differences(p: Problem, s: State, f: State, rows: Ints, devices: Ints, times: Floats) -> int:
-    """How many ready, start and end times in `s` are not those of its strategy simulated from nothing, with `f` and
-    `times` to work in."""
-    n, M, D = p.n, p.parts, p.devices
-    slots = 2 * n * M
-    messages = slots + p.groups
-    found = int(full(p, f, rows, devices, times) != s.cost[0])
-    exchanges = messages + f.top[0]
-    for i in range(n):
-        for k in range(p.row_parts[s.row[i]]):
-            for t in (i * M + k, (2 * n - 1 - i) * M + k):
-                one = s.task[t]
-                found += one.ready != times[t, 0] or one.start != times[t, 1] or one.end != times[t, 2]
-    for e in range(len(p.source)):
-        for way in range(2):
-            theirs = f.forward_rows[e] if way == 0 else f.backward_rows[e]
-            ours = s.forward_rows[e] if way == 0 else s.backward_rows[e]
-            for k in range(M):
-                if theirs[k + 1] - theirs[k] != ours[k + 1] - ours[k]:
-                    found += 1
-                    continue
-                for x in range(ours[k + 1] - ours[k]):
-                    one, y = s.message[ours[k] + x], messages + theirs[k] + x
-                    other = f.message[theirs[k] + x]
-                    found += one.wire != other.wire or one.peer != other.peer
-                    if one.wire >= 0:
-                        found += one.begin != times[y, 1] or one.begin + one.lasts != times[y, 2]
-    for g in range(p.groups):
-        found += s.task[slots + g].end != times[slots + g, 2]
-        for d in range(D):
-            one, y = s.sync[g, d], exchanges + g * D + d
-            found += one.lasts != f.sync[g, d].lasts
-            if one.lasts > 0:
-                found += one.begin != times[y, 1] or one.begin + one.lasts != times[y, 2]
-    return found

@@ -9,8 +9,8 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.full_simulation import FullCore
 from fxpipe.ir.cluster.published_clusters import k80s, p100s
-from fxpipe.planning.operators.compiled_core import Core
 from fxpipe.planning.operators.expert_strategies import data_parallel, scattered
 from fxpipe.planning.operators.models.published_models import MODELS
 from fxpipe.planning.operators.operator_costs import roofline
@@ -38,7 +38,7 @@ def follow(core, proposals):
 @pytest.mark.parametrize("name", GRAPHS)
 def test_all_times_of_all_tasks_after_each_proposal(name, devices):
     graph = GRAPHS[name]()
-    core = Core(graph, cluster(devices, servers=2), roofline(), seed=devices)
+    core = FullCore(graph, cluster(devices, servers=2), roofline(), seed=devices)
     core.begin(scattered(graph, devices, Random(1)))
     assert follow(core, 100) > 20
 
@@ -48,7 +48,7 @@ def test_all_times_of_all_tasks_after_each_proposal(name, devices):
 def test_published_graphs(name, devices):
     """All in all more than 10,000 proposals, most of them where they are cheap."""
     graph = MODELS[name]()
-    core = Core(graph, p100s(devices // 4), roofline(), seed=devices, capacity=1 << 20)
+    core = FullCore(graph, p100s(devices // 4), roofline(), seed=devices, capacity=1 << 20)
     core.begin(scattered(graph, devices, Random(devices)))
     assert follow(core, PROPOSALS[name]) > PROPOSALS[name] // 4
 
@@ -61,7 +61,7 @@ def test_that_these_are_10_000_proposals():
 @pytest.mark.parametrize("name", MODELS)
 def test_published_graphs_on_64_devices(name):
     graph = MODELS[name]()
-    core = Core(graph, k80s(16), roofline(), capacity=1 << 22)
+    core = FullCore(graph, k80s(16), roofline(), capacity=1 << 22)
     core.begin(scattered(graph, 64, Random(1)))
     assert follow(core, 60) > 10
 
@@ -69,7 +69,7 @@ def test_published_graphs_on_64_devices(name):
 @pytest.mark.parametrize("name", GRAPHS)
 def test_the_compiled_core_agrees_with_plain_python(name):
     graph, machine, cost = GRAPHS[name](), cluster(4, servers=2), roofline()
-    core = Core(graph, machine, cost)
+    core = FullCore(graph, machine, cost)
     for seed in range(5):
         strategy = scattered(graph, 4, Random(seed))
         assert core.begin(strategy) == pytest.approx(simulate(graph, machine, strategy, cost), rel=1e-12)
@@ -79,21 +79,21 @@ def test_the_compiled_core_agrees_with_plain_python(name):
 def test_equal_times_everywhere_are_ordered_by_keys():
     """Costs and messages of exactly one second: nearly every task is ready when another is."""
     graph = translation(steps=2)
-    core = Core(graph, cluster(4, bandwidth=1e300, latency=1.0), lambda part, device: (1.0, 1.0))
+    core = FullCore(graph, cluster(4, bandwidth=1e300, latency=1.0), lambda part, device: (1.0, 1.0))
     core.begin(data_parallel(graph, 4))
     assert follow(core, 300) > 50
 
 
 def test_tasks_that_take_no_time():
     graph = branches()
-    core = Core(graph, cluster(4, bandwidth=1e300, latency=1.0), lambda part, device: (0.0, 0.0))
+    core = FullCore(graph, cluster(4, bandwidth=1e300, latency=1.0), lambda part, device: (0.0, 0.0))
     core.begin(data_parallel(graph, 4))
     follow(core, 300)
 
 
 def test_the_core_grows_when_messages_need_room():
     graph = branches()
-    core = Core(graph, cluster(4), roofline(), capacity=8)
+    core = FullCore(graph, cluster(4), roofline(), capacity=8)
     core.begin(scattered(graph, 4, Random(0)))
     assert follow(core, 100) > 10
     assert len(core.state.message) > 8
@@ -103,7 +103,7 @@ def test_the_chain_is_the_same_with_either_simulation():
     graph = rnnlm()
     found = []
     for walk in ("walk", "walk_from_nothing"):
-        core = Core(graph, cluster(4), roofline(), seed=3)
+        core = FullCore(graph, cluster(4), roofline(), seed=3)
         core.begin(data_parallel(graph, 4))
         getattr(core, walk)(500, core.seconds * 0.05)
         found.append((core.strategy, core.seconds))
@@ -116,7 +116,7 @@ def test_random_networks_and_any_strategy(seed, devices):
     """Parts of any number on any devices, several on one; then what the chain makes of it."""
     graph, machine, cost = network(seed).graph, cluster(devices, servers=2), roofline()
     start = strategy(graph, devices, Random(seed))
-    core = Core(graph, machine, cost, (start,), seed=seed)
+    core = FullCore(graph, machine, cost, (start,), seed=seed)
     assert core.begin(start) == pytest.approx(simulate(graph, machine, start, cost), rel=1e-12)
     assert core.differences() == 0
     follow(core, 10)
