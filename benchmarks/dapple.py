@@ -23,9 +23,9 @@ from fxpipe.ir.cluster.published_clusters import dapple_a, preset
 from fxpipe.ir.plan.hybrid_plan import HybridStage, cuts, shape
 from fxpipe.ir.plan.layer_chain import Chain, scaled
 from fxpipe.planning.hybrid.dapple import dapple
-from fxpipe.planning.hybrid.data_parallel import one_each, whole
 from fxpipe.planning.hybrid.event_time import Problem, event_time
 from fxpipe.planning.hybrid.pipedream import Level, pipedream
+from fxpipe.planning.hybrid.simple_plans import one_each, whole
 
 from .dapple_profiles import read
 from .dapple_released import (

@@ -23,7 +23,8 @@ from fxpipe.ir.plan.hybrid_plan import HybridStage, cuts, shape
 from fxpipe.ir.plan.layer_chain import Chain, Layer
 from fxpipe.planning.hybrid.dapple import dapple
 from fxpipe.planning.hybrid.event_time import Problem, event_time
-from fxpipe.planning.hybrid.exact.optimal_plan import Optimum, optimal
+from fxpipe.planning.hybrid.exact.optimal_plan import optimal
+from fxpipe.planning.hybrid.plan_request import Answer, Request
 
 from .dapple import TABLE_V, Case
 from .dapple_profiles import read
@@ -90,11 +91,11 @@ def _joined(a: Layer, b: Layer) -> Layer:
     return Layer(f"{a.name}, {b.name}", forward, backward, a.parameters + b.parameters, a.saved, b.cut)
 
 
-def plan(case: Case, cluster: str, seconds: float) -> Optimum:
+def plan(case: Case, cluster: str, seconds: float) -> Answer:
     """The optimal plan."""
     task = problem(case, cluster)
     m = task.micro_batches
-    return optimal(task.chain, task.cluster, case.batch, micro_batches=m, warmup="late", capped=False, seconds=seconds)
+    return optimal(Request((task.chain,), task.cluster, case.batch, m, "late", copies=2, seconds=seconds, capped=False))
 
 
 def released(case: Case, cluster: str, task: Problem) -> float:
@@ -117,10 +118,11 @@ def rows(models: Sequence[str], seconds: float) -> Iterator[tuple[object, ...]]:
         for cluster in BETWEEN:
             found, task = plan(case, cluster, seconds), problem(case, cluster)
             proof = found.certificate
+            assert proof is not None
             yield (
                 case.model,
                 cluster,
-                f"{found.time * 1e3:.1f}",
+                f"{found.seconds * 1e3:.1f}",
                 KNOWN.get((case.model, cluster), ""),
                 f"{event_time(task, dapple(task).stages) * 1e3:.1f}",
                 f"{released(case, cluster, task) * 1e3:.1f}",

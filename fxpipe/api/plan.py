@@ -25,7 +25,8 @@ from fxpipe.pipe.options.option_table import PLAN, read_cluster
 from fxpipe.pipe.progress import working
 from fxpipe.pipe.results.planned import Planned
 from fxpipe.planning.hybrid.group_layers import MOST, as_plan, costed, layers
-from fxpipe.planning.hybrid.planners import Answer, Request, check, counts, search
+from fxpipe.planning.hybrid.plan_request import Answer, Request, check
+from fxpipe.planning.hybrid.planners import search
 from fxpipe.schedules.make_schedule import AUTO, STRAIGHT
 
 from .profile import ModelProfile, profile
@@ -120,7 +121,7 @@ def _sizes(known: ModelProfile, request: Request) -> list[ModelProfile]:
     """The profile at the micro-batches that may come of the request; a measured one is scaled."""
     if known.estimated_for is None:
         return [known]
-    rows = {-(-request.batch // m) for m in counts(request, SIZES)}
+    rows = {-(-request.batch // m) for m in request.counts(SIZES)}
     return [known.at(count) for count in sorted(rows)]
 
 

@@ -21,7 +21,8 @@ from fxpipe.ir.plan.hybrid_plan import shape
 from fxpipe.ir.timeline import Timeline
 from fxpipe.ir.units import show_seconds
 from fxpipe.pipe.build.phase_timing import timed
-from fxpipe.planning.hybrid.planners import SLOW_DEVICES, Answer, Request, search
+from fxpipe.planning.hybrid.plan_request import Answer, Request
+from fxpipe.planning.hybrid.planners import SLOW_DEVICES, search
 
 OTHERS = ("data parallel", "straight", "dapple")
 Row = tuple[str, str, str, str]

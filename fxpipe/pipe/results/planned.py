@@ -27,8 +27,7 @@ from fxpipe.ir.records import from_plain, parse, to_plain, write
 from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.ir.timeline import Timeline
 from fxpipe.ir.units import show_bytes, show_seconds
-from fxpipe.planning.hybrid.exact.optimal_plan import Certificate
-from fxpipe.planning.hybrid.planners import Answer, Request
+from fxpipe.planning.hybrid.plan_request import Answer, Certificate, Request
 from fxpipe.schedules.make_schedule import make
 from fxpipe.schedules.simulate.hybrid_costs import simulate_hybrid
 from fxpipe.viz import chrome_trace as trace

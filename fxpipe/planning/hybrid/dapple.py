@@ -26,9 +26,9 @@ from typing import NamedTuple
 from fxpipe.errors import PlanError
 from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage
 
-from .data_parallel import one_each, whole
 from .device_placement import Counts, minus, placements, plus, positions, servers
 from .event_time import Problem, fits
+from .simple_plans import one_each, whole
 
 
 class Part(NamedTuple):
@@ -133,9 +133,9 @@ class _Search:
 
     def run(self) -> tuple[HybridStage, ...]:
         none = (0,) * len(self.sizes)
-        for stages in (whole(self.problem), one_each(self.problem)):
-            if stages:
-                self._consider(stages, plan_latency(self.problem, stages))
+        starts = [whole] if self.layers < sum(self.sizes) else [whole, one_each]
+        for stages in (start(self.problem) for start in starts):
+            self._consider(stages, plan_latency(self.problem, stages))
         self.open[0][none] = _Prefix((True, inf), (), (), 0.0, 0.0)
         for first in range(self.layers):
             for used, prefix in sorted(self.open[first].items()):

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.cluster.network import Rate, all_reduce, split_concat
-from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, warmup_of
+from fxpipe.ir.plan.hybrid_plan import HybridStage, warmup_of
 from fxpipe.ir.plan.layer_chain import Chain
 
 Devices = tuple[int, ...]
@@ -49,12 +49,6 @@ class StageTimes(NamedTuple):
     def held(self, warmup: int) -> float:
         """The bytes each device has in use at most."""
         return self.fixed + warmup * self.kept + self.once
-
-    @property
-    def most(self) -> float:
-        """How many micro-batches may be between their forward and their backward, DAPPLE's D; below 1, none."""
-        left = self.room - self.fixed - self.once
-        return left // self.kept if self.kept else inf if left >= 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -136,14 +130,6 @@ def _tail(problem: Problem, first: int, end: int, devices: Devices) -> float:
     return free - ready
 
 
-def plan_time(problem: Problem, plan: HybridPlan) -> float:
-    """The seconds of a step of `plan`, with the plan's own micro-batches, warm-up and all-reduce."""
-    own = (plan.micro_batches, plan.warmup, plan.all_reduce)
-    if own != (problem.micro_batches, problem.warmup, problem.all_reduce):
-        problem = Problem(problem.chain, problem.cluster, *own, problem.copies, problem.capped)
-    return event_time(problem, plan.stages)
-
-
 def fits(problem: Problem, stages: Sequence[HybridStage]) -> bool:
     """Whether every stage fits in the memory of its devices."""
     n, m = len(stages), problem.micro_batches
@@ -164,14 +150,21 @@ def event_time(problem: Problem, stages: Sequence[HybridStage], limit: float = i
     ahead = [warmup_of(problem.warmup, s, n, m) for s in range(n)]
     if problem.capped and any(cost.held(k) > cost.room for cost, k in zip(costs, ahead, strict=True)):
         return inf
-    if n == 1:
+    return step_time(costs, ahead, *_links(problem, stages), m, limit)
+
+
+def step_time(
+    costs: Sequence[StageTimes], ahead: Sequence[int], down: Sequence[float], up: Sequence[float], m: int, limit: float
+) -> float:
+    """The seconds of a step whose stages fit; inf once it is sure that it takes `limit` or more."""
+    if len(costs) == 1:
         seconds = m * (costs[0].forward + costs[0].again + costs[0].backward) + costs[0].tail
         return seconds if seconds < limit else inf
-    ends = last_backwards(costs, ahead, *_links(problem, stages), m, limit)
+    ends = _last_backwards(costs, ahead, down, up, m, limit)
     return max(end + cost.tail for end, cost in zip(ends, costs, strict=True)) if ends else inf
 
 
-def last_backwards(
+def _last_backwards(
     costs: Sequence[StageTimes], ahead: Sequence[int], down: Sequence[float], up: Sequence[float], m: int, limit: float
 ) -> list[float]:
     """When the last backward of each stage ends; nothing, once it is sure that the step takes `limit` or more.

@@ -68,7 +68,7 @@ def expert(graph: OperatorGraph, devices: int) -> Strategy:
 
 
 def scattered(graph: OperatorGraph, devices: int, random: Random, roles: str = "SAP") -> Strategy:
-    """A config drawn for each operator, all that `space.configs` allows equally likely."""
+    """A config drawn for each operator, all that `strategy_space.configs` allows equally likely."""
     return Strategy(tuple(random.choice(configs(operator, devices, roles)) for operator in graph))
 
 

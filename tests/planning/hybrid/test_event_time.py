@@ -14,7 +14,7 @@ import pytest
 from fxpipe.ir.cluster.cluster import Cluster, Device, Switch
 from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, check
 from fxpipe.ir.plan.layer_chain import Chain, Layer
-from fxpipe.planning.hybrid.event_time import Problem, event_time, plan_time
+from fxpipe.planning.hybrid.event_time import Problem, event_time
 
 
 def servers(count: int, each: int, intra: float, inter: float, latency: float, memory: int = 10**18) -> Cluster:
@@ -189,20 +189,10 @@ def test_recompute_runs_before_the_gradient_arrives():
 def test_how_many_micro_batches_memory_lets_wait():
     chain = Chain("m", 1, (Layer("a", 1, 2, 5, 10), Layer("b", 1, 2, 5, 10)))
     problem = Problem(chain, servers(1, 2, 1, 1, 0, memory=75), 8, copies=2)
-    cost = problem.stage(0, 2, (0,))
-    assert cost.most == 2
+    cost, half = problem.stage(0, 2, (0,)), problem.stage(0, 2, (0, 1))
     assert cost.held(2) <= cost.room < cost.held(3)
-    assert problem.stage(0, 2, (0, 1)).most == 5
-    assert problem.stage(0, 2, (0,), True).most == inf  # the first stage keeps nothing of its own
-
-
-def test_a_plan_may_have_its_own_micro_batches():
-    chain = random_chain(random.Random(0), 4)
-    problem = Problem(chain, servers(1, 2, 1e9, 1e9, 0), 4)
-    stages = (HybridStage(0, 2, (0,)), HybridStage(2, 4, (1,)))
-    assert plan_time(problem, HybridPlan("m", stages, 8, "late", "overlap")) == event_time(
-        replace(problem, micro_batches=8, warmup="late", all_reduce="overlap"), stages
-    )
+    assert half.held(5) <= half.room < half.held(6)
+    assert problem.stage(0, 2, (0,), True).kept == 0  # the first stage keeps nothing of its own
 
 
 @pytest.mark.parametrize("seed", range(40))

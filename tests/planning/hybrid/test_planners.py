@@ -10,7 +10,8 @@ from fxpipe.errors import PlanError
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.plan.hybrid_plan import check, shape
 from fxpipe.ir.plan.layer_chain import Chain, Layer
-from fxpipe.planning.hybrid.planners import PLANNERS, Request, counts, levels, search
+from fxpipe.planning.hybrid.plan_request import Request
+from fxpipe.planning.hybrid.planners import PLANNERS, levels, search
 from tests.planning.hybrid.test_event_time import servers
 
 CHAIN = Chain("m", 4, tuple(Layer(str(i), 1 + i % 3, 2, parameters=10 + 30 * i, saved=40, cut=8) for i in range(6)))
@@ -47,9 +48,9 @@ def test_what_does_not_fit_recomputes_if_it_may() -> None:
 
 
 def test_numbers_of_micro_batches() -> None:
-    assert counts(Request((CHAIN,), CLUSTER, 12)) == [1, 2, 3, 4, 6, 12]
-    assert counts(Request((CHAIN,), CLUSTER, 128), most=3) == [8, 16, 32]
-    assert counts(Request((CHAIN,), CLUSTER, 128, micro_batches=5), most=3) == [5]
+    assert Request((CHAIN,), CLUSTER, 12).counts() == [1, 2, 3, 4, 6, 12]
+    assert Request((CHAIN,), CLUSTER, 128).counts(most=3) == [8, 16, 32]
+    assert Request((CHAIN,), CLUSTER, 128, micro_batches=5).counts(most=3) == [5]
 
 
 def test_costs_at_several_micro_batches() -> None:

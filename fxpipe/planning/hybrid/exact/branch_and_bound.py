@@ -1,13 +1,13 @@
 """Is there a plan that takes less than `limit`? Finds one, or shows that there is none: branch and bound.
 
 Plans are built from their last stage on, because how many forwards a stage runs ahead depends on the stages after it.
-Of stages s .. n - 1 three numbers are known to be least (see `shapes.before`), whatever comes before them:
+Of stages s .. n - 1 three numbers are known to be least (see `shape_costs.before`), whatever comes before them:
 
     trip      until the first backward of s has ended
     done      until the last one has                  all from when s gets its first micro-batch
     finish    until all have finished
 
-and the tables of `bounds.py` tell what the layers before s ask for at least. Together they bound the step from below:
+and the tables of `lower_bound.py` tell what the layers before s ask for at least. Together they bound the step from below:
 
     arrive + finish,   through + done,   own
 

@@ -6,7 +6,7 @@ and a case whose bound is above the bar is closed. `optimal` says which phase fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,12 +15,10 @@ from math import inf, prod
 from time import perf_counter
 
 from fxpipe.errors import PlanError
-from fxpipe.ir.cluster.cluster import Cluster
-from fxpipe.ir.plan import layer_chain as chains
-from fxpipe.ir.plan.hybrid_plan import HybridPlan
 from fxpipe.ir.plan.layer_chain import Chain
 from fxpipe.planning.hybrid.dapple import dapple
 from fxpipe.planning.hybrid.event_time import Problem
+from fxpipe.planning.hybrid.plan_request import EXACT, Request
 
 from . import lagrangian_bound as dual
 from . import lower_bound as bounds
@@ -30,24 +28,9 @@ from .local_search import Search, improve
 from .relaxed_cluster import Relaxed, rates
 from .shape_costs import Shape, Shapes
 
-EXACT = 1e-9  # a plan this little above the bound, relatively, is as good as optimal: sums have rounding errors
 TABLE = 5_000_000  # additions to fill the tables with, at most
 PLACES = 1000  # ways to choose devices by their counts, at most
 SMALL = 2000  # layers x devices x runs, for which DAPPLE's planner takes some seconds at most
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is the same in all cases."""
-
-    chain: Chain
-    cluster: Cluster
-    batch: float
-    recompute: bool | None
-    all_reduce: str
-    copies: float
-    capped: bool
-    until: float
 
 
 @dataclass
@@ -84,11 +67,9 @@ class Case:
         return bounds.parts(self.relaxed, self.devices)
 
 
-def case_of(task: Task, micro_batches: int, warmup: str) -> Case:
-    chain = chains.scaled(task.chain, task.batch / micro_batches)
-    problem = Problem(chain, task.cluster, micro_batches, warmup, task.all_reduce, task.copies, task.capped)
-    groups = runs(task.cluster)
-    return Case(Shapes(problem, groups, task.recompute), Relaxed(problem, rates(problem, groups), task.recompute))
+def case_of(request: Request, micro_batches: int, warmup: str) -> Case:
+    problem, groups = request.problem(micro_batches, warmup), runs(request.cluster)
+    return Case(Shapes(problem, groups, request.recompute), Relaxed(problem, rates(problem, groups), request.recompute))
 
 
 @dataclass
@@ -103,12 +84,9 @@ class PlanSearch:
     branches: int = 0
     pool: list[tuple[float, int, Shape]] = field(default_factory=list)  # seeds with their cases
 
-    def offer(self, index: int, shape: Shape, limit: float = inf) -> float:
+    def offer(self, index: int, shape: Shape) -> None:
         """Simulate a plan and keep it if it is the best."""
-        case = self.cases[index]
-        time = case.shapes.time(shape, limit)
-        self.keep(index, shape, time)
-        return time
+        self.keep(index, shape, self.cases[index].shapes.time(shape))
 
     def keep(self, index: int, shape: Shape, time: float) -> None:
         if time < inf:
@@ -117,16 +95,8 @@ class PlanSearch:
             self.case, self.shape, self.time = self.cases[index], shape, time
 
 
-def seed(hunt: PlanSearch, seeds: Sequence[HybridPlan]) -> None:
+def seed(hunt: PlanSearch) -> None:
     for index, case in enumerate(hunt.cases):
-        problem = case.problem
-        for plan in seeds:
-            if (plan.micro_batches, plan.warmup, plan.all_reduce) == (
-                problem.micro_batches,
-                problem.warmup,
-                problem.all_reduce,
-            ):
-                hunt.offer(index, case.shapes.shape(plan.stages))
         for sizes in _plain(case):
             hunt.offer(index, case.shapes.placed(sizes))
 

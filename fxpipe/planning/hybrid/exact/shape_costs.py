@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from math import inf
 
 from fxpipe.ir.plan.hybrid_plan import HybridStage, warmup_of
-from fxpipe.planning.hybrid.event_time import Problem, StageTimes, last_backwards
+from fxpipe.planning.hybrid.event_time import Problem, StageTimes, step_time
 
 from .device_symmetry import Counts, Devices, take
 
@@ -78,11 +78,7 @@ class Shapes:
         if limit < inf and path_bound(costs, ahead, down, up, m) >= limit:
             return inf
         self.simulated += 1
-        if n == 1:
-            only = m * (costs[0].forward + costs[0].again + costs[0].backward) + costs[0].tail
-            return only if only < limit else inf
-        ends = last_backwards(costs, ahead, down, up, m, limit)
-        return max(end + cost.tail for end, cost in zip(ends, costs, strict=True)) if ends else inf
+        return step_time(costs, ahead, down, up, m, limit)
 
     def stages(self, shape: Shape) -> tuple[HybridStage, ...]:
         """The shape on devices by name."""
@@ -112,7 +108,7 @@ class Shapes:
 def path_bound(
     costs: Sequence[StageTimes], ahead: Sequence[int], down: Sequence[float], up: Sequence[float], m: int
 ) -> float:
-    """No step takes less; see `bounds.py` for why. In one pass from the last stage to the first."""
+    """No step takes less; see `lower_bound.py` for why. In one pass from the last stage to the first."""
     cost = costs[-1]
     work = cost.forward + cost.again + cost.backward
     trip, done = work, m * work

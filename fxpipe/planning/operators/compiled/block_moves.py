@@ -266,7 +266,7 @@ def explore(
     trace: Floats,
     devices: Ints,
 ) -> int:
-    """As `chain.walk`, with leaps among the steps: a `share` of them."""
+    """As `metropolis.walk`, with leaps among the steps: a `share` of them."""
     found = 0
     for i in range(p.n):
         note(p, s, to, i)

@@ -12,7 +12,7 @@ once. Everything earlier is left alone, and the task graph is never rebuilt.
 Only computations are events. A message's turn on its link comes by when its sender has finished, so the sender's
 finish hands out all of its messages, in the order of their keys. Two events of one time come in the order of their
 slots. Slots are keys: no task has a smaller one than what it waits for. So each device and each link sees its tasks in
-the order of (ready, key), exactly as in `simulate.run`.
+the order of (ready, key), exactly as in `simulate_strategy.run`.
 
 A strategy that can be seen to take longer than `limit` is given up: before anything is changed, where a device would
 have more to do than that; before it is simulated, where a link has; on the way, where a device has so much left that it

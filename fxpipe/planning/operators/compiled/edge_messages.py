@@ -1,5 +1,5 @@
 """Compiled: what moves along an edge when its two operators are cut in given ways, and what devices exchange of a group
-of weights. The plain words for it are `tasks.transfers` and `tasks.exchanges`."""
+of weights. The plain words for it are `task_graph.transfers` and `task_graph.exchanges`."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def problem(
     graph: OperatorGraph, cluster: Cluster, cost: Cost, starts: Sequence[Strategy] = (), roles: str = "SAP"
 ) -> Problem:
     """The question as arrays. Dimensions of these `roles` may be cut. `starts` are strategies that must be in it, if
-    the space of `space.configs` has not all of their degrees."""
+    the space of `strategy_space.configs` has not all of their degrees."""
     placed = [at for at, operator in enumerate(graph) if operator.kind != "input"]
     number = {at: i for i, at in enumerate(placed)}
     operators = [graph.operators[at] for at in placed]

@@ -3,7 +3,7 @@ strategy is about the few that cost something, so here
 
 - an op of a known kind becomes an operator, with the sizes that its tensors have for the given batch;
 - an activation, a cast, a dropout belongs to the operator whose output it changes;
-- views are followed (`axes.py`) and belong to it too, unless an op reads what no operator put out;
+- views are followed (`tensor_axes.py`) and belong to it too, unless an op reads what no operator put out;
 - what depends on no sample (a table of positions, a scale) counts as weights of the operator that reads it.
 
     graph                                        operators

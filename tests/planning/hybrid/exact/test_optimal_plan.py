@@ -14,13 +14,14 @@ import pytest
 from fxpipe.errors import PlanError
 from fxpipe.ir.cluster.cluster import Cluster, Device, Link
 from fxpipe.ir.cluster.published_clusters import k80s
-from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, check
+from fxpipe.ir.plan.hybrid_plan import HybridStage, check
 from fxpipe.ir.plan.layer_chain import Chain, Layer, scaled
-from fxpipe.planning.hybrid.event_time import Problem, event_time, fits, plan_time
+from fxpipe.planning.hybrid.event_time import Problem, event_time, fits
 from fxpipe.planning.hybrid.exact import lagrangian_bound as dual
 from fxpipe.planning.hybrid.exact.device_symmetry import runs
-from fxpipe.planning.hybrid.exact.optimal_plan import Optimum, optimal
+from fxpipe.planning.hybrid.exact.optimal_plan import optimal
 from fxpipe.planning.hybrid.exact.relaxed_cluster import Relaxed, rates
+from fxpipe.planning.hybrid.plan_request import Answer, Request
 from tests.planning.hybrid.test_event_time import random_chain, servers, slow_event_time
 
 LAYOUTS = [(1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (2, 2), (4, 1), (1, 5), (5, 1)]  # servers, and devices in each
@@ -60,7 +61,11 @@ def instance(seed: int, layers: int, devices: int):
     return problem, (each, *map(Fraction, network)), memory
 
 
-def plan_for(problem: Problem, **choices) -> Optimum:
+def ask(chain: Chain, cluster: Cluster, batch: int, **choices) -> Answer:
+    return optimal(Request((chain,), cluster, batch, **{"copies": 2, **choices}))
+
+
+def plan_for(problem: Problem, **choices) -> Answer:
     fixed = {
         "micro_batches": problem.micro_batches,
         "warmup": problem.warmup,
@@ -70,7 +75,7 @@ def plan_for(problem: Problem, **choices) -> Optimum:
         "recompute": False,
     }
     batch = problem.chain.batch * problem.micro_batches
-    return optimal(problem.chain, problem.cluster, batch, **{**fixed, **choices})
+    return ask(problem.chain, problem.cluster, batch, **{**fixed, **choices})
 
 
 def compare(seed: int, layers: int, devices: int) -> None:
@@ -85,13 +90,13 @@ def compare(seed: int, layers: int, devices: int) -> None:
         return
     found = plan_for(problem)
     check(found.plan, n, g)
-    assert found.time == pytest.approx(best, rel=1e-9)
+    assert found.seconds == pytest.approx(best, rel=1e-9)
     assert found.certificate.proven, (seed, found)
-    assert event_time(problem, found.plan.stages) == pytest.approx(found.time, rel=1e-12)
+    assert event_time(problem, found.plan.stages) == pytest.approx(found.seconds, rel=1e-12)
     m = problem.micro_batches
     fixed = (m, problem.warmup, problem.all_reduce, network, problem.copies, memory if problem.capped else inf)
     slow = slow_event_time(problem.chain, found.plan.stages, *fixed)
-    assert found.time == pytest.approx(float(slow), rel=1e-6)
+    assert found.seconds == pytest.approx(float(slow), rel=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -125,8 +130,8 @@ def test_equals_brute_force_on_odd_clusters(seed):
         return
     found = plan_for(problem)
     assert found.certificate.proven
-    assert found.time == pytest.approx(best, rel=1e-9)
-    assert event_time(problem, found.plan.stages) == pytest.approx(found.time, rel=1e-12)
+    assert found.seconds == pytest.approx(best, rel=1e-9)
+    assert event_time(problem, found.plan.stages) == pytest.approx(found.seconds, rel=1e-12)
 
 
 @pytest.mark.slow
@@ -147,23 +152,26 @@ def test_chooses_micro_batches_warmup_and_recompute(seed):
     choices = {"all_reduce": problem.all_reduce, "copies": problem.copies, "capped": problem.capped}
     if best == inf:
         with pytest.raises(PlanError):
-            optimal(chain, cluster, batch, **choices)
+            ask(chain, cluster, batch, **choices)
         return
-    found = optimal(chain, cluster, batch, **choices)
+    found = ask(chain, cluster, batch, **choices)
     assert found.certificate.proven
-    assert found.time == pytest.approx(best, rel=1e-9)
-    assert plan_time(found.problem, found.plan) == found.time
+    assert found.seconds == pytest.approx(best, rel=1e-9)
+    plan = found.plan
+    own = scaled(chain, batch / plan.micro_batches)
+    own = Problem(own, cluster, plan.micro_batches, plan.warmup, problem.all_reduce, problem.copies, problem.capped)
+    assert event_time(own, plan.stages) == found.seconds
 
 
 def test_recomputes_only_where_it_must():
     """One stage holds 2 x (5 + 5) and 11 / 2 bytes; the first of two 2 x 5 and 2 x 10, or only 10 if it recomputes."""
     chain = Chain("m", 1, (Layer("a", 1, 2, 5, saved=10, cut=1), Layer("b", 1, 2, 5, saved=1)))
     cluster = servers(2, 1, 1e9, 1e9, 0, memory=22)
-    found = optimal(chain, cluster, 4, micro_batches=4)
+    found = ask(chain, cluster, 4, micro_batches=4)
     assert [stage.recompute for stage in found.plan.stages] == [True, False]
-    assert all(stage.recompute for stage in optimal(chain, cluster, 4, micro_batches=4, recompute=True).plan.stages)
+    assert all(stage.recompute for stage in ask(chain, cluster, 4, micro_batches=4, recompute=True).plan.stages)
     with pytest.raises(PlanError, match="allow recompute"):
-        optimal(chain, cluster, 4, micro_batches=4, recompute=False)
+        ask(chain, cluster, 4, micro_batches=4, recompute=False)
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -181,18 +189,16 @@ def test_larger_plans_are_legal_and_no_worse_than_simple_ones(seed):
         cuts = [n * s // g for s in range(g + 1)]
         simple.append(tuple(HybridStage(a, b, (s,)) for s, (a, b) in enumerate(pairwise(cuts))))
     try:
-        found = plan_for(
-            problem, seconds=1.5, seeds=[HybridPlan("m", e, m, problem.warmup, problem.all_reduce) for e in simple]
-        )
+        found = plan_for(problem, seconds=1.5)
     except PlanError:
         assert not any(fits(problem, stages) for stages in simple)
         return
     check(found.plan, n, g)
     assert fits(problem, found.plan.stages)
-    assert event_time(problem, found.plan.stages) == pytest.approx(found.time, rel=1e-12)
-    assert 0 < found.certificate.bound <= found.time
+    assert event_time(problem, found.plan.stages) == pytest.approx(found.seconds, rel=1e-12)
+    assert 0 < found.certificate.bound <= found.seconds
     for stages in simple:
-        assert found.time <= event_time(problem, stages)
+        assert found.seconds <= event_time(problem, stages)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -218,14 +224,14 @@ def test_runs():
 @pytest.mark.parametrize(("count", "each"), [(16, 1), (2, 8)])
 def test_48_layers_on_16_devices(count, each):
     chain = random_chain(random.Random(0), 48)
-    found = optimal(chain, servers(count, each, 1e11, 3e9, 5e-6), 8 * 32, micro_batches=32, seconds=60)
+    found = ask(chain, servers(count, each, 1e11, 3e9, 5e-6), 8 * 32, micro_batches=32, seconds=60)
     assert found.certificate.proven
 
 
 @pytest.mark.slow
 def test_100_layers_on_1024_devices():
     chain = random_chain(random.Random(0), 100)
-    found = optimal(chain, servers(128, 8, 1e11, 1.2e10, 5e-6), 8 * 64, micro_batches=64, warmup="late", seconds=50)
+    found = ask(chain, servers(128, 8, 1e11, 1.2e10, 5e-6), 8 * 64, micro_batches=64, warmup="late", seconds=50)
     check(found.plan, 100, 1024)
     assert found.certificate.gap < 0.25
     assert found.certificate.seconds < 60
@@ -240,10 +246,8 @@ GOOD = Chain("m", 1, (Layer("a", 1, 2, 10**6, 10**6, 10**6), Layer("b", 1, 2, 10
         ({"chain": Chain("m", 1, ())}, "m has no layers"),
         ({"chain": Chain("m", 1, (Layer("a", -1, 2),))}, "layer 'a' of m has a cost that cannot be"),
         ({"cluster": Cluster(())}, "the cluster has no devices"),
-        ({"batch": 0}, "a step of 0 samples"),
-        ({"batch": 0.5, "micro_batches": None}, "a step of 0.5 samples cannot be divided evenly"),
+        ({"batch": 0}, "batch_size is 0; a step has at least one sample"),
         ({"micro_batches": 0}, "0 micro-batches"),
-        ({"micro_batches": ()}, "no number of micro-batches to choose from"),
         ({"warmup": "soon"}, "no warm-up 'soon'"),
         ({"all_reduce": "never"}, "no all-reduce 'never'"),
         ({"seconds": 0}, "0 seconds to search"),
@@ -251,19 +255,15 @@ GOOD = Chain("m", 1, (Layer("a", 1, 2, 10**6, 10**6, 10**6), Layer("b", 1, 2, 10
             {"cluster": servers(2, 1, 1e9, 1e9, 0, memory=10**6)},
             "layer 'a' alone 2 MB, and the largest of 2 devices has 1 MB",
         ),
-        (
-            {"seeds": [HybridPlan("m", (HybridStage(0, 3, (0,)),), 2)]},
-            "a seed is not a plan for this: the stages have 3",
-        ),
     ],
 )
 def test_says_what_is_wrong(change, message):
     task = {"chain": GOOD, "cluster": servers(2, 1, 1e9, 1e9, 0), "batch": 2, "micro_batches": 2, "seconds": 5}
     with pytest.raises(PlanError, match=message):
-        optimal(**{**task, **change})
+        ask(**{**task, **change})
 
 
 def test_prints():
-    text = str(optimal(GOOD, servers(2, 1, 1e9, 1e9, 0), 4, micro_batches=4, warmup="early"))
-    assert text.startswith("m: 1 stages DP, 4 micro-batches, early warm-up, all-reduce at the end")
-    assert "proven optimal: no plan takes less than 12 s" in text
+    found = ask(GOOD, servers(2, 1, 1e9, 1e9, 0), 4, micro_batches=4, warmup="early")
+    assert str(found.plan).startswith("m: 1 stages DP, 4 micro-batches, early warm-up, all-reduce at the end")
+    assert str(found.certificate).startswith("proven optimal: no plan takes less than 12 s")

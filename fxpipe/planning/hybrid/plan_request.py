@@ -1,0 +1,115 @@
+"""What a planner of whole clusters is asked, and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fxpipe.errors import PlanError
+from fxpipe.ir.cluster import cluster as clusters
+from fxpipe.ir.cluster.cluster import Cluster
+from fxpipe.ir.plan import layer_chain as chains
+from fxpipe.ir.plan.hybrid_plan import ALL_REDUCES, WARMUPS, HybridPlan
+from fxpipe.ir.plan.layer_chain import Chain
+from fxpipe.ir.units import show_seconds
+
+from .event_time import Problem
+
+MOST_MICRO_BATCHES = 256  # where the planner may choose: more cost time to simulate, and gain next to nothing
+EXACT = 1e-9  # a plan this little above the bound, relatively, is as good as optimal: sums have rounding errors
+
+
+@dataclass(frozen=True)
+class Request:
+    """What plans are for: steps of `batch` samples on a `cluster`. What is None is for the planner to choose.
+
+    - `chains`: the same layers at the micro-batches that their costs are known for; others are scaled from the nearest
+    - `micro_batches`, `warmup`: those of the plan
+    - `recompute`: whether all stages do (True), none (False), or those that do not fit in memory otherwise (None)
+    - `all_reduce`, `copies`, `capped`: as in `Problem`
+    - `seconds`: how long a search may take
+    """
+
+    chains: tuple[Chain, ...]
+    cluster: Cluster
+    batch: int
+    micro_batches: int | None = None
+    warmup: str | None = None
+    recompute: bool | None = None
+    all_reduce: str = "end"
+    copies: float = 4
+    seconds: float = 30
+    capped: bool = True
+
+    @property
+    def warmups(self) -> tuple[str, ...]:
+        """The warm-ups to try."""
+        return WARMUPS if self.warmup is None else (self.warmup,)
+
+    def counts(self, most: int = MOST_MICRO_BATCHES) -> list[int]:
+        """The numbers of micro-batches to try: the one asked for, or those that divide the batch; if these are more
+        than `most`, the ones nearest to four for each device."""
+        if self.micro_batches is not None:
+            return [self.micro_batches]
+        every = [m for m in range(1, min(self.batch, MOST_MICRO_BATCHES) + 1) if self.batch % m == 0]
+        wanted = 4 * len(self.cluster.devices)
+        return sorted(sorted(every, key=lambda m: max(m / wanted, wanted / m))[:most])
+
+    def problem(self, micro_batches: int, warmup: str) -> Problem:
+        chain = chains.nearest(self.chains, self.batch / micro_batches)
+        return Problem(chain, self.cluster, micro_batches, warmup, self.all_reduce, self.copies, self.capped)
+
+
+def check(request: Request) -> None:
+    """Raise PlanError where there is nothing to plan for."""
+    try:
+        for chain in request.chains:
+            chains.check(chain)
+        clusters.check(request.cluster)
+    except ValueError as error:
+        raise PlanError(f"cannot plan: {error}") from None
+    if request.batch < 1:
+        raise PlanError(f"batch_size is {request.batch}; a step has at least one sample")
+    given = request.micro_batches
+    if given is not None and not 1 <= given <= request.batch:
+        raise PlanError(
+            f"{given} micro-batches of a batch of {request.batch}; write a number from 1 to {request.batch}"
+        )
+    if request.warmup not in (None, *WARMUPS):
+        raise PlanError(f"there is no warm-up {request.warmup!r}; there are {', '.join(WARMUPS)}")
+    if request.all_reduce not in ALL_REDUCES:
+        raise PlanError(f"there is no all-reduce {request.all_reduce!r}; there are {', '.join(ALL_REDUCES)}")
+    if not request.seconds > 0:
+        raise PlanError(f"{request.seconds} seconds to search; give more than none")
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """No plan takes less than `bound` seconds. How many plans were simulated, how many branches of the search were
+    taken, and the seconds it all took."""
+
+    bound: float
+    gap: float
+    simulated: int
+    branches: int
+    seconds: float
+
+    @property
+    def proven(self) -> bool:
+        """Whether the plan is optimal."""
+        return self.gap <= EXACT
+
+    def __str__(self) -> str:
+        known = "proven optimal" if self.proven else f"at most {self.gap:.2%} above the optimum"
+        return (
+            f"{known}: no plan takes less than {show_seconds(self.bound)} "
+            f"({self.simulated} plans simulated, {self.branches} branches, {show_seconds(self.seconds)})"
+        )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A plan, the seconds of its step by event time, and, where the planner knows one, how good it is."""
+
+    plan: HybridPlan
+    seconds: float
+    certificate: Certificate | None = None

@@ -1,0 +1,96 @@
+"""Plans without a search: data parallelism, and plain pipelines with a device for each stage. Any other plan has to
+beat them.
+
+Data parallelism is a pipeline of one stage. Its micro-batches do not fill a pipe but bound memory (gradient
+accumulation), so the largest that fits is best: fewer of them make nothing slower.
+
+Of plain pipelines there are two: torchgpipe makes the slowest stage as fast as can be, GPipe's heuristic the variance
+of the stages' times least. Both are exact here, without a look at transfers or memory. They differ:
+
+    costs 9 1 1 1 1 in 3 blocks    the largest block is 9 wherever the ones are cut
+                                   the variance is least at 9 | 1 1 | 1 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from math import inf
+
+from fxpipe.errors import PlanError
+from fxpipe.ir.plan.hybrid_plan import HybridStage
+from fxpipe.planning.stages.balance import StageCosts, balance
+
+from .event_time import Problem
+
+PICOSECONDS = 1e12
+
+
+def whole(problem: Problem) -> tuple[HybridStage, ...]:
+    """One stage of all layers on all devices."""
+    return (HybridStage(0, len(problem.chain), tuple(range(len(problem.cluster.devices)))),)
+
+
+def one_each(problem: Problem) -> tuple[HybridStage, ...]:
+    """The stages of a plain pipeline, the slowest as fast as can be. Raises PlanError for fewer layers than devices."""
+    chain, n, k = problem.chain, len(problem.chain), _enough(problem)
+    work = [round((f + b) * PICOSECONDS) for f, b in zip(chain.forwards, chain.backwards, strict=True)]
+    none = [0] * (n + 1)
+    cuts = balance([StageCosts(work, none, none, none, none, 0)] * k, [range(1, n)] * (k - 1))
+    if cuts is None:
+        raise AssertionError("nothing bounds these cuts")
+    return tuple(HybridStage(cuts[s], cuts[s + 1], (s,)) for s in range(k))
+
+
+def gpipe(problem: Problem) -> tuple[HybridStage, ...]:
+    """The stages of a plain pipeline, the variance of their times least. Raises PlanError for fewer layers than
+    devices."""
+    sizes = least_variance([layer.forward + layer.backward for layer in problem.chain.layers], _enough(problem))
+    ends = pairwise(accumulate(sizes, initial=0))
+    return tuple(HybridStage(first, end, (s,)) for s, (first, end) in enumerate(ends))
+
+
+def _enough(problem: Problem) -> int:
+    """The devices, if there are no more than layers."""
+    layers, devices = len(problem.chain), len(problem.cluster.devices)
+    if devices > layers:
+        raise PlanError(f"{problem.chain.model} has {layers} layers: they cannot be cut into {devices} stages")
+    return devices
+
+
+def least_variance(costs: Sequence[float], blocks: int) -> tuple[int, ...]:
+    """How many costs each block has, for which the variance of the sums is least.
+
+    >>> least_variance([9, 1, 1, 1, 1], 3)
+    (1, 2, 2)
+    """
+    n = len(costs)
+    sums = list(accumulate(costs, initial=0.0))
+    best, starts = [0.0] + [inf] * n, []
+    for block in range(1, blocks + 1):
+        best, start = _one_more(sums, best, block)
+        starts.append(start)
+    sizes, end = [], n
+    for start in reversed(starts):
+        sizes.append(end - start[end])
+        end = start[end]
+    return tuple(reversed(sizes))
+
+
+def _one_more(sums: Sequence[float], before: Sequence[float], block: int) -> tuple[list[float], list[int]]:
+    """For each end the least sum of squares with one more block, and where that starts. The later the end, the later
+    the start: so the middle end is solved first and halves the starts for those on either side."""
+    n = len(sums) - 1
+    best, start = [inf] * (n + 1), [0] * (n + 1)
+    todo = [(block, n, block - 1, n - 1)]
+    while todo:
+        low, high, first, last = todo.pop()
+        if low > high:
+            continue
+        end = (low + high) // 2
+        for i in range(first, min(end - 1, last) + 1):
+            cost = before[i] + (sums[end] - sums[i]) ** 2
+            if cost < best[end]:
+                best[end], start[end] = cost, i
+        todo += [(low, end - 1, first, start[end]), (end + 1, high, start[end], last)]
+    return best, start
