@@ -7,7 +7,7 @@ Of stages s .. n - 1 three numbers are known to be least (see `shape_costs.befor
     done      until the last one has                  all from when s gets its first micro-batch
     finish    until all have finished
 
-and the tables of `lower_bound.py` tell what the layers before s ask for at least. Together they bound the step from below:
+and the tables of `lower_bound.py` tell what the layers before s ask for at least. Together they bound the step:
 
     arrive + finish,   through + done,   own
 
