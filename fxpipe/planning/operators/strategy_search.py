@@ -66,8 +66,8 @@ def search(
     """The best strategy found in `budget` seconds. Two thirds of them go to exploring, by `method`:
 
     - "leaps": from the best start, changes of single operators and of whole windows of them (`block_moves`): many of
-      the latter and at a high temperature in the beginning, hardly any and at a low one in the end. Model parallelism and
-      one device are among the starts, if none are given.
+      the latter and at a high temperature in the beginning, hardly any and at a low one in the end. Model parallelism
+      and one device are among the starts, if none are given.
     - "mcmc": as published, a chain of single changes at one temperature from each start, which all get an equal share
       of the time, and end early once half of that has passed without a better strategy.
 

@@ -12,9 +12,8 @@ and, where they are not given, the number of micro-batches, the warm-up, and whi
 
 DAPPLE's own plan joins in where 3 does not end at once. Where placements are too many to go through, as on eight
 servers of four, 3 goes through those in the order of the devices, and proves nothing; where devices are too many for
-tables, as a thousand are, it is left out, and the bound is that of lagrangian_bound.py. The bound is a bound whenever the
-search ends. Costs of layers are taken to grow with the samples in a micro-batch: see
-`fxpipe.ir.plan.layer_chain.scaled`.
+tables, as a thousand are, it is left out, and the bound is that of lagrangian_bound.py. It is a bound whenever the
+search ends. Costs of layers are taken to grow with the samples: see `fxpipe.ir.plan.layer_chain.scaled`.
 """
 
 from __future__ import annotations
