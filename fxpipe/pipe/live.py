@@ -15,11 +15,12 @@ from fxpipe.codegen.package.load_package import load_package, unload
 from fxpipe.codegen.package.package_files import write
 from fxpipe.engines.common.step_engine import StepScheduler
 from fxpipe.engines.local.forward_engine import Pipeline
+from fxpipe.engines.ranks.rank_engine import RankScheduler
 
 from .build.compiled_stages import Backend, compile_stages
 from .build.phase_timing import timed
 
-Scheduler = Pipeline | StepScheduler
+Scheduler = Pipeline | StepScheduler | RankScheduler
 Bind = Callable[[ModuleType], Scheduler]
 
 

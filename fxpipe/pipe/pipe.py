@@ -23,7 +23,7 @@ from fxpipe.capture import NO_TARGET
 from fxpipe.codegen.package.load_package import tensors_of
 from fxpipe.codegen.package.package_files import save, with_loss
 from fxpipe.codegen.scheduler.message_table import wires
-from fxpipe.engines.common.timed_step import take_step
+from fxpipe.engines.common.step_timer import take_step
 from fxpipe.engines.local.action_profiler import rehearse
 from fxpipe.engines.local.memory_dry_run import without_memory
 from fxpipe.errors import FxpipeError, PackageError

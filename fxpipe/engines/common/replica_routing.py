@@ -20,10 +20,8 @@ from torch import Tensor
 
 from fxpipe.runtime import MicroBatch
 from fxpipe.runtime.microbatch import join, overlaps, scatter, split_sizes
-from fxpipe.runtime.random import replica_seed
 
 from .scheduler_base import Batches, SchedulerBase
-from .step import Step, gradient_key
 
 Piece = tuple[int, int, int]  # from replica, to replica, samples
 Cut = tuple[str, int, int, int | None]  # a value, where from and to, and the dimension of its samples
@@ -62,52 +60,9 @@ def pieces(rows: int, here: int, there: int, whole: bool, forward: bool) -> tupl
     return tuple([(0, to, 0) for to in range(len(theirs))] if forward else [(k, 0, 0) for k in range(len(ours))])
 
 
-class RoutedStep(Step):
-    """A step as one worker sees it: its slices of the micro-batches in which it has a part, which are the first ones.
-
-    `replica`: its number; `routes`: what is cut; `rows_of`: the samples in each whole micro-batch.
-    """
-
-    def slice_of(self, whole: Batches, replica: int, routes: Routes) -> None:
-        """Say of which batch it has slices."""
-        self.rows_of, self.total = whole.sizes, whole.total
-        self.replica, self.routes, self.seed = replica, routes, replica_seed(whole.seed, replica)
-
-    def receive(self, j: int, i: int, *names: str) -> Any:
-        values = [self._join(j, i, name) for name in names]
-        return values[0] if len(values) == 1 else values
-
-    def _join(self, j: int, i: int, name: str) -> Any:
-        """What has been sent under a name, by all who had a piece of it."""
-        route = self.routes.of.get((j, name))
-        if route is None:
-            return self._take(j, i, name)
-        mine = [(k, rows) for k, to, rows in self.routes.pieces(self.rows_of[i], j, route) if to == self.replica]
-        found = [self._take(j, i, piece_name(name, k, self.replica)) for k, _ in mine]
-        if len(found) == 1:
-            return found[0]
-        # What is the same for all samples has the sum of the gradients that its users have for it.
-        return self.add(*found) if route.dim is None else joined(found, [rows for _, rows in mine], route.dim)
-
-    def _take(self, j: int, i: int, name: str) -> Any:
-        """One message."""
-        return super().receive(j, i, name)
-
-    def _post(self, j: int, i: int, target: int, name: str, value: Any, grad: bool, there: Step | None = None) -> None:
-        route = self.routes.of.get((target, name))
-        if route is None:
-            self._put(j, i, target, self.replica, name, value, grad)
-            return
-        mine = [(to, rows) for k, to, rows in self.routes.pieces(self.rows_of[i], target, route) if k == self.replica]
-        values = cut(value, route.dim, [rows for _, rows in mine], self.sizes[i])
-        for (to, _), piece in zip(mine, values, strict=True):
-            self._put(j, i, target, to, piece_name(name, self.replica, to), piece, grad)
-
-    def _put(
-        self, j: int, i: int, target: int, to: int, name: str, value: Any, grad: bool, there: Step | None = None
-    ) -> None:
-        """One message, for a replica of the target."""
-        super()._post(j, i, target, name, value, grad, there)
+def gradient_key(name: str, source: int) -> str:
+    """What the message with the gradient of a value is called that stage `source` sends back."""
+    return f"gradient of {name} from stage {source}"
 
 
 def piece_name(name: str, source: int, target: int) -> str:

@@ -85,8 +85,9 @@ class SchedulerBase:
     random: bool = False
     replicas: tuple[tuple[str, ...], ...] = ()
 
-    def __init__(self, stages: Sequence[Stage], whole: Stage | None = None) -> None:
-        """`stages`: a module for each of `devices`, then one for each of `replicas`."""
+    def __init__(self, stages: Sequence[Stage], whole: Stage | None = None, threads: bool = True) -> None:
+        """`stages`: a module for each of `devices`, then one for each of `replicas`; `whole`: what computes `totals`;
+        `threads`: whether there are workers beside the calling thread."""
         n = len(self.devices)
         if len(stages) != n + sum(map(len, self.replicas)):
             raise ValueError(f"the scheduler is for {n + sum(map(len, self.replicas))} stages, not {len(stages)}")
@@ -94,11 +95,11 @@ class SchedulerBase:
         self.whole = whole
         self.streams = Streams(tuple(stage.device for stage in self.stages))
         self.place = Place(self.stages, self.devices, self.streams)
-        self._mutating = tuple(stage for stage in stages if stage.mutates)
+        self.mutating = tuple(stage for stage in stages if stage.mutates)
         all_stages = self.stages if whole is None else (*self.stages, whole)
         self._copying = tuple(stage for stage in all_stages if stage.copies or stage.elsewhere)
         self._on_cpu = any(stage.device.type == "cpu" for stage in stages)
-        self._workers = {label: Worker(label) for label in sorted(self.workers())}
+        self._workers = {label: Worker(label) for label in sorted(self.workers() if threads else ())}
         self._close = weakref.finalize(self, close, tuple(self._workers.values()))
 
     def workers(self) -> set[str]:
@@ -161,7 +162,7 @@ class SchedulerBase:
         if len(total) > 1:
             raise ValueError(f"the inputs do not have a common batch size, but {sorted(total)}")
         if self._on_cpu:  # a stage on the CPU finds its inputs there; the others copy them from there
-            batch = [value.cpu() if isinstance(value, Tensor) else value for value in batch]
+            batch = [value.cpu() if isinstance(value, Tensor) and not value.is_meta else value for value in batch]
         m = kind(split_sizes(total.pop(), chunks) if total else (1,), self.place, self.random)
         for name, value in self.compute_totals(batch).items():
             for micro_batch in m:
@@ -176,12 +177,15 @@ class SchedulerBase:
         return m
 
     def compute_totals(self, batch: Sequence[Any]) -> dict[str, Any]:
-        """What each micro-batch has to know of the whole batch."""
+        """What each micro-batch has to know of the whole batch; nothing where other ranks have that."""
         if self.whole is None:
             return {}
+        gives, takes = self.totals
         known = {name: value for (name, _), value in zip(self.inputs, batch, strict=True)}
         known |= {name: known[source].shape[dim] for name, source, dim in self.sizes}
-        device, (gives, takes) = self.whole.device, self.totals
+        if any(isinstance(known[name], Tensor) and known[name].is_meta for name in takes):
+            return {}
+        device = self.whole.device
         args = [known[name].to(device) if isinstance(known[name], Tensor) else known[name] for name in takes]
         with torch.no_grad():
             found = self.whole.forward(*args)

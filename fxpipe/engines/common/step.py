@@ -7,14 +7,16 @@ order is the schedule's. Generated schedulers call the methods of `Step`; `step_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from fxpipe.engines.transports.mailbox import Mailbox
+from fxpipe.engines.transports.mailbox import Transport
 from fxpipe.ir.schedule.schedule import Action
 from fxpipe.runtime import Stage
 from fxpipe.runtime.autograd.is_recomputing import recomputing
@@ -23,9 +25,11 @@ from fxpipe.runtime.autograd.saved_tensors import Saved
 from fxpipe.runtime.autograd.split_backward import Weights, input_gradient, weight_gradient
 from fxpipe.runtime.autograd.transfer import Transfer, pack, unpack
 from fxpipe.runtime.autograd.unalias_gradients import unshare
+from fxpipe.runtime.random import replica_seed
 from fxpipe.runtime.step_leaves import Pair, alias
 from fxpipe.runtime.written_buffers import instead, keep, scratch
 
+from .replica_routing import Routes, cut, gradient_key, joined, piece_name
 from .scheduler_base import Batches
 
 Scale = Tensor | float | None  # what all gradients are multiplied with
@@ -72,7 +76,7 @@ class StepEngine(Protocol):
     """What a step asks of the scheduler whose rows it runs (`StepScheduler` says what each is).
 
     `at_once`: stages and micro-batches whose backward follows their forward at once; `splits`: whether any backward is
-    in two halves; `timetable`: the rows.
+    in two halves.
     """
 
     devices: tuple[str, ...]
@@ -82,30 +86,61 @@ class StepEngine(Protocol):
     loss_reduce: str | None
     at_once: set[tuple[int, int]]
     splits: bool
-    timetable: Rows
 
     def lend(self, m: Any) -> None: ...
 
-    def check_alive(self) -> None: ...
+
+class Observer(Protocol):
+    """What looks on while a step runs, and may `wrap` methods of it."""
+
+    def begin(self, m: Step) -> None:
+        """The step is ready; of one with replicas, the part of each worker is."""
 
 
 class Step(Batches):
     """One step under way: the micro-batches, the messages, and what forward keeps for backward.
 
-    `kept`: by stage and micro-batch, the arguments and results of a forward run; `weights`: what is left of a backward
-    whose first half is done; `pairs`: of each stage, what the model holds, and the aliases that collect its gradients;
-    `fresh`: those that have none yet; `rows`: what each worker does; `done`: the workers at the end of their rows;
-    `failed`: the errors, in the order in which they happened; `replica`: the number of that which it is the step of.
+    - `mailboxes`: by stage, where what is sent to it goes, and what has come for it is found.
+    - `kept`: by stage and micro-batch, the arguments and results of a forward run.
+    - `weights`: what is left of a backward whose first half is done.
+    - `pairs`: of each stage, what the model holds, and the aliases that collect its gradients; `fresh`: those aliases
+      that have none yet.
+    - `rows`: what each worker does; `done`: the workers at the end of their rows.
+    - `failed`: the errors, in the order in which they happened.
+
+    Where stages have replicas, each worker has a step of its own, of its slices of the micro-batches in which it has a
+    part, which are the first ones:
+
+    - `own`: the stages that it runs, and its number among their replicas, `replica`.
+    - `routes`: how messages are cut between stages of different numbers of replicas; `rows_of`: the samples in each
+      whole micro-batch.
+    - `views`: by stage and replica, the steps of all workers; None where only this one is in this process.
     """
 
+    own: Collection[int]
     replica = 0
+    routes: Routes | None = None
+    rows_of: tuple[int, ...] = ()
+    views: Sequence[Sequence[Step]] | None = None
 
-    def begin(self, engine: StepEngine, pairs: list[list[Pair]], scale: Scale, rows: Rows) -> None:
-        """Make ready: boxes, and in them the pieces of the batch. A thread that runs all rows has the only box."""
+    def slice_of(self, whole: Batches, replica: int, routes: Routes) -> None:
+        """Say of which batch it has slices."""
+        self.rows_of, self.total = whole.sizes, whole.total
+        self.replica, self.routes, self.seed = replica, routes, replica_seed(whole.seed, replica)
+
+    def begin(
+        self,
+        engine: StepEngine,
+        pairs: list[list[Pair]],
+        scale: Scale,
+        rows: Rows,
+        mailboxes: Sequence[Transport],
+        own: Collection[int],
+        observer: Observer | None = None,
+    ) -> None:
+        """Make ready: put the pieces of the batch into the mailboxes of the stages that run here."""
         self.engine, self.pairs, self.scale = engine, pairs, scale
-        self.rows = rows
-        mailboxes = {label: Mailbox() for label in rows}
-        self.mailboxes = tuple([mailboxes.get(label) or mailboxes[engine.devices[-1]] for label in engine.devices])
+        self.rows, self.mailboxes, self.own = rows, mailboxes, own
         self.kept: dict[tuple[int, int], Kept] = {}
         self.weights: dict[tuple[int, int], Weights] = {}
         self.done: list[str] = []
@@ -115,10 +150,13 @@ class Step(Batches):
         self.shares = tuple([size / self.total for size in self.sizes])
         self.hooks = self.make_hooks()
         for name, j in engine.feeds:
-            self.feed(name, j)
+            if j in own:
+                self.feed(name, j)
         engine.lend(self)
-        for fresh, own in zip(self.fresh, pairs, strict=True):
-            fresh += [stand_in for _, stand_in in own]
+        for fresh, held in zip(self.fresh, pairs, strict=True):
+            fresh += [stand_in for _, stand_in in held]
+        if observer is not None:
+            observer.begin(self)
 
     def make_hooks(self) -> list[Saved | Offload | None]:
         """What looks after the tensors that autograd keeps, for each stage: moves them to the host, or, where backward
@@ -152,15 +190,28 @@ class Step(Batches):
 
     def receive(self, j: int, i: int, *names: str) -> Any:
         """What has been sent to stage j for micro-batch i under these names, one by itself, else a tuple."""
-        mailbox = self.mailboxes[j]
+        mailbox, routes = self.mailboxes[j], self.routes
         arrived, values = mailbox.arrived, []
         for name in names:
+            if routes is not None and (j, name) in routes.of:
+                values.append(self._join(routes, j, i, name))
+                continue
             key = (j, i, name)
-            while key not in arrived:
-                mailbox.wait(self.engine.check_alive)
+            if key not in arrived:
+                mailbox.wait(key)
             value = arrived.pop(key)
             values.append(self.open(value, j, i, name) if isinstance(value, Transfer) else value)
         return values[0] if len(values) == 1 else values
+
+    def _join(self, routes: Routes, j: int, i: int, name: str) -> Any:
+        """What has been sent under a name, by all who had a piece of it."""
+        route = routes.of[j, name]
+        mine = [(k, rows) for k, to, rows in routes.pieces(self.rows_of[i], j, route) if to == self.replica]
+        found = [self.receive(j, i, piece_name(name, k, self.replica)) for k, _ in mine]
+        if len(found) == 1:
+            return found[0]
+        # What is the same for all samples has the sum of the gradients that its users have for it.
+        return self.add(*found) if route.dim is None else joined(found, [rows for _, rows in mine], route.dim)
 
     def open(self, parcel: Transfer, j: int, i: int, name: str) -> Tensor:
         """What comes from another device, for stage j."""
@@ -173,9 +224,9 @@ class Step(Batches):
 
     def send(self, j: int, i: int, name: str, value: Any, to: int) -> None:
         """A result of stage j, as a leaf of the stage that takes it."""
-        grad = isinstance(value, Tensor) and value.requires_grad
+        grad = False
         if isinstance(value, Tensor):
-            value = value.detach()
+            grad, value = value.requires_grad, value.detach()
         self._post(j, i, to, name, value, grad)
 
     def send_gradient(self, j: int, i: int, name: str, value: Any, to: int) -> None:
@@ -183,9 +234,13 @@ class Step(Batches):
         self._post(j, i, to, gradient_key(name, j), value, False)
 
     def _post(self, j: int, i: int, target: int, name: str, value: Any, grad: bool, there: Step | None = None) -> None:
-        """Put a message into the box of the target's worker, on the way to its device if that is another. `there` is
-        the step as that worker sees it, if it has one of its own."""
-        there = self if there is None else there
+        """Put a message into the mailbox of the target, on the way to its device if that is another. `there` is the
+        step of the replica that it goes to."""
+        if there is None:
+            if self.routes is not None:
+                self._post_pieces(self.routes, j, i, target, name, value, grad)
+                return
+            there = self
         if isinstance(value, Tensor) and self.stages[j].device != there.stages[target].device:
             value = self.pack(value, j, i, target, name, grad, there)
         elif grad:
@@ -194,7 +249,19 @@ class Step(Batches):
         if mailbox is self.mailboxes[j]:
             mailbox.arrived[target, i, name] = value
         else:
-            mailbox.queue.put(((target, i, name), value))
+            mailbox.put(((target, i, name), value))
+
+    def _post_pieces(self, routes: Routes, j: int, i: int, target: int, name: str, value: Any, grad: bool) -> None:
+        """A message, to the replicas that need it: whole, or the piece of each."""
+        views, route = self.views, routes.of.get((target, name))
+        if route is None:
+            self._post(j, i, target, name, value, grad, views[target][self.replica] if views else self)
+            return
+        mine = [(to, rows) for k, to, rows in routes.pieces(self.rows_of[i], target, route) if k == self.replica]
+        values = cut(value, route.dim, [rows for _, rows in mine], self.sizes[i])
+        for (to, _), piece in zip(mine, values, strict=True):
+            there = views[target][to] if views else self
+            self._post(j, i, target, piece_name(name, self.replica, to), piece, grad, there)
 
     def pack(self, value: Tensor, j: int, i: int, target: int, name: str, grad: bool, there: Step) -> Transfer:
         """A tensor of stage j on its way to the device of the target."""
@@ -203,6 +270,8 @@ class Step(Batches):
 
     def lend(self, j: int, tensor: Tensor) -> Tensor:
         """A tensor that another stage owns, for stage j, with a gradient of its own."""
+        if j not in self.own or tensor.is_meta:  # others have it
+            return tensor
         device = self.stages[j].device
         if not tensor.requires_grad:
             return tensor.to(device)
@@ -212,7 +281,9 @@ class Step(Batches):
 
     def owner(self, tensor: Tensor) -> Tensor:
         """What the model holds where a stage holds this alias."""
-        return next((held for pairs in self.pairs for held, stand_in in pairs if stand_in is tensor), tensor)
+        firsts = [self] if self.views is None else [replicas[0] for replicas in self.views]
+        pairs = (pair for first in firsts for own in first.pairs for pair in own)
+        return next((held for held, stand_in in pairs if stand_in is tensor), tensor)
 
     def add(self, *grads: Tensor | None) -> Tensor | None:
         """The sum of the gradients that are there, in this order, whichever came first."""
@@ -222,8 +293,9 @@ class Step(Batches):
     def stop(self, error: BaseException) -> None:
         """Something failed: nobody starts anything more."""
         self.failed.append(error)
-        for mailbox in set(self.mailboxes):
-            mailbox.queue.put(None)
+        steps = [self] if self.views is None else [step for replicas in self.views for step in replicas]
+        for mailbox in {mailbox for step in steps for mailbox in step.mailboxes}:
+            mailbox.put(None)
 
     # What an action computes ------------------------------------------------------------------------------------------
 
@@ -244,7 +316,7 @@ class Step(Batches):
     def forward_to_recompute(self, j: int, i: int, *args: Any) -> Any:
         """Run stage j on micro-batch i and keep what it takes alone; skipped when its backward runs next."""
         if (j, i) in self.engine.at_once:
-            return self.forward(j, i, *args)
+            return Step.forward(self, j, i, *args)  # which an observer does not see a second time
         stage = self.stages[j]
         kept = Kept(args, None, keep(stage) if stage.rereads else {})
         with torch.no_grad():
@@ -293,7 +365,7 @@ class Step(Batches):
     def input_gradient(self, j: int, i: int, *grads: Tensor | None) -> Any:
         """The half of backward that other stages wait for: the gradients of what stage j takes."""
         if self.stages[j].compiled:
-            return Step.backward(self, j, i, *grads)  # an I: one that is timed is not timed as a B too
+            return Step.backward(self, j, i, *grads)  # likewise
         kept, (takes, gives) = self.kept.pop((j, i)), self.engine.gradients[j]
         assert kept.results is not None
         results = [kept.results[place] for place in gives.values()]
@@ -320,6 +392,8 @@ class Step(Batches):
         self.fresh[j] = [stand_in for stand_in in self.fresh[j] if stand_in.grad is None]
 
 
-def gradient_key(name: str, source: int) -> str:
-    """What the message with the gradient of a value is called that stage `source` sends back."""
-    return f"gradient of {name} from stage {source}"
+def wrap(target: Any, wrappers: Mapping[str, Callable[..., Any]]) -> None:
+    """From now on `target.name(...)` calls `wrappers[name](target, method, ...)`, where the method is the class's."""
+    weak = weakref.proxy(target)  # a circle of references would keep what a step holds
+    for name, wrapper in wrappers.items():
+        setattr(target, name, partial(wrapper, weak, getattr(type(target), name)))

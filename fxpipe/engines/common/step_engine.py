@@ -13,16 +13,16 @@ what a `Step` computes and sends.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxpipe.engines.transports.mailbox import LOST, Stopped
+from fxpipe.engines.transports.mailbox import LOST, Mailbox, Stopped, Transport
 from fxpipe.ir.schedule.schedule import Action, Schedule, at_once, order, parse
 from fxpipe.runtime import Stage
 from fxpipe.runtime.caller_context import Context
@@ -31,8 +31,9 @@ from fxpipe.runtime.step_leaves import Pair, alias, commit_gradients, put_togeth
 from fxpipe.runtime.streams import use_stream
 from fxpipe.runtime.worker import Report
 
+from .replica_routing import Cut
 from .scheduler_base import SchedulerBase
-from .step import Gradients, Rows, Scale, Step
+from .step import Gradients, Observer, Rows, Scale, Step
 from .thread_autotune import ThreadAutotune
 
 __all__ = ["Gradients", "Step", "StepScheduler"]
@@ -40,7 +41,6 @@ __all__ = ["Gradients", "Step", "StepScheduler"]
 METHODS = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradient"}
 HERE = Context(grad=True, inference=False, autocasts=())  # the modes that a worker is in
 Leaves = Mapping[str, Sequence[Sequence[Tensor]]]  # of each input, by micro-batch
-S = TypeVar("S", bound=Step)
 
 
 class StepScheduler(SchedulerBase):
@@ -49,7 +49,8 @@ class StepScheduler(SchedulerBase):
     `schedule`: its name; `rows`: all of it, for each worker its label and then its actions; `feeds`: the inputs and the
     stages that take them; `gradients`: for each stage, what of its arguments and of its results has one;
     `offloaded`: the stages whose activations wait in host memory; `loss_reduce`: how the losses of micro-batches become
-    that of the batch, as in `outputs`.
+    that of the batch, as in `outputs`; `cuts`: the values that go between stages of different numbers of replicas,
+    where from and to, and the dimension of the samples (None: the value is the same for all of them).
     """
 
     schedule: str = ""
@@ -58,9 +59,10 @@ class StepScheduler(SchedulerBase):
     gradients: tuple[Gradients, ...] = ()
     offloaded: tuple[int, ...] = ()
     loss_reduce: str | None = None
+    cuts: tuple[Cut, ...] = ()
 
-    def __init__(self, stages: Sequence[Stage], whole: Stage | None = None) -> None:
-        super().__init__(stages, whole)
+    def __init__(self, stages: Sequence[Stage], whole: Stage | None = None, threads: bool = True) -> None:
+        super().__init__(stages, whole, threads)
         rows = read_rows(self.rows)
         self.timetable: Rows = {
             label: tuple((action, getattr(type(self), f"{METHODS[action.kind]}_{action.stage}")) for action in row)
@@ -79,65 +81,87 @@ class StepScheduler(SchedulerBase):
         """The outputs, in order, for the inputs, in order, in at most `chunks` micro-batches; gradients, multiplied by
         `scale`, are added to those of the model and of the inputs. If anything fails, none are."""
         if not self._may_run_alone:
-            return self.step(batch, chunks, scale, Step)[0]
+            return self.step(batch, chunks, scale)
         size = sum(value.numel() for value in batch if isinstance(value, Tensor)).bit_length()
         pace = self._paces.get(size)
         if pace is None:
             pace = self._paces[size] = ThreadAutotune(len(self.alone[self.devices[-1]]))
         alone, start = pace.choose(), perf_counter()
-        outputs, _ = self.step(batch, chunks, scale, Step, self.alone if alone else self.timetable)
+        outputs = self.step(batch, chunks, scale, None, self.alone if alone else None)
         pace.note(alone, perf_counter() - start)
         return outputs
 
     def step(
-        self, batch: Sequence[Any], chunks: int, scale: Scale, kind: type[S], rows: Rows | None = None
-    ) -> tuple[tuple[Any, ...], S]:
-        """`run`, by a step of some kind, which is returned too."""
-        m = self.attempt(batch, chunks, scale, kind, rows)
-        commit(self._mutating)
+        self,
+        batch: Sequence[Any],
+        chunks: int,
+        scale: Scale,
+        observer: Observer | None = None,
+        rows: Rows | None = None,
+    ) -> tuple[Any, ...]:
+        """`run`, while somebody looks on; with other `rows`, in another order."""
+        m = self.attempt(batch, chunks, scale, observer, rows)
+        commit(self.mutating)
         outputs, pairs = self.outcome(m, batch)
         commit_gradients(pairs)
-        return outputs, m
+        return outputs
 
     def attempt(
         self,
         batch: Sequence[Any],
         chunks: int,
         scale: Scale,
-        kind: Callable[..., S],
+        observer: Observer | None = None,
         rows: Rows | None = None,
-    ) -> S:
+    ) -> Step:
         """A step that is done, but of which the model has nothing yet."""
+        self.refresh()
+        m = self.cut(batch, chunks)
+        with self.begun(m, scale, rows or self.timetable, observer):
+            self._run(m)
+        self.check(m)
+        return m
+
+    def refresh(self) -> None:
+        """Make ready for a step: threads, and copies of what the model holds."""
         self.wake()
         for stage in self._copying:
             stage.refresh()
-        m = self.scatter(batch, chunks, kind)
-        with self.begun(m, scale, rows or self.timetable):
-            self._run(m)
+
+    def check(self, m: Step) -> None:
+        """Raise what has failed in a step."""
         if m.context.autocasts:  # it would keep what it cast, the step's aliases, until the outermost context ends
             torch.clear_autocast_cache()
         if m.failed:
-            discard(self._mutating)
+            discard(self.mutating)
             error = m.failed[0]
             m.failed.clear()
             try:
                 raise error
             finally:
                 del error  # else the error holds this frame, this frame the error, and both what stages keep
-        return m
+
+    def cut(self, batch: Sequence[Any], chunks: int) -> Step:
+        """The micro-batches of a step, as the calling thread sees it."""
+        return self.scatter(batch, chunks, Step)
 
     @contextmanager
-    def begun(self, m: Step, scale: Scale, rows: Rows) -> Iterator[None]:
+    def begun(self, m: Step, scale: Scale, rows: Rows, observer: Observer | None) -> Iterator[None]:
         """In this context the step is ready to run, and stages hold aliases of what needs a gradient."""
         with standing_in(self.stages) as pairs:
-            m.begin(self, pairs, scale, rows)
+            m.begin(self, pairs, scale, rows, self.mailboxes(rows), range(len(self.stages)), observer)
             yield
+
+    def mailboxes(self, rows: Rows) -> tuple[Transport, ...]:
+        """Of each stage the mailbox of its worker. A thread that runs all rows has the only one."""
+        made = {label: Mailbox(self.check_alive) for label in rows}
+        return tuple([made.get(label) or made[self.devices[-1]] for label in self.devices])
 
     def outcome(self, m: Step, batch: Sequence[Any]) -> tuple[tuple[Any, ...], list[Pair]]:
         """The outputs of the batch, and all gradients, with what they are for."""
         outputs = tuple([x.detach() if isinstance(x, Tensor) else x for x in self.gather(m)])
         pairs = put_together([pair for pairs in m.pairs for pair in pairs], self.stages)
-        return outputs, [*pairs, *self._inputs(m.leaves, batch)]
+        return outputs, [*pairs, *self.input_pairs(m.leaves, batch)]
 
     def _run(self, m: Step) -> None:
         """Every worker its row; back when all are done or have stopped."""
@@ -205,7 +229,7 @@ class StepScheduler(SchedulerBase):
                 self.add_notes(error, m, action.stage, action.micro_batch, m.replica, action.kind != "F")
             m.stop(error)
 
-    def _inputs(self, leaves: Leaves, batch: Sequence[Any]) -> list[Pair]:
+    def input_pairs(self, leaves: Leaves, batch: Sequence[Any]) -> list[Pair]:
         """The inputs that the loss depends on, with aliases that hold their gradients, from the leaves that stages got.
         Autograd gives the others None, which is not the same as zeros to an optimizer."""
         pairs = []

@@ -13,9 +13,8 @@ changed, gradients, buffers and random state included.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from queue import SimpleQueue
 from statistics import median
 from threading import Thread
@@ -25,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.engines.common.step import Method, Step, StepEngine
+from fxpipe.engines.common.step import Method, Rows, Step, wrap
 from fxpipe.engines.common.step_engine import StepScheduler
-from fxpipe.engines.common.timed_step import TimedStep
+from fxpipe.engines.common.step_timer import StepTimer
 from fxpipe.engines.transports.mailbox import Key
 from fxpipe.ir.schedule.action_times import Times
 from fxpipe.ir.schedule.schedule import Action
@@ -47,68 +46,80 @@ class Rehearsal:
         that is the same in every step, for it depends on the order of the worker's own actions alone."""
         self.engine, self.batch, self.chunks = engine, batch, chunks
         with untouched(engine):
-            m = engine.attempt(batch, chunks, None, Recorded)
-            self.sent: Sent = m.sent
-            self.memory = m.timeline(engine.schedule).memory
+            recorder = Recorder()
+            m = engine.attempt(batch, chunks, None, recorder)
+            self.sent: Sent = recorder.sent
+            self.memory = recorder.timer.timeline(engine.schedule).memory
             self.outputs, _ = engine.outcome(m, batch)
 
     def once(self) -> Times:
         """One rehearsal."""
         with untouched(self.engine):
             start = perf_counter()
-            m = self.engine.attempt(self.batch, self.chunks, None, partial(Rehearsed, self.sent))
+            found = Replay(self.sent)
+            m = self.engine.attempt(self.batch, self.chunks, None, found, found.rows(self.engine.timetable))
             _, pairs = self.engine.outcome(m, self.batch)
             copying = perf_counter()
             pairs = stand_ins(pairs)
             copied = perf_counter()
             commit_gradients(pairs)
             end = perf_counter()
-        begins, ends = (edge(moments) for edge, moments in zip((min, max), zip(*m.moments, strict=True), strict=True))
+        begins, ends = (
+            edge(moments) for edge, moments in zip((min, max), zip(*found.moments, strict=True), strict=True)
+        )
         return Times(
-            dict(sorted(m.seconds.items())),
-            before=begins - start - m.filling,
+            dict(sorted(found.seconds.items())),
+            before=begins - start - found.filling,
             after=end - ends - (copied - copying),
             wake=wake() if len(set(self.engine.devices)) > 1 else 0.0,
         )
 
 
-class Recorded(TimedStep):
-    """A step that keeps what is sent, and counts the memory that it takes."""
+class Recorder:
+    """An observer that keeps what is sent, and counts the memory that the step takes."""
 
-    def begin(self, engine: StepEngine, *args: Any) -> None:
+    def __init__(self) -> None:
+        self.timer = StepTimer()
         self.sent: dict[Key, tuple[Any, bool]] = {}
-        super().begin(engine, *args)
 
-    def _post(self, j: int, i: int, target: int, name: str, value: Any, grad: bool, there: Step | None = None) -> None:
+    def begin(self, m: Step) -> None:
+        self.timer.begin(m)
+        wrap(m, {"_post": self.post})
+
+    def post(
+        self, m: Step, post: Callable[..., None], j: int, i: int, target: int, name: str, value: Any, grad: bool
+    ) -> None:
         self.sent[target, i, name] = value, grad
-        super()._post(j, i, target, name, value, grad, there)
+        post(m, j, i, target, name, value, grad)
 
 
-class Rehearsed(Step):
-    """A step to which all has been sent before it begins.
+class Replay:
+    """An observer of a step to which all has been sent before it begins.
 
-    `seconds`: of each action; `moments`: when each action began and ended; `filling`: seconds
-    that it took to put the values where they are found.
+    `seconds`: of each action; `moments`: when each action began and ended; `filling`: seconds that it took to put the
+    values where they are found.
     """
 
-    def __init__(self, before: Sent, *args: Any) -> None:
-        super().__init__(*args)
-        self.sent = before
-
-    def begin(self, engine: StepEngine, *args: Any) -> None:
-        super().begin(engine, *args)
-        start = perf_counter()
+    def __init__(self, sent: Sent) -> None:
+        self.sent = sent
         self.seconds: dict[Action, float] = {}
         self.moments: list[tuple[float, float]] = []
-        self.rows = {
-            label: tuple([(action, self.timed(action.kind, action.stage, method)) for action, method in row])
-            for label, row in engine.timetable.items()
-        }
+
+    def begin(self, m: Step) -> None:
+        start = perf_counter()
         for key, (value, grad) in self.sent.items():
-            self.mailboxes[key[0]].arrived[key] = (
+            m.mailboxes[key[0]].arrived[key] = (
                 value.detach().requires_grad_(grad) if isinstance(value, Tensor) else value
             )
+        wrap(m, {"recompute": self.recompute, "_post": nobody_waits})
         self.filling = perf_counter() - start
+
+    def rows(self, rows: Rows) -> Rows:
+        """The same with methods that note how long they take."""
+        return {
+            label: tuple([(action, self.timed(action.kind, action.stage, method)) for action, method in row])
+            for label, row in rows.items()
+        }
 
     def timed(self, kind: str, j: int, method: Method) -> Method:
         """The method of an action, that notes how long it takes; recomputation counts apart."""
@@ -123,14 +134,15 @@ class Rehearsed(Step):
 
         return run
 
-    def recompute(self, j: int, i: int) -> None:
-        if self.kept[j, i].results is None:
+    def recompute(self, m: Step, recompute: Callable[[Step, int, int], None], j: int, i: int) -> None:
+        if m.kept[j, i].results is None:
             start = perf_counter()
-            super().recompute(j, i)
+            recompute(m, j, i)
             self.seconds[Action("R", j, i)] = perf_counter() - start
 
-    def _post(self, j: int, i: int, target: int, name: str, value: Any, grad: bool, there: Step | None = None) -> None:
-        """Nobody waits for it."""
+
+def nobody_waits(*message: Any) -> None:
+    """In the place of what would send it."""
 
 
 @contextmanager

@@ -45,9 +45,9 @@ class Pipeline(SchedulerBase):
                     ready[j](m, i)
                 self.tick(m, tick, compute)
         except BaseException:
-            discard(self._mutating)
+            discard(self.mutating)
             raise
-        commit(self._mutating)
+        commit(self.mutating)
         for stage in self._copying:
             stage.give_back()
         return self.gather(m)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxpipe.engines.common.step_engine import StepScheduler
-from fxpipe.engines.common.timed_step import TimedStep
+from fxpipe.engines.common.step_timer import StepTimer
 from fxpipe.ir.timeline import Steps
 from fxpipe.runtime.deferred_norms import discard
 from fxpipe.runtime.written_buffers import instead
@@ -56,5 +56,6 @@ def memory_of_step(engine: StepScheduler, batch: Sequence[Any], chunks: int) -> 
             contexts.callback(discard, [stage])
             stage.find_differentiable()
         inputs = [fake(x) if isinstance(x, Tensor) else x for x in batch]
-        step = engine.attempt(inputs, chunks, None, TimedStep, engine.alone)
-        return step.timeline(engine.schedule).memory
+        timer = StepTimer()
+        engine.attempt(inputs, chunks, None, timer, engine.alone)
+        return timer.timeline(engine.schedule).memory

@@ -139,7 +139,7 @@ class Parallel:
         if any(stage.compiled for stage in scheduler.stages):
             raise FxpipeError("compile_stages is for stages whose tensors are whole; leave it out")
         for loan in scheduler.wires.lent:
-            if scheduler.here(loan.home) and loan.path in self.cut and not scheduler.here(loan.user):
+            if scheduler.program.here(loan.home) and loan.path in self.cut and not scheduler.program.here(loan.user):
                 raise FxpipeError(
                     f"{loan.path} is cut, and stage {loan.user}, on another rank, uses it too: leave it out of the "
                     "plan of parallelize_module"

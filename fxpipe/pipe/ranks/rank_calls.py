@@ -19,10 +19,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fxpipe.capture.nested_values import change
-from fxpipe.engines.ranks.rank_engine import RankScheduler
+from fxpipe.engines.ranks.rank_engine import RankScheduler, take_step
 from fxpipe.engines.ranks.rank_group import LEADER, World
 from fxpipe.engines.ranks.step_consensus import describe
-from fxpipe.engines.ranks.timed_rank_step import take_step
 from fxpipe.errors import RankError
 from fxpipe.ir.timeline import Timeline
 from fxpipe.runtime.random import new_seed

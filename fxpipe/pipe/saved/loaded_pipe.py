@@ -18,7 +18,7 @@ from fxpipe.capture.model_with_loss import modules_in
 from fxpipe.capture.tracing.torch_modes import check_modes
 from fxpipe.codegen.package.load_package import bind, tensors_of
 from fxpipe.engines.common.step_engine import StepScheduler
-from fxpipe.engines.common.timed_step import take_step
+from fxpipe.engines.common.step_timer import take_step
 from fxpipe.errors import InputError
 from fxpipe.ir.timeline import Timeline
 from fxpipe.pipe.build.compiled_stages import Backend

@@ -150,7 +150,7 @@ def used(pipe: RankPipe) -> set[int]:
     if not pipe._state.cache.builds:
         return set(range(9))
     scheduler: Any = pipe.scheduler
-    return {at for at, (name, _) in enumerate(scheduler.inputs) if name in scheduler._used}
+    return {at for at, (name, _) in enumerate(scheduler.steps.inputs) if name in scheduler._used}
 
 
 # What was captured and built before -----------------------------------------------------------------------------------
@@ -215,17 +215,17 @@ def chain(
 def at(pipe: RankPipe, action: str, do: Callable[[], None], replica: int = 0) -> None:
     """Let this happen in an action, such as "1B2", if it is one of this rank, which is that replica."""
     scheduler: Any = pipe.scheduler
-    found = next((a for a in scheduler.methods if str(a) == action), None)
-    if found is None or not scheduler.here(found.stage) or scheduler.replica != replica:
+    found = next((a for a in scheduler.steps.methods if str(a) == action), None)
+    if found is None or not scheduler.program.here(found.stage) or scheduler.program.replica != replica:
         return
-    method = scheduler.methods[found]
+    method = scheduler.steps.methods[found]
 
     def once(*args: Any) -> None:
-        scheduler.methods[found] = method
+        scheduler.steps.methods[found] = method
         do()
         method(*args)
 
-    scheduler.methods[found] = once
+    scheduler.steps.methods[found] = once
 
 
 def throw() -> None:
@@ -245,9 +245,9 @@ def fail_everywhere(group: Any, schedule: str, replicas: Sequence[int] | None = 
     loss = step()
     wanted = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     scheduler: Any = pipe.scheduler
-    for action in [a for a in scheduler.methods if a.micro_batch in (0, 3)]:
+    for action in [a for a in scheduler.steps.methods if a.micro_batch in (0, 3)]:
         model.zero_grad()
-        replica_group = scheduler._ranks[action.stage]
+        replica_group = scheduler.program.ranks[action.stage]
         at(pipe, str(action), throw, len(replica_group) - 1)
         home = replica_group[-1]
         with pytest.raises(Boom if rank == home else RankError) as caught:

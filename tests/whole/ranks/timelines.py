@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxpipe
-from fxpipe.engines.common import timed_step as timed
+from fxpipe.engines.common import step_timer as timed
 from fxpipe.engines.ranks import clock_sync as clocks
-from fxpipe.engines.ranks import timed_rank_step as timed_rank
+from fxpipe.engines.ranks import rank_timer as timed_rank
 from fxpipe.ir.schedule.schedule import Action
 from fxpipe.ir.timeline import Timeline, check
 from fxpipe.viz import chrome_trace as trace

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxpipe.engines.ranks.timed_rank_step import Notes, carried, together
+from fxpipe.engines.ranks.rank_timer import Notes, carried, together
 from fxpipe.ir.program.device_programs import Message
 from fxpipe.ir.timeline import Span
 

@@ -1,4 +1,4 @@
-"""A step over ranks that notes when each action began and ended: one timeline, put together from what all have noted.
+"""Notes when each action of a step over ranks began and ended: one timeline, of what all ranks have noted.
 
 Each rank reads its own clock; before the notes are exchanged, times become the leader's (see `clocks.py`). A message is
 noted twice, where it is sent and where it is taken, for nobody sees it arrive; what is known is that those which one
@@ -11,21 +11,22 @@ rank sends to another arrive in order:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from time import perf_counter
 from typing import Any
 
-from fxpipe.engines.common.step import Scale
-from fxpipe.engines.common.timed_step import TimedStep
+from fxpipe.engines.common.step import Step, wrap
+from fxpipe.engines.common.step_timer import StepTimer
 from fxpipe.engines.transports.mailbox import Key
 from fxpipe.ir.program.device_programs import Message
 from fxpipe.ir.timeline import Span, Steps, Timeline
 
 from .clock_sync import ahead
-from .rank_engine import RankScheduler
-from .rank_step import RankMessage, RankStep
+from .rank_group import World
+from .rank_program import RankMessage
+from .rank_transport import RankTransport
 
 
 @dataclass(frozen=True)
@@ -40,51 +41,47 @@ class Notes:
     memory: Mapping[str, Steps]
 
 
-class TimedRankStep(TimedStep, RankStep):
-    """A step under way, with notes."""
+class RankTimer:
+    """What is noted of one step on one rank; `sending`, `taking`: when it sent each message, and took each."""
 
-    def begin(self, *args: Any) -> None:
+    def __init__(self, world: World) -> None:
+        self.world, self.timer = world, StepTimer()
         self.sending: dict[Message, float] = {}
         self.taking: dict[Message, float] = {}
-        super().begin(*args)
 
-    def dispatch(self, wire: RankMessage) -> None:
-        if self.size(wire) is not None:
+    def begin(self, m: Step) -> None:
+        self.timer.begin(m)
+
+    def watch(self, transport: RankTransport) -> None:
+        """Note its messages, too."""
+        wrap(transport, {"dispatch": self.dispatch, "open_message": self.open_message})
+
+    def dispatch(self, transport: RankTransport, dispatch: Callable[..., None], wire: RankMessage) -> None:
+        if transport.size(wire) is not None:
             self.sending[wire.message] = perf_counter()
-        super().dispatch(wire)
+        dispatch(transport, wire)
 
-    def open_message(self, key: Key) -> Any:
-        message = self.posted[key][0].message
-        value = super().open_message(key)
+    def open_message(self, transport: RankTransport, open_message: Callable[..., Any], key: Key) -> Any:
+        message = transport.posted[key][0].message
+        value = open_message(transport, key)
         self.taking[message] = perf_counter()
         return value
 
     def report(self) -> None:
+        """Exchange with the other ranks what was noted."""
         later = ahead(self.world)
-        own, begun = super().timeline(""), self.started - later
+        own, begun = self.timer.timeline(""), self.timer.started - later
         spans = tuple(shifted(span, begun) for span in own.spans)
         sent, taken = (
             {message: at - later for message, at in noted.items() if message.micro_batch is not None}
             for noted in (self.sending, self.taking)
         )
-        memory = {
-            label: steps for label, steps in zip(own.devices, own.memory, strict=True) if label == self.world.label
-        }
+        memory = dict(zip(own.devices, own.memory, strict=True))
         self.notes_of_all: list[Notes] = self.world.collect(Notes(begun, spans, sent, taken, memory))
 
-    def timeline(self, name: str) -> Timeline:
+    def timeline(self, name: str, replica_groups: Sequence[Sequence[str]]) -> Timeline:
         """What happened on all ranks, in seconds from the beginning on the first of them."""
-        return together(name, self.wires.replica_groups, self.notes_of_all)
-
-
-def take_step(
-    scheduler: RankScheduler, batch: Sequence[Any], chunks: int, scale: Scale, seed: int, timeline: bool
-) -> tuple[tuple[Any, ...], Timeline | None]:
-    """The outputs of a step, and when what ran on which rank, if that is asked for; all ranks ask, or none."""
-    if not timeline:
-        return scheduler.run(batch, chunks, scale, seed), None
-    outputs, done = scheduler.take(TimedRankStep, batch, chunks, scale, seed)
-    return outputs, done.timeline(scheduler.schedule)
+        return together(name, replica_groups, self.notes_of_all)
 
 
 def together(name: str, replica_groups: Sequence[Sequence[str]], notes: Sequence[Notes]) -> Timeline:

@@ -1,0 +1,170 @@
+"""Notes when each action of a step began and ended: the timeline of a real run, in the form of a simulated one.
+
+On the CPU the worker's own clock is read. A GPU works behind the worker's back, so events are put into its stream, and
+read when all is done; they count from an event that every GPU gets at the moment when the step begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.ir.timeline import Span, Steps, Timeline
+from fxpipe.runtime.autograd.offload import Offload
+from fxpipe.runtime.autograd.saved_tensors import Saved
+from fxpipe.runtime.autograd.transfer import Transfer
+from fxpipe.runtime.streams import use_stream, wait_stream
+
+from .step import Scale, Step, wrap
+from .step_engine import StepScheduler
+
+Moment = float | torch.cuda.Event
+ACTIONS = {
+    "forward": "F",
+    "forward_to_recompute": "F",
+    "recompute": "R",
+    "backward": "B",
+    "input_gradient": "I",
+    "weight_gradient": "W",
+}
+# where (a device, or a link between two), whose clock, kind, stage, micro-batch, start, end, label
+Note = tuple[str, torch.device, str, int, int, Moment, Moment, str]
+
+
+def take_step(
+    scheduler: StepScheduler,
+    batch: Sequence[Any],
+    chunks: int,
+    scaler: torch.amp.GradScaler | None,
+    accumulate: int,
+    timeline: bool,
+) -> tuple[tuple[Any, ...], Timeline | None]:
+    """The outputs of a step, gradients multiplied by the scaler's scale and divided by `accumulate`, and when what ran,
+    if that is asked for."""
+    scale: Scale = 1 / accumulate if accumulate > 1 else None
+    if scaler is not None:
+        scale = scaler.scale(torch.ones((), device=scheduler.stages[-1].device)) / accumulate
+    if not timeline:
+        return scheduler.run(batch, chunks, scale), None
+    timer = StepTimer()
+    return scheduler.step(batch, chunks, scale, timer), timer.timeline(scheduler.schedule)
+
+
+class StepTimer:
+    """What is noted of one step; where stages have replicas, of those of all workers.
+
+    - `homes`: the torch device of each worker; `saved`: the bytes that autograd and recomputations keep there.
+    - `takes`: what recomputations keep, by worker, stage and micro-batch.
+    - `anchors`: for each GPU the event at which the step begins; `started`: when that was by the host's clock.
+    """
+
+    def __init__(self) -> None:
+        self.notes: list[Note] = []
+        self.homes: dict[str, torch.device] = {}
+        self.saved: dict[str, Saved] = {}
+        self.takes: dict[tuple[str, int, int], Any] = {}
+        self.anchors: dict[torch.device, Any] = {}
+
+    def begin(self, m: Step) -> None:
+        aliases = [stand_in for pairs in m.pairs for _, stand_in in pairs]
+        for j in m.own:
+            self.homes[m.devices[j]] = m.stages[j].device
+            # One count for all stages of a device, of what is not moved to the host.
+            saved = self.saved.setdefault(m.devices[j], Saved(aliases))
+            if not isinstance(m.hooks[j], Offload):
+                m.hooks[j] = saved
+        actions = {name: partial(self.action, kind) for name, kind in ACTIONS.items()}
+        wrap(m, {**actions, "pack": self.pack, "open": self.open})
+        for device in {device for device in self.homes.values() if device.type == "cuda"} - self.anchors.keys():
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            self.anchors[device] = moment(device)
+        self.started = perf_counter()
+
+    def action(self, kind: str, m: Step, run: Callable[..., Any], j: int, i: int, *args: Any) -> Any:
+        """Run an action of stage j on micro-batch i."""
+        if kind == "R" and m.kept[j, i].results is not None:
+            return None
+        label, device = m.devices[j], m.stages[j].device
+        start = moment(device)
+        results = run(m, j, i, *args)
+        self.notes.append((label, device, kind, j, i, start, moment(device), ""))
+        if kind == "F" and m.kept[j, i].results is None:
+            self.takes[label, j, i] = [self.saved[label].keep(x) for x in args if isinstance(x, Tensor)]
+        elif kind == "R":
+            del self.takes[label, j, i]
+        return results
+
+    def pack(
+        self,
+        m: Step,
+        pack: Callable[..., Transfer],
+        value: Tensor,
+        j: int,
+        i: int,
+        target: int,
+        name: str,
+        grad: bool,
+        there: Step,
+    ) -> Transfer:
+        """Send a tensor to another device."""
+        here, goal = value.device, there.stages[target].device
+        if goal.type == "cpu":
+            return pack(m, value, j, i, target, name, grad, there)
+        # Between GPUs the copy runs on a stream of the one that sends.
+        stream, device = (m.streams[j, i], here) if here.type == "cuda" else (there.streams[target, i], goal)
+        if here.type == "cuda":
+            wait_stream(stream, m.compute[j])
+        with use_stream(stream):
+            start = moment(device)
+        parcel = pack(m, value, j, i, target, name, grad, there)
+        with use_stream(stream):
+            end = moment(device)
+        link = f"{m.devices[j]} -> {there.devices[target]}"
+        self.notes.append((link, device, "T", j, i, start, end, name))
+        return parcel
+
+    def open(self, m: Step, open: Callable[..., Tensor], parcel: Transfer, j: int, i: int, name: str) -> Tensor:
+        """Take what comes from another device."""
+        start = perf_counter()
+        value = open(m, parcel, j, i, name)
+        if parcel.device.type == "cpu":
+            link = f"{parcel.tensor.device} -> {m.devices[j]}"
+            self.notes.append((link, parcel.device, "T", j, i, start, perf_counter(), name))
+        return value
+
+    def timeline(self, name: str) -> Timeline:
+        """What happened, in seconds from the beginning."""
+        labels = tuple(self.homes)
+        for device in self.anchors:
+            torch.cuda.synchronize(device)
+
+        def seconds(device: torch.device, at: Moment) -> float:
+            return at - self.started if isinstance(at, float) else self.anchors[device].elapsed_time(at) / 1e3
+
+        spans = tuple(
+            Span(where, seconds(device, start), seconds(device, end), kind, j, i, text)
+            for where, device, kind, j, i, start, end, text in self.notes
+        )
+        links = tuple(sorted({span.where for span in spans} - set(labels)))
+        return Timeline(name, labels, spans, links, tuple(self.memory(label) for label in labels))
+
+    def memory(self, label: str) -> Steps:
+        """The high-water mark: of a GPU its own, of a CPU worker what backward needed at once."""
+        device = self.homes[label]
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else self.saved[label].peak
+        return ((0.0, peak),)
+
+
+def moment(device: torch.device) -> Any:
+    """Now, as the device sees it."""
+    if device.type != "cuda":
+        return perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event

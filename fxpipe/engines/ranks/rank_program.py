@@ -1,0 +1,112 @@
+"""What one rank does in every step: the row of its device, with all that can be known of messages before a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from fxpipe.engines.common.replica_routing import Cut, Route, Routes, gradient_key, piece_name
+from fxpipe.engines.transports.mailbox import Key
+from fxpipe.engines.transports.message_format import Size
+from fxpipe.ir.graph.value_types import Dim, dim_size
+from fxpipe.ir.program.device_programs import Message
+from fxpipe.ir.program.messages import Wires
+from fxpipe.ir.schedule.schedule import Action
+
+from .rank_group import World
+
+
+@dataclass(frozen=True, slots=True)
+class RankMessage:
+    """A message, as it is sent in every step: what the generated code calls it, the rank at the other end, and its
+    form; `number`: the type of a Python number; `route`: how it is cut, if it is a piece."""
+
+    message: Message
+    key: Key
+    peer: int
+    dtype: torch.dtype
+    shape: tuple[Dim, ...]
+    number: str | None
+    route: Route | None
+
+
+class RankProgram:
+    """The program of one rank of `world`.
+
+    - `ranks`: of each stage, those of its replicas; `own`: the stages on this rank.
+    - `replica_group`: the ranks that have the same stages as this one; `replica`: its number among them.
+    - `routes`: how messages are cut between stages of different numbers of replicas.
+    - `lines`: what it does, in order.
+    """
+
+    def __init__(self, world: World, wires: Wires, cuts: Iterable[Cut]) -> None:
+        self.world, self.wires = world, wires
+        self.ranks = tuple(tuple(map(world.labels.index, labels)) for labels in wires.replica_groups)
+        self.own = [j for j in range(len(self.ranks)) if self.here(j)]
+        self.replica_group = self.ranks[self.own[0]] if self.own else (world.rank,)
+        self.replica = self.replica_group.index(world.rank)
+        self.routes = Routes(map(len, self.ranks), cuts)
+        programs = wires.programs
+        rows = dict(zip(programs.devices, programs.rows, strict=True))
+        self.lines = [(do, self._line(do, what)) for do, what in rows.get(world.label, ())]
+        self._sizes: dict[tuple[str, tuple[int, ...]], Size] = {}
+        self._coming: dict[int, dict[int, list[RankMessage]]] = {}
+
+    def here(self, j: int) -> bool:
+        """Whether stage j is on this rank."""
+        return self.world.rank in self.ranks[j]
+
+    def _line(self, do: str, what: Action | Message) -> Action | Message | RankMessage:
+        if isinstance(what, Action) or do in ("reduce", "gather"):
+            return what
+        form, end = self.wires.forms[what.value], what.target if do == "send" else what.source
+        dtype: torch.dtype = getattr(torch, form.dtype)
+        peer = self.ranks[end][what.replicas[do == "send"]]
+        route = self.routes.of.get((what.target, self.name(what)))
+        return RankMessage(what, self.key(what), peer, dtype, form.shape, form.number, route)
+
+    def name(self, message: Message) -> str:
+        """What the generated code calls a message."""
+        name = self.wires.names.get(message.value, message.value)
+        return gradient_key(name, message.source) if message.gradient else name
+
+    def key(self, message: Message) -> Key:
+        """Where a message goes, and under which name."""
+        name, i = self.name(message), message.micro_batch
+        if i is None or len(self.ranks[message.source]) != len(self.ranks[message.target]):
+            name = piece_name(name, *message.replicas)
+        return message.target, -1 if i is None else i, name
+
+    def size(self, wire: RankMessage, known: tuple[int, ...]) -> Size:
+        """The type and shape of what a message carries, for these sizes of its micro-batch."""
+        key = wire.message.value, known
+        if key not in self._sizes:
+            if len(self._sizes) > 10_000:
+                self._sizes.clear()  # a program whose shapes never repeat
+            sizes = dict(zip((name for name, _, _ in self.wires.sizes), known, strict=False))
+            self._sizes[key] = wire.dtype, tuple([dim_size(dim, sizes) for dim in wire.shape])
+        return self._sizes[key]
+
+    def coming(self, last: int) -> dict[int, list[RankMessage]]:
+        """What each other rank sends to this one in a step whose last micro-batch has this number, in order."""
+        if last not in self._coming:
+            coming: dict[int, list[RankMessage]] = {peer: [] for peer in self.world.others}
+            for do, what in self.lines:
+                if do == "receive" and isinstance(what, RankMessage):
+                    i = what.message.micro_batch
+                    coming[what.peer] += [what] if i is None or i <= last else []
+            self._coming[last] = coming
+        return self._coming[last]
+
+    def located(self, error: Exception, message: Message) -> Exception:
+        """The error, with a note of the message that it is about."""
+        at, (stage, replica) = self.wires.origins.get(message.value), message.sender
+        what = "which lends" if message.micro_batch is None else f"micro-batch {message.micro_batch},"
+        if message.source == message.target:
+            what = "whose replicas add up"
+        place = f"stage {stage}, " + f"replica {replica}, " * (replica > 0)
+        value = f"{'the gradient of ' * message.gradient}{message.value}"
+        error.add_note(f"{place}{what} {value}" + (f", at {at}" if at else ""))
+        return error

@@ -1,0 +1,145 @@
+"""How the messages of a step go from one rank to another: what actions send goes, and what they take is received, when
+the program says so."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from fxpipe.engines.common.step import Step
+from fxpipe.engines.transports.mailbox import Key
+from fxpipe.engines.transports.message_format import Size, blank, failure, nbytes, read, seal
+from fxpipe.errors import RankError
+from fxpipe.ir.program.device_programs import Message
+
+from .rank_group import Lost
+from .rank_program import RankMessage, RankProgram
+
+AHEAD = 32  # messages to one rank that may be on their way: what is sent is kept until it has been received
+EARLY, SMALL = 16, 2**16  # messages from one rank that may be waited for before the program says so, and their bytes
+
+
+class RankTransport:
+    """The messages of one step, as one rank sees them: the mailbox of all stages.
+
+    - `arrived`: what has come for stages of this rank, and what these have sent to others.
+    - `posted`: what it has begun to receive; `sent`: what it has begun to send, by rank.
+    - `begun`: how many of the messages `coming` from each rank it has begun to receive; `reached`: how many the program
+      has asked for.
+    - `far`: the ranks whose messages are waited for early.
+    - `broken`: whether this rank has failed; `error`: why, if it was not another rank that has failed before.
+    """
+
+    def __init__(self, program: RankProgram, m: Step, error: BaseException | None) -> None:
+        self.program, self.world = program, program.world
+        self.rows_of, self.sizes = m.rows_of, m.sizes
+        self.known = [tuple([getattr(one, source).shape[dim] for _, source, dim in program.wires.sizes]) for one in m]
+        self.coming = program.coming(m.last)
+        self.arrived: dict[Key, Any] = {}
+        self.posted: dict[Key, tuple[RankMessage, Size, Callable[[], Tensor]]] = {}
+        others = self.world.others
+        self.sent: dict[int, deque[tuple[Any, Tensor]]] = {rank: deque() for rank in others}
+        # What NCCL begins to receive is in the way of others.
+        self.far = [peer for peer in others if peer not in self.world.local_peers] * (self.world.device.type == "cpu")
+        self.reached, self.begun = dict.fromkeys(others, 0), dict.fromkeys(others, 0)
+        self.broken, self.error = error is not None, error
+
+    def fail(self, error: BaseException | None) -> None:
+        """Nothing more is computed here. The first error is the one to tell of."""
+        self.error = self.error if self.broken else error
+        self.broken = True
+
+    def put(self, message: tuple[Key, Any] | None) -> None:
+        if message is not None:
+            self.arrived[message[0]] = message[1]
+
+    def wait(self, key: Key) -> None:
+        self.arrived[key] = self.open_message(key)
+
+    def expect(self, wire: RankMessage) -> None:
+        """Begin to receive, if that has not begun yet."""
+        self.reached[wire.peer] += 1
+        if self.begun[wire.peer] < self.reached[wire.peer]:
+            self.begin_to_receive(wire.peer, 0)
+
+    def begin_to_receive(self, peer: int, early: int) -> None:
+        """Begin to receive what the program has reached, and so many small messages that come after it. With gloo the
+        receiver has to tell the sender that it is ready, and if that is said in time nobody waits for it."""
+        coming, begun, reached = self.coming[peer], self.begun[peer], self.reached[peer]
+        while begun < min(len(coming), reached + early):
+            wire, size = coming[begun], self.size(coming[begun])
+            if size is None:
+                begun += 1
+                continue
+            if begun >= reached and nbytes(size) > SMALL:
+                break
+            try:
+                self.posted[wire.key] = wire, size, self.world.receive(peer, size)
+            except Lost as error:
+                self.fail(self.located(error, wire.message))
+                begun = len(coming)
+                break
+            begun += 1
+        self.begun[peer] = begun
+
+    def dispatch(self, wire: RankMessage) -> None:
+        """Begin to send what an action has sent; or that this rank has failed."""
+        size, message, peer = self.size(wire), wire.message, wire.peer
+        if size is None:
+            return
+        slot = self.world.slot(True, peer, size)
+        buffer = blank(size, self.world.device) if slot is None else slot.tensor(size)
+        if self.broken or wire.key not in self.arrived:
+            failure(buffer)
+        else:
+            value = self.arrived.pop(wire.key)
+            grad = isinstance(value, Tensor) and value.requires_grad
+            try:
+                seal(value.detach() if grad else value, grad, size, buffer)
+            except ValueError as error:
+                self.fail(self.program.located(error, message))
+                failure(buffer)
+        if slot is not None:
+            self.world.put(slot, peer)
+            return
+        try:
+            self.sent[peer].append((self.world.start(True, peer, buffer), buffer))
+            while len(self.sent[peer]) > AHEAD:
+                self.world.finish(self.sent[peer].popleft()[0], peer)
+        except Lost as error:
+            self.fail(self.located(error, message))
+
+    def open_message(self, key: Key) -> Any:
+        """What a message brings, once it is there. Raises FailedElsewhere or Lost."""
+        wire, size, receive = self.posted.pop(key)
+        try:
+            for peer in self.far:  # there is time, if this waits
+                self.begin_to_receive(peer, EARLY)
+                self.world.listen(peer)  # for the verdict
+            message = receive()
+        except Lost as error:
+            raise self.located(error, wire.message) from None
+        return read(message, size, wire.number)
+
+    def size(self, wire: RankMessage) -> Size | None:
+        """The type and shape of what a message carries; None if the two replicas have no samples in common."""
+        i, route = wire.message.micro_batch, wire.route
+        size = self.program.size(wire, () if i is None else self.known[i])
+        if i is None or route is None:
+            return size
+        shares = self.program.routes.pieces(self.rows_of[i], wire.message.target, route)
+        rows = next((rows for source, target, rows in shares if (source, target) == wire.message.replicas), None)
+        if rows is None:
+            return None
+        dim, own = route.dim, self.sizes[i]
+        if dim is None or rows == own:
+            return size
+        dtype, shape = size
+        return dtype, (*shape[:dim], shape[dim] // own * rows, *shape[dim + 1 :])
+
+    def located(self, error: Lost, message: Message) -> Exception:
+        """What was to come of a lost rank, or to go there."""
+        return self.program.located(RankError(str(error)), message)

@@ -1,0 +1,109 @@
+"""What ranks send each other once a step: tensors that one stage owns and others use, such as tied weights, and
+gradients of what the model holds."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from fxpipe.engines.common.step import Step
+from fxpipe.engines.transports.mailbox import Key
+from fxpipe.ir.program.device_programs import Message
+from fxpipe.ir.program.gradient_buckets import Bucket
+from fxpipe.ir.program.messages import LentTensor
+from fxpipe.runtime.step_leaves import alias
+
+from .rank_transport import RankTransport
+from .replica_reduce import BucketReduce
+
+
+class WeightExchange:
+    """Tensors and gradients of the stages of one rank in one step. `awaited`: what other ranks lend to each stage;
+    `exchanges`: the buckets of gradients, by the names of their parts, and which part that is."""
+
+    def __init__(self, m: Step, transport: RankTransport) -> None:
+        self.m, self.transport, self.program = m, transport, transport.program
+        self.wires = self.program.wires
+        self.awaited: dict[int, list[LentTensor]] = {}
+        self.exchanges: dict[str, tuple[BucketReduce, int]] = {}
+        for bucket in self.wires.buckets:
+            dtype, device = getattr(torch, self.wires.forms[bucket.name(0)].dtype), transport.world.device
+            exchange = BucketReduce(bucket, m.replica, dtype, device, partial(self.stand_ins, bucket))
+            for part in range(bucket.replicas):
+                self.exchanges |= {bucket.name(part, summed): (exchange, part) for summed in (False, True)}
+
+    # Tensors that stages lend -----------------------------------------------------------------------------------------
+
+    def lend(self) -> None:
+        """Get ready what other ranks borrow, and note what they lend. Between stages of this rank the scheduler has
+        lent."""
+        for loan in self.wires.lent:
+            home, user = self.program.here(loan.home), self.program.here(loan.user)
+            if home and not user and self.m.replica == 0:
+                tensor = self._held(loan.home, loan.path, loan.constant)
+                for k in range(len(self.wires.replica_groups[loan.user])):
+                    lent = tensor.detach().requires_grad_(tensor.requires_grad)
+                    self.transport.arrived[self._key(loan, k)] = lent
+            elif user and not home:
+                self.awaited.setdefault(loan.user, []).append(loan)
+
+    def _key(self, loan: LentTensor, replica: int) -> Key:
+        return self.program.key(Message(loan.state, loan.home, loan.user, replicas=(0, replica)))
+
+    def _held(self, j: int, path: str, constant: bool) -> Tensor:
+        """A tensor as its stage holds it now."""
+        stage = self.m.stages[j]
+        found: Tensor = getattr(stage, path) if constant else stage.tensor(path)
+        return found
+
+    def borrow(self, j: int) -> None:
+        """Take what other ranks lend to stage j, before its first action."""
+        for loan in self.awaited.pop(j, ()):
+            found = self.transport.open_message(self._key(loan, self.m.replica))
+            setattr(self.m.lent, loan.borrowed, found)
+            if found.requires_grad:
+                self.m.fresh[j].append(found)
+
+    def _loan(self, state: str, user: int) -> LentTensor:
+        return next(loan for loan in self.wires.lent if (loan.state, loan.user) == (state, user))
+
+    # Gradients --------------------------------------------------------------------------------------------------------
+
+    def send(self, message: Message) -> None:
+        """Get ready the gradient of what was borrowed, or a part of those that replicas add up."""
+        if message.value in self.exchanges:
+            exchange, part = self.exchanges[message.value]
+            grad: Tensor | None = exchange.part(part)
+        else:  # a replica without work has none
+            grad = getattr(self.m.lent, self._loan(message.value, message.source).borrowed).grad
+        self.transport.arrived[self.program.key(message)] = grad
+
+    def reduce(self, do: str, message: Message) -> None:
+        """Add the gradient of what was lent to what its owner has, or take part in adding up those of replicas."""
+        if message.value in self.exchanges:
+            exchange, _ = self.exchanges[message.value]
+            part = self.transport.open_message(self.program.key(message))
+            (exchange.reduce if do == "reduce" else exchange.gather)(message.replicas[0], part)
+            return
+        if self.program.here(message.source):  # it is among the pairs of the borrower
+            return
+        loan = self._loan(message.value, message.source)
+        grad = self.transport.open_message(self.program.key(message))
+        if grad is not None:
+            owned = self._held(loan.home, loan.path, loan.constant)
+            stand_in = alias(owned)
+            stand_in.grad = grad
+            self.m.pairs[loan.home].append((self.m.owner(owned), stand_in))
+
+    def stand_ins(self, bucket: Bucket) -> list[list[Tensor]]:
+        """What has gradients here, for each tensor in a bucket."""
+        owners: dict[int, int] = {}
+        found: dict[int, list[Tensor]] = {}
+        for tensor, stand_in in chain(*self.m.pairs):
+            owners[id(stand_in)] = id(tensor)
+            found.setdefault(id(tensor), []).append(stand_in)
+        held = [self._held(bucket.stage, *self.wires.paths[name]) for name, _ in bucket.tensors]
+        return [found.get(owners.get(id(stand_in), 0), []) for stand_in in held]
