@@ -24,7 +24,7 @@ from math import inf
 
 from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage
 from fxpipe.ir.plan.layer_chain import Chain
-from fxpipe.planning.hybrid.device_placement import Counts, minus, placements, plus
+from fxpipe.planning.hybrid.device_placement import Counts, fill, minus, plus, scatter
 
 
 @dataclass(frozen=True)
@@ -134,11 +134,19 @@ def best(job: Job) -> Candidate:
 # The dynamic programming ----------------------------------------------------------------------------------------
 
 
+def pure_placements(sizes: Counts, used: Counts, need: int) -> list[Counts]:
+    """`need` more devices by each of DAPPLE's policies that differs. Fresh first and append first give up where their
+    own servers do not suffice."""
+    fresh, begun = ([s for s in range(len(sizes)) if (used[s] == 0) == new] for new in (True, False))
+    found = (fill(sizes, used, need, fresh), fill(sizes, used, need, begun), scatter(sizes, used, need))
+    return list(dict.fromkeys(one for one in found if one is not None))
+
+
 def _replicated(servers: Counts, used: Counts, need: int, pipelines: int) -> set[Counts]:
     """The devices of one stage in all pipelines, which are placed one after the other."""
     reached = {used}
     for _ in range(pipelines):
-        reached = {plus(at, one) for at in reached for one in placements(servers, at, need, pure=True)}
+        reached = {plus(at, one) for at in reached for one in pure_placements(servers, at, need)}
     return {minus(at, used) for at in reached}
 
 
@@ -164,7 +172,7 @@ class _Tables:
         self.rows = [{} for _ in range(self.size + 1)]
         none = (0,) * len(self.job.machine.servers)
         for m in range(1, (1 if self.straight else self.size) + 1):
-            first = placements(self.job.machine.servers, none, m * self.pipelines, pure=True)[0]
+            first = pure_placements(self.job.machine.servers, none, m * self.pipelines)[0]
             block = [inf] + [max(0.0, time) / (m * self.pipelines) for time in self.job.times[1:]]
             self.rows[m][first] = _Row(block, [(0, m, none, first)] * len(block))
         for m in range(2, self.size + 1):
@@ -227,8 +235,8 @@ def _halves(job: Job) -> Iterator[Candidate]:
     servers, times = job.machine.servers, job.times
     none, n = (0,) * len(servers), len(times) - 1
     for r in range(1, sum(servers)):
-        for first in placements(servers, none, r, pure=True):
-            for second in placements(servers, first, sum(servers) - r, pure=True):
+        for first in pure_placements(servers, none, r):
+            for second in pure_placements(servers, first, sum(servers) - r):
                 per_byte = job.machine.receive(first, second)
                 for cut in range(1, n):
                     block = max(times[cut] / r, (times[n] - times[cut]) / sum(second), job.crossing[cut] * per_byte)

@@ -10,10 +10,13 @@ others are done, what counts is the time between its own first and last action.
 
 from __future__ import annotations
 
+import re
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from fxpipe.ir.schedule.schedule import Action, Costs, Schedule, starts
+from fxpipe.ir.schedule.schedule import Action, Costs, Schedule, needs, starts
+from fxpipe.schedules.dual_pipe_v import dual_pipe_v
 
 
 def bubble(
@@ -108,3 +111,36 @@ def _bytes(schedule: Schedule, row: Sequence[Action], kept: Sequence[Kept]) -> I
         whole, half = kept[s]
         now += {"F": whole if trains else 0, "B": -whole, "I": half - whole, "W": -half}[kind]
         yield now
+
+
+def idle_in_pairs(stages: int, chunks: int, pair: float, costs: Costs | None = None) -> tuple[float, ...]:
+    """Per device the time that it is idle, until the last device is done, if a forward and the B right after it run as
+    a pair: they start together and are both done `pair` later. It is the time that the published formula is about.
+
+    >>> idle_in_pairs(stages=8, chunks=8, pair=3)  # (4 - 1) (3 + 2 - 3)
+    (6, 6, 6, 6)
+    """
+    if chunks < stages:
+        raise ValueError(f"{chunks} micro-batches are too few for pairs in {stages} stages; the form needs {stages}")
+    each, schedule = costs or Costs(), dual_pipe_v(stages, chunks)
+    rows = [deque(_pairs(row)) for row in schedule.devices]
+    seconds = [[pair if len(cell) == 2 else each.of(cell[0].kind) for cell in row] for row in rows]
+    free: list[float] = [0] * len(rows)
+    done: dict[Action, float] = {}
+    while any(rows):
+        for device, row in enumerate(rows):
+            while row and all(need in done for need in _before(schedule, row[0])):
+                ready = max((done[need] for need in _before(schedule, row[0])), default=0)
+                free[device] = max(free[device], ready) + seconds[device][-len(row)]
+                done |= dict.fromkeys(row.popleft(), free[device])
+    return tuple(max(free) - sum(busy) for busy in seconds)
+
+
+def _pairs(row: Sequence[Action]) -> Iterator[Sequence[Action]]:
+    """The row with each F and the B right after it as one."""
+    for cell in re.finditer("FB|.", "".join(action.kind for action in row)):
+        yield row[cell.start() : cell.end()]
+
+
+def _before(schedule: Schedule, cell: Sequence[Action]) -> list[Action]:
+    return [need for action in cell for need in needs(schedule, action)]

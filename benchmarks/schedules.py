@@ -18,10 +18,9 @@ from typing import NamedTuple
 
 from tabulate import tabulate
 
-from fxpipe.schedules.dual_pipe_v import idle_in_pairs
 from fxpipe.schedules.make_schedule import make, placement
 
-from .schedule_measures import bubble, gaps, idle, peak_live
+from .schedule_measures import bubble, gaps, idle, idle_in_pairs, peak_live
 
 SIZES = ((2, 4), (4, 4), (4, 16), (4, 18), (8, 16), (8, 64))
 

@@ -32,7 +32,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fxpipe.ir.graph.evaluate_graph import call, enter
 from fxpipe.ir.graph.graph import Graph, Op
 from fxpipe.ir.graph.model_devices import capture_device, relocate
-from fxpipe.ir.graph.module_blocks import blocks
 from fxpipe.ir.plan.profile import OpCost, Profile
 
 Values = dict[str, Any]
@@ -45,7 +44,6 @@ def measure(
     states: Mapping[str, Any],
     device: str = "cpu",
     *,
-    by: str = "op",
     repeats: int = 5,
     warmup: int = 1,
     budget: float = 30.0,
@@ -53,25 +51,18 @@ def measure(
     """The measured costs of a micro-batch. `inputs` and `states` are by name in the graph, constants may be left out.
 
     Each op is timed `repeats` times after `warmup` runs, and the median counts; all together take about `budget`
-    seconds, and each op at least one run. With `by="module"` a block (see `fxpipe.ir.graph.module_blocks`) is timed as
-    one and its time shared among its ops, as one run of each would have it: nearer to the truth where ops are tiny, and
-    quicker.
+    seconds, and each op at least one run.
     """
     here = torch.device(device)
     graph = _on(graph, here)
-    spans = [range(p, p + 1) for p in range(len(graph.ops))]
-    if by == "module":
-        spans = [range(block.first, block.last + 1) for block in blocks(graph)]
-    elif by != "op":
-        raise ValueError(f"by is {by!r}: write 'op' or 'module'")
-    share = budget / max(1, len(spans))
+    share = budget / max(1, len(graph.ops))
     costs: list[OpCost] = []
     devices = [here] if here.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.inference_mode(False), torch.enable_grad():
         run = _Run.start(graph, inputs, states, here)
-        for span in spans:
-            timing = run.timing(span, warmup, repeats, share)
-            costs += _shared([run.advance(p) for p in span], timing)
+        for position in range(len(graph.ops)):
+            forward, backward = run.timing(position, warmup, repeats, share)
+            costs.append(replace(run.advance(position), forward=forward, backward=backward))
         batch = run.batch
     return Profile(graph.model, batch, device, "measured", tuple(costs))
 
@@ -82,17 +73,6 @@ def _on(graph: Graph, here: torch.device) -> Graph:
     if captured is None:
         return graph
     return replace(graph, ops=tuple(relocate(op, captured, here, here.type) for op in graph.ops))
-
-
-def _shared(costs: Sequence[OpCost], timing: tuple[float, float]) -> list[OpCost]:
-    """The costs of single ops scaled so that their times add up to those of the block; backward goes by forward."""
-    total = sum(cost.forward for cost in costs)
-    shares = [cost.forward / total if total else 1 / len(costs) for cost in costs]
-    forward, backward = timing
-    return [
-        replace(cost, forward=forward * share, backward=backward * share)
-        for cost, share in zip(costs, shares, strict=True)
-    ]
 
 
 @dataclass(frozen=True)
@@ -127,39 +107,38 @@ class _Run:
 
     # time ------------------------------------------------------------------------------------
 
-    def timing(self, span: range, warmup: int, repeats: int, budget: float) -> tuple[float, float]:
-        """Median seconds of forward and of backward of the ops at these positions, run as one."""
+    def timing(self, position: int, warmup: int, repeats: int, budget: float) -> tuple[float, float]:
+        """Median seconds of forward and of backward of an op."""
         started = time.perf_counter()
         times: list[tuple[float, float]] = []
         for attempt in range(warmup + repeats):
             if attempt == warmup:
                 times.clear()
-            times.append(self.once(span))
+            times.append(self.once(position))
             if time.perf_counter() - started > budget:
                 break
         return median(forward for forward, _ in times), median(backward for _, backward in times)
 
-    def once(self, span: range) -> tuple[float, float]:
+    def once(self, position: int) -> tuple[float, float]:
         """Seconds of one forward and one backward, on leaves of their own."""
-        ops = self.graph.ops[span.start : span.stop]
-        leaves, values, _ = self.copies(ops)
-        _, forward = _timed(self.here, lambda: _forward(ops, values))
-        leaving = [values[op.name] for op in ops if self.last.get(op.name, -1) >= span.stop]
-        results = [t for t in _tensors(leaving) if _differentiable(t, leaves)]
+        op = self.graph.ops[position]
+        leaves, values, _ = self.copies(op)
+        _, forward = _timed(self.here, lambda: _forward(op, values))
+        read = self.last.get(op.name, -1) > position
+        results = [t for t in _tensors(values[op.name]) if read and _differentiable(t, leaves)]
         if not results or not leaves:
             return forward, 0.0
         gradients = [torch.ones_like(t) for t in results]
         _, backward = _timed(self.here, lambda: torch.autograd.grad(results, leaves, gradients, allow_unused=True))
         return forward, backward
 
-    def copies(self, ops: Sequence[Op]) -> tuple[list[Tensor], Values, dict[int, int]]:
-        """Leaves for all that the ops read from outside, the values to run on, and for each clone the memory it stands
-        for. A leaf cannot be written in place, so what is written is a clone of a leaf."""
-        names = dict.fromkeys(name for op in ops for name in (*op.reads, *op.writes) if name in self.values)
-        written = {name for op in ops for name in op.writes}
+    def copies(self, op: Op) -> tuple[list[Tensor], Values, dict[int, int]]:
+        """Leaves for all that the op reads, the values to run on, and for each clone the memory it stands for. A leaf
+        cannot be written in place, so what is written is a clone of a leaf."""
+        names = dict.fromkeys(name for name in (*op.reads, *op.writes) if name in self.values)
         leaves = {name: _leaf(self.values[name], self.here) for name in names}
-        values = {name: tree_map(_clone, leaf) if name in written else leaf for name, leaf in leaves.items()}
-        clones = (zip(_memories(values[n]), _memories(leaf), strict=True) for n, leaf in leaves.items() if n in written)
+        values = {name: tree_map(_clone, leaf) if name in op.writes else leaf for name, leaf in leaves.items()}
+        clones = (zip(_memories(values[name]), _memories(leaves[name]), strict=True) for name in op.writes)
         needing = [t for leaf in leaves.values() for t in _tensors(leaf) if t.requires_grad]
         return needing, values, {clone: memory for pairs in clones for clone, memory in pairs}
 
@@ -188,14 +167,14 @@ class _Run:
             found[storage._cdata] = storage.nbytes()
             return tensor
 
-        leaves, values, stands_for = self.copies([op])
+        leaves, values, stands_for = self.copies(op)
         with saved_tensors_hooks(pack, lambda tensor: tensor):
-            _, seconds = _timed(self.here, lambda: _forward([op], values))
+            _, seconds = _timed(self.here, lambda: _forward(op, values))
         result = values[op.name]
         grads = [_differentiable(t, leaves) for t in _tensors(result)]
         if op.writes:  # once more on the values themselves, so that all views of them see it
             with torch.no_grad():
-                _forward([op], self.values)
+                _forward(op, self.values)
             stands_for |= dict(zip(_memories(result), _memories(self.values[op.name]), strict=True))
             result = self.values[op.name]
         self.values[op.name] = _marked(result, grads)
@@ -212,12 +191,11 @@ class _Run:
                         self.kept.discard(memory)  # its number may come again for other memory
 
 
-def _forward(ops: Sequence[Op], values: Values) -> None:
-    for op in ops:
-        with ExitStack() as contexts:
-            for region in op.regions:
-                contexts.enter_context(enter(region))
-            values[op.name] = call(op, values)
+def _forward(op: Op, values: Values) -> None:
+    with ExitStack() as contexts:
+        for region in op.regions:
+            contexts.enter_context(enter(region))
+        values[op.name] = call(op, values)
 
 
 def _timed(here: torch.device, work: Callable[[], T]) -> tuple[T, float]:

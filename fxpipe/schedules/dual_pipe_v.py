@@ -8,17 +8,15 @@ Published, for n devices (DeepSeek's table, where PP is the number of stages, 2n
 (n - 1) (F&B + B - 3W), and 2n + 1 (stage, micro-batch) pairs are live on each device. F&B is how long a pair takes
 that runs overlapped. A row here runs one action at a time, so F&B is F + B at most, and what a forward makes can leave
 before the backward beside it is done: with F, I and W 1 long the device is idle for n - 1, not for 2 (n - 1).
-`idle_in_pairs` runs the same rows with pairs, and has the published bubble.
+`benchmarks.schedule_measures.idle_in_pairs` runs the same rows with pairs, and has the published bubble.
 """
 
 from __future__ import annotations
 
-import re
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from fxpipe.ir.schedule.restrict import only
-from fxpipe.ir.schedule.schedule import Action, Costs, Schedule, needs
+from fxpipe.ir.schedule.schedule import Schedule
 
 from .row_builder import at_least_one, numbered
 from .zero_bubble import Cell, half
@@ -56,36 +54,3 @@ def _row(d: int, n: int, chunks: int) -> Iterator[Cell]:
     for owed, s in zip(split[:rest], split[d + 1 :], strict=True):
         yield from [("W", owed), ("I", s)]
     yield from (("W", s) for s in split[rest:])
-
-
-def idle_in_pairs(stages: int, chunks: int, pair: float, costs: Costs | None = None) -> tuple[float, ...]:
-    """Per device the time that it is idle, until the last device is done, if a forward and the B right after it run as
-    a pair: they start together and are both done `pair` later. It is the time that the published formula is about.
-
-    >>> idle_in_pairs(stages=8, chunks=8, pair=3)  # (4 - 1) (3 + 2 - 3)
-    (6, 6, 6, 6)
-    """
-    if chunks < stages:
-        raise ValueError(f"{chunks} micro-batches are too few for pairs in {stages} stages; the form needs {stages}")
-    each, schedule = costs or Costs(), dual_pipe_v(stages, chunks)
-    rows = [deque(_pairs(row)) for row in schedule.devices]
-    seconds = [[pair if len(cell) == 2 else each.of(cell[0].kind) for cell in row] for row in rows]
-    free: list[float] = [0] * len(rows)
-    done: dict[Action, float] = {}
-    while any(rows):
-        for device, row in enumerate(rows):
-            while row and all(need in done for need in _before(schedule, row[0])):
-                ready = max((done[need] for need in _before(schedule, row[0])), default=0)
-                free[device] = max(free[device], ready) + seconds[device][-len(row)]
-                done |= dict.fromkeys(row.popleft(), free[device])
-    return tuple(max(free) - sum(busy) for busy in seconds)
-
-
-def _pairs(row: Sequence[Action]) -> Iterator[Sequence[Action]]:
-    """The row with each F and the B right after it as one."""
-    for cell in re.finditer("FB|.", "".join(action.kind for action in row)):
-        yield row[cell.start() : cell.end()]
-
-
-def _before(schedule: Schedule, cell: Sequence[Action]) -> list[Action]:
-    return [need for action in cell for need in needs(schedule, action)]

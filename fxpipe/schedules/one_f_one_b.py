@@ -96,27 +96,6 @@ def late(stages: int, limit: int | None = None) -> tuple[int, ...]:
     return tuple(_limited(2 * (stages - s) - 1, limit) for s in range(stages))
 
 
-def clock_cycles(m: int, n: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """The forward grid column by column: per clock the (micro-batch i, stage j) that run, which have i + j = clock.
-
-    m micro-batches, n stages:
-
-        clock     0   1   2   3
-        stage 0  F0  F1  F2
-        stage 1      F0  F1  F2
-
-    >>> for tick in clock_cycles(m=3, n=2):
-    ...     print(tick)
-    ((0, 0),)
-    ((1, 0), (0, 1))
-    ((2, 0), (1, 1))
-    ((2, 1),)
-    """
-    return tuple(
-        tuple((clock - j, j) for j in range(max(0, clock - m + 1), min(clock + 1, n))) for clock in range(m + n - 1)
-    )
-
-
 def _row(s: int, warmup: int, backwards: Iterable[int]) -> tuple[Action, ...]:
     """Device s: `warmup` forwards, then the backwards in their order, a forward after each while there are any."""
     after = [Action("B", s, i) for i in backwards]

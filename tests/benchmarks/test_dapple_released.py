@@ -16,6 +16,7 @@ from benchmarks.dapple_released import (
     candidates,
     data_parallel_time,
     hybrid_plan,
+    pure_placements,
 )
 from benchmarks.paper_data import MISSING, expected, folder
 from fxpipe.errors import PlanError
@@ -120,3 +121,8 @@ def test_table_vii(model, profile, micro_batch, devices):
     found = best(Job(chain, CONFIGURATIONS["A"], row["gbs"], micro_batch))
     assert found.stages[0].end == int(str(row["authors_state_split"]).split()[0])
     assert [sum(stage.counts) for stage in found.stages] == devices
+
+
+def test_placements_that_give_up():
+    assert pure_placements((2, 8), (1, 0), 4) == [(0, 4), (1, 3)]
+    assert pure_placements((4, 2), (1, 0), 4) == [(2, 2)]  # by scattering alone

@@ -5,7 +5,7 @@ from fxpipe.ir.operators.operators import OperatorGraph
 from fxpipe.planning.operators.models.operator_kinds import (
     attention,
     concat,
-    conv2d,
+    convolution,
     elementwise,
     embedding,
     features,
@@ -13,7 +13,7 @@ from fxpipe.planning.operators.models.operator_kinds import (
     image,
     linear,
     lstm,
-    pool2d,
+    pooling,
     projected_softmax,
     tokens,
 )
@@ -29,10 +29,10 @@ def cluster(devices, flops=1e9, bandwidth=1e9, latency=1e-6, servers=1):
 
 def lenet(batch=64):
     x = image("image", batch, 1, 28, 28)
-    conv1 = conv2d("conv1", x, 6, 5, padding=2)
-    pool1 = pool2d("pool1", conv1, 2)
-    conv2 = conv2d("conv2", pool1, 16, 5)
-    pool2 = pool2d("pool2", conv2, 2)
+    conv1 = convolution("conv1", x, 6, 5, padding=2)
+    pool1 = pooling("pool1", conv1, 2)
+    conv2 = convolution("conv2", pool1, 16, 5)
+    pool2 = pooling("pool2", conv2, 2)
     flat = flatten("flat", pool2)
     fc1 = linear("fc1", flat, 120)
     fc2 = linear("fc2", fc1, 84)
@@ -42,11 +42,11 @@ def lenet(batch=64):
 def branches(batch=8):
     """Convolutions side by side, with a stride that skips rows, concatenated and added."""
     x = image("image", batch, 3, 9, 9)
-    stem = conv2d("stem", x, 4, 3, padding=1)
-    left = conv2d("left", stem, 4, 1, stride=2)
-    right = conv2d("right", stem, 8, 3, stride=2, padding=1)
+    stem = convolution("stem", x, 4, 3, padding=1)
+    left = convolution("left", stem, 4, 1, stride=2)
+    right = convolution("right", stem, 8, 3, stride=2, padding=1)
     both = concat("both", (left, right))
-    skip = conv2d("skip", stem, 12, 1, stride=2)
+    skip = convolution("skip", stem, 12, 1, stride=2)
     return OperatorGraph("branches", (x, stem, left, right, both, skip, elementwise("sum", both, skip)))
 
 

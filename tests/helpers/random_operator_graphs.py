@@ -133,7 +133,8 @@ def _operator(step: Step, made: Mapping[str, Operator]) -> Operator:
         return kinds.concat(step.name, xs)
     if step.kind == "lstm":
         return kinds.lstm(step.name, xs[0], xs[1] if len(xs) > 1 else None, **step.options)
-    make: Callable[..., Operator] = getattr(kinds, step.kind)
+    makers = {"conv2d": kinds.convolution, "pool2d": kinds.pooling}
+    make: Callable[..., Operator] = makers.get(step.kind) or getattr(kinds, step.kind)
     return make(step.name, *xs, **step.options)
 
 

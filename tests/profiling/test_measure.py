@@ -70,19 +70,17 @@ def kept(model: nn.Module, x: Tensor) -> int:
     return sum(size for memory, (size, _) in found.items() if memory not in own)
 
 
-@pytest.mark.parametrize("by", ["op", "module"])
-def test_saved_bytes_are_what_autograd_keeps(case, by):
+def test_saved_bytes_are_what_autograd_keeps(case):
     model, x = case
     graph, inputs, states = trace(model, x)
-    profile = measure(graph, inputs, states, by=by, repeats=1)
+    profile = measure(graph, inputs, states, repeats=1)
     check(profile, [op.name for op in graph.ops])
     assert total(profile.ops).saved == kept(model, x)
     assert total(profile.ops).parameters == sum(4 * p.numel() for p in model.parameters())
     assert profile.batch == len(x)
 
 
-@pytest.mark.parametrize("by", ["op", "module"])
-def test_nothing_changes(case, by):
+def test_nothing_changes(case):
     model, x = case
     x.requires_grad_()
     graph, inputs, states = trace(model, x)
@@ -91,7 +89,7 @@ def test_nothing_changes(case, by):
         parameter.register_hook(lambda grad: pytest.fail("a hook of the user's ran"))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     copy, random = x.detach().clone(), torch.get_rng_state()
-    measure(graph, inputs, states, by=by)
+    measure(graph, inputs, states)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad.eq(1).all() for parameter in model.parameters())
     assert torch.equal(x, copy)
@@ -175,11 +173,6 @@ def test_inference_mode_is_no_obstacle():
         assert (
             measure(graph, {"input": x} if "input" in inputs else {next(iter(inputs)): x}, states).ops[0].backward > 0
         )
-
-
-def test_by_something_else():
-    with pytest.raises(ValueError, match="by is 'layer': write 'op' or 'module'"):
-        measure(hand(Op("y", torch.neg, (Ref("x"),), {}, ROW, HERE)), {"x": torch.ones(2, 4)}, {}, by="layer")
 
 
 @pytest.mark.cuda

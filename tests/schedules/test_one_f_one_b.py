@@ -13,7 +13,7 @@ from benchmarks.schedule_measures import bubble, peak_live
 from fxpipe.ir.schedule.restrict import share
 from fxpipe.ir.schedule.schedule import Schedule, clocks, dump_csv, load_csv, parse, show
 from fxpipe.ir.schedule.schedule_check import check
-from fxpipe.schedules.one_f_one_b import clock_cycles, early, forward_only, gpipe, late, one_f_one_b
+from fxpipe.schedules.one_f_one_b import early, forward_only, gpipe, late, one_f_one_b
 
 
 def text(picture: str) -> str:
@@ -54,6 +54,27 @@ CYCLES = (
     ((3, 1), (2, 2)),
     ((3, 2),),
 )  # fmt: skip
+
+
+def clock_cycles(m: int, n: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """The forward grid column by column: per clock the (micro-batch i, stage j) that run, which have i + j = clock.
+
+    m micro-batches, n stages:
+
+        clock     0   1   2   3
+        stage 0  F0  F1  F2
+        stage 1      F0  F1  F2
+
+    >>> for tick in clock_cycles(m=3, n=2):
+    ...     print(tick)
+    ((0, 0),)
+    ((1, 0), (0, 1))
+    ((2, 0), (1, 1))
+    ((2, 1),)
+    """
+    return tuple(
+        tuple((clock - j, j) for j in range(max(0, clock - m + 1), min(clock + 1, n))) for clock in range(m + n - 1)
+    )
 
 
 def test_clock_cycles() -> None:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.schedule_measures import Kept, bubble, gaps, idle, peak_bytes, peak_live, rolling_bubble
+from benchmarks.schedule_measures import Kept, bubble, gaps, idle, idle_in_pairs, peak_bytes, peak_live, rolling_bubble
 from fxpipe.ir.schedule.schedule import Schedule, dump_csv, load_csv, parse
 from fxpipe.ir.schedule.schedule_check import check
-from fxpipe.schedules.dual_pipe_v import dual_pipe_v, idle_in_pairs
+from fxpipe.schedules.dual_pipe_v import dual_pipe_v
 from fxpipe.schedules.one_f_one_b import one_f_one_b
 from fxpipe.schedules.zero_bubble import zb_h1, zb_h2, zb_v
 

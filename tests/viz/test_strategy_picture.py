@@ -12,7 +12,7 @@ from fxpipe.ir.operators.strategy import Config, Strategy
 from fxpipe.planning.operators.expert_strategies import data_parallel, expert, krizhevsky
 from fxpipe.planning.operators.models.convolutional_networks import alexnet, inception
 from fxpipe.planning.operators.models.graph_builder import Draft
-from fxpipe.planning.operators.models.operator_kinds import concat, conv2d, flatten, image, linear
+from fxpipe.planning.operators.models.operator_kinds import concat, convolution, flatten, image, linear
 from fxpipe.planning.operators.models.recurrent_networks import nmt
 from fxpipe.planning.operators.operator_costs import roofline
 from fxpipe.planning.operators.simulate_strategy import timeline
@@ -26,8 +26,8 @@ FOUR = preset("p100:4")
 def branches() -> OperatorGraph:
     add = Draft()
     x = add(image("image", 8, 3, 8, 8))
-    left = add(conv2d("left", x, 4, 3, padding=1))
-    right = add(conv2d("right", add(conv2d("narrow", x, 2, 1)), 4, 3, padding=1))
+    left = add(convolution("left", x, 4, 3, padding=1))
+    right = add(convolution("right", add(convolution("narrow", x, 2, 1)), 4, 3, padding=1))
     x = add(flatten("flat", add(concat("join", (left, right)))))
     add(linear("fc", x, 10))
     return add.graph("Branches")

@@ -21,8 +21,6 @@ from typing import Literal
 
 from tabulate import tabulate
 
-from fxpipe.ir.records import read, write
-
 Role = Literal["S", "A", "P", ""]
 ROLES = ("S", "A", "P", "")
 
@@ -165,15 +163,3 @@ def show(graph: OperatorGraph) -> str:
         (o.name, o.kind, ", ".join(o.inputs), ", ".join(map(str, o.output)), o.weights or "") for o in graph.operators
     ]
     return tabulate(rows, ("operator", "kind", "inputs", "output", "weights"), tablefmt="plain", disable_numparse=True)
-
-
-def dump(graph: OperatorGraph) -> str:
-    """The graph as JSON text, one operator per line; `load` reads it back."""
-    return write(graph)
-
-
-def load(text: str) -> OperatorGraph:
-    """The graph that `dump` wrote. Raises ValueError for text that is not one."""
-    graph = read(OperatorGraph, text)
-    check(graph)
-    return graph

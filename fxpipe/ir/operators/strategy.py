@@ -18,10 +18,6 @@ from functools import cached_property
 from itertools import product
 from math import prod
 
-from tabulate import tabulate
-
-from fxpipe.ir.records import from_plain, parse, write
-
 from .operators import Dimension, Operator, OperatorGraph
 
 Region = tuple[tuple[int, int], ...]  # for each dimension the first index and the one after the last
@@ -42,7 +38,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Strategy:
-    """A config for each operator, in the graph's order. Check with `check`, print with `show`."""
+    """A config for each operator, in the graph's order. Check with `check`."""
 
     configs: tuple[Config, ...]
 
@@ -111,34 +107,15 @@ def check(graph: OperatorGraph, strategy: Strategy, devices: int) -> None:
         check_config(operator, config, devices)
 
 
-def show(graph: OperatorGraph, strategy: Strategy) -> str:
-    """A table with a row for each operator."""
-    rows = [
-        (operator.name, cut(operator, config), " ".join(map(str, config.devices)))
-        for operator, config in zip(graph, strategy.configs, strict=True)
-    ]
-    return tabulate(rows, ("operator", "cut", "devices"), tablefmt="plain", disable_numparse=True)
-
-
 def cut(operator: Operator, config: Config) -> str:
     """How the output is cut, in words: "sample/2 channel/2", or "whole"."""
     pairs = zip(operator.output, config.degrees, strict=True)
     return " ".join(f"{dimension.name}/{degree}" for dimension, degree in pairs if degree > 1) or "whole"
 
 
-def dump(graph: OperatorGraph, strategy: Strategy) -> str:
-    """The strategy as JSON text, by names of operators; `load` reads it back."""
-    return write(by_name(graph, strategy), 1)
-
-
 def by_name(graph: OperatorGraph, strategy: Strategy) -> dict[str, Config]:
     """The config of each operator, as files have them."""
     return {operator.name: config for operator, config in zip(graph, strategy.configs, strict=True)}
-
-
-def load(graph: OperatorGraph, text: str, devices: int) -> Strategy:
-    """The strategy that `dump` wrote for this graph. Raises ValueError for text that is not one."""
-    return of_names(graph, from_plain(dict[str, Config], parse(text)), devices)
 
 
 def of_names(graph: OperatorGraph, configs: Mapping[str, Config], devices: int) -> Strategy:

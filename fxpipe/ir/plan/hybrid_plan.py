@@ -17,7 +17,6 @@ from itertools import pairwise
 from tabulate import tabulate
 
 from fxpipe.ir.cluster.cluster import Cluster
-from fxpipe.ir.records import read, write
 
 # How many micro-batches a stage runs forward before its first backward, for stage s of n: n - s, which just fills the
 # pipe (DAPPLE's P_A), or 2 (n - s) - 1, which also hides transfers (its P_B).
@@ -135,13 +134,3 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             runs.append([number])
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-
-
-def dump(plan: HybridPlan) -> str:
-    """The plan as JSON text; `load` reads it back."""
-    return write(plan)
-
-
-def load(text: str) -> HybridPlan:
-    """The plan that `dump` wrote. Raises ValueError for text that is not one."""
-    return read(HybridPlan, text)

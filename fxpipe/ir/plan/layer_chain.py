@@ -19,7 +19,6 @@ from math import log
 
 from tabulate import tabulate
 
-from fxpipe.ir.records import read, write
 from fxpipe.ir.units import show_bytes, show_seconds
 
 
@@ -123,15 +122,3 @@ def show(chain: Chain) -> str:
     ]
     head = f"{chain.model}, {len(chain)} layers, batch {chain.batch:g}"
     return f"{head}\n" + tabulate(rows, ["layer", *(f.name for f in fields(Layer)[1:])], tablefmt="plain")
-
-
-def dump(chain: Chain) -> str:
-    """The chain as JSON text, one layer per line; `load` reads it back."""
-    return write(chain)
-
-
-def load(text: str) -> Chain:
-    """The chain that `dump` wrote. Raises ValueError for text that is not one."""
-    chain = read(Chain, text)
-    check(chain)
-    return chain

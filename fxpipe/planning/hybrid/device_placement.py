@@ -24,9 +24,9 @@ def servers(cluster: Cluster) -> list[list[int]]:
     return list(by_server.values())
 
 
-def placements(sizes: Counts, used: Counts, need: int, pure: bool = False) -> list[Counts]:
+def placements(sizes: Counts, used: Counts, need: int) -> list[Counts]:
     """`need` more devices by each policy that differs, as counts per server. Fresh first and append first go on to the
-    other servers where theirs do not suffice; if `pure`, they give up.
+    other servers where theirs do not suffice.
 
     >>> placements((4, 4), (3, 0), 2)
     [(0, 2), (1, 1)]
@@ -36,14 +36,13 @@ def placements(sizes: Counts, used: Counts, need: int, pure: bool = False) -> li
     indices = range(len(sizes))
     fresh = [s for s in indices if not used[s]]
     begun = [s for s in indices if used[s]]
-    ways = [fresh, begun] if pure else [fresh + begun, begun + fresh]
-    found = [_fill(sizes, used, need, way) for way in ways]
-    found.append(_scatter(sizes, used, need))
+    found = [fill(sizes, used, need, order) for order in (fresh + begun, begun + fresh)]
+    found.append(scatter(sizes, used, need))
     return list(dict.fromkeys(one for one in found if one is not None))
 
 
-def _fill(sizes: Counts, used: Counts, need: int, order: Iterable[int]) -> Counts | None:
-    """Server by server, each as far as it goes."""
+def fill(sizes: Counts, used: Counts, need: int, order: Iterable[int]) -> Counts | None:
+    """Server by server, each as far as it goes; None if they do not suffice."""
     given = [0] * len(sizes)
     for server in order:
         given[server] = min(sizes[server] - used[server], need)
@@ -51,8 +50,8 @@ def _fill(sizes: Counts, used: Counts, need: int, order: Iterable[int]) -> Count
     return None if need else tuple(given)
 
 
-def _scatter(sizes: Counts, used: Counts, need: int) -> Counts | None:
-    """One from each server in turn."""
+def scatter(sizes: Counts, used: Counts, need: int) -> Counts | None:
+    """One from each server in turn; None if they do not suffice."""
     given = [0] * len(sizes)
     if need > sum(sizes) - sum(used):
         return None

@@ -7,44 +7,16 @@ the samples between replicas, and its all-reduce is over its parameters.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.cluster.network import all_reduce, split_concat
-from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, replica_group, warmup_of
+from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, replica_group
 from fxpipe.ir.plan.layer_chain import Chain
 from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.ir.timeline import Timeline
 
 from .simulate import Hop, Reduction, StageCost, simulate
-
-
-@dataclass(frozen=True)
-class Load:
-    """The arguments of `simulate` besides the schedule."""
-
-    costs: tuple[StageCost, ...]
-    hops: tuple[Hop, ...]
-    reductions: tuple[Reduction, ...]
-    devices: tuple[str, ...]
-
-
-def load(chain: Chain, cluster: Cluster, plan: HybridPlan, copies: float = 2) -> Load:
-    """What a plan costs. `chain` is at the size of the plan's micro-batches; `copies` is how many bytes are in memory
-    for each byte of parameters."""
-    hops = []
-    for s, (a, b) in enumerate(pairwise(plan.stages)):
-        count = chain.cuts[b.first]
-        there = split_concat(cluster, a.devices, b.devices).seconds(count)
-        back = split_concat(cluster, b.devices, a.devices).seconds(count)
-        hops.append(Hop(s, s + 1, there, back))
-    return Load(
-        tuple(_cost(chain, stage, copies) for stage in plan.stages),
-        tuple(hops),
-        tuple(one for s in range(len(plan.stages)) for one in _reductions(chain, cluster, plan, s)),
-        tuple(replica_group(cluster, stage) for stage in plan.stages),
-    )
 
 
 def _cost(chain: Chain, stage: HybridStage, copies: float) -> StageCost:
@@ -78,17 +50,23 @@ def _reductions(chain: Chain, cluster: Cluster, plan: HybridPlan, s: int) -> Ite
 def simulate_hybrid(
     chain: Chain, cluster: Cluster, plan: HybridPlan, schedule: Schedule, copies: float = 2
 ) -> Timeline:
-    """The timeline of a step of `plan` in the order of `schedule`; `warmups` gives those of the plan's own."""
+    """The timeline of a step of `plan` in the order of `schedule`. `chain` is at the size of the plan's micro-batches;
+    `copies` is how many bytes are in memory for each byte of parameters."""
     if schedule.chunks != plan.micro_batches or len(schedule.devices) != len(plan.stages):
         raise ValueError(
             f"the schedule {schedule.name!r} is for {len(schedule.devices)} stages and {schedule.chunks} micro-batches;"
             f" the plan has {len(plan.stages)} and {plan.micro_batches}"
         )
-    what = load(chain, cluster, plan, copies)
-    return simulate(schedule, what.costs, what.hops, what.devices, what.reductions)
-
-
-def warmups(plan: HybridPlan) -> tuple[int, ...]:
-    """The forwards that each stage runs before its first backward."""
-    n = len(plan.stages)
-    return tuple(warmup_of(plan.warmup, s, n, plan.micro_batches) for s in range(n))
+    hops = []
+    for s, (a, b) in enumerate(pairwise(plan.stages)):
+        count = chain.cuts[b.first]
+        there = split_concat(cluster, a.devices, b.devices).seconds(count)
+        back = split_concat(cluster, b.devices, a.devices).seconds(count)
+        hops.append(Hop(s, s + 1, there, back))
+    return simulate(
+        schedule,
+        [_cost(chain, stage, copies) for stage in plan.stages],
+        hops,
+        [replica_group(cluster, stage) for stage in plan.stages],
+        [one for s in range(len(plan.stages)) for one in _reductions(chain, cluster, plan, s)],
+    )

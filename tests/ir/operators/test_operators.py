@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from fxpipe.ir.operators.operators import Dimension, Operator, OperatorGraph, check, dump, load, show
+from fxpipe.ir.operators.operators import Dimension, Operator, OperatorGraph, check, show
+from fxpipe.ir.records import read, write
 
 X = Operator("x", "input", (), (Dimension("sample", 4, "S"), Dimension("channel", 6)))
 FC = Operator("fc", "linear", ("x",), (Dimension("sample", 4, "S"), Dimension("channel", 8, "P")), 12.0, 56)
@@ -22,7 +23,7 @@ def test_prints_a_row_for_each_operator():
 def test_is_read_back_as_it_was_written():
     pool = Operator("pool", "pool2d", ("fc",), FC.output, window=(3, 3), stride=(2, 2), padding=(0, 0))
     graph = OperatorGraph("small", (X, FC, pool))
-    assert load(dump(graph)) == graph
+    assert read(OperatorGraph, write(graph)) == graph
 
 
 def test_knows_its_edges_and_weights():
@@ -57,4 +58,4 @@ def test_refuses(operators, message):
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"name": "x", "element": 4, "operators": [{"name": "x"}]}'])
 def test_text_that_is_no_graph_is_refused(text):
     with pytest.raises(ValueError, match=r"not JSON|: write"):
-        load(text)
+        read(OperatorGraph, text)

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, check, dump, load
+from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, check
+from fxpipe.ir.records import read, write
 
 PLAN = HybridPlan("m", (HybridStage(0, 2, (0, 1, 3)), HybridStage(2, 5, (2,), recompute=True)), 8, "late", "overlap")
 
@@ -19,9 +20,9 @@ def test_print():
 
 
 def test_json_round_trip():
-    assert load(dump(PLAN)) == PLAN
+    assert read(HybridPlan, write(PLAN)) == PLAN
     with pytest.raises(ValueError, match="model is missing: write text"):
-        load("{}")
+        read(HybridPlan, "{}")
 
 
 def test_accepted():

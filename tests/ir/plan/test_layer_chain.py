@@ -2,7 +2,8 @@
 
 import pytest
 
-from fxpipe.ir.plan.layer_chain import Chain, Layer, check, dump, load, scaled
+from fxpipe.ir.plan.layer_chain import Chain, Layer, check, scaled
+from fxpipe.ir.records import read, write
 
 CHAIN = Chain("m", 4, (Layer("a", 1.0, 2.0, 10, 100, 8), Layer("b", 3.0, 4.0, 20, 200, 16)))
 
@@ -22,7 +23,7 @@ def test_scaled_keeps_parameters():
 
 
 def test_json_round_trip():
-    assert load(dump(CHAIN)) == CHAIN
+    assert read(Chain, write(CHAIN)) == CHAIN
 
 
 def test_print():
@@ -33,7 +34,7 @@ def test_print():
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"model": "m", "batch": 1, "layers": [{"name": "a"}]}'])
 def test_text_that_is_not_a_chain(text):
     with pytest.raises(ValueError, match=r"not JSON|: write"):
-        load(text)
+        read(Chain, text)
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,8 @@ def test_the_policies():
     assert placements((2, 2), (1, 0), 4) == []
 
 
-def test_pure_policies_do_not_go_on_to_other_servers():
-    assert placements((2, 8), (1, 0), 4, pure=True) == [(0, 4), (1, 3)]
+def test_policies_go_on_to_other_servers():
     assert placements((4, 2), (1, 0), 4) == [(2, 2), (3, 1)]
-    assert placements((4, 2), (1, 0), 4, pure=True) == [(2, 2)]  # by scattering alone
 
 
 def test_devices_need_not_stand_by_server():

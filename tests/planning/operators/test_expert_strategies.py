@@ -14,7 +14,7 @@ from fxpipe.planning.operators.expert_strategies import (
     model_parallel,
     scattered,
 )
-from fxpipe.planning.operators.models.operator_kinds import conv2d, image, pool2d
+from fxpipe.planning.operators.models.operator_kinds import convolution, image, pooling
 from fxpipe.planning.operators.strategy_space import configs
 from tests.helpers.operator_graphs import branches, lenet, rnnlm, translation
 
@@ -65,10 +65,10 @@ def test_data_parallel_takes_as_many_devices_as_there_are_samples():
 
 def test_the_space_of_an_operator():
     x = image("image", 64, 3, 8, 8)
-    conv = conv2d("conv", x, 8, 3, padding=1)
+    conv = convolution("conv", x, 8, 3, padding=1)
     assert len(configs(conv, 4)) == 4 * 1 + 3 * 4 + 1 * 10
     assert len(configs(conv, 4, "S")) == 4 + 3 + 1  # sample only
-    assert len(configs(pool2d("pool", x, 2), 4)) == 25  # three channels are not cut into four
+    assert len(configs(pooling("pool", x, 2), 4)) == 25  # three channels are not cut into four
     assert len(configs(x, 4)) == 1
     assert len(set(configs(conv, 6))) == len(configs(conv, 6))
 

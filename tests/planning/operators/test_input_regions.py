@@ -6,7 +6,7 @@ from fxpipe.ir.operators.operators import OperatorGraph
 from fxpipe.planning.operators.input_regions import reads
 from fxpipe.planning.operators.models.operator_kinds import (
     concat,
-    conv2d,
+    convolution,
     elementwise,
     features,
     flatten,
@@ -15,7 +15,7 @@ from fxpipe.planning.operators.models.operator_kinds import (
     loss,
     lstm,
     matmul,
-    pool2d,
+    pooling,
     scaled_dot_product,
     softmax,
 )
@@ -29,13 +29,13 @@ def read(operator, region, *inputs):
 
 
 def test_a_convolution_reads_the_rows_around_and_all_channels():
-    conv = conv2d("conv", IMAGE, 10, 3, stride=2, padding=1)
+    conv = convolution("conv", IMAGE, 10, 3, stride=2, padding=1)
     assert conv.sizes == (4, 10, 4, 4)
     assert read(conv, ((0, 2), (0, 5), (1, 3), (0, 4)), IMAGE) == (((0, 2), (0, 6), (1, 6), (0, 8)),)
 
 
 def test_pooling_reads_its_own_channels():
-    pool = pool2d("pool", IMAGE, 2)
+    pool = pooling("pool", IMAGE, 2)
     assert read(pool, ((0, 4), (2, 4), (0, 2), (2, 4)), IMAGE) == (((0, 4), (2, 4), (0, 4), (4, 8)),)
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from fxpipe.capture import capture
-from fxpipe.ir.operators.operators import OperatorGraph, check, dump, load
+from fxpipe.ir import records
+from fxpipe.ir.operators.operators import OperatorGraph, check
+from fxpipe.ir.operators.strategy import Strategy
 from fxpipe.ir.operators.strategy import check as check_strategy
-from fxpipe.ir.operators.strategy import dump as dump_strategy
-from fxpipe.ir.operators.strategy import load as load_strategy
 from fxpipe.planning.operators.reading.read_operators import read
 from tests.helpers.random_operator_graphs import module, network, strategy
 
@@ -64,8 +64,8 @@ def test_strategies_fit(devices: int) -> None:
         graph = network(seed).graph
         found = strategy(graph, devices, random)
         check_strategy(graph, found, devices)
-        assert load_strategy(graph, dump_strategy(graph, found), devices) == found
-        assert load(dump(graph)) == graph
+        assert records.read(Strategy, records.write(found)) == found
+        assert records.read(OperatorGraph, records.write(graph)) == graph
         for operator, config in zip(graph, found.configs, strict=True):
             cut.update(role for role, degree in zip(operator.roles, config.degrees, strict=True) if degree > 1)
     assert devices == 1 or min(cut[role] for role in "SAP") > 5

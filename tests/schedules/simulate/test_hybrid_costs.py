@@ -7,13 +7,19 @@ from dataclasses import replace
 
 import pytest
 
-from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage
+from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, warmup_of
 from fxpipe.ir.plan.layer_chain import Chain, Layer
 from fxpipe.ir.timeline import check
 from fxpipe.planning.hybrid.event_time import Problem, event_time
 from fxpipe.schedules.one_f_one_b import gpipe, one_f_one_b
-from fxpipe.schedules.simulate.hybrid_costs import simulate_hybrid, warmups
+from fxpipe.schedules.simulate.hybrid_costs import simulate_hybrid
 from tests.planning.hybrid.test_event_time import random_chain, random_stages, servers
+
+
+def warmups(plan):
+    """The forwards that each stage runs before its first backward."""
+    n = len(plan.stages)
+    return tuple(warmup_of(plan.warmup, s, n, plan.micro_batches) for s in range(n))
 
 
 @pytest.mark.parametrize("seed", range(60))

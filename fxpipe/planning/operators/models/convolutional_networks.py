@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from fxpipe.ir.operators.operators import Operator, OperatorGraph
 
 from .graph_builder import Draft
-from .operator_kinds import concat, conv2d, elementwise, flatten, image, linear, pool2d
+from .operator_kinds import concat, convolution, elementwise, flatten, image, linear, pooling
 
 Kernel = int | tuple[int, int]
 Layer = tuple[int, Kernel]  # channels out, and the size of the kernel
@@ -23,8 +23,8 @@ def lenet(batch: int = 64, classes: int = 10) -> OperatorGraph:
     """LeNet-5 on images of 28 by 28: two convolutions, two poolings, three fully connected layers."""
     add = Draft()
     x = add(image("image", batch, 1, 28, 28))
-    x = add(pool2d("pool1", add(conv2d("conv1", x, 6, 5, padding=2)), 2))
-    x = add(pool2d("pool2", add(conv2d("conv2", x, 16, 5)), 2))
+    x = add(pooling("pool1", add(convolution("conv1", x, 6, 5, padding=2)), 2))
+    x = add(pooling("pool2", add(convolution("conv2", x, 16, 5)), 2))
     x = add(flatten("flat", x))
     for name, neurons in (("fc3", 120), ("fc4", 84), ("fc5", classes)):
         x = add(linear(name, x, neurons))
@@ -37,11 +37,11 @@ def alexnet(
     """AlexNet with one column of convolutions."""
     add = Draft()
     x = add(image("image", batch, 3, size, size))
-    x = add(pool2d("pool1", add(conv2d("conv1", x, width, 11, 4, 2)), 3, 2))
-    x = add(pool2d("pool2", add(conv2d("conv2", x, 3 * width, 5, padding=2)), 3, 2))
+    x = add(pooling("pool1", add(convolution("conv1", x, width, 11, 4, 2)), 3, 2))
+    x = add(pooling("pool2", add(convolution("conv2", x, 3 * width, 5, padding=2)), 3, 2))
     for name, channels in (("conv3", 6), ("conv4", 4), ("conv5", 4)):
-        x = add(conv2d(name, x, channels * width, 3, padding=1))
-    x = add(flatten("flat", add(pool2d("pool5", x, 3, 2))))
+        x = add(convolution(name, x, channels * width, 3, padding=1))
+    x = add(flatten("flat", add(pooling("pool5", x, 3, 2))))
     for name, neurons in (("fc6", hidden), ("fc7", hidden), ("fc8", classes)):
         x = add(linear(name, x, neurons))
     return add.graph("AlexNet")
@@ -58,22 +58,22 @@ def resnet(
     """ResNet of bottlenecks, with the stride in their middle; by default ResNet-101."""
     add = Draft()
     x = add(image("image", batch, 3, size, size))
-    x = add(pool2d("pool1", add(conv2d("conv1", x, width, 7, 2, 3)), 3, 2, 1))
+    x = add(pooling("pool1", add(convolution("conv1", x, width, 7, 2, 3)), 3, 2, 1))
     for level, count in enumerate(blocks):
         for index in range(count):
             stride = 2 if level > 0 and index == 0 else 1
             x = _bottleneck(add, f"block{level + 1}.{index}", x, width * 2**level, stride)
-    x = add(pool2d("average", x, (x.sizes[2], x.sizes[3])))
+    x = add(pooling("average", x, (x.sizes[2], x.sizes[3])))
     add(linear("fc", add(flatten("flat", x)), classes))
     return add.graph(f"ResNet-{3 * sum(blocks) + 2}")
 
 
 def _bottleneck(add: Draft, name: str, x: Operator, width: int, stride: int) -> Operator:
-    y = add(conv2d(f"{name}.conv1", x, width, 1))
-    y = add(conv2d(f"{name}.conv2", y, width, 3, stride, 1))
-    y = add(conv2d(f"{name}.conv3", y, 4 * width, 1))
+    y = add(convolution(f"{name}.conv1", x, width, 1))
+    y = add(convolution(f"{name}.conv2", y, width, 3, stride, 1))
+    y = add(convolution(f"{name}.conv3", y, 4 * width, 1))
     if stride != 1 or x.sizes[1] != 4 * width:
-        x = add(conv2d(f"{name}.shortcut", x, 4 * width, 1, stride))
+        x = add(convolution(f"{name}.shortcut", x, 4 * width, 1, stride))
     return add(elementwise(f"{name}.add", y, x))
 
 
@@ -85,10 +85,10 @@ def inception(batch: int = 64, *, width: int = 32, classes: int = 1000, size: in
     x = net.conv("stem.1", x, 32, 3, 2)
     x = net.conv("stem.2", x, 32, 3)
     x = net.conv("stem.3", x, 64, 3, padding=1)
-    x = add(pool2d("stem.pool1", x, 3, 2))
+    x = add(pooling("stem.pool1", x, 3, 2))
     x = net.conv("stem.4", x, 80, 1)
     x = net.conv("stem.5", x, 192, 3)
-    x = add(pool2d("stem.pool2", x, 3, 2))
+    x = add(pooling("stem.pool2", x, 3, 2))
     for index, pooled in enumerate((32, 64, 64), start=1):
         x = net.a(f"A{index}", x, pooled)
     x = net.b("B", x)
@@ -97,7 +97,7 @@ def inception(batch: int = 64, *, width: int = 32, classes: int = 1000, size: in
     x = net.d("D", x)
     for index in (1, 2):
         x = net.e(f"E{index}", x)
-    x = add(pool2d("average", x, (x.sizes[2], x.sizes[3])))
+    x = add(pooling("average", x, (x.sizes[2], x.sizes[3])))
     add(linear("fc", add(flatten("flat", x)), classes))
     return add.graph("Inception-v3")
 
@@ -111,7 +111,7 @@ class _Inception:
     def conv(
         self, name: str, x: Operator, channels: int, kernel: Kernel, stride: int = 1, padding: Kernel = 0
     ) -> Operator:
-        return self.add(conv2d(name, x, channels * self.width // 32, kernel, stride, padding))
+        return self.add(convolution(name, x, channels * self.width // 32, kernel, stride, padding))
 
     def row(self, name: str, x: Operator, *layers: Layer, halve: bool = False) -> Operator:
         """Convolutions in a row that keep the size; the last halves it if `halve`."""
@@ -123,7 +123,7 @@ class _Inception:
         return x
 
     def pooled(self, name: str, x: Operator, channels: int) -> Operator:
-        average = self.add(pool2d(f"{name}.average", x, 3, 1, 1))
+        average = self.add(pooling(f"{name}.average", x, 3, 1, 1))
         return self.row(f"{name}.pooled", average, (channels, 1))
 
     def join(self, name: str, *branches: Operator) -> Operator:
@@ -143,7 +143,7 @@ class _Inception:
             name,
             self.row(f"{name}.3x3", x, (384, 3), halve=True),
             self.row(f"{name}.twice", x, (64, 1), (96, 3), (96, 3), halve=True),
-            self.add(pool2d(f"{name}.pool", x, 3, 2)),
+            self.add(pooling(f"{name}.pool", x, 3, 2)),
         )
 
     def c(self, name: str, x: Operator, narrow: int) -> Operator:
@@ -161,7 +161,7 @@ class _Inception:
             name,
             self.row(f"{name}.3x3", x, (192, 1), (320, 3), halve=True),
             self.row(f"{name}.7x7", x, (192, 1), (192, ROW), (192, COLUMN), (192, 3), halve=True),
-            self.add(pool2d(f"{name}.pool", x, 3, 2)),
+            self.add(pooling(f"{name}.pool", x, 3, 2)),
         )
 
     def e(self, name: str, x: Operator) -> Operator:

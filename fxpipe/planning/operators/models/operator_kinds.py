@@ -13,15 +13,19 @@ cutting them cuts (table 1 of the SOAP paper, for every kind that occurs), its w
     matmul, scaled_dot_product    sample  all that are not summed over
 
     x = image("image", 64, 3, 224, 224)
-    y = conv2d("conv1", x, 64, window=11, stride=4, padding=2)
+    y = convolution("conv1", x, 64, window=11, stride=4, padding=2)
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
 from fxpipe.ir.operators.operators import Dimension, Operator, Role
+
+Slides = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # window, stride, padding
+Window = int | Sequence[int]  # one for all dimensions that a window slides over, or one for each
 
 
 def image(name: str, sample: int, channel: int, height: int, width: int) -> Operator:
@@ -41,55 +45,22 @@ def features(name: str, sample: int, channel: int) -> Operator:
     return Operator(name, "input", (), (Dimension("sample", sample, "S"), Dimension("channel", channel)))
 
 
-def conv2d(
-    name: str,
-    x: Operator,
-    channel: int,
-    window: int | tuple[int, int],
-    stride: int | tuple[int, int] = 1,
-    padding: int | tuple[int, int] = 0,
-    shared: str = "",
+def convolution(
+    name: str, x: Operator, channel: int, window: Window, stride: Window = 1, padding: Window = 0, shared: str = ""
 ) -> Operator:
-    """A 2d convolution with bias over (sample, channel, height, width)."""
-    w, s, p = _pair(window), _pair(stride), _pair(padding)
+    """A convolution with bias over (sample, channel, length) or (sample, channel, height, width)."""
+    (w, s, p), area = _slide(x, window, stride, padding)
     inside = x.sizes[1] * prod(w)
-    sizes = _slide(x.sizes[2:], w, s, p)
-    output = (x.output[0], Dimension("channel", channel, "P"), *_area(*sizes))
-    return Operator(name, "conv2d", (x.name,), output, 2.0 * inside, (inside + 1) * channel, shared, w, s, p)
-
-
-def conv1d(
-    name: str, x: Operator, channel: int, window: int, stride: int = 1, padding: int = 0, shared: str = ""
-) -> Operator:
-    """A 1d convolution with bias over (sample, channel, length)."""
-    inside = x.sizes[1] * window
-    sizes = _slide(x.sizes[2:], (window,), (stride,), (padding,))
-    output = (x.output[0], Dimension("channel", channel, "P"), Dimension("length", sizes[0], "A"))
+    output = (x.output[0], Dimension("channel", channel, "P"), *area)
     weights = (inside + 1) * channel
-    return Operator(name, "conv1d", (x.name,), output, 2.0 * inside, weights, shared, (window,), (stride,), (padding,))
+    return Operator(name, f"conv{len(area)}d", (x.name,), output, 2.0 * inside, weights, shared, w, s, p)
 
 
-def pool2d(
-    name: str,
-    x: Operator,
-    window: int | tuple[int, int],
-    stride: int | tuple[int, int] | None = None,
-    padding: int | tuple[int, int] = 0,
-) -> Operator:
-    """Pooling over (sample, channel, height, width); `stride` is the window where it is not given."""
-    w, p = _pair(window), _pair(padding)
-    s = w if stride is None else _pair(stride)
-    channel = replace(x.output[1], role="A")
-    output = (x.output[0], channel, *_area(*_slide(x.sizes[2:], w, s, p)))
-    return Operator(name, "pool2d", (x.name,), output, float(prod(w)), window=w, stride=s, padding=p)
-
-
-def pool1d(name: str, x: Operator, window: int, stride: int | None = None, padding: int = 0) -> Operator:
-    """Pooling over (sample, channel, length)."""
-    w, s, p = (window,), (window if stride is None else stride,), (padding,)
-    length = Dimension("length", _slide(x.sizes[2:], w, s, p)[0], "A")
-    output = (x.output[0], replace(x.output[1], role="A"), length)
-    return Operator(name, "pool1d", (x.name,), output, float(window), window=w, stride=s, padding=p)
+def pooling(name: str, x: Operator, window: Window, stride: Window | None = None, padding: Window = 0) -> Operator:
+    """Pooling over dimensions as those of a convolution; `stride` is the window where it is not given."""
+    (w, s, p), area = _slide(x, window, window if stride is None else stride, padding)
+    output = (x.output[0], replace(x.output[1], role="A"), *area)
+    return Operator(name, f"pool{len(area)}d", (x.name,), output, float(prod(w)), window=w, stride=s, padding=p)
 
 
 def batch_norm(name: str, x: Operator) -> Operator:
@@ -196,15 +167,14 @@ def _with_roles(x: Operator, roles: dict[int, Role]) -> tuple[Dimension, ...]:
     return tuple(replace(d, role=roles.get(at, "A" if at else "S")) for at, d in enumerate(x.output))
 
 
-def _area(height: int, width: int) -> tuple[Dimension, Dimension]:
-    return Dimension("height", height, "A"), Dimension("width", width, "A")
+def _area(*sizes: int) -> tuple[Dimension, ...]:
+    names = ("length",) if len(sizes) == 1 else ("height", "width")
+    return tuple(Dimension(name, size, "A") for name, size in zip(names, sizes, strict=True))
 
 
-def _pair(number: int | tuple[int, int]) -> tuple[int, int]:
-    return (number, number) if isinstance(number, int) else number
-
-
-def _slide(
-    sizes: tuple[int, ...], window: tuple[int, ...], stride: tuple[int, ...], padding: tuple[int, ...]
-) -> tuple[int, ...]:
-    return tuple((size + 2 * p - w) // s + 1 for size, w, s, p in zip(sizes, window, stride, padding, strict=True))
+def _slide(x: Operator, window: Window, stride: Window, padding: Window) -> tuple[Slides, tuple[Dimension, ...]]:
+    """Window, stride and padding as one number for each dimension slid over, and the dimensions that come out."""
+    sizes = x.sizes[2:]
+    w, s, p = ((one,) * len(sizes) if isinstance(one, int) else tuple(one) for one in (window, stride, padding))
+    each = zip(sizes, w, s, p, strict=True)
+    return (w, s, p), _area(*((size + 2 * before - wide) // step + 1 for size, wide, step, before in each))

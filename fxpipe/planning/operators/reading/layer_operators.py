@@ -49,13 +49,9 @@ def conv(r: Reader, op: Op) -> Value:
     """Over one or two dimensions; a dilated kernel has a wider window."""
     x, weight = r.whole(op, r.first(op)), r.shape(argument(op, 1, "weight").name)
     window, stride, before = of_convolution(op, weight[2:])
-    if len(window) == 1:
-        made = kinds.conv1d(r.name(op), x, weight[0], window[0], stride[0], before[0])
-    elif len(window) == 2:
-        (w, v), (s, t), (p, q) = window, stride, before
-        made = kinds.conv2d(r.name(op), x, weight[0], (w, v), (s, t), (p, q))
-    else:
+    if len(window) > 2:
         raise r.refuse(op, "convolutions have one or two dimensions")
+    made = kinds.convolution(r.name(op), x, weight[0], window, stride, before)
     return r.make(op, replace(made, work=2.0 * prod(weight[1:])))
 
 
@@ -71,10 +67,7 @@ def pool(r: Reader, op: Op) -> Value:
         stride, before = window, (0,) * rank
     else:
         window, stride, before = of_pool(op, rank)
-    if rank == 1:
-        return r.make(op, kinds.pool1d(r.name(op), x, window[0], stride[0], before[0]))
-    (w, v), (s, t), (p, q) = window, stride, before
-    return r.make(op, kinds.pool2d(r.name(op), x, (w, v), (s, t), (p, q)))
+    return r.make(op, kinds.pooling(r.name(op), x, window, stride, before))
 
 
 def batch_norm(r: Reader, op: Op) -> Value:

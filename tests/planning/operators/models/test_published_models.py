@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from benchmarks.models import NMT, RNNLM, RNNTC, AlexNet, InceptionV3, ResNet
-from fxpipe.ir.operators.operators import OperatorGraph, check, dump, load
+from fxpipe.ir.operators.operators import OperatorGraph, check
+from fxpipe.ir.records import read, write
 from fxpipe.planning.operators.models.convolutional_networks import alexnet, inception, lenet, resnet
 from fxpipe.planning.operators.models.published_models import MODELS
 from fxpipe.planning.operators.models.recurrent_networks import nmt, rnnlm, rnntc
@@ -44,7 +45,7 @@ def test_published_counts(name: str, kinds: str, edges: int, weights: int, gflop
     assert sum(graph.operators[source].kind != "input" for source, _, _ in graph.edges) == edges
     assert graph.weights == weights
     assert sum(operator.work * operator.elements for operator in operators) / 1e9 == pytest.approx(gflops, rel=2e-3)
-    assert load(dump(graph)) == graph
+    assert read(OperatorGraph, write(graph)) == graph
 
 
 # A graph, and the module that computes it.
