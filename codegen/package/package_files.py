@@ -6,7 +6,7 @@
     __init__.py               what the package is, the tensors it expects, and the model's own call:
                               `inputs` takes a call apart, `result` puts the model's result together
     constants.pt              tensors that the model holds outside its parameters and buffers, if any
-    wires.json                what moves between devices, and in what form, for those that are processes
+    messages.json             what moves between devices, and in what form, for those that are processes
 
 So a saved package runs without capturing the model again, and without the compiler.
 """
@@ -36,12 +36,12 @@ from fxpipe.ir.graph.graph import UNKNOWN, Graph, Ref, State, refs
 from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.plan.plan import dump as dump_plan
-from fxpipe.ir.program.messages import Wires
-from fxpipe.ir.program.messages import dump as dump_wires
+from fxpipe.ir.program.messages import MessageTable
+from fxpipe.ir.program.messages import dump as dump_table
 from fxpipe.ir.program.program import Program
 
 CONSTANTS = "constants.pt"
-WIRES = "wires.json"
+MESSAGES = "messages.json"
 FORMAT = 3  # of these files; another number for each change that an older or newer fxpipe would read wrongly
 PUBLIC = ("CHUNKS", "FORMAT", "INPUTS", "MODEL", "STAGES", "TENSORS", "TRAINING", "Scheduler", "inputs", "result")
 
@@ -200,10 +200,10 @@ def save(
     files: Mapping[str, str],
     folder: str | Path,
     totals: Program | None = None,
-    wires: Wires | None = None,
+    table: MessageTable | None = None,
 ) -> None:
-    """Write the package so that it can be loaded in another process, or, with its `wires`, in several. Raises
-    PackageError, and writes nothing, if it holds something that would not be there."""
+    """Write the package so that it can be loaded in another process, or, with the `table` of its messages, in several.
+    Raises PackageError, and writes nothing, if it holds something that would not be there."""
     tensors = {name: _savable(program, name, value) for name, value in constants(program, totals).items()}
     for file, text in files.items():
         if re.search(r"^import __main__$", text, re.MULTILINE):
@@ -221,9 +221,9 @@ def save(
             "the model decides by a number that changes between calls, and a saved package would not know what; pass "
             "the same number each time"
         )
-    for old in (CONSTANTS, WIRES):
+    for old in (CONSTANTS, MESSAGES):
         (Path(folder) / old).unlink(missing_ok=True)
-    write(dict(files) | ({} if wires is None else {WIRES: dump_wires(wires)}), folder)
+    write(dict(files) | ({} if table is None else {MESSAGES: dump_table(table)}), folder)
     if tensors:
         torch.save(tensors, Path(folder) / CONSTANTS)
 

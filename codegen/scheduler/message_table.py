@@ -1,4 +1,4 @@
-"""The wires of a program whose stages are in several processes: messages are called as in the generated code."""
+"""The messages of a program whose stages are in several processes, called as in the generated code."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from fxpipe.codegen.stage.stage_constants import constant_names
 from fxpipe.ir.graph.dtypes import DTYPES
 from fxpipe.ir.graph.value_types import ScalarType, TensorType, ValueType
 from fxpipe.ir.program.gradient_buckets import Bucket, buckets
-from fxpipe.ir.program.messages import Form, LentTensor, Wires
+from fxpipe.ir.program.messages import Form, LentTensor, MessageTable
 from fxpipe.ir.program.program import Loan, Program
 from fxpipe.ir.program.transfers import add_transfers
 from fxpipe.ir.schedule.schedule import Schedule
 
 
-def wires(program: Program, schedule: Schedule) -> Wires:
+def message_table(program: Program, schedule: Schedule) -> MessageTable:
     """What moves between the devices of the program, in what order and form."""
     places = Places(program)
     n = len(program.stages)
@@ -25,7 +25,7 @@ def wires(program: Program, schedule: Schedule) -> Wires:
     forms |= {name: found for bucket in shared for name, found in _parts(bucket)}
     origins = {op.name: str(op.origin) for stage in program.stages for op in stage.ops}
     makers = {move.value: move.source for move in program.moves if move.target == n}
-    return Wires(
+    return MessageTable(
         add_transfers(schedule, program),
         tuple(stage.devices for stage in program.stages),
         {name: places.name(name) for name in moved},

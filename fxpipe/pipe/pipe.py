@@ -22,7 +22,7 @@ from torch import nn
 from fxpipe.capture import NO_TARGET
 from fxpipe.codegen.package.load_package import tensors_of
 from fxpipe.codegen.package.package_files import save, with_loss
-from fxpipe.codegen.scheduler.message_table import wires
+from fxpipe.codegen.scheduler.message_table import message_table
 from fxpipe.engines.common.step_timer import take_step
 from fxpipe.engines.local.action_profiler import rehearse
 from fxpipe.engines.local.memory_dry_run import without_memory
@@ -31,7 +31,7 @@ from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.operators.placed_graph import Placed
 from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.program.device_programs import DevicePrograms
-from fxpipe.ir.program.messages import Wires
+from fxpipe.ir.program.messages import MessageTable
 from fxpipe.ir.program.program import Program
 from fxpipe.ir.program.transfers import add_transfers
 from fxpipe.ir.schedule.schedule import Schedule
@@ -344,15 +344,15 @@ class Pipe(DropInModule):
         if made.graph.loss is not None:
             now = rows(self._state.cache.step_capture.loss_fn)
             check_unchanged(made.program.graph.fingerprint, now)
-        save(made.program, with_loss(made.files, made.program.graph, now), path, made.totals, self._wires(made))
+        save(made.program, with_loss(made.files, made.program.graph, now), path, made.totals, self._message_table(made))
 
-    def _wires(self, made: Build) -> Wires | None:
+    def _message_table(self, made: Build) -> MessageTable | None:
         """What moves in a step, if each of its devices can be a process."""
         if made.graph.loss is None and not self.options.ranks:
             return None
         if self.options.place is not None:
             return None
-        return wires(made.program, made.schedule)
+        return message_table(made.program, made.schedule)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipe:
         """A pipe of its own around a copy of the model. It compiles anew at its first call."""

@@ -24,7 +24,7 @@ from fxpipe.ir.cluster import cluster as clusters
 from fxpipe.ir.cluster.cluster import Cluster, Device
 from fxpipe.ir.plan import profile as profiles
 from fxpipe.ir.plan.plan import Plan, StagePlan
-from fxpipe.pipe.ranks.loaded_rank_pipe import wires_of
+from fxpipe.pipe.ranks.loaded_rank_pipe import table_of
 from fxpipe.pipe.results import planned, searched
 from fxpipe.schedules.make_schedule import make
 
@@ -132,24 +132,24 @@ def timeline_file(folder: Path) -> tuple[str, Callable[[Path], None]]:
     return timelines.dump(timelines.even(make("1f1b", ("cpu:0", "cpu:1"), 2))), load
 
 
-def wires_file(folder: Path) -> tuple[str, Callable[[Path], None]]:
+def messages_file(folder: Path) -> tuple[str, Callable[[Path], None]]:
     pipe = fxpipe.compile(net(), 2, 2)
     pipe.step(X, target=TARGET, loss_fn=nn.functional.mse_loss)
     pipe.save(folder / "package")
     pipe.close()
     package = load_package(folder / "package")
-    file = folder / "package" / "wires.json"
+    file = folder / "package" / "messages.json"
     text = file.read_text()
 
     def load(path: Path) -> None:
         file.write_text(path.read_text())
-        wires_of(package)
+        table_of(package)
 
     unload(package)
     return text, load
 
 
-FILES = (plan_file, planned_file, strategy_file, cluster_file, profile_file, timeline_file, wires_file)
+FILES = (plan_file, planned_file, strategy_file, cluster_file, profile_file, timeline_file, messages_file)
 
 
 def places(data: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

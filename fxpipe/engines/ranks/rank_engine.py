@@ -25,7 +25,7 @@ from fxpipe.engines.common.replica_routing import sliced
 from fxpipe.engines.common.step import Scale, Step
 from fxpipe.engines.common.step_engine import StepScheduler
 from fxpipe.errors import InputError, RankError
-from fxpipe.ir.program.messages import Wires
+from fxpipe.ir.program.messages import MessageTable
 from fxpipe.ir.timeline import Timeline
 from fxpipe.runtime import Stage
 from fxpipe.runtime.deferred_norms import commit
@@ -41,16 +41,16 @@ from .replica_reduce import broadcast_values, commit_statistics, written
 class RankScheduler:
     """What runs one rank's part of a generated scheduler, `steps`, whose stages of other ranks are empty.
 
-    - `program`: what it does in each step.
+    - `program`: what it does in each step; `table`: the messages of all ranks.
     - `parallel`: how the rows of a mesh add up gradients, or None.
     """
 
     parallel: Any = None
 
-    def __init__(self, steps: StepScheduler, world: World, wires: Wires) -> None:
-        self.steps, self.world, self.wires = steps, world, wires
+    def __init__(self, steps: StepScheduler, world: World, table: MessageTable) -> None:
+        self.steps, self.world, self.table = steps, world, table
         self.stages, self.whole, self.random, self.close = steps.stages, steps.whole, steps.random, steps.close
-        self.program = RankProgram(world, wires, steps.cuts)
+        self.program = RankProgram(world, table, steps.cuts)
         self.replicated = len(self.program.replica_group) > 1
         labels = [world.label if self.program.here(j) else label for j, label in enumerate(steps.devices)]
         self.place = replace(steps.place, devices=tuple(labels))
@@ -58,7 +58,7 @@ class RankScheduler:
         self._used = {name for name, j in steps.feeds if self.program.here(j)}
         self._used |= set() if self._used.isdisjoint(gives) else set(takes)
         self._used |= {
-            name for (name, _, _), maker in zip(steps.outputs, wires.makers, strict=True) if maker < 0 and world.leads
+            name for (name, _, _), maker in zip(steps.outputs, table.makers, strict=True) if maker < 0 and world.leads
         }
 
     @property
@@ -146,23 +146,23 @@ class RankScheduler:
 
 
 def on_rank(
-    kind: type[StepScheduler], stages: Sequence[Stage | None], whole: Stage | None, world: World, wires: Wires
+    kind: type[StepScheduler], stages: Sequence[Stage | None], whole: Stage | None, world: World, table: MessageTable
 ) -> RankScheduler:
     """What runs one rank's part of a generated scheduler. `stages`, followed by their further replicas, are None where
     another rank runs them."""
     count = len(kind.devices)
     further, groups = iter(stages[count:]), []
-    for j, labels in enumerate(wires.replica_groups):
+    for j, labels in enumerate(table.replica_groups):
         group = (stages[j], *(next(further) for _ in labels[1:]))
-        groups.append(next((stage for stage in group if stage is not None), None) or elsewhere(j, world, wires))
+        groups.append(next((stage for stage in group if stage is not None), None) or elsewhere(j, world, table))
     others = [Stage({}, {}, world.device) for _ in stages[count:]]
-    return RankScheduler(kind([*groups, *others], whole, threads=False), world, wires)
+    return RankScheduler(kind([*groups, *others], whole, threads=False), world, table)
 
 
-def elsewhere(j: int, world: World, wires: Wires) -> Stage:
+def elsewhere(j: int, world: World, table: MessageTable) -> Stage:
     """In the place of stage j of another rank: what it lends has no values there."""
     found = Stage({}, {}, world.device)
-    for loan in wires.lent:
+    for loan in table.lent:
         if loan.home == j:
             (setattr if loan.constant else Stage.put)(found, loan.path, torch.empty(0, device="meta"))
     return found
@@ -176,7 +176,7 @@ def take_step(
         return scheduler.run(batch, chunks, scale, seed), None
     timer = RankTimer(scheduler.world)
     outputs = scheduler.run(batch, chunks, scale, seed, timer=timer)
-    return outputs, timer.timeline(scheduler.steps.schedule, scheduler.wires.replica_groups)
+    return outputs, timer.timeline(scheduler.steps.schedule, scheduler.table.replica_groups)
 
 
 def is_meta(value: Any) -> bool:

@@ -12,7 +12,7 @@ from fxpipe.engines.transports.mailbox import Key
 from fxpipe.engines.transports.message_format import Size
 from fxpipe.ir.graph.value_types import Dim, dim_size
 from fxpipe.ir.program.device_programs import Message
-from fxpipe.ir.program.messages import Wires
+from fxpipe.ir.program.messages import MessageTable
 from fxpipe.ir.schedule.schedule import Action
 
 from .rank_group import World
@@ -41,14 +41,14 @@ class RankProgram:
     - `lines`: what it does, in order.
     """
 
-    def __init__(self, world: World, wires: Wires, cuts: Iterable[Cut]) -> None:
-        self.world, self.wires = world, wires
-        self.ranks = tuple(tuple(map(world.labels.index, labels)) for labels in wires.replica_groups)
+    def __init__(self, world: World, table: MessageTable, cuts: Iterable[Cut]) -> None:
+        self.world, self.table = world, table
+        self.ranks = tuple(tuple(map(world.labels.index, labels)) for labels in table.replica_groups)
         self.own = [j for j in range(len(self.ranks)) if self.here(j)]
         self.replica_group = self.ranks[self.own[0]] if self.own else (world.rank,)
         self.replica = self.replica_group.index(world.rank)
         self.routes = Routes(map(len, self.ranks), cuts)
-        programs = wires.programs
+        programs = table.programs
         rows = dict(zip(programs.devices, programs.rows, strict=True))
         self.lines = [(do, self._line(do, what)) for do, what in rows.get(world.label, ())]
         self._sizes: dict[tuple[str, tuple[int, ...]], Size] = {}
@@ -61,7 +61,7 @@ class RankProgram:
     def _line(self, do: str, what: Action | Message) -> Action | Message | RankMessage:
         if isinstance(what, Action) or do in ("reduce", "gather"):
             return what
-        form, end = self.wires.forms[what.value], what.target if do == "send" else what.source
+        form, end = self.table.forms[what.value], what.target if do == "send" else what.source
         dtype: torch.dtype = getattr(torch, form.dtype)
         peer = self.ranks[end][what.replicas[do == "send"]]
         route = self.routes.of.get((what.target, self.name(what)))
@@ -69,7 +69,7 @@ class RankProgram:
 
     def name(self, message: Message) -> str:
         """What the generated code calls a message."""
-        name = self.wires.names.get(message.value, message.value)
+        name = self.table.names.get(message.value, message.value)
         return gradient_key(name, message.source) if message.gradient else name
 
     def key(self, message: Message) -> Key:
@@ -79,14 +79,14 @@ class RankProgram:
             name = piece_name(name, *message.replicas)
         return message.target, -1 if i is None else i, name
 
-    def size(self, wire: RankMessage, known: tuple[int, ...]) -> Size:
+    def size(self, entry: RankMessage, known: tuple[int, ...]) -> Size:
         """The type and shape of what a message carries, for these sizes of its micro-batch."""
-        key = wire.message.value, known
+        key = entry.message.value, known
         if key not in self._sizes:
             if len(self._sizes) > 10_000:
                 self._sizes.clear()  # a program whose shapes never repeat
-            sizes = dict(zip((name for name, _, _ in self.wires.sizes), known, strict=False))
-            self._sizes[key] = wire.dtype, tuple([dim_size(dim, sizes) for dim in wire.shape])
+            sizes = dict(zip((name for name, _, _ in self.table.sizes), known, strict=False))
+            self._sizes[key] = entry.dtype, tuple([dim_size(dim, sizes) for dim in entry.shape])
         return self._sizes[key]
 
     def coming(self, last: int) -> dict[int, list[RankMessage]]:
@@ -102,7 +102,7 @@ class RankProgram:
 
     def located(self, error: Exception, message: Message) -> Exception:
         """The error, with a note of the message that it is about."""
-        at, (stage, replica) = self.wires.origins.get(message.value), message.sender
+        at, (stage, replica) = self.table.origins.get(message.value), message.sender
         what = "which lends" if message.micro_batch is None else f"micro-batch {message.micro_batch},"
         if message.source == message.target:
             what = "whose replicas add up"

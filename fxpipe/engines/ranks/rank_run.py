@@ -140,12 +140,12 @@ class RankRun:
 
     def _home(self, at: int) -> tuple[int, ...]:
         """The ranks that have output number `at`, each a slice of it."""
-        maker = self.program.wires.makers[at]
+        maker = self.program.table.makers[at]
         return (LEADER,) if maker < 0 else self.program.ranks[maker]
 
     def _values(self, at: int) -> list[Any]:
         """What this rank has of an output, for each micro-batch."""
-        source = self.whole if self.program.wires.makers[at] < 0 else self.m
+        source = self.whole if self.program.table.makers[at] < 0 else self.m
         return [getattr(micro_batch, self.steps.outputs[at][0]) for micro_batch in source]
 
     def _shared(self, at: int) -> Any:

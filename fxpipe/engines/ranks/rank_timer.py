@@ -56,10 +56,10 @@ class RankTimer:
         """Note its messages, too."""
         wrap(transport, {"dispatch": self.dispatch, "open_message": self.open_message})
 
-    def dispatch(self, transport: RankTransport, dispatch: Callable[..., None], wire: RankMessage) -> None:
-        if transport.size(wire) is not None:
-            self.sending[wire.message] = perf_counter()
-        dispatch(transport, wire)
+    def dispatch(self, transport: RankTransport, dispatch: Callable[..., None], entry: RankMessage) -> None:
+        if transport.size(entry) is not None:
+            self.sending[entry.message] = perf_counter()
+        dispatch(transport, entry)
 
     def open_message(self, transport: RankTransport, open_message: Callable[..., Any], key: Key) -> Any:
         message = transport.posted[key][0].message

@@ -36,7 +36,7 @@ class RankTransport:
     def __init__(self, program: RankProgram, m: Step, error: BaseException | None) -> None:
         self.program, self.world = program, program.world
         self.rows_of, self.sizes = m.rows_of, m.sizes
-        self.known = [tuple([getattr(one, source).shape[dim] for _, source, dim in program.wires.sizes]) for one in m]
+        self.known = [tuple([getattr(one, source).shape[dim] for _, source, dim in program.table.sizes]) for one in m]
         self.coming = program.coming(m.last)
         self.arrived: dict[Key, Any] = {}
         self.posted: dict[Key, tuple[RankMessage, Size, Callable[[], Tensor]]] = {}
@@ -59,43 +59,43 @@ class RankTransport:
     def wait(self, key: Key) -> None:
         self.arrived[key] = self.open_message(key)
 
-    def expect(self, wire: RankMessage) -> None:
+    def expect(self, entry: RankMessage) -> None:
         """Begin to receive, if that has not begun yet."""
-        self.reached[wire.peer] += 1
-        if self.begun[wire.peer] < self.reached[wire.peer]:
-            self.begin_to_receive(wire.peer, 0)
+        self.reached[entry.peer] += 1
+        if self.begun[entry.peer] < self.reached[entry.peer]:
+            self.begin_to_receive(entry.peer, 0)
 
     def begin_to_receive(self, peer: int, early: int) -> None:
         """Begin to receive what the program has reached, and so many small messages that come after it. With gloo the
         receiver has to tell the sender that it is ready, and if that is said in time nobody waits for it."""
         coming, begun, reached = self.coming[peer], self.begun[peer], self.reached[peer]
         while begun < min(len(coming), reached + early):
-            wire, size = coming[begun], self.size(coming[begun])
+            entry, size = coming[begun], self.size(coming[begun])
             if size is None:
                 begun += 1
                 continue
             if begun >= reached and nbytes(size) > SMALL:
                 break
             try:
-                self.posted[wire.key] = wire, size, self.world.receive(peer, size)
+                self.posted[entry.key] = entry, size, self.world.receive(peer, size)
             except Lost as error:
-                self.fail(self.located(error, wire.message))
+                self.fail(self.located(error, entry.message))
                 begun = len(coming)
                 break
             begun += 1
         self.begun[peer] = begun
 
-    def dispatch(self, wire: RankMessage) -> None:
+    def dispatch(self, entry: RankMessage) -> None:
         """Begin to send what an action has sent; or that this rank has failed."""
-        size, message, peer = self.size(wire), wire.message, wire.peer
+        size, message, peer = self.size(entry), entry.message, entry.peer
         if size is None:
             return
         slot = self.world.slot(True, peer, size)
         buffer = blank(size, self.world.device) if slot is None else slot.tensor(size)
-        if self.broken or wire.key not in self.arrived:
+        if self.broken or entry.key not in self.arrived:
             failure(buffer)
         else:
-            value = self.arrived.pop(wire.key)
+            value = self.arrived.pop(entry.key)
             grad = isinstance(value, Tensor) and value.requires_grad
             try:
                 seal(value.detach() if grad else value, grad, size, buffer)
@@ -114,24 +114,24 @@ class RankTransport:
 
     def open_message(self, key: Key) -> Any:
         """What a message brings, once it is there. Raises FailedElsewhere or Lost."""
-        wire, size, receive = self.posted.pop(key)
+        entry, size, receive = self.posted.pop(key)
         try:
             for peer in self.far:  # there is time, if this waits
                 self.begin_to_receive(peer, EARLY)
                 self.world.listen(peer)  # for the verdict
             message = receive()
         except Lost as error:
-            raise self.located(error, wire.message) from None
-        return read(message, size, wire.number)
+            raise self.located(error, entry.message) from None
+        return read(message, size, entry.number)
 
-    def size(self, wire: RankMessage) -> Size | None:
+    def size(self, entry: RankMessage) -> Size | None:
         """The type and shape of what a message carries; None if the two replicas have no samples in common."""
-        i, route = wire.message.micro_batch, wire.route
-        size = self.program.size(wire, () if i is None else self.known[i])
+        i, route = entry.message.micro_batch, entry.route
+        size = self.program.size(entry, () if i is None else self.known[i])
         if i is None or route is None:
             return size
-        shares = self.program.routes.pieces(self.rows_of[i], wire.message.target, route)
-        rows = next((rows for source, target, rows in shares if (source, target) == wire.message.replicas), None)
+        shares = self.program.routes.pieces(self.rows_of[i], entry.message.target, route)
+        rows = next((rows for source, target, rows in shares if (source, target) == entry.message.replicas), None)
         if rows is None:
             return None
         dim, own = route.dim, self.sizes[i]

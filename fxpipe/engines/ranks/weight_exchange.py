@@ -26,11 +26,11 @@ class WeightExchange:
 
     def __init__(self, m: Step, transport: RankTransport) -> None:
         self.m, self.transport, self.program = m, transport, transport.program
-        self.wires = self.program.wires
+        self.table = self.program.table
         self.awaited: dict[int, list[LentTensor]] = {}
         self.exchanges: dict[str, tuple[BucketReduce, int]] = {}
-        for bucket in self.wires.buckets:
-            dtype, device = getattr(torch, self.wires.forms[bucket.name(0)].dtype), transport.world.device
+        for bucket in self.table.buckets:
+            dtype, device = getattr(torch, self.table.forms[bucket.name(0)].dtype), transport.world.device
             exchange = BucketReduce(bucket, m.replica, dtype, device, partial(self.stand_ins, bucket))
             for part in range(bucket.replicas):
                 self.exchanges |= {bucket.name(part, summed): (exchange, part) for summed in (False, True)}
@@ -40,11 +40,11 @@ class WeightExchange:
     def lend(self) -> None:
         """Get ready what other ranks borrow, and note what they lend. Between stages of this rank the scheduler has
         lent."""
-        for loan in self.wires.lent:
+        for loan in self.table.lent:
             home, user = self.program.here(loan.home), self.program.here(loan.user)
             if home and not user and self.m.replica == 0:
                 tensor = self._held(loan.home, loan.path, loan.constant)
-                for k in range(len(self.wires.replica_groups[loan.user])):
+                for k in range(len(self.table.replica_groups[loan.user])):
                     lent = tensor.detach().requires_grad_(tensor.requires_grad)
                     self.transport.arrived[self._key(loan, k)] = lent
             elif user and not home:
@@ -68,7 +68,7 @@ class WeightExchange:
                 self.m.fresh[j].append(found)
 
     def _loan(self, state: str, user: int) -> LentTensor:
-        return next(loan for loan in self.wires.lent if (loan.state, loan.user) == (state, user))
+        return next(loan for loan in self.table.lent if (loan.state, loan.user) == (state, user))
 
     # Gradients --------------------------------------------------------------------------------------------------------
 
@@ -105,5 +105,5 @@ class WeightExchange:
         for tensor, stand_in in chain(*self.m.pairs):
             owners[id(stand_in)] = id(tensor)
             found.setdefault(id(tensor), []).append(stand_in)
-        held = [self._held(bucket.stage, *self.wires.paths[name]) for name, _ in bucket.tensors]
+        held = [self._held(bucket.stage, *self.table.paths[name]) for name, _ in bucket.tensors]
         return [found.get(owners.get(id(stand_in), 0), []) for stand_in in held]

@@ -39,8 +39,8 @@ class LentTensor:
 
 
 @dataclass(frozen=True)
-class Wires:
-    """What ranks have to know of a program to run it together.
+class MessageTable:
+    """The messages of a program, and what else ranks have to know of it to run it together.
 
     - `programs`: what each device does, in order.
     - `replica_groups`: the devices of each stage, one for each replica.
@@ -65,13 +65,13 @@ class Wires:
     paths: Mapping[str, tuple[str, bool]]
 
 
-def dump(wires: Wires) -> str:
-    """The wires as JSON text, a line for each step of a device; `load` reads it back."""
-    return write(wires, 4)
+def dump(table: MessageTable) -> str:
+    """The table as JSON text, a line for each step of a device; `load` reads it back."""
+    return write(table, 4)
 
 
-def load(text: str) -> Wires:
-    """The wires that `dump` wrote. Raises ValueError for text that is none, or whose steps cannot run."""
-    wires = read(Wires, text)
-    check(wires.programs)
-    return wires
+def load(text: str) -> MessageTable:
+    """The table that `dump` wrote. Raises ValueError for text that is none, or whose steps cannot run."""
+    table = read(MessageTable, text)
+    check(table.programs)
+    return table

@@ -1,4 +1,4 @@
-"""A saved package over ranks: each has the stages of its own device, and what moves between them is in `wires.json`.
+"""A saved package over ranks: each has the stages of its own device, and what moves between them is in `messages.json`.
 
 Nothing is captured, planned or generated, so ranks agree once, on the files; after that all calls are of one kind.
 """
@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from fxpipe.capture import NO_TARGET
 from fxpipe.codegen.package.load_package import bound_stages
-from fxpipe.codegen.package.package_files import CONSTANTS, WIRES
+from fxpipe.codegen.package.package_files import CONSTANTS, MESSAGES
 from fxpipe.engines.common.step_engine import StepScheduler, read_rows
 from fxpipe.engines.ranks.rank_engine import RankScheduler, on_rank
 from fxpipe.engines.ranks.rank_group import Lost, World
 from fxpipe.errors import PackageError, RankError
-from fxpipe.ir.program.messages import Wires
-from fxpipe.ir.program.messages import load as load_wires
+from fxpipe.ir.program.messages import MessageTable
+from fxpipe.ir.program.messages import load as load_table
 from fxpipe.ir.schedule.schedule import Action
 from fxpipe.pipe.build.compiled_stages import Backend
 from fxpipe.pipe.live import Live
@@ -134,7 +134,7 @@ def load_on_rank(folder: Path, model: nn.Module, world: World, backend: Backend 
 
 def bind_on_rank(world: World, model: nn.Module, others: Mapping[str, Tensor], package: ModuleType) -> RankScheduler:
     """The scheduler of the stages of a package that are on this rank."""
-    found = wires_of(package)
+    found = table_of(package)
     check_ranks(found, world)
     stages, whole = bound_stages(package, model, None, others, here={world.label: world.device})
     return on_rank(package.Scheduler, stages, whole, world, found)
@@ -143,15 +143,15 @@ def bind_on_rank(world: World, model: nn.Module, others: Mapping[str, Tensor], p
 def replica_groups(live: Live, tensors: Mapping[str, Tensor]) -> dict[int, Sequence[str]]:
     """The devices of the stages that use these tensors, by the ids of these."""
     found: dict[int, Sequence[str]] = {}
-    for kind, labels in zip(live.package.STAGES, ranked(live).wires.replica_groups, strict=True):
+    for kind, labels in zip(live.package.STAGES, ranked(live).table.replica_groups, strict=True):
         for path in kind.states:
             found.setdefault(id(tensors.get(path)), labels)
     return found
 
 
-def wires_of(package: Any) -> Wires:
+def table_of(package: Any) -> MessageTable:
     """What moves between the stages of a package. Raises PackageError where nobody knows."""
-    file = Path(next(iter(package.__path__))) / WIRES
+    file = Path(next(iter(package.__path__))) / MESSAGES
     if not issubclass(package.Scheduler, StepScheduler):
         raise PackageError(
             "this package was saved after a call of a pipe in one process; over ranks, save one after pipe.step(...), "
@@ -160,7 +160,7 @@ def wires_of(package: Any) -> Wires:
     if not file.exists():
         raise PackageError(f"{file} is not there: this package is for devices of one process; save it anew")
     try:
-        found = load_wires(file.read_text(encoding="utf-8"))
+        found = load_table(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise PackageError(f"{file}: {error}") from None
     rows, firsts = (
@@ -170,13 +170,13 @@ def wires_of(package: Any) -> Wires:
     for label, steps in zip(found.programs.devices, found.programs.rows, strict=True):
         runs = tuple(step.what for step in steps if isinstance(step.what, Action) and step.what.kind != "R")
         if rows.get(firsts.get(label, label)) != runs:
-            raise PackageError(f"the rows of {label} in scheduler.py and {WIRES} differ: edit both, or neither")
+            raise PackageError(f"the rows of {label} in scheduler.py and {MESSAGES} differ: edit both, or neither")
     return found
 
 
-def check_ranks(wires: Wires, world: World) -> None:
+def check_ranks(table: MessageTable, world: World) -> None:
     """Raise PackageError if the package is not for these ranks."""
-    wanted = tuple(dict.fromkeys(label for replica_group in wires.replica_groups for label in replica_group))
+    wanted = tuple(dict.fromkeys(label for replica_group in table.replica_groups for label in replica_group))
     if set(wanted) != set(world.labels):
         raise PackageError(
             f"the package is for {len(wanted)} devices, {', '.join(wanted)}, and the ranks are {len(world.labels)}, "

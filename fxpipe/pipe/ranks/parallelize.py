@@ -138,7 +138,7 @@ class Parallel:
             )
         if any(stage.compiled for stage in scheduler.stages):
             raise FxpipeError("compile_stages is for stages whose tensors are whole; leave it out")
-        for loan in scheduler.wires.lent:
+        for loan in scheduler.table.lent:
             if scheduler.program.here(loan.home) and loan.path in self.cut and not scheduler.program.here(loan.user):
                 raise FxpipeError(
                     f"{loan.path} is cut, and stage {loan.user}, on another rank, uses it too: leave it out of the "

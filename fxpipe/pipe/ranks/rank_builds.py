@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fxpipe.capture import NO_TARGET
 from fxpipe.codegen.package.load_package import bound_stages, tensors_of
 from fxpipe.codegen.package.package_files import constants
-from fxpipe.codegen.scheduler.message_table import wires
+from fxpipe.codegen.scheduler.message_table import message_table
 from fxpipe.engines.ranks.rank_engine import RankScheduler, on_rank
 from fxpipe.engines.ranks.rank_group import LEADER
 from fxpipe.engines.ranks.step_consensus import describe
@@ -151,7 +151,7 @@ class RankBuilds:
         calls = {opaque.path: opaque for opaque in opaques(made.graph)}
         held, here = constants(made.program, made.totals), {self.world.label: self.world.device}
         stages, whole = bound_stages(package, model, held, others, calls, here=here)
-        scheduler = on_rank(package.Scheduler, stages, whole, self.world, wires(made.program, made.schedule))
+        scheduler = on_rank(package.Scheduler, stages, whole, self.world, message_table(made.program, made.schedule))
         if self.ranks.parallel is not None:
             known = {id(tensor) for tensor in tensors_of(model).values()}
             strange = {path: tensor for path, tensor in others.items() if id(tensor) not in known}

@@ -6,7 +6,7 @@ import pytest
 
 from fxpipe.ir.program.device_programs import DevicePrograms, Message, Step
 from fxpipe.ir.program.gradient_buckets import Bucket
-from fxpipe.ir.program.messages import Form, LentTensor, Wires, dump, load
+from fxpipe.ir.program.messages import Form, LentTensor, MessageTable, dump, load
 from fxpipe.ir.schedule.schedule import Action
 
 X, DX = Message("x", 0, 1, 0), Message("x", 1, 0, 0, gradient=True)
@@ -14,7 +14,7 @@ ROWS = (
     (Step("run", Action("F", 0, 0)), Step("receive", DX), Step("send", X), Step("run", Action("B", 0, 0))),
     (Step("receive", X), Step("run", Action("F", 1, 0)), Step("run", Action("B", 1, 0)), Step("send", DX)),
 )
-WIRES = Wires(
+MESSAGES = MessageTable(
     programs=DevicePrograms("gpipe", ("cpu:0", "cpu:1"), ROWS),
     replica_groups=(("cpu:0",), ("cpu:1",)),
     names={"x": "x_1"},
@@ -29,8 +29,8 @@ WIRES = Wires(
 
 
 def test_back_from_text() -> None:
-    text = dump(WIRES)
-    assert load(text) == WIRES
+    text = dump(MESSAGES)
+    assert load(text) == MESSAGES
     assert '    ["send", ["x", 0, 1, 0, false, [0, 0]]],\n' in text, "a line for each step"
 
 
@@ -44,4 +44,4 @@ def test_back_from_text() -> None:
 )
 def test_refuses(old: str, new: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        load(dump(WIRES).replace(old, new))
+        load(dump(MESSAGES).replace(old, new))

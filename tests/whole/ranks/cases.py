@@ -19,7 +19,7 @@ import fxpipe
 from fxpipe import FxpipeError, RankError
 from fxpipe.codegen.package.load_package import bound_stages, tensors_of
 from fxpipe.codegen.package.package_files import constants
-from fxpipe.codegen.scheduler.message_table import wires
+from fxpipe.codegen.scheduler.message_table import message_table
 from fxpipe.engines.ranks.rank_engine import on_rank
 from fxpipe.engines.ranks.rank_group import World
 from fxpipe.engines.transports import shared_memory as board
@@ -160,7 +160,7 @@ def step_of(made: whole_build.Build, package: Any, model: nn.Module, world: Worl
     """Steps of a loaded package over the ranks."""
     held = constants(made.program, made.totals)
     stages, whole = bound_stages(package, model, held, here={world.label: world.device})
-    scheduler = on_rank(package.Scheduler, stages, whole, world, wires(made.program, made.schedule))
+    scheduler = on_rank(package.Scheduler, stages, whole, world, message_table(made.program, made.schedule))
 
     def step(args: Any, kwargs: Any) -> Any:
         seed = new_seed() if scheduler.random else 0
