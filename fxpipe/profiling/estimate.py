@@ -14,7 +14,7 @@ from math import prod
 
 from fxpipe.ir.cluster.cluster import Device
 from fxpipe.ir.graph.graph import Graph, Op, Ref, is_opaque, op_name, refs
-from fxpipe.ir.graph.ops import CHANNEL_DROPOUTS, DROPOUTS
+from fxpipe.ir.graph.ops import CHANNEL_DROPOUTS, DROPOUTS, KEEP_NOTHING, KEEP_RESULT, MAX_POOLS
 from fxpipe.ir.graph.shared_memory_values import trains, viewed
 from fxpipe.ir.graph.value_types import TensorType, TupleType, ValueType, dim_size, nbytes, tensors
 from fxpipe.ir.plan.profile import OpCost, Profile
@@ -22,12 +22,7 @@ from fxpipe.ir.plan.profile import OpCost, Profile
 from .flops import BY_ROWS, products
 
 LAUNCH = 5e-6  # seconds from one op to the next, at the least
-KEEP_NOTHING = {
-    "add", "argmax", "cat", "clone", "contiguous", "copy", "cumsum", "float", "iadd", "isub", "mean", "neg", "pad",
-    "roll", "stack", "sub", "sum", "to",
-}  # fmt: skip
-KEEP_RESULT = {"elu", "exp", "log_softmax", "relu", "rsqrt", "sigmoid", "softmax", "sqrt", "tanh"}
-POOLS = {"adaptive_max_pool2d", "fn", "max_pool1d", "max_pool2d", "max_pool3d"}  # torch's functional calls its own "fn"
+POOLS = MAX_POOLS | {"adaptive_max_pool2d", "max_pool3d"}
 CELL = 5  # tensors of the size of its result that a recurrent op keeps besides: gates and cell; opaque ones, too
 
 

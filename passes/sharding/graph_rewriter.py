@@ -77,11 +77,15 @@ class GraphRewriter:
     def is_tensor(self, arg: Any) -> bool:
         return isinstance(arg, Ref) and isinstance(self.captured[arg.name], TensorType)
 
-    def typed(self, like: str, shape: Sequence[int]) -> TensorType:
-        """The type of something computed of values like this one, captured or new."""
-        type = self.types[like] if like in self.types else self.captured[like]
+    def tensor(self, name: str) -> TensorType:
+        """The type of a tensor, captured or new."""
+        type = self.types[name] if name in self.types else self.captured[name]
         assert isinstance(type, TensorType)
-        return replace(type, shape=tuple(shape))
+        return type
+
+    def typed(self, like: str, shape: Sequence[int]) -> TensorType:
+        """The type of something computed of values like this one."""
+        return replace(self.tensor(like), shape=tuple(shape))
 
     # names -----------------------------------------------------------------------------------------
 
@@ -149,7 +153,7 @@ class GraphRewriter:
         """The arguments with all of every tensor, on a device."""
 
         def value(ref: Ref) -> Any:
-            return self.numbers[ref.name] if ref.name in self.numbers else Ref(self.whole(op, ref.name, device))
+            return self.numbers[ref.name] if ref.name in self.numbers else self.read(op, ref, None, device)
 
         return map_refs(nest, value)
 
@@ -166,8 +170,14 @@ class GraphRewriter:
             return self.made[name, (), device]
         return self.parts[name][0].name if name in self.parts else name  # a number or an object that is passed in
 
+    def read(self, op: Op, value: Ref, region: Region | None, device: int) -> Ref:
+        """A region of a captured tensor, for `op` to read on a device; all of it for None."""
+        return Ref(
+            self.whole(op, value.name, device) if region is None else self.gather(op, value.name, region, device)
+        )
+
     def gather(self, op: Op, name: str, region: Region, device: int) -> str:
-        """The name of a region of a captured tensor, for `op` to read on a device."""
+        """The name of a region of a captured tensor on a device."""
         if name in self.rest and (name, region, device) not in self.made:
             self._make(name, region, device)
         if (name, region, device) in self.made:

@@ -7,15 +7,16 @@ makes the parts. Whatever else a strategy asks for stays whole, so a rule is nev
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fxpipe.ir.graph.graph import Op, Ref
+from fxpipe.ir.graph.op_arguments import by_name
 from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.ir.operators.strategy import Region
 from fxpipe.passes.sharding.graph_rewriter import GraphRewriter, Part
-from fxpipe.passes.sharding.part_regions import Places, extent, full
+from fxpipe.passes.sharding.part_regions import Place, Places, extent, full
 
 Make = Callable[[GraphRewriter, Op, Places], tuple[Part, ...]]
 Cuts = Callable[[GraphRewriter, Op], Iterable[int]]
@@ -36,18 +37,43 @@ def every(b: GraphRewriter, op: Op) -> Iterable[int]:
     return range(len(b.shape(op.name)))
 
 
-One = Callable[[Region, int], tuple[Any, tuple[Any, ...], dict[str, Any]]]
+Called = tuple[Any, tuple[Any, ...], dict[str, Any]]  # a target, and its arguments
 
 
-def each(b: GraphRewriter, op: Op, places: Places, call: One) -> tuple[Part, ...]:
+def by_place(b: GraphRewriter, op: Op, places: Places, make: Callable[[str, Place], Part]) -> tuple[Part, ...]:
+    """A part for each place: `make(name, place)`."""
+    return tuple(make(name, place) for name, place in zip(b.part_names(op, places), places, strict=True))
+
+
+def each(b: GraphRewriter, op: Op, places: Places, call: Callable[[Region, int], Called]) -> tuple[Part, ...]:
     """A part for each place: `call(region, device)` is what it calls, with which arguments."""
-    names, parts = b.part_names(op, places), []
-    for name, place in zip(names, places, strict=True):
+
+    def make(name: str, place: Place) -> Part:
         target, args, kwargs = call(place.region, place.device)
         type = b.typed(op.name, extent(place.region))
         b.add(op, name, place.device, target, args, kwargs, type=type, random=op.random)
-        parts.append(Part(name, place.region, place.device))
-    return tuple(parts)
+        return Part(name, place.region, place.device)
+
+    return by_place(b, op, places, make)
+
+
+def reading(
+    b: GraphRewriter,
+    op: Op,
+    places: Places,
+    names: Sequence[str],
+    regions: Callable[[Region], Mapping[str, Region | None]],
+) -> tuple[Part, ...]:
+    """A part for each place, which calls what the op calls: `regions(region)` says which regions of the op's tensors it
+    reads, by the names of the arguments; None for all of one. `names` are the arguments by position."""
+    given = by_name(op, names)
+
+    def call(region: Region, device: int) -> Called:
+        wanted = regions(region).items()
+        read = {name: b.read(op, given[name], of, device) for name, of in wanted if given.get(name) is not None}
+        return op.target, *with_arguments(op, read, names)
+
+    return each(b, op, places, call)
 
 
 def with_arguments(op: Op, changed: dict[str, Any], names: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -72,9 +98,7 @@ def whole(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
     writes = op.writes
     if any(written not in b.states for written in writes):
         copied = args[0].name
-        type = b.types[copied]
-        assert isinstance(type, TensorType)
-        copy = b.glue(op, f"{copied}_copy", place.device, "clone", (Ref(copied),), type)
+        copy = b.glue(op, f"{copied}_copy", place.device, "clone", (Ref(copied),), b.tensor(copied))
         args, writes = (Ref(copy), *args[1:]), (copy,)
     b.add(op, name, place.device, op.target, args, kwargs, writes=writes, random=op.random)
     return (Part(name, place.region, place.device, items(b, op, name, place.device)),)

@@ -27,7 +27,19 @@ from fxpipe.capture.capture_errors import refuse
 from fxpipe.capture.tracing.symbolic_sizes import BATCH, IN_VMAP
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.graph import Graph, Op, Ref, called, op_name, refs
-from fxpipe.ir.graph.ops import ARITHMETIC, JOINS, LIKE, PIECES, POINTWISE, RECURRENT, RESHAPES
+from fxpipe.ir.graph.ops import (
+    ALONG,
+    ARITHMETIC,
+    INDEXING,
+    JOINS,
+    LIKE,
+    LOOKUP,
+    PIECES,
+    POINTWISE,
+    RECURRENT,
+    RESHAPES,
+    SIZES,
+)
 from fxpipe.ir.graph.value_types import (
     Dim,
     ScalarType,
@@ -39,34 +51,11 @@ from fxpipe.ir.graph.value_types import (
     tensors,
 )
 
-# Ops that compute over the places of a dimension: where in their arguments that dimension is, and its name.
-ALONG = {
-    "softmax": (1, "dim"), "log_softmax": (1, "dim"), "softmin": (1, "dim"), "gumbel_softmax": (3, "dim"),
-    "cumsum": (1, "dim"), "cumprod": (1, "dim"), "cummax": (1, "dim"), "cummin": (1, "dim"), "logcumsumexp": (1, "dim"),
-    "sort": (1, "dim"), "argsort": (1, "dim"), "topk": (2, "dim"), "flip": (1, "dims"), "roll": (2, "dims"),
-    "normalize": (2, "dim"), "diff": (2, "dim"), "glu": (1, "dim"), "renorm": (2, "dim"), "rot90": (2, "dims"),
-}  # fmt: skip
-INDEX = {
-    "getitem",
-    "index_select",
-    "gather",
-    "take_along_dim",
-    "setitem",
-    "scatter",
-    "scatter_",
-    "index_put",
-    "embedding",
-}
-# Ops that find their elements by number along a dimension: where that is in their arguments.
-LOOKUP = {
-    "index_select": 1, "gather": 1, "take_along_dim": 2, "scatter": 1, "scatter_add": 1, "scatter_reduce": 1,
-    "index_add": 1, "index_copy": 1, "index_fill": 1,
-}  # fmt: skip
 # Ops that go through what they read place by place, in a vmap, too.
 PLACE_BY_PLACE = ARITHMETIC | POINTWISE | {"_add_batch_dim", "_remove_batch_dim"}
 COUNT = {"arange", "linspace"}
 SHUFFLE = {"randperm"}
-SIZES = {"size", "getattr", "numel", "dim", "sym_size", "sym_numel", "ndimension", "stride", "__get__"}
+ASKS = SIZES | {"getattr", "dim", "ndimension", "stride", "__get__"}  # of a tensor, nothing but its sizes
 
 
 class Mixes(CaptureError):
@@ -125,7 +114,7 @@ def _follow(op: Op, flow: Flow) -> None:
     dims = batch_dims(op.type)
     kind_only = tuple(refs(op.args[:1])) if called(op) in LIKE and not op.random and not dims else ()
     reads = [name for name in op.reads if name in flow.depends and Ref(name) not in kind_only]
-    asks = called(op) in SIZES and not any(tensors(op.type))
+    asks = called(op) in ASKS and not any(tensors(op.type))
     if asks or (isinstance(op.type, ScalarType) and flow.sizes & set(op.reads)):
         flow.sizes.add(op.name)
         return
@@ -159,8 +148,8 @@ def _check(op: Op, flow: Flow, checks: Sequence[Callable[[Op, Flow], None]]) -> 
 def _count(op: Op, flow: Flow) -> None:
     """Row numbers stay row numbers, until they are used to look something up; an order never does."""
     first = next((ref.name for ref in refs(op.args[:1])), "")
-    used = (first,) if called(op) in INDEX else op.reads
-    if called(op) in INDEX:
+    used = (first,) if called(op) in INDEXING else op.reads
+    if called(op) in INDEXING:
         order = next((o for name in op.reads if (o := flow.counted.get(name)) and called(o) in SHUFFLE), None)
         if order is not None:
             raise Mixes(op, "changes the order of the batch")

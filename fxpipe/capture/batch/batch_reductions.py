@@ -26,32 +26,26 @@ from typing import Any
 from fxpipe.capture.tracing.symbolic_sizes import BATCH, VMAP
 from fxpipe.ir.graph.graph import Graph, Op, Ref, called, refs
 from fxpipe.ir.graph.op_arguments import arguments
-from fxpipe.ir.graph.ops import ADD, DIVIDE, JOINS, LABEL_LOSSES, LIKE, MATMULS, MULTIPLY
+from fxpipe.ir.graph.ops import (
+    ADD,
+    DIVIDE,
+    ELEMENTWISE_LOSSES,
+    JOINS,
+    LABEL_LOSSES,
+    LIKE,
+    LINEAR,
+    MATMULS,
+    MULTIPLY,
+    ROW_LOSSES,
+    SIZES,
+    WEIGHTED_LOSSES,
+    ZEROS,
+)
 from fxpipe.ir.graph.value_types import ScalarType, TensorType, TupleType, ValueType, dim_names, tensors
 
 from .batch_dimension import Flow, batch_dims, in_vmap, multiple
 
-# What may be done to a sum as well after it was taken as before. The first argument is what counts, the others must be
-# the same for all samples.
-LINEAR = """
-    neg negative positive clone contiguous detach alias requires_grad_ to type type_as float double half bfloat16 cpu
-    cuda sym_float view view_as reshape reshape_as flatten unflatten squeeze unsqueeze expand expand_as broadcast_to
-    permute transpose t movedim swapaxes getitem select narrow index_select unbind split chunk sum mean cumsum trace
-    diagonal flip roll repeat tile tensor as_tensor scalar_tensor
-"""
-ZEROS = {"zeros", "zeros_like", "new_zeros"}
 SUMS = {"sum": 1, "nansum": 1, "count_nonzero": 1, "mean": 0}  # what they do to the power
-# Losses of torch that take samples apart: into elements, or into rows.
-ELEMENTWISE = """
-    mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div
-    poisson_nll_loss hinge_embedding_loss soft_margin_loss margin_ranking_loss gaussian_nll_loss
-"""
-BY_ROW = """
-    cosine_embedding_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss
-"""
-LINEAR_OPS, ELEMENTWISE_LOSSES, ROW_LOSSES = (frozenset(names.split()) for names in (LINEAR, ELEMENTWISE, BY_ROW))
-WEIGHTED = {"mse_loss", "l1_loss", "huber_loss"}  # divide by their weights, where they have any; others do not
-SIZES = {"size", "numel", "sym_size", "sym_numel"}
 PAIRS = "it is made of pairs of samples, or of parts of the batch"
 
 
@@ -182,7 +176,7 @@ class Follow:
             return ZERO
         read_all = [self.known[ref] for ref in op.reads]
         if all(kind.what in ("zero", "same") and kind.power == 0 for kind in read_all) and not batch_dims(op.type):
-            return ZERO if name in LINEAR_OPS and op.args and self._of(op.args[0]) == ZERO else SAME
+            return ZERO if name in LINEAR and op.args and self._of(op.args[0]) == ZERO else SAME
         if arithmetic:
             return self._arithmetic(name)
         if name in JOINS or (name == "where" and len(op.args) == 3 and self._of(op.args[0]).what == "same"):
@@ -257,7 +251,7 @@ class Follow:
         """The result has the batch in it, so it is made of single samples; of their number it may not know much."""
         if all(kind.power == 0 for kind in read):
             return SAMPLES
-        if name in LINEAR_OPS and len({kind.power for kind in read}) == 1:
+        if name in LINEAR and len({kind.power for kind in read}) == 1:
             return Kind("samples", read[0].power)
         return self.unknown()
 
@@ -271,7 +265,7 @@ class Follow:
             if name == "count_nonzero" and first.power:
                 return self.unknown()
             return Kind("pooled", first.power + SUMS[name])
-        if first.what != "samples" and name in LINEAR_OPS and alone:
+        if first.what != "samples" and name in LINEAR and alone:
             return first if self._keeps_fractions(op) else self.unknown()
         if name in ELEMENTWISE_LOSSES | ROW_LOSSES | LABEL_LOSSES:
             return self._loss(name)
@@ -306,7 +300,7 @@ class Follow:
             return self.unknown("its classes run along the batch")
         if how == "batchmean" and "input" in types:
             return Kind("pooled", int(apart[0][0] != 0))
-        if how == "mean" and name in WEIGHTED and given.get("weight") is not None:
+        if how == "mean" and name in WEIGHTED_LOSSES and given.get("weight") is not None:
             return self.unknown("it divides by the sum of the weights, which differs between micro-batches")
         if how == "batchmean":
             return self.unknown()

@@ -25,11 +25,11 @@ from fxpipe.capture.tracing.value_names import Names
 from fxpipe.ir.graph.dead_code import without_dead_ops
 from fxpipe.ir.graph.graph import Graph, Input, Op, Output, Ref, called
 from fxpipe.ir.graph.op_arguments import arguments
-from fxpipe.ir.graph.ops import LABEL_LOSSES
+from fxpipe.ir.graph.ops import LABEL_LOSSES, WEIGHTED_LOSSES
 from fxpipe.ir.graph.value_types import TensorType, tensors
 
 from .batch_dimension import batch_dims, follow
-from .batch_reductions import SAME, WEIGHTED, ZERO, kinds, labels_may_be_ignored, reduction
+from .batch_reductions import SAME, ZERO, kinds, labels_may_be_ignored, reduction
 from .mean_shares import with_shares
 from .mixed_samples import Reduce, said
 
@@ -77,12 +77,12 @@ def _with_sums(graph: Graph, names: set[str]) -> Graph:
 
 def _divided(op: Op, graph: Graph, known: set[str], made: Mapping[str, Op]) -> Callable[[Names], list[Op]] | None:
     """How to write a loss as a sum divided by a total, if that is called for and the total depends on data alone."""
-    if called(op) not in LABEL_LOSSES | WEIGHTED or batch_dims(op.type):
+    if called(op) not in LABEL_LOSSES | WEIGHTED_LOSSES or batch_dims(op.type):
         return None
     given = arguments(op)
     if reduction(given) != "mean":
         return None
-    if called(op) in WEIGHTED:
+    if called(op) in WEIGHTED_LOSSES:
         weight = given.get("weight")
         if not isinstance(weight, Ref) or weight.name not in known:
             return None

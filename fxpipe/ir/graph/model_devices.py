@@ -13,14 +13,8 @@ from typing import Any
 import torch
 
 from .graph import Graph, Op, Region, map_leaves, target_name
+from .ops import FACTORIES
 from .value_types import TensorType
-
-_FACTORIES = """
-    arange as_tensor asarray bartlett_window blackman_window empty empty_permuted empty_strided eye fft_fftfreq
-    fft_rfftfreq full hamming_window hann_window kaiser_window linspace logspace ones rand randint randn randperm range
-    scalar_tensor tensor tril_indices triu_indices zeros
-"""
-FACTORIES = frozenset(_FACTORIES.split())
 
 
 def capture_device(graph: Graph) -> torch.device | None:
@@ -39,7 +33,8 @@ def relocate(op: Op, device: torch.device, own: Any, kind: str) -> Op:
     regions = tuple(_relocate_region(region, device, kind) for region in op.regions)
     op = op if regions == op.regions else replace(op, regions=regions)
     if here and op.target in ("cpu", "cuda"):
-        return replace(op, target="to", args=(op.args[0], own), kwargs=_without_device(op))
+        others = {key: value for key, value in op.kwargs.items() if key != "device"}
+        return replace(op, target="to", args=(op.args[0], own), kwargs=others)
 
     def change(leaf: Any) -> Any:
         return own if isinstance(leaf, torch.device) and _equal(leaf, device) else leaf
@@ -58,10 +53,6 @@ def _relocate_region(region: Region, device: torch.device, kind: str) -> Region:
     if region.kind != "autocast" or region.args[0] != device.type:
         return region
     return replace(region, args=(kind, *region.args[1:]))
-
-
-def _without_device(op: Op) -> dict[str, Any]:
-    return {key: value for key, value in op.kwargs.items() if key != "device"}
 
 
 def _names(name: Any, device: torch.device) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 from .graph import Op
@@ -19,6 +20,11 @@ def argument(op: Op, index: int, name: str, default: Any = None) -> Any:
     (1, 2, 4)
     """
     return op.args[index] if len(op.args) > index else op.kwargs.get(name, default)
+
+
+def by_name(op: Op, names: Sequence[str]) -> dict[str, Any]:
+    """Those that are given; `names` are what the arguments by position are called."""
+    return dict(zip(names, op.args, strict=False)) | dict(op.kwargs)
 
 
 def arguments(op: Op) -> dict[str, Any]:

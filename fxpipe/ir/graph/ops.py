@@ -1,5 +1,9 @@
-"""What the compiler knows of an op by the bare name of what it calls, where more than one room asks: views, casts,
-families. `graph.called` gives the name; `graph.op_name` without the mark of an op in place, as these tables have it."""
+"""What the compiler knows of an op by the bare name of what it calls: whether it is a view, works on each number by
+itself, runs over a dimension, keeps something for backward. `graph.called` gives the name; `graph.op_name` without the
+mark of an op in place, as these tables have it.
+
+What takes code is asked elsewhere: FLOPs of `profiling/flops.py`, sharding of `passes/sharding/rules/`.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,7 @@ _OTHER_VIEWS = """
     view_as_complex view_as_real vsplit __getitem__ __get__
 """
 VIEWS = _names(_OTHER_VIEWS, RESHAPES, PERMUTATIONS, PIECES)
+MERE_VIEWS = VIEWS | CASTS
 
 # Families -------------------------------------------------------------------------------------------------------------
 
@@ -43,15 +48,74 @@ _ELEMENTWISE = """
     selu sigmoid sign silu sin softplus softsign sqrt square tan tanh threshold to type_as where
 """
 POINTWISE = _names(_ELEMENTWISE, ADD, MULTIPLY, DIVIDE)
+# Tensors made of numbers, on a device that may be named.
+FACTORIES = _names("""
+    arange as_tensor asarray bartlett_window blackman_window empty empty_permuted empty_strided eye fft_fftfreq
+    fft_rfftfreq full hamming_window hann_window kaiser_window linspace logspace ones rand randint randn randperm range
+    scalar_tensor tensor tril_indices triu_indices zeros
+""")
 # What reads a tensor for its sizes only.
 LIKE = _names("""
     empty_like full_like new_empty new_empty_strided new_full new_ones new_zeros ones_like rand_like randint_like
     randn_like zeros_like
 """)
+ZEROS = _names("zeros zeros_like new_zeros")
+SIZES = _names("size numel sym_size sym_numel")
 CONCATENATIONS = _names("cat concat concatenate")
 JOINS = _names("stack hstack vstack", CONCATENATIONS)
 MATMULS = _names("linear matmul mm bmm mv dot vdot inner __matmul__")
 RECURRENT = _names("lstm gru rnn_tanh rnn_relu")
 CELLS = frozenset(f"{name}_cell" for name in RECURRENT)
+MAX_POOLS = _names("max_pool1d max_pool2d fn")  # torch.nn.functional calls the one with or without indices `fn`
+
+# Losses ---------------------------------------------------------------------------------------------------------------
+
 LABEL_LOSSES = _names("cross_entropy nll_loss")
-LOSSES = _names("mse_loss l1_loss smooth_l1_loss huber_loss kl_div", LABEL_LOSSES)
+PAIR_LOSSES = _names("mse_loss l1_loss smooth_l1_loss huber_loss kl_div")  # of two tensors of one shape
+LOSSES = LABEL_LOSSES | PAIR_LOSSES
+# Those that take samples apart: into elements, or into rows.
+_ELEMENTWISE_LOSSES = """
+    binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss hinge_embedding_loss soft_margin_loss
+    margin_ranking_loss gaussian_nll_loss
+"""
+ELEMENTWISE_LOSSES = _names(_ELEMENTWISE_LOSSES, PAIR_LOSSES)
+ROW_LOSSES = _names("""
+    cosine_embedding_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss
+""")
+WEIGHTED_LOSSES = _names("mse_loss l1_loss huber_loss")  # divide by their weights, where they have any; others do not
+
+# Dimensions -----------------------------------------------------------------------------------------------------------
+
+# Ops in which the places of a dimension meet: where in their arguments that dimension is, and its name.
+ALONG = {
+    "softmax": (1, "dim"), "log_softmax": (1, "dim"), "softmin": (1, "dim"), "gumbel_softmax": (3, "dim"),
+    "cumsum": (1, "dim"), "cumprod": (1, "dim"), "cummax": (1, "dim"), "cummin": (1, "dim"), "logcumsumexp": (1, "dim"),
+    "sort": (1, "dim"), "argsort": (1, "dim"), "topk": (2, "dim"), "flip": (1, "dims"), "roll": (2, "dims"),
+    "normalize": (2, "dim"), "diff": (2, "dim"), "glu": (1, "dim"), "renorm": (2, "dim"), "rot90": (2, "dims"),
+}  # fmt: skip
+# What is done to each sample by itself, if not over the dimension of the samples; and whatever the dimensions.
+_OVER_DIMS = _names("amax amin argmax cumsum flip log_softmax mean normalize roll select softmax stack sum")
+OVER_DIMS = {name: ALONG.get(name, (1, "dim")) for name in sorted(_OVER_DIMS)}
+_PER_SAMPLE = "conv_transpose1d conv_transpose2d group_norm instance_norm interpolate pad repeat rms_norm"
+PER_SAMPLE = _names(_PER_SAMPLE, _OVER_DIMS)
+# Ops that find their elements by number along a dimension: where that is in their arguments.
+LOOKUP = {
+    "index_select": 1, "gather": 1, "take_along_dim": 2, "scatter": 1, "scatter_add": 1, "scatter_reduce": 1,
+    "index_add": 1, "index_copy": 1, "index_fill": 1,
+}  # fmt: skip
+INDEXING = _names("getitem index_select gather take_along_dim setitem scatter scatter_ index_put embedding")
+# What may be done to a sum as well after it was taken as before. The first argument is what counts, the others must be
+# the same for all samples.
+_LINEAR = """
+    neg negative positive clone contiguous detach alias requires_grad_ to type type_as float double half bfloat16 cpu
+    cuda sym_float expand expand_as broadcast_to movedim getitem select narrow index_select sum mean cumsum trace
+    diagonal flip roll repeat tile tensor as_tensor scalar_tensor
+"""
+LINEAR = _names(_LINEAR, RESHAPES, PERMUTATIONS, PIECES)
+
+# What autograd keeps --------------------------------------------------------------------------------------------------
+
+KEEP_NOTHING = _names("""
+    add argmax cat clone contiguous copy cumsum float iadd isub mean neg pad roll stack sub sum to
+""")
+KEEP_RESULT = _names("elu exp log_softmax relu rsqrt sigmoid softmax sqrt tanh")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from .graph import Op, Ref, called, is_opaque, op_name, refs, target_name
-from .ops import CASTS, DROPOUTS, VIEWS
+from .ops import CASTS, DROPOUTS, MERE_VIEWS, VIEWS
 from .value_types import ScalarType, TensorType, TupleType, ValueType
 
 # What else of torch may give back the memory of its first argument, but may also compute, and keep values of it; ...
@@ -23,7 +23,6 @@ _AT_TIMES = """
 """
 # ... or that of any of its arguments.
 _OF_ALL = "broadcast_tensors meshgrid einsum atleast_1d atleast_2d atleast_3d apply tuple list dict max min"
-MERE_VIEWS = VIEWS | CASTS
 MAY_VIEW, MAY_VIEW_ALL = MERE_VIEWS | DROPOUTS | frozenset(_AT_TIMES.split()), frozenset(_OF_ALL.split())
 _KNOWN = ("torch", "_operator", "operator", "math", "builtins")
 

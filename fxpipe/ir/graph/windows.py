@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from .graph import Op, op_name
 from .op_arguments import argument
-
-MAX = {"max_pool1d", "max_pool2d", "fn"}  # torch.nn.functional calls the one with or without indices `fn`
+from .ops import MAX_POOLS
 
 
 class Windows(NamedTuple):
@@ -33,7 +32,7 @@ def of_convolution(op: Op, kernel: Sequence[int]) -> Windows:
 def of_pool(op: Op, rank: int) -> Windows:
     """The windows of a pool over so many dimensions."""
     kernel = numbers(argument(op, 1, "kernel_size"), rank)
-    dilation = argument(op, 4, "dilation", 1) if op_name(op) in MAX else 1
+    dilation = argument(op, 4, "dilation", 1) if op_name(op) in MAX_POOLS else 1
     stride, before = argument(op, 2, "stride") or kernel, argument(op, 3, "padding", 0)
     return Windows(wide(kernel, numbers(dilation, rank)), numbers(stride, rank), numbers(before, rank))
 

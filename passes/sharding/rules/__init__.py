@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from fxpipe.ir.graph.graph import Op, op_name
-from fxpipe.passes.sharding.rules.attention import ATTENTION
 from fxpipe.passes.sharding.rules.cells import CELLS
-from fxpipe.passes.sharding.rules.indexing import INDEXING, JOINS
-from fxpipe.passes.sharding.rules.losses import LOSSES, TO_A_NUMBER
-from fxpipe.passes.sharding.rules.matmuls import MATMULS
+from fxpipe.passes.sharding.rules.losses import TO_A_NUMBER, UNREDUCED
+from fxpipe.passes.sharding.rules.matmuls import ATTENTION, MATMULS
 from fxpipe.passes.sharding.rules.norms import NORMS
-from fxpipe.passes.sharding.rules.per_sample import SAMPLES
-from fxpipe.passes.sharding.rules.pointwise import ELEMENTWISE
+from fxpipe.passes.sharding.rules.pointwise import ELEMENTWISE, SAMPLES
 from fxpipe.passes.sharding.rules.sliding_windows import CONVOLUTIONS, POOLS
-from fxpipe.passes.sharding.rules.views import SHAPES
+from fxpipe.passes.sharding.rules.views import INDEXING, JOINS, SHAPES
 from fxpipe.passes.sharding.sharding_rule import WHOLE, Rule
 
 RULES = {
-    **SAMPLES, **ATTENTION, **CELLS, **CONVOLUTIONS, **INDEXING, **JOINS, **LOSSES, **MATMULS, **NORMS, **ELEMENTWISE,
-    **POOLS, **SHAPES,
+    **SAMPLES, **ATTENTION, **CELLS, **CONVOLUTIONS, **INDEXING, **JOINS, **UNREDUCED, **MATMULS, **NORMS,
+    **ELEMENTWISE, **POOLS, **SHAPES,
 }  # fmt: skip
 
 

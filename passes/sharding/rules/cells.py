@@ -17,22 +17,18 @@ import torch
 import torch.nn.functional as F
 
 from fxpipe.ir.graph.graph import Op, Ref, op_name
+from fxpipe.ir.graph.op_arguments import by_name
 from fxpipe.ir.graph.value_types import TupleType, tensors
 from fxpipe.passes.sharding.graph_rewriter import GraphRewriter, Part
 from fxpipe.passes.sharding.part_regions import Place, Places, Range, extent, full
-from fxpipe.passes.sharding.sharding_rule import Rule, items
+from fxpipe.passes.sharding.sharding_rule import Rule, by_place, items
 
 GATES = {"lstm_cell": 4, "gru_cell": 3, "rnn_tanh_cell": 1, "rnn_relu_cell": 1}
 NAMES = ("input", "hx", "w_ih", "w_hh", "b_ih", "b_hh")
 
 
-def _cuts(b: GraphRewriter, op: Op) -> Sequence[int]:
-    return (0, 1)
-
-
 def _make(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
-    names = b.part_names(op, places)
-    return tuple(Cell(b, op, name, place).part() for name, place in zip(names, places, strict=True))
+    return by_place(b, op, places, lambda name, place: Cell(b, op, name, place).part())
 
 
 class Cell:
@@ -41,30 +37,30 @@ class Cell:
     def __init__(self, b: GraphRewriter, op: Op, name: str, place: Place) -> None:
         self.b, self.op, self.name, self.place, self.device = b, op, name, place, place.device
         self.samples, self.channels = place.region
-        given = dict(zip(NAMES, op.args, strict=False)) | dict(op.kwargs)
+        given = by_name(op, NAMES)
         self.x, self.weights = given["input"], [given.get(name) for name in NAMES[2:]]
         self.states = given["hx"] if isinstance(given["hx"], (tuple, list)) else (given["hx"],)
         self.size = b.shape(self.states[0].name)[1]
         self.type = next(tensors(b.captured[op.name]))
 
     def part(self) -> Part:
+        kind, gates = op_name(self.op), GATES[op_name(self.op)]
         x, h = self.read(self.x, (0, self.b.shape(self.x.name)[1])), self.read(self.states[0], (0, self.size))
         own = [self.read(state, self.channels) for state in self.states]
         if self.channels == (0, self.size):
             return self.plain(x, own)
-        from_x = self.step("from_x", F.linear, x, *map(self.rows, self.weights[::2]), parts=GATES[op_name(self.op)])
-        from_h = self.step("from_h", F.linear, h, *map(self.rows, self.weights[1::2]), parts=GATES[op_name(self.op)])
-        if op_name(self.op) == "gru_cell":
+        from_x = self.step("from_x", F.linear, x, *map(self.rows, self.weights[::2]), parts=gates)
+        from_h = self.step("from_h", F.linear, h, *map(self.rows, self.weights[1::2]), parts=gates)
+        if kind == "gru_cell":
             return self.gru(from_x, from_h, own[0])
-        gates = self.step("gates", operator.add, from_x, from_h, parts=GATES[op_name(self.op)])
-        if op_name(self.op) == "lstm_cell":
-            return self.lstm(gates, own[1])
-        activation = torch.tanh if op_name(self.op) == "rnn_tanh_cell" else torch.relu
-        return self.made(self.step("", activation, gates))
+        added = self.step("gates", operator.add, from_x, from_h, parts=gates)
+        if kind == "lstm_cell":
+            return self.lstm(added, own[1])
+        return self.made(self.step("", torch.tanh if kind == "rnn_tanh_cell" else torch.relu, added))
 
     def plain(self, x: Ref, states: Sequence[Ref]) -> Part:
         """All channels."""
-        held = tuple(weight and Ref(self.b.whole(self.op, weight.name, self.device)) for weight in self.weights)
+        held = tuple(weight and self.b.read(self.op, weight, None, self.device) for weight in self.weights)
         hx = tuple(states) if len(states) > 1 else states[0]
         one = replace(self.type, shape=extent(self.place.region))
         type = TupleType((one, one)) if len(states) > 1 else one
@@ -110,7 +106,7 @@ class Cell:
         return self.step("gate", operator.getitem, gates, (slice(None), slice(at * columns, (at + 1) * columns)))
 
     def read(self, value: Ref, channels: Range) -> Ref:
-        return Ref(self.b.gather(self.op, value.name, (self.samples, channels), self.device))
+        return self.b.read(self.op, value, (self.samples, channels), self.device)
 
     def rows(self, weight: Ref | None) -> Ref | None:
         """The rows of the part's channels in each gate, the same for all steps of a layer."""
@@ -121,11 +117,11 @@ class Cell:
             shape = self.b.shape(weight.name)
             first, after = self.channels
             regions = [((at + first, at + after), *full(shape[1:])) for at in range(0, shape[0], self.size)]
-            pieces = [Ref(self.b.gather(self.op, weight.name, region, self.device)) for region in regions]
+            pieces = [self.b.read(self.op, weight, region, self.device) for region in regions]
             type = self.b.typed(weight.name, (len(pieces) * (after - first), *shape[1:]))
             joined = self.b.glue(self.op, f"{weight.name}_rows", self.device, torch.cat, (pieces, 0), type)
             self.b.made[key] = joined if len(pieces) > 1 else pieces[0].name
         return Ref(self.b.made[key])
 
 
-CELLS = dict.fromkeys(GATES, Rule(_make, _cuts))
+CELLS = dict.fromkeys(GATES, Rule(_make, lambda b, op: (0, 1)))

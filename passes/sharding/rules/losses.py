@@ -18,19 +18,17 @@ import torch.nn.functional as F
 
 from fxpipe.ir.graph.graph import Op, Ref, op_name
 from fxpipe.ir.graph.op_arguments import argument, arguments
+from fxpipe.ir.graph.ops import LABEL_LOSSES, LOSSES, PAIR_LOSSES
 from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.ir.operators.strategy import Region
 from fxpipe.passes.sharding.graph_rewriter import GraphRewriter, Part
 from fxpipe.passes.sharding.part_regions import Place, Places, extent
-from fxpipe.passes.sharding.sharding_rule import Rule, each, every
-
-LABELS = (F.cross_entropy, F.nll_loss)
-PAIRS = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div)
+from fxpipe.passes.sharding.sharding_rule import Called, Rule, each, every
 
 
 def _reduction(op: Op) -> str:
     """How a loss is reduced; "" for a way that is not known."""
-    if op.target not in (*LABELS, *PAIRS):
+    if op.target is not getattr(F, op_name(op), None):
         return ""
     given = arguments(op)
     if given.get("size_average") is not None or given.get("reduce") is not None:
@@ -54,15 +52,14 @@ def _label_cuts(b: GraphRewriter, op: Op) -> Iterable[int]:
 def _read(b: GraphRewriter, op: Op, region: Region, device: int) -> dict[str, Any]:
     """The arguments of a loss over a region of the scores."""
     given, classes = arguments(op), _classes(b, op)
-    target = given["target"].name
-    probable = len(b.shape(target)) == len(region)
+    probable = len(b.shape(given["target"].name)) == len(region)
     of_target = region if probable else (*region[:classes], *region[classes + 1 :])
     changed = {
-        "input": Ref(b.gather(op, given["input"].name, region, device)),
-        "target": Ref(b.gather(op, target, of_target, device)),
+        "input": b.read(op, given["input"], region, device),
+        "target": b.read(op, given["target"], of_target, device),
     }
     if given.get("weight") is not None:
-        changed["weight"] = Ref(b.whole(op, given["weight"].name, device))
+        changed["weight"] = b.read(op, given["weight"], None, device)
     return changed
 
 
@@ -89,8 +86,7 @@ def _labelled(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
 def _weight(b: GraphRewriter, op: Op, name: str, place: Place, read: Mapping[str, Any]) -> str | float:
     """The weight of the labels of a part that count; a number where all do."""
     given, target = arguments(op), read["target"]
-    type = b.types[target.name]
-    assert isinstance(type, TensorType)
+    type = b.tensor(target.name)
     if len(type.shape) == len(place.region):  # probabilities of the classes
         return prod(extent(place.region)) / extent(place.region)[_classes(b, op)]
 
@@ -140,9 +136,9 @@ def _total(b: GraphRewriter, op: Op, stem: str, terms: Sequence[str], device: in
 def _unreduced(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
     """A loss for each place."""
     classes = _classes(b, op)
-    labels = op.target in LABELS
+    labels = op_name(op) in LABEL_LOSSES
 
-    def call(region: Region, device: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    def call(region: Region, device: int) -> Called:
         scores = b.shape(arguments(op)["input"].name)
         read = (*region[:classes], (0, scores[classes]), *region[classes:]) if labels else region
         changed = _read(b, op, read, device) if labels else _read_pair(b, op, read, device)
@@ -154,7 +150,7 @@ def _unreduced(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
 def _unreduced_cuts(b: GraphRewriter, op: Op) -> Iterable[int]:
     if _reduction(op) != "none":
         return ()
-    return every(b, op) if op.target in LABELS or _pair_cuts(b, op) else ()
+    return every(b, op) if op_name(op) in LABEL_LOSSES or _pair_cuts(b, op) else ()
 
 
 def _pair_cuts(b: GraphRewriter, op: Op) -> Iterable[int]:
@@ -168,7 +164,7 @@ def _pair_cuts(b: GraphRewriter, op: Op) -> Iterable[int]:
 
 def _read_pair(b: GraphRewriter, op: Op, region: Region, device: int) -> dict[str, Any]:
     given = arguments(op)
-    return {key: Ref(b.gather(op, given[key].name, region, device)) for key in ("input", "target")}
+    return {key: b.read(op, given[key], region, device) for key in ("input", "target")}
 
 
 def _paired(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
@@ -199,9 +195,9 @@ def _operand(b: GraphRewriter, op: Op) -> Iterable[int]:
     return range(len(b.shape(argument(op, 0, "input").name)))
 
 
-LOSSES = dict.fromkeys((function.__name__ for function in (*LABELS, *PAIRS)), Rule(_unreduced, _unreduced_cuts))
+UNREDUCED = dict.fromkeys(LOSSES, Rule(_unreduced, _unreduced_cuts))
 TO_A_NUMBER = {
-    **dict.fromkeys((function.__name__ for function in LABELS), Rule(_labelled, _label_cuts)),
-    **dict.fromkeys((function.__name__ for function in PAIRS), Rule(_paired, _pair_cuts)),
+    **dict.fromkeys(LABEL_LOSSES, Rule(_labelled, _label_cuts)),
+    **dict.fromkeys(PAIR_LOSSES, Rule(_paired, _pair_cuts)),
     **dict.fromkeys(("sum", "mean"), Rule(_summed, _operand)),
 }

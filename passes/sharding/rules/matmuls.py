@@ -1,51 +1,64 @@
 """Products of matrices: a part has its own rows and columns, and reads all that they are summed over. Columns of a
-layer are rows of its weights."""
+layer are rows of its weights.
+
+Scaled dot product attention: a part has some of the samples and heads, and some of the queries unless a query's place
+decides which keys it sees. It reads all keys and values of those. torch's own layer of attention, from its inputs to
+its result, is cut by sample, which is its second dimension; the weights of attention, where they are wanted, have the
+samples first.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
 
 from fxpipe.ir.graph.graph import Op, Ref, refs
-from fxpipe.ir.graph.op_arguments import argument
+from fxpipe.ir.graph.op_arguments import argument, by_name
+from fxpipe.ir.graph.value_types import TensorType, TupleType
 from fxpipe.ir.operators.strategy import Region
 from fxpipe.passes.sharding.graph_rewriter import GraphRewriter, Part
-from fxpipe.passes.sharding.part_regions import Places
-from fxpipe.passes.sharding.sharding_rule import Rule, aligned, each, every, with_arguments
+from fxpipe.passes.sharding.part_regions import Place, Places, Range, extent, full
+from fxpipe.passes.sharding.sharding_rule import (
+    Called,
+    Rule,
+    aligned,
+    by_place,
+    each,
+    every,
+    items,
+    reading,
+    with_arguments,
+)
 
 
 def _linear(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
-    names = ("input", "weight", "bias")
-    x, weight, bias = (argument(op, at, name) for at, name in enumerate(names))
-    inside = (0, b.shape(x.name)[-1])
+    inside = (0, b.shape(argument(op, 0, "input").name)[-1])
 
-    def call(region: Region, device: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    def regions(region: Region) -> dict[str, Region]:
         *rows, columns = region
-        changed = {
-            "input": Ref(b.gather(op, x.name, (*rows, inside), device)),
-            "weight": Ref(b.gather(op, weight.name, (columns, inside), device)),
-            "bias": bias and Ref(b.gather(op, bias.name, (columns,), device)),
-        }
-        return op.target, *with_arguments(op, changed if bias else {**changed, "bias": None}, names)
+        return {"input": (*rows, inside), "weight": (columns, inside), "bias": (columns,)}
 
-    return each(b, op, places, call)
+    return reading(b, op, places, ("input", "weight", "bias"), regions)
 
 
 def _matmul(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
     """As torch has it: matrices in the last two dimensions, the others broadcast; a vector has one dimension less."""
-    x, y = (ref.name for ref in refs((op.args, dict(op.kwargs))))
-    first, second = b.shape(x), b.shape(y)
+    x, y = refs((op.args, dict(op.kwargs)))
+    first, second = b.shape(x.name), b.shape(y.name)
 
-    def call(region: Region, device: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    def call(region: Region, device: int) -> Called:
         *batch, last = region if len(second) > 1 else (*region, (0, 1))
         *batch, row = batch if len(first) > 1 else (*batch, (0, 1))
         left: Region = (row, (0, first[-1])) if len(first) > 1 else ((0, first[-1]),)
         right: Region = ((0, second[-2]), last) if len(second) > 1 else ((0, second[-1]),)
         left = (*aligned(tuple(batch), first[:-2]), *left)
         right = (*aligned(tuple(batch), second[:-2]), *right)
-        return op.target, (Ref(b.gather(op, x, left, device)), Ref(b.gather(op, y, right, device))), {}
+        return op.target, (b.read(op, x, left, device), b.read(op, y, right, device)), {}
 
     return each(b, op, places, call)
 
@@ -61,23 +74,94 @@ def _rows(b: GraphRewriter, op: Op) -> Iterable[int]:
 
 
 def _embedding(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
-    names = ("input", "weight")
-    words, weight = (argument(op, at, name) for at, name in enumerate(names))
-    rows = (0, b.shape(weight.name)[0])
-
-    def call(region: Region, device: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        *place, columns = region
-        changed = {
-            "input": Ref(b.gather(op, words.name, tuple(place), device)),
-            "weight": Ref(b.gather(op, weight.name, (rows, columns), device)),
-        }
-        return op.target, *with_arguments(op, changed, names)
-
-    return each(b, op, places, call)
+    rows = (0, b.shape(argument(op, 1, "weight").name)[0])
+    regions = lambda region: {"input": region[:-1], "weight": (rows, region[-1])}  # noqa: E731
+    return reading(b, op, places, ("input", "weight"), regions)
 
 
 MATMULS = {
     "linear": Rule(_linear, every),
     **dict.fromkeys(("matmul", "bmm"), Rule(_matmul, every)),
     "embedding": Rule(_embedding, _rows),
+}
+
+# Attention ------------------------------------------------------------------------------------------------------------
+
+ATTENTION_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+def _attention_cuts(b: GraphRewriter, op: Op) -> Iterable[int]:
+    """Samples, heads and queries; heads that share keys are not cut."""
+    shape = b.shape(op.name)
+    read = [b.shape(argument(op, at, ATTENTION_NAMES[at]).name) for at in range(3)]
+    alike = all(one[:-2] == shape[:-2] for one in read)
+    outer = range(len(shape) - 2) if alike else (0,) if all(one[0] == shape[0] for one in read) else ()
+    return (*outer, *(() if argument(op, 5, "is_causal", False) else (len(shape) - 2,)))
+
+
+def _attention(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
+    query, key, value, mask = (argument(op, at, ATTENTION_NAMES[at]) for at in range(4))
+
+    def regions(region: Region) -> dict[str, Region]:
+        *batch, rows, _ = region
+
+        def whole(one: Ref) -> Region:
+            shape = b.shape(one.name)
+            outer = batch if shape[:-2] == b.shape(op.name)[:-2] else (region[0], *full(shape[1:-2]))
+            return (*outer, *full(shape[-2:]))
+
+        queries = whole(query)
+        found = {"query": (*queries[:-2], rows, queries[-1]), "key": whole(key), "value": whole(value)}
+        seen = (*batch, rows, (0, b.shape(key.name)[-2]))
+        return found if mask is None else {**found, "attn_mask": aligned(seen, b.shape(mask.name))}
+
+    return reading(b, op, places, ATTENTION_NAMES, regions)
+
+
+MULTI_HEAD_NAMES = list(inspect.signature(F.multi_head_attention_forward).parameters)
+SAMPLES = {"query": 1, "key": 1, "value": 1, "key_padding_mask": 0}  # what is read of them, and where they are in it
+MADE = (1, 0)  # and what is made
+
+
+def _multi_head_cuts(b: GraphRewriter, op: Op) -> Iterable[int]:
+    """Samples, unless each has a mask of its own."""
+    given = by_name(op, MULTI_HEAD_NAMES)
+    mask = given.get("attn_mask")
+    masked = isinstance(mask, Ref) and len(b.shape(mask.name)) > 2
+    return () if masked or len(b.shape(given["query"].name)) < 3 else (1,)
+
+
+def _multi_head(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
+    return by_place(b, op, places, partial(_multi_head_part, b, op))
+
+
+def _multi_head_part(b: GraphRewriter, op: Op, name: str, place: Place) -> Part:
+    samples, changed = place.region[1], {}
+    for key, one in by_name(op, MULTI_HEAD_NAMES).items():
+        if isinstance(one, Ref) and one.name not in b.numbers:
+            region = list(full(b.shape(one.name)))
+            if key in SAMPLES:
+                region[SAMPLES[key]] = samples
+            changed[key] = b.read(op, one, tuple(region), place.device)
+    args, kwargs = b.literal(with_arguments(op, changed, MULTI_HEAD_NAMES))
+    type = b.captured[op.name]
+    assert isinstance(type, TupleType)
+    type = TupleType(tuple(_of(item, at, samples) for item, at in zip(type.items, MADE, strict=True)))
+    b.add(op, name, place.device, op.target, args, kwargs, type=type, random=op.random)
+    result, weights = items(b, op, name, place.device)
+    assert result is not None
+    own = (replace(result, region=place.region), weights and replace(weights, region=(samples, *weights.region[1:])))
+    return Part(name, place.region, place.device, own)
+
+
+def _of(item: Any, at: int, samples: Range) -> Any:
+    """The type of some samples of this, where they are in dimension `at`."""
+    if not isinstance(item, TensorType):
+        return item
+    return replace(item, shape=(*item.shape[:at], *extent((samples,)), *item.shape[at + 1 :]))
+
+
+ATTENTION = {
+    "scaled_dot_product_attention": Rule(_attention, _attention_cuts),
+    "multi_head_attention_forward": Rule(_multi_head, _multi_head_cuts),
 }

@@ -30,7 +30,7 @@ from fxpipe.ir.operators.strategy import Region
 from fxpipe.passes.batch_norm_ops import arguments
 from fxpipe.passes.sharding.graph_rewriter import GraphRewriter, Part
 from fxpipe.passes.sharding.part_regions import Place, Places, extent
-from fxpipe.passes.sharding.sharding_rule import Rule, each, every, with_arguments
+from fxpipe.passes.sharding.sharding_rule import Called, Rule, each, every, reading
 
 NAMES = ("input", "normalized_shape", "weight", "bias")
 
@@ -41,14 +41,7 @@ def _layer_norm_cuts(b: GraphRewriter, op: Op) -> Iterable[int]:
 
 
 def _layer_norm(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
-    held = {name: argument(op, at, name) for at, name in enumerate(NAMES) if at > 1}
-
-    def call(region: Region, device: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        changed = {name: Ref(b.whole(op, one.name, device)) for name, one in held.items() if one is not None}
-        changed["input"] = Ref(b.gather(op, argument(op, 0, "input").name, region, device))
-        return op.target, *with_arguments(op, changed, NAMES)
-
-    return each(b, op, places, call)
+    return reading(b, op, places, NAMES, lambda region: {"weight": None, "bias": None, "input": region})
 
 
 def _softmax_cuts(b: GraphRewriter, op: Op) -> Iterable[int]:
@@ -58,12 +51,7 @@ def _softmax_cuts(b: GraphRewriter, op: Op) -> Iterable[int]:
 
 
 def _softmax(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
-    x, *others = op.args
-
-    def call(region: Region, device: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        return op.target, (Ref(b.gather(op, x.name, region, device)), *others), dict(op.kwargs)
-
-    return each(b, op, places, call)
+    return reading(b, op, places, ("input",), lambda region: {"input": region})
 
 
 NO_GRAD = (Context("grad", (False,)),)
@@ -87,10 +75,10 @@ def _batch_norm(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
 def _by_running(b: GraphRewriter, op: Op, given: Given, places: Places) -> tuple[Part, ...]:
     """In evaluation, a number is changed by the statistics of its channel alone."""
 
-    def call(region: Region, device: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        image = Ref(b.gather(op, given["input"].name, region, device))
+    def call(region: Region, device: int) -> Called:
+        image = b.read(op, given["input"], region, device)
         held = (given[key] for key in ("running_mean", "running_var", "weight", "bias"))
-        rows = (one and Ref(b.gather(op, one.name, (region[1],), device)) for one in held)
+        rows = (one and b.read(op, one, (region[1],), device) for one in held)
         return F.batch_norm, (image, *rows, False, 0.0, given["eps"]), {}
 
     return each(b, op, places, call)
@@ -103,7 +91,7 @@ def _by_statistics_of_all(b: GraphRewriter, op: Op, given: Given, places: Places
     statistics = []
     for channels in sorted({place.region[1] for place in places}):
         members = [place for place in places if place.region[1] == channels]
-        mean, var = _statistics(b, op, given["input"].name, members)
+        mean, var = _statistics(b, op, given["input"], members)
         statistics.append((mean, var))
         scale, shift = _scale(b, op, given, var, members[0])
         for place in members:
@@ -124,14 +112,14 @@ def _on(b: GraphRewriter, op: Op, device: int, shape: Sequence[int]) -> Step:
     return step
 
 
-def _statistics(b: GraphRewriter, op: Op, x: str, members: Sequence[Place]) -> tuple[Ref, Ref]:
+def _statistics(b: GraphRewriter, op: Op, x: Ref, members: Sequence[Place]) -> tuple[Ref, Ref]:
     """Mean and variance of a range of channels."""
     rank, size = len(members[0].region), extent(members[0].region)[1]
     dims = [dim for dim in range(rank) if dim != 1]
     means, variances = [], []
     for place in members:
         step = _on(b, op, place.device, (size,))
-        part = Ref(b.gather(op, x, place.region, place.device))
+        part = b.read(op, x, place.region, place.device)
         means.append(step("mean", torch.mean, part, dims))
         variances.append(step("var", torch.var, part, dims, correction=0))
     if len(members) == 1:
@@ -153,8 +141,8 @@ def _scale(b: GraphRewriter, op: Op, given: Given, var: Ref, place: Place) -> tu
     scale = step("scale", torch.rsqrt, step("var_eps", operator.add, var, given["eps"]))
     rows = place.region[1:2]
     if given["weight"] is not None:
-        scale = step("scale", operator.mul, scale, Ref(b.gather(op, given["weight"].name, rows, place.device)))
-    return scale, given["bias"] and Ref(b.gather(op, given["bias"].name, rows, place.device))
+        scale = step("scale", operator.mul, scale, b.read(op, given["weight"], rows, place.device))
+    return scale, given["bias"] and b.read(op, given["bias"], rows, place.device)
 
 
 def _normalised(
@@ -166,7 +154,7 @@ def _normalised(
     mean, scale, shift = (
         one and (one if len(wide) == 1 else reshape("channels", "reshape", one, wide)) for one in channels
     )
-    centred = step("centred", operator.sub, Ref(b.gather(op, given["input"].name, place.region, device)), mean)
+    centred = step("centred", operator.sub, b.read(op, given["input"], place.region, device), mean)
     last = (operator.mul, (centred, scale)) if shift is None else (torch.addcmul, (shift, centred, scale))
     return b.add(op, name, device, *last, type=b.typed(op.name, shape))
 

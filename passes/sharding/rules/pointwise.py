@@ -1,5 +1,8 @@
 """What is done to each number by itself: a part reads its own region of every operand, or all of a dimension that is
-repeated. What the model does in place is done to copies: nobody else sees the memory of a part."""
+repeated. What the model does in place is done to copies: nobody else sees the memory of a part.
+
+What is done to each sample by itself: a part has some of the samples, and all of every other dimension.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,13 @@ import torch
 import torch.nn.functional as F
 
 from fxpipe.ir.graph.graph import Op, Ref, map_refs, op_name, refs
-from fxpipe.ir.graph.ops import CHANNEL_DROPOUTS, LIKE, POINTWISE
+from fxpipe.ir.graph.op_arguments import argument
+from fxpipe.ir.graph.ops import CHANNEL_DROPOUTS, LIKE, OVER_DIMS, PER_SAMPLE, POINTWISE
 from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.ir.operators.strategy import Region
 from fxpipe.passes.sharding.graph_rewriter import GraphRewriter, Part
-from fxpipe.passes.sharding.part_regions import Places
-from fxpipe.passes.sharding.sharding_rule import Rule, aligned, each, every
+from fxpipe.passes.sharding.part_regions import Places, full
+from fxpipe.passes.sharding.sharding_rule import Called, Rule, aligned, each, every
 
 AUGMENTED = {
     operator.iadd: operator.add,
@@ -27,7 +31,7 @@ AUGMENTED = {
 }
 
 
-def functional(op: Op) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def functional(op: Op) -> Called:
     """The op without its effect on what it reads: what it calls, and its arguments."""
     args, kwargs = op.args, {key: value for key, value in op.kwargs.items() if key != "inplace"}
     if isinstance(op.target, str):
@@ -52,13 +56,12 @@ def _make(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
     target, args, kwargs = functional(op) if op.writes else (op.target, op.args, dict(op.kwargs))
     shape = b.shape(op.name)
 
-    def call(region: Region, device: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    def call(region: Region, device: int) -> Called:
         def value(ref: Ref) -> Any:
             if ref.name in b.numbers:
                 return b.numbers[ref.name]
-            if not b.is_tensor(ref) or not _repeats(b.shape(ref.name), shape):
-                return Ref(b.whole(op, ref.name, device))
-            return Ref(b.gather(op, ref.name, aligned(region, b.shape(ref.name)), device))
+            alike = b.is_tensor(ref) and _repeats(b.shape(ref.name), shape)
+            return b.read(op, ref, aligned(region, b.shape(ref.name)) if alike else None, device)
 
         return target, *map_refs((args, kwargs), value)
 
@@ -80,18 +83,61 @@ def _cast(b: GraphRewriter, op: Op, parts: tuple[Part, ...]) -> tuple[Part, ...]
     found = []
     for part in parts:
         like = Ref(b.gather(op, op.args[0].name, part.region, part.device or 0))
-        type = b.types[part.name]
-        assert isinstance(type, TensorType)
-        cast = b.glue(op, f"{part.name}_cast", part.device or 0, "type_as", (Ref(part.name), like), type)
+        args = (Ref(part.name), like)
+        cast = b.glue(op, f"{part.name}_cast", part.device or 0, "type_as", args, b.tensor(part.name))
         found.append(Part(cast, part.region, part.device))
     return tuple(found)
 
 
-def _samples_and_channels(b: GraphRewriter, op: Op) -> Iterable[int]:
-    return (0, 1)
-
-
 ELEMENTWISE = {
     **dict.fromkeys((*POINTWISE, *(name for name in LIKE if name.endswith("_like"))), Rule(_make, every)),
-    **dict.fromkeys(CHANNEL_DROPOUTS, Rule(_make, _samples_and_channels)),
+    **dict.fromkeys(CHANNEL_DROPOUTS, Rule(_make, lambda b, op: (0, 1))),
 }
+
+# Samples --------------------------------------------------------------------------------------------------------------
+
+DEFAULTS = {"normalize": 1, "stack": 0}
+
+
+def _first(b: GraphRewriter, name: str) -> Any:
+    """The first dimension as the model has it, in the sizes of its inputs; None where there is none."""
+    type = b.symbolic[name]
+    return type.shape[0] if isinstance(type, TensorType) and type.shape else None
+
+
+def dims(op: Op, rank: int) -> set[int]:
+    """The dimensions that an op is done over; all if it names none."""
+    given = argument(op, *OVER_DIMS[op_name(op)], DEFAULTS.get(op_name(op)))
+    if given is None or given in ((), []):
+        return set(range(rank))
+    return {int(dim) % rank for dim in (given if isinstance(given, (tuple, list)) else (given,))}
+
+
+def _sample_cuts(b: GraphRewriter, op: Op) -> Iterable[int]:
+    """The first, if it is that of the samples in the result and in what is read of them, and in nothing else."""
+    if op.writes or not isinstance(b.captured[op.name], TensorType):
+        return ()
+    read = [ref.name for ref in refs((op.args, dict(op.kwargs)))]
+    samples = [name for name in read if name in b.samples]
+    rank = max((len(b.shape(name)) for name in samples), default=0)
+    if op_name(op) in OVER_DIMS and 0 in dims(op, rank + (op_name(op) == "stack")):
+        return ()
+    if op_name(op) == "pad" and len(argument(op, 1, "pad")) > 2 * (rank - 1):
+        return ()
+    alike = all(_first(b, name) == _first(b, op.name) for name in samples)
+    held = any(_first(b, name) == _first(b, op.name) for name in read if name not in samples)
+    return () if held or not alike or any(name in b.numbers for name in read) else (0,)
+
+
+def _make_samples(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
+    def call(region: Region, device: int) -> Called:
+        def value(ref: Ref) -> Ref:
+            samples = (region[0], *full(b.shape(ref.name)[1:])) if ref.name in b.samples else None
+            return b.read(op, ref, samples, device)
+
+        return op.target, *map_refs((op.args, dict(op.kwargs)), value)
+
+    return each(b, op, places, call)
+
+
+SAMPLES = dict.fromkeys(PER_SAMPLE, Rule(_make_samples, _sample_cuts))

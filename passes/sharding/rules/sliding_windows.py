@@ -19,12 +19,13 @@ import torch.nn.functional as F
 
 from fxpipe.ir.graph.graph import Op, Ref, op_name
 from fxpipe.ir.graph.op_arguments import argument
+from fxpipe.ir.graph.ops import MAX_POOLS
 from fxpipe.ir.graph.value_types import TensorType
-from fxpipe.ir.graph.windows import MAX, of_convolution, of_pool
+from fxpipe.ir.graph.windows import of_convolution, of_pool
 from fxpipe.ir.operators.strategy import Region
 from fxpipe.passes.sharding.graph_rewriter import GraphRewriter, Part
 from fxpipe.passes.sharding.part_regions import Places, Range, extent, full
-from fxpipe.passes.sharding.sharding_rule import Rule, each, every, with_arguments
+from fxpipe.passes.sharding.sharding_rule import Called, Rule, each, every, with_arguments
 
 CONVOLUTION_NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 
@@ -64,9 +65,7 @@ def padded(
         return Ref(image), {}
     if pad[::2] == pad[1::2]:
         return Ref(image), {"padding": tuple(reversed(pad[::2]))}
-    type = b.types[image]
-    assert isinstance(type, TensorType)
-    rank = len(pad) // 2
+    type, rank = b.tensor(image), len(pad) // 2
     sizes = [int(size) for size in type.shape]
     sizes[-rank:] = [size + sum(pad[-2 * at - 2 : len(pad) - 2 * at]) for at, size in enumerate(sizes[-rank:])]
     made = b.glue(
@@ -93,7 +92,7 @@ def _convolution(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
     each_group = channels // argument(op, 6, "groups", 1)
     slides = _convolution_slides(b, op)
 
-    def call(region: Region, device: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    def call(region: Region, device: int) -> Called:
         first, after = region[1]
         group, last = first // each_group, (after - 1) // each_group + 1
         area, pad = slides.reach(region[2:])
@@ -103,8 +102,8 @@ def _convolution(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
         changed = {
             **padding,
             "input": image,
-            "weight": Ref(b.gather(op, weight.name, rows, device)),
-            "bias": bias and Ref(b.gather(op, bias.name, rows[:1], device)),
+            "weight": b.read(op, weight, rows, device),
+            "bias": bias and b.read(op, bias, rows[:1], device),
             "groups": last - group,
         }
         return op.target, *with_arguments(op, changed, CONVOLUTION_NAMES)
@@ -130,17 +129,13 @@ CONVOLUTIONS = dict.fromkeys(("conv1d", "conv2d"), Rule(_convolution, _convoluti
 POOL_NAMES = ("input", "kernel_size", "stride", "padding")
 
 
-def _is_max(op: Op) -> bool:
-    return op_name(op) in MAX
-
-
 def _pool_cuts(b: GraphRewriter, op: Op) -> Iterable[int]:
     """Any dimension, unless windows at the border are counted in another way, or their places are wanted, too."""
     if not isinstance(b.captured[op.name], TensorType):
         return ()
     before = any(_pool_slides(b, op).before)
     plain = not argument(op, 4, "ceil_mode", False) and (not before or argument(op, 5, "count_include_pad", True))
-    return every(b, op) if _is_max(op) or plain else (0, 1)
+    return every(b, op) if op_name(op) in MAX_POOLS or plain else (0, 1)
 
 
 def _pool_slides(b: GraphRewriter, op: Op) -> Slides:
@@ -150,9 +145,9 @@ def _pool_slides(b: GraphRewriter, op: Op) -> Slides:
 
 def _pool(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
     x, slides = argument(op, 0, "input").name, _pool_slides(b, op)
-    outside = -inf if _is_max(op) else 0.0
+    outside = -inf if op_name(op) in MAX_POOLS else 0.0
 
-    def call(region: Region, device: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    def call(region: Region, device: int) -> Called:
         area, pad = slides.reach(region[2:])
         image, padding = padded(b, op, b.gather(op, x, (*region[:2], *area), device), pad, outside, device)
         return op.target, *with_arguments(op, {"input": image, **padding}, POOL_NAMES)
@@ -167,24 +162,22 @@ def _adaptive_cuts(b: GraphRewriter, op: Op) -> Iterable[int]:
 
 
 def _make_adaptive(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
-    x = argument(op, 0, "input").name
-    windows = [size // left for size, left in zip(b.shape(x)[2:], b.shape(op.name)[2:], strict=True)]
+    x = argument(op, 0, "input")
+    sizes = list(zip(b.shape(x.name)[2:], b.shape(op.name)[2:], strict=True))  # before, and after
 
-    def call(region: Region, device: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    def call(region: Region, device: int) -> Called:
         area = [
-            (0, size) if left == (0, wanted) else (left[0] * window, left[1] * window)
-            for left, window, size, wanted in zip(
-                region[2:], windows, b.shape(x)[2:], b.shape(op.name)[2:], strict=True
-            )
+            (0, size) if (low, high) == (0, left) else (low * (size // left), high * (size // left))
+            for (low, high), (size, left) in zip(region[2:], sizes, strict=True)
         ]
-        image = Ref(b.gather(op, x, (*region[:2], *area), device))
-        sizes = extent(region[2:])
-        return op.target, (image, sizes if len(sizes) > 1 else sizes[0]), {}
+        wanted = extent(region[2:])
+        image = b.read(op, x, (*region[:2], *area), device)
+        return op.target, (image, wanted if len(wanted) > 1 else wanted[0]), {}
 
     return each(b, op, places, call)
 
 
 POOLS = {
-    **dict.fromkeys((*sorted(MAX), "avg_pool1d", "avg_pool2d"), Rule(_pool, _pool_cuts)),
+    **dict.fromkeys((*sorted(MAX_POOLS), "avg_pool1d", "avg_pool2d"), Rule(_pool, _pool_cuts)),
     **dict.fromkeys(("adaptive_avg_pool1d", "adaptive_avg_pool2d"), Rule(_make_adaptive, _adaptive_cuts)),
 }

@@ -6,22 +6,30 @@ box of the source if it begins and ends with whole rows. Where it is not, a larg
 
     (8, 6, 4) to (8, 24)      columns 4..12 are rows 1..3                 read [:, 1:3], reshape
                               columns 6..12 lie in rows 1..3              read [:, 1:3], reshape, cut [:, 2:8]
+
+Pieces of a tensor: `x[:, 2:6]`, `x.narrow(1, 2, 4)`, `x.chunk(2, 1)[0]`. A part of a piece is a region of what it is a
+piece of; an op follows only where dimensions go or come, or steps are skipped. Tensors put together: a part reads those
+regions that lie in it, which may all be of one of them.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
-from fxpipe.ir.graph.graph import Op, Ref, op_name
-from fxpipe.ir.graph.ops import PERMUTATIONS, RESHAPES
-from fxpipe.ir.graph.value_types import TensorType
+import torch
+
+from fxpipe.ir.graph.graph import Op, Ref, op_name, refs
+from fxpipe.ir.graph.op_arguments import argument
+from fxpipe.ir.graph.ops import CONCATENATIONS, PERMUTATIONS, PIECES, RESHAPES
+from fxpipe.ir.graph.value_types import TensorType, TupleType
 from fxpipe.ir.operators.strategy import Region
 from fxpipe.passes.sharding.graph_rewriter import GraphRewriter, Part
-from fxpipe.passes.sharding.part_regions import Places, Range, extent, full, index, inside
-from fxpipe.passes.sharding.sharding_rule import Rule, aligned, each, every
+from fxpipe.passes.sharding.part_regions import Place, Places, Range, extent, full, index, inside, overlap
+from fxpipe.passes.sharding.sharding_rule import WHOLE, Called, Rule, aligned, by_place, each, every, reading
 
 KEPT = ("flatten", "squeeze", "unsqueeze")  # they name no sizes, so parts are viewed as the whole is
 Group = tuple[slice, slice]  # dimensions of the source, and those of the result that they become
@@ -77,7 +85,8 @@ def _reshape(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
     source, shape = b.shape(x), b.shape(op.name)
     pairs = list(groups(source, shape))
 
-    def part(name: str, region: Region, device: int) -> Part:
+    def part(name: str, place: Place) -> Part:
+        region, device = place.region, place.device
         wanted = [around(run(region[there], shape[there]), shape[there]) for _, there in pairs]
         runs = [run(box, shape[there]) for box, (_, there) in zip(wanted, pairs, strict=True)]
         boxes = [around(numbers, source[here]) for numbers, (here, _) in zip(runs, pairs, strict=True)]
@@ -91,8 +100,7 @@ def _reshape(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
         made.cut(inside(region, result))
         return Part(made.named(name), region, b.devices.get(made.value))
 
-    names = b.part_names(op, places)
-    return tuple(part(name, *each) for name, each in zip(names, ((p.region, p.device) for p in places), strict=True))
+    return by_place(b, op, places, part)
 
 
 class Step:
@@ -100,9 +108,7 @@ class Step:
 
     def __init__(self, b: GraphRewriter, op: Op, device: int, value: str) -> None:
         self.b, self.op, self.device, self.value = b, op, device, value
-        type = b.types[value]
-        assert isinstance(type, TensorType)
-        self.shape = tuple(map(int, type.shape))
+        self.shape = tuple(map(int, b.tensor(value).shape))
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], tuple[int, ...]]] = []
 
     def shaped(self, shape: tuple[int, ...], own: Op | None = None) -> None:
@@ -141,18 +147,15 @@ def _order(b: GraphRewriter, op: Op) -> list[int]:
 def _permute(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
     order = _order(b, op)
 
-    def call(region: Region, device: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        read = tuple(region[order.index(dim)] for dim in range(len(order)))
-        return op.target, (Ref(b.gather(op, op.args[0].name, read, device)), *op.args[1:]), dict(op.kwargs)
-
-    return each(b, op, places, call)
+    source = [order.index(dim) for dim in range(len(order))]
+    return reading(b, op, places, ("input",), lambda region: {"input": tuple(region[at] for at in source)})
 
 
 def _expand(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
-    x = op.args[0].name
+    x = op.args[0]
 
-    def call(region: Region, device: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        return "expand", (Ref(b.gather(op, x, aligned(region, b.shape(x)), device)), extent(region)), {}
+    def call(region: Region, device: int) -> Called:
+        return "expand", (b.read(op, x, aligned(region, b.shape(x.name)), device), extent(region)), {}
 
     return each(b, op, places, call)
 
@@ -162,3 +165,142 @@ SHAPES = {
     **dict.fromkeys(PERMUTATIONS, Rule(_permute, every)),
     **dict.fromkeys(("expand", "expand_as"), Rule(_expand, every)),
 }
+
+# Pieces, and tensors put together -------------------------------------------------------------------------------------
+
+Index = tuple[int | slice | None, ...]  # as in x[...], with one entry for each dimension of x, None for a new one
+
+
+def index_of(b: GraphRewriter, op: Op) -> tuple[str, Index] | None:
+    """The tensor that an op takes a piece of, and which; None if that is not made of numbers that are known."""
+    x = argument(op, 0, "input").name
+    if x in b.rest and op_name(b.rest[x][0]) in PIECES:
+        return _item(b, b.rest[x][0], op.args[1])
+    if not isinstance(b.captured[x], TensorType):
+        return None
+    shape = b.shape(x)
+    if op_name(op) == "getitem":
+        given = b.literal(op.args[1])
+        return None if any(True for _ in refs(given)) else _spread(x, given, len(shape))
+    dim = int(argument(op, 1, "dim")) % len(shape)
+    if op_name(op) == "select":
+        return _along(x, dim, b.literal(argument(op, 2, "index")))
+    start, length = b.literal((argument(op, 2, "start"), argument(op, 3, "length")))
+    return _along(x, dim, slice(start % shape[dim], start % shape[dim] + length)) if isinstance(start, int) else None
+
+
+def _along(x: str, dim: int, one: int | slice) -> tuple[str, Index]:
+    return x, (*[slice(None)] * dim, one)
+
+
+def _item(b: GraphRewriter, op: Op, at: int) -> tuple[str, Index]:
+    """One of the pieces that a tensor was taken apart into."""
+    x, type = argument(op, 0, "input").name, b.captured[op.name]
+    assert isinstance(type, TupleType)
+    shape = b.shape(x)
+    sizes = [item.shape for item in type.items if isinstance(item, TensorType)]
+    dim = int(argument(op, 1 if op_name(op) == "unbind" else 2, "dim", 0)) % len(shape)
+    at %= len(sizes)
+    if op_name(op) == "unbind":
+        return _along(x, dim, at)
+    before = sum(int(size[dim]) for size in sizes[:at])
+    return _along(x, dim, slice(before, before + int(sizes[at][dim])))
+
+
+def _spread(x: str, given: Any, rank: int) -> tuple[str, Index] | None:
+    """The index with an entry for each dimension; None if it is made of more than numbers and slices."""
+    entries = given if isinstance(given, tuple) else (given,)
+    if any(
+        isinstance(one, bool) or not (one is None or one is ... or isinstance(one, (int, slice))) for one in entries
+    ):
+        return None
+    at = next((at for at, one in enumerate(entries) if one is ...), len(entries))
+    left = rank - sum(one is not None and one is not ... for one in entries)
+    return x, (*entries[:at], *[slice(None)] * left, *entries[at + 1 :])
+
+
+def _index_cuts(b: GraphRewriter, op: Op) -> Iterable[int]:
+    return range(len(b.shape(op.name))) if index_of(b, op) else ()
+
+
+def _index(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
+    found = index_of(b, op)
+    made = b.parts.get(argument(op, 0, "input").name, ())
+    if found is None and any(part.items for part in made):
+        return tuple(item for part in made if (item := part.items[op.args[1]]) is not None)
+    if found is None:
+        return WHOLE.make(b, op, places)
+    x, entries = found
+    return by_place(b, op, places, partial(_index_part, b, op, x, entries))
+
+
+def _index_part(b: GraphRewriter, op: Op, x: str, entries: Index, name: str, place: Place) -> Part:
+    read, rest = region_of(entries, place.region, b.shape(x))
+    made = b.gather(op, x, read, place.device)
+    if any(one != slice(None) for one in rest):
+        type = b.typed(op.name, extent(place.region))
+        made = b.add(op, name, place.device, operator.getitem, (Ref(made), rest), type=type)
+    return Part(made, place.region, b.devices.get(made))
+
+
+def region_of(entries: Index, region: Region, shape: Sequence[int]) -> tuple[Region, Index]:
+    """The region of the source that a region of the piece is, and how that is still to be indexed.
+
+    >>> region_of((3, slice(1, None, 2), None), ((0, 2), (0, 1)), (5, 8))
+    (((3, 4), (1, 4)), (0, slice(None, None, 2), None))
+    """
+    ranges, read, rest = list(region), [], list[int | slice | None]()
+    sizes = list(shape)
+    for one in (*entries, *[slice(None)] * (len(shape) - sum(one is not None for one in entries))):
+        if one is None:
+            ranges.pop(0)
+            rest.append(None)
+            continue
+        size = sizes.pop(0)
+        if isinstance(one, slice):
+            first, _, step = one.indices(size)
+            low, high = ranges.pop(0)
+            read.append((first + low * step, first + (high - 1) * step + 1))
+            rest.append(slice(None, None, step if step != 1 else None))
+        else:
+            read.append((one % size, one % size + 1))
+            rest.append(0)
+    while rest and rest[-1] == slice(None):
+        rest.pop()
+    return tuple(read), tuple(rest)
+
+
+def _join_cuts(b: GraphRewriter, op: Op) -> Iterable[int]:
+    """Any dimension of tensors that have as many, and are there one by one."""
+    rank = len(b.shape(op.name))
+    tensors = argument(op, 0, "tensors")
+    fit = isinstance(tensors, (tuple, list)) and all(b.is_tensor(t) and len(b.shape(t.name)) == rank for t in tensors)
+    return range(rank) if fit else ()
+
+
+def _join(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
+    if not _join_cuts(b, op):
+        return WHOLE.make(b, op, places)
+    return by_place(b, op, places, partial(_join_part, b, op))
+
+
+def _join_part(b: GraphRewriter, op: Op, name: str, place: Place) -> Part:
+    dim = argument(op, 1, "dim", 0) % len(place.region)
+    pieces, before = [], 0
+    for tensor in argument(op, 0, "tensors"):
+        after = before + b.shape(tensor.name)[dim]
+        lies = (*place.region[:dim], (before, after), *place.region[dim + 1 :])
+        if (common := overlap(lies, place.region)) is not None:
+            first, last = common[dim]
+            read = (*common[:dim], (first - before, last - before), *common[dim + 1 :])
+            pieces.append(b.read(op, tensor, read, place.device))
+        before = after
+    made = pieces[0].name
+    if len(pieces) > 1:
+        type = b.typed(op.name, extent(place.region))
+        made = b.add(op, name, place.device, torch.cat, (pieces, dim), type=type)
+    return Part(made, place.region, b.devices.get(made))
+
+
+JOINS = dict.fromkeys(CONCATENATIONS, Rule(_join, _join_cuts))
+INDEXING = dict.fromkeys(("getitem", "narrow", "select"), Rule(_index, _index_cuts, plain=False))

@@ -25,6 +25,7 @@ from fxpipe.ir.graph.ops import (
     CONCATENATIONS,
     LIKE,
     LOSSES,
+    PER_SAMPLE,
     PERMUTATIONS,
     PIECES,
     POINTWISE,
@@ -41,11 +42,7 @@ from . import reshape_operators as reshaping
 from .operator_reader import Held, Reader, Value
 
 # Whatever else is done to each sample by itself.
-ALONE = {
-    "adaptive_avg_pool1d", "amax", "amin", "argmax", "conv_transpose1d", "conv_transpose2d", "cumsum", "expand",
-    "flip", "group_norm", "instance_norm", "interpolate", "log_softmax", "matmul", "mean", "normalize", "pad",
-    "repeat", "rms_norm", "roll", "select", "softmax", "stack", "sum",
-}  # fmt: skip
+ALONE = PER_SAMPLE | {"adaptive_avg_pool1d", "expand"}
 
 
 def read(graph: Graph, sizes: Mapping[str, int]) -> Reading:
