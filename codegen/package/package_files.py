@@ -25,11 +25,20 @@ from torch import Tensor
 from fxpipe.codegen.package.call_adapter import face, unreachable
 from fxpipe.codegen.stage.stage_constants import constant_names
 from fxpipe.codegen.stage.stage_file import emit_device, emit_stage, emit_totals
-from fxpipe.codegen.text.import_lines import import_blocks
 from fxpipe.codegen.text.line_layout import WIDTH, Brackets, Doc, prefix
 from fxpipe.codegen.text.object_text import literal
 from fxpipe.codegen.text.source_names import doc_prose, string
-from fxpipe.codegen.text.statements import BLANK, Assign, Block, Comment, Lines, Statement, text_of, tuple_of
+from fxpipe.codegen.text.statements import (
+    BLANK,
+    Assign,
+    Block,
+    Comment,
+    Lines,
+    Statement,
+    import_blocks,
+    text_of,
+    tuple_of,
+)
 from fxpipe.errors import PackageError
 from fxpipe.ir.graph.dtypes import DTYPES
 from fxpipe.ir.graph.graph import UNKNOWN, Graph, Ref, State, refs

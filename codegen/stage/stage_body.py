@@ -8,20 +8,20 @@ needs any more is let go with `del`. fx prints one flat list instead, with every
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise, takewhile
 from pathlib import PurePath
 
 from fxpipe.codegen.stage.assignments import assignments
-from fxpipe.codegen.stage.releases import releases
-from fxpipe.codegen.stage.variables import Variables
-from fxpipe.codegen.text.line_layout import Brackets, Doc, prefix
+from fxpipe.codegen.stage.variables import Variables, releases
+from fxpipe.codegen.text.line_layout import Brackets, Doc, Infix, prefix
 from fxpipe.codegen.text.object_text import literal
 from fxpipe.codegen.text.op_text import EmitError
 from fxpipe.codegen.text.source_names import code_comment, prose
 from fxpipe.codegen.text.statements import BLANK, Block, Comment, Delete, Statement
-from fxpipe.ir.graph.graph import Op, Origin, Region, called
+from fxpipe.ir.graph.graph import Op, Origin, Region, called, op_name
 from fxpipe.ir.graph.legal_cuts import ENTER_VMAP, LEAVE_VMAP
 from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.program.program import Program, Stage
@@ -41,7 +41,25 @@ class _Step:
 def body(program: Program, stage: Stage, variables: Variables) -> tuple[Statement, ...]:
     """Its statements."""
     steps = _steps(program, stage, variables)
-    return (*_Writer(_comments(steps)).all(steps, True), *_return(stage, variables))
+    statements = _Writer(_comments(steps)).all(steps, True)
+    given = tuple(variables.of[name] for name in stage.gives)
+    if not given:
+        return (*statements, *(() if stage.ops else ("pass",)))
+    if len(given) > 1:
+        return (*statements, Brackets("return ", given, "", "bare"))
+    # `relu = F.relu(x)`: a name that says no more than the call is left out.
+    nameless = steps and stage.gives[0] == steps[-1].op.name and re.sub(r"_\d+$", "", given[0]) == op_name(steps[-1].op)
+    value = _value(statements[-1], given[0]) if nameless else None
+    return (*statements, f"return {given[0]}") if value is None else (*statements[:-1], prefix("return ", value))
+
+
+def _value(statement: Statement, name: str) -> Doc | None:
+    """What a statement assigns to the variable, if it does that and nothing else."""
+    head = statement if isinstance(statement, str) else getattr(statement, "head", "")
+    if not isinstance(statement, (str, Brackets, Infix)) or not head.startswith(f"{name} = "):
+        return None
+    rest = head.removeprefix(f"{name} = ")
+    return rest if isinstance(statement, str) else replace(statement, head=rest)
 
 
 @dataclass
@@ -109,14 +127,8 @@ def _statements(step: _Step) -> Iterator[Statement]:
         yield Block(f"with draw({step.op.draw}):", step.statements)
     else:
         yield from step.statements
-    yield Delete(step.releases)
-
-
-def _return(stage: Stage, variables: Variables) -> tuple[Statement, ...]:
-    given = tuple(variables.of[name] for name in stage.gives)
-    if not given:
-        return () if stage.ops else ("pass",)
-    return (Brackets("return ", given, "", "bare") if len(given) > 1 else f"return {given[0]}",)
+    if step.releases:
+        yield Delete(step.releases)
 
 
 def _steps(program: Program, stage: Stage, variables: Variables) -> list[_Step]:

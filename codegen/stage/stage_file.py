@@ -10,7 +10,6 @@ from fxpipe.codegen.stage.stage_body import body
 from fxpipe.codegen.stage.stage_constants import constant_names, state_paths
 from fxpipe.codegen.stage.stage_header import header
 from fxpipe.codegen.stage.variables import Variables, assign
-from fxpipe.codegen.text.import_lines import import_blocks
 from fxpipe.codegen.text.line_layout import WIDTH, Brackets, Doc
 from fxpipe.codegen.text.object_text import literal
 from fxpipe.codegen.text.op_text import modules
@@ -24,6 +23,7 @@ from fxpipe.codegen.text.statements import (
     Lines,
     Statement,
     apart,
+    import_blocks,
     rows_of,
     text_of,
     tuple_of,

@@ -3,6 +3,7 @@
 In the graph every value has a name of its own: `x`, `x_1`, `x_2`. A person writes `x = f(x)`. So a value gets its plain
 name, without the number, as soon as the variable of that name is no longer needed; what a stage takes and gives keeps
 its full name, so that the header, the code and the scheduler call it the same. Rebinding also frees the old tensor.
+Without `del`, another large tensor that nobody needs any more would live until forward ends.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from dataclasses import dataclass
 from fxpipe.codegen.text.op_text import in_place_sign
 from fxpipe.codegen.text.source_names import RESERVED, identifier
 from fxpipe.ir.graph.graph import Op, Ref
-from fxpipe.ir.graph.value_types import TupleType, ValueType
+from fxpipe.ir.graph.shared_memory_values import viewed
+from fxpipe.ir.graph.value_types import TupleType, ValueType, tensors
 from fxpipe.ir.program.program import Stage
 
 MOST_TARGETS = 8  # a line `a, b, c = ...` with more names is no longer easy to read
@@ -151,3 +153,54 @@ def _items(op: Op, readers: Sequence[Op], count: int) -> tuple[str, ...] | None:
             return None
         place[reader.args[1]] = reader.name
     return tuple(place[index] for index in range(count)) if place.keys() == set(range(count)) else None
+
+
+# Letting go ----------------------------------------------------------------------------------------------------------
+
+LARGE = 1 << 16  # elements from which on letting go of a tensor is worth a line
+
+
+def releases(stage: Stage, variables: Variables, types: Mapping[str, ValueType]) -> dict[str, tuple[str, ...]]:
+    """After each op, the variables to let go of: those whose large tensors nobody needs any more, unless a statement
+    soon to come gives the variable to another tensor. A view keeps the memory of what it views, so both go together.
+    What the stage takes is held by the caller; letting go of it here frees nothing.
+
+        y = h.view(8, -1)
+        z = y + 1
+        del h, y
+    """
+    dying: dict[float, list[str]] = defaultdict(list)
+    for name, position in variables.last_use.items():
+        dying[position].append(name)
+    bound = {position: _bound(op, variables) for position, op in enumerate(stage.ops)}
+    made = defaultdict(int, {op.name: position for position, op in enumerate(stage.ops)})
+    holder: dict[str, str] = {}  # the value that each variable holds
+    shared: dict[str, list[str]] = defaultdict(list)  # for a view, the values whose memory it keeps alive
+    found = {}
+    for position, op in enumerate(stage.ops):
+        holder |= bound[position]
+        soon = {name for later in range(position, position + 3) for name in bound.get(later, ())}
+        gone = []
+        for name in dying[position]:
+            memory = [*shared.pop(name, ()), name]
+            if name in op.writes or viewed(op, types) == name:  # letting go of it frees nothing yet
+                shared[op.name] += memory
+            elif _is_large(types[name]):
+                gone += memory
+        names = ((variables.of.get(value, ""), value) for value in sorted(gone, key=made.__getitem__))
+        found[op.name] = tuple(name for name, value in names if holder.get(name) == value and name not in soon)
+    return found
+
+
+def _bound(op: Op, variables: Variables) -> dict[str, str]:
+    """The variables that the op's statement sets, with the values they then hold."""
+    values = variables.unpacked.get(op.name, (op.name,)) if op.name not in variables.folded else ()
+    return {variables.of[name]: name for name in values if name in variables.of}
+
+
+def _is_large(kind: ValueType) -> bool:
+    """Sizes that depend on the batch count as large: a micro-batch is what memory goes into."""
+    return any(
+        any(isinstance(dim, str) for dim in item.shape) or math.prod(map(int, item.shape)) >= LARGE
+        for item in tensors(kind)
+    )

@@ -33,54 +33,39 @@ _RECURRENT = "input, hx, params, has_biases, num_layers, dropout, train, bidirec
 _CONV = "input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1"
 _CONV_TRANSPOSE = "input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1"
 
+_OVER = "input, dim, keepdim=False"
+
+
+def _each(names: str, signature: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), signature)
+
+
 _FUNCTIONS = {
     "F.linear": "input, weight, bias=None",
     "F.bilinear": "input1, input2, weight, bias=None",
-    "F.conv1d": _CONV,
-    "F.conv2d": _CONV,
-    "F.conv3d": _CONV,
-    "F.conv_transpose1d": _CONV_TRANSPOSE,
-    "F.conv_transpose2d": _CONV_TRANSPOSE,
-    "F.conv_transpose3d": _CONV_TRANSPOSE,
-    "F.max_pool1d": _MAX_POOL,
-    "F.max_pool2d": _MAX_POOL,
-    "F.max_pool3d": _MAX_POOL,
+    **_each("F.conv1d F.conv2d F.conv3d", _CONV),
+    **_each("F.conv_transpose1d F.conv_transpose2d F.conv_transpose3d", _CONV_TRANSPOSE),
+    **_each("F.max_pool1d F.max_pool2d F.max_pool3d", _MAX_POOL),
     "F.avg_pool1d": _POOL,
-    "F.avg_pool2d": f"{_POOL}, divisor_override=None",
-    "F.avg_pool3d": f"{_POOL}, divisor_override=None",
+    **_each("F.avg_pool2d F.avg_pool3d", f"{_POOL}, divisor_override=None"),
     "F.adaptive_avg_pool1d": "input, output_size",
-    "F.adaptive_max_pool1d": "input, output_size, return_indices=False",
-    "F.adaptive_max_pool2d": "input, output_size, return_indices=False",
-    "F.adaptive_max_pool3d": "input, output_size, return_indices=False",
+    **_each(
+        "F.adaptive_max_pool1d F.adaptive_max_pool2d F.adaptive_max_pool3d", "input, output_size, return_indices=False"
+    ),
     "F.pixel_shuffle": "input, upscale_factor",
     "F.pad": "input, pad, mode='constant', value=None",
     "F.gelu": "input, approximate='none'",
     "F.scaled_dot_product_attention": "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False",
-    "torch.lstm": _RECURRENT,
-    "torch.gru": _RECURRENT,
-    "torch.rnn_tanh": _RECURRENT,
-    "torch.rnn_relu": _RECURRENT,
+    **_each("torch.lstm torch.gru torch.rnn_tanh torch.rnn_relu", _RECURRENT),
     "F.one_hot": "input, num_classes",
-    "torch.cat": "tensors, dim=0",
-    "torch.concat": "tensors, dim=0",
-    "torch.stack": "tensors, dim=0",
+    **_each("torch.cat torch.concat torch.stack", "tensors, dim=0"),
     "torch.chunk": "input, chunks, dim=0",
     "torch.flatten": "input, start_dim=0, end_dim=-1",
-    "torch.softmax": "input, dim, dtype=None",
-    "torch.log_softmax": "input, dim, dtype=None",
-    "torch.sum": "input, dim, keepdim=False",
-    "torch.mean": "input, dim, keepdim=False",
-    "torch.amax": "input, dim, keepdim=False",
-    "torch.amin": "input, dim, keepdim=False",
-    "torch.argmax": "input, dim, keepdim=False",
-    "torch.argmin": "input, dim, keepdim=False",
-    "torch.max": "input, dim, keepdim=False",
-    "torch.min": "input, dim, keepdim=False",
-    "torch.cumsum": "input, dim",
-    "torch.tril": "input, diagonal=0",
-    "torch.triu": "input, diagonal=0",
+    **_each("torch.softmax torch.log_softmax", "input, dim, dtype=None"),
+    **_each("torch.sum torch.mean torch.amax torch.amin torch.argmax torch.argmin torch.max torch.min", _OVER),
+    **_each("torch.cumsum torch.unsqueeze", "input, dim"),
+    **_each("torch.tril torch.triu", "input, diagonal=0"),
     "torch.clamp": "input, min=None, max=None",
-    "torch.unsqueeze": "input, dim",
     "torch.transpose": "input, dim0, dim1",
 }
 _RUNTIME = {

@@ -11,6 +11,7 @@ Emitters say what the code does; indentation, line breaks and where a remark fit
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -145,3 +146,13 @@ def _with_remark(lines: list[str], remark: str) -> list[str]:
     """The remark goes where there is one line, and room in it."""
     full = f"{lines[0]}  # {remark}" if remark and len(lines) == 1 else ""
     return [full] if full and len(full) <= WIDTH else lines
+
+
+def import_blocks(modules: Iterable[str], others: Sequence[str], ours: Sequence[str]) -> list[str]:
+    """The import lines of a file, in the order that isort gives them: `modules` are imported whole, the standard
+    library's before the rest; after these come the lines `others` (of the rest) and `ours`, each block apart."""
+    lines = {name: f"import {name}" + (" as F" if name == "torch.nn.functional" else "") for name in sorted(modules)}
+    standard = [line for name, line in lines.items() if name.partition(".")[0] in sys.stdlib_module_names]
+    rest = [line for line in lines.values() if line not in standard]
+    blocks = [block for block in (standard, [*rest, *others], ours) if block]
+    return "\n\n".join("\n".join(block) for block in blocks).split("\n")

@@ -46,6 +46,7 @@ from fxpipe.capture.tracing.inline_checkpoints import inline_checkpoints
 from fxpipe.capture.tracing.numpy_folding import made_of_floats
 from fxpipe.capture.tracing.placeholders import size_of
 from fxpipe.capture.tracing.torch_modes import check_modes
+from fxpipe.capture.tracing.value_names import named_sizes
 from fxpipe.capture.twins.attribute_changes import Snapshot
 from fxpipe.capture.twins.twin import Twins
 from fxpipe.errors import CaptureError, FxpipeError
@@ -350,7 +351,8 @@ class CallCapture:
             if refused := written_by_dynamo(traced) or (made_of_floats(traced) if kind.traced.folded else None):
                 raise refused
             modules = {str(id(module)): path for path, module in self.twins.named()}
-            owner = Owner(type(self.model).__name__, self.model.training, self.twins.slots, modules)
+            name, sizes = type(self.model).__name__, named_sizes(self.model.forward)
+            owner = Owner(name, self.model.training, self.twins.slots, modules, sizes)
             kind.drafted = draft(owner, kind.traced, flat, now.call)
             kind.hollows = stand_ins(kind.drafted)
             kind.past = self.twins.reached(kind.traced.guarded())

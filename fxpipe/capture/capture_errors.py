@@ -152,14 +152,18 @@ def written_by_dynamo(graph: fx.Graph) -> Refused | None:
     """The refusal of the first op that Dynamo put in for numpy's, and that nothing outside of Dynamo can run."""
     for node in graph.nodes:
         if type(node.target).__module__ == "torch._dynamo.utils":
-            where = innermost(parse_stack(node.meta.get("stack_trace")))
-            return Refused(where, "it computes with numpy", "write it with torch", modules_around(node))
+            return Refused(line_of(node), "it computes with numpy", "write it with torch", modules_around(node))
     return None
 
 
 def modules_around(node: fx.Node) -> list[int]:
     """The ids of the modules whose forward has made a node, from the outermost on."""
     return [int(str(key).partition("@")[0]) for key in node.meta.get("nn_module_stack") or ()]
+
+
+def line_of(node: fx.Node, module: str = "") -> Origin | None:
+    """The user's line that a node comes from."""
+    return innermost(parse_stack(node.meta.get("stack_trace")), module)
 
 
 def failed(error: Exception, route: str) -> Refused:

@@ -15,7 +15,7 @@ from fxpipe.capture.batch.batch_totals import spread
 from fxpipe.capture.batch.join_outputs import check_shapes, with_outputs
 from fxpipe.capture.batch.mixed_samples import Reduce
 from fxpipe.capture.tracing.fx_to_graph import Draft
-from fxpipe.capture.tracing.storageless_tensors import dense
+from fxpipe.capture.tracing.storageless_tensors import dense, without_memory
 from fxpipe.capture.tracing.symbolic_sizes import type_of
 from fxpipe.capture.tracing.value_names import Names
 from fxpipe.capture.twins.twin import Slot
@@ -89,10 +89,7 @@ def stand_ins(draft: Draft) -> tuple[Any, ...]:
 def _stand_in(fake: Any) -> Any:
     if isinstance(fake, Tensor):
         sizes, strides = ([_hint(n) for n in numbers] for numbers in (fake.shape, fake.stride()))
-        made = torch.empty_strided(sizes, strides, dtype=fake.dtype, device=fake.device)
-        if made.dim() and made.device.type != "meta":
-            made.untyped_storage().resize_(0)
-        return made
+        return without_memory(sizes, strides, fake.dtype, fake.device)
     return Marker() if isinstance(fake, (int, float, torch.SymInt, torch.SymFloat)) else fake
 
 

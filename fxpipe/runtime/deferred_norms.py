@@ -10,6 +10,7 @@ a forward calls twice has two sums, which are committed in the order of the call
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -162,9 +163,8 @@ class Deferring(TorchFunctionMode):
         self.calls: dict[int, int] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        read = _READ.get(func)
-        found = None if read is None else read(*args, **(kwargs or {}))
-        if read is None or found is None:
+        found = _read(func, args, kwargs or {})
+        if found is None:
             return func(*args, **(kwargs or {}))
         x, mean, var, momentum, sums_of_input, normalise = found
         if id(mean) not in self.known:
@@ -297,56 +297,22 @@ def _update(running_mean: Tensor, pending: Pending) -> None:
 # How norms are read where a submodule that is kept whole calls them: input, running mean, running variance, momentum,
 # what sums them up, and what normalises without them; None where no running statistics change.
 Read = tuple[Tensor, Tensor, Tensor | None, float | None, Callable[..., Sums], Callable[[], Tensor]]
+_NATIVE = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled")
+_SIGNATURES = {norm: inspect.signature(norm) for norm in (F.batch_norm, F.instance_norm)}
 
 
-def _read_batch_norm(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float | None = 0.1,
-    eps: float = 1e-5,
-) -> Read | None:
-    if not training or running_mean is None:
+def _read(norm: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Read | None:
+    if norm is torch.batch_norm:
+        given, norm = dict(zip(_NATIVE, args, strict=False)) | dict(kwargs), F.batch_norm
+    elif norm in _SIGNATURES:
+        bound = _SIGNATURES[norm].bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+    else:
         return None
-    normalise = partial(F.batch_norm, input, None, None, weight, bias, True, 0.0, eps)
-    return input, running_mean, running_var, momentum, _batch_sums, normalise
-
-
-def _read_native(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Read | None:
-    return _read_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-
-
-def _read_instance_norm(
-    input: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Read | None:
-    if not use_input_stats or running_mean is None:
+    trains, sums = ("training", _batch_sums) if norm is F.batch_norm else ("use_input_stats", _instance_sums)
+    x, mean = given["input"], given["running_mean"]
+    if not given[trains] or mean is None:
         return None
-    normalise = partial(F.instance_norm, input, None, None, weight, bias, True, 0.0, eps)
-    return input, running_mean, running_var, momentum, _instance_sums, normalise
-
-
-_READ: dict[Any, Callable[..., Read | None]] = {
-    F.batch_norm: _read_batch_norm,
-    torch.batch_norm: _read_native,
-    F.instance_norm: _read_instance_norm,
-}
+    normalise = partial(norm, x, None, None, given["weight"], given["bias"], True, 0.0, given["eps"])
+    return x, mean, given["running_var"], given["momentum"], sums, normalise

@@ -514,8 +514,20 @@ def test_a_dimension_that_varies_gets_a_name():
     calls(torch.randn(6, 7, 4))
     assert calls.kinds == 2
     graph = calls.seen[-1]
-    assert graph.inputs[0].type.shape == ("b", "input_1", 4)
-    assert [(s.name, s.dim) for s in graph.sizes] == [("b", 0), ("input_1", 1)]
+    assert graph.inputs[0].type.shape == ("b", "seq", 4)
+    assert [(s.name, s.dim) for s in graph.sizes] == [("b", 0), ("seq", 1)]
+
+
+def test_a_size_is_called_what_the_model_calls_it():
+    class Positions(nn.Module):
+        def forward(self, ids, image):
+            _, length = ids.shape
+            return ids * torch.arange(length), image.relu()
+
+    calls = Calls(Positions())
+    for size in (5, 6, 7):
+        calls(torch.ones(4, size, dtype=torch.int64), torch.randn(4, 3, size + 4, 8))
+    assert [size.name for size in calls.seen[-1].sizes] == ["b", "length", "height"]
 
 
 def test_loss_of_a_function():

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fxpipe.ir.graph.graph import Graph, Op, called
-from fxpipe.ir.graph.opaque_call import Opaque
+from fxpipe.ir.graph.graph import Graph
+from fxpipe.ir.graph.opaque_call import unsure
 from fxpipe.ir.graph.value_types import TensorType, TupleType, ValueType
 
 FLOATS = ("f", "bf", "c")
@@ -20,18 +20,9 @@ FLOATS = ("f", "bf", "c")
 
 def with_possible_gradients(graph: Graph) -> Graph:
     """The graph, of a call with gradients enabled, with the types of values that may need one."""
-    found: set[str] = set()
-    ops = []
-    for op in graph.ops:
-        if _passes_gradients(op) and ((isinstance(op.target, Opaque) and op.target.unsure) or found & {*op.reads}):
-            found |= {op.name, *op.writes}
-        ops.append(replace(op, type=_with_gradient(op.type)) if op.name in found else op)
+    found = unsure(graph.ops)
+    ops = (replace(op, type=_with_gradient(op.type)) if op.name in found else op for op in graph.ops)
     return replace(graph, ops=tuple(ops)) if found else graph
-
-
-def _passes_gradients(op: Op) -> bool:
-    without = any(region.kind == "grad" and not region.args[0] for region in op.regions)
-    return not without and called(op) != "detach"
 
 
 def _with_gradient(kind: ValueType) -> ValueType:

@@ -35,9 +35,9 @@ DRAWS = re.compile(
 @dataclass(eq=False)
 class Piece:
     """A submodule that is kept whole. `forward` stands in for that of its twin; `call` is the op in the traced graph;
-    `places`: where the twin's tensors hang; `forms`, by whether it is training, puts what it returns together again;
-    `asked`: something is not learnt yet, `wanted`: for calls of which tensors need a gradient; `told`: there was a
-    warning."""
+    `places`: where the twin's tensors hang (`slots`); `forms`, by whether it is training, puts what it returns together
+    again; `asked`: something is not learnt yet, `wanted`: for calls of which tensors need a gradient; `told`: there was
+    a warning."""
 
     opaque: Opaque
     twin: nn.Module
@@ -49,7 +49,7 @@ class Piece:
 
     def __post_init__(self) -> None:
         module, forms = self.twin, self.forms
-        self.places = places = places_in(module)
+        self.places = places = slots(module)
 
         def call(tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return self.stand_in(tensors, args, kwargs)
@@ -60,7 +60,7 @@ class Piece:
         op = torch._dynamo.allow_in_graph(call)  # type: ignore[no-untyped-call]
 
         def forward(*args: Any, **kwargs: Any) -> Any:  # traced by Dynamo, and never run
-            tensors = [getattr(part, key) for part, key in places]
+            tensors = [getattr(part, key) for _, part, key in places]
             return forms[module.training](op(tensors, args, kwargs))  # no name: it would be one in the generated code
 
         self.call, self.forward = call, forward
@@ -98,11 +98,6 @@ class Piece:
         return made[0] if len(made) == 1 else tuple(made)
 
 
-def places_in(module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """The modules and keys of all tensors in a module."""
-    return [(part, key) for _, part, key in slots(module)]
-
-
 def _empty(gives: Gives, given: list[Tensor], device: torch.device) -> Tensor:
     sizes = gives.sizes(given)
     made = torch.empty([sizes[dim] for dim in gives.order], dtype=gives.dtype, device=device)
@@ -126,7 +121,7 @@ class Pieces:
             return False
         self.shape = twins.shape
         there = {id(module) for _, module in twins.named()}
-        stale = [key for key, p in self.of.items() if key not in there or p.places != places_in(p.twin)]
+        stale = [key for key, p in self.of.items() if key not in there or p.places != slots(p.twin)]
         for key in stale:
             old = self.of.pop(key)
             twins.put_forward(old.twin, None)
@@ -202,13 +197,13 @@ class Pieces:
 
 
 def _told(opaque: Opaque) -> str:
-    why = f"because of {opaque.origin} ({opaque.reason})"
     if opaque.path:
-        return f"{opaque} is kept whole: one opaque op that no cut goes through and that runs as plain Python, {why}"
+        what = "one opaque op that no cut goes through and that runs as plain Python"
+        return f"{opaque} is kept whole: {what}, {opaque.because}"
     return (
         f"{opaque} is kept whole, and nothing is pipelined: the model is one opaque op on one stage, which runs as "
-        f"plain Python on each micro-batch, {why}; move these lines into the forward of a submodule, and the rest is "
-        "cut"
+        f"plain Python on each micro-batch, {opaque.because}; move these lines into the forward of a submodule, and "
+        "the rest is cut"
     )
 
 

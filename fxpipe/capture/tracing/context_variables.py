@@ -23,6 +23,8 @@ from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
+from .patched import patched
+
 
 @dataclass
 class Contexts:
@@ -70,8 +72,5 @@ def context_variables(contexts: Contexts) -> Iterator[None]:
             return VariableTracker.build(tx, value, CallFunctionNoArgsSource(AttrSource(self.source, "get")))
         return calling(self, tx, name, args, kwargs)
 
-    kind.call_method = call_method
-    try:
+    with patched(kind, call_method=call_method):
         yield
-    finally:
-        kind.call_method = calling

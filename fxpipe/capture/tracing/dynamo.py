@@ -37,6 +37,7 @@ from fxpipe.errors import CaptureError
 from .composite_ops import composed_in_python
 from .context_variables import Contexts, context_variables
 from .numpy_folding import folding
+from .patched import patched
 from .recurrent_layers import one_step
 
 SETTINGS: dict[str, object] = {
@@ -181,23 +182,23 @@ class _Configured:
             known["ignore_logging_functions"] = {*filter(None, methods), warnings.warn}
             if "deep" in self.ways and hasattr(torch._dynamo.config, "dont_skip_tracing"):
                 known["dont_skip_tracing"] = True
-            settings.enter_context(torch._dynamo.config.patch(known))
-            if "deep" in self.ways:
-                settings.enter_context(_gradients_that_nobody_gets())
-            if "plain" in self.ways:
-                settings.enter_context(_not_compiling())
-            # Else a dimension that happens to equal the batch is taken for it.
-            settings.enter_context(shape_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
-            settings.enter_context(one_step())
-            settings.enter_context(composed_in_python())
-            self.floats = []
-            settings.enter_context(folding(self.floats))
-            settings.enter_context(_hooks_are_ops())
-            settings.enter_context(_saved_variables())
-            contexts = Contexts()
-            settings.enter_context(context_variables(contexts))
-            settings.enter_context(_quiet("torch._subclasses.fake_tensor"))  # our error says it better
-            settings.enter_context(_quiet("torch._dynamo.metrics_context"))  # torch 2.11 cannot write down our settings
+            self.floats, contexts = [], Contexts()
+            for setting in (
+                torch._dynamo.config.patch(known),
+                *([_gradients_that_nobody_gets()] if "deep" in self.ways else []),
+                *([_not_compiling()] if "plain" in self.ways else []),
+                # Else a dimension that happens to equal the batch is taken for it.
+                shape_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+                one_step(),
+                composed_in_python(),
+                folding(self.floats),
+                _hooks_are_ops(),
+                _saved_variables(),
+                context_variables(contexts),
+                _quiet("torch._subclasses.fake_tensor"),  # our error says it better
+                _quiet("torch._dynamo.metrics_context"),  # torch 2.11 cannot write down our settings
+            ):
+                settings.enter_context(setting)
             try:
                 result = self._torchdynamo_orig_backend(*args, **kwargs)
             except Exception as error:  # some are Python's own, of checks inside of Dynamo
@@ -255,11 +256,8 @@ def _gradients_that_nobody_gets() -> Iterator[None]:
             return value
         return refusing(self, tx, owner, name, value)
 
-    kind._call_setattr = setting
-    try:
+    with patched(kind, _call_setattr=setting):
         yield
-    finally:
-        kind._call_setattr = refusing
 
 
 @contextmanager
@@ -278,11 +276,8 @@ def _hooks_are_ops() -> Iterator[None]:
         tx.output.create_proxy("call_function", register_hook, (self.as_proxy(),), {})
         return variables.RemovableHandleVariable(mutation_type=variables.base.ValueMutationNew())
 
-    kind._method_register_hook = hang
-    try:
+    with patched(kind, _method_register_hook=hang):
         yield
-    finally:
-        kind._method_register_hook = hanging
 
 
 def register_hook(value: Any) -> None:
@@ -299,11 +294,8 @@ def _saved_variables() -> Iterator[None]:
     def read(self: Any, tx: Any, name: str) -> Any:
         return reading(self, tx, "saved_tensors" if name == "saved_variables" else name)
 
-    kind.var_getattr = read
-    try:
+    with patched(kind, var_getattr=read):
         yield
-    finally:
-        kind.var_getattr = reading
 
 
 @contextmanager
@@ -319,8 +311,7 @@ def _not_compiling() -> Iterator[None]:
 
 
 def _name(placeholder: fx.Node) -> str | tuple[str, int]:
-    argument = placeholder.meta.get("grapharg")
-    source = getattr(argument, "source", None)
+    source = getattr(placeholder.meta.get("grapharg"), "source", None)
     return "" if source is None else _size(source)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -14,12 +14,12 @@ from torch import fx
 
 from fxpipe.capture.batch.squeeze_batch import with_named_squeezes
 from fxpipe.capture.call_arguments import Call
-from fxpipe.capture.capture_errors import at, innermost, parse_stack, without_symbols
+from fxpipe.capture.capture_errors import at, line_of, without_symbols
 from fxpipe.capture.opaque.opaque_gradients import with_possible_gradients
 from fxpipe.capture.opaque.opaque_submodules import Piece
 from fxpipe.capture.twins.twin import Slot
 from fxpipe.errors import CaptureError
-from fxpipe.ir.graph.graph import Graph, Op, Origin, Ref
+from fxpipe.ir.graph.graph import Graph, Op, Origin, Ref, map_leaves
 from fxpipe.ir.graph.legal_cuts import ENTER_VMAP, LEAVE_VMAP
 from fxpipe.ir.graph.opaque_call import Opaque
 
@@ -53,12 +53,13 @@ class Draft:
 @dataclass(frozen=True)
 class Owner:
     """Whose graph it is: what the model is called, its mode and its tensors; the paths of its modules, by what traces
-    call them."""
+    call them; what its forward calls the sizes of its arguments."""
 
     name: str
     training: bool
     slots: Sequence[Slot]
     modules: Mapping[str, str]
+    named_sizes: Mapping[tuple[str, int], str] = field(default_factory=dict)
 
 
 def draft(owner: Owner, traced: Traced, flat: tuple[Any, ...], call: Call) -> Draft:
@@ -67,7 +68,7 @@ def draft(owner: Owner, traced: Traced, flat: tuple[Any, ...], call: Call) -> Dr
     for slot in owner.slots:
         for tensor in {id(x): x for x in (slot.twin, slot.real) if x is not None}:
             by_id.setdefault(tensor, []).append(slot)
-    build = Builder(traced, call, by_id, owner.modules)
+    build = Builder(traced, call, by_id, owner.modules, owner.named_sizes)
     env, found = steps(traced)
     placeholders = [node for node in traced.module.graph.nodes if node.op == "placeholder"]
     add_inputs(build, placeholders, flat, env)
@@ -79,17 +80,8 @@ def draft(owner: Owner, traced: Traced, flat: tuple[Any, ...], call: Call) -> Dr
     build.last_read |= dict.fromkeys(results, len(found))
     _ops(build, found, env)
     outputs = tuple(build.of_node[node] for node in results)
-    graph = Graph(
-        owner.name,
-        owner.training,
-        tuple(build.inputs),
-        tuple(build.sizes),
-        tuple(build.states),
-        tuple(build.ops),
-        (),
-        ((), {}),
-        None,
-    )
+    inputs, sizes, states, ops = tuple(build.inputs), tuple(build.sizes), tuple(build.states), tuple(build.ops)
+    graph = Graph(owner.name, owner.training, inputs, sizes, states, ops, (), ((), {}), None)
     graph, squeezed = with_named_squeezes(graph)
     if torch.is_grad_enabled():
         graph = with_possible_gradients(graph)
@@ -117,7 +109,7 @@ def _op(build: Builder, step: Step, position: int, env: dict[fx.Node, Any]) -> O
             return env[item] if fixed else Ref(build.of_node[item])
         return _size(build, item, origin) if isinstance(item, torch.SymInt) else item
 
-    args, kwargs = _nest(node.args, leaf), _nest(node.kwargs, leaf)
+    args, kwargs = map_leaves((node.args, node.kwargs), leaf)
     called = getattr(node.target, "__name__", "")
     if called in VMAP_LEVEL:
         index = VMAP_LEVEL[called]
@@ -165,17 +157,7 @@ def _op(build: Builder, step: Step, position: int, env: dict[fx.Node, Any]) -> O
     else:
         for owner in owners:
             build.of_node[owner] = name
-    return Op(
-        name,
-        function,
-        args,
-        kwargs,
-        kind,
-        origin,
-        step.regions,
-        writes,
-        draw,
-    )
+    return Op(name, function, args, kwargs, kind, origin, step.regions, writes, draw)
 
 
 def _from(node: fx.Node) -> Iterator[fx.Node]:
@@ -242,22 +224,9 @@ def _size(build: Builder, item: torch.SymInt, origin: Origin) -> Any:
     )
 
 
-def _nest(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    if isinstance(value, (tuple, list)):
-        items = [_nest(item, leaf) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    if isinstance(value, dict):
-        return {key: _nest(item, leaf) for key, item in value.items()}
-    if isinstance(value, slice):
-        return slice(*(_nest(item, leaf) for item in (value.start, value.stop, value.step)))
-    return leaf(value)
-
-
 def origin_of(node: fx.Node, modules: Mapping[str, str]) -> Origin:
     """The user's line that an op comes from, and the path of the module it is in."""
     module = ""
-    for key, value in (node.meta.get("nn_module_stack") or {}).items():
+    for key in node.meta.get("nn_module_stack") or ():
         module = modules.get(str(key).split("@")[0], module)
-        del value
-    found = innermost(parse_stack(node.meta.get("stack_trace")), module)
-    return found or Origin("", 0, "", module)
+    return line_of(node, module) or Origin("", 0, "", module)

@@ -19,7 +19,9 @@ from torch import fx
 from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.misc import NumpyVariable
 
-from fxpipe.capture.capture_errors import Refused, innermost, modules_around, parse_stack
+from fxpipe.capture.capture_errors import Refused, line_of, modules_around
+
+from .patched import patched
 
 PLAIN = (bool, int, float)
 MAKERS = ("tensor", "as_tensor", "asarray", "scalar_tensor")
@@ -43,12 +45,8 @@ def folding(floats: list[float]) -> Iterator[None]:
         number = _number(getattr(self.value, name, None), args, kwargs)
         return tracing_method(self, tx, name, args, kwargs) if number is None else folded(number)
 
-    kind: Any = NumpyVariable
-    kind.call_function, kind.call_method = call, call_method
-    try:
+    with patched(NumpyVariable, call_function=call, call_method=call_method):
         yield
-    finally:
-        kind.call_function, kind.call_method = tracing, tracing_method
 
 
 def _number(function: Any, args: Any, kwargs: Any) -> bool | int | float | None:
@@ -80,9 +78,8 @@ def made_of_floats(graph: fx.Graph) -> Refused | None:
     for node in graph.nodes:
         makes = node.op == "call_function" and getattr(node.target, "__name__", "") in MAKERS
         if makes and node.kwargs.get("dtype") is None and _has_float(node.args):
-            where = innermost(parse_stack(node.meta.get("stack_trace")))
             advice = "give torch.tensor a dtype, or numpy's function a tensor, as in torch.sqrt"
-            return Refused(where, "it makes a tensor of a number of numpy's", advice, modules_around(node))
+            return Refused(line_of(node), "it makes a tensor of a number of numpy's", advice, modules_around(node))
     return None
 
 

@@ -21,7 +21,7 @@ from torch._guards import TracingContext, tracing
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxpipe.capture.capture_errors import innermost, modules_around, parse_stack, refusal
+from fxpipe.capture.capture_errors import line_of, modules_around, refusal
 from fxpipe.ir.graph.graph import Region
 
 from .composite_ops import composed_in_python
@@ -137,8 +137,7 @@ def steps(traced: Traced) -> tuple[dict[fx.Node, Any], list[Step]]:
 
 def _say_where(node: fx.Node) -> None:
     """From now on, guards come from the user's line that the node comes from."""
-    frame = innermost(parse_stack(node.meta.get("stack_trace")))
-    if frame is not None:
+    if (frame := line_of(node)) is not None:
         TracingContext.set_current_loc(frame.file, frame.line, "forward")
 
 
@@ -171,7 +170,7 @@ def _run(node: fx.Node, env: dict[fx.Node, Any], traced: Traced) -> Any:
     try:
         return node.target(*args, **kwargs)
     except GuardOnDataDependentSymNode as error:  # Dynamo took the value that a tensor had before forward wrote to it
-        raise refusal(error, modules_around(node), innermost(parse_stack(node.meta.get("stack_trace")))) from None
+        raise refusal(error, modules_around(node), line_of(node)) from None
 
 
 def _region(node: fx.Node, env: dict[fx.Node, Any], open: list[tuple[fx.Node | None, Region]], ambient: bool) -> None:

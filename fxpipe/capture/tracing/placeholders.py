@@ -19,7 +19,7 @@ from fxpipe.ir.graph.value_types import ScalarType, TensorType, ValueType
 from .dynamo import Traced
 from .op_effects import memory
 from .symbolic_sizes import BATCH, first_symbols, symbol, type_of
-from .value_names import Names
+from .value_names import Names, usual_size
 
 
 @dataclass
@@ -30,6 +30,7 @@ class Builder:
     call: Call
     slots: Mapping[int, list[Slot]]
     modules: Mapping[str, str]
+    named_sizes: Mapping[tuple[str, int], str]
     names: Names = field(default_factory=Names)
     of_node: dict[fx.Node, str] = field(default_factory=dict)
     nodes_of: dict[int, list[fx.Node]] = field(default_factory=dict)  # by the id of the tensor object
@@ -69,8 +70,7 @@ def add_inputs(build: Builder, placeholders: list[fx.Node], flat: tuple[Any, ...
             if position == dim and not any(s.name == BATCH for s in build.sizes):
                 build.sizes.append(Size(BATCH, name, position))
             elif found is not None and found not in build.symbols:
-                build.symbols[found] = build.names(f"{name}_{position}")
-                build.sizes.append(Size(build.symbols[found], name, position))
+                build.symbols[found] = _add_size(build, name, path, type_of(fake, {}), position)
         kind = type_of(fake, build.symbols)
         if dim is not None and id(leaf.twin) not in at_leaf and isinstance(kind, TensorType):
             kind = TensorType(kind.dtype, (*kind.shape[:dim], BATCH, *kind.shape[dim + 1 :]), kind.device, kind.grad)
@@ -110,10 +110,19 @@ def _size_name(build: Builder, path: str, dim: int, found: sympy.Symbol | None) 
     if name is None and dim == item.batch_dim:
         name = BATCH
     elif name is None:
-        name = build.names(f"{item.name}_{dim}")
-        build.sizes.append(Size(name, item.name, dim))
+        name = _add_size(build, item.name, path, item.type, dim)
     if found is not None:
         build.symbols[found] = name
+    return name
+
+
+def _add_size(build: Builder, item: str, path: str, kind: ValueType, dim: int) -> str:
+    """The name of another size of an input: the model's own, or a usual one, if it has one."""
+    usual = usual_size(kind, dim) if isinstance(kind, TensorType) else None
+    if usual in build.names.used:
+        usual = f"{item}_{usual}"
+    name = build.names(build.named_sizes.get((path, dim)) or usual or f"{item}_size_{dim}")
+    build.sizes.append(Size(name, item, dim))
     return name
 
 

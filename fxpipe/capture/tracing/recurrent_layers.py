@@ -16,20 +16,17 @@ from torch import fx
 
 from fxpipe.ir.graph.ops import RECURRENT
 
+from .patched import patched
+
 LAYERS = ("one_layer_rnn", "one_layer_lstm")
 
 
 @contextmanager
 def one_step() -> Iterator[None]:
     """In this context fake recurrent layers compute their first step only, and give it as the result of each."""
-    layers = {name: getattr(steps, name) for name in LAYERS if hasattr(steps, name)}
-    for name, layer in layers.items():
-        setattr(steps, name, _first_step(layer))
-    try:
+    layers = {name: _first_step(getattr(steps, name)) for name in LAYERS if hasattr(steps, name)}
+    with patched(steps, **layers):
         yield
-    finally:
-        for name, layer in layers.items():
-            setattr(steps, name, layer)
 
 
 def _first_step(layer: Callable[..., Any]) -> Callable[..., Any]:

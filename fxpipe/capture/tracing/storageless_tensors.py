@@ -9,6 +9,8 @@ tensors may meanwhile be anywhere, on other devices too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -27,14 +29,20 @@ def hollow(real: Tensor, device: torch.device | None = None, batch: tuple[int, i
         stride = [-(-s * rows // size[dim]) if s > stride[dim] > 0 else s for s in stride]
         size[dim] = rows
     with torch.inference_mode(False), torch.no_grad():
-        made = torch.empty_strided(size, stride, dtype=real.dtype, device=device or real.device)
+        made = without_memory(size, stride, real.dtype, device or real.device)
         if made.dim() == 0:
-            made.zero_()  # Dynamo remembers the item of a 0-dim tensor, so this one has memory
-        elif made.device.type != "meta":
-            made.untyped_storage().resize_(0)
+            made.zero_()  # Dynamo remembers the item of a 0-dim tensor
         if isinstance(real, nn.Parameter):
             return nn.Parameter(made, requires_grad=real.requires_grad)
         return made.requires_grad_(real.requires_grad)
+
+
+def without_memory(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Such a tensor; one of no dimensions has memory."""
+    made = torch.empty_strided(size, stride, dtype=dtype, device=device)
+    if made.dim() and made.device.type != "meta":
+        made.untyped_storage().resize_(0)
+    return made
 
 
 def dense(real: Tensor) -> Tensor:

@@ -31,26 +31,12 @@ from .hook_lists import Lists
 from .twin_copies import Copies, Originals, slots_of
 
 HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-)
-
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks",
+)  # fmt: skip
 LOOKING = ("_forward_pre_hooks", "_forward_hooks")  # those that see values
-GLOBAL_HOOKS: list[dict[int, Any]] = [
-    getattr(module_hooks, name)
-    for name in (
-        "_global_forward_pre_hooks",
-        "_global_forward_hooks",
-        "_global_forward_hooks_always_called",
-        "_global_backward_pre_hooks",
-        "_global_backward_hooks",
-    )
-]
+_GLOBAL = "forward_pre_hooks forward_hooks forward_hooks_always_called backward_pre_hooks backward_hooks"
+GLOBAL_HOOKS: list[dict[int, Any]] = [getattr(module_hooks, f"_global_{name}") for name in _GLOBAL.split()]
 
 Roots = Mapping[str, nn.Module]  # by what the paths of their tensors begin with: "" for the model
 StandIn = Callable[["Slot", Tensor], Tensor]

@@ -17,7 +17,7 @@ single assignment (every name is defined once), with the things that fx leaves i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import PurePath
 from typing import Any
@@ -183,7 +183,7 @@ class Graph:
     `mixed` tells where the outputs are not those of the whole batch, for each micro-batch is one of its own.
 
     What else a call must have in common with the captured one: the `conditions` on sizes and numbers, as Python, such
-    as `x_1 > 4`, or UNKNOWN; and the `fingerprint` of the loss function.
+    as `seq > 4`, or UNKNOWN; and the `fingerprint` of the loss function.
     """
 
     model: str
@@ -243,11 +243,14 @@ def map_refs(nest: Any, change: Callable[[Ref], Any]) -> Any:
 
 
 def map_leaves(nest: Any, change: Callable[[Any], Any]) -> Any:
-    """The nest with `change(leaf)` in place of everything in it that is no tuple, list, dict, slice or `Struct`."""
+    """The nest with `change(leaf)` in place of everything in it that is no tuple, list, dict, slice or `Struct`. The
+    immutable lists of torch.fx become plain ones."""
     if isinstance(nest, tuple) and hasattr(nest, "_fields"):
         return type(nest)(*(map_leaves(item, change) for item in nest))
-    if type(nest) in (tuple, list):
-        return type(nest)(map_leaves(item, change) for item in nest)
+    if type(nest) is tuple:
+        return tuple(map_leaves(item, change) for item in nest)
+    if isinstance(nest, list):
+        return [map_leaves(item, change) for item in nest]
     if isinstance(nest, Mapping):
         return {key: map_leaves(item, change) for key, item in nest.items()}
     if isinstance(nest, slice):
@@ -377,15 +380,6 @@ def show_nest(nest: Any) -> str:
     if isinstance(nest, Mapping):
         return "{" + ", ".join(f"{key!r}: {show_nest(value)}" for key, value in nest.items()) + "}"
     return repr(nest)
-
-
-def struct(value: Any) -> Struct | None:
-    """The `Struct` of a dataclass or namedtuple instance; None for anything else."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return Struct(type(value), tuple((f.name, getattr(value, f.name)) for f in fields(value) if f.init))
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return Struct(type(value), tuple((name, getattr(value, name)) for name in value._fields))
-    return None
 
 
 NO_VALUE = ObjectType("None")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from .graph import Graph, Op, Origin
+from .graph import Graph, Op, Origin, called
 
 # Dimension `dim` of tensor `take`, times `times`, divided by `over`: a dimension along which the batch lies.
 Scaled = tuple[int, int, int, int]
@@ -254,11 +254,15 @@ def opaques(graph: Graph) -> tuple[Opaque, ...]:
 
 
 def unsure(ops: Iterable[Op]) -> set[str]:
-    """The names of values of which only a run tells whether they need a gradient."""
+    """The names of ops of whose results only a run tells whether they need a gradient."""
     found: set[str] = set()
+    touched: set[str] = set()  # and whatever they write into
     for op in ops:
-        if (isinstance(op.target, Opaque) and op.target.unsure) or not found.isdisjoint(op.reads):
+        stopped = called(op) == "detach" or any(region.kind == "grad" and not region.args[0] for region in op.regions)
+        opaque = isinstance(op.target, Opaque) and op.target.unsure
+        if not stopped and (opaque or not touched.isdisjoint(op.reads)):
             found.add(op.name)
+            touched |= {op.name, *op.writes}
     return found
 
 

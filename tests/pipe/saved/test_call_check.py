@@ -101,9 +101,9 @@ def test_a_size_that_varies_has_conditions(tmp_path: Path) -> None:
         x = torch.randn(4, size, 6)
         torch.testing.assert_close(loaded(x), model(x))
     for size in (4, 2, 1):
-        with pytest.raises(InputError, match=rf"saved for calls with x_1 > 4, and here x_1 = {size}"):
+        with pytest.raises(InputError, match=rf"saved for calls with seq > 4, and here seq = {size}"):
             loaded(torch.randn(4, size, 6))
-    assert "def conditions(x_1):" in (tmp_path / "__init__.py").read_text()
+    assert "def conditions(seq):" in (tmp_path / "__init__.py").read_text()
 
 
 class Batch(Looks):

@@ -32,5 +32,4 @@ class Stage1(Stage):
             self.middle.norm.bias,
             training=True,
         )
-        relu_1 = F.relu(batch_norm)
-        return relu_1
+        return F.relu(batch_norm)

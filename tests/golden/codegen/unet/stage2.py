@@ -38,5 +38,4 @@ class Stage2(Stage):
             self.up.norm.bias,
             training=True,
         )
-        relu_2 = F.relu(batch_norm)
-        return relu_2
+        return F.relu(batch_norm)

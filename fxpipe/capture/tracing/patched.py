@@ -1,0 +1,20 @@
+"""Lets another function stand in for one of torch's, for the time of a capture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def patched(owner: Any, **functions: Any) -> Iterator[None]:
+    """In this context the class or module has these in place of its own, in all threads."""
+    own = {name: getattr(owner, name) for name in functions}
+    try:
+        for name, function in functions.items():
+            setattr(owner, name, function)
+        yield
+    finally:
+        for name, function in own.items():
+            setattr(owner, name, function)
