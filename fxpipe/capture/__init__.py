@@ -1,6 +1,5 @@
-"""From a model and a call to a `Graph`: `capture` for one graph, `CallCapture` for a module that calls stand behind,
-`StepCapture` for a model with its loss;
-`sample_dims` tells what of a graph may be cut between samples."""
+"""From a model and a call to a `Graph`: `capture` makes one graph, `CallCapture` one for each kind of call of a model,
+`StepCapture` one for each kind of step, with the loss. `sample_dims` tells what may be cut between samples."""
 
 from fxpipe.capture.batch.sample_dims import sample_dims
 

@@ -4,8 +4,9 @@ Not every model can be traced in one graph. What is tried, in this order, until 
 
   - the model as it is, under settings for recurrent layers, loggers and Python numbers (`dynamo.py`), then reading into
     functions that Dynamo would pass over
-  - the same, after forward ran once on fake tensors: some libraries set things up in the first call (`warm.py`)
-  - the same, with the innermost submodule that cannot be traced kept whole, as one op (`opaque.py`); and the next one
+  - the same, after forward ran once on fake tensors: some libraries set things up in the first call (`first_call.py`)
+  - the same, with the innermost submodule that cannot be traced kept whole, as one op (`opaque_submodules.py`); and
+    the next one
 
 If nothing is left, the error has a table of all that was tried. torch.export is not among it: it bakes train or eval
 mode and every flag into its graph without a guard that would tell when they change, and drops the backward of custom
@@ -75,10 +76,11 @@ class CallCapture:
     arithmetic done by `run(graph, inputs)`, which gets the real values of `graph.inputs` and returns those of
     `graph.outputs`.
 
-    `sizes(batch)` are the sizes of the micro-batches that a batch is cut into; `work(what)` is a context for the time
-    that a capture takes. With a `function`, that is captured
-    instead: a plain function of the model, args, kwargs, and what else a `RequestedCall` has, which uses nothing but
-    its arguments and what is global in its module. If `loss` is true, it returns a loss and something else.
+    - `sizes(batch)`: the sizes of the micro-batches that a batch is cut into.
+    - `work(what)`: a context for the time that a capture takes.
+    - `function`: what is captured instead of the call. A plain function of the model, args, kwargs, and what else a
+      `RequestedCall` has, which uses nothing but its arguments and what is global in its module.
+    - `loss`: whether the function returns a loss and something else.
     """
 
     def __init__(
@@ -113,7 +115,7 @@ class CallCapture:
         self._route, self._unguarded = self._begin(), self.twins.unguarded
         self._now: Now | None = None
         self._work, self._working, self._works = work, ExitStack(), False
-        self._looks: list[CallSignature] = []
+        self._signatures: list[CallSignature] = []
         self._told: set[Mixed] = set()
         self._warm = -1  # how many submodules were kept whole when forward ran for what a first call sets up
         self._lock = threading.RLock()
@@ -180,13 +182,13 @@ class CallCapture:
     def _starts(self) -> None:
         """A kind of call is read that was not seen before."""
         assert self._now is not None
-        look = signature_of(self._now.call, self.model.training)
+        signature = signature_of(self._now.call, self.model.training)
         if not self._works:
             name = type(self.model).__name__ + (" with its loss" if self.loss else "")
-            why = why_new(look, self._looks, "step" if self.loss else "call")
+            why = why_new(signature, self._signatures, "step" if self.loss else "call")
             self._working.enter_context(self._work(f"capturing {name}: {why}"))
             self._works = True
-            self._looks.append(look)
+            self._signatures.append(signature)
 
     def _completed(self, request: RequestedCall, run: Run | None) -> tuple[Now, Any]:
         """One call of the route; if it is a dry pass, the graph of its kind is complete afterwards. Where a graph is
@@ -293,9 +295,9 @@ class CallCapture:
         return f"one graph, {', '.join(kept)} kept whole" if kept else "one graph"
 
     def _another_way(self, now: Now, tried: list[Refused]) -> str | None:
-        """Try the next way: first to run forward once, as some libraries put off to the
-        first call what is no arithmetic; then to keep the submodule whole that was refused, or the one around it. Gives
-        what was done, or None if nothing is left. Ways that fail at once are added to those that were tried."""
+        """Try the next way: first run forward once, for what some libraries set up in the first call; then keep the
+        submodule whole that was refused, or the one around it. Gives what was done, or None if nothing is left. Ways
+        that fail at once are added to those that were tried."""
         refused = tried[-1]
         if self._warm < len(self.pieces.of) and any(sign in str(refused) for sign in SIGNS):
             self._warm = len(self.pieces.of)

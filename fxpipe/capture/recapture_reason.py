@@ -20,7 +20,7 @@ class CallSignature:
 
 
 def signature_of(call: Call, training: bool) -> CallSignature:
-    """The look of a call."""
+    """The signature of a call."""
     return CallSignature(
         training, tuple((leaf.path, _shown(leaf.real, leaf.batch_dim)) for leaf in call.leaves.values())
     )
@@ -31,8 +31,8 @@ def _shown(tensor: Tensor, batch_dim: int | None) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(sizes)}]"
 
 
-def why_new(look: CallSignature, before: Sequence[CallSignature], what: str = "call") -> str:
-    """What is new about a call; `before` are the looks of all captured ones, `what` is a call or a step.
+def why_new(new: CallSignature, before: Sequence[CallSignature], what: str = "call") -> str:
+    """What is new about a call; `before` are the signatures of all captured ones, `what` is a call or a step.
 
     >>> small, large = (CallSignature(True, (("x", f"float32[b, {size}]"),)) for size in (4, 8))
     >>> why_new(small, []), why_new(large, [small])
@@ -42,10 +42,10 @@ def why_new(look: CallSignature, before: Sequence[CallSignature], what: str = "c
     """
     if not before:
         return f"first {what}"
-    if all(one.training != look.training for one in before):
-        return "eval to train" if look.training else "train to eval"
-    alike = [dict(one.tensors) for one in before if one.training == look.training]
-    now = dict(look.tensors)
+    if all(one.training != new.training for one in before):
+        return "eval to train" if new.training else "train to eval"
+    alike = [dict(one.tensors) for one in before if one.training == new.training]
+    now = dict(new.tensors)
     if now in alike:
         return "something else that the model depends on has changed"
     last = next((one for one in reversed(alike) if one.keys() == now.keys()), None)

@@ -12,8 +12,8 @@ In every value the batch `b` must be one dimension, or the slowest part of one (
 Ops that are not known here pass if their result has the batch once. Statistics that go into a buffer, batch norm's or
 the model's own, are those of each micro-batch.
 
-Samples that meet are those of one micro-batch. What comes of it is an output all the same (`outputs.py`), with a
-warning (`mixing.py`).
+Samples that meet are those of one micro-batch. What comes of it is an output all the same (`join_outputs.py`), with a
+warning (`mixed_samples.py`).
 """
 
 from __future__ import annotations

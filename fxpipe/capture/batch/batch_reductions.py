@@ -12,7 +12,7 @@ Every value is followed with what it is of the samples, and with a power of thei
     x.mean().sqrt()          unknown           a mean of roots is no root of a mean
 
 Products add the powers, quotients subtract them, sums want them equal. Nothing but linear operations keeps what is
-pooled; everything is allowed to what is the same, and to single samples, which `batch.py` sees to.
+pooled; everything is allowed to what is the same, and to single samples, which `batch_dimension.py` sees to.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
     torch.stack([*x])            stack([x[0], x[1]])                                x.clone()
 
 Such a trace has as many ops as there are samples, and its numbers are those of one batch size. What was done to single
-samples in between, stays: that is refused, with its line (`baked.py`). The copy is there since `cat` makes one, too.
+samples in between, stays: that is refused, with its line (`baked_batch_size.py`). The copy is there since `cat` makes
+one, too.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     x = router(x)              so while the model is captured another forward stands in for the submodule's own, which
                                puts a single op into the graph, with the submodule's parameters and buffers as arguments
 
-What the op returns, Dynamo must know to trace on; that is learnt by running the model (`learn.py`).
+What the op returns, Dynamo must know to trace on; that is learnt by running the model (`learn_outputs.py`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The Dynamo route: torch.compile reads the model's bytecode, we take the graph and run it our way.
 
-A route is a function of a function of a model and of what else it is given, and of `capture(traced) -> callable`: it
-gives back what to call in place of that function. Whenever a call is of a new kind,
-it hands the graph it traced to `capture` and from then on calls what that returned, with the graph's flat arguments,
-whenever its guards find a call of that kind again.
+A route takes the function to be captured, and `capture(traced) -> callable`; it returns what to call in place of the
+function. For each new kind of call it hands the graph that it traced to `capture`, and calls what that returned, with
+the graph's flat arguments, whenever its guards find a call of that kind again.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 torch's fake tensors would do, if it were not for guards: Dynamo looks at the arguments of every call to decide whether
 what it captured still holds. So a call is captured with *hollow* tensors, of the same size, strides, dtype and device,
 whose storage has been resized to nothing: those of the model hang in its twin (`twin.py`), those of the user stand
-among the arguments (`arguments.py`). Dynamo cannot tell; nothing of the model's arithmetic can run; and the real
+among the arguments (`call_arguments.py`). Dynamo cannot tell; nothing of the model's arithmetic can run; and the real
 tensors may meanwhile be anywhere, on other devices too.
 """
 

@@ -1,4 +1,4 @@
-"""Leaves out the ops that nobody would miss.
+"""Leaves out the ops whose results nobody uses.
 
     mask = ones(b, 8)        nobody reads it                    is left out
     h = neg(x)               the next op alone reads it         is left out

@@ -354,7 +354,7 @@ def target_name(target: Callable[..., Any] | str) -> str:
 
 
 def is_opaque(op: Op) -> bool:
-    """Whether the op calls a submodule whole, see `opaque.py`."""
+    """Whether the op calls a submodule whole, see `opaque_call.py`."""
     return getattr(op.target, "is_opaque", False) is True
 
 

@@ -1,4 +1,4 @@
-"""Devices that a model names: where it was captured stands for wherever its ops will run.
+"""Devices that a model names: the device of capture becomes the device that each op runs on.
 
 A model written for one device says so in its factory calls: `torch.arange(n, device=x.device)` is captured with the
 device x had. Elsewhere that has to be the device there. So does the default device of a factory call that names none,

@@ -10,7 +10,7 @@ from .graph import Op
 
 
 def argument(op: Op, index: int, name: str, default: Any = None) -> Any:
-    """One of them.
+    """One argument, or the default where it is left out.
 
     >>> from fxpipe.ir.graph.graph import Op, Origin, Ref
     >>> from fxpipe.ir.graph.value_types import TensorType
@@ -23,12 +23,12 @@ def argument(op: Op, index: int, name: str, default: Any = None) -> Any:
 
 
 def by_name(op: Op, names: Sequence[str]) -> dict[str, Any]:
-    """Those that are given; `names` are what the arguments by position are called."""
+    """The arguments that are given, by name; `names` are what the arguments by position are called."""
     return dict(zip(names, op.args, strict=False)) | dict(op.kwargs)
 
 
 def arguments(op: Op) -> dict[str, Any]:
-    """All of a function whose signature Python knows, by name, defaults included."""
+    """All arguments of a function whose signature Python knows, by name, defaults included."""
     assert callable(op.target)
     bound = inspect.signature(op.target).bind(*op.args, **op.kwargs)
     bound.apply_defaults()

@@ -6,7 +6,7 @@ clocks, when the value is made. On each pair of devices messages are received in
 channels want it.
 
 The replicas of a stage each have the whole row; samples go straight from who has them to who needs them, and gradients
-are added up once the stage has done its last backward (`buckets.py`).
+are added up once the stage has done its last backward (`gradient_buckets.py`).
 
 Nothing can deadlock, even where a send waits until the receive has been reached. Let a run and the receives after it
 count as the moment when the run starts, and a send as the moment when its value is made: whatever waits, waits for

@@ -67,5 +67,4 @@ class Stage1(Stage):
         del skip3, interpolate
 
         # unet.py:18  up3.conv1  x = F.relu(self.norm(self.conv1(x)))
-        conv2d_8 = F.conv2d(cat, self.up3.conv1.weight, padding=1)
-        return conv2d_8
+        return F.conv2d(cat, self.up3.conv1.weight, padding=1)

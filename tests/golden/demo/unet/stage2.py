@@ -60,5 +60,4 @@ class Stage2(Stage):
 
         # unet.py:44  x = self.up1(torch.cat([F.interpolate(x, scale_factor=2), skip1], dim=1))
         interpolate = F.interpolate(x, scale_factor=2)
-        cat_2 = torch.cat([interpolate, skip1], dim=1)
-        return cat_2
+        return torch.cat([interpolate, skip1], dim=1)

@@ -42,5 +42,4 @@ class Stage3(Stage):
         del x
 
         # unet.py:46  return image - noise
-        sub = image - noise
-        return sub
+        return image - noise
