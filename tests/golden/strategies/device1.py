@@ -65,8 +65,7 @@ class Stage1(Stage):
         x_4 = F.max_pool2d(relu_4, 3, stride=2)
 
         # alexnet.py:34  x = F.relu(self.fc6(x.flatten(1)))
-        flatten_1 = x_4.flatten(start_dim=1)
-        return flatten_1
+        return x_4.flatten(start_dim=1)
 
 
 class Stage3(Stage):
