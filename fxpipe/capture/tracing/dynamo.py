@@ -33,11 +33,10 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from fxpipe.capture.capture_errors import Refused, Sizes, refusal
 from fxpipe.errors import CaptureError
 
-from .composite_ops import composed_in_python
+from .composite_ops import composed_in_python, one_step
 from .context_variables import Contexts, context_variables
 from .numpy_folding import folding
 from .patched import patched
-from .recurrent_layers import one_step
 
 SETTINGS: dict[str, object] = {
     "allow_rnn": True,  # nn.LSTM and its kind, as one op

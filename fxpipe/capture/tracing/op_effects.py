@@ -24,9 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxpipe.capture.capture_errors import line_of, modules_around, refusal
 from fxpipe.ir.graph.graph import Region
 
-from .composite_ops import composed_in_python
+from .composite_ops import composed_in_python, drops, one_step
 from .dynamo import Traced
-from .recurrent_layers import drops, one_step
 
 # These write their running statistics without declaring it: the places of mean and variance, and of `training`.
 SILENT_WRITES = {
