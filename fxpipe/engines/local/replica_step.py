@@ -4,7 +4,7 @@
                              0 1 2 3 4      ▶     0 1 2 │ 3 4            ▶     0 1 │ 2 3 │ 4
 
 To a worker its slices are micro-batches like any others: it sees a step of its own, with fewer samples. Only who gets
-a message is another question, which `slices.py` answers.
+a message is another question, which `replica_routing.py` answers.
 
 The first replica of a stage is the stage itself. `runtime/stage_replica.py` says what the others hold.
 """

@@ -1,6 +1,6 @@
 """Notes when each action of a step over ranks began and ended: one timeline, of what all ranks have noted.
 
-Each rank reads its own clock; before the notes are exchanged, times become the leader's (see `clocks.py`). A message is
+Each rank reads its own clock; before the notes are exchanged, times become the leader's (`clock_sync.py`). A message is
 noted twice, where it is sent and where it is taken, for nobody sees it arrive; what is known is that those which one
 rank sends to another arrive in order:
 
