@@ -32,7 +32,7 @@ class _Part(NamedTuple):
     found: Any
 
 
-def face(graph: Graph) -> tuple[tuple[Statement, ...], frozenset[str], str]:
+def call_functions(graph: Graph) -> tuple[tuple[Statement, ...], frozenset[str], str]:
     """The functions `inputs` and `result`, the modules they need, and how the pipe is called, such as
     `(image, mask=mask)`. An argument whose name the graph does not know is called by the way to its first tensor."""
     names = _arguments(graph)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.codegen.package.call_adapter import face, unreachable
+from fxpipe.codegen.package.call_adapter import call_functions, unreachable
 from fxpipe.codegen.stage.stage_constants import constant_names
 from fxpipe.codegen.stage.stage_file import emit_device, emit_stage, emit_totals
 from fxpipe.codegen.text.line_layout import WIDTH, Brackets, Doc, prefix
@@ -84,7 +84,7 @@ def _homes(program: Program, by_device: bool) -> list[str]:
 
 
 def _init(program: Program, plan: Plan, totals: Program | None, homes: Sequence[str]) -> str:
-    functions, modules, call = face(program.graph)
+    functions, modules, call = call_functions(program.graph)
     by_device = not all(home == f"stage{j}" for j, home in enumerate(homes))
     names = tuple(f"{home}.Stage{j}" if by_device else f"Stage{j}" for j, home in enumerate(homes))
     relative = [f"from . import {', '.join(sorted(set(homes)))}"] if by_device else []

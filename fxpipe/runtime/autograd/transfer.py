@@ -44,12 +44,12 @@ def pack(x: Tensor, source: Stream, target: Stream, device: torch.device, user: 
     return Transfer(move(source or here, target, device, user, (x,))[0], target, device, grad)
 
 
-def unpack(parcel: Transfer, user: Stream) -> Tensor:
+def unpack(transfer: Transfer, user: Stream) -> Tensor:
     """The tensor on its device, to be used on stream `user`."""
-    if parcel.device.type == "cpu":
-        with use_stream(parcel.stream):
-            x = parcel.tensor.to(parcel.device)
+    if transfer.device.type == "cpu":
+        with use_stream(transfer.stream):
+            x = transfer.tensor.to(transfer.device)
     else:
-        wait_stream(user, parcel.stream)
-        x = parcel.tensor
-    return x.detach().requires_grad_() if parcel.grad else x
+        wait_stream(user, transfer.stream)
+        x = transfer.tensor
+    return x.detach().requires_grad_() if transfer.grad else x
