@@ -9,20 +9,20 @@ the model itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from fxpipe.codegen.package.load_package import tensors_of
 from fxpipe.errors import FxpipeError, PlanError
 from fxpipe.pipe.options.option_forms import shown
 
 from .fork_lock import Lock
+from .processes import Processes, Tensors
 
-RUNNING = {"forward_only", "step", "rehearse", "prepare", "verify"}  # methods that run or capture the model
+RUNNING = {"step", "rehearse", "prepare", "verify"}  # methods that run or capture the model
 F = TypeVar("F", bound=Callable[..., Any])
 SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
@@ -59,63 +59,19 @@ class Forward:
         return bound  # type: ignore[no-any-return]
 
 
-class Processes(Protocol):
-    """The processes that train a model together, as one of them sees them; see the methods of `DropInModule`."""
-
-    @property
-    def leads(self) -> bool: ...
-    def collect(self, value: Any) -> list[Any]: ...
-    def collect_all(self, value: Any) -> list[Any]: ...
-
-
-class Tensors(Protocol):
-    """Which of the model's tensors are in this process: `held` are all that are used here, `own` those that are saved
-    by this process and no other; `only_held` leaves out others. See the methods of `DropInModule`."""
-
-    def held(self) -> dict[str, Tensor]: ...
-    def own(self) -> dict[str, Tensor]: ...
-    def only_held(self, pairs: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]: ...
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any: ...
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any: ...
-
-
-class Alone:
-    """The one process of a pipe, which has all of the model."""
-
-    leads = True
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def collect(self, value: Any) -> list[Any]:
-        return [value]
-
-    collect_all = collect
-
-    def held(self) -> dict[str, Tensor]:
-        return tensors_of(self.model)
-
-    own = held
-
-    def only_held(self, pairs: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        return pairs
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
-        return self.model.load_state_dict(state_dict, strict=strict, assign=assign)
-
-
 @dataclass(kw_only=True)
 class State:
-    """What a pipe has beside the model. `processes`: who trains it; `tensors`: which of its tensors are here; `lock`:
-    held by the thread that uses the pipe; `closed`: whether the pipe is."""
+    """What a pipe has beside the model. `processes`: who trains it; `tensors`: which of its tensors are here; `closed`:
+    whether the pipe is."""
 
     processes: Processes
     tensors: Tensors
-    lock: Lock = field(default_factory=Lock)
     closed: bool = False
+
+    @property
+    def lock(self) -> Lock:
+        """Held by the thread that uses the pipe."""
+        return self.processes.lock
 
 
 class DropInModule(nn.Module):
@@ -184,7 +140,7 @@ class DropInModule(nn.Module):
 
     @running
     def forward_only(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs for the whole batch, without gradients: for evaluation."""
+        """The model's outputs for the whole batch, without gradients: for evaluation. Over ranks, on every rank."""
         with torch.no_grad():
             return self(*args, **kwargs)
 

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.errors import CheckpointError, MaterializeError
 
-from .tensor_sources import Source, open_source
+from .saved.tensor_sources import Source, open_source
 
 Init = Callable[[nn.Module, str], Any]
 RESETS = ("reset_parameters", "_reset_parameters")  # the second is what nn.MultiheadAttention and nn.Transformer have

@@ -23,7 +23,6 @@ from fxpipe.capture import NO_TARGET
 from fxpipe.codegen.package.load_package import tensors_of
 from fxpipe.codegen.package.package_files import save, with_loss
 from fxpipe.codegen.scheduler.message_table import message_table
-from fxpipe.engines.common.step_timer import take_step
 from fxpipe.engines.local.action_profiler import rehearse
 from fxpipe.engines.local.memory_dry_run import without_memory
 from fxpipe.errors import FxpipeError, PackageError
@@ -37,7 +36,7 @@ from fxpipe.ir.program.transfers import add_transfers
 from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.ir.timeline import Timeline
 from fxpipe.pipe.build.build import Build, rehearsed
-from fxpipe.pipe.build.build_cache import BuildCache
+from fxpipe.pipe.build.build_cache import BuildCache, Kinds
 from fxpipe.pipe.build.build_report import explain
 from fxpipe.pipe.build.call_binding import batch_size, inputs_of
 from fxpipe.pipe.build.compare_timelines import Timed, beside_predicted
@@ -50,17 +49,24 @@ from fxpipe.runtime import Stage
 from fxpipe.runtime.microbatch import split_sizes
 from fxpipe.viz import svg
 
-from .drop_in_module import Alone, DropInModule, Forward, State, check_grad
+from .drop_in_module import DropInModule, Forward, State, check_grad
 from .live import Scheduler
 from .materialize import Init, materialize
+from .processes import Alone, StepOptions
+from .ranks.rank_arguments import Given
 
 
 @dataclass(kw_only=True)
 class PipeState(State):
-    """What a `Pipe` has beside the model. `cache`: what was made of it; `timed`: the last step with a timeline;
-    `rehearsed`: the build of the last rehearsal, and what that predicts."""
+    """What a `Pipe` has beside the model.
+
+    - `cache`: what was made of it; `kinds`: the same, as all processes have agreed on it.
+    - `timed`: the last step with a timeline.
+    - `rehearsed`: the build of the last rehearsal, and what that predicts.
+    """
 
     cache: BuildCache
+    kinds: Kinds
     timed: Timed | None = None
     rehearsed: tuple[Build, Timeline] | None = None
 
@@ -72,8 +78,10 @@ class Pipe(DropInModule):
 
     def __init__(self, model: nn.Module, options: Options, state: PipeState | None = None) -> None:
         """`state`: another one than that of a pipe in one process."""
-        alone = Alone(model)
-        super().__init__(model, state or PipeState(cache=BuildCache(model, options), processes=alone, tensors=alone))
+        if state is None:
+            alone, cache = Alone(model), BuildCache(model, options)
+            state = PipeState(cache=cache, kinds=cache, processes=alone, tensors=alone)
+        super().__init__(model, state)
 
     @property
     def options(self) -> Options:
@@ -91,8 +99,13 @@ class Pipe(DropInModule):
         the model cannot be captured, and whatever the model raises, with a note of stage, micro-batch and line. A model
         that computes nothing is called as it is.
         """
-        with self._state.lock:
-            return self._state.cache.call(args, kwargs)
+        cache, processes = self._state.cache, self._state.processes
+        processes.check_forward()
+
+        def call(given: Given) -> Any:
+            return cache.call(given[0], given[1], self._runner(None))
+
+        return processes.call(call, (args, kwargs, NO_TARGET), trains=False)
 
     def step(
         self,
@@ -125,21 +138,30 @@ class Pipe(DropInModule):
         works, in new threads if some are gone. (What forward has written into the model stays.) Raises InputError,
         CaptureError, and whatever the model or the loss raises, with a note of stage, micro-batch and line.
         """
-        check_grad()
-        check_step(outputs=outputs, scaler=scaler, timeline=timeline)
-        accumulate, cache = check_accumulate(accumulate), self._state.cache
+        cache, processes = self._state.cache, self._state.processes
+
+        def call(given: Given) -> Any:
+            check_grad()
+            check_step(outputs=outputs, scaler=scaler, timeline=timeline)
+            processes.check_scaler(scaler)
+            run = self._runner(StepOptions(scaler, check_accumulate(accumulate), timeline))
+            return cache.step_capture.step(*given, loss_fn, outputs, run)
+
+        loss, output = processes.call(call, (args, kwargs, target), trains=True)
+        return (loss, output) if outputs else loss
+
+    def _runner(self, step: StepOptions | None) -> Callable[[Graph, tuple[Any, ...]], tuple[Any, ...]]:
+        """What runs the graph of a step, or of a call, on its flat inputs: this process's part of it."""
 
         def run(graph: Graph, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            made = cache.built(graph, inputs)
-            scheduler = cache.live(made).step_scheduler
-            found, measured = take_step(scheduler, inputs, self.options.chunks, scaler, accumulate, timeline)
-            if measured is not None:
-                self._state.timed = Timed(made, measured, without_memory(inputs))
+            made, kind = self._state.kinds.agree(graph, inputs)
+            live = self._state.kinds.live(made)
+            found, timeline = self._state.processes.take(live, inputs, self.options.chunks, step, kind)
+            if timeline is not None:
+                self._state.timed = Timed(made, timeline, without_memory(inputs))
             return found
 
-        with self._state.lock:
-            loss, output = cache.step_capture.step(args, kwargs, target, loss_fn, outputs, run)
-        return (loss, output) if outputs else loss
+        return run
 
     def rehearse(
         self,
@@ -154,6 +176,7 @@ class Pipe(DropInModule):
 
         This is for CPU workers, which slow each other down in ways that no profile of single ops knows of.
         """
+        self._state.processes.check_alone("rehearse")
         check_grad()
         check_step(rounds=rounds)
         cache = self._state.cache
@@ -188,19 +211,24 @@ class Pipe(DropInModule):
         as before afterwards. It takes the memory of two more models. Raises FxpipeError where there is no copy, and
         what a call or step raises.
         """
+        self._state.processes.check_alone("verify")
         check_grad()
         with self._state.lock:
             return verify(self._state.cache, args, kwargs, target, loss_fn)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Capture, plan and generate for this kind of call, without running it. The model may be on the meta device."""
-        cache = self._state.cache
-        with self._state.lock:
+        cache, processes = self._state.cache, self._state.processes
+
+        def call(given: Given) -> None:
             with timed("capture"):
-                graph = cache.call_capture.capture(args, kwargs)
-            made = cache.built(graph, inputs_of(graph, args, kwargs))
-            if not any(tensor.is_meta for tensor in self.model.state_dict().values()):
+                graph = cache.call_capture.capture(given[0], given[1])
+            made, kind = self._state.kinds.agree(graph, inputs_of(graph, given[0], given[1]))
+            if not any(tensor.is_meta for tensor in self.held_tensors().values()):
                 cache.live(made)
+            processes.prepared(kind)
+
+        processes.call(call, (args, kwargs, NO_TARGET))
 
     def materialize(
         self,
@@ -334,9 +362,12 @@ class Pipe(DropInModule):
 
     def save(self, folder: str | Path, overwrite: bool = False) -> None:
         """Write the package of the last kind of call, to be read, edited, and run again by `fxpipe.load`: after a step
-        also over ranks, one for each device.
+        also over ranks, one for each device. Over ranks all call it, and the leader writes.
 
         Raises PackageError if the folder has something in it already, unless `overwrite` is true."""
+        self._state.processes.write(lambda: self._save(folder, overwrite))
+
+    def _save(self, folder: str | Path, overwrite: bool) -> None:
         made, path = self.build, Path(folder)
         if path.exists() and any(path.iterdir()) and not overwrite:
             raise PackageError(f"{path} is not empty; choose another folder, or save(..., overwrite=True)")

@@ -32,7 +32,7 @@ from fxpipe.errors import CheckpointError
 from fxpipe.ir.records import from_plain, parse
 from fxpipe.pipe.drop_in_module import DropInModule
 from fxpipe.pipe.materialize import listed
-from fxpipe.pipe.tensor_sources import entries, read
+from fxpipe.pipe.saved.tensor_sources import entries, read
 
 from .distributed_save import OverRanks, write
 from .optimizer_state import find_state, groups_of, kept, names_of

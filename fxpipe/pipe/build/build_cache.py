@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,13 @@ from .build_report import dump
 from .call_binding import batch_size, check_even, given, kind_of, micro_batch_sizes, real, with_states
 from .local_cluster import local_cluster
 from .phase_timing import timed
+
+
+class Kinds(Protocol):
+    """The kinds of calls: `agree` gives the build of one, and its number; `live` what runs a build."""
+
+    def agree(self, graph: Graph, inputs: Sequence[Any]) -> tuple[Build, int]: ...
+    def live(self, made: Build) -> Live: ...
 
 
 class BuildCache:
@@ -78,16 +85,19 @@ class BuildCache:
         self.folder = Folder()
         self._told_statistics = False
 
-    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What the model returns. One that computes nothing is called as it is."""
+    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Run) -> Any:
+        """What the model returns, where `run` runs the captured graph. In one process a model that computes nothing is
+        called as it is."""
         try:
-            return self.call_capture(args, kwargs, self.run)
+            return self.call_capture(args, kwargs, run)
         except NoOps:
+            if self.options.ranks:
+                raise
             return self.model(*args, **kwargs)
 
-    def run(self, graph: Graph, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The flat outputs for the flat inputs of a call of this kind."""
-        return self.live(self.built(graph, inputs)).scheduler.run(inputs, self.options.chunks)
+    def agree(self, graph: Graph, inputs: Sequence[Any]) -> tuple[Build, int]:
+        """The build for a kind of call. In one process nobody has to agree on a number."""
+        return self.built(graph, inputs), 0
 
     def built(self, graph: Graph, inputs: Sequence[Any]) -> Build:
         """The build for a kind of call, made if there is none yet."""
@@ -166,6 +176,7 @@ class BuildCache:
         self.folder.remove()
 
 
+Run = Callable[[Graph, tuple[Any, ...]], tuple[Any, ...]]
 Make = Callable[[BuildCache, Graph, Sequence[Any]], Build]
 Bind = Callable[[nn.Module, Build, Mapping[str, Tensor], ModuleType], Scheduler]
 

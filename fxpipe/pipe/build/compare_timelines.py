@@ -17,11 +17,11 @@ from .build_cache import BuildCache
 
 @dataclass(frozen=True)
 class Timed:
-    """A step with a timeline. `inputs`: on the meta device; none of a step over ranks, whose memory is not counted."""
+    """A step with a timeline. `inputs`: on the meta device."""
 
     made: Build
     timeline: Timeline
-    inputs: Sequence[Any] | None = None
+    inputs: Sequence[Any]
 
 
 def beside_predicted(cache: BuildCache, timed: Timed, rehearsed: tuple[Build, Timeline] | None) -> str:
@@ -36,9 +36,10 @@ def beside_predicted(cache: BuildCache, timed: Timed, rehearsed: tuple[Build, Ti
 
 
 def with_memory(predicted: Timeline, cache: BuildCache, timed: Timed) -> tuple[Timeline, str]:
-    """The timeline with the memory of CPU workers as a step would have it, or a line that says why it has not."""
+    """The timeline with the memory of CPU workers as a step would have it, or a line that says why it has not.
+    Over ranks it is not counted."""
     made = timed.made
-    if timed.inputs is None or not all(label.startswith("cpu") for label in made.program.devices):
+    if cache.options.ranks or not all(label.startswith("cpu") for label in made.program.devices):
         return predicted, ""
     odd = unknown_memory(made.graph)
     if odd is None and not any(stage.replicas for stage in made.plan.stages):

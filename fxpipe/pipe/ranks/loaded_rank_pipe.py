@@ -13,10 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from fxpipe.capture import NO_TARGET
 from fxpipe.codegen.package.load_package import bound_stages
 from fxpipe.codegen.package.package_files import CONSTANTS, MESSAGES
 from fxpipe.engines.common.step_engine import StepScheduler, read_rows
@@ -34,7 +32,7 @@ from .rank_arguments import Given
 from .rank_calls import Header
 from .rank_consistency import agree
 from .rank_tensors import RankTensors
-from .ranks import Ranks, forward, ranked, refuse_copy, refuse_pickle
+from .ranks import Ranks, ranked, refuse_copy, refuse_pickle
 
 TEXT = (".py", ".json")  # files that are shown where they differ
 
@@ -50,48 +48,16 @@ class LoadedRanks(Loaded):
     """What `fxpipe.load` returns inside a torch.distributed world; see there, `Loaded`, and for calls `RankPipe`."""
 
     _state: LoadedRanksState
-    forward, __deepcopy__, __reduce__ = forward, refuse_copy, refuse_pickle
+    __deepcopy__, __reduce__ = refuse_copy, refuse_pickle
+
+    def __init__(self, model: nn.Module, state: LoadedRanksState) -> None:
+        state.processes.refuse = self._refuse
+        super().__init__(model, state)
 
     @property
     def place(self) -> int:
         """The number of this rank among all that train the model: what it passes to `collect_all` comes there."""
         return self._state.processes.place
-
-    def forward_only(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs for the whole batch, without gradients, on every rank. Raises InputError for another kind
-        of call than it was saved for."""
-
-        def call(given: Given) -> tuple[Any, ...]:
-            return self._take(self._call_inputs(given[0], given[1]))
-
-        with torch.no_grad():
-            found = self._state.processes.call(call, (args, kwargs, NO_TARGET), self._refuse)
-            return self.package.result(*found)
-
-    def _step(
-        self,
-        given: Given,
-        loss_fn: Any,
-        outputs: bool,
-        scaler: torch.amp.GradScaler | None,
-        accumulate: int,
-        timeline: bool,
-    ) -> tuple[Any, ...]:
-        """As `RankPipe.step`."""
-
-        def call(given: Given) -> tuple[Any, ...]:
-            inputs = self._step_inputs(given, loss_fn, outputs)
-            self._state.processes.set_scale(scaler, accumulate)
-            return self._take(inputs)
-
-        found: tuple[Any, ...] = self._state.processes.call(call, given, self._refuse, Header(timeline=timeline))
-        return found
-
-    def _take(self, inputs: Any) -> tuple[Any, ...]:
-        """This rank's part of a call."""
-        calls = self._state.processes.calls
-        found, self._state.timeline = calls.take(ranked(self._state.live), inputs, self.package.CHUNKS)
-        return found
 
     def _refuse(self, _: Header, signatures: Given, error: BaseException) -> None:
         """Take part in a call that has failed here, so that all ranks know."""
@@ -110,7 +76,7 @@ def load_on_rank(folder: Path, model: nn.Module, world: World, backend: Backend 
         root = loss_root(live.package, model)
         tensors = RankTensors(model, ranks, partial(replica_groups, live))
         state = LoadedRanksState(
-            live=live, bind=partial(bind_on_rank, world), root=root, processes=ranks, tensors=tensors, lock=ranks.lock
+            live=live, bind=partial(bind_on_rank, world), root=root, processes=ranks, tensors=tensors
         )
         made = LoadedRanks(model, state)
         if root is not None:

@@ -27,10 +27,10 @@ from fxpipe.ir.graph.opaque_call import opaques
 from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.plan.profile import Profile
 from fxpipe.ir.schedule.schedule import Schedule
-from fxpipe.ir.timeline import Timeline
 from fxpipe.pipe.build.build import Build, build
 from fxpipe.pipe.build.build_cache import BuildCache, build_here
 from fxpipe.pipe.build.call_binding import kind_of, match, micro_batch_sizes, with_states
+from fxpipe.pipe.live import Live
 from fxpipe.pipe.options.compile_options import Options
 
 from .rank_arguments import Given
@@ -50,48 +50,52 @@ class Decided:
 
 
 class RankBuilds:
-    """The kinds of calls that all ranks have agreed on, in the order of their first calls: `keys` by which the builds
-    of this rank are found, and the graphs as `texts`; `known`: their numbers by all keys of this rank."""
+    """The kinds of calls that all ranks have agreed on, in the order of their first calls.
 
-    def __init__(self, ranks: Ranks) -> None:
+    - `cache`: what this rank has made for them.
+    - `keys`: by which it finds them; `texts`: their graphs; `known`: their numbers, by all keys of this rank.
+    """
+
+    def __init__(self, model: nn.Module, options: Options, ranks: Ranks) -> None:
         self.ranks, self.world, self.calls = ranks, ranks.world, ranks.calls
+        self.cache = BuildCache(model, options, self.make, self.bind, lambda: ranks.leads)
         self.known: dict[tuple[Any, ...], int] = {}
         self.keys: list[tuple[Any, ...]] = []
         self.texts: list[str] = []
 
     # One call ---------------------------------------------------------------------------------------------------------
 
-    def take(self, cache: BuildCache, graph: Graph, inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], Timeline | None]:
-        """This rank's part of a call of this kind."""
-        made, number = self.agree(cache, graph, inputs)
+    def live(self, made: Build) -> Live:
+        """What runs a build on this rank; of a new one all ranks have loaded theirs, and replicas the same values."""
 
         def load() -> None:
-            cache.live(made)
+            self.cache.live(made)
 
         new = self.calls.joined
         if new:
             on_each(self.world.collect, load)
-        scheduler = ranked(cache.live(made))
+        live = self.cache.live(made)
         if new:
-            scheduler.share_values()
-        return self.calls.take(scheduler, inputs, cache.options.chunks, number)
+            ranked(live).share_values()
+        return live
 
-    def refuse(self, cache: BuildCache, header: Header, signatures: Given, error: BaseException) -> None:
+    def refuse(self, header: Header, signatures: Given, error: BaseException) -> None:
         """Take part in a call that has failed here, so that all ranks know."""
         if header.kind == NEW:
             agree(self.world, None, error)
+        if header.kind == NEW or not header.runs:
             return
-        made = cache.builds[self.keys[header.kind]]
+        made = self.cache.builds[self.keys[header.kind]]
         args, kwargs, target = signatures
         named = kwargs if target is NO_TARGET else {**kwargs, "target": target, "loss_target": target}
         found: dict[str, Any] = {}
         match(made.graph.call, (args, named), found)
         inputs = [found.get(item.name, 0) for item in made.graph.inputs if item.path]
-        ranked(cache.live(made)).run(inputs, cache.options.chunks, error=error)  # raises it
+        ranked(self.cache.live(made)).run(inputs, self.cache.options.chunks, error=error)  # raises it
 
-    def agree(self, cache: BuildCache, graph: Graph, inputs: Sequence[Any]) -> tuple[Build, int]:
+    def agree(self, graph: Graph, inputs: Sequence[Any]) -> tuple[Build, int]:
         """The build for a kind of call, the same on all ranks, and its number; a new one if it is new to all."""
-        new = not self._knows(cache, graph)
+        new = not self._knows(graph)
         if self.world.leads and new:
             self.calls.tell()
         elif not self.world.leads and new != (self.calls.heard().kind == NEW):
@@ -99,26 +103,28 @@ class RankBuilds:
                 f"this call is of a kind that is new on rank {self.world.rank if new else LEADER} alone: is the model "
                 "in training on one rank and in evaluation on the other, or does the loss function differ?"
             )
-        made = cache.built(graph, inputs)
-        key = kind_of(graph, cache.model.training, None)
+        training = self.cache.model.training
+        made = self.cache.built(graph, inputs)
+        key = kind_of(graph, training, None)
         if new:  # and all have agreed on it
             self.known[key] = len(self.keys)
-            self.texts.append(str(replace(graph, training=cache.model.training)))
+            self.texts.append(str(replace(graph, training=training)))
             self.keys.append(key)
         return made, self.known[key]
 
-    def _knows(self, cache: BuildCache, graph: Graph) -> bool:
+    def _knows(self, graph: Graph) -> bool:
         """Whether there is a build for this kind of call: ranks do not capture equally often, so one that was captured
         again is the same if its graph looks the same."""
-        key = kind_of(graph, cache.model.training, None)
+        training, builds = self.cache.model.training, self.cache.builds
+        key = kind_of(graph, training, None)
         if key in self.known:
             return True
-        graph = replace(graph, training=cache.model.training)
+        graph = replace(graph, training=training)
         text = str(graph)
         if text not in self.texts:
             return False
         number = self.texts.index(text)
-        cache.builds[key] = replace(with_states(cache.builds[self.keys[number]], graph), graph=graph)
+        builds[key] = replace(with_states(builds[self.keys[number]], graph), graph=graph)
         self.known[key] = number
         return True
 

@@ -37,20 +37,24 @@ class Outdated(Exception):
 
 @dataclass(frozen=True)
 class Header:
-    """What the leader says before each call. `kind`: its number, in the order of their first calls; `seed` of the
-    random ops; `scale` of the gradients; `timeline`: whether the step is timed; `given`: the arguments, if they look
-    different from those of the last call, pickled, with tensors on the meta device; `failed`: why the leader makes no
-    call."""
+    """What the leader says before each call.
+
+    - `kind`: its number, in the order of their first calls; `runs`: whether anything runs.
+    - `seed` of the random ops; `scale` of the gradients; `timeline`: whether the step is timed.
+    - `given`: the arguments, if they look different from those of the last call, pickled, with tensors on the meta
+      device.
+    - `failed`: why the leader makes no call.
+    """
 
     kind: int = NEW
     seed: int = 0
     scale: float | None = None
     timeline: bool = False
+    runs: bool = True
     given: bytes | None = None
     failed: str | None = None
 
 
-CALL = Header()
 UNHEARD = Header(failed="interrupted")  # Ctrl-C while it was heard: it may have come, and comes no second time
 
 Call = Callable[[Given], Any]
@@ -73,35 +77,38 @@ class RankCalls:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.header, self.waits, self.joined = CALL, False, False
+        self.header, self.waits, self.joined = Header(), False, False
         self.signatures: Given = (), {}, None
         self.told: bytes | None = None
         self.seen: tuple[Any, ...] | None = None
 
-    def make(self, call: Call, given: Given, refuse: Refuse, header: Header = CALL) -> Any:
-        """What the call returns, made by all ranks together; `header` is the leader's."""
+    def make(self, call: Call, given: Given, refuse: Refuse) -> Any:
+        """What the call returns, made by all ranks together."""
         self.joined = False
-        return self._lead(call, given, header) if self.world.leads else self._follow(call, given, refuse)
+        return self._lead(call, given) if self.world.leads else self._follow(call, given, refuse)
 
     def take(
-        self, scheduler: RankScheduler, inputs: Sequence[Any], chunks: int, kind: int = 0
+        self,
+        scheduler: RankScheduler,
+        inputs: Sequence[Any],
+        chunks: int,
+        kind: int = 0,
+        scale: float | None = None,
+        timeline: bool = False,
     ) -> tuple[tuple[Any, ...], Timeline | None]:
-        """This rank's part of the work of a call, in which all are from here on: the outputs, and the timeline if the
-        leader wants one. Raises RankError if the call is of another kind there."""
+        """This rank's part of the work of a call, in which all are from here on: the outputs, and the timeline if there
+        is one. The leader's `scale` and `timeline` count. Raises RankError if the call is of another kind there."""
+        if self.world.leads:
+            self.header = replace(self.header, scale=scale, timeline=timeline)
         header = self._join(kind, scheduler.random)
         return take_step(scheduler, inputs, chunks, header.scale, header.seed, header.timeline)
 
-    def tell(self, kind: int = NEW, seed: int = 0) -> Header:
+    def tell(self, kind: int = NEW, seed: int = 0, runs: bool = True) -> Header:
         """The leader's: say what is known of the call, and of a new kind more when there is more."""
-        header = replace(self.header, kind=kind, seed=seed)
+        header = replace(self.header, kind=kind, seed=seed, runs=runs)
         self.header, self.joined = replace(header, given=None), True
         self.world.tell_all(pickle.dumps(header))
         return header
-
-    def set_scale(self, scale: float | None) -> None:
-        """What the gradients of the call under way are multiplied with: what the leader passes counts."""
-        if self.world.leads:
-            self.header = replace(self.header, scale=scale)
 
     def heard(self) -> Header:
         """What the leader has said. Raises Outdated if its arguments do not look as they did before."""
@@ -122,8 +129,8 @@ class RankCalls:
         self.joined = True
         return header
 
-    def _lead(self, call: Call, given: Given, header: Header) -> Any:
-        self.header = replace(header, given=self._news(given))
+    def _lead(self, call: Call, given: Given) -> Any:
+        self.header = Header(given=self._news(given))
         try:
             return call(given)
         except BaseException as error:

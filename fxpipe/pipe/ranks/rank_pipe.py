@@ -18,158 +18,72 @@ a mesh, beside others like it:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from fxpipe.capture import NO_TARGET
 from fxpipe.codegen.package.load_package import tensors_of
 from fxpipe.engines.ranks.rank_group import World
 from fxpipe.errors import FxpipeError
-from fxpipe.ir.graph.graph import Graph
 from fxpipe.pipe.build.build_cache import BuildCache
-from fxpipe.pipe.build.call_binding import inputs_of
-from fxpipe.pipe.build.compare_timelines import Timed
-from fxpipe.pipe.drop_in_module import check_grad
 from fxpipe.pipe.options.compile_options import Options
-from fxpipe.pipe.options.option_table import check_step
 from fxpipe.pipe.pipe import Pipe, PipeState
 
 from .parallelize import Function, Parallel, release
-from .rank_arguments import Given
 from .rank_builds import RankBuilds
-from .rank_calls import NEW, Header
-from .rank_consistency import on_each
 from .rank_tensors import RankTensors
-from .ranks import Ranks, forward, ranked, refuse_copy, refuse_pickle
+from .ranks import Ranks, ranked, refuse_copy, refuse_pickle
 from .stage_module import Part
 
 
 @dataclass(kw_only=True)
 class RankPipeState(PipeState):
-    """What a `RankPipe` has beside the model. `kinds`: the kinds of calls that all ranks know."""
+    """What a `RankPipe` has beside the model."""
 
     processes: Ranks
     tensors: RankTensors
-    kinds: RankBuilds
 
 
 class RankPipe(Pipe):
-    """What `fxpipe.compile` returns inside a torch.distributed world; see there, and `Pipe`."""
+    """What `fxpipe.compile` returns inside a torch.distributed world; see there, and `Pipe`.
+
+    Every rank makes every call. The leader, rank 0, passes all arguments; any other rank passes what its stages use,
+    and may leave out the rest, or pass None for it: `pipe.step(target=y, loss_fn=loss_fn)` on the last one. `loss_fn`
+    and `outputs` are the same on all; `scaler`, `accumulate` and `timeline` are the leader's.
+
+    Every rank gets the loss of the batch, and with `outputs` what the model returns; `pipe.timeline` is that of all
+    ranks, by the leader's clock. Gradients are added to those of this rank's parameters, and an input that needs one
+    gets it on every rank that passes it. A call of the pipe computes no gradients; where rows of a mesh have parts of
+    the parameters, all rows make it together.
+
+    If anything fails on any rank, no gradient is added on any: what failed here is raised, and RankError for what
+    failed elsewhere, or if a rank is lost.
+    """
 
     _state: RankPipeState
-    forward, __deepcopy__, __reduce__ = forward, refuse_copy, refuse_pickle
+    __deepcopy__, __reduce__ = refuse_copy, refuse_pickle
 
     def __init__(self, model: nn.Module, options: Options, world: World) -> None:
         ranks = Ranks(world)
-        kinds = RankBuilds(ranks)
-        cache = BuildCache(model, options, kinds.make, kinds.bind, lambda: ranks.leads)
-        tensors = RankTensors(model, ranks, partial(replica_groups, cache))
-        state = RankPipeState(cache=cache, kinds=kinds, processes=ranks, tensors=tensors, lock=ranks.lock)
-        super().__init__(model, options, state)
+        kinds = RankBuilds(model, options, ranks)
+        ranks.refuse = kinds.refuse
+        tensors = RankTensors(model, ranks, partial(replica_groups, kinds.cache))
+        super().__init__(
+            model, options, RankPipeState(cache=kinds.cache, kinds=kinds, processes=ranks, tensors=tensors)
+        )
 
     @property
     def world(self) -> World:
         """The ranks of this pipe."""
         return self._state.processes.world
 
-    # Running ----------------------------------------------------------------------------------------------------------
-
     @property
     def place(self) -> int:
         """The number of this rank among all that train the model: what it passes to `collect_all` comes there."""
         return self._state.processes.place
-
-    def forward_only(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs for the whole batch, without gradients, on every rank; a call of all rows of a mesh
-        together where they have parts of the parameters."""
-
-        def call(given: Given) -> Any:
-            with torch.no_grad():
-                return self._state.cache.call_capture(given[0], given[1], self._run)
-
-        return self._state.processes.call(call, (args, kwargs, NO_TARGET), self._refuse, trains=False)
-
-    def step(
-        self,
-        *args: Any,
-        target: Any = NO_TARGET,
-        loss_fn: Callable[..., Any] | None = None,
-        outputs: bool = False,
-        scaler: torch.amp.GradScaler | None = None,
-        accumulate: int = 1,
-        timeline: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        """The loss of the batch, on every rank; gradients are added to those of this rank's parameters.
-
-        Every rank makes this call. The leader, rank 0, passes all arguments; any other rank passes what its stages use,
-        and may leave out the rest, or pass None for it: `pipe.step(target=y, loss_fn=loss_fn)` on the last one.
-        `loss_fn` and `outputs` are the same on all. With `outputs`, every rank gets what the model returns. The scale
-        is that of the leader's `scaler`, and `accumulate` the leader's. With the leader's `timeline`, `pipe.timeline`
-        is that of all ranks, on every rank, by the leader's clock. An input that needs a gradient gets it on every rank
-        that passes it.
-
-        If anything fails on any rank, no gradient is added on any. Raises what failed here, and RankError for what
-        failed elsewhere or if a rank is lost.
-        """
-
-        ranks, step_capture = self._state.processes, self._state.cache.step_capture
-
-        def call(given: Given) -> Any:
-            check_grad()
-            check_step(outputs=outputs, timeline=timeline)
-            ranks.set_scale(scaler, accumulate)
-            return step_capture.step(*given, loss_fn, outputs, self._run)
-
-        header = Header(timeline=timeline)
-        loss, output = ranks.call(call, (args, kwargs, target), self._refuse, header, trains=True)
-        return (loss, output) if outputs else loss
-
-    def rehearse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Only for pipes in one process."""
-        raise FxpipeError("rehearse is for pipes in one process")
-
-    def verify(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Only for pipes in one process."""
-        raise FxpipeError(
-            'verify is for pipes in one process: compile the same plan with a list of devices, as in ["cpu", "cpu"]'
-        )
-
-    def prepare(self, *args: Any, **kwargs: Any) -> None:
-        """Capture, plan and generate for this kind of call, on all ranks, without running it."""
-        cache, kinds, calls = self._state.cache, self._state.kinds, self._state.processes.calls
-
-        def call(given: Given) -> None:
-            graph = cache.call_capture.capture(given[0], given[1])
-            made, number = kinds.agree(cache, graph, inputs_of(graph, given[0], given[1]))
-            if not any(tensor.is_meta for tensor in self.held_tensors().values()):
-                cache.live(made)
-            if self.world.leads and not calls.joined:
-                calls.tell(number)
-
-        def refuse(header: Header, signatures: Given, error: BaseException) -> None:
-            if header.kind == NEW:  # the others run nothing else
-                self._refuse(header, signatures, error)
-
-        self._state.processes.call(call, (args, kwargs, NO_TARGET), refuse)
-
-    def _refuse(self, header: Header, signatures: Given, error: BaseException) -> None:
-        self._state.kinds.refuse(self._state.cache, header, signatures, error)
-
-    def _run(self, graph: Graph, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """This rank's part of a call of this kind."""
-        found, timeline = self._state.kinds.take(self._state.cache, graph, inputs)
-        if timeline is not None:
-            self._state.timed = Timed(self.build, timeline)
-        return found
-
-    # The model --------------------------------------------------------------------------------------------------------
 
     def keys_here(self) -> Collection[str]:
         """The keys of `held_tensors`. Raises FxpipeError before the first call, which decides."""
@@ -223,13 +137,6 @@ class RankPipe(Pipe):
                 made.check(scheduler, {})
                 scheduler.parallel = made
             return found
-
-    # Keeping ----------------------------------------------------------------------------------------------------------
-
-    def save(self, folder: str | Path, overwrite: bool = False) -> None:
-        """As in one process. All ranks call it, and the leader writes."""
-        with self._state.processes.together():
-            on_each(self.world.collect, lambda: super(RankPipe, self).save(folder, overwrite) if self.leads else None)
 
 
 def replica_groups(cache: BuildCache, tensors: Mapping[str, Tensor]) -> Mapping[int, Sequence[str]] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
@@ -12,28 +12,73 @@ import torch
 from fxpipe.engines.ranks.rank_engine import RankScheduler
 from fxpipe.engines.ranks.rank_group import Lost, World
 from fxpipe.errors import FxpipeError, RankError
+from fxpipe.ir.timeline import Timeline
 from fxpipe.pipe.fork_lock import Lock
 from fxpipe.pipe.live import Live
-from fxpipe.pipe.options.option_table import check_accumulate
+from fxpipe.pipe.processes import StepOptions
 
 from .parallelize import Parallel
 from .rank_arguments import Given
-from .rank_calls import CALL, Call, Header, RankCalls, Refuse
+from .rank_calls import Call, RankCalls, Refuse
+from .rank_consistency import on_each
 
 
 class Ranks:
-    """The ranks of `world`. `calls`: what they say of each call; `lock`: of the pipe; `parallel`: pipes beside it."""
+    """The ranks of a pipe, which make its calls together; see `Processes`.
+
+    - `world`: the ranks; `calls`: what they say of each call; `lock`: of the pipe.
+    - `parallel`: pipes beside it.
+    - `refuse`: takes part in a call that has failed on this rank, so that all ranks know.
+    """
+
+    refuse: Refuse
 
     def __init__(self, world: World) -> None:
         self.world, self.calls, self.lock = world, RankCalls(world), Lock()
         self.parallel: Parallel | None = None
 
-    def call(self, call: Call, given: Given, refuse: Refuse, header: Header = CALL, trains: bool | None = None) -> Any:
-        """What a call returns that all ranks make together; see `RankCalls`. `trains`: of a call that pipes side by
-        side make together, whether it does."""
+    def call(self, call: Call, given: Given, trains: bool | None = None) -> Any:
         beside = nullcontext() if self.parallel is None or trains is None else self.parallel.call(trains)
         with beside, self.together():
-            return self.calls.make(call, given, refuse, header)
+            return self.calls.make(call, given, self.refuse)
+
+    def take(
+        self, live: Live, inputs: Sequence[Any], chunks: int, step: StepOptions | None, kind: int = 0
+    ) -> tuple[tuple[Any, ...], Timeline | None]:
+        scale, timed = None, step is not None and step.timeline
+        if step is not None and step.accumulate > 1:
+            scale = 1 / step.accumulate
+        if step is not None and step.scaler is not None:
+            scale = float(step.scaler.scale(torch.ones((), device=self.world.device))) * (scale or 1)
+        return self.calls.take(ranked(live), inputs, chunks, kind, scale, timed)
+
+    def prepared(self, kind: int) -> None:
+        if self.world.leads and not self.calls.joined:
+            self.calls.tell(kind, runs=False)
+
+    def write(self, do: Callable[[], None]) -> None:
+        """On the leader, while all others wait. Raises RankError on these if it fails there."""
+        with self.together():
+            on_each(self.world.collect, lambda: do() if self.leads else None)
+
+    def check_alone(self, method: str) -> None:
+        raise FxpipeError(
+            f'{method} is for pipes in one process: compile the same plan with a list of devices, as in ["cpu", "cpu"]'
+        )
+
+    def check_forward(self) -> None:
+        if torch.is_grad_enabled():
+            raise FxpipeError(
+                "autograd does not reach from one process to another: call pipe.step(...) to train, and "
+                "pipe.forward_only(...) to evaluate"
+            )
+
+    def check_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        if type(scaler) is torch.amp.GradScaler:
+            raise FxpipeError(
+                "this GradScaler sees the infinities of one rank alone, so ranks would skip other steps; use "
+                "fxpipe.GradScaler(pipe, ...)"
+            )
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -50,20 +95,6 @@ class Ranks:
                 yield
             except Lost as lost:
                 raise RankError(str(lost)) from None
-
-    def set_scale(self, scaler: torch.amp.GradScaler | None, accumulate: int) -> None:
-        """What the gradients of the call under way are multiplied with, where those of `accumulate` steps are to be one
-        mean. Raises FxpipeError for a scaler that looks at one rank alone."""
-        accumulate = check_accumulate(accumulate)
-        scale = 1 / accumulate if accumulate > 1 else None
-        if type(scaler) is torch.amp.GradScaler:
-            raise FxpipeError(
-                "this GradScaler sees the infinities of one rank alone, so ranks would skip other steps; use "
-                "fxpipe.GradScaler(pipe, ...)"
-            )
-        if scaler is not None:
-            scale = float(scaler.scale(torch.ones((), device=self.world.device))) / accumulate
-        self.calls.set_scale(scale)
 
     @property
     def leads(self) -> bool:
@@ -91,16 +122,6 @@ def ranked(live: Live) -> RankScheduler:
     """The scheduler of this rank."""
     assert isinstance(live.scheduler, RankScheduler)
     return live.scheduler
-
-
-def forward(pipe: Any, *args: Any, **kwargs: Any) -> Any:
-    """As `forward_only`. Raises FxpipeError where gradients are wanted."""
-    if torch.is_grad_enabled():
-        raise FxpipeError(
-            "autograd does not reach from one process to another: call pipe.step(...) to train, and "
-            "pipe.forward_only(...) to evaluate"
-        )
-    return pipe.forward_only(*args, **kwargs)
 
 
 def refuse_copy(pipe: Any, memo: dict[int, Any]) -> NoReturn:

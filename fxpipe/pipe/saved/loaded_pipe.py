@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
@@ -18,13 +18,13 @@ from fxpipe.capture.model_with_loss import modules_in
 from fxpipe.capture.tracing.torch_modes import check_modes
 from fxpipe.codegen.package.load_package import bind, tensors_of
 from fxpipe.engines.common.step_engine import StepScheduler
-from fxpipe.engines.common.step_timer import take_step
 from fxpipe.errors import InputError
 from fxpipe.ir.timeline import Timeline
 from fxpipe.pipe.build.compiled_stages import Backend
-from fxpipe.pipe.drop_in_module import Alone, DropInModule, Forward, State, check_grad
+from fxpipe.pipe.drop_in_module import DropInModule, Forward, State, check_grad
 from fxpipe.pipe.live import Live, Scheduler
 from fxpipe.pipe.options.option_table import check_accumulate
+from fxpipe.pipe.processes import Alone, StepOptions
 from fxpipe.pipe.ranks.rank_arguments import Given
 from fxpipe.runtime import Stage
 
@@ -80,9 +80,13 @@ class Loaded(DropInModule):
     @Forward
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs for the whole batch. Raises InputError for another kind of call than it was saved for."""
-        with self._state.lock:
-            inputs = self._call_inputs(args, kwargs)
-            return self.package.result(*self.scheduler.run(inputs, self.package.CHUNKS))
+        processes = self._state.processes
+        processes.check_forward()
+
+        def call(given: Given) -> tuple[Any, ...]:
+            return self._take(self._call_inputs(given), None)
+
+        return self.package.result(*processes.call(call, (args, kwargs, NO_TARGET)))
 
     def step(
         self,
@@ -98,34 +102,25 @@ class Loaded(DropInModule):
         """Forward and backward of a whole batch, as `pipe.step(...)` does it, for the kind of step that it was saved
         for. The loss is in the files; `loss_fn` has to be the same function with the same values, or may be left out,
         if it has no parameters or buffers of its own."""
-        found = self._step((args, kwargs, target), loss_fn, outputs, scaler, accumulate, timeline)
-        loss, output = self.package.result(*found)
-        return (loss, output) if outputs else loss
+        processes = self._state.processes
 
-    def _step(
-        self,
-        given: Given,
-        loss_fn: Any,
-        outputs: bool,
-        scaler: torch.amp.GradScaler | None,
-        accumulate: int,
-        timeline: bool,
-    ) -> tuple[Any, ...]:
-        """The outputs of a step, flat."""
-        with self._state.lock:
+        def call(given: Given) -> tuple[Any, ...]:
+            processes.check_scaler(scaler)
             inputs = self._step_inputs(given, loss_fn, outputs)
             self._bind_loss(loss_fn)
-            found, self._state.timeline = take_step(
-                self._state.live.step_scheduler,
-                inputs,
-                self.package.CHUNKS,
-                scaler,
-                check_accumulate(accumulate),
-                timeline,
-            )
+            return self._take(inputs, StepOptions(scaler, check_accumulate(accumulate), timeline))
+
+        loss, output = self.package.result(*processes.call(call, (args, kwargs, target)))
+        return (loss, output) if outputs else loss
+
+    def _take(self, inputs: Sequence[Any], step: StepOptions | None) -> tuple[Any, ...]:
+        """This process's part of a call."""
+        found, timeline = self._state.processes.take(self._state.live, inputs, self.package.CHUNKS, step)
+        if step is not None:
+            self._state.timeline = timeline
         return found
 
-    def _call_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _call_inputs(self, given: Given) -> Any:
         """The flat inputs of a call. Raises InputError for one that the package is not for, and
         FxpipeError in a mode that would reach some stages only."""
         check_modes()
@@ -136,7 +131,7 @@ class Loaded(DropInModule):
                 "this package was saved from a pipe over ranks, whose calls compute no gradients: call "
                 ".forward_only(...), or save one after pipe.step(...)"
             )
-        return self._inputs(args, kwargs)
+        return self._inputs(given[0], given[1])
 
     def _step_inputs(self, given: Given, loss_fn: Callable[..., Any] | None, outputs: bool) -> Any:
         """Those of a step."""

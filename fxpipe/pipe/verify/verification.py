@@ -262,8 +262,12 @@ def _leaf(x: Tensor) -> Tensor:
 def _has_loss(cache: BuildCache, case: Case) -> bool:
     if case.loss_fn is not None:
         return True
+
+    def run(graph: Graph, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return cache.live(cache.built(graph, inputs)).scheduler.run(inputs, cache.options.chunks)
+
     with torch.no_grad():
-        output = own_loss(cache.call(case.args, case.kwargs))
+        output = own_loss(cache.call(case.args, case.kwargs, run))
     return isinstance(output, Tensor) and output.dim() < 2
 
 
