@@ -21,6 +21,7 @@ from fxpipe.ir.plan.plan import Plan, StagePlan
 from fxpipe.ir.plan.plan_file import PlanFile, StagePlace
 from fxpipe.ir.plan.profile import Profile
 from fxpipe.pipe.build.apply_strategy import RequestedCall, place_of
+from fxpipe.pipe.build.call_binding import as_call
 from fxpipe.pipe.drop_in_module import check_model
 from fxpipe.pipe.options.compile_options import Options, backend_of, check, deal, device_labels, stage_devices
 from fxpipe.pipe.options.option_conflicts import refuse_beside_plan, refuse_beside_strategy
@@ -138,7 +139,8 @@ def compile(
     options = read_options(asked if world is None else asked | {"devices": world.labels})
     pipe = Pipe(model, options) if world is None else RankPipe(model, for_ranks(options), world)
     if example_inputs is not None:
-        prepare(pipe, example_inputs)
+        args, kwargs = as_call(example_inputs)
+        pipe.prepare(*args, **kwargs)
     return pipe
 
 
@@ -253,16 +255,6 @@ def runnable(plan: Plan | PlanFile, devices: int | Sequence[str | torch.device] 
         for stage in stages
     )
     return replace(plan, stages=renamed)
-
-
-def prepare(pipe: Pipe, example_inputs: Any) -> None:
-    """Compile for a call with these inputs."""
-    if isinstance(example_inputs, Mapping):
-        pipe.prepare(**example_inputs)
-    elif isinstance(example_inputs, tuple):
-        pipe.prepare(*example_inputs)
-    else:
-        pipe.prepare(example_inputs)
 
 
 def load(

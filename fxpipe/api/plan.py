@@ -5,19 +5,19 @@ model ─profile─▶ ModelProfile ─layers─▶ Chain ─planner─▶ Hybri
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Never
 
 from torch import nn
 
 from fxpipe.errors import PlanError
-from fxpipe.ir.cluster.cluster import Cluster, Device
+from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.plan.hybrid_plan import HybridPlan
 from fxpipe.ir.plan.layer_chain import Chain
 from fxpipe.ir.plan.plan import Plan, StagePlan
 from fxpipe.ir.plan.profile import Profile
 from fxpipe.ir.units import count
+from fxpipe.pipe.build.call_binding import as_call
 from fxpipe.pipe.build.phase_timing import timed
 from fxpipe.pipe.options.option_forms import check as check_values
 from fxpipe.pipe.options.option_forms import refuse_unknown
@@ -140,10 +140,8 @@ def _profiled(what: Any, cluster: Cluster, example_inputs: Any) -> ModelProfile 
         raise PlanError("a model is planned for a kind of call: say which, as in example_inputs=(x,)")
     if not cluster.devices:
         raise PlanError("cannot plan: the cluster has no devices")
-    device: Device = cluster.devices[0]
-    if isinstance(example_inputs, Mapping):
-        return profile(what, device=device, **example_inputs)
-    return profile(what, *(example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)), device=device)
+    args, kwargs = as_call(example_inputs)
+    return profile(what, *args, device=cluster.devices[0], **kwargs)
 
 
 def _without_ops(hybrid: HybridPlan, cluster: Cluster, schedule: str) -> Plan:

@@ -13,16 +13,15 @@ from fxpipe.capture import CallCapture
 from fxpipe.codegen.package.load_package import tensors_of, worker_device
 from fxpipe.errors import InputError, PlanError
 from fxpipe.ir.cluster.cluster import Cluster, Device
-from fxpipe.ir.graph.evaluate_graph import with_totals
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.plan.profile import Profile
-from fxpipe.pipe.build.call_binding import batch_size, given, match, micro_batch_sizes, real
+from fxpipe.pipe.build.call_binding import batch_size, inputs_of, measured, micro_batch_sizes
 from fxpipe.pipe.build.phase_timing import timed
 from fxpipe.pipe.drop_in_module import check_model
 from fxpipe.pipe.options.option_forms import check as check_values
 from fxpipe.pipe.options.option_table import PROFILE
 from fxpipe.pipe.progress import working
-from fxpipe.profiling import estimate, measure
+from fxpipe.profiling import estimate
 
 
 @dataclass(frozen=True)
@@ -83,9 +82,7 @@ def profile(
     with timed("capture"):
         front = CallCapture(model, batch_dim, reduce=reduce, work=working)
         graph = replace(front.capture(inputs, kwargs), training=model.training)
-    found: dict[str, Any] = {}
-    match(graph.call, (inputs, kwargs), found)
-    values = tuple(found[item.name] for item in graph.inputs if item.path)
+    values = inputs_of(graph, inputs, kwargs)
     whole = batch_size(graph, values)
     rows = whole if batch is None else batch
     sizes = micro_batch_sizes(graph, values, 1) | dict.fromkeys(_rows(graph), rows)
@@ -116,12 +113,4 @@ def _measured(
         here = worker_device(where)
     except RuntimeError as error:
         raise PlanError(f"{where!r} is not a device to measure on: {error}") from None
-    passed = {item.name: value for item, value in given(graph, values)}
-    with torch.no_grad():
-        known = with_totals(graph, passed, real(graph.totals, tensors) if graph.totals is not None else {})
-    pieces = {
-        item.name: known[item.name] if item.batch_dim is None else known[item.name].narrow(item.batch_dim, 0, rows)
-        for item in graph.inputs
-    }
-    states = {s.name: s.value if s.kind == "constant" else tensors[s.path] for s in graph.states}
-    return measure(graph, pieces, states, str(here))
+    return measured(graph, values, tensors, (rows, whole - rows) if rows < whole else (whole,), str(here))

@@ -6,7 +6,6 @@ model ─profile─▶ Graph ─read─▶ OperatorGraph ─search─▶ Strateg
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from typing import Any, Never
 
 from torch import nn
@@ -15,6 +14,7 @@ from fxpipe.errors import PlanError
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.operators.operators import OperatorGraph
 from fxpipe.ir.units import count
+from fxpipe.pipe.build.call_binding import as_call
 from fxpipe.pipe.build.phase_timing import timed
 from fxpipe.pipe.options.option_forms import check as check_values
 from fxpipe.pipe.options.option_forms import refuse_unknown
@@ -83,10 +83,7 @@ def operators_of(model: nn.Module, cluster: Cluster, example_inputs: Any, batch:
         raise PlanError(f"cannot search for a {type(model).__name__}: give a model, or a graph of operators")
     if example_inputs is None:
         raise PlanError("a strategy is for a kind of call: say which, as in example_inputs=(x,)")
-    how: dict[str, Any] = {"device": cluster, "batch": batch, "reduce": "mean"}
-    if isinstance(example_inputs, Mapping):
-        known = profile(model, **how, **example_inputs)
-    else:
-        known = profile(model, *(example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)), **how)
+    args, kwargs = as_call(example_inputs)
+    known = profile(model, *args, device=cluster, batch=batch, reduce="mean", **kwargs)
     with timed("operators"):
         return read(known.graph, known.sizes).operators

@@ -36,7 +36,7 @@ from fxpipe.ir.program.transfers import add_transfers
 from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.ir.timeline import Timeline
 from fxpipe.pipe.build.build import Build, rehearsed
-from fxpipe.pipe.build.build_cache import BuildCache, Kinds
+from fxpipe.pipe.build.build_cache import BuildCache
 from fxpipe.pipe.build.build_report import explain
 from fxpipe.pipe.build.call_binding import batch_size, inputs_of
 from fxpipe.pipe.build.compare_timelines import Timed, beside_predicted
@@ -52,8 +52,9 @@ from fxpipe.viz import svg
 from .drop_in_module import DropInModule, Forward, State, check_grad
 from .live import Scheduler
 from .materialize import Init, materialize
-from .processes import Alone, StepOptions
+from .processes import Processes, StepOptions, Tensors
 from .ranks.rank_arguments import Given
+from .ranks.rank_builds import RankBuilds
 
 
 @dataclass(kw_only=True)
@@ -66,7 +67,7 @@ class PipeState(State):
     """
 
     cache: BuildCache
-    kinds: Kinds
+    kinds: BuildCache | RankBuilds
     timed: Timed | None = None
     rehearsed: tuple[Build, Timeline] | None = None
 
@@ -79,8 +80,8 @@ class Pipe(DropInModule):
     def __init__(self, model: nn.Module, options: Options, state: PipeState | None = None) -> None:
         """`state`: another one than that of a pipe in one process."""
         if state is None:
-            alone, cache = Alone(model), BuildCache(model, options)
-            state = PipeState(cache=cache, kinds=cache, processes=alone, tensors=alone)
+            cache = BuildCache(model, options)
+            state = PipeState(cache=cache, kinds=cache, processes=Processes(), tensors=Tensors(model))
         super().__init__(model, state)
 
     @property

@@ -1,11 +1,11 @@
-"""What a pipe asks of the processes that train its model. This one process answers for itself (`Alone`); the ranks of
-torch.distributed answer together (`Ranks`, in `ranks/ranks.py`)."""
+"""What a pipe asks of the processes that train its model, and which tensors they have. Here there is one process; over
+ranks see `ranks/ranks.py` and `ranks/rank_tensors.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,11 @@ class StepOptions:
     timeline: bool
 
 
-class Processes(Protocol):
-    """The processes that train a model, as one of them sees them.
+class Processes:
+    """The processes that train a model, as one of them sees them: here it is the only one; `Ranks` are several.
 
     - `leads`, `collect`, `collect_all`: see the methods of `DropInModule`.
+    - `lock`: held by the thread that uses the pipe.
     - `call`: what a call returns that all processes make. `trains`: whether it is a step; None where nothing runs.
     - `take`: this process's part of a call: its outputs, and the timeline of a step if that was asked for. `step` is
       None for a forward without backward; `kind` is the number of this kind of call.
@@ -40,46 +41,18 @@ class Processes(Protocol):
     - `check_alone`, `check_forward`, `check_scaler`: raise FxpipeError for what several processes cannot do.
     """
 
+    def __init__(self) -> None:
+        self.lock = Lock()
+
     @property
-    def leads(self) -> bool: ...
-    @property
-    def lock(self) -> Lock: ...
-    def collect(self, value: Any) -> list[Any]: ...
-    def collect_all(self, value: Any) -> list[Any]: ...
-    def call(self, call: Callable[[Given], Any], given: Given, trains: bool | None = None) -> Any: ...
-    def take(
-        self, live: Live, inputs: Sequence[Any], chunks: int, step: StepOptions | None, kind: int = 0
-    ) -> tuple[tuple[Any, ...], Timeline | None]: ...
-    def prepared(self, kind: int) -> None: ...
-    def write(self, do: Callable[[], None]) -> None: ...
-    def check_alone(self, method: str) -> None: ...
-    def check_forward(self) -> None: ...
-    def check_scaler(self, scaler: torch.amp.GradScaler | None) -> None: ...
-
-
-class Tensors(Protocol):
-    """Which of the model's tensors are in this process: `held` are all that are used here, `own` those that are saved
-    by this process and no other; `only_held` leaves out others. See the methods of `DropInModule`."""
-
-    def held(self) -> dict[str, Tensor]: ...
-    def own(self) -> dict[str, Tensor]: ...
-    def only_held(self, pairs: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]: ...
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any: ...
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any: ...
-
-
-class Alone:
-    """The one process of a pipe, which has all of the model."""
-
-    leads = True
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.lock = model, Lock()
+    def leads(self) -> bool:
+        return True
 
     def collect(self, value: Any) -> list[Any]:
         return [value]
 
-    collect_all = collect
+    def collect_all(self, value: Any) -> list[Any]:
+        return self.collect(value)
 
     def call(self, call: Callable[[Given], Any], given: Given, trains: bool | None = None) -> Any:
         with self.lock:
@@ -92,18 +65,31 @@ class Alone:
             return live.scheduler.run(inputs, chunks), None
         return take_step(live.step_scheduler, inputs, chunks, step.scaler, step.accumulate, step.timeline)
 
+    def prepared(self, kind: int) -> None: ...
+
     def write(self, do: Callable[[], None]) -> None:
         do()
 
-    def anything(self, *_: Any) -> None:
-        """One process can do all of it, and has nobody to tell."""
+    def check_alone(self, method: str) -> None: ...
+    def check_forward(self) -> None: ...
+    def check_scaler(self, scaler: torch.amp.GradScaler | None) -> None: ...
 
-    prepared = check_alone = check_forward = check_scaler = anything
+
+class Tensors:
+    """Which of the model's tensors are in this process: here all of them; see the methods of `DropInModule`.
+
+    - `held`: those that are used here; `only_held` leaves out others.
+    - `own`: those that are saved by this process and no other.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
 
     def held(self) -> dict[str, Tensor]:
         return tensors_of(self.model)
 
-    own = held
+    def own(self) -> dict[str, Tensor]:
+        return self.held()
 
     def only_held(self, pairs: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         return pairs

@@ -61,10 +61,15 @@ class Placement:
 
 @dataclass(frozen=True, eq=False)
 class Build:
-    """Everything made for one kind of call; no other is equal to it. `trail` has the program after each pass that
-    changed it, by the pass's name, and before them the graph that a strategy makes; `sizes` the numbers of the
-    micro-batch that profile and timeline speak of; `files` the generated package; `totals` what runs before the batch
-    is cut; `cuts` how a strategy cuts each operator."""
+    """Everything made for one kind of call; no other is equal to it.
+
+    - `sizes`: the numbers of the micro-batch that profile and timeline speak of.
+    - `trail`: the program after each pass that changed it, by the pass's name, and before them the graph that a
+      strategy makes.
+    - `files`: the generated package.
+    - `totals`: what runs before the batch is cut.
+    - `cuts`: how a strategy cuts each operator.
+    """
 
     graph: Graph
     sizes: Mapping[str, int]
@@ -88,39 +93,13 @@ class Build:
 SMALLER = "move these lines into the forward of a smaller submodule, and the rest is cut"
 
 
-@dataclass(frozen=True)
-class Draft:
-    """A plan, and all that follows from it but the code."""
-
-    plan: Plan
-    program: Program
-    trail: Mapping[str, Program | Placed]
-    totals: Program | None
-    schedule: Schedule
-    timeline: Timeline
-
-
 def build(
     graph: Graph, profile: Profile, sizes: Mapping[str, int], cluster: Cluster, options: Options, home: Placement | None
 ) -> Build:
-    """All the values from a graph and its profile on. With a `home`, ops go where their parameters live."""
-    made = drafts(graph, profile, sizes, cluster, options, home)
-    best = made[0] if len(made) == 1 else fastest(made, cluster)
-    as_steps = graph.loss is not None or options.ranks
-    files = emitted(best.program, best.schedule, best.plan, profile, best.totals, as_steps)
-    files["plan.json"] = plan_file.dump(best.plan, graph)
-    return Build(
-        graph, sizes, cluster, profile, best.plan, best.schedule, best.program, best.trail, best.timeline, files,
-        best.totals,
-    )  # fmt: skip
-
-
-def drafts(
-    graph: Graph, profile: Profile, sizes: Mapping[str, int], cluster: Cluster, options: Options, home: Placement | None
-) -> list[Draft]:
-    """Those of all choices that can be had: a small model has not enough ops for schedules with several stages on each
-    device. Raises the PlanError of the first choice if there is none."""
-    made: list[Draft] = []
+    """All the values from a graph and its profile on. With a `home`, ops go where their parameters live. Of several
+    schedules that may be had the fastest: a small model has not enough ops for several stages on each device. Raises
+    the PlanError of the first one if there is none."""
+    made: list[Build] = []
     refusals: list[PlanError] = []
     for choice in choices(graph, options, home):
         try:
@@ -129,7 +108,10 @@ def drafts(
             refusals.append(error)
     if not made:
         raise refusals[0]
-    return made
+    best = made[0] if len(made) == 1 else fastest(made)
+    as_steps = graph.loss is not None or options.ranks
+    files = emitted(best.program, best.schedule, best.plan, profile, best.totals, as_steps)
+    return replace(best, files={**files, "plan.json": plan_file.dump(best.plan, graph)})
 
 
 def emitted(
@@ -188,9 +170,9 @@ def _on_one_device(options: Options, whole: Opaque) -> Options:
             stacklevel=2,
         )
     first = options.devices[0]
-    mode = (
-        options.checkpoint if isinstance(options.checkpoint, str) else "except_last" if options.checkpoint else "never"
-    )
+    mode = options.checkpoint
+    if not isinstance(mode, str):
+        mode = "except_last" if mode else "never"
     return replace(
         options, devices=(first,), schedule="gpipe", warmup=None, checkpoint=mode, offload=frozenset(), balance="time",
         split_at=(), replicas={first: ()},
@@ -218,8 +200,8 @@ def _on_as_many_as_can_be(options: Options, graph: Graph) -> Options:
 
 def draft(
     graph: Graph, profile: Profile, sizes: Mapping[str, int], cluster: Cluster, options: Options, home: Placement | None
-) -> Draft:
-    """The plan and what follows from it."""
+) -> Build:
+    """The plan and what follows from it, but for the files."""
     samples = sample_dims(graph) if graph.loss is not None and any(options.replicas.values()) else None
     if samples is not None and graph.mixed:
         mixed = graph.mixed[0]
@@ -246,7 +228,7 @@ def draft(
             schedule = rejoin(schedule, costs, between)
         labels = tuple(dict.fromkeys(program.devices))
         timeline = spread(simulate(schedule, costs, between, labels, sums), replica_groups(runs))
-    return Draft(decided, program, trail, totals, schedule, timeline)
+    return Build(graph, sizes, cluster, profile, decided, schedule, program, trail, timeline, {}, totals)
 
 
 def _tell_of_slices(program: Program) -> None:
@@ -294,14 +276,14 @@ def rehearsed(made: Build, chunks: int, rounds: Sequence[Times]) -> Timeline:
     return timelines[(len(timelines) - 1) // 2]
 
 
-def fastest(drafts: Sequence[Draft], cluster: Cluster) -> Draft:
+def fastest(drafts: Sequence[Build]) -> Build:
     """The one with the shortest step that fits into memory."""
-    memory = {device.label: device.memory for device in cluster.devices}
+    memory = {device.label: device.memory for device in drafts[0].cluster.devices}
     try:
-        chosen = auto([(made.schedule, made.timeline) for made in drafts], memory)
+        chosen, _ = auto([(made.schedule, made.timeline) for made in drafts], memory)
     except ValueError as error:
         raise PlanError(str(error)) from None
-    return next(made for made in drafts if made.schedule is chosen[0])
+    return next(made for made in drafts if made.schedule is chosen)
 
 
 def schedule_of(program: Program, plan: Plan, options: Options, limit: int) -> Schedule:

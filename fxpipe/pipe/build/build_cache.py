@@ -12,9 +12,8 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fxpipe.capture import CallCapture, NoOps, StepCapture
@@ -22,7 +21,6 @@ from fxpipe.codegen.package.load_package import bind, tensors_of, worker_device
 from fxpipe.codegen.package.package_files import constants
 from fxpipe.errors import FxpipeError
 from fxpipe.ir.cluster.cluster import Cluster
-from fxpipe.ir.graph.evaluate_graph import with_totals
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.graph.opaque_call import opaques
 from fxpipe.ir.plan.profile import Profile
@@ -33,22 +31,15 @@ from fxpipe.pipe.progress import working
 from fxpipe.pipe.saved.loss_fingerprint import rows
 from fxpipe.pipe.temporary_folder import Folder
 from fxpipe.planning import homes
-from fxpipe.profiling import estimate, measure
-from fxpipe.runtime.microbatch import scatter, split_sizes
+from fxpipe.profiling import estimate
+from fxpipe.runtime.microbatch import split_sizes
 
 from . import batch_statistics, sharded_build
 from .build import Build, Placement, build
 from .build_report import dump
-from .call_binding import batch_size, check_even, given, kind_of, micro_batch_sizes, real, with_states
+from .call_binding import batch_size, check_even, kind_of, measured, micro_batch_sizes, with_states
 from .local_cluster import local_cluster
 from .phase_timing import timed
-
-
-class Kinds(Protocol):
-    """The kinds of calls: `agree` gives the build of one, and its number; `live` what runs a build."""
-
-    def agree(self, graph: Graph, inputs: Sequence[Any]) -> tuple[Build, int]: ...
-    def live(self, made: Build) -> Live: ...
 
 
 class BuildCache:
@@ -142,12 +133,8 @@ class BuildCache:
         tensors = tensors_of(self.model)
         if graph.loss is not None:
             tensors |= self.step_capture.tensors
-        values = {item.name: value for item, value in given(graph, inputs)}
-        with torch.no_grad():
-            whole = with_totals(graph, values, real(graph.totals, tensors) if graph.totals is not None else {})
         rows = split_sizes(batch_size(graph, inputs), self.options.chunks)
-        pieces = {item.name: scatter(whole[item.name], item.batch_dim, rows)[0] for item in graph.inputs}
-        return measure(graph, pieces, real(graph, tensors), str(worker_device(label)))
+        return measured(graph, inputs, tensors, rows, str(worker_device(label)))
 
     def live(self, made: Build) -> Live:
         """The build's package, imported, with the tensors that the model has now."""

@@ -6,11 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fxpipe.errors import InputError
+from fxpipe.ir.graph.evaluate_graph import with_totals
 from fxpipe.ir.graph.graph import Graph, Input, Ref, Struct
-from fxpipe.runtime.microbatch import split_sizes
+from fxpipe.ir.plan.profile import Profile
+from fxpipe.profiling import measure
+from fxpipe.runtime.microbatch import scatter, split_sizes
 
 from .build import Build
 
@@ -73,6 +77,25 @@ def inputs_of(graph: Graph, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     found: dict[str, Any] = {}
     match(graph.call, (args, kwargs), found)
     return tuple(found[item.name] for item in graph.inputs if item.path)
+
+
+def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """The arguments of a call, which are given as a tuple, as a dict of keyword arguments, or as one tensor."""
+    if isinstance(example_inputs, Mapping):
+        return (), example_inputs
+    return (example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)), {}
+
+
+def measured(
+    graph: Graph, inputs: Sequence[Any], tensors: Mapping[str, Tensor], rows: Sequence[int], device: str
+) -> Profile:
+    """What the ops cost for the first micro-batch, as measured: `rows` are the samples of each; `tensors` are the
+    model's, by path."""
+    values = {item.name: value for item, value in given(graph, inputs)}
+    with torch.no_grad():
+        whole = with_totals(graph, values, {} if graph.totals is None else real(graph.totals, tensors))
+    pieces = {item.name: scatter(whole[item.name], item.batch_dim, rows)[0] for item in graph.inputs}
+    return measure(graph, pieces, real(graph, tensors), device)
 
 
 def match(template: Any, value: Any, found: dict[str, Any]) -> None:

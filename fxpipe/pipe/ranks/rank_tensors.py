@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fxpipe.codegen.package.load_package import tensors_of
 from fxpipe.engines.ranks.rank_group import LEADER
+from fxpipe.pipe.processes import Tensors
 
 from .parallelize import fill, release
 from .ranks import Ranks
@@ -21,7 +22,7 @@ from .ranks import Ranks
 FindReplicaGroups = Callable[[Mapping[str, Tensor]], Mapping[int, Sequence[str]] | None]
 
 
-class RankTensors:
+class RankTensors(Tensors):
     """Which of the model's tensors this rank holds.
 
     `replica_groups` returns, by the id of each tensor, the devices of the stage that owns it, or None before the model
@@ -29,7 +30,8 @@ class RankTensors:
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks, replica_groups: FindReplicaGroups) -> None:
-        self.model, self.ranks, self.replica_groups = model, ranks, replica_groups
+        super().__init__(model)
+        self.ranks, self.replica_groups = ranks, replica_groups
 
     def held(self) -> dict[str, Tensor]:
         return self._on(lambda replica_group: self.ranks.world.label in replica_group)

@@ -13,9 +13,8 @@ from fxpipe.engines.ranks.rank_engine import RankScheduler
 from fxpipe.engines.ranks.rank_group import Lost, World
 from fxpipe.errors import FxpipeError, RankError
 from fxpipe.ir.timeline import Timeline
-from fxpipe.pipe.fork_lock import Lock
 from fxpipe.pipe.live import Live
-from fxpipe.pipe.processes import StepOptions
+from fxpipe.pipe.processes import Processes, StepOptions
 
 from .parallelize import Parallel
 from .rank_arguments import Given
@@ -23,10 +22,10 @@ from .rank_calls import Call, RankCalls, Refuse
 from .rank_consistency import on_each
 
 
-class Ranks:
-    """The ranks of a pipe, which make its calls together; see `Processes`.
+class Ranks(Processes):
+    """The ranks of a pipe, which make its calls together.
 
-    - `world`: the ranks; `calls`: what they say of each call; `lock`: of the pipe.
+    - `world`: the ranks; `calls`: what they say of each call.
     - `parallel`: pipes beside it.
     - `refuse`: takes part in a call that has failed on this rank, so that all ranks know.
     """
@@ -34,7 +33,8 @@ class Ranks:
     refuse: Refuse
 
     def __init__(self, world: World) -> None:
-        self.world, self.calls, self.lock = world, RankCalls(world), Lock()
+        super().__init__()
+        self.world, self.calls = world, RankCalls(world)
         self.parallel: Parallel | None = None
 
     def call(self, call: Call, given: Given, trains: bool | None = None) -> Any:

@@ -24,7 +24,7 @@ from fxpipe.pipe.build.compiled_stages import Backend
 from fxpipe.pipe.drop_in_module import DropInModule, Forward, State, check_grad
 from fxpipe.pipe.live import Live, Scheduler
 from fxpipe.pipe.options.option_table import check_accumulate
-from fxpipe.pipe.processes import Alone, StepOptions
+from fxpipe.pipe.processes import Processes, StepOptions, Tensors
 from fxpipe.pipe.ranks.rank_arguments import Given
 from fxpipe.runtime import Stage
 
@@ -197,9 +197,10 @@ class Loaded(DropInModule):
 
 def load_here(folder: Path, model: nn.Module, backend: Backend | None = None) -> Loaded:
     """A package that runs in this process."""
-    live, alone = Live(folder, backend=backend), Alone(model)
+    live = Live(folder, backend=backend)
     root = loss_root(live.package, model)
-    return Loaded(model, LoadedState(live=live, bind=bind_here, root=root, processes=alone, tensors=alone))
+    state = LoadedState(live=live, bind=bind_here, root=root, processes=Processes(), tensors=Tensors(model))
+    return Loaded(model, state)
 
 
 def bind_here(model: nn.Module, others: Mapping[str, Tensor], package: ModuleType) -> Scheduler:
