@@ -11,7 +11,6 @@ Nothing here decides what a pipe does; it says what a user cannot see.
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 import socket
 import subprocess
@@ -20,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -31,14 +31,15 @@ from torch import nn
 from fxpipe.engines.transports.same_machine import SWITCH
 from fxpipe.errors import FxpipeError
 from fxpipe.ir.units import show_bytes
-from fxpipe.pipe.build.local_cluster import cores, cpu_memory
-from fxpipe.pipe.verify.environment import own_version
+from fxpipe.pipe.build.local_cluster import least_seconds
+from fxpipe.pipe.verify import environment
 
 from .compile import compile
 
 OK, SLOW, BROKEN, NONE = "ok", "slow", "broken", "none"
 TORCH = ((2, 11), (2, 13))  # what is tested
 WAIT = 120  # seconds for processes to find each other
+RANKS = "pipe over ranks by gloo"
 ROOM = 2**28  # bytes that a folder should have free
 
 
@@ -61,24 +62,20 @@ def look() -> Iterator[Finding]:
 
 def run() -> Iterator[Finding]:
     """A small model, verified on every device and backend there is."""
-    cpu_only = ["cpu", "cpu"]
-    found = [torch.device("cuda", k) for k in range(torch.cuda.device_count())]
-    yield guarded("pipe on CPU workers", lambda: verified(cpu_only))
-    for device in found:
-        yield guarded(f"pipe on {device}", lambda device=device: verified([str(device), str(device)]))  # type: ignore[misc]
-    if len(found) > 1:
-        yield guarded("pipe over all GPUs", lambda: verified([str(device) for device in found]))
-    if found:
-        yield guarded("pipe on a GPU and the CPU", lambda: verified([str(found[0]), "cpu"]))
+    workers, gpus = ["cpu", "cpu"], [f"cuda:{k}" for k in range(torch.cuda.device_count())]
+    pipes = {"pipe on CPU workers": (workers, "")} | {f"pipe on {gpu}": ([gpu, gpu], "") for gpu in gpus}
+    if len(gpus) > 1:
+        pipes["pipe over all GPUs"] = gpus, ""
+    if gpus:
+        pipes["pipe on a GPU and the CPU"] = [gpus[0], "cpu"], ""
     for backend in ("aot_eager", "inductor"):
-        name = f"stages compiled by {backend}"
-        if backend == "inductor" and not found and compiler().state != OK:
-            yield Finding(NONE, name, "not tried without a C++ compiler")
+        pipes[f"stages compiled by {backend}"] = workers, backend
+    for what, (devices, backend) in pipes.items():
+        if backend == "inductor" and not gpus and compiler().state != OK:
+            yield Finding(NONE, what, "not tried without a C++ compiler")
         else:
-            yield guarded(name, lambda backend=backend: verified(cpu_only, backend))  # type: ignore[misc]
-    yield guarded(
-        "pipe over ranks by gloo", lambda: ranks("step", "two ranks have the plain model's loss and gradients")
-    )
+            yield guarded(what, partial(verified, devices, backend, what))
+    yield guarded(RANKS, lambda: ranks("step", "two ranks have the plain model's loss and gradients"))
 
 
 def guarded(what: str, check: Callable[[], Finding]) -> Finding:
@@ -99,25 +96,23 @@ def table(findings: list[Finding]) -> str:
 
 def versions() -> Finding:
     own = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    text = f"fxpipe {own_version()}, torch {torch.__version__}, Python {platform.python_version()}"
     lowest, highest = (".".join(map(str, version)) for version in TORCH)
     if not TORCH[0] <= own <= TORCH[1]:
-        return Finding(
-            BROKEN, "versions", text, f"fxpipe is tested with torch {lowest} to {highest}: install one of them"
-        )
-    return Finding(OK, "versions", text)
+        todo = f"fxpipe is tested with torch {lowest} to {highest}: install one of them"
+        return Finding(BROKEN, "versions", environment.versions(), todo)
+    return Finding(OK, "versions", environment.versions())
 
 
 def cpu() -> Finding:
-    return Finding(OK, "CPU", f"{cores()} of {os.cpu_count()} cores, {show_bytes(cpu_memory())} of memory")
+    return Finding(OK, "CPU", environment.cpu())
 
 
 def gpus() -> Finding:
     if torch.cuda.is_available():
-        found = [torch.cuda.get_device_properties(k) for k in range(torch.cuda.device_count())]
-        for k in range(len(found)):
-            torch.ones(8, device=f"cuda:{k}").sum().item()
-        return Finding(OK, "GPUs", ", ".join(f"cuda:{k} {one.name}" for k, one in enumerate(found)))
+        found = environment.gpus()
+        for label in found:
+            torch.ones(8, device=label).sum().item()
+        return Finding(OK, "GPUs", "; ".join(f"{label} {text}" for label, text in found.items()))
     if torch.version.cuda is None:
         todo = "If there is one, install a torch with CUDA" if shutil.which("nvidia-smi") else ""
         return Finding(NONE, "GPUs", "none: this torch is built for the CPU alone", todo)
@@ -143,8 +138,7 @@ def compiler() -> Finding:
 
 def threads() -> Finding:
     """What it costs that each worker has as many threads as it does."""
-    count, said = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
-    text = f"{count} for each CPU worker on {cores()} cores, OMP_NUM_THREADS is {said or 'not set'}"
+    count, text = torch.get_num_threads(), environment.threads()
     if count == 1:
         return Finding(OK, "threads", text)
     many = _two_workers()
@@ -159,7 +153,7 @@ def threads() -> Finding:
     return Finding(SLOW, "threads", cost, "For pipelines of CPU workers, export OMP_NUM_THREADS=1")
 
 
-def _two_workers(seconds: float = 0.3) -> float:
+def _two_workers() -> float:
     """Seconds for a piece of work on each of two threads at once."""
     a = torch.ones(192, 192)
 
@@ -167,20 +161,14 @@ def _two_workers(seconds: float = 0.3) -> float:
         for _ in range(40):
             torch.relu(a @ a)
 
-    def both() -> float:
+    def both() -> None:
         workers = [Thread(target=work) for _ in range(2)]
-        start = time.perf_counter()
         for worker in workers:
             worker.start()
         for worker in workers:
             worker.join()
-        return time.perf_counter() - start
 
-    both()
-    least, start = float("inf"), time.perf_counter()
-    while time.perf_counter() - start < seconds:
-        least = min(least, both())
-    return least
+    return least_seconds(both, 0.3)
 
 
 def shared_memory() -> Finding:
@@ -233,7 +221,7 @@ def gloo() -> Finding:
 
 def ranks(kind: str, text: str) -> Finding:
     """Two processes of this machine, which do what `doctor_ranks.py` calls `kind`."""
-    what = "gloo" if kind == "add" else "pipe over ranks by gloo"
+    what = "gloo" if kind == "add" else RANKS
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         return Finding(NONE, what, "this torch has no gloo: CPU ranks need it")
     with socket.socket() as free:
@@ -282,9 +270,8 @@ def small_model() -> nn.Sequential:
         )
 
 
-def verified(devices: list[str], backend: str | None = None) -> Finding:
+def verified(devices: list[str], backend: str = "", what: str = "pipe") -> Finding:
     """A step and a call of a small model on these devices."""
-    what = f"stages compiled by {backend}" if backend else f"pipe on {', '.join(dict.fromkeys(devices))}"
     x = torch.linspace(-1, 1, 16 * 32).sin().view(16, 32)
     start = time.perf_counter()
     pipe = compile(small_model(), devices, 4, schedule="1f1b", compile_stages=backend or False)

@@ -16,7 +16,7 @@ from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.cluster.what_if import one_more_server, widened
 from fxpipe.ir.units import show_seconds
 from fxpipe.pipe.build.phase_timing import timed
-from fxpipe.pipe.results.searched import Searched, show
+from fxpipe.pipe.results.searched import Searched
 
 from .search import search
 
@@ -32,7 +32,7 @@ def explain(found: Searched, budget: float = 60) -> str:
     rows = [_row(found, name, change, budget) for name, change in CHANGES.items()]
     heads = ("what if", "as it is", "", "searched again", "", "")
     table = tabulate(rows, heads, tablefmt="plain", disable_numparse=True).splitlines()
-    return "\n".join([show(found), "", *(line.rstrip() for line in table)])
+    return "\n".join([str(found), "", *(line.rstrip() for line in table)])
 
 
 def _row(found: Searched, name: str, change: Callable[[Cluster], Cluster], budget: float) -> Row:

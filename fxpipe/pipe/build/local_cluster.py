@@ -70,15 +70,15 @@ def _cpu(workers: int) -> Cluster:
     """Workers that are busy at the same time each have a share of what the whole machine does."""
     a = torch.ones(SIDE, SIDE)
     target, source = torch.empty(BYTES // 4), torch.ones(BYTES // 4)
-    flops = 2 * SIDE**3 / _seconds(lambda: torch.mm(a, a))
-    bandwidth = 2 * BYTES / _seconds(lambda: target.copy_(source))
+    flops = 2 * SIDE**3 / least_seconds(lambda: torch.mm(a, a))
+    bandwidth = 2 * BYTES / least_seconds(lambda: target.copy_(source))
     each = Device("cpu", cpu_memory() // workers, flops / workers, bandwidth / workers)
     devices = tuple(replace(each, label=f"cpu:{i}") for i in range(workers))
     # A tensor that goes to another worker is not copied: who reads it fetches it from memory.
     return Cluster(devices, (Link(("local", "local"), bandwidth / 2, _handover()),))
 
 
-def _seconds(run: Callable[[], object], budget: float = 0.2) -> float:
+def least_seconds(run: Callable[[], object], budget: float = 0.2) -> float:
     """The least of several runs."""
     least, start = float("inf"), perf_counter()
     for turn in range(50):

@@ -149,26 +149,36 @@ def whole(least: int, text: str = "", most: int | None = None) -> Form:
     return Form(text or f"a whole number {bounds}", take, int)
 
 
-def seconds() -> Form:
-    """Durations above zero."""
+def where(
+    holds: Callable[[Any], bool],
+    text: str,
+    read: Callable[[str], Any] | None = None,
+    words: Callable[[], Collection[str]] = tuple,
+) -> Form:
+    """Values of which this holds."""
 
-    def take(value: Any) -> float:
-        if isinstance(value, (bool, str)) or not 0 < float(value) < math.inf:
+    def take(value: Any) -> Any:
+        if not holds(value):
             raise ValueError
-        return value  # type: ignore[no-any-return]
+        return value
 
-    return Form("a number of seconds above 0", take, float)
+    return Form(text, take, read, words)
+
+
+def above_zero(text: str) -> Form:
+    """Numbers above zero."""
+    return where(lambda value: not isinstance(value, (bool, str)) and 0 < float(value) < math.inf, text, float)
 
 
 def one_of(*words: str, more: Callable[[], Collection[str]] = tuple, text: str = "") -> Form:
     """These words; `more` is asked for others when there is a value to check."""
 
-    def take(value: Any) -> str:
-        if not isinstance(value, str) or value not in (*words, *more()):
-            raise ValueError
-        return value
+    def known() -> Collection[str]:
+        return (*words, *more())
 
-    return Form(text or ", ".join(map(repr, words)), take, str, lambda: (*words, *more()))
+    return where(
+        lambda value: isinstance(value, str) and value in known(), text or ", ".join(map(repr, words)), str, known
+    )
 
 
 def flag() -> Form:
@@ -224,13 +234,7 @@ def or_none(form: Form, text: str) -> Form:
 
 def instance(kinds: tuple[type, ...], text: str, read: Callable[[str], Any] | None = None) -> Form:
     """Objects of some class."""
-
-    def take(value: Any) -> Any:
-        if not isinstance(value, kinds):
-            raise TypeError
-        return value
-
-    return Form(text, take, read)
+    return where(lambda value: isinstance(value, kinds), text, read)
 
 
 def path(text: str) -> Form:
@@ -240,10 +244,4 @@ def path(text: str) -> Form:
 
 def function(text: str) -> Form:
     """What can be called."""
-
-    def take(value: Any) -> Any:
-        if not callable(value) or isinstance(value, type):
-            raise TypeError
-        return value
-
-    return Form(text, take)
+    return where(lambda value: callable(value) and not isinstance(value, type), text)

@@ -24,8 +24,8 @@ from fxpipe.planning.hybrid.planners import PLANNERS
 from fxpipe.schedules.make_schedule import AUTO, SCHEDULES, STRAIGHT, is_grid
 
 from .option_forms import (
-    Form,
     Option,
+    above_zero,
     by_name,
     flag,
     function,
@@ -34,8 +34,8 @@ from .option_forms import (
     one_of,
     or_none,
     path,
-    seconds,
     table,
+    where,
     whole,
 )
 
@@ -43,40 +43,16 @@ HOW = ("mean", "sum", "cat")  # outputs of micro-batches become one
 METHODS = ("leaps", "mcmc")  # of `fxpipe.search`
 
 
-def _grid() -> Form:
-    def take(text: Any) -> str:
-        if not isinstance(text, str) or not is_grid(text):
-            raise ValueError
-        return text
-
-    return Form("a grid such as 'F0 F1 B0 B1' with a line for each device", take, str)
+def _is_grid(value: Any) -> bool:
+    return isinstance(value, str) and is_grid(value)
 
 
-def _preset() -> Form:
-    def take(name: Any) -> str:
-        if not isinstance(name, str) or name.partition(":")[0] not in PRESETS:
-            raise ValueError
-        return name
-
-    return Form(", ".join(map(repr, PRESETS)), take, str, lambda: tuple(PRESETS))
+def _is_preset(value: Any) -> bool:
+    return isinstance(value, str) and value.partition(":")[0] in PRESETS
 
 
-def _pair() -> Form:
-    def take(value: Any) -> Any:
-        if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], OperatorGraph)):
-            raise TypeError
-        return value
-
-    return Form("a pair of an OperatorGraph and its Strategy", take)
-
-
-def _fraction() -> Form:
-    def take(value: Any) -> float:
-        if isinstance(value, (bool, str)) or not float(value) > 0:
-            raise ValueError
-        return value  # type: ignore[no-any-return]
-
-    return Form("a number above 0", take, float)
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], OperatorGraph)
 
 
 def backends() -> Collection[str]:
@@ -94,11 +70,13 @@ def read_cluster(cluster: Cluster | str) -> Cluster:
 
 DIM = whole(-64, "a dimension")
 CHUNKS = whole(1, most=MOST_CHUNKS)
+SECONDS = above_zero("a number of seconds above 0")
 DEVICE = instance((str, torch.device), "a device", str)
 STAGES = many(whole(0), "a set of stages", Collection, frozenset)
 REDUCE = (one_of(*HOW), by_name(one_of(*HOW), "a dict of these by output"))
 BATCH_DIM = (DIM, by_name(or_none(DIM, "a dimension or None"), "a dict of a dimension or None for each input"))
-CLUSTER = Option("cluster", "", (_preset(), instance((Cluster,), "a Cluster")), "k80:8")
+NAMED_CLUSTER = where(_is_preset, ", ".join(map(repr, PRESETS)), str, lambda: tuple(PRESETS))
+CLUSTER = Option("cluster", "", (NAMED_CLUSTER, instance((Cluster,), "a Cluster")), "k80:8")
 
 COMPILE = table(
     Option("devices", "how many, or one for each stage",
@@ -108,7 +86,8 @@ COMPILE = table(
     Option("checkpoint", "which micro-batches are recomputed in backward",
            (one_of(*CHECKPOINT_MODES), STAGES), {0, 2}),
     Option("schedule", "the order of step()",
-           (one_of(*SCHEDULES, AUTO), _grid(), instance((Schedule,), "a Schedule"),
+           (one_of(*SCHEDULES, AUTO), where(_is_grid, "a grid such as 'F0 F1 B0 B1' with a line for each device", str),
+            instance((Schedule,), "a Schedule"),
             function("a function that makes one")), "1f1b"),
     Option("stages_per_device", "for 'interleaved' and 'looped-bfs'", (whole(1),), 2, unset=True),
     Option("replicas", "how many devices run each stage",
@@ -124,7 +103,8 @@ COMPILE = table(
            (path("the path of a plan's JSON file"), instance((Plan, Planned), "what fxpipe.plan returned")),
            "plan.json", unset=True),
     Option("strategy", "how each operator is cut, a JSON file of `fxpipe search`",
-           (path("the path of a strategy's JSON file"), instance((Searched,), "what fxpipe.search returned"), _pair(),
+           (path("the path of a strategy's JSON file"), instance((Searched,), "what fxpipe.search returned"),
+            where(_is_pair, "a pair of an OperatorGraph and its Strategy"),
             function("a function that places ops")), "strategy.json", unset=True),
     Option("profile", "what ops cost: from FLOPs and bytes, or timed",
            (one_of("estimate", "measure"), instance((Profile,), "a Profile")), "measure"),
@@ -135,7 +115,7 @@ COMPILE = table(
            (flag(), one_of(more=backends, text="the name of a backend of torch.compile"), function("a function")),
            "inductor"),
     Option("dump", "a folder for everything made on the way", (path("the path of a folder"),), "out", unset=True),
-    Option("timeout", "seconds after which a rank that does not answer is lost", (seconds(),), 60),
+    Option("timeout", "seconds after which a rank that does not answer is lost", (SECONDS,), 60),
 )  # fmt: skip
 
 LOAD = {name: COMPILE[name] for name in ("compile_stages", "timeout")}
@@ -148,15 +128,15 @@ PLAN = table(
     Option("schedule", "1f1b or 1f1b-late, if not given", (one_of(*STRAIGHT, AUTO),), "1f1b", unset=True),
     Option("recompute", "all stages or none; the planner's choice, if not given", (flag(),), True, unset=True),
     Option("all_reduce", "when replicas add up gradients", (one_of("end", "overlap"),), "overlap"),
-    Option("parameter_copies", "bytes in memory for each byte of parameters", (_fraction(),), 4),
+    Option("parameter_copies", "bytes in memory for each byte of parameters", (above_zero("a number above 0"),), 4),
     Option("most_layers", "into how many layers a model is cut at most", (whole(1),), 64),
-    Option("time_limit", "seconds that the search may take", (seconds(),), 30),
+    Option("time_limit", "seconds that the search may take", (SECONDS,), 30),
 )
 
 SEARCH = table(
     CLUSTER,
     Option("batch", "samples in a training step, those of the inputs if not given", (whole(1),), 64, unset=True),
-    Option("budget", "seconds that the search may take", (seconds(),), 60),
+    Option("budget", "seconds that the search may take", (SECONDS,), 60),
     Option("seed", "of what the search draws", (whole(0),), 0),
     Option("progress", "", (flag(),), True, unset=True),
     Option("method", "mcmc is the published search", (one_of(*METHODS),), "leaps"),

@@ -54,7 +54,24 @@ class Planned:
     certificate: Certificate | None = None
 
     def __str__(self) -> str:
-        return show(self)
+        """A head with the figures of the step, and a row for each stage."""
+        line, layers = self.timeline, self.layers
+        counts = f"{layers.micro_batches} micro-batches of {self.chain.batch:g}"
+        head = [
+            f"{self.plan.model}: {shape(layers.stages)} on {len(self.memory)} of {len(self.cluster.devices)} devices, "
+            f"{counts}, {self.plan.schedule}",
+            f"{show_seconds(line.makespan)} per step of {self.batch} samples, "
+            f"{self.batch / line.makespan:,.3g} samples per second, bubble {line.bubble:.1%}",
+        ]
+        costs = ("forward", "backward", "busy", "parameters", "memory", "sends", "recompute")
+        align = ("right", "left", "left", *["right"] * 6, "left")
+        table = tabulate(_rows(self), ("stage", "layers", "devices", *costs), disable_numparse=True, colalign=align)
+        return "\n".join([*head, "", *(row.rstrip() for row in table.splitlines())])
+
+    @property
+    def _title(self) -> str:
+        """Of its pictures."""
+        return f"{self.plan.model}, {shape(self.layers.stages)}, {self.plan.schedule}"
 
     @cached_property
     def chain(self) -> Chain:
@@ -105,7 +122,7 @@ class Planned:
     def explain(self) -> str:
         """The stages, what other plans would take, and what more hardware would be worth; plans a few seconds."""
         chosen = Answer(self.layers, self.seconds, self.certificate)
-        return f"{show(self)}\n\n{plan_alternatives.explain(self.planner, self.request, chosen, self.timeline)}"
+        return f"{self}\n\n{plan_alternatives.explain(self.planner, self.request, chosen, self.timeline)}"
 
     def text(self, width: int = 80) -> str:
         """The timeline as bars for a terminal."""
@@ -113,11 +130,11 @@ class Planned:
 
     def svg(self) -> str:
         """The timeline as the text of an SVG file."""
-        return svg.draw(self.timeline, title(self))
+        return svg.draw(self.timeline, self._title)
 
     def html(self) -> str:
         """The timeline, the stages and the plan as the text of an HTML file, which needs nothing besides."""
-        return html.draw(self.timeline, title(self), show(self))
+        return html.draw(self.timeline, self._title, str(self))
 
     def trace(self) -> str:
         """The timeline for ui.perfetto.dev."""
@@ -126,11 +143,9 @@ class Planned:
     def save(self, path: str | Path) -> None:
         """Write all of it to a JSON file, for `fxpipe.compile(model, plan=path)` and
         `fxpipe.pipe.results.planned.load`."""
-        Path(path).write_text(dump(self))
-
-
-def title(planned: Planned) -> str:
-    return f"{planned.plan.model}, {shape(planned.layers.stages)}, {planned.plan.schedule}"
+        facts = to_plain(self)
+        del facts["plan"]
+        Path(path).write_text(write({**plans.plain(self.plan), "planned": facts}, 3))
 
 
 def check(planned: Planned) -> None:
@@ -144,22 +159,6 @@ def check(planned: Planned) -> None:
     devices = [tuple(planned.cluster.labels[at] for at in stage.devices) for stage in planned.layers.stages]
     if [stage.devices for stage in planned.plan.stages] != devices:
         raise ValueError("the stages of ops and the stages of layers are on different devices")
-
-
-def show(planned: Planned) -> str:
-    """A head with the figures of the step, and a row for each stage."""
-    line = planned.timeline
-    counts = f"{planned.layers.micro_batches} micro-batches of {planned.chain.batch:g}"
-    head = [
-        f"{planned.plan.model}: {shape(planned.layers.stages)} on {len(planned.memory)} of "
-        f"{len(planned.cluster.devices)} devices, {counts}, {planned.plan.schedule}",
-        f"{show_seconds(line.makespan)} per step of {planned.batch} samples, "
-        f"{planned.batch / line.makespan:,.3g} samples per second, bubble {line.bubble:.1%}",
-    ]
-    costs = ("forward", "backward", "busy", "parameters", "memory", "sends", "recompute")
-    align = ("right", "left", "left", *["right"] * 6, "left")
-    table = tabulate(_rows(planned), ("stage", "layers", "devices", *costs), disable_numparse=True, colalign=align)
-    return "\n".join([*head, "", *(row.rstrip() for row in table.splitlines())])
 
 
 def _rows(planned: Planned) -> list[tuple[str, ...]]:
@@ -211,13 +210,6 @@ def compare(names: Sequence[str], several: Sequence[Planned]) -> str:
     ]
     headers = ("plan", "stages", "schedule", "micro-batches", "devices", "step", "samples/s", "bubble", "most memory")
     return tabulate(rows, (*headers, "slower"), disable_numparse=True, colalign=("left",) * 3 + ("right",) * 7)
-
-
-def dump(planned: Planned) -> str:
-    """The JSON text; `load` reads it back, and `fxpipe.compile` the plan in it."""
-    facts = to_plain(planned)
-    del facts["plan"]
-    return write({**plans.plain(planned.plan), "planned": facts}, 3)
 
 
 def load(path: str | Path) -> Planned:

@@ -45,7 +45,13 @@ class Searched:
     tried: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
-        return show(self)
+        """The facts, the strategy beside data parallelism, and how each operator is cut."""
+        parts = [
+            f"{self.graph.name}: {facts(self)}",
+            beside(self),
+            table(zip(self.graph, self.strategy.configs, strict=True)),
+        ]
+        return "\n\n".join([*parts, history(self)] if self.trace else parts)
 
     @cached_property
     def cost(self) -> Cost:
@@ -88,7 +94,7 @@ class Searched:
 
     def dump(self) -> str:
         """All of it as JSON text; `parse` reads it back."""
-        return dump(self)
+        return write(StrategyFile(self.graph, self.cluster, strategy.by_name(self.graph, self.strategy)), 3)
 
 
 def facts(found: Searched) -> str:
@@ -103,16 +109,6 @@ def history(found: Searched) -> str:
     chosen = sorted({round(at * (len(found.trace) - 1) / 3) for at in range(4)})
     moments = [f"{show_seconds(best)} after {show_seconds(at)}" for at, best in (found.trace[i] for i in chosen)]
     return f"{found.tried:,} strategies tried; {', '.join(moments)}"
-
-
-def show(found: Searched) -> str:
-    """The facts, the strategy beside data parallelism, and how each operator is cut."""
-    parts = [
-        f"{found.graph.name}: {facts(found)}",
-        beside(found),
-        table(zip(found.graph, found.strategy.configs, strict=True)),
-    ]
-    return "\n\n".join([*parts, history(found)] if found.trace else parts)
 
 
 def beside(found: Searched) -> str:
@@ -133,13 +129,8 @@ class StrategyFile:
     strategy: Mapping[str, Config]
 
 
-def dump(found: Searched) -> str:
-    """All of it as JSON text; `parse` reads it back."""
-    return write(StrategyFile(found.graph, found.cluster, strategy.by_name(found.graph, found.strategy)), 3)
-
-
 def parse(text: str) -> Searched:
-    """What `dump` wrote. Raises ValueError for text that is not that."""
+    """What `Searched.dump` wrote. Raises ValueError for text that is not that."""
     file = read(StrategyFile, text)
     operators.check(file.graph)
     clusters.check(file.cluster)

@@ -19,10 +19,8 @@ from fxpipe.pipe.options.compile_options import Options
 
 
 def versions() -> str:
-    """Of Python, torch and fxpipe, and the system."""
-    return (
-        f"fxpipe {own_version()}, torch {torch.__version__}, Python {platform.python_version()}, {platform.platform()}"
-    )
+    """Of fxpipe, torch and Python."""
+    return f"fxpipe {own_version()}, torch {torch.__version__}, Python {platform.python_version()}"
 
 
 def own_version() -> str:
@@ -32,16 +30,21 @@ def own_version() -> str:
         return "not installed"
 
 
-def devices() -> str:
-    """The devices of this machine, one a line."""
-    lines = [
-        f"CPU: {cores()} cores, {show_bytes(cpu_memory())}, {torch.get_num_threads()} threads, "
-        f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'not set')}"
-    ]
-    for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(index)
-        lines.append(f"cuda:{index}: {found.name}, {show_bytes(found.total_memory)}")
-    return "\n".join(lines)
+def cpu() -> str:
+    """Cores and memory."""
+    return f"{cores()} of {os.cpu_count()} cores, {show_bytes(cpu_memory())} of memory"
+
+
+def threads() -> str:
+    """How many each CPU worker has."""
+    said = os.environ.get("OMP_NUM_THREADS", "not set")
+    return f"{torch.get_num_threads()} for each CPU worker on {cores()} cores, OMP_NUM_THREADS is {said}"
+
+
+def gpus() -> dict[str, str]:
+    """Name and memory of each, by its label."""
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return {f"cuda:{index}": f"{one.name}, {show_bytes(one.total_memory)}" for index, one in enumerate(found)}
 
 
 def describe(options: Options, made: Build, backend: Backend | None) -> dict[str, str]:
@@ -50,8 +53,10 @@ def describe(options: Options, made: Build, backend: Backend | None) -> dict[str
         f"{one.name} = {getattr(options, one.name)!r}" for one in fields(options) if one.name != "cluster"
     )
     return {
-        "versions": versions(),
-        "devices": devices(),
+        "versions": f"{versions()}, {platform.platform()}",
+        "devices": "\n".join(
+            f"{what}: {text}" for what, text in {"CPU": cpu(), "threads": threads(), **gpus()}.items()
+        ),
         "options": shown,
         "plan": plans.dump(made.plan),
         "schedule": str(made.schedule),
