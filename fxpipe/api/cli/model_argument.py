@@ -1,4 +1,5 @@
-"""The model of a command: the function `make_model` of the file `model.py`, and inputs by their types."""
+"""The model of a command: the function `make_model` of the file `model.py`, and inputs by their types; and the cluster
+that it is planned for."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ import torch
 from torch import nn
 
 from fxpipe.errors import FxpipeError
+from fxpipe.ir.cluster import cluster as clusters
+from fxpipe.ir.cluster.cluster import Cluster
+from fxpipe.ir.cluster.published_clusters import PRESETS, preset
 from fxpipe.ir.graph.dtypes import DTYPES
+from fxpipe.pipe.build.local_cluster import detect
+
+HERE = "here"
 
 
 def add_model(command: argparse.ArgumentParser) -> None:
@@ -23,6 +30,33 @@ def add_model(command: argparse.ArgumentParser) -> None:
         "model", help="file and function: model.py:make_model, which returns a model or (model, inputs)"
     )
     command.add_argument("inputs", nargs="*", help="inputs, if the function returns none: f32[8,3,32,32] i64[8,128]")
+
+
+def add_cluster(command: argparse.ArgumentParser) -> None:
+    """The arguments of a command that plans a model for a cluster."""
+    add_model(command)
+    command.add_argument(
+        "--cluster",
+        required=True,
+        help=f"{', '.join(PRESETS)} (k80:8: eight devices of it), a JSON file, or '{HERE}': this machine",
+    )
+    command.add_argument("--meta", action="store_true", help="make the model on the meta device: no memory for weights")
+
+
+def read_cluster(text: str) -> Cluster:
+    """A published cluster, the one in a file, or this machine."""
+    if text == HERE:
+        return detect()
+    try:
+        return clusters.load(Path(text).read_text()) if text.endswith(".json") else preset(text)
+    except (OSError, ValueError) as error:
+        raise FxpipeError(f"no cluster {text!r}: {error}") from None
+
+
+def model_for_cluster(options: argparse.Namespace) -> tuple[nn.Module, tuple[Any, ...]]:
+    """The model and inputs that the command names, on the meta device if that is asked for."""
+    with torch.device("meta" if options.meta else "cpu"):
+        return make_model(options.model, options.inputs)
 
 
 def make_model(path: str, inputs: Sequence[str]) -> tuple[nn.Module, tuple[Any, ...]]:

@@ -7,14 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fxpipe.api.plan import plan
-from fxpipe.errors import FxpipeError
-from fxpipe.ir.cluster import cluster as clusters
-from fxpipe.ir.cluster.cluster import Cluster
-from fxpipe.ir.cluster.published_clusters import PRESETS, preset
-from fxpipe.pipe.build.local_cluster import detect
 from fxpipe.pipe.options.option_table import PLAN
 from fxpipe.pipe.progress import working
 from fxpipe.pipe.results.planned import compare, load
@@ -22,25 +15,17 @@ from fxpipe.viz import chrome_trace as trace
 from fxpipe.viz import html, svg
 from fxpipe.viz.text_timeline import bars
 
-from .model_argument import add_model, make_model
+from .model_argument import add_cluster, model_for_cluster, read_cluster
 from .option_arguments import add_options, given, reader
-
-HERE = "here"
 
 
 def add(commands: Any) -> None:
     """The three commands, among those of `fxpipe`."""
     make = commands.add_parser("plan", help="the fastest plan of a model for a cluster")
-    add_model(make)
-    make.add_argument(
-        "--cluster",
-        required=True,
-        help=f"{', '.join(PRESETS)} (k80:8: eight devices of it), a JSON file, or '{HERE}': this machine",
-    )
+    add_cluster(make)
     make.add_argument("--batch", type=reader(PLAN["batch_size"]), required=True, help="samples in a training step")
     make.add_argument("--out", type=Path, help="write the plan to this JSON file")
     add_options(make, PLAN, *(name for name in PLAN if name not in ("cluster", "batch_size")))
-    make.add_argument("--meta", action="store_true", help="make the model on the meta device: no memory for weights")
     make.add_argument("--explain", action="store_true", help="also other plans, and what more hardware would be worth")
     make.set_defaults(run=run_plan)
 
@@ -59,16 +44,9 @@ def add(commands: Any) -> None:
 
 
 def run_plan(options: argparse.Namespace) -> None:
-    with torch.device("meta" if options.meta else "cpu"):
-        model, inputs = make_model(options.model, options.inputs)
+    model, inputs = model_for_cluster(options)
     cluster = read_cluster(options.cluster)
-    found = plan(
-        model,
-        cluster,
-        options.batch,
-        example_inputs=inputs,
-        **given(options, PLAN),
-    )
+    found = plan(model, cluster, options.batch, example_inputs=inputs, **given(options, PLAN))
     if options.explain:
         with working("trying other plans, and other hardware", 30):
             text = found.explain()
@@ -87,16 +65,6 @@ def write(path: Path | None, make: Callable[[], str]) -> None:
     if path is not None:
         path.write_text(make())
         print(f"\nwrote {path}")
-
-
-def read_cluster(text: str) -> Cluster:
-    """A published cluster, the one in a file, or this machine."""
-    if text == HERE:
-        return detect()
-    try:
-        return clusters.load(Path(text).read_text()) if text.endswith(".json") else preset(text)
-    except (OSError, ValueError) as error:
-        raise FxpipeError(f"no cluster {text!r}: {error}") from None
 
 
 def run_simulate(options: argparse.Namespace) -> None:

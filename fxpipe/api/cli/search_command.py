@@ -6,18 +6,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fxpipe.api.hardware_alternatives import explain
 from fxpipe.api.search import search
-from fxpipe.ir.cluster.published_clusters import PRESETS
 from fxpipe.pipe.options.option_table import SEARCH
-from fxpipe.pipe.results.searched import Searched
 from fxpipe.planning.operators.models.published_models import MODELS
 
-from .model_argument import add_model, make_model
+from .model_argument import add_cluster, model_for_cluster, read_cluster
 from .option_arguments import add_options, given
-from .plan_commands import HERE, read_cluster, write
+from .plan_commands import write
 
 BUDGET = 60  # seconds, if not given
 
@@ -25,10 +21,7 @@ BUDGET = 60  # seconds, if not given
 def add(commands: Any) -> None:
     """The command, among those of `fxpipe`."""
     find = commands.add_parser("search", help="how to cut and place each operator of a model")
-    add_model(find)
-    find.add_argument(
-        "--cluster", required=True, help=f"{', '.join(PRESETS)} (k80:8: eight of it), a JSON file, or '{HERE}'"
-    )
+    add_cluster(find)
     add_options(find, SEARCH, "batch", "budget", "seed", "method")
     find.add_argument(
         "--explain", action="store_true", help="search for changed clusters too: what would they be worth?"
@@ -36,25 +29,19 @@ def add(commands: Any) -> None:
     find.add_argument("--out", type=Path, help="write the strategy to this JSON file")
     find.add_argument("--svg", type=Path, help="draw the strategy")
     find.add_argument("--timeline", type=Path, help="draw the simulated step")
-    find.add_argument("--meta", action="store_true", help="make the model on the meta device: no memory for weights")
     find.epilog = f"Published models can be named in place of a file: {', '.join(MODELS)}."
     find.set_defaults(run=run_search)
 
 
 def run_search(options: argparse.Namespace) -> None:
-    found = _found(options)
+    cluster, how = read_cluster(options.cluster), given(options, SEARCH)
+    if options.model in MODELS:
+        batch = {"batch": how.pop("batch")} if "batch" in how else {}
+        found = search(MODELS[options.model](**batch), cluster, **how)
+    else:
+        model, inputs = model_for_cluster(options)
+        found = search(model, cluster, example_inputs=inputs, **how)
     print(explain(found, getattr(options, "budget", BUDGET)) if options.explain else found)
     write(options.out, found.dump)
     write(options.svg, found.picture)
     write(options.timeline, found.svg)
-
-
-def _found(options: argparse.Namespace) -> Searched:
-    cluster = read_cluster(options.cluster)
-    how = given(options, SEARCH)
-    if options.model in MODELS:
-        batch = {"batch": how.pop("batch")} if "batch" in how else {}
-        return search(MODELS[options.model](**batch), cluster, **how)
-    with torch.device("meta" if options.meta else "cpu"):
-        model, inputs = make_model(options.model, options.inputs)
-    return search(model, cluster, example_inputs=inputs, **how)

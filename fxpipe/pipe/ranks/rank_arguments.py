@@ -37,7 +37,11 @@ def glance(given: Given) -> tuple[Any, ...] | None:
 
 
 def filled(signatures: Given, given: Given) -> Given:
-    """The arguments of this rank, with stand-ins for those that it has left out or passed as None."""
+    """The arguments of this rank, with the leader's looks for those that it has left out or passed as None."""
+
+    def stand_in(value: Any, look: Any) -> Any:
+        return look if value is None else value
+
     (args, kwargs, target), (own_args, own_kwargs, own_target) = signatures, given
     new = tuple(own_args[at] if at < len(own_args) else arg for at, arg in enumerate(args)) + own_args[len(args) :]
     named = {**kwargs, **own_kwargs}
@@ -47,10 +51,6 @@ def filled(signatures: Given, given: Given) -> Given:
         {key: stand_in(value, kwargs.get(key)) for key, value in named.items()},
         target if own_target is NO_TARGET else stand_in(own_target, target),
     )
-
-
-def stand_in(value: Any, look: Any) -> Any:
-    return look if value is None else value
 
 
 def check_same(given: Given, signatures: Given, rank: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -19,20 +19,15 @@ def agree(world: World, text: str | None, error: BaseException | None = None) ->
     heard = world.collect((digest(text), describe(error) if error is not None else None))
     if error is not None:
         return
-    for rank, (_, failed) in enumerate(heard):
-        if failed is not None:
-            raise RankError(f"rank {rank}: {failed}")
+    raise_first([failed for _, failed in heard])
     odd = next((rank for rank, (found, _) in enumerate(heard) if found != heard[LEADER][0]), None)
     if odd is not None:
         texts = world.collect(text)
-        lines = difflib.unified_diff(
-            texts[LEADER].splitlines(), texts[odd].splitlines(), f"rank {LEADER}", f"rank {odd}", lineterm="", n=1
-        )
-        some = list(lines)
-        more = [f"... and {len(some) - 40} more lines"] if len(some) > 40 else []
-        raise RankError(
-            "\n".join([f"ranks {LEADER} and {odd} do not have the same model and plan:", *some[:40], *more])
-        )
+        one, other = texts[LEADER].splitlines(), texts[odd].splitlines()
+        lines = [*difflib.unified_diff(one, other, f"rank {LEADER}", f"rank {odd}", lineterm="", n=1)]
+        more = [f"... and {len(lines) - 40} more lines"] if len(lines) > 40 else []
+        head = f"ranks {LEADER} and {odd} do not have the same model and plan:"
+        raise RankError("\n".join([head, *lines[:40], *more]))
 
 
 def on_each(collect: Callable[[Any], list[Any]], do: Callable[[], Any]) -> list[Any]:
@@ -45,10 +40,15 @@ def on_each(collect: Callable[[Any], list[Any]], do: Callable[[], Any]) -> list[
     heard = collect((found, describe(error)))
     if error is not None:
         raise error
-    for rank, (_, failure) in enumerate(heard):
+    raise_first([failed for _, failed in heard])
+    return [one for one, _ in heard]
+
+
+def raise_first(failures: Sequence[str | None]) -> None:
+    """Raise RankError for the first rank that has failed."""
+    for rank, failure in enumerate(failures):
         if failure:
             raise RankError(f"rank {rank}: {failure}")
-    return [one for one, _ in heard]
 
 
 def digest(value: Any) -> str:

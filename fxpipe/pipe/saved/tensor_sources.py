@@ -58,12 +58,7 @@ def open_file(path: Path) -> Source:
     if not isinstance(held, Mapping) or not all(isinstance(tensor, Tensor) for tensor in held.values()):
         names = ", ".join(map(repr, list(held)[:5])) if isinstance(held, Mapping) else type(held).__name__
         raise CheckpointError(f"{path} is not a state_dict, tensors by key ({names}); save model.state_dict() itself")
-
-    def fill(tensors: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            for key, tensor in tensors.items():
-                tensor.copy_(held[key])
-
+    fill = partial(copy_from, held.__getitem__)
     return Source(str(path), {key: tuple(tensor.shape) for key, tensor in held.items()}, fill)
 
 
@@ -74,13 +69,15 @@ def open_safetensors(path: Path) -> Source:
     except ImportError:
         raise CheckpointError(f"to read {path}, pip install safetensors") from None
     file = safe_open(path, framework="pt")
-
-    def fill(tensors: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            for key, tensor in tensors.items():
-                tensor.copy_(file.get_tensor(key))
-
+    fill = partial(copy_from, file.get_tensor)
     return Source(str(path), {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}, fill)  # noqa: SIM118
+
+
+def copy_from(get: Callable[[str], Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Copy what is got for each key into the tensor given."""
+    with torch.no_grad():
+        for key, tensor in tensors.items():
+            tensor.copy_(get(key))
 
 
 def open_folder(path: Path) -> Source:
