@@ -317,7 +317,7 @@ class Pipe(DropInModule):
     @property
     def timeline(self) -> Timeline | None:
         """What each device did in the last `step(..., timeline=True)`, and when. Prints as a table; `fxpipe.viz` draws
-        it as text (`text.bars`), as SVG (`svg.draw`) and writes a trace for Perfetto (`trace.trace`)."""
+        it as text (`text_timeline.bars`), as SVG (`svg.draw`) and as a trace for Perfetto (`chrome_trace.trace`)."""
         return None if self._state.timed is None else self._state.timed.timeline
 
     @property

@@ -52,15 +52,9 @@ def explain(build: Build, backend: Backend | None = None) -> str:
 
 def stage_row(build: Build, index: int) -> tuple[str, ...]:
     """What a stage holds, costs and moves."""
-    stage = build.program.stages[index]
-    return (
-        str(index),
-        ", ".join(build.plan.stages[index].devices),
-        *_costs(build, [index]),
-        _bytes(build, stage.takes),
-        _bytes(build, stage.gives),
-        stage.checkpoint,
-    )
+    stage, devices = build.program.stages[index], build.plan.stages[index].devices
+    moved = _bytes(build, stage.takes), _bytes(build, stage.gives)
+    return str(index), ", ".join(devices), *_costs(build, [index]), *moved, stage.checkpoint
 
 
 def device_row(build: Build, device: str) -> tuple[str, ...]:
@@ -70,14 +64,8 @@ def device_row(build: Build, device: str) -> tuple[str, ...]:
     takes = {m.value for m in program.moves if m.target in own and m.source not in own}
     gives = {m.value for m in program.moves if m.source in own and m.target not in own}
     recompute = dict.fromkeys(program.stages[index].checkpoint for index in own)
-    return (
-        device,
-        str(len(own)),
-        *_costs(build, own),
-        _bytes(build, takes),
-        _bytes(build, gives),
-        ", ".join(recompute),
-    )
+    moved = _bytes(build, takes), _bytes(build, gives)
+    return device, str(len(own)), *_costs(build, own), *moved, ", ".join(recompute)
 
 
 def _costs(build: Build, stages: Collection[int]) -> tuple[str, ...]:
@@ -151,11 +139,12 @@ def dump(build: Build, folder: Path, number: int) -> None:
     steps = {"capture": build.graph, **build.trail}
     for at, (name, value) in enumerate(steps.items()):
         (path / f"{at:02}-{name.replace('_', '-')}.txt").write_text(f"{value}\n")
-    programs = add_transfers(build.schedule, build.program)
-    facts = {"profile.txt": build.profile, "schedule.txt": build.schedule, "programs.txt": programs}
-    facts |= {"timeline.txt": build.timeline}
-    for name, fact in facts.items():
-        (path / name).write_text(f"{fact}\n")
-    (path / "timeline.svg").write_text(svg.draw(build.timeline))
-    for name, text in build.files.items():
+    facts = {
+        "profile.txt": build.profile,
+        "schedule.txt": build.schedule,
+        "programs.txt": add_transfers(build.schedule, build.program),
+        "timeline.txt": build.timeline,
+    }
+    texts = {name: f"{fact}\n" for name, fact in facts.items()} | {"timeline.svg": svg.draw(build.timeline)}
+    for name, text in {**texts, **build.files}.items():
         (path / name).write_text(text)

@@ -216,12 +216,13 @@ def sendable(value: Any, device: torch.device) -> Tensor:
 
 def examples(program: Program, sizes: Mapping[str, int], link: Link) -> tuple[Tensor, ...]:
     """Tensors of the types and shapes that cross for one micro-batch."""
-    return tuple(example(program.types[name], sizes) for name in link.names)
 
+    def example(kind: Any) -> Tensor:
+        if isinstance(kind, ScalarType):
+            return torch.empty((), dtype=NUMBERS[kind.kind], device="meta")
+        shape = [dim_size(dim, sizes) for dim in kind.shape]
+        return torch.empty(
+            shape, dtype=getattr(torch, DTYPES[kind.dtype].torch), device="meta", requires_grad=kind.grad
+        )
 
-def example(kind: Any, sizes: Mapping[str, int]) -> Tensor:
-    if isinstance(kind, ScalarType):
-        return torch.empty((), dtype=NUMBERS[kind.kind], device="meta")
-    shape = [dim_size(dim, sizes) for dim in kind.shape]
-    dtype: torch.dtype = getattr(torch, DTYPES[kind.dtype].torch)
-    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=kind.grad)
+    return tuple(example(program.types[name]) for name in link.names)

@@ -1,7 +1,7 @@
 """Every option of the public functions: what it may be, an example, and a line for the command line.
 
 What makes no sense beside another option (a stage that is not there, a schedule for another placement) is for those who
-know both; see `options.check`.
+know both; see `check` in `compile_options.py`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """A call that all ranks make together: what the leader says before it, and how the others go along.
 
     rank 0, the leader                         every other rank
-    call(given)                                call(given), with stand-ins for what was left out, as the leader's
-      │                                          │  arguments looked in the last call
-      ├─ header: kind, seed, new looks ─────────▶├─ other looks than in the last call? once more, with these
+    call(given)                                call(given); what was left out has the shapes of the leader's last call
+      │                                          │
+      ├─ header: kind, seed, new shapes ────────▶├─ other shapes than in the last call? once more, with these
       ▼                                          ▼
-    its part of the work, the verdict          its part of the work, the verdict
+    its part of the work, the consensus        its part of the work, the consensus
 
 If the leader fails before the others know of the call, it says why instead. If another rank fails before, it takes part
 all the same, and refuses there.
@@ -32,7 +32,7 @@ NEW = -1  # the number of a kind of call that nobody has seen yet
 
 
 class Outdated(Exception):
-    """The leader's arguments look different now. Never leaves this file."""
+    """The leader's arguments have other shapes than in the last call. Caught in this file."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,7 @@ class Header:
 
     - `kind`: its number, in the order of their first calls; `runs`: whether anything runs.
     - `seed` of the random ops; `scale` of the gradients; `timeline`: whether the step is timed.
-    - `given`: the arguments, if they look different from those of the last call, pickled, with tensors on the meta
-      device.
+    - `given`: the arguments, if they have other shapes than in the last call, pickled, with tensors on the meta device.
     - `failed`: why the leader makes no call.
     """
 
@@ -55,7 +54,7 @@ class Header:
     failed: str | None = None
 
 
-UNHEARD = Header(failed="interrupted")  # Ctrl-C while it was heard: it may have come, and comes no second time
+UNHEARD = Header(failed="interrupted")  # Ctrl-C while waiting for it: it may already be consumed
 
 Call = Callable[[Given], Any]
 Refuse = Callable[[Header, Given, BaseException], object]  # takes part in the call, and says why it fails here
@@ -111,7 +110,7 @@ class RankCalls:
         return header
 
     def heard(self) -> Header:
-        """What the leader has said. Raises Outdated if its arguments do not look as they did before."""
+        """What the leader has said. Raises Outdated if its arguments have other shapes than in the last call."""
         if self.waits and self._listen().given is not None:
             raise Outdated
         return self.header
@@ -140,7 +139,7 @@ class RankCalls:
             raise
 
     def _news(self, given: Given) -> bytes | None:
-        """What the leader's arguments look like, pickled, if not as in the last call."""
+        """The shapes of the leader's arguments, pickled, if they are not those of the last call."""
         seen = glance(given)
         if seen is not None and seen == self.seen:
             return None
@@ -149,8 +148,8 @@ class RankCalls:
         return None if signatures == before else signatures
 
     def _follow(self, call: Call, given: Given, refuse: Refuse) -> Any:
-        """The call goes ahead with what the leader has said of the arguments before, if those of this rank look as they
-        did then, while the leader works on the same call; what the leader says now is heard in between."""
+        """If this rank's arguments have the shapes of the last call, the call begins with the leader's shapes of then,
+        without waiting for the header, which is heard later. It is made again if the header says that they changed."""
         before, self.seen = self.seen, glance(given)
         self.waits = True
         if self.seen is None or self.seen != before:

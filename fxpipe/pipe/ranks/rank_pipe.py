@@ -2,11 +2,11 @@
 
     rank 0, the leader                        every other rank
     step(x, target=y)                         step(x, target=y), or what of it is used there, or step()
-      │ front: which kind of call?              │ front, with stand-ins for what was left out
+      │ capture: which kind of call?            │ capture, with meta tensors for what was left out
       ├─ header: number of the kind, seed ─────▶│
       │  a new one? all capture, compare graphs, and follow the leader's plan
       ▼                                         ▼
-    its part of the step, the verdict         its part of the step, the verdict
+    its part of the step, the consensus       its part of the step, the consensus
 
 How ranks make a call together is in `rank_calls`, and which kind of call it is in `rank_builds`. A pipe may be a row of
 a mesh, beside others like it:

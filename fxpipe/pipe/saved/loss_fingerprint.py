@@ -201,7 +201,7 @@ def _attributes(value: Any) -> dict[str, Any]:
     """The attributes of an object that its class's code names; of a module without its parameters and buffers."""
     methods = [item for kind in type(value).__mro__[:-1] if kind is not nn.Module for item in vars(kind).values()]
     codes = [item.__code__ for item in methods if isinstance(item, FunctionType) and item.__name__ != "__init__"]
-    # What a loss counts in, it does not compute with: else no package could be saved, see `call_adapter.unreachable`.
+    # An attribute that the loss itself sets, as a counter, does not count: else no package could be saved.
     read = {name for code in codes for name in _names(code)} - {name for code in codes for name in _set_by(code)}
     found = {name: item for name, item in vars(value).items() if name in read}
     if isinstance(value, nn.Module):

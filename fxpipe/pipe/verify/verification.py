@@ -214,15 +214,15 @@ def preserved(model: nn.Module, loss_fn: Any) -> Iterator[None]:
             numpy.random.set_state(states[1])
 
 
-@dataclass
+@dataclass(frozen=True)
 class Ran:
-    """A call or step of the pipe: its graph, its inputs, the runs of its stages, and what it shows."""
+    """A call or step of the pipe: its graph, its inputs, the runs of its stages, and its outputs by name."""
 
     graph: Graph
     made: Build
     inputs: tuple[Any, ...]
     runs: list[Run]
-    found: Results | None = None
+    outputs: dict[str, Any]
 
 
 def verify(
@@ -243,8 +243,9 @@ def verify(
                     continue
                 with preserved(cache.model, loss_fn):
                     ran = _run(cache, case)
+                    shown = results(ran.outputs, cache.model, case)
                 made = ran.made
-                found = _compare_way(cache, way, case, ran, notes)
+                found = _compare_way(cache, way, case, ran, shown, notes)
                 compared += found
                 if place is None and not all(one.ok for one in found):
                     place = _find(cache, ran, found)
@@ -275,7 +276,6 @@ def _run(cache: BuildCache, case: Case) -> Ran:
     """A call or a step of the pipe, with backward."""
     _clear(cache.model, case)
     ran: list[Ran] = []
-    outputs: dict[str, Any] = {}
 
     def run(graph: Graph, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         made = cache.built(graph, inputs)
@@ -283,18 +283,16 @@ def _run(cache: BuildCache, case: Case) -> Ran:
         torch.manual_seed(SEED)
         with watched(scheduler.stages) as runs:
             found: tuple[Any, ...] = scheduler.run(inputs, cache.options.chunks)
-        ran.append(Ran(graph, made, inputs, runs))
-        outputs.update({output.value: x for output, x in zip(graph.outputs, found, strict=True)})
+        outputs = {output.value: x for output, x in zip(graph.outputs, found, strict=True)}
+        ran.append(Ran(graph, made, inputs, runs, outputs))
         return found
 
     if case.step:
         cache.step_capture.step(case.args, case.kwargs, case.target, case.loss_fn, False, run)
     else:
         cache.call_capture(case.args, case.kwargs, run)
-        backward_from(outputs)
-    (one,) = ran
-    one.found = results(outputs, cache.model, case)
-    return one
+        backward_from(ran[0].outputs)
+    return ran[0]
 
 
 def _clear(model: nn.Module, case: Case) -> None:
@@ -302,11 +300,9 @@ def _clear(model: nn.Module, case: Case) -> None:
         x.grad = None
 
 
-def _compare_way(cache: BuildCache, way: str, case: Case, ran: Ran, notes: list[str]) -> list[Compared]:
+def _compare_way(cache: BuildCache, way: str, case: Case, ran: Ran, shown: Results, notes: list[str]) -> list[Compared]:
     """The pipe's results beside those of the plain model."""
-    graph, found = ran.graph, ran.found
-    assert found is not None
-    parts = by_micro_batch(graph)
+    graph, parts = ran.graph, by_micro_batch(ran.graph)
     special = (any(stage.replicas for stage in ran.made.plan.stages) and case.step) or cache.options.place is not None
     if parts and special:
         notes.append(
@@ -318,8 +314,9 @@ def _compare_way(cache: BuildCache, way: str, case: Case, ran: Ran, notes: list[
     rows = tuple(split_sizes(samples, cache.options.chunks)) if parts else (samples,)
     if parts and len(rows) > 1:
         notes.append(f"a {way} is compared with the plain model on each of the {len(rows)} micro-batches")
-    known = {id(value): item for item, value in given(graph, ran.inputs) if isinstance(value, Tensor)}
-    others = {item.name: value for item, value in given(graph, ran.inputs) if not isinstance(value, Tensor)}
+    inputs = list(given(graph, ran.inputs))
+    known = {id(value): item for item, value in inputs if isinstance(value, Tensor)}
+    others = {item.name: value for item, value in inputs if not isinstance(value, Tensor)}
     tensors = case.tensors()
     dims = tuple(
         known[id(x)].batch_dim if id(x) in known else 0 if x.dim() and len(x) == samples else None for x in tensors
@@ -338,7 +335,7 @@ def _compare_way(cache: BuildCache, way: str, case: Case, ran: Ran, notes: list[
                 exact = _plain(cache, case, graph, cut, device, True)
         except (RuntimeError, MemoryError, TypeError, ValueError, FxpipeError) as error:
             notes.append(f"the plain model does not run in float64, so the pipe is held against it as it is: {error}")
-    return list(compare(way, found, plain, exact, digits))
+    return list(compare(way, shown, plain, exact, digits))
 
 
 def _plain(cache: BuildCache, case: Case, graph: Graph, cut: Cut, device: torch.device, exact: bool) -> Results:
