@@ -219,10 +219,8 @@ def memory_of(tensor: Tensor) -> int:
 def initialise(model: nn.Module, slots: Sequence[Slot], seed: int, init: Init | None) -> None:
     """Set the tensors in these slots as their modules, and then `init`, would do."""
     everything = list(slots_of(model))
-    around, torn = (
-        with_parents(slots),
-        with_parents([slot for slot in everything if slot.now is not None and slot.now.is_meta]),
-    )
+    around = with_parents(slots)
+    torn = with_parents([slot for slot in everything if slot.now is not None and slot.now.is_meta])
     names = {memory_of(slot.now): slot.full for slot in reversed(everything) if slot.now is not None}
     mode = Initialising(seed, names)
     made = {memory_of(slot.now) for slot in slots if slot.now is not None and slot.now.numel()}

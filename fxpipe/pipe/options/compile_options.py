@@ -26,10 +26,14 @@ Place = Callable[[Graph, Mapping[str, int]], Placed]  # what a strategy makes of
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of `fxpipe.compile`, each as given there but `devices`: one label per stage, `replicas`: by that
-    label the further devices of the stage, and the cluster that they are in, if one was given. With a strategy, which
-    is here what `place`s ops, `devices` has the label of each of its devices. `ranks`: a device is a process of
-    torch.distributed, `cpu:1` or `cuda:1` that of rank 1."""
+    """The arguments of `fxpipe.compile`, each as given there but for these:
+
+    - `devices`: one label for each stage, or for each device of a strategy.
+    - `replicas`: the further devices of a stage, by the label of its first.
+    - `cluster`: that of the devices, if `devices` was one.
+    - `place`: what a strategy does, which is to place ops.
+    - `ranks`: whether a device is a process of torch.distributed, `cpu:1` or `cuda:1` that of rank 1.
+    """
 
     devices: tuple[str, ...]
     chunks: int

@@ -28,9 +28,13 @@ class Default(str):
 
 @dataclass(frozen=True)
 class Form:
-    """`text` completes "write ...". `take` returns the value, as the rest of fxpipe wants it, and raises TypeError or
-    ValueError for one of another form. `read` makes a value of text, None if text cannot say it. `words` are those that
-    a value may consist of."""
+    """One form of a value.
+
+    - `text`: completes "write ...".
+    - `take`: returns the value as the rest of fxpipe wants it; raises TypeError or ValueError for one of another form.
+    - `read`: makes a value of text; None if text cannot say it.
+    - `words`: those that a value may consist of.
+    """
 
     text: str
     take: Callable[[Any], Any]

@@ -73,17 +73,14 @@ def load_on_rank(folder: Path, model: nn.Module, world: World, backend: Backend 
     error, made = None, None
     try:
         live = Live(folder, backend=backend)
-        root = loss_root(live.package, model)
-        tensors = RankTensors(model, ranks, partial(replica_groups, live))
-        state = LoadedRanksState(
-            live=live, bind=partial(bind_on_rank, world), root=root, processes=ranks, tensors=tensors
-        )
-        made = LoadedRanks(model, state)
-        if root is not None:
+        if (root := loss_root(live.package, model)) is not None:
             raise PackageError(
                 f"the loss of this package has tensors of its own, {root}...: over ranks, it has to be a "
                 "function, or a part of the model"
             )
+        tensors = RankTensors(model, ranks, partial(replica_groups, live))
+        state = LoadedRanksState(live=live, bind=partial(bind_on_rank, world), processes=ranks, tensors=tensors)
+        made = LoadedRanks(model, state)
     except Exception as failed:
         error = failed
     try:
@@ -129,10 +126,8 @@ def table_of(package: Any) -> MessageTable:
         found = load_table(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise PackageError(f"{file}: {error}") from None
-    rows, firsts = (
-        read_rows(package.Scheduler.rows),
-        {label: replica_group[0] for replica_group in found.replica_groups for label in replica_group},
-    )
+    rows = read_rows(package.Scheduler.rows)
+    firsts = {label: replica_group[0] for replica_group in found.replica_groups for label in replica_group}
     for label, steps in zip(found.programs.devices, found.programs.rows, strict=True):
         runs = tuple(step.what for step in steps if isinstance(step.what, Action) and step.what.kind != "R")
         if rows.get(firsts.get(label, label)) != runs:

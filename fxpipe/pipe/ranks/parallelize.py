@@ -38,10 +38,14 @@ WHAT = "return DistributedDataParallel(part, ...), fully_shard(part, ...) or par
 
 
 class Parallel:
-    """What has been made of the part of the model on this rank. `module`: what backward of a step goes through;
-    `beside`: those in the same column; `owners`: during a step, the parameter of each tensor that a stage holds, by its
-    id, and of what layout it is a part; `reduces`, `gathers`: whether there are collectives after a step, and before or
-    in it; `cut`: the paths of the tensors of which ranks compute with parts."""
+    """What has been made of the part of the model on this rank.
+
+    - `module`: what backward of a step goes through.
+    - `beside`: the ranks in the same column of the mesh.
+    - `reduces`, `gathers`: whether there are collectives after a step, and before or in it.
+    - `cut`: the paths of the tensors of which ranks compute with parts.
+    - `owners`: during a step, the parameter of each tensor that a stage holds, by its id, and the layout it is part of.
+    """
 
     def __init__(self, part: Part, world: World) -> None:
         self.part, self.world = part, world

@@ -39,10 +39,14 @@ from . import plan_alternatives
 
 @dataclass(frozen=True)
 class Planned:
-    """`plan` says which ops and devices form which stage, and `layers` the same of the layers of `chains` and the
-    positions in `cluster`, for a step of `batch` samples. `plan` has no ops where a chain was planned; `chains` are the
-    same layers at one or several micro-batches. `copies` is how many bytes are in memory for each byte of parameters;
-    `certificate` is there where the planner gives one. Print with `str`."""
+    """A plan for a step of `batch` samples, by `planner`, with all that it was made for. Print with `str`.
+
+    - `plan`: which ops and devices form which stage; it has no ops where a chain was planned.
+    - `layers`: the same of the layers of `chains` and the positions in `cluster`.
+    - `chains`: the same layers at one or several sizes of micro-batches.
+    - `copies`: bytes in memory for each byte of parameters.
+    - `certificate`: how far from the optimum the plan may be, where the planner says it.
+    """
 
     plan: Plan
     layers: HybridPlan

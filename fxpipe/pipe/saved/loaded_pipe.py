@@ -36,13 +36,16 @@ BindLoaded = Callable[[nn.Module, Mapping[str, Tensor], ModuleType], Scheduler]
 
 @dataclass(kw_only=True)
 class LoadedState(State):
-    """What a `Loaded` has beside the model. `live`: what runs; `bind`: what makes its scheduler; `root`: what the keys
-    of the loss function's own tensors begin with, and `others`: these tensors; `timeline`: of the last step that was
-    timed."""
+    """What a `Loaded` has beside the model.
+
+    - `live`: what runs; `bind`: what makes its scheduler.
+    - `root`: what the keys of the loss function's own tensors begin with; `others`: these tensors.
+    - `timeline`: of the last step, if that was timed.
+    """
 
     live: Live
     bind: BindLoaded
-    root: str | None
+    root: str | None = None
     others: Mapping[str, Tensor] = field(default_factory=dict)
     timeline: Timeline | None = None
 

@@ -31,8 +31,7 @@ MODEL = "model."  # what the keys of a model begin with, in a folder that has mo
 
 @dataclass(frozen=True)
 class Source:
-    """The shapes of the tensors there, by key; `fill` copies those with the keys of its argument into the tensors
-    there."""
+    """A checkpoint to read: the shapes of its tensors, by key. `fill` copies tensors with these keys into those given."""
 
     name: str
     shapes: Mapping[str, tuple[int, ...]]

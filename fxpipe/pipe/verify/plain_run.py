@@ -162,9 +162,14 @@ def without_autocast() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a batch is cut: the samples of each micro-batch; for each tensor of the case what the graph calls it, and the
-    dimension, None for one that all get whole; `others`: the inputs of the graph that are no tensors. One micro-batch
-    of all samples: it is not cut. `deferred`: running statistics are those of the batch."""
+    """How a batch is cut.
+
+    - `rows`: the samples of each micro-batch; one micro-batch of all samples is not cut.
+    - `names`, `dims`: for each tensor of the case what the graph calls it, and its batch dimension; None for one that
+      all micro-batches get whole.
+    - `others`: the inputs of the graph that are no tensors.
+    - `deferred`: whether running statistics are those of the batch.
+    """
 
     rows: tuple[int, ...]
     names: tuple[str, ...]

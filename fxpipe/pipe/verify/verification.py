@@ -75,9 +75,13 @@ class Compared:
 
 @dataclass(frozen=True)
 class Verified:
-    """What `pipe.verify` found. `ok`: nothing differs by more than rounding explains. `place`: where the pipe and the
-    plain model part first, if they do and it was found. `notes`: what was not compared, and what with. `facts`: the
-    machine, the options, the plan and the schedule, by title."""
+    """What `pipe.verify` found.
+
+    - `ok`: whether nothing differs by more than rounding explains.
+    - `place`: where the pipe and the plain model begin to differ, if they do and it was found.
+    - `notes`: what was not compared, and what was used to compare.
+    - `facts`: the machine, the options, the plan and the schedule, by title.
+    """
 
     model: str
     compared: tuple[Compared, ...]
