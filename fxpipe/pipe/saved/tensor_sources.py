@@ -31,7 +31,7 @@ MODEL = "model."  # what the keys of a model begin with, in a folder that has mo
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint to read: the shapes of its tensors, by key. `fill` copies tensors with these keys into those given."""
+    """A checkpoint to read: the shapes of its tensors by key. `fill` copies those of the keys given into the values."""
 
     name: str
     shapes: Mapping[str, tuple[int, ...]]
