@@ -46,10 +46,10 @@ class Ranks(Processes):
         self, live: Live, inputs: Sequence[Any], chunks: int, step: StepOptions | None, kind: int = 0
     ) -> tuple[tuple[Any, ...], Timeline | None]:
         scale, timed = None, step is not None and step.timeline
-        if step is not None and step.accumulate > 1:
-            scale = 1 / step.accumulate
         if step is not None and step.scaler is not None:
-            scale = float(step.scaler.scale(torch.ones((), device=self.world.device))) * (scale or 1)
+            scale = float(step.scaler.scale(torch.ones((), device=self.world.device))) / step.accumulate
+        elif step is not None and step.accumulate > 1:
+            scale = 1 / step.accumulate
         return self.calls.take(ranked(live), inputs, chunks, kind, scale, timed)
 
     def prepared(self, kind: int) -> None:
