@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.errors import PlanError
+from fxpipe.ir.dataclass_json import parse
 from fxpipe.ir.plan.layer_chain import Chain, Layer
-from fxpipe.ir.records import parse
 
 SCHEMA = "dapple-profile/1"
 

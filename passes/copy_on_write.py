@@ -26,8 +26,8 @@ from fxpipe.ir.graph.shared_memory_values import memory
 from fxpipe.ir.graph.value_types import TensorType, ValueType, tensors
 from fxpipe.ir.program.program import Program, Stage
 from fxpipe.passes.batch_norm_ops import training_batch_norm
+from fxpipe.passes.connect_stages import changed_program, fresh
 from fxpipe.passes.pass_context import PassContext
-from fxpipe.passes.wiring import changed_program, fresh
 
 
 def copy_on_write(program: Program, context: PassContext) -> Program:

@@ -22,7 +22,7 @@ from fxpipe.ir.graph.shared_memory_values import memory
 from fxpipe.ir.plan import plan as plans
 from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.program.program import Move, Program, Stage
-from fxpipe.passes.wiring import wire
+from fxpipe.passes.connect_stages import wire
 
 
 def cut(graph: Graph, plan: Plan) -> Program:

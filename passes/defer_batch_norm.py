@@ -26,8 +26,8 @@ from fxpipe.ir.graph.graph import Op, Ref, refs
 from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.program.program import Program, RuntimeCall, Stage
 from fxpipe.passes.batch_norm_ops import training_batch_norm, training_instance_norm
+from fxpipe.passes.connect_stages import changed_program
 from fxpipe.passes.pass_context import PassContext
-from fxpipe.passes.wiring import changed_program
 
 DEFERRED_BATCH_NORM = RuntimeCall("deferred_batch_norm")
 DEFERRED_INSTANCE_NORM = RuntimeCall("deferred_instance_norm")

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fxpipe.ir.program.program import Move, Program
+from fxpipe.passes.connect_stages import wire
 from fxpipe.passes.pass_context import PassContext
-from fxpipe.passes.wiring import wire
 
 
 def portals(program: Program, context: PassContext) -> Program:

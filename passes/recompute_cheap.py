@@ -18,8 +18,8 @@ from fxpipe.ir.graph.graph import Op, rename
 from fxpipe.ir.graph.shared_memory_values import known, memory
 from fxpipe.ir.graph.value_types import tensors
 from fxpipe.ir.program.program import Program, Stage
+from fxpipe.passes.connect_stages import fresh, wire
 from fxpipe.passes.pass_context import PassContext
-from fxpipe.passes.wiring import fresh, wire
 
 
 def recompute_cheap(program: Program, context: PassContext) -> Program:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from fxpipe.ir.graph.model_devices import capture_device, relocate
 from fxpipe.ir.program.program import OWN_DEVICE, Program, Stage
+from fxpipe.passes.connect_stages import changed_program
 from fxpipe.passes.pass_context import PassContext
-from fxpipe.passes.wiring import changed_program
 
 
 def relocate_devices(program: Program, context: PassContext) -> Program:

@@ -19,8 +19,8 @@ from fxpipe.ir.graph.graph import Op, Ref, rename
 from fxpipe.ir.graph.shared_memory_values import memory
 from fxpipe.ir.graph.value_types import ObjectType, TensorType, ValueType, tensors
 from fxpipe.ir.program.program import Program, Stage
+from fxpipe.passes.connect_stages import fresh
 from fxpipe.passes.pass_context import PassContext
-from fxpipe.passes.wiring import fresh
 
 
 def stop_gradients(program: Program, context: PassContext) -> Program:

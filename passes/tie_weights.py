@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fxpipe.ir.program.program import Loan, Program
+from fxpipe.passes.connect_stages import wire
 from fxpipe.passes.pass_context import PassContext
-from fxpipe.passes.wiring import wire
 
 
 def tie_weights(program: Program, context: PassContext) -> Program:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fxpipe.errors import PlanError
-from fxpipe.ir import records
+from fxpipe.ir import dataclass_json
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.cluster.device_labels import is_local
 from fxpipe.ir.plan import plan_file
@@ -216,7 +216,7 @@ def read_plan(plan: Plan | Planned | str | Path | None) -> Plan | PlanFile | Non
     if found is None:
         return None
     try:
-        records.check(found)
+        dataclass_json.check(found)
     except ValueError as error:
         raise PlanError(f"plan cannot be used: {error}") from None
     return found

@@ -20,7 +20,7 @@ from tabulate import tabulate
 from fxpipe.ir.schedule.schedule import KINDS as ACTIONS
 from fxpipe.ir.schedule.schedule import Costs, Schedule, starts
 
-from .records import read, write
+from .dataclass_json import read, write
 from .units import show_bytes, show_seconds
 
 KINDS = ACTIONS | {"R": "recompute", "T": "transfer", "A": "all-reduce"}

@@ -50,11 +50,11 @@ from fxpipe.runtime.microbatch import split_sizes
 from fxpipe.viz import svg
 
 from .drop_in_module import DropInModule, Forward, State, check_grad
-from .live import Scheduler
 from .materialize import Init, materialize
 from .processes import Processes, StepOptions, Tensors
 from .ranks.rank_arguments import Given
 from .ranks.rank_builds import RankBuilds
+from .running_package import Scheduler
 
 
 @dataclass(kw_only=True)

@@ -15,8 +15,8 @@ from fxpipe.engines.common.step_timer import take_step
 from fxpipe.ir.timeline import Timeline
 
 from .fork_lock import Lock
-from .live import Live
 from .ranks.rank_arguments import Given
+from .running_package import RunningPackage
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Processes:
             return call(given)
 
     def take(
-        self, live: Live, inputs: Sequence[Any], chunks: int, step: StepOptions | None, kind: int = 0
+        self, live: RunningPackage, inputs: Sequence[Any], chunks: int, step: StepOptions | None, kind: int = 0
     ) -> tuple[tuple[Any, ...], Timeline | None]:
         if step is None:
             return live.scheduler.run(inputs, chunks), None

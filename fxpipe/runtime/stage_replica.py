@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .gradient_aliases import Pair
 from .stage import Stage
-from .step_leaves import Pair
 
 
 def fill(replica: Stage, stage: Stage, pairs: Sequence[Pair]) -> list[Pair]:

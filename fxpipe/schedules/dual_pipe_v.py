@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fxpipe.ir.schedule.restrict import only
 from fxpipe.ir.schedule.schedule import Schedule
+from fxpipe.ir.schedule.sub_schedule import only
 
 from .row_builder import at_least_one, numbered
 from .zero_bubble import Cell, half

@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from fxpipe.ir.schedule.restrict import share
 from fxpipe.ir.schedule.schedule import Schedule, load_csv, parse, plain
 from fxpipe.ir.schedule.schedule_check import check
+from fxpipe.ir.schedule.sub_schedule import share
 
 from .dual_pipe_v import dual_pipe_v
 from .interleaved import interleaved, interleaved_late, looped_bfs

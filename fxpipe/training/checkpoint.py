@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from fxpipe.errors import CheckpointError
-from fxpipe.ir.records import from_plain, parse
+from fxpipe.ir.dataclass_json import from_plain, parse
 from fxpipe.pipe.drop_in_module import DropInModule
 from fxpipe.pipe.materialize import listed
 from fxpipe.pipe.saved.tensor_sources import entries, read

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from fxpipe.ir.records import write
+from fxpipe.ir.dataclass_json import write
 from fxpipe.ir.timeline import KINDS, Span, Timeline
 
 DEVICES, LINKS = 0, 1  # the two processes

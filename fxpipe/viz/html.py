@@ -10,7 +10,7 @@ from fxpipe.ir.timeline import Timeline, even
 from fxpipe.ir.units import show_bytes, show_seconds
 
 from . import svg
-from .marks import FONT, MONO, THEMES
+from .svg_elements import FONT, MONO, THEMES
 
 HEADERS = ("device", "busy", "", "idle", "peak memory")
 

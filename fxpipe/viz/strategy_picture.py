@@ -21,7 +21,7 @@ from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.operators.operators import Operator, OperatorGraph
 from fxpipe.ir.operators.strategy import Config, Strategy, cut
 
-from .marks import ink_on, page, tag, text_width, words
+from .svg_elements import ink_on, page, tag, text_width, words
 
 TOP, MARGIN = 100.0, 24.0
 NARROWEST = 480.0

@@ -15,7 +15,7 @@ from fxpipe.ir.schedule.schedule import Schedule, plain
 from fxpipe.ir.timeline import KINDS, Span, Steps, Timeline, even
 from fxpipe.ir.units import show_bytes, show_seconds
 
-from .marks import ink_on, page, shade, tag, text_width, words
+from .svg_elements import ink_on, page, shade, tag, text_width, words
 
 ROW, GAP, STRIP, LANE = 30.0, 8.0, 22.0, 9.0  # heights: device row, between rows, memory, link
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fxpipe.ir.program.program import Program, Stage
-from fxpipe.viz.marks import page, tag, text_width, words
+from fxpipe.viz.svg_elements import page, tag, text_width, words
 
 LEVEL, LINE = 26.0, 16.0  # heights: between arcs, of a line in a card
 PILL = 60.0  # the width of what stands for the caller

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.schedule_measures import bubble, peak_live
-from fxpipe.ir.schedule.restrict import only
 from fxpipe.ir.schedule.schedule import Schedule, dump_csv, parse
 from fxpipe.ir.schedule.schedule_check import check
+from fxpipe.ir.schedule.sub_schedule import only
 from fxpipe.schedules.interleaved import interleaved
 from fxpipe.schedules.make_schedule import SCHEDULES, make, placement
 from fxpipe.schedules.one_f_one_b import early, gpipe, one_f_one_b

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.schedule_measures import bubble, peak_live
-from fxpipe.ir.schedule.restrict import share
 from fxpipe.ir.schedule.schedule import Schedule, clocks, dump_csv, load_csv, parse, show
 from fxpipe.ir.schedule.schedule_check import check
+from fxpipe.ir.schedule.sub_schedule import share
 from fxpipe.schedules.one_f_one_b import early, forward_only, gpipe, late, one_f_one_b
 
 

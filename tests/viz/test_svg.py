@@ -13,8 +13,8 @@ from fxpipe.ir.schedule.schedule import parse
 from fxpipe.ir.timeline import Timeline
 from fxpipe.schedules.one_f_one_b import gpipe, one_f_one_b
 from fxpipe.schedules.simulate.simulate import Hop, StageCost, simulate
-from fxpipe.viz.marks import SHADES, THEMES, ink_on, shade
 from fxpipe.viz.svg import draw, ticks
+from fxpipe.viz.svg_elements import SHADES, THEMES, ink_on, shade
 
 SVG = "{http://www.w3.org/2000/svg}"
 

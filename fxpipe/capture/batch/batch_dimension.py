@@ -18,7 +18,7 @@ warning (`mixed_samples.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -176,14 +176,7 @@ def _check_dimension(op: Op, flow: Flow) -> None:
         return
     batch = batch_dims(kind)[0]
     if name in ALONG:
-        position, key = ALONG[name]
-        given = op.args[position] if len(op.args) > position else op.kwargs.get(key, "unknown")
-        if key == "dims" and isinstance(given, int):
-            given = op.args[position:]  # x.flip(0, 1)
-        if given == "unknown":
-            given = {"normalize": 1, "flip": (), "roll": None, "cumsum": 0}.get(name, -1)
-        along = range(len(kind.shape)) if given is None and name == "roll" else _ints(given)
-        if batch in [dim % len(kind.shape) for dim in along]:
+        if batch in [dim % len(kind.shape) for dim in _along(op, name, len(kind.shape))]:
             raise Mixes(op, f"{name} runs along the batch, dimension {batch} of {kind}")
     elif name in PIECES or name in ("getitem", "narrow", "select"):
         _check_split(op, kind, batch, flow.outer.get(first or "", 1))
@@ -191,6 +184,21 @@ def _check_dimension(op: Op, flow: Flow) -> None:
         raise refuse(
             op, "squeeze without a dimension also takes away a batch of one", "name the dimension, as in x.squeeze(1)"
         )
+
+
+def _along(op: Op, name: str, rank: int) -> Iterable[int]:
+    """The dimensions that an op of `ALONG` runs along, those that torch takes where none are given included."""
+    position, key = ALONG[name]
+    given = op.args[position] if len(op.args) > position else op.kwargs.get(key)
+    if key == "dims" and isinstance(given, int):
+        given = op.args[position:]  # x.flip(0, 1)
+    if given is not None:
+        return _ints(given)
+    if name == "roll":
+        return range(rank)
+    if name in ("softmax", "log_softmax", "softmin"):
+        return (0,) if rank in (1, 3) else (1,)
+    return {"normalize": (1,), "rot90": (0, 1)}.get(name, (-1,))
 
 
 def _check_lookup(op: Op, flow: Flow) -> None:

@@ -25,8 +25,8 @@ from fxpipe.runtime.autograd.saved_tensors import Saved
 from fxpipe.runtime.autograd.split_backward import Weights, input_gradient, weight_gradient
 from fxpipe.runtime.autograd.transfer import Transfer, pack, unpack
 from fxpipe.runtime.autograd.unalias_gradients import unshare
+from fxpipe.runtime.gradient_aliases import Pair, alias
 from fxpipe.runtime.random import replica_seed
-from fxpipe.runtime.step_leaves import Pair, alias
 from fxpipe.runtime.written_buffers import instead, keep, scratch
 
 from .replica_routing import Routes, cut, gradient_key, joined, piece_name

@@ -27,7 +27,7 @@ from fxpipe.ir.schedule.schedule import Action, Schedule, at_once, order, parse
 from fxpipe.runtime import Stage
 from fxpipe.runtime.caller_context import Context
 from fxpipe.runtime.deferred_norms import commit, discard
-from fxpipe.runtime.step_leaves import Pair, alias, commit_gradients, put_together, standing_in
+from fxpipe.runtime.gradient_aliases import Pair, alias, commit_gradients, put_together, standing_in
 from fxpipe.runtime.streams import use_stream
 from fxpipe.runtime.worker import Report
 

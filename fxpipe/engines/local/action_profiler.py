@@ -32,7 +32,7 @@ from fxpipe.ir.schedule.action_times import Times
 from fxpipe.ir.schedule.schedule import Action
 from fxpipe.ir.timeline import Steps
 from fxpipe.runtime.deferred_norms import discard
-from fxpipe.runtime.step_leaves import Pair, alias, commit_gradients
+from fxpipe.runtime.gradient_aliases import Pair, alias, commit_gradients
 from fxpipe.runtime.written_buffers import instead
 
 Sent = Mapping[Key, tuple[Any, bool]]  # what was sent to whom, and whether it is to have a gradient

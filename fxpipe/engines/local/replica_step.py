@@ -24,9 +24,9 @@ from fxpipe.engines.common.step import Gradients, Observer, Rows, Scale, Step
 from fxpipe.engines.common.step_engine import StepScheduler
 from fxpipe.runtime import Stage
 from fxpipe.runtime.deferred_norms import absorb, sums_of
+from fxpipe.runtime.gradient_aliases import Pair, standing_in
 from fxpipe.runtime.microbatch import gather
 from fxpipe.runtime.stage_replica import empty, fill
-from fxpipe.runtime.step_leaves import Pair, standing_in
 from fxpipe.runtime.streams import Streams
 
 __all__ = ["Gradients", "ReplicatedScheduler", "Step"]

@@ -29,7 +29,7 @@ from fxpipe.ir.program.messages import MessageTable
 from fxpipe.ir.timeline import Timeline
 from fxpipe.runtime import Stage
 from fxpipe.runtime.deferred_norms import commit
-from fxpipe.runtime.step_leaves import commit_gradients
+from fxpipe.runtime.gradient_aliases import commit_gradients
 
 from .rank_group import Lost, World
 from .rank_program import RankProgram

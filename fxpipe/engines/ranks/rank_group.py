@@ -6,8 +6,8 @@ So everything is sent from one rank to another, and who agrees on something does
     rank 1 ──▶ leader ──▶ rank 1        whoever is gone, the leader sees it at once, or its own end is seen by all
     rank 2 ──▶        ──▶ rank 2
 
-Ranks on one machine hand everything to each other in memory that they share (`near.py`), which takes a third of the
-time; what there is no place for goes by torch.distributed, as it does between machines.
+Ranks on one machine exchange everything through shared memory (`same_machine.py`), which takes a third of the time.
+Values that do not fit there use torch.distributed, as values between machines do.
 
 A wait that ends in an error means that a rank is lost: it has ended, or stands still for longer than the timeout.
 """

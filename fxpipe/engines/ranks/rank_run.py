@@ -16,8 +16,8 @@ from fxpipe.engines.transports.message_format import FailedElsewhere
 from fxpipe.errors import RankError
 from fxpipe.ir.program.device_programs import Message
 from fxpipe.ir.schedule.schedule import Action
+from fxpipe.runtime.gradient_aliases import Pair, alias, put_together, standing_in
 from fxpipe.runtime.microbatch import gather, scatter, split_sizes
-from fxpipe.runtime.step_leaves import Pair, alias, put_together, standing_in
 from fxpipe.runtime.streams import use_stream
 
 from .rank_group import LEADER, Lost

@@ -1,7 +1,7 @@
 """The ranks of one machine: what they reach each other by, and how one waits for another.
 
-    rank 0 ── board ──▶ rank 1        values and letters lie in memory that both have (`board.py`)
-           ◀── board ──
+    rank 0 ── bytes ──▶ rank 1        values and letters lie in memory that both have (`shared_memory.py`)
+           ◀── bytes ──
     rank 0 ── bell ───▶ rank 1        a pipe: who has nothing to do sleeps until somebody rings, or the other has ended
 
 Where they are not on one machine, or it does not let them share memory, torch.distributed carries everything.

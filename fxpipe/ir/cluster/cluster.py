@@ -23,8 +23,8 @@ from typing import ClassVar
 
 from tabulate import tabulate
 
-from fxpipe.ir import records
-from fxpipe.ir.records import read, write
+from fxpipe.ir import dataclass_json
+from fxpipe.ir.dataclass_json import read, write
 from fxpipe.ir.units import show_bytes, show_seconds
 
 from .device_labels import Label
@@ -181,7 +181,7 @@ def _below(cluster: Cluster, label: str, top: Switch) -> list[Switch]:
 def check(cluster: Cluster) -> None:
     """Raise ValueError where the cluster cannot be planned for: no devices, a label that is not one or comes twice,
     figures that are not positive, a link to nowhere, two devices that nothing joins."""
-    records.check(cluster)
+    dataclass_json.check(cluster)
     if not cluster.devices:
         raise ValueError("the cluster has no devices")
     known = {device.server for device in cluster.devices}

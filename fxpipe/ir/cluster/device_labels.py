@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-from fxpipe.ir.records import Rule
+from fxpipe.ir.dataclass_json import Rule
 
 _LABEL = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,31}(:(0|[1-9][0-9]{0,5}))?")
 _HERE = ("cpu", "cuda")  # the kinds that a plan can run on

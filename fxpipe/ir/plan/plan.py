@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fxpipe.ir.cluster.device_labels import Label
-from fxpipe.ir.records import at_least, from_plain, one_of, parse, to_plain, write
+from fxpipe.ir.dataclass_json import at_least, from_plain, one_of, parse, to_plain, write
 
 CHECKPOINT_MODES = ("never", "except_last", "always")
 MOST_CHUNKS = 4096  # micro-batches of a batch; the code of a schedule, and planning, grow with them

@@ -16,8 +16,8 @@ from itertools import accumulate, pairwise
 from pathlib import PurePath
 
 from fxpipe.ir.cluster.device_labels import Label
+from fxpipe.ir.dataclass_json import from_plain, parse, to_plain, write
 from fxpipe.ir.graph.graph import Graph, Op
-from fxpipe.ir.records import from_plain, parse, to_plain, write
 
 from .plan import Chunks, Mode, Plan, StagePlan
 from .plan import load as load_plan

@@ -14,7 +14,7 @@ from typing import Annotated
 
 from tabulate import tabulate
 
-from fxpipe.ir.records import at_least, one_of, read, write
+from fxpipe.ir.dataclass_json import at_least, one_of, read, write
 from fxpipe.ir.units import show_bytes, show_seconds
 
 SOURCES = ("measured", "estimated")

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fxpipe.ir.dataclass_json import read, write
 from fxpipe.ir.graph.value_types import Dim
-from fxpipe.ir.records import read, write
 
 from .device_programs import DevicePrograms, check
 from .gradient_buckets import Bucket

@@ -29,8 +29,8 @@ from fxpipe.ir.plan.plan_file import PlanFile, placed
 from fxpipe.ir.plan.profile import Profile, total
 from fxpipe.ir.program.program import Program
 from fxpipe.ir.schedule.action_times import Times
-from fxpipe.ir.schedule.restrict import only, share
 from fxpipe.ir.schedule.schedule import Schedule
+from fxpipe.ir.schedule.sub_schedule import only, share
 from fxpipe.ir.timeline import Timeline
 from fxpipe.ir.units import show_bytes, show_seconds
 from fxpipe.passes import lower
@@ -41,13 +41,13 @@ from fxpipe.schedules.auto_schedule import auto
 from fxpipe.schedules.make_schedule import AUTO, SCHEDULES, make
 from fxpipe.schedules.one_f_one_b import gpipe
 from fxpipe.schedules.simulate.action_costs import hops, stage_costs, taken_bytes, timed_hops
-from fxpipe.schedules.simulate.rejoin import rejoin
+from fxpipe.schedules.simulate.merge_backward_halves import rejoin
 from fxpipe.schedules.simulate.replica_costs import reductions, spread
 from fxpipe.schedules.simulate.simulate import StageCost, simulate
 
 from .batch_statistics import BatchNorm, batch_norms
 from .phase_timing import timed
-from .write_order import check_write_order
+from .state_write_order import check_write_order
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.graph.opaque_call import opaques
 from fxpipe.ir.plan.profile import Profile
 from fxpipe.pipe.drop_in_module import check_no_pipe_in
-from fxpipe.pipe.live import Live, Scheduler
 from fxpipe.pipe.options.compile_options import Options, backend_of, every_device
 from fxpipe.pipe.progress import working
+from fxpipe.pipe.running_package import RunningPackage, Scheduler
 from fxpipe.pipe.saved.loss_fingerprint import rows
 from fxpipe.pipe.temporary_folder import Folder
 from fxpipe.planning import homes
@@ -70,7 +70,7 @@ class BuildCache:
         self.call_capture = CallCapture(model, options.batch_dim, reduce=reduce, sizes=sizes, work=work)
         self.step_capture = StepCapture(model, options.batch_dim, reduce=reduce, sizes=sizes, work=work)
         self.builds: dict[tuple[Any, ...], Build] = {}
-        self.lives: dict[tuple[Any, ...], Live] = {}
+        self.lives: dict[tuple[Any, ...], RunningPackage] = {}
         self.last: Build | None = None
         self.home: Placement | None = None
         self.folder = Folder()
@@ -136,14 +136,14 @@ class BuildCache:
         rows = split_sizes(batch_size(graph, inputs), self.options.chunks)
         return measured(graph, inputs, tensors, rows, str(worker_device(label)))
 
-    def live(self, made: Build) -> Live:
+    def live(self, made: Build) -> RunningPackage:
         """The build's package, imported, with the tensors that the model has now."""
         key = kind_of(made.graph, made.graph.training, None if self.options.place is None else made.sizes)
         others: Mapping[str, Tensor] = {}
         version = self.call_capture.twins.version
         if made.graph.loss is not None:
             others, version = self.step_capture.tensors, self.step_capture.version
-        live = self.lives.get(key) or Live(self.folder.new(), made.files, self.backend)
+        live = self.lives.get(key) or RunningPackage(self.folder.new(), made.files, self.backend)
         if live.version != (version, made):
             live.bind(partial(self._bind, self.model, made, others), (version, made))
         self.lives[key] = live

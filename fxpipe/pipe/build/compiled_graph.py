@@ -33,9 +33,9 @@ from fxpipe.codegen.package.package_files import constants
 from fxpipe.errors import CaptureError, InputError
 from fxpipe.ir.graph.value_types import TensorType, ValueType
 from fxpipe.pipe.fork_lock import Lock
-from fxpipe.pipe.live import Live
 from fxpipe.pipe.options.compile_options import Options
 from fxpipe.pipe.progress import working
+from fxpipe.pipe.running_package import RunningPackage
 from fxpipe.pipe.temporary_folder import Folder
 from fxpipe.profiling import estimate
 from fxpipe.runtime.microbatch import split_sizes
@@ -63,7 +63,7 @@ class Captured:
         if options.dump is not None:
             dump(self.build, options.dump, number)
         self._folder = Folder()
-        self._live = Live(self._folder.new(), self.build.files)
+        self._live = RunningPackage(self._folder.new(), self.build.files)
         self._bind(piece)
 
     def _bind(self, piece: Piece) -> None:

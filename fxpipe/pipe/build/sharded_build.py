@@ -22,13 +22,13 @@ from fxpipe.passes import lower, rewrite_placed, sources
 from fxpipe.pipe.options.compile_options import Options, make_schedule
 from fxpipe.planning.stages.device_segments import segments
 from fxpipe.profiling import estimate
-from fxpipe.schedules.segmented import segmented
 from fxpipe.schedules.simulate.action_costs import hops, stage_costs, taken_bytes
 from fxpipe.schedules.simulate.simulate import simulate
+from fxpipe.schedules.stage_segments import segmented
 
 from .build import Build, emitted, lowered_totals
 from .phase_timing import timed
-from .write_order import check_write_order
+from .state_write_order import check_write_order
 
 
 def build(graph: Graph, sizes: Mapping[str, int], cluster: Cluster, options: Options) -> Build:

@@ -25,7 +25,7 @@ from fxpipe.ir.program.messages import MessageTable
 from fxpipe.ir.program.messages import load as load_table
 from fxpipe.ir.schedule.schedule import Action
 from fxpipe.pipe.build.compiled_stages import Backend
-from fxpipe.pipe.live import Live
+from fxpipe.pipe.running_package import RunningPackage
 from fxpipe.pipe.saved.loaded_pipe import Loaded, LoadedState, loss_root
 
 from .rank_arguments import Given
@@ -72,7 +72,7 @@ def load_on_rank(folder: Path, model: nn.Module, world: World, backend: Backend 
     ranks = Ranks(world)
     error, made = None, None
     try:
-        live = Live(folder, backend=backend)
+        live = RunningPackage(folder, backend=backend)
         if (root := loss_root(live.package, model)) is not None:
             raise PackageError(
                 f"the loss of this package has tensors of its own, {root}...: over ranks, it has to be a "
@@ -103,7 +103,7 @@ def bind_on_rank(world: World, model: nn.Module, others: Mapping[str, Tensor], p
     return on_rank(package.Scheduler, stages, whole, world, found)
 
 
-def replica_groups(live: Live, tensors: Mapping[str, Tensor]) -> dict[int, Sequence[str]]:
+def replica_groups(live: RunningPackage, tensors: Mapping[str, Tensor]) -> dict[int, Sequence[str]]:
     """The devices of the stages that use these tensors, by the ids of these."""
     found: dict[int, Sequence[str]] = {}
     for kind, labels in zip(live.package.STAGES, ranked(live).table.replica_groups, strict=True):

@@ -27,7 +27,7 @@ from fxpipe.engines.ranks.rank_engine import RankScheduler
 from fxpipe.engines.ranks.rank_group import World, join
 from fxpipe.errors import FxpipeError, PlanError
 from fxpipe.runtime.dtensor_stage import Layout, compute_sharded
-from fxpipe.runtime.step_leaves import Pair, alias, commit_gradients
+from fxpipe.runtime.gradient_aliases import Pair, alias, commit_gradients
 
 from .rank_consistency import agree
 from .stage_module import Graded, Part, add_through

@@ -30,8 +30,8 @@ from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.pipe.build.build import Build, build
 from fxpipe.pipe.build.build_cache import BuildCache, build_here
 from fxpipe.pipe.build.call_binding import kind_of, match, micro_batch_sizes, with_states
-from fxpipe.pipe.live import Live
 from fxpipe.pipe.options.compile_options import Options
+from fxpipe.pipe.running_package import RunningPackage
 
 from .rank_arguments import Given
 from .rank_calls import NEW, Header
@@ -65,7 +65,7 @@ class RankBuilds:
 
     # One call ---------------------------------------------------------------------------------------------------------
 
-    def live(self, made: Build) -> Live:
+    def live(self, made: Build) -> RunningPackage:
         """What runs a build on this rank; of a new one all ranks have loaded theirs, and replicas the same values."""
 
         def load() -> None:

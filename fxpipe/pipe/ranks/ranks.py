@@ -13,8 +13,8 @@ from fxpipe.engines.ranks.rank_engine import RankScheduler
 from fxpipe.engines.ranks.rank_group import Lost, World
 from fxpipe.errors import FxpipeError, RankError
 from fxpipe.ir.timeline import Timeline
-from fxpipe.pipe.live import Live
 from fxpipe.pipe.processes import Processes, StepOptions
+from fxpipe.pipe.running_package import RunningPackage
 
 from .parallelize import Parallel
 from .rank_arguments import Given
@@ -43,7 +43,7 @@ class Ranks(Processes):
             return self.calls.make(call, given, self.refuse)
 
     def take(
-        self, live: Live, inputs: Sequence[Any], chunks: int, step: StepOptions | None, kind: int = 0
+        self, live: RunningPackage, inputs: Sequence[Any], chunks: int, step: StepOptions | None, kind: int = 0
     ) -> tuple[tuple[Any, ...], Timeline | None]:
         scale, timed = None, step is not None and step.timeline
         if step is not None and step.scaler is not None:
@@ -118,7 +118,7 @@ class Ranks(Processes):
             return self.parallel.beside.collect(values)
 
 
-def ranked(live: Live) -> RankScheduler:
+def ranked(live: RunningPackage) -> RankScheduler:
     """The scheduler of this rank."""
     assert isinstance(live.scheduler, RankScheduler)
     return live.scheduler

@@ -16,10 +16,10 @@ from tabulate import tabulate
 from fxpipe.errors import PlanError
 from fxpipe.ir.cluster import cluster as clusters
 from fxpipe.ir.cluster.cluster import Cluster
+from fxpipe.ir.dataclass_json import read, write
 from fxpipe.ir.operators import operators, strategy
 from fxpipe.ir.operators.operators import OperatorGraph
 from fxpipe.ir.operators.strategy import Config, Strategy
-from fxpipe.ir.records import read, write
 from fxpipe.ir.timeline import Timeline
 from fxpipe.ir.units import show_bytes, show_seconds
 from fxpipe.planning.operators.expert_strategies import data_parallel

@@ -22,10 +22,10 @@ from fxpipe.errors import InputError
 from fxpipe.ir.timeline import Timeline
 from fxpipe.pipe.build.compiled_stages import Backend
 from fxpipe.pipe.drop_in_module import DropInModule, Forward, State, check_grad
-from fxpipe.pipe.live import Live, Scheduler
 from fxpipe.pipe.options.option_table import check_accumulate
 from fxpipe.pipe.processes import Processes, StepOptions, Tensors
 from fxpipe.pipe.ranks.rank_arguments import Given
+from fxpipe.pipe.running_package import RunningPackage, Scheduler
 from fxpipe.runtime import Stage
 
 from .call_check import check_call
@@ -43,7 +43,7 @@ class LoadedState(State):
     - `timeline`: of the last step, if that was timed.
     """
 
-    live: Live
+    live: RunningPackage
     bind: BindLoaded
     root: str | None = None
     others: Mapping[str, Tensor] = field(default_factory=dict)
@@ -200,7 +200,7 @@ class Loaded(DropInModule):
 
 def load_here(folder: Path, model: nn.Module, backend: Backend | None = None) -> Loaded:
     """A package that runs in this process."""
-    live = Live(folder, backend=backend)
+    live = RunningPackage(folder, backend=backend)
     root = loss_root(live.package, model)
     state = LoadedState(live=live, bind=bind_here, root=root, processes=Processes(), tensors=Tensors(model))
     return Loaded(model, state)

@@ -74,6 +74,7 @@ PASSES = {
     ),
     "flattened and back": (lambda self, x: x.reshape(-1, 4).exp().view(x.shape[0], 20), [("f32[b, 20]", 0, None)]),
     "other dimensions": (lambda self, x: x.softmax(-1).cumsum(1).flip(1).sort(-1)[0], [("f32[b, 5, 4]", 0, None)]),
+    "softmax of a plane": (lambda self, x: F.softmax(x.flatten(1)), [("f32[b, 20]", 0, None)]),
     "attention": (lambda self, x: F.softmax(x @ x.transpose(1, 2), dim=-1) @ x, [("f32[b, 5, 4]", 0, None)]),
     "sequence first": (lambda self, x: x.transpose(0, 1).cumsum(0)[-1], [("f32[b, 4]", 0, None)]),
     "masks": (lambda self, x: x.masked_fill(torch.ones(5, 4).tril().bool(), 0.0), [("f32[b, 5, 4]", 0, None)]),
@@ -116,6 +117,7 @@ def recurrent(x, batch_first):
     return torch.lstm(x, (state, state), weights, False, 1, 0.0, True, False, batch_first)[0]
 
 
+@pytest.mark.filterwarnings("ignore:Implicit dimension choice")
 @pytest.mark.parametrize("name", PASSES)
 def test_passes(name):
     body, expected = PASSES[name]
@@ -143,6 +145,9 @@ MIXES = {
     "first sample": (lambda self, x: x - x[0], "pools the batch into f32"),
     "normed": (lambda self, x: x / x.norm(), "pools the batch into f32"),
     "softmax": (lambda self, x: x.softmax(0), "softmax runs along the batch, dimension 0 of f32"),
+    "softmax without a dimension": (lambda self, x: F.softmax(x), "softmax runs along the batch, dimension 0 of f32"),
+    "softmin without a dimension": (lambda self, x: F.softmin(x), "softmin runs along the batch, dimension 0 of f32"),
+    "a quarter turn": (lambda self, x: torch.rot90(x), "rot90 runs along the batch, dimension 0 of f32"),
     "function softmax": (
         lambda self, x: F.softmax(x.transpose(0, 1), dim=1),
         "softmax runs along the batch, dimension 1",
@@ -196,6 +201,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Implicit dimension choice")
 @pytest.mark.parametrize("name", MIXES)
 def test_mixes(name):
     body, message = MIXES[name]

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from fxpipe.ir.dataclass_json import read, write
 from fxpipe.ir.operators.operators import Dimension, Operator, OperatorGraph, check, show
-from fxpipe.ir.records import read, write
 
 X = Operator("x", "input", (), (Dimension("sample", 4, "S"), Dimension("channel", 6)))
 FC = Operator("fc", "linear", ("x",), (Dimension("sample", 4, "S"), Dimension("channel", 8, "P")), 12.0, 56)

@@ -2,9 +2,9 @@
 
 import pytest
 
+from fxpipe.ir.dataclass_json import read, write
 from fxpipe.ir.operators.operators import Dimension, Operator, OperatorGraph
 from fxpipe.ir.operators.strategy import Config, Strategy, by_name, check, cut, of_names, regions
-from fxpipe.ir.records import read, write
 
 X = Operator("x", "input", (), (Dimension("sample", 5, "S"), Dimension("channel", 6)))
 FC = Operator("fc", "linear", ("x",), (Dimension("sample", 5, "S"), Dimension("channel", 8, "P")), 12.0, 56)

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from fxpipe.ir.dataclass_json import read, write
 from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, check
-from fxpipe.ir.records import read, write
 
 PLAN = HybridPlan("m", (HybridStage(0, 2, (0, 1, 3)), HybridStage(2, 5, (2,), recompute=True)), 8, "late", "overlap")
 

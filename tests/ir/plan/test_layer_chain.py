@@ -2,8 +2,8 @@
 
 import pytest
 
+from fxpipe.ir.dataclass_json import read, write
 from fxpipe.ir.plan.layer_chain import Chain, Layer, check, scaled
-from fxpipe.ir.records import read, write
 
 CHAIN = Chain("m", 4, (Layer("a", 1.0, 2.0, 10, 100, 8), Layer("b", 3.0, 4.0, 20, 200, 16)))
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fxpipe.capture import capture
-from fxpipe.ir import records
+from fxpipe.ir import dataclass_json
 from fxpipe.ir.operators.operators import OperatorGraph, check
 from fxpipe.ir.operators.strategy import Strategy
 from fxpipe.ir.operators.strategy import check as check_strategy
@@ -64,8 +64,8 @@ def test_strategies_fit(devices: int) -> None:
         graph = network(seed).graph
         found = strategy(graph, devices, random)
         check_strategy(graph, found, devices)
-        assert records.read(Strategy, records.write(found)) == found
-        assert records.read(OperatorGraph, records.write(graph)) == graph
+        assert dataclass_json.read(Strategy, dataclass_json.write(found)) == found
+        assert dataclass_json.read(OperatorGraph, dataclass_json.write(graph)) == graph
         for operator, config in zip(graph, found.configs, strict=True):
             cut.update(role for role, degree in zip(operator.roles, config.degrees, strict=True) if degree > 1)
     assert devices == 1 or min(cut[role] for role in "SAP") > 5

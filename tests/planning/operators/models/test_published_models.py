@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from benchmarks.models import NMT, RNNLM, RNNTC, AlexNet, InceptionV3, ResNet
+from fxpipe.ir.dataclass_json import read, write
 from fxpipe.ir.operators.operators import OperatorGraph, check
-from fxpipe.ir.records import read, write
 from fxpipe.planning.operators.models.convolutional_networks import alexnet, inception, lenet, resnet
 from fxpipe.planning.operators.models.published_models import MODELS
 from fxpipe.planning.operators.models.recurrent_networks import nmt, rnnlm, rnntc

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpipe.ir.records import at_least, check, from_plain, one_of, parse, read, to_plain, write
+from fxpipe.ir.dataclass_json import at_least, check, from_plain, one_of, parse, read, to_plain, write
 
 
 class Point(NamedTuple):

@@ -13,7 +13,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import CompileError
-from fxpipe.pipe.live import Live, Scheduler
+from fxpipe.pipe.running_package import RunningPackage, Scheduler
 from fxpipe.pipe.saved.loaded_pipe import bind_here
 
 X = torch.randn(4, 3)
@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_bound_again_it_has_the_other_tensors(folder: Path) -> None:
-    live, first, second = Live(folder), model(), model()
+    live, first, second = RunningPackage(folder), model(), model()
     assert not live.bound
     live.bind(partial(bind_here, first, {}), version=1)
     before = live.scheduler
@@ -47,7 +47,7 @@ def test_bound_again_it_has_the_other_tensors(folder: Path) -> None:
 
 
 def test_what_cannot_be_bound_changes_nothing(folder: Path) -> None:
-    live, first = Live(folder), model()
+    live, first = RunningPackage(folder), model()
     live.bind(partial(bind_here, first, {}), version=1)
 
     def fails(package: ModuleType) -> Scheduler:
@@ -67,5 +67,5 @@ def test_a_package_that_cannot_be_compiled_is_forgotten(folder: Path) -> None:
     )
     known = set(sys.modules)
     with pytest.raises(CompileError):
-        Live(folder, backend="eager")
+        RunningPackage(folder, backend="eager")
     assert not [name for name in sys.modules.keys() - known if name.startswith("fxpipe_package_")]

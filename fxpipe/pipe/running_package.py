@@ -24,7 +24,7 @@ Scheduler = Pipeline | StepScheduler | RankScheduler
 Bind = Callable[[ModuleType], Scheduler]
 
 
-class Live:
+class RunningPackage:
     """The package in a folder, where its `files` are written first if they are given, and its scheduler. `version` is
     whatever tells its owner which tensors that has."""
 

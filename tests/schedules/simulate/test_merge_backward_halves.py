@@ -11,7 +11,7 @@ from fxpipe.ir.schedule.schedule import Action, Schedule, parse
 from fxpipe.ir.schedule.schedule_check import check
 from fxpipe.schedules.make_schedule import make, placement
 from fxpipe.schedules.one_f_one_b import one_f_one_b
-from fxpipe.schedules.simulate.rejoin import SLACK, latest_first, rejoin
+from fxpipe.schedules.simulate.merge_backward_halves import SLACK, latest_first, rejoin
 from fxpipe.schedules.simulate.simulate import Hop, StageCost, simulate
 
 SPLIT = ("zb-h1", "zb-h2", "zb-v", "dualpipe-v")
