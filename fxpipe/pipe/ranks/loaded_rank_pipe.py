@@ -32,7 +32,7 @@ from .rank_arguments import Given
 from .rank_calls import Header
 from .rank_consistency import agree
 from .rank_tensors import RankTensors
-from .ranks import Ranks, ranked, refuse_copy, refuse_pickle
+from .ranks import Ranks, ranked, refuse_copy, refuse_pickle, weakly
 
 TEXT = (".py", ".json")  # files that are shown where they differ
 
@@ -51,7 +51,7 @@ class LoadedRanks(Loaded):
     __deepcopy__, __reduce__ = refuse_copy, refuse_pickle
 
     def __init__(self, model: nn.Module, state: LoadedRanksState) -> None:
-        state.processes.refuse = self._refuse
+        state.processes.refuse = weakly(self._refuse)
         super().__init__(model, state)
 
     @property

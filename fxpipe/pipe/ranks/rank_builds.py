@@ -36,7 +36,7 @@ from fxpipe.pipe.running_package import RunningPackage
 from .rank_arguments import Given
 from .rank_calls import NEW, Header
 from .rank_consistency import agree, described, digest, on_each
-from .ranks import Ranks, ranked
+from .ranks import Ranks, ranked, weakly
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class RankBuilds:
 
     def __init__(self, model: nn.Module, options: Options, ranks: Ranks) -> None:
         self.ranks, self.world, self.calls = ranks, ranks.world, ranks.calls
-        self.cache = BuildCache(model, options, self.make, self.bind, lambda: ranks.leads)
+        self.cache = BuildCache(model, options, weakly(self.make), weakly(self.bind), lambda: ranks.leads)
         self.known: dict[tuple[Any, ...], int] = {}
         self.keys: list[tuple[Any, ...]] = []
         self.texts: list[str] = []

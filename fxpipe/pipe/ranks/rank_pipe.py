@@ -35,7 +35,7 @@ from fxpipe.pipe.pipe import Pipe, PipeState
 from .parallelize import Function, Parallel, release
 from .rank_builds import RankBuilds
 from .rank_tensors import RankTensors
-from .ranks import Ranks, ranked, refuse_copy, refuse_pickle
+from .ranks import Ranks, ranked, refuse_copy, refuse_pickle, weakly
 from .stage_module import Part
 
 
@@ -69,7 +69,7 @@ class RankPipe(Pipe):
     def __init__(self, model: nn.Module, options: Options, world: World) -> None:
         ranks = Ranks(world)
         kinds = RankBuilds(model, options, ranks)
-        ranks.refuse = kinds.refuse
+        ranks.refuse = weakly(kinds.refuse)
         tensors = RankTensors(model, ranks, partial(replica_groups, kinds.cache))
         super().__init__(
             model, options, RankPipeState(cache=kinds.cache, kinds=kinds, processes=ranks, tensors=tensors)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
+from weakref import WeakMethod
 
 import torch
 
@@ -20,6 +21,8 @@ from .parallelize import Parallel
 from .rank_arguments import Given
 from .rank_calls import Call, RankCalls, Refuse
 from .rank_consistency import on_each
+
+R = TypeVar("R")
 
 
 class Ranks(Processes):
@@ -116,6 +119,19 @@ class Ranks(Processes):
             return values
         with self.together():
             return self.parallel.beside.collect(values)
+
+
+def weakly(method: Callable[..., R]) -> Callable[..., R]:
+    """A function that calls the method and does not keep its object, which holds the one that gets the function: in a
+    cycle, a pipe that is dropped would stay until Python collects garbage."""
+    found = WeakMethod(method)
+
+    def call(*args: Any) -> R:
+        alive = found()
+        assert alive is not None
+        return alive(*args)
+
+    return call
 
 
 def ranked(live: RunningPackage) -> RankScheduler:

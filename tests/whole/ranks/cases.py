@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -405,3 +407,18 @@ def fork(group: Any) -> None:
     loss = pipe.step(x, target=y, loss_fn=F.mse_loss)
     torch.testing.assert_close(loss, F.mse_loss(model(x), y).detach() if pipe.leads else loss, rtol=1e-9, atol=0)
     pipe.close()
+
+
+def drop(group: Any) -> None:
+    """A pipe that is dropped is gone at once: it does not wait until Python collects garbage."""
+    model, (x, y) = Chain(4).double(), torch.randn(2, 8, 6, dtype=torch.float64)
+    pipe = fxpipe.compile(model, dist.get_world_size(group), chunks=4, group=group)
+    pipe.step(x, target=y, loss_fn=F.mse_loss)
+    kept = [weakref.ref(part) for part in (pipe, pipe._state.processes, pipe._state.kinds, pipe._state.cache)]
+    gc.collect()
+    gc.disable()
+    try:
+        del pipe
+        assert [part() for part in kept] == [None] * len(kept)
+    finally:
+        gc.enable()

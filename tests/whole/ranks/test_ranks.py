@@ -24,6 +24,11 @@ def test_a_forked_child(pool: Pool) -> None:
     pool.run(cases.fork)
 
 
+def test_a_pipe_that_is_dropped(pool: Pool) -> None:
+    """It is gone at once."""
+    pool.run(cases.drop)
+
+
 def test_a_scaler_that_is_wrong_on_one_rank(pool: Pool, tmp_path: Path) -> None:
     """All ranks hear of it at once, whichever it is."""
     pool.run(replica_groups.refuse_scalers, tmp_path / "saved", ranks=(0, 1))
