@@ -8,6 +8,7 @@ import keyword
 import re
 import textwrap
 from collections.abc import Callable, Iterable
+from tokenize import TokenError
 from typing import Any
 
 from fxpipe.ir.graph.value_types import TensorType
@@ -50,7 +51,7 @@ def named_sizes(forward: Callable[..., Any]) -> dict[tuple[str, int], str]:
     dimension."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
-    except (OSError, TypeError, SyntaxError):
+    except (OSError, TypeError, SyntaxError, ValueError, TokenError):  # no source, or one that does not parse by itself
         return {}
     found: dict[tuple[str, int], str] = {}
     for node in ast.walk(tree):

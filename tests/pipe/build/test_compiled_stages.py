@@ -90,7 +90,7 @@ def test_models_can_be_compiled(name: str) -> None:
     [
         ("running max", "never"),
         ("running max", "always"),
-        ("transformer with dropout", "always"),
+        pytest.param("transformer with dropout", "always", marks=pytest.mark.slow),
         pytest.param("transformer with dropout", "never", marks=pytest.mark.slow),
     ],
 )

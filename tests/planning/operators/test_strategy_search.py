@@ -15,6 +15,7 @@ from fxpipe.planning.operators.strategy_space import configs
 from tests.helpers.operator_graphs import branches, cluster, lenet, perceptron, rnnlm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_the_optimum_of_a_small_space(method):
     graph, machine = perceptron(), cluster(4, bandwidth=1e8)
