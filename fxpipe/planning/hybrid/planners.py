@@ -142,7 +142,7 @@ def _pipedream(problem: Problem) -> Stages:
 
 def levels(cluster: Cluster) -> list[Level]:
     """PipeDream's levels: the servers and the network between them, or one level for all devices if servers differ in
-    size. Bandwidths are those between the first two devices of a level."""
+    size. The bandwidth between servers is that of a network card, which the devices of a server share."""
     groups = servers(cluster)
     labels, size = cluster.labels, len(groups[0])
     if any(len(group) != size for group in groups):
