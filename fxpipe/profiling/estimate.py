@@ -24,7 +24,7 @@ from .flops import BY_ROWS, products
 
 LAUNCH = 5e-6  # least seconds from one op to the next
 POOLS = MAX_POOLS | {"adaptive_max_pool2d", "max_pool3d"}
-CELL = 5  # a recurrent or opaque op also keeps so many tensors of the size of its result: gates and cell
+CELL = 5  # tensors of its result's size that a recurrent or opaque op also keeps: gates and cell
 
 
 def estimate(graph: Graph, sizes: Mapping[str, int], device: Device) -> Profile:

@@ -6,7 +6,7 @@ random state and the caller's tensors do not change.
 
     values      x ──▶ conv ──▶ h ──▶ relu_ ──▶ y          kept from op to op, freed after the last reader
                        │               │
-    leaves        conv(x', w')    relu_(clone h')         as often as it takes to time them
+    leaves        conv(x', w')    relu_(clone h')         repeated, to time them
                        ▼               ▼
                   grad(·, x' w')  grad(·, h')
 

@@ -98,8 +98,8 @@ def _next(name: str, taken: set[str]) -> str:
 
 
 def fewer(cluster: Cluster, count: int) -> Cluster:
-    """The cluster of the first `count` devices, with the links and switches that they need. Raises ValueError if there
-    are not so many.
+    """The cluster of the first `count` devices, with the links and switches that they need. Raises ValueError if it
+    has fewer, or `count` is below 1.
 
     >>> fewer(Cluster.of(["cpu:0", "cpu:1", "cpu:2"]), 2).labels
     ('cpu:0', 'cpu:1')

@@ -19,7 +19,7 @@ from time import perf_counter
 from .device_symmetry import Counts
 from .shape_costs import Shape, Shapes
 
-MEMORY = 150  # a plan is compared with the one so many changes ago
+MEMORY = 150  # changes: a plan is compared with the one before them
 PATIENCE = 4000  # changes without improvement, after which the search ends
 
 
