@@ -1,1 +1,1 @@
-"""The nouns: values that pass between the rooms. Nothing here imports the rest of fxpipe."""
+"""The data that the other packages exchange. Nothing here imports the rest of fxpipe."""

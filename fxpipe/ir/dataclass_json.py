@@ -1,11 +1,12 @@
-"""Frozen dataclasses as JSON text and back. Every file format of fxpipe is one dataclass, and its schema are the types
-of the fields: what a file has of another type, too little or too much is an error that says where, and what to write.
+"""Frozen dataclasses as JSON text and back. Every file format of fxpipe is one dataclass, and the types of its
+fields are the schema. A value of another type, a missing field and an unknown one are errors that say where it is, and
+what to write.
 
     stages[0].device is null: write a device label, such as 'cpu:0' or 'cuda:1'
     stages[1].chekpoint is no field here: did you mean 'checkpoint'?
 
-A dataclass is an object, a NamedTuple or tuple a list, a Mapping an object of any keys. Fields that have a default may
-be left out, and `write` leaves them out where they are empty.
+A dataclass is an object, a NamedTuple or tuple a list, a Mapping an object of any keys. Fields with a default may be
+left out, and `write` leaves them out if they are empty.
 """
 
 from __future__ import annotations
@@ -21,25 +22,26 @@ from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_
 
 T = TypeVar("T")
 
-LARGEST = 2**63 - 1  # of a whole number
+LARGEST = 2**63 - 1  # whole number that is read
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a field asks for beyond its type, as in `Annotated[int, Rule(is_even, "an even number")]`."""
+    """A condition on a field beyond its type, as in `Annotated[int, Rule(is_even, "an even number")]`: `holds` tests a
+    value, `expected` says in errors what to write."""
 
     holds: Callable[[Any], bool]
     expected: str
 
 
 def at_least(least: int, most: int = LARGEST) -> Rule:
-    """A whole number within these bounds."""
+    """The rule for a whole number from `least` to `most`."""
     upper = "" if most == LARGEST else f" to {most:,}".replace(",", "")
     return Rule(lambda value: least <= value <= most, f"a whole number from {least}{upper or ' on'}")
 
 
 def one_of(*values: str) -> Rule:
-    """One of these texts."""
+    """The rule for one of these texts."""
     return Rule(lambda value: value in values, f"one of {', '.join(map(repr, values))}")
 
 
@@ -52,8 +54,8 @@ def read(kind: type[T], text: str) -> T:
 
 
 def parse(text: str, finite: bool = True) -> Any:
-    """The plain value of JSON text: lists, dicts and scalars. Raises ValueError for what is no JSON, a key that comes
-    twice, or, if `finite`, NaN and Infinity, which JSON does not have."""
+    """The plain value of JSON text: lists, dicts and scalars. Raises ValueError for text that is not JSON, a key that
+    comes twice, or, if `finite`, NaN and Infinity, which JSON does not have."""
     try:
         return json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant if finite else None)
     except json.JSONDecodeError as error:
@@ -80,7 +82,7 @@ def from_plain(kind: type[T], value: Any) -> T:
 
 
 def check(value: Any) -> None:
-    """Raise ValueError where a dataclass holds what its fields do not allow, wherever it came from."""
+    """Raise ValueError if a dataclass holds a value that its field's type or rules do not allow."""
     from_plain(type(value), to_plain(value))
 
 
@@ -114,7 +116,7 @@ def _read(kind: Any, value: Any, path: str) -> Any:
 
 
 def _read_union(kinds: tuple[Any, ...], value: Any, path: str) -> Any:
-    """By the first of the types that fits; where none does, what the one that is no scalar says is wrong."""
+    """The value as the first type that fits. If none does, raises the error of the first type that is no scalar."""
     faults = []
     for kind in kinds:
         try:
@@ -220,8 +222,8 @@ def _clipped(text: str) -> str:
 
 
 def write(value: Any, depth: int = 2) -> str:
-    """The value as JSON text, an item on a line of its own down to this depth, so that files can be compared by line
-    and edited by hand."""
+    """The value as JSON text. Down to `depth` each item has its own line, so that files can be compared by line and
+    edited by hand."""
     return "\n".join(_lines(to_plain(value), depth)) + "\n"
 
 

@@ -1,6 +1,6 @@
-"""What happened on each device and each link, or would: spans of time, and memory as it rises and falls.
+"""What happened on each device and each link, measured or simulated: spans of time, and memory over time.
 
-The simulator and a measured run give the same value, so one code draws both and `compare` keeps the simulator honest.
+The simulator and a measured run give the same type, so the same code draws both, and `compare` sets them side by side.
 
     gpipe: 12 ms, bubble 25.0%
     device    busy   idle   peak memory
@@ -28,8 +28,13 @@ KINDS = ACTIONS | {"R": "recompute", "T": "transfer", "A": "all-reduce"}
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """From `start` to `end`, in seconds, the device or link `where` did one thing: `kind` is a key of `KINDS`. `label`
-    is anything more to say, such as the names of the values that moved."""
+    """One thing that a device or link did.
+
+    - `where`: the device or link.
+    - `start`, `end`: in seconds.
+    - `kind`: a key of `KINDS`.
+    - `label`: anything more to say, such as the names of the values that moved.
+    """
 
     where: str
     start: float
@@ -53,9 +58,12 @@ Steps = tuple[tuple[float, int], ...]  # (seconds, bytes from then on), ascendin
 
 @dataclass(frozen=True)
 class Timeline:
-    """The spans of one training step on `devices` and on the `links` between them, in any order. `memory` is, per
-    device, the bytes in use over time; a run that knows only its high-water mark gives one step, one that knows
-    nothing gives none."""
+    """One training step.
+
+    - `spans`: what `devices`, and `links` between them, did, in any order.
+    - `memory`: per device the bytes in use over time: one step if only the high-water mark is known; empty if nothing
+      is known.
+    """
 
     name: str
     devices: tuple[str, ...]
@@ -128,7 +136,8 @@ def even(schedule: Schedule, costs: Costs | None = None, labels: Sequence[str] =
 
 
 def check(timeline: Timeline) -> None:
-    """Raise ValueError if a span ends before it starts, is nowhere, or if a device does two things at once."""
+    """Raise ValueError if a span ends before it starts, if its device or link is unknown, or if a device does two
+    things at once."""
     known = {*timeline.devices, *timeline.links}
     for span in timeline.spans:
         if span.kind not in KINDS or span.where not in known:
@@ -162,8 +171,8 @@ def _peaks(timeline: Timeline) -> list[str]:
 
 
 def compare(predicted: Timeline, measured: Timeline) -> str:
-    """A table of what the simulator said beside what was, for the same devices; `off` is how far the prediction is
-    from the measurement, in percent of it."""
+    """A table of what was predicted and what was measured on the same devices; `off` is the error of the prediction, in
+    percent of the measurement."""
     if len(predicted.devices) != len(measured.devices):
         raise ValueError(f"cannot compare {len(predicted.devices)} devices with {len(measured.devices)}")
     rows = [

@@ -1,5 +1,4 @@
-"""How bytes, seconds and counts are written everywhere: three figures and a unit, so that tables line up and messages
-read."""
+"""How bytes, seconds and counts are written everywhere: with three figures and a unit."""
 
 from __future__ import annotations
 

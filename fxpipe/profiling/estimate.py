@@ -1,9 +1,10 @@
 """Graph -> Profile, without running anything: from the types of the ops and the figures of a device.
 
-An op takes as long as its slower half: its operations at the device's speed, or its bytes at the memory's, and the time
-to launch it. Backward of a product is one more product for each operand that needs a gradient; of any other op, about
-half as many bytes again. What autograd keeps goes by kind: some ops keep their result, some nothing, most what they
-read. Each memory counts once, at the first op that keeps it; views and in-place results are the memory they stand in.
+An op takes its operations at the device's speed, or its bytes at the memory's bandwidth, whichever takes longer, and
+the time to launch it. The backward of a product is one more product for each operand that needs a gradient; of any
+other op, about half as many bytes again. What autograd keeps depends on the kind of op: some keep their result, some
+nothing, most what they read. Each memory counts once, at the first op that keeps it; views and in-place results share
+the memory of what they view or write.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from fxpipe.ir.plan.profile import OpCost, Profile
 
 from .flops import BY_ROWS, products
 
-LAUNCH = 5e-6  # seconds from one op to the next, at the least
+LAUNCH = 5e-6  # least seconds from one op to the next
 POOLS = MAX_POOLS | {"adaptive_max_pool2d", "max_pool3d"}
-CELL = 5  # tensors of the size of its result that a recurrent op keeps besides: gates and cell; opaque ones, too
+CELL = 5  # tensors of its result's size that a recurrent or opaque op also keeps: gates and cell
 
 
 def estimate(graph: Graph, sizes: Mapping[str, int], device: Device) -> Profile:
-    """The estimated costs of a micro-batch, with a number for each of the graph's sizes."""
+    """The estimated costs of a micro-batch on `device`; `sizes` has a number for each of the graph's sizes."""
     sized = _Sized(graph.types, frozenset(state.name for state in graph.states), sizes, device)
     unused = {state.name for state in graph.states if state.kind == "parameter"}
     memory = {name: name for name in sized.types}  # the value in whose memory each value stands
@@ -56,7 +57,7 @@ def estimate(graph: Graph, sizes: Mapping[str, int], device: Device) -> Profile:
 
 @dataclass(frozen=True)
 class _Sized:
-    """The types of all values, with a number for each size: what the questions about an op are asked of."""
+    """The types of all values, with a number for each size; answers questions about single ops."""
 
     types: Mapping[str, ValueType]
     states: frozenset[str]
@@ -70,7 +71,7 @@ class _Sized:
         return tuple(dim_size(dim, self.sizes) for dim in type.shape)
 
     def operands(self, op: Op) -> Iterator[tuple[str, TensorType]]:
-        """The tensors that the op reads, in order, by the names they stand under."""
+        """The (name, type) of each tensor that the op reads, in order."""
         for ref in refs((op.args, dict(op.kwargs))):
             for type in tensors(self.types[ref.name]):
                 yield ref.name, type
@@ -78,7 +79,7 @@ class _Sized:
     # time ------------------------------------------------------------------------------------
 
     def seconds(self, op: Op) -> tuple[float, float]:
-        """Forward and backward."""
+        """Seconds of forward and of backward."""
         result = nbytes(op.type, self.sizes)
         if not any(True for _ in tensors(op.type)) or isinstance(self.types.get(_first(op)), TupleType):
             return 0.0, 0.0  # arithmetic on sizes, or a tuple unpacked
@@ -111,7 +112,7 @@ class _Sized:
         operands = list(self.operands(op))
         shapes = [self.shape(type) for _, type in operands]
         weights = [shape for (name, _), shape in zip(operands, shapes, strict=True) if name in self.states]
-        if is_opaque(op):  # whatever it does, each row probably meets each weight
+        if is_opaque(op):  # a guess: each row is multiplied by each weight
             rows = [
                 prod(shape[:-1]) for (name, _), shape in zip(operands, shapes, strict=True) if name not in self.states
             ]
@@ -133,7 +134,7 @@ class _Sized:
             return
         product = bool(self.products(op)) or name in {"mul", "imul"}
         for read, _ in self.operands(op):
-            if not product or needing - {read}:  # of a product, what the gradients of the others are made of
+            if not product or needing - {read}:  # of a product, what the gradients of the other operands need
                 yield read
 
     def kept_besides(self, op: Op) -> int:

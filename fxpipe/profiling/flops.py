@@ -1,7 +1,7 @@
-"""How much an op computes, from the shapes of what it reads and gives. Runs nothing and needs no torch.
+"""Floating-point operations of an op, from the shapes of its operands and its result. Runs nothing and needs no torch.
 
-The large numbers come from products of matrices, in their many guises; each has its line in `products`. Everything
-else does a few operations for each element and is bounded by memory, so there the elements are all that is counted.
+Nearly all of them are in products of matrices, of which each kind has its rule in `products`. All other ops do a few
+operations for each element and are bounded by memory, so only their elements are counted.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ BY_ROWS = RECURRENT | {"multi_head_attention_forward"}
 def products(name: str, args: Sequence[Any], operands: Sequence[Shape], weights: Sequence[Shape], out: int) -> int:
     """Floating-point operations of an op that multiplies matrices; 0 for any other.
 
-    `operands` are the shapes of all tensors it reads, in order, `weights` of those that are the model's own, `out` the
-    number of elements of its result.
+    - `operands`: the shapes of all tensors it reads, in order.
+    - `weights`: the shapes of those that are the model's own.
+    - `out`: the number of elements of its result.
 
     >>> products("linear", (), [(8, 16), (4, 16), (4,)], [(4, 16), (4,)], 8 * 4)
     1024
     """
     if name in BY_ROWS:
         rows = prod(operands[0][:-1])
-        length = operands[0][0] if name == "multi_head_attention_forward" else 0  # each position meets each other
+        length = operands[0][0] if name == "multi_head_attention_forward" else 0  # each position attends to each other
         return 2 * rows * sum(prod(w) for w in weights if len(w) > 1) + 4 * prod(operands[0]) * length
     if name == "einsum" and isinstance(args[0], str):
         return _einsum(args[0], operands, out)

@@ -1,17 +1,17 @@
 """Graph -> Profile, by running it: each op on its own, forward and backward, on real tensors.
 
-A profiler on the whole model would tell kernels, not ops, and running the model would change it. Here an op gets its
-inputs as leaves of autograd, so that its backward runs alone, and what it would change it gets as a copy: buffers,
-gradients, random state and the caller's tensors are afterwards as they were.
+A profiler on the whole model would report kernels, not ops, and running the model would change it. Here an op gets its
+inputs as leaves of autograd, so that its backward runs alone, and gets a copy of what it writes: buffers, gradients,
+random state and the caller's tensors do not change.
 
     values      x ──▶ conv ──▶ h ──▶ relu_ ──▶ y          kept from op to op, freed after the last reader
                        │               │
-    leaves        conv(x', w')    relu_(clone h')         as often as it takes to time them
+    leaves        conv(x', w')    relu_(clone h')         repeated, to time them
                        ▼               ▼
                   grad(·, x' w')  grad(·, h')
 
-What autograd keeps is counted by its own hooks, memory by memory: that of parameters and buffers never, any other once,
-at the first op that keeps it. So the sum over all ops is what the whole model keeps.
+Autograd's hooks say what it keeps, memory by memory: memory of parameters and buffers never counts, any other once, at
+the first op that keeps it. So the sum over all ops is what the whole model keeps.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def measure(
     warmup: int = 1,
     budget: float = 30.0,
 ) -> Profile:
-    """The measured costs of a micro-batch. `inputs` and `states` are by name in the graph, constants may be left out.
+    """The measured costs of a micro-batch. `inputs` and `states` are by name in the graph; constants may be left out.
 
-    Each op is timed `repeats` times after `warmup` runs, and the median counts; all together take about `budget`
-    seconds, and each op at least one run.
+    Each op is timed `repeats` times after `warmup` runs, and the median counts. Measuring takes about `budget` seconds,
+    with at least one run for each op.
     """
     here = torch.device(device)
     graph = _on(graph, here)
@@ -77,7 +77,7 @@ def _on(graph: Graph, here: torch.device) -> Graph:
 
 @dataclass(frozen=True)
 class _Run:
-    """A walk over the graph: the values alive at this moment, and the memory that autograd was seen to keep."""
+    """A walk over the graph, op by op: the values alive now, and the memory that autograd has kept so far."""
 
     graph: Graph
     here: torch.device
@@ -87,7 +87,7 @@ class _Run:
     last: Mapping[str, int]  # the position of each name's last reader; far away for outputs
     fixed: frozenset[int]  # memory of states
     kept: set[int]  # memory of values that some op has kept so far
-    owners: Counter[int]  # how many values have a memory
+    owners: Counter[int]  # for each memory the number of values in it
     unused: set[str]  # parameters that no op has used so far
 
     @classmethod
@@ -133,8 +133,8 @@ class _Run:
         return forward, backward
 
     def copies(self, op: Op) -> tuple[list[Tensor], Values, dict[int, int]]:
-        """Leaves for all that the op reads, the values to run on, and for each clone the memory it stands for. A leaf
-        cannot be written in place, so what is written is a clone of a leaf."""
+        """Leaves for all that the op reads, the values to run it on, and for each clone's memory the memory it stands
+        for. A leaf cannot be written in place, so the op writes into a clone of it."""
         names = dict.fromkeys(name for name in (*op.reads, *op.writes) if name in self.values)
         leaves = {name: _leaf(self.values[name], self.here) for name in names}
         values = {name: tree_map(_clone, leaf) if name in op.writes else leaf for name, leaf in leaves.items()}
@@ -159,7 +159,8 @@ class _Run:
         return OpCost(op.name, seconds, saved=sum(new.values()), output=_size(result), parameters=parameters)
 
     def observed(self, op: Op) -> tuple[dict[int, int], float]:
-        """Run the op and add its result to the values: the bytes that autograd keeps, by memory, and the seconds."""
+        """Run the op and add its result to the values. Returns the bytes that autograd keeps, by memory, and the
+        seconds of this run."""
         found: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
@@ -172,7 +173,7 @@ class _Run:
             _, seconds = _timed(self.here, lambda: _forward(op, values))
         result = values[op.name]
         grads = [_differentiable(t, leaves) for t in _tensors(result)]
-        if op.writes:  # once more on the values themselves, so that all views of them see it
+        if op.writes:  # once more on the values themselves, so that all views of them change
             with torch.no_grad():
                 _forward(op, self.values)
             stands_for |= dict(zip(_memories(result), _memories(self.values[op.name]), strict=True))
@@ -188,7 +189,7 @@ class _Run:
                 for memory in _memories(self.values.pop(name)):
                     self.owners[memory] -= 1
                     if not self.owners[memory]:
-                        self.kept.discard(memory)  # its number may come again for other memory
+                        self.kept.discard(memory)  # other memory may get the same number
 
 
 def _forward(op: Op, values: Values) -> None:
@@ -214,7 +215,7 @@ def _timed(here: torch.device, work: Callable[[], T]) -> tuple[T, float]:
 
 
 def _leaf(value: Any, here: torch.device, copied: bool = False) -> Any:
-    """The value with leaves of autograd for its tensors, that share their memory unless `copied`."""
+    """The value with its tensors as leaves of autograd, which share the tensors' memory unless `copied`."""
 
     def one(item: Any) -> Any:
         if not isinstance(item, Tensor):
@@ -231,7 +232,7 @@ def _clone(item: Any) -> Any:
 
 
 def _marked(result: Any, grads: Sequence[bool]) -> Any:
-    """The result as leaves, each of which needs gradient or not."""
+    """The result with its tensors as leaves; `grads` says which of them need a gradient."""
     grad = iter(grads)
     return tree_map(lambda t: t.detach().requires_grad_(next(grad)) if isinstance(t, Tensor) else t, result)
 
@@ -247,7 +248,7 @@ def _tensors(nest: Any) -> Iterator[Tensor]:
 
 
 def _memories(nest: Any) -> list[int]:
-    """A number for the memory of each tensor, its own for as long as that memory is alive."""
+    """A number for the memory of each tensor, unique among memory that is alive."""
     return [t.untyped_storage()._cdata for t in _tensors(nest)]
 
 

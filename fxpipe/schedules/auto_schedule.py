@@ -1,4 +1,4 @@
-"""The schedule to take if nobody says which: the fastest, as simulated, of those that fit into memory."""
+"""The default schedule: the fastest, as simulated, of those that fit into memory."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from fxpipe.ir.units import show_bytes
 
 Candidate = tuple[Schedule, Timeline]
 
-ALIKE = 1e-9  # relative: times that differ by no more do so because of the order in which they were added up
+ALIKE = 1e-9  # relative: times that differ less are equal but for rounding
 
 
 def auto(candidates: Iterable[Candidate], memory: Mapping[str, int] | None = None) -> Candidate:
-    """The pair of schedule and timeline with the shortest step in which every device stays within its `memory`, in
-    bytes; of those that are equally short, the first by name. Raises ValueError, with what each would need, if none
-    fits.
+    """The schedule, with its timeline, of the shortest step in which every device stays within its `memory`, in bytes;
+    of equally short ones, the first by name. Raises ValueError, with what each would need, if none fits.
 
     >>> from fxpipe.ir.schedule.schedule import parse
     >>> from fxpipe.ir.timeline import even
@@ -36,7 +35,7 @@ def auto(candidates: Iterable[Candidate], memory: Mapping[str, int] | None = Non
 
 
 def _too_much(timeline: Timeline, memory: Mapping[str, int]) -> str | None:
-    """What a schedule needs and a device does not have, if any."""
+    """The first device without enough memory for the schedule, in words; None if all have enough."""
     if memory and not timeline.memory:
         raise ValueError(f"the timeline of {timeline.name!r} says nothing about memory; simulate it with `saved` bytes")
     for device, peak in zip(timeline.devices, timeline.high_water, strict=False):

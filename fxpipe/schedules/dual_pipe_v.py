@@ -1,14 +1,14 @@
 """DualPipe, cut in half: a V of two stages per device in which forwards and backwards run in pairs.
 
-DualPipe (DeepSeek-V3) lets two pipelines run through the same devices in opposite directions, so that each device
-always has a forward and a backward of different micro-batches to run as a pair: one computes while the values of the
-other move. Its second half is the mirror image of the first; cut off, what is left is a V (Sea AI Lab, "Cut-in-half").
+DualPipe (DeepSeek-V3) runs two pipelines through the same devices in opposite directions, so that each device always
+has a forward and a backward of different micro-batches to run as a pair: one computes while the values of the other
+move. Its second half mirrors the first; without it a V is left (Sea AI Lab, "Cut-in-half").
 
 Published, for n devices (DeepSeek's table, where PP is the number of stages, 2n): the bubble is
-(n - 1) (F&B + B - 3W), and 2n + 1 (stage, micro-batch) pairs are live on each device. F&B is how long a pair takes
-that runs overlapped. A row here runs one action at a time, so F&B is F + B at most, and what a forward makes can leave
-before the backward beside it is done: with F, I and W 1 long the device is idle for n - 1, not for 2 (n - 1).
-`benchmarks.schedule_measures.idle_in_pairs` runs the same rows with pairs, and has the published bubble.
+(n - 1) (F&B + B - 3W), and 2n + 1 (stage, micro-batch) pairs are live on each device. F&B is the time of an overlapped
+pair. A row here runs one action at a time, so F&B is at most F + B, and the result of a forward can leave before the
+backward beside it is done: if F, I and W take 1 each, a device is idle for n - 1, not for 2 (n - 1).
+`benchmarks.schedule_measures.idle_in_pairs` runs the same rows with pairs, and gets the published bubble.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .zero_bubble import Cell, half
 def dual_pipe_v(stages: int, chunks: int) -> Schedule:
     """Device d of n runs the stages d and 2n - 1 - d; a backward is in one piece, except where its halves fill gaps.
 
-    The form needs 2n micro-batches; for fewer, the others are taken out of it.
+    The form needs 2n micro-batches; with fewer, the missing ones are taken out of it.
 
     >>> print(dual_pipe_v(stages=4, chunks=4))
     dualpipe-v: 4 stages, 4 micro-batches

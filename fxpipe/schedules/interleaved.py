@@ -1,15 +1,15 @@
-"""Schedules of several stages per device, dealt round in turn: stage s is on device s % n.
+"""Schedules of several stages per device, dealt to devices in turn: stage s is on device s % n.
 
 Smaller stages reach the last device sooner, so the bubble shrinks by the number of stages per device, v. Each round of
-n stages is a loop. What remains to choose is which goes first, the next micro-batch or the next loop:
+n stages is a loop. The schedules differ in what goes first, the next micro-batch or the next loop:
 
 - interleaved one-forward-one-backward (Megatron) takes n micro-batches through all loops, then the next n, and starts
   backward as soon as the first has come through: memory does not grow with the micro-batches;
 - looped breadth-first (Lamy-Poirier) takes all micro-batches through a loop, then through the next: all of them stay in
   memory, but each stage is used in one go, which is what sharded weights want.
 
-Both have idle (n - 1) (F + B) per device, F and B of one of these small stages, where m >= n: a share of
-(n - 1) / (v m + n - 1).
+With m >= n micro-batches both leave each device idle for (n - 1) (F + B), with F and B of one of these small stages: a
+share of (n - 1) / (v m + n - 1).
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ def interleaved(stages: int, chunks: int, devices: int, warmup: Sequence[int] | 
     ahead = _ahead(early(devices), loops, devices, chunks) if warmup is None else tuple(warmup)
     if len(ahead) != devices:
         raise ValueError(f"warmup has {len(ahead)} numbers; {devices} devices need {devices}")
-    # As if the last loop were whole, and then without the stages that are not there: so devices agree on the order.
+    # Made as if the last loop were complete, then without the missing stages: so devices agree on the order.
     rows = (turns(*_tasks(loops * devices, chunks, devices, d), ahead[d]) for d in range(devices))
     there = (tuple(action for action in row if action.stage < stages) for row in rows)
     return Schedule("interleaved", tuple(there))
 
 
 def interleaved_late(stages: int, chunks: int, devices: int) -> Schedule:
-    """Megatron's warm-up, (v - 1) g + 2 (n - d) - 1 forwards on device d: further ahead than needed where values move
-    in no time, so that they have time to move."""
+    """`interleaved` with Megatron's warm-up, (v - 1) g + 2 (n - d) - 1 forwards on device d: more than the least, so
+    that values have time to move."""
     ahead = _ahead(late(devices), _loops(stages, chunks, devices), devices, chunks)
     return Schedule("interleaved-late", interleaved(stages, chunks, devices, ahead).devices)
 
 
 def looped_bfs(stages: int, chunks: int, devices: int) -> Schedule:
-    """All micro-batches through one loop before the next, forward, and the same backward, the last micro-batch first.
+    """All micro-batches go forward through one loop before the next, and backward likewise, the last micro-batch first.
 
     >>> print(looped_bfs(stages=4, chunks=2, devices=2))
     looped-bfs: 4 stages, 2 micro-batches
@@ -70,9 +70,9 @@ def looped_bfs(stages: int, chunks: int, devices: int) -> Schedule:
 
 
 def groups(chunks: int, devices: int) -> tuple[range, ...]:
-    """The micro-batches that go through all loops together: as even as possible, and at least one for each device, so
-    that the first has come round by the time the last has gone in. (Groups of exactly n, the last one smaller, would
-    leave the devices idle while the last goes round.)
+    """The micro-batches that go through all loops together: groups as even as possible, of at least one micro-batch for
+    each device, so that the first is back at device 0 when the last has left it. (With groups of n and a smaller last
+    one, devices would be idle in the last group.)
 
     >>> groups(8, devices=4), groups(7, devices=3)
     ((range(0, 4), range(4, 8)), (range(0, 4), range(4, 7)))
@@ -89,7 +89,7 @@ def _loops(stages: int, chunks: int, devices: int) -> int:
 
 
 def _ahead(last_loop: Sequence[int], loops: int, devices: int, chunks: int) -> tuple[int, ...]:
-    """The warm-up of one loop, after the forwards of all loops before it."""
+    """The warm-up of each device: that of its last loop, after the forwards of all loops before."""
     largest = max(map(len, groups(chunks, devices)))
     return tuple((loops - 1) * largest + ahead for ahead in last_loop)
 

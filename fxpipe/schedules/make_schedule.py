@@ -1,15 +1,15 @@
-"""The schedules by name, and where their stages stand: `placement` deals stages to devices, `make` fills the rows.
+"""The schedules by name: `placement` gives each stage its device, `make` makes the rows.
 
     name              stages on the devices a, b            what it is
     gpipe             a b        each device once           all forwards, then all backwards
     1f1b, 1f1b-late   a b                                   early backward, DAPPLE's warm-ups P_A and P_B
     zb-h1, zb-h2      a b                                   split backward; the memory of 1F1B, or twice that
-    interleaved       a b a b    round in turn              1F1B through several loops; interleaved-late: as Megatron
+    interleaved       a b a b    each in turn               1F1B through several loops; interleaved-late: as Megatron
     looped-bfs        a b a b                               all micro-batches of a loop before the next loop
     zb-v, dualpipe-v  a b b a    down and up again          split backward, stages of half the size
     forward-only      any                                   for inference
 
-A schedule for straight pipelines runs on any list of devices: rows of one device are joined.
+A schedule for straight pipelines runs on any list of devices; rows of the same device are joined.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Own = str | Schedule | Callable[[int, int], Schedule | str]
 
 
 class Form(NamedTuple):
-    """How a schedule wants its stages placed ("straight", "in turn", "v" or "any") and what makes it."""
+    """How the stages of a schedule are placed ("straight", "in turn", "v" or "any"), and the function that makes it."""
 
     shape: str
     generate: Generate
@@ -67,15 +67,15 @@ SCHEDULES: dict[str, Form] = {
 
 STRAIGHT = tuple(name for name, made in SCHEDULES.items() if made.shape == "straight")
 AUTO = "auto"  # the fastest, as simulated, of those that fit into memory
-WARM = {"1f1b": early, "1f1b-late": late}  # those that take a limit
+WARM = {"1f1b": early, "1f1b-late": late}  # those that take `warmup` and `limit`
 
 
 # Where stages stand ---------------------------------------------------------------------------------------------
 
 
 def placement(name: str, devices: Sequence[str], stages_per_device: int | None = None) -> tuple[str, ...]:
-    """The device of each stage, as the schedule wants it: one stage on each device, or two where it needs several, or
-    `stages_per_device`.
+    """The device of each stage under this schedule. A device gets `stages_per_device` stages, by default one, or two if
+    the schedule needs several. Raises ValueError for devices or numbers that the schedule cannot have.
 
     >>> placement("gpipe", ("a", "b")), placement("interleaved", ("a", "b")), placement("zb-v", ("a", "b"))
     (('a', 'b'), ('a', 'b', 'a', 'b'), ('a', 'b', 'b', 'a'))
@@ -107,7 +107,7 @@ def form(name: str) -> Form:
 
 
 def _stands(name: str, shape: str, stage_devices: Sequence[str]) -> None:
-    """Raise ValueError if the stages do not stand as the schedule wants them."""
+    """Raise ValueError if the stages are not placed as the schedule needs it."""
     labels = tuple(dict.fromkeys(stage_devices))
     turn = tuple(labels[s % len(labels)] for s in range(len(stage_devices)))
     wanted = {"in turn": turn, "v": (*labels, *reversed(labels))}.get(shape, tuple(stage_devices))
@@ -132,8 +132,8 @@ def make(
     """The schedule for stages on these devices: a row for each different device, in order of first appearance.
 
     `schedule` is a name of `SCHEDULES`, or your own: a Schedule, a grid or CSV as text, or a function of (stages,
-    chunks) that returns one of these. 1F1B takes the `warmup` of each stage by hand, or a `limit`: the micro-batches
-    that fit into a device's memory.
+    chunks) that returns one of these. 1F1B takes the `warmup` of each stage, or a `limit`: how many micro-batches fit
+    into a device's memory. Raises ValueError for a schedule that cannot run or is not one for these stages.
 
     >>> print(make("1f1b", ("cuda:0", "cuda:1"), chunks=3))
     1f1b: 2 stages, 3 micro-batches
@@ -170,7 +170,7 @@ def _warm(schedule: Own, stages: int, chunks: int, warmup: Sequence[int] | None,
 
 
 def is_grid(text: str) -> bool:
-    """Whether a text is a grid or CSV, and not a name: it has an action in it."""
+    """Whether a text is a grid or CSV, and not a name: it has an action or several lines."""
     return re.search(r"(?<!\w)\d*[FBIW]\d+(?!\w)", text) is not None or "\n" in text
 
 

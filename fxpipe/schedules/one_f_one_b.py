@@ -1,10 +1,10 @@
-"""Schedules with one stage per device that differ in one thing: how many forwards each device runs ahead.
+"""Schedules with one stage per device. They differ only in how many forwards each device runs ahead.
 
 A device runs its first K micro-batches forward (its warm-up), then one backward and one forward in turns until the
-forwards run out, then the backwards that are left. K is what it keeps in memory at most, whatever the number of
-micro-batches. GPipe is the warm-up of all of them; DAPPLE and PipeDream-Flush start the backward early.
+forwards run out, then the backwards that are left. It keeps at most K micro-batches in memory, however many there are.
+In GPipe the warm-up is all micro-batches; DAPPLE and PipeDream-Flush start the backward early.
 
-The bubble is the same for all: (n - 1) / (m + n - 1) of the time, where stages are alike (m micro-batches, n stages).
+The bubble is the same for all: (n - 1) / (m + n - 1) of the time, if stages are alike (m micro-batches, n stages).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def forward_only(stages: int, chunks: int) -> Schedule:
 
 
 def early(stages: int, limit: int | None = None) -> tuple[int, ...]:
-    """DAPPLE's warm-up P_A, n - s: the least that keeps all devices busy if values move in no time. `limit` is how many
+    """DAPPLE's warm-up P_A, n - s: the least that keeps all devices busy if transfers take no time. `limit` is how many
     micro-batches fit into the memory of a device.
 
     >>> early(4), early(4, limit=2)
@@ -88,7 +88,7 @@ def early(stages: int, limit: int | None = None) -> tuple[int, ...]:
 
 
 def late(stages: int, limit: int | None = None) -> tuple[int, ...]:
-    """DAPPLE's warm-up P_B, 2 (n - s) - 1: further ahead, so that values have time to move.
+    """DAPPLE's warm-up P_B, 2 (n - s) - 1: further ahead, so that transfers have time.
 
     >>> late(4), late(4, limit=4)
     ((7, 5, 3, 1), (4, 4, 3, 1))
@@ -97,7 +97,7 @@ def late(stages: int, limit: int | None = None) -> tuple[int, ...]:
 
 
 def _row(s: int, warmup: int, backwards: Iterable[int]) -> tuple[Action, ...]:
-    """Device s: `warmup` forwards, then the backwards in their order, a forward after each while there are any."""
+    """Device s: `warmup` forwards, then the backwards in this order, each followed by a forward while any are left."""
     after = [Action("B", s, i) for i in backwards]
     return turns([Action("F", s, i) for i in range(len(after))], after, warmup)
 

@@ -1,4 +1,4 @@
-"""What the generators share: numbers checked at the door, and the two ways in which rows are put together."""
+"""What the generators of schedules share: a check of their arguments, and two ways to build a row."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def at_least_one(**numbers: int) -> None:
 
 
 def turns(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int) -> tuple[Action, ...]:
-    """`ahead` forwards, then the backwards in their order, a forward after each while there are any."""
+    """`ahead` forwards, then the backwards in this order, each followed by a forward while any are left."""
     pairs = zip_longest(backwards, forwards[ahead:])
     return (*forwards[:ahead], *(action for pair in pairs for action in pair if action is not None))
 
 
 def numbered(cells: Iterable[tuple[str, int]]) -> tuple[Action, ...]:
-    """A row from kinds and stages: each stage goes through its micro-batches in order, forward and backward (B or I);
-    a W is the one that its stage has owed for longest.
+    """A row from kinds and stages, with numbers of micro-batches. Each stage takes its micro-batches in order, forward
+    and backward (B or I); a W is of the oldest I of its stage that has no W yet.
 
     >>> print(*numbered([("F", 2), ("F", 2), ("I", 2), ("B", 2), ("W", 2)]))
     2F0 2F1 2I0 2B1 2W0

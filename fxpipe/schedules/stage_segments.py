@@ -6,9 +6,9 @@
     stage 1       F0  B0  F1  B1          b   1F0     1F1         1B0             1B1
                                           c           3F0     3B0     3F1 3B1
 
-Each device of a stage runs the stage's row with its own segments: forward in their order, backward in reverse. If the
-schedule runs, so does this: put in place of each action, in any order in which the actions run, all segments of its
-stage are in an order in which they run.
+Each device of a stage runs the stage's row with its own segments: forward in their order, backward in reverse. The
+result runs if the schedule does: take an order in which the actions run, and put in place of each action all segments
+of its stage; that is an order in which they run.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from fxpipe.ir.schedule.schedule import Action, Schedule
 def segmented(
     schedule: Schedule, stages: Sequence[int], devices: Sequence[str], sources: Sequence[tuple[int, ...]]
 ) -> Schedule:
-    """The schedule of segments, of each of which `stages` has its stage, `devices` its device, and `sources` the
-    segments that it takes from. A device has segments of one stage alone. Rows are in order of devices' first segments.
+    """The schedule of segments. For each segment `stages` has its stage, `devices` its device, and `sources` the
+    segments that it takes from. A device has segments of one stage only. Rows are in the order of the devices' first
+    segments.
 
     >>> from .one_f_one_b import one_f_one_b
     >>> print(segmented(one_f_one_b(2, 2), (0, 0, 0, 1), ("a", "b", "a", "c"), ((), (), (0, 1), (2,))))

@@ -1,20 +1,20 @@
-"""Zero bubble: the backward in two halves, and the half that nobody waits for put where a device would be idle.
+"""Zero bubble: the backward in two halves; the half for which no other stage waits runs where a device would be idle.
 
 The gradient of the input, I, is what the stage before waits for; the gradient of the weights, W, can come at any time
 after it. So a device that would wait computes a W instead. (Qi, Wan, Huang, Lin: Zero Bubble Pipeline Parallelism.)
 
-With n devices and F, I and W alike, 1 long, the idle time of a device from its first action to its last, and its peak
-of live micro-batches (until the W), where there are at least 2n - 1 micro-batches:
+The idle time of a device from its first action to its last, and its peak of live micro-batches (until the W), for n
+devices, at least 2n - 1 micro-batches, and F, I and W that take 1 each:
 
     1f1b     3 (n - 1)    n       n - 1 times F + I + W
     zb-h1        n - 1    n       n - 1 times F + I - W
     zb-h2            0    2n - 1
     zb-v             0    n       2n stages of half the size, two on each device, so 2n of those are live
 
-"First to last" is how the paper counts: a device that has run its last action goes on with the next step and does not
-wait for the others. It can do so where nothing in the step needs all devices at once, such as a norm of all gradients.
-Counted up to the moment when the last device is done, zb-h2 and zb-v are idle for n - 1, the time that the first
-micro-batch takes to reach the last device.
+The paper counts from first to last action: a device that has run its last action begins the next step and does not wait
+for the others. It can do so if nothing in the step needs all devices at once, such as a norm of all gradients. Counted
+until the last device is done, zb-h2 and zb-v are idle for n - 1, the time that the first micro-batch takes to reach the
+last device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Cell = tuple[str, int]  # kind, stage
 
 
 def zb_h1(stages: int, chunks: int) -> Schedule:
-    """The order of 1F1B and no more memory than its first device has. Device s puts off s of its weight gradients.
+    """The order of 1F1B, with no more memory than its first device needs. Device s delays W by s micro-batches.
 
     >>> print(zb_h1(3, 4))
     zb-h1: 3 stages, 4 micro-batches
@@ -45,8 +45,8 @@ def zb_h1(stages: int, chunks: int) -> Schedule:
 
 
 def zb_h2(stages: int, chunks: int) -> Schedule:
-    """Twice the memory, and no device idle between its first action and its last: it starts backward after
-    2 (n - s) - 1 forwards and puts off 2 s of its weight gradients.
+    """Twice the memory, and no device idle between its first action and its last: device s starts backward after
+    2 (n - s) - 1 forwards and delays W by 2 s micro-batches.
 
     >>> print(zb_h2(2, 4))
     zb-h2: 2 stages, 4 micro-batches
@@ -60,7 +60,7 @@ def zb_h2(stages: int, chunks: int) -> Schedule:
 
 
 def _row(s: int, chunks: int, ahead: int, put_off: int) -> Iterator[Cell]:
-    """`ahead` forwards, then an I, the W of `put_off` micro-batches before, and an F in turns."""
+    """`ahead` forwards, then in turns an I, the W of `put_off` micro-batches before it, and an F."""
     for _ in range(min(ahead, chunks)):
         yield "F", s
     for k in range(chunks + put_off):
@@ -74,9 +74,9 @@ def _row(s: int, chunks: int, ahead: int, put_off: int) -> Iterator[Cell]:
 
 def zb_v(stages: int, chunks: int) -> Schedule:
     """Two stages on each device, down and up again: device d runs the stages d and 2n - 1 - d. The first device has the
-    last stage, so it can start backward at once, and all devices keep equally much: n whole stages, as 1F1B's first.
+    last stage, so it can start backward at once. All devices have the same peak of memory, that of 1F1B's first device.
 
-    The form needs 2n - 1 micro-batches; for fewer, the others are taken out of it.
+    The form needs 2n - 1 micro-batches; with fewer, the missing ones are taken out of it.
 
     >>> print(zb_v(stages=4, chunks=3))
     zb-v: 4 stages, 3 micro-batches
@@ -91,7 +91,7 @@ def zb_v(stages: int, chunks: int) -> Schedule:
 
 
 def half(stages: int) -> int:
-    """The number of devices that a V of this many stages has."""
+    """The number of devices of a V of this many stages. Raises ValueError if the number is odd."""
     if stages % 2:
         raise ValueError(f"{stages} stages do not make a V; it needs two for each device")
     return stages // 2

@@ -15,7 +15,7 @@ DEVICES, LINKS = 0, 1  # the two processes
 
 
 def trace(timeline: Timeline) -> str:
-    """The JSON text, an event on a line."""
+    """The JSON text, one event per line."""
     return write({"displayTimeUnit": "ms", "traceEvents": list(_events(timeline))})
 
 
@@ -49,5 +49,5 @@ def _complete(timeline: Timeline, span: Span, pid: int, tid: int) -> dict[str, A
 
 
 def _microseconds(seconds: float) -> float:
-    """To the nanosecond: what the format calls a time, without the dust of floating point."""
+    """Seconds as microseconds, the format's unit, rounded to a nanosecond."""
     return round(seconds * 1e6, 3)

@@ -1,5 +1,5 @@
-"""A timeline as a page of its own: the picture, whose boxes tell what they are when pointed at, and the figures of each
-device below. One file, without scripts, that needs nothing from anywhere."""
+"""A timeline as an HTML page: the picture, whose boxes say what they are when pointed at, and the figures of each
+device below. One file, without scripts, that loads nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEADERS = ("device", "busy", "", "idle", "peak memory")
 
 
 def draw(value: Timeline | Schedule, title: str = "", notes: str = "", width: int = 1200) -> str:
-    """The text of an HTML file. A schedule is drawn as if stages were alike; `notes` are shown below, as they are."""
+    """The text of an HTML file. A schedule is drawn as if stages were alike; `notes` is plain text shown below."""
     timeline = even(value) if isinstance(value, Schedule) else value
     name = title or timeline.name
     body = [

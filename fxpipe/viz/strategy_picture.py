@@ -5,8 +5,8 @@
     │ 0│ 1│ ─▶ │ 0│ 1│ ─▶ ├─────┤
     └──┴──┘    └──┴──┘    └─────┘
 
-Boxes stand in layers, each to the right of all that it reads, and go on in the next line where the page ends. Unrolled
-recurrent networks stand in a grid instead: a row for each layer, a column for each step.
+Boxes stand in columns, each to the right of all that it reads, and wrap to the next line where the page ends. Unrolled
+recurrent networks are a grid instead: a row for each layer, a column for each step.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ TOP, MARGIN = 100.0, 24.0
 NARROWEST = 480.0
 BOX, APART = (58.0, 40.0), (84.0, 64.0)  # the size of a box, and from one to the next
 NAME = 9.0  # the size of a box's name
-STEP = 46.0, 40.0  # from one to the next in a grid, where nothing stands between
+STEP = 46.0, 40.0  # from one to the next in a grid, which has no lines between boxes
 UNROLLED = 0.8  # the share of operators that are steps of a layer, for a network to be drawn as a grid
-# Colours that all readers can tell apart; servers take one each where there are more devices than colours.
+# Colours that all readers can tell apart, for up to as many devices.
 COLORS = ("#1a67a8", "#f0a35e", "#0b7a5c", "#a9d3f5", "#c25a05", "#ecc3de", "#6c7887", "#a8e0cb", "#a03f7c", "#fdd3a0")
 
 Place = tuple[int, int]  # column, row
@@ -37,7 +37,7 @@ Place = tuple[int, int]  # column, row
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where the boxes stand: `places` by operator, `rows` and `steps` if rows and columns are to be named."""
+    """Where the boxes stand: `places` by operator; in a grid `rows` has the names of the rows."""
 
     places: Mapping[str, Place]
     rows: tuple[str, ...] = ()
@@ -49,8 +49,13 @@ class _Layout:
 
 @dataclass(frozen=True)
 class _Sheet:
-    """Where boxes of `size` are drawn, their upper left corners; the edges of what is drawn; whether boxes tell their
-    names."""
+    """Where boxes are drawn, in pixels.
+
+    - `spots`: the upper left corner of each operator's box.
+    - `size`: width and height of a box.
+    - `left`, `right`, `bottom`: the edges of what is drawn.
+    - `named`: whether boxes have their names above them.
+    """
 
     spots: Mapping[str, tuple[float, float]]
     size: tuple[float, float]
@@ -106,7 +111,7 @@ def _sheet(layout: _Layout, width: float) -> _Sheet:
 
 
 def _layers(operators: Sequence[Operator]) -> _Layout:
-    """Each operator in the column after the last that it reads, in the highest row of those or below."""
+    """Each operator in the column after all that it reads, in the first free row from the highest of theirs down."""
     places: dict[str, Place] = {}
     taken: dict[int, set[int]] = {}
     for operator in operators:
@@ -122,8 +127,8 @@ def _layers(operators: Sequence[Operator]) -> _Layout:
 
 
 def _grid(operators: Sequence[Operator]) -> _Layout | None:
-    """A row for each layer of which there are several steps; None unless most operators are such steps. Others stand in
-    rows of their own, at the step that they read."""
+    """A row for each layer of which there are several steps; None unless most operators are such steps. Other operators
+    have rows of their own, and stand at the step that they read."""
     count = Counter(operator.weight_group for operator in operators)
     if sum(count[o.weight_group] > 1 for o in operators if o.weights) < UNROLLED * len(operators):
         return None
@@ -139,7 +144,7 @@ def _grid(operators: Sequence[Operator]) -> _Layout | None:
 
 
 def _names(layout: _Layout, sheet: _Sheet) -> Iterator[str]:
-    """What the rows of a grid are, and the numbers of its columns."""
+    """The names of a grid's rows, and the numbers of its columns."""
     across, down = STEP
     for row, name in enumerate(layout.rows):
         yield words(name, sheet.left - 12, TOP + down * row + down / 2, "soft", 11, text_anchor="end")
@@ -149,8 +154,8 @@ def _names(layout: _Layout, sheet: _Sheet) -> Iterator[str]:
 
 
 def _edges(operators: Sequence[Operator], sheet: _Sheet) -> Iterator[str]:
-    """A line from each operator to those that read it; to another line of boxes it leaves at the right and comes in at
-    the left."""
+    """A curve from each operator to those that read it; to another line of boxes it leaves at the right edge and comes
+    in at the left edge."""
     wide, high = sheet.size
     for operator in operators:
         x2, y2 = sheet.spots[operator.name]
@@ -203,7 +208,7 @@ def _part(device: int, x: float, y: float, size: tuple[float, float], color: str
 
 
 def _short(name: str, width: float) -> str:
-    """The end of a name that is too long."""
+    """The name, shortened from its start if it is wider than `width`."""
     if text_width(name, NAME) <= width:
         return name
     while text_width("…" + name, NAME) > width:
@@ -238,7 +243,7 @@ def _hsl(hue: float, light: float) -> str:
 
 
 def _legend(cluster: Cluster, colors: Sequence[str], sheet: _Sheet) -> tuple[list[str], float]:
-    """The colours of the devices, in lines, and where they end."""
+    """The colours of the devices, and the y at which the legend ends."""
     lines, x, y = [], MARGIN, sheet.bottom
     for number, (device, color) in enumerate(zip(cluster.devices, colors, strict=True)):
         text = f"{number}  {device.label}"

@@ -1,7 +1,7 @@
 """A timeline or schedule as a picture: a row per device, a box per forward and backward, time to the right.
 
-The colour of a box is what was done, its shade and number the micro-batch; what is not coloured is idle. Under a row
-stands the device's memory, and below all rows, thinner, the links between devices. Pointing at a box tells more.
+The colour of a box says what was done, its shade and number which micro-batch; time without a box is idle. Below a row
+is the device's memory, and below all rows, thinner, are the links between devices. Pointing at a box shows more.
 """
 
 from __future__ import annotations
@@ -22,14 +22,18 @@ ROW, GAP, STRIP, LANE = 30.0, 8.0, 22.0, 9.0  # heights: device row, between row
 
 @dataclass(frozen=True)
 class _Frame:
-    """Where time runs in the picture: from `left` on, `scale` pixels a second; `chunks` micro-batches to shade. If
-    `named` there is but one, and boxes tell the name of what is done."""
+    """The time axis of the picture: from `left` on, `scale` pixels per second.
+
+    - `chunks`: how many micro-batches there are, for shades.
+    - `stages`: whether boxes show their stage.
+    - `named`: whether boxes show the label of what was done, because there is only one micro-batch.
+    """
 
     timeline: Timeline
     left: float
     width: float
     chunks: int
-    stages: bool  # whether boxes tell their stage
+    stages: bool
     named: bool
 
     @property
@@ -75,7 +79,7 @@ def draw(
 
 
 def _plain(value: Timeline | Schedule) -> bool:
-    """Whether each device has one stage, so that boxes need not tell it."""
+    """Whether each device has one stage, so that boxes need not show it."""
     if isinstance(value, Schedule):
         return plain(value)
     return all(len({span.stage for span in value.on(device)}) <= 1 for device in value.devices)
@@ -111,7 +115,7 @@ def _device(frame: _Frame, device: int, y: float, steps: Steps) -> Iterator[str]
 
 
 def _box(frame: _Frame, span: Span, y: float, height: float) -> Iterator[str]:
-    """A box with a hair of space to the next, its micro-batch where that fits, and what it is on pointing at it."""
+    """A box with a small gap to the next, its micro-batch if there is room, and a text shown on pointing at it."""
     color, x = frame.color(span), frame.x(span.start) + 0.5
     wide = max(span.seconds * frame.scale - 1, 0.6)
     told = f"{KINDS[span.kind]} {span.label}" if frame.named else f"{span}: {span.label}" if span.label else str(span)
@@ -175,7 +179,7 @@ def ticks(length: float, most: float) -> Sequence[float]:
 
 
 def _legend(frame: _Frame, y: float) -> tuple[list[str], float]:
-    """What the colours mean, and where the legend ends: it takes a second line if one is too short."""
+    """What the colours mean, on one or two lines, and the y at which the legend ends."""
     lines, x = [], frame.left
     there = {span.kind for span in frame.timeline.spans}
     for kind in (kind for kind in KINDS if kind in there):

@@ -1,8 +1,8 @@
-"""The pen of all our pictures: elements, colours, text widths, and the page around them.
+"""What all our pictures are made of: elements, colours, text widths, and the page around them.
 
-A picture is one file without scripts or fonts of its own, the same to the byte whenever it is drawn, and follows the
-reader's light or dark page. The colours of kinds are such that readers who see fewer colours can tell what stands in
-one row apart, on light and dark pages, and every colour comes with a number or a word.
+A picture is one file without scripts or fonts of its own, equal to the byte whenever it is drawn, and follows the
+reader's light or dark page. Colour-blind readers can tell the colours within a row apart, on light and dark pages, and
+every colour comes with a number or a word.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from html import escape
 FONT = "ui-sans-serif, system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
 MONO = "ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 
-# Per kind the shades of the first and of the last micro-batch.
+# For each kind the shades of the first and of the last micro-batch.
 SHADES = {
     "F": ("#a9d3f5", "#1a67a8"),
     "B": ("#fdd3a0", "#c25a05"),
@@ -24,7 +24,7 @@ SHADES = {
     "A": ("#cdc5ea", "#6750a4"),
 }
 
-# Per theme: page, cards, ink, quieter ink, lines, the tint behind rows, accents for arcs and for what is shared.
+# For each theme: page, cards, ink, lighter ink, lines, the tint behind rows, accents for arcs, loans and flows.
 THEMES = {
     "light": {
         "page": "#ffffff", "card": "#f6f8fa", "ink": "#1f2328", "soft": "#59636e", "line": "#d1d9e0",
@@ -59,7 +59,7 @@ def words(text: str, x: float, y: float, class_: str = "ink", size: float = 12, 
 
 
 def text_width(text: str, size: float = 12, mono: bool = False) -> float:
-    """About how wide a text is. Fonts differ: rather too wide than too narrow."""
+    """About how wide a text is, in pixels; fonts differ, so the estimate is rather too wide."""
     if mono:
         return size * 0.62 * len(text)
     narrow, wide = set("iljtfr.,:;|!'()[] "), set("mwMW@%")

@@ -18,11 +18,16 @@ from fxpipe.ir.units import show_seconds
 
 @dataclass(frozen=True)
 class Style:
-    """The character that fills a span of each kind, those at both sides of a bar, and how a cell is coloured."""
+    """How a bar is drawn.
+
+    - `fill`: for each kind of span its character.
+    - `edges`: the characters at both ends of a bar.
+    - `colors`: for each kind its background, one of a terminal's 256 colours; None without colours.
+    """
 
     fill: dict[str, str]
     edges: tuple[str, str]
-    colors: dict[str, int] | None = None  # of the 256 of a terminal
+    colors: dict[str, int] | None = None
 
 
 UNICODE = Style({"F": "░", "B": "▓", "I": "▒", "W": "█", "R": "╱"}, ("│", "│"))
@@ -74,7 +79,7 @@ def _bar(timeline: Timeline, device: str, width: int, style: Style) -> str:
 
 
 def _paint(text: str, kind: str, style: Style, bold: bool = False) -> str:
-    """The text on its kind's colour; bold on every other micro-batch tells neighbours apart."""
+    """The text on its kind's colour; every other micro-batch is bold, to tell neighbours apart."""
     if style.colors is None or not text:
         return text
     return f"\x1b[{'1;' if bold else ''}30;48;5;{style.colors[kind]}m{text}\x1b[0m"

@@ -10,7 +10,7 @@ written to JSON, edited and compared, and nothing here asks the machine.
 
 A link joins two devices or two servers, both ways; `link` finds the narrowest one that fits a pair. A switch joins any
 number of devices, servers or other switches, each by a port that its traffic shares: NVLink within a server, the one
-network card of each server, the uplink of a rack. How long a set of messages takes is told by `network.py`.
+network card of each server, the uplink of a rack. `network.py` says how long a set of messages takes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,14 @@ from .device_labels import Label
 
 @dataclass(frozen=True)
 class Device:
-    """A device by its label ("cuda:0"; "cpu:1" is the second CPU worker): bytes of memory, floating-point operations
-    per second, bytes of memory read or written per second."""
+    """One device.
+
+    - `label`: its name, such as "cuda:0"; "cpu:1" is the second CPU worker.
+    - `memory`: in bytes.
+    - `flops`: floating-point operations per second.
+    - `bandwidth`: bytes of memory read or written per second.
+    - `server`: the server that the device is in.
+    """
 
     label: Label
     memory: int
@@ -44,8 +50,12 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """A way between two devices, or any device of one server and any of another (or of the same): bytes per second
-    each way, and the seconds before the first byte arrives."""
+    """A link between two devices, or between any device of one server and any of another (or of the same).
+
+    - `ends`: two device labels or two server names.
+    - `bandwidth`: bytes per second, each way.
+    - `latency`: seconds before the first byte arrives.
+    """
 
     ends: tuple[str, str]
     bandwidth: float
@@ -54,13 +64,16 @@ class Link:
 
 @dataclass(frozen=True)
 class Switch:
-    """Joins its `members`, which are devices, servers or other switches. Each has one port that sends `bandwidth` bytes
-    per second and receives as many at once (`into`, if receiving is another rate); all that it sends to the other
-    members shares the port. `latency` is the seconds before the first byte arrives. If `through`, what members send to
-    beyond the switch takes their ports too: true of a tree of PCIe or Ethernet switches, not of NVLink beside a network
-    card. `all_reduce` is the bytes per second that a ring of members reaches, where that is not the ports' rate.
+    """A switch joins its members, each by one port. All that a member sends to the others shares its port. A switch may
+    have the name of a server, and then joins the devices in that server.
 
-    A switch may have the name of a server, and then joins the devices in it.
+    - `members`: devices, servers or other switches.
+    - `bandwidth`: bytes per second that a port sends; it receives as many at once.
+    - `latency`: seconds before the first byte arrives.
+    - `into`: bytes per second that a port receives, if that is another rate.
+    - `through`: whether messages to places beyond the switch take the members' ports too: true of a tree of PCIe or
+      Ethernet switches, not of NVLink beside a network card.
+    - `all_reduce`: bytes per second that a ring of members reaches, if that is not the ports' rate.
     """
 
     name: str
@@ -76,7 +89,7 @@ class Switch:
         return self.bandwidth if self.into is None else self.into
 
 
-# Assumptions for `Cluster.of`, where nobody has said better: a data-center GPU on PCIe 3, one core of a server.
+# Defaults of `Cluster.of`: a data-center GPU on PCIe 3, one core of a server.
 ASSUMED_GPU = Device("cuda", memory=16 * 10**9, flops=15e12, bandwidth=900e9)
 ASSUMED_CPU_WORKER = Device("cpu", memory=64 * 10**9, flops=50e9, bandwidth=10e9)
 ASSUMED_LINK = Link(("local", "local"), bandwidth=12e9, latency=10e-6)
@@ -93,7 +106,7 @@ class Cluster:
 
     detect: ClassVar[
         Callable[..., Cluster]
-    ]  # the machine at hand: `fxpipe.pipe.build.local_cluster`, which asks torch, puts it here
+    ]  # the cluster of this machine: `fxpipe.pipe.build.local_cluster`, set from there, as it needs torch
 
     def __str__(self) -> str:
         return show(self)
@@ -137,7 +150,8 @@ class Cluster:
 
     @cached_property
     def ports(self) -> dict[str, tuple[tuple[Switch, str], ...]]:
-        """For each device the ports on its way up: the switch, and which of its members the device is behind."""
+        """For each device the ports above it, lowest first: (switch, the member of the switch that the device is
+        behind)."""
         return {device.label: tuple(_ports(device, self._switch_of)) for device in self.devices}
 
 
@@ -159,8 +173,8 @@ def meeting(cluster: Cluster, a: str, b: str) -> Switch | None:
 
 
 def link(cluster: Cluster, a: str, b: str) -> Link:
-    """The link that values between devices `a` and `b` take: their own, or else that of their servers, or else the way
-    through the lowest switch that joins them."""
+    """The link between devices `a` and `b`: their own, or else that of their servers, or else the way through the
+    lowest switch that joins them. Raises KeyError if nothing joins them."""
     servers = {cluster.device(a).server, cluster.device(b).server}
     found = [e for e in cluster.links if set(e.ends) == {a, b}] or [e for e in cluster.links if set(e.ends) == servers]
     if found:

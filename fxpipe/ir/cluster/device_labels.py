@@ -1,7 +1,7 @@
-"""How devices are called: a kind, and mostly a number, as in "cpu:0", "cuda:1" or, in a cluster elsewhere, "V100:3".
+"""Device labels: a kind and, mostly, a number, as in "cpu:0", "cuda:1" or, in a cluster elsewhere, "V100:3".
 
-Labels go into generated source, file names and pictures, and they come from files that others have written, so there is
-one grammar for all of them, and nothing in it has a meaning to Python, HTML or a shell.
+Labels go into generated source, file names and pictures, and they come from files that others have written. So all
+labels follow one grammar, in which no character has a meaning to Python, HTML or a shell.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def is_label(text: Any) -> bool:
 
 
 def is_local(label: str) -> bool:
-    """Whether the label can be a device of this machine: whether that is there is asked when something runs on it.
+    """Whether the label is of a kind that plans can run on. Whether the device exists is found out when something runs.
 
     >>> is_local("cuda:3"), is_local("V100:3")
     (True, False)

@@ -1,9 +1,9 @@
-"""How long messages take that share a network: what a stage of several replicas sends to the next, and how replicas add
-up their gradients.
+"""Seconds of messages that share a network: the transfer from a stage of several replicas to the next, and the
+all-reduce of their gradients.
 
-Both grow in a straight line with the bytes, so a `Rate` says all: it is worked out once for two sets of devices and
-serves every size. A rate adds up, for each port and link, the share of the bytes that crosses it; the slowest of them
-sets the pace, because messages move at the same time.
+Both are linear in the bytes, so a `Rate` is computed once for two sets of devices and serves every size. It adds up,
+for each port and link, the share of the bytes that crosses it. Messages move at the same time, so the slowest port or
+link sets the pace.
 
     senders 0, 1 (server a)     0 --half--> 2     inside server a half of the bytes cross the ports of 0 and 2,
     receivers 2 (a), 3 (b)      1 --half--> 3     and the other half the network cards of a and b
@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 from .cluster import Cluster, Link, Switch, link, meeting
 
-Key = tuple[str, str, str]  # a switch or link, who is behind the port, which way
-Use = tuple[Key, float]  # and the bytes per second of that port
+Key = tuple[str, str, str]  # the switch or link, what is behind the port, the direction
+Use = tuple[Key, float]  # a port and its bytes per second
 
 
 class Rate(NamedTuple):
-    """Seconds for some bytes: `latency + count * per_byte`; nothing for no bytes."""
+    """Seconds for `count` bytes: `latency + count * per_byte`; 0 for no bytes."""
 
     latency: float
     per_byte: float
@@ -31,10 +31,11 @@ class Rate(NamedTuple):
 
 
 def split_concat(cluster: Cluster, senders: Sequence[int], receivers: Sequence[int]) -> Rate:
-    """The rate at which a micro-batch goes from the replicas of one stage to those of another; devices by position.
+    """The rate at which a micro-batch goes from the replicas of one stage to those of another. Devices are positions in
+    the cluster.
 
-    Each of r senders, ascending, has an equal slice of the samples, and each receiver needs one; those whose slices
-    overlap exchange the overlap. What stays on a device does not move.
+    Each sender has an equal slice of the samples and each receiver needs one, both in ascending order. A sender sends a
+    receiver what their slices have in common; within one device nothing moves.
     """
     shares: dict[Key, float] = {}
     latency = slowest = 0.0
@@ -50,7 +51,7 @@ def split_concat(cluster: Cluster, senders: Sequence[int], receivers: Sequence[i
 
 
 def slices(senders: Sequence[int], receivers: Sequence[int]) -> Iterator[tuple[int, int, float]]:
-    """Which sender has what share of the samples for which receiver.
+    """(sender, receiver, share of all samples that goes from one to the other).
 
     >>> list(slices([0, 1], [2, 3, 4, 5]))
     [(0, 2, 0.25), (0, 3, 0.25), (1, 4, 0.25), (1, 5, 0.25)]
@@ -65,7 +66,7 @@ def slices(senders: Sequence[int], receivers: Sequence[int]) -> Iterator[tuple[i
 
 
 def way(cluster: Cluster, a: str, b: str) -> Iterator[Use]:
-    """The ports, or the link, that a message from `a` to `b` crosses."""
+    """The ports, or the link, that a message from `a` to `b` crosses, with their bytes per second."""
     between = link(cluster, a, b)
     if between in cluster.links:
         yield from _along(cluster, between, a, b)
@@ -98,7 +99,7 @@ def _up(cluster: Cluster, label: str, top: Switch) -> Iterator[tuple[Switch, str
 
 
 def all_reduce(cluster: Cluster, devices: Sequence[int]) -> Rate:
-    """The rate at which replicas add up their gradients, in a ring: each sends 2 (r - 1) parts of 1 / r."""
+    """The rate of an all-reduce of r replicas in a ring: each sends 2 (r - 1) / r of the bytes."""
     r = len(devices)
     if r == 1:
         return Rate(0.0, 0.0)
@@ -107,7 +108,7 @@ def all_reduce(cluster: Cluster, devices: Sequence[int]) -> Rate:
 
 
 def ring(cluster: Cluster, devices: Sequence[int]) -> tuple[float, float]:
-    """The narrowest bandwidth and the longest latency between neighbours in the ring of these devices."""
+    """The least bandwidth and the longest latency between neighbours in the ring of these devices."""
     steps = [_step(cluster, a, b) for a, b in zip(devices, (*devices[1:], devices[0]), strict=True)]
     return min(bandwidth for bandwidth, _ in steps), max(latency for _, latency in steps)
 

@@ -1,5 +1,5 @@
-"""Clusters of published experiments, to plan for what their authors had. Nominal figures, each with where it is from;
-what a program reaches is less, so every preset takes the effective bandwidth between servers as an argument.
+"""Clusters of published experiments. Figures are nominal, each with its source. Programs reach less, so presets of
+several servers take the effective bandwidth between servers as an argument.
 
     preset   devices                        within a server   between servers
     dapple_a 2 servers of 8 V100            NVLink            25 Gb/s Ethernet
@@ -46,8 +46,12 @@ def servers(
     between_latency: float = 0.0,
     all_reduce: float | None = None,
 ) -> Cluster:
-    """`count` servers of `each` devices: in a server each device has a port of `within` bytes per second, and each
-    server one network card of `between`, on which a ring reaches `all_reduce` where that is another rate."""
+    """`count` servers of `each` devices. Rates are in bytes per second:
+
+    - `within`: of each device's port in its server.
+    - `between`: of each server's network card.
+    - `all_reduce`: that a ring over the network cards reaches, if that is another rate.
+    """
     names = [[f"{kind.label}:{s * each + i}" for i in range(each)] for s in range(count)]
     devices = tuple(replace(kind, label=name, server=f"server {s}") for s in range(count) for name in names[s])
     inside = tuple(Switch(f"server {s}", tuple(names[s]), within, within_latency) for s in range(count) if each > 1)
@@ -60,7 +64,7 @@ def servers(
 
 
 def dapple_a(between: float = 25 * GBIT, all_reduce: float | None = None) -> Cluster:
-    """DAPPLE's configuration A (its section VI): 130 GB/s is what it gives for NVLink within a server of 8."""
+    """DAPPLE's configuration A (section VI): servers of 8; the paper gives 130 GB/s for NVLink within one."""
     return servers(2, 8, V100, 130e9, between, NVLINK_LATENCY, ETHERNET_LATENCY, all_reduce)
 
 
@@ -81,8 +85,9 @@ def p100s(nodes: int = 4, between: float = 100 * GBIT, within: float = 20e9) -> 
 
 
 def k80s(nodes: int = 16, between: float = 56 * GBIT, within: float = 12e9) -> Cluster:
-    """FlexFlow's K80 cluster: 16 nodes of 4 GPUs. Neighbours share a private PCIe switch, and all four the one above
-    it; what leaves a pair takes the pair's port, and what leaves a node its card. PCIe 3 x16 carries 12 GB/s."""
+    """FlexFlow's K80 cluster: 16 nodes of 4 GPUs. Each pair of neighbours has a PCIe switch, and a switch above
+    joins the two pairs. Messages that leave a pair take the pair's port, those that leave a node its network card.
+    PCIe 3 x16 carries 12 GB/s."""
     labels = [f"K80:{i}" for i in range(4 * nodes)]
     devices = tuple(replace(K80, label=label, server=f"node {i // 4}") for i, label in enumerate(labels))
     pairs = tuple(
@@ -120,13 +125,13 @@ PRESETS: dict[str, Callable[[], Cluster]] = {
 }
 
 
-# Those that can be had with any number of devices, by the number of devices in a node.
+# Presets that take a number of nodes, and how many devices a node has.
 NODES: dict[str, tuple[Callable[[int], Cluster], int]] = {"p100": (p100s, 4), "k80": (k80s, 4)}
 
 
 def preset(name: str) -> Cluster:
-    """The preset of this name, or with a number of devices: "k80:8" is two nodes of it, "A:3" three devices of a
-    server. Raises ValueError where there is none.
+    """The preset of this name, optionally with a number of devices: "k80:8" is two of its nodes, "A:3" three of its
+    devices. Raises ValueError for another name or number.
 
     >>> len(preset("k80").devices), len(preset("k80:6").devices), len(preset("p100:64").devices)
     (64, 6, 64)

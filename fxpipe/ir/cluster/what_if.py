@@ -1,4 +1,4 @@
-"""A cluster with one thing changed, to see what that would be worth."""
+"""A cluster with one thing changed, to see what the change would gain."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from .cluster import Cluster, Switch
 
 
 def one_more(cluster: Cluster) -> Cluster:
-    """With a device more, like the last one and joined to whatever that is joined to: in the last server, or in a
-    server of its own where each device has one.
+    """The cluster with one more device: a copy of the last one, joined to all that the last one is joined to. It is in
+    the last server, or in a new one if every device has a server of its own.
 
     >>> one_more(Cluster.of(["cpu:0", "cpu:1"])).labels
     ('cpu:0', 'cpu:1', 'cpu:2')
@@ -27,15 +27,15 @@ def one_more(cluster: Cluster) -> Cluster:
     links = [replace(e, ends=_renamed(e.ends, twins)) for e in cluster.links if twins.keys() & set(e.ends)]
     more = [e for e in links if e not in cluster.links]
     if any(set(e.ends) == {last.label, other} for e in cluster.links for other in cluster.labels):
-        # Links of devices, not of servers: the two twins are joined as the last is to the one before.
+        # Links join devices, not servers: a copy of the last device's last link joins it to the new device.
         before = next(e for e in reversed(cluster.links) if last.label in e.ends)
         more.append(replace(before, ends=(last.label, twin.label)))
     return Cluster((*cluster.devices, twin), (*cluster.links, *more), switches)
 
 
 def one_more_server(cluster: Cluster) -> Cluster:
-    """With a server more, that has what is in the last one and is joined to whatever that is joined to. Raises
-    ValueError where nothing joins servers.
+    """The cluster with one more server: a copy of the last one, joined to all that the last one is joined to. Raises
+    ValueError if nothing joins the last server to others.
 
     >>> from .published_clusters import preset
     >>> one_more_server(preset("p100:8")).labels[-4:]
@@ -85,7 +85,7 @@ def _renamed(ends: tuple[str, str], twins: dict[str, str]) -> tuple[str, str]:
 
 
 def _next(name: str, taken: set[str]) -> str:
-    """The name with the next number that is free.
+    """The name with the next free number.
 
     >>> _next("V100:7", {"V100:7", "V100:8"})
     'V100:9'
@@ -98,7 +98,8 @@ def _next(name: str, taken: set[str]) -> str:
 
 
 def fewer(cluster: Cluster, count: int) -> Cluster:
-    """Of the first `count` devices alone, with the links and switches that these still need.
+    """The cluster of the first `count` devices, with the links and switches that they need. Raises ValueError if it
+    has fewer, or `count` is below 1.
 
     >>> fewer(Cluster.of(["cpu:0", "cpu:1", "cpu:2"]), 2).labels
     ('cpu:0', 'cpu:1')
@@ -117,7 +118,7 @@ def fewer(cluster: Cluster, count: int) -> Cluster:
 
 
 def widened(cluster: Cluster, by: float = 2.0) -> Cluster:
-    """With links and switches of so many times the bandwidth."""
+    """The cluster with the bandwidths of all links and switches multiplied by `by`."""
     links = tuple(replace(e, bandwidth=e.bandwidth * by) for e in cluster.links)
     switches = tuple(
         replace(

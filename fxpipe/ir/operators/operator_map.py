@@ -1,5 +1,5 @@
-"""A captured graph as operators: which ops of the graph belong to each operator, and what each op puts out, as a view
-of what its operator does.
+"""A captured graph as operators: which ops of the graph belong to each operator, and the output of each op as a view of
+its operator's output.
 
     operator  ops                          views
     conv1     conv2d, relu                 both as the operator puts it out
@@ -17,8 +17,8 @@ from .tensor_axes import Axes
 
 @dataclass(frozen=True)
 class View:
-    """The dimensions of a tensor, each of parts of the dimensions of what an operator puts out. A number over all
-    samples has none."""
+    """A tensor as a view of an operator's output: `axes` says for each dimension of the tensor which parts of the
+    output's dimensions it is made of. A number over all samples has no dimensions."""
 
     operator: str
     axes: Axes
@@ -26,7 +26,12 @@ class View:
 
 @dataclass(frozen=True)
 class Reading:
-    """The operators; for each the ops of the graph that belong to it; and for each of those what it puts out."""
+    """What was read from a captured graph.
+
+    - `operators`: the operators.
+    - `ops`: for each operator the ops of the graph that belong to it.
+    - `views`: for each op its output.
+    """
 
     operators: OperatorGraph
     ops: Mapping[str, tuple[str, ...]]

@@ -1,6 +1,6 @@
-"""What a model computes, as operator-level parallelism sees it: an operator, the tensor it puts out, and how each
-dimension of that tensor may be cut. The captured `Graph` says how to run a model; this says only what its parts cost
-and what they need of each other, so that a strategy is judged without torch.
+"""What a model computes, as operator-level parallelism sees it: operators, their output tensors, and how each
+dimension of an output may be cut. The captured `Graph` says how to run a model; this says only what its parts cost
+and what they read of each other, so that a strategy is judged without torch.
 
     operator  kind    inputs  output                                                   weights
     image     input           sample 64 S, channel 3, height 224 A, width 224 A
@@ -8,7 +8,7 @@ and what they need of each other, so that a strategy is judged without torch.
     pool1     pool2d  conv1   sample 64 S, channel 64 A, height 27 A, width 27 A
 
 A dimension's role is the SOAP paper's: cutting S (sample) or A (attribute) leaves the weights whole, so that every part
-holds a copy; cutting P (parameter) cuts the weights with it. A dimension of no role is never cut.
+holds a copy; cutting P (parameter) cuts the weights with it. A dimension without a role is never cut.
 """
 
 from __future__ import annotations
@@ -33,8 +33,12 @@ KINDS = frozenset(
 
 @dataclass(frozen=True)
 class Dimension:
-    """One dimension of an operator's output: its size, and what cutting it cuts. It is cut between multiples of `step`
-    only, as channels are between the heads of attention."""
+    """One dimension of an operator's output.
+
+    - `size`: how many elements it has.
+    - `role`: what cutting it cuts, see above.
+    - `step`: it is cut only between multiples of this, as channels are between the heads of attention.
+    """
 
     name: str
     size: int
@@ -47,12 +51,15 @@ class Dimension:
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator and its output. One of kind "input" is fed in: free to compute, and at hand on every device.
+    """An operator and its output. One of kind "input" is fed in: it costs nothing, and every device has it.
 
-    `inputs` names the operators it reads, in order. `work` is the floating-point operations of the forward pass for
-    each element put out. `weights` is the number of its weights; operators of the same `shared` name hold the same
-    ones (the steps of an unrolled layer), and their gradients are exchanged once. `window`, `stride` and `padding` are
-    those of a convolution or pooling, one number for each dimension it slides over; `axis` is the one concatenated.
+    - `inputs`: the names of the operators it reads, in order.
+    - `work`: floating-point operations of the forward pass for each element of the output.
+    - `weights`: the number of its weights.
+    - `shared`: operators with the same name here hold the same weights (the steps of an unrolled layer), whose
+      gradients are exchanged once.
+    - `window`, `stride`, `padding`: of a convolution or pooling, one number for each dimension that it slides over.
+    - `axis`: the dimension that is concatenated.
     """
 
     name: str
@@ -87,7 +94,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class OperatorGraph:
-    """Operators in an order in which each comes after those it reads. `element` is the bytes of a number. Check with
+    """Operators in an order in which each comes after those it reads. `element` is the bytes of an element. Check with
     `check`, print with `str`."""
 
     name: str
@@ -129,8 +136,8 @@ class OperatorGraph:
 
 
 def check(graph: OperatorGraph) -> None:
-    """Raise ValueError where the graph is not in order: a name twice, an input that does not come before, an unknown
-    kind or role, an empty dimension, weights shared between different numbers of them."""
+    """Raise ValueError if the graph is not well-formed: a name that comes twice, an input that does not come before its
+    reader, an unknown kind or role, an empty dimension, operators that share weights but not their number."""
     before: set[str] = set()
     shared: dict[str, Operator] = {}
     if not graph.operators:

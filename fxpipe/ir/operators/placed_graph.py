@@ -1,5 +1,5 @@
-"""A graph of which every op has a device: what a strategy makes of a captured graph. Ops stand in an order in which
-they can run; what one reads of another on another device has to go there.
+"""A graph with a device for every op: a captured graph cut by a strategy. Ops stand in an order in which they can run;
+a value that an op on another device reads has to go there.
 
     device 0   x_0 = linear(image_0, weight[0:64])
     device 1   x_1 = linear(image_1, weight[64:128])
@@ -19,8 +19,11 @@ from .strategy import Config
 
 @dataclass(frozen=True)
 class Placed:
-    """`devices`: the number of the device of each op of `graph`, by the op's name. `cuts`: how a strategy cuts each
-    operator, where one does."""
+    """The graph and its devices.
+
+    - `devices`: for each op of `graph`, by name, the number of its device.
+    - `cuts`: how a strategy cuts each operator; empty without one.
+    """
 
     graph: Graph
     devices: Mapping[str, int]

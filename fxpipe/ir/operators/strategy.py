@@ -43,7 +43,7 @@ class Strategy:
     configs: tuple[Config, ...]
 
     def replace(self, at: int, config: Config) -> Strategy:
-        """The same, but for the operator at position `at`."""
+        """The strategy with another config for the operator at position `at`."""
         return Strategy((*self.configs[:at], config, *self.configs[at + 1 :]))
 
 
@@ -72,7 +72,7 @@ def regions(operator: Operator, config: Config) -> tuple[Region, ...]:
 
 
 def check_config(operator: Operator, config: Config, devices: int) -> None:
-    """Raise ValueError where an operator cannot be computed so on `devices` devices."""
+    """Raise ValueError if `config` is not one for `operator` on `devices` devices."""
     where = f"operator {operator.name!r}"
     if len(config.degrees) != len(operator.output):
         raise ValueError(
@@ -98,7 +98,7 @@ def _cuttable(operator: Operator) -> str:
 
 
 def check(graph: OperatorGraph, strategy: Strategy, devices: int) -> None:
-    """Raise ValueError where the strategy does not fit the graph or a cluster of `devices` devices."""
+    """Raise ValueError if the strategy does not fit the graph or a cluster of `devices` devices."""
     if len(strategy.configs) != len(graph):
         raise ValueError(
             f"{graph.name} has {len(graph)} operators, but the strategy has {len(strategy.configs)} configs"
@@ -114,12 +114,12 @@ def cut(operator: Operator, config: Config) -> str:
 
 
 def by_name(graph: OperatorGraph, strategy: Strategy) -> dict[str, Config]:
-    """The config of each operator, as files have them."""
+    """The config of each operator, by its name; `of_names` is the inverse."""
     return {operator.name: config for operator, config in zip(graph, strategy.configs, strict=True)}
 
 
 def of_names(graph: OperatorGraph, configs: Mapping[str, Config], devices: int) -> Strategy:
-    """The strategy with these configs. Raises ValueError where they do not fit the graph."""
+    """The strategy with these configs, by operator. Raises ValueError if they do not fit the graph."""
     if strange := sorted(configs.keys() ^ graph.positions.keys()):
         raise ValueError(f"the strategy and {graph.name} do not have the same operators: {', '.join(strange[:5])}")
     strategy = Strategy(tuple(configs[operator.name] for operator in graph))

@@ -1,8 +1,8 @@
-"""Views of a tensor, followed from one to the next: which parts of which dimensions of the tensor that was put out make
-up each dimension of what is read. So heads that are taken apart and put together again are known to be the same tensor,
-and only a view that somebody really reads needs an operator.
+"""Views of an operator's output, followed from one to the next: which parts of the output's dimensions make up each
+dimension of a view. So heads that are split and merged again are known to be the same tensor, and only a view that an
+op really reads needs an operator.
 
-    put out           sample 8, length 5, channel 12
+    output            sample 8, length 5, channel 12
     view(8, 5, 3, 4)  sample, length, 3 of channel (steps of 4), 4 of channel
     transpose(1, 2)   sample, 3 of channel, length, 4 of channel
 """
@@ -16,7 +16,7 @@ from math import prod
 
 @dataclass(frozen=True)
 class Factor:
-    """`size` positions in dimension `dim` of what was put out, `step` apart."""
+    """`size` positions in dimension `dim` of the output, `step` apart."""
 
     dim: int
     size: int
@@ -28,12 +28,12 @@ Axes = tuple[Axis, ...]
 
 
 def whole(sizes: Sequence[int]) -> Axes:
-    """What was put out, as it is."""
+    """The axes of an output of these sizes itself."""
     return tuple(axis(dim, size) for dim, size in enumerate(sizes))
 
 
 def axis(dim: int, size: int) -> Axis:
-    """All of one dimension."""
+    """All of dimension `dim`, which has this size."""
     return (Factor(dim, size),) if size > 1 else ()
 
 
@@ -46,8 +46,7 @@ def permuted(axes: Axes, order: Sequence[int]) -> Axes:
 
 
 def reshaped(axes: Axes, shape: Sequence[int]) -> Axes | None:
-    """The dimensions in another shape of as many elements; None where a dimension would be made of a piece that is no
-    whole number of steps.
+    """The axes in another shape of as many elements; None if a new dimension would need a fraction of a factor.
 
     >>> heads = reshaped(whole((8, 12)), (8, 3, 4))
     >>> heads[1:]
@@ -78,7 +77,7 @@ def reshaped(axes: Axes, shape: Sequence[int]) -> Axes | None:
 
 
 def _joined(factors: Sequence[Factor]) -> Axis:
-    """Neighbours that are one run of a dimension as one factor."""
+    """The factors, with neighbours that are one run of a dimension merged into one."""
     made: list[Factor] = []
     for factor in factors:
         last = made[-1] if made else None

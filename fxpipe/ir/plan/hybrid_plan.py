@@ -27,8 +27,12 @@ ALL_REDUCES = ("end", "overlap")
 
 @dataclass(frozen=True, slots=True)
 class HybridStage:
-    """Layers `first` to `end` - 1, on `devices` by their position in the cluster, ascending; each replica takes an
-    equal share of every micro-batch. If `recompute`, only what the stage takes is kept, and forward runs again."""
+    """One stage: layers `first` to `end` - 1.
+
+    - `devices`: positions in the cluster, ascending, one for each replica; each takes an equal share of every
+      micro-batch.
+    - `recompute`: whether only what the stage takes is kept, and forward runs again in backward.
+    """
 
     first: int
     end: int
@@ -51,7 +55,7 @@ class HybridPlan:
 
 
 def warmup_of(policy: str, stage: int, stages: int, micro_batches: int) -> int:
-    """The forwards that a stage runs before its first backward.
+    """How many forwards stage number `stage` of `stages` runs before its first backward.
 
     >>> [warmup_of("late", s, 3, 4) for s in range(3)]
     [4, 3, 1]

@@ -1,7 +1,7 @@
 """A model as planners of whole clusters see it: a line of layers, with what each costs for one micro-batch.
 
 Ops are too many, and cross each other in too many ways, for a search over stages, replicas and devices. A chain has
-only the places where a model may be cut. It says nothing of where it comes from: a profile of ops, or somebody's file.
+only the places where a model may be cut. It may come from a profile of ops or from a file.
 
 VGG-19, 25 layers, batch 32
 layer        forward  backward  parameters  saved   cut
@@ -24,9 +24,14 @@ from fxpipe.ir.units import show_bytes, show_seconds
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """`forward` and `backward` are seconds for one micro-batch on one device. In bytes: `parameters`; `saved`, which
-    the backward needs of one micro-batch; and `cut`, which crosses a cut after this layer: all that was made up to here
-    and is used later, each once. The gradient that comes back has the same size."""
+    """One layer's costs.
+
+    - `forward`, `backward`: seconds for one micro-batch on one device.
+    - `parameters`: bytes.
+    - `saved`: bytes that the backward of one micro-batch needs.
+    - `cut`: bytes that cross a cut after this layer: all that was made up to here and is used later, each once. The
+      gradient that comes back has the same size.
+    """
 
     name: str
     forward: float
@@ -39,7 +44,8 @@ class Layer:
 @dataclass(frozen=True)
 class Chain:
     """The layers of `model` in order, with costs for micro-batches of `batch` samples. Check with `check`, print with
-    `str`. The sums are running sums: a stage of layers a to b - 1 takes `forwards[b] - forwards[a]`."""
+    `str`. `forwards`, `backwards`, `parameters` and `saved` are running sums: the forward of a stage of layers a to
+    b - 1 takes `forwards[b] - forwards[a]`."""
 
     model: str
     batch: float
@@ -78,7 +84,7 @@ def _sums(values: Iterator[float]) -> tuple[float, ...]:
 
 
 def check(chain: Chain) -> None:
-    """Raise ValueError for a chain without layers, without samples, or with a cost that is not a number above zero."""
+    """Raise ValueError for a chain without layers, without samples, or with a cost that is negative or not finite."""
     if not chain.layers:
         raise ValueError(f"{chain.model} has no layers")
     if not chain.batch > 0:
@@ -89,8 +95,8 @@ def check(chain: Chain) -> None:
 
 
 def scaled(chain: Chain, batch: float) -> Chain:
-    """The chain at another micro-batch: times and activations grow with the samples, parameters do not. Small
-    micro-batches cost more than that on a real device: no straight line knows what does not fill it.
+    """The chain for micro-batches of `batch` samples: times and activations are scaled, parameters are not. On a real
+    device small micro-batches cost more than that, because they do not fill it.
 
     >>> scaled(Chain("m", 2, (Layer("a", 4.0, 8.0, 10, 6, 2),)), 1).layers[0]
     Layer(name='a', forward=2.0, backward=4.0, parameters=10, saved=3.0, cut=1.0)
@@ -108,7 +114,8 @@ def scaled(chain: Chain, batch: float) -> Chain:
 
 
 def nearest(chains: Sequence[Chain], batch: float) -> Chain:
-    """The chain at another micro-batch, from those of the same layers at several: the nearest by ratio, scaled."""
+    """The chain for micro-batches of `batch` samples, from `chains` of the same layers at other sizes: the nearest by
+    ratio, scaled."""
     if not batch > 0:
         raise ValueError(f"a micro-batch of {batch} samples; it has some")
     return scaled(min(chains, key=lambda chain: abs(log(batch / chain.batch))), batch)

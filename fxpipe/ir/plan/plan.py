@@ -11,16 +11,21 @@ from fxpipe.ir.cluster.device_labels import Label
 from fxpipe.ir.dataclass_json import at_least, from_plain, one_of, parse, to_plain, write
 
 CHECKPOINT_MODES = ("never", "except_last", "always")
-MOST_CHUNKS = 4096  # micro-batches of a batch; the code of a schedule, and planning, grow with them
+MOST_CHUNKS = 4096  # micro-batches of a batch: a schedule's code and the time to plan grow with them
 Mode = Annotated[str, one_of(*CHECKPOINT_MODES)]
 Chunks = Annotated[int, at_least(1, MOST_CHUNKS)]
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage: its ops by name, in the order they run, its device, when it recomputes ("never", "except_last": all
-    micro-batches but the last, or "always"), and whether what it keeps for backward waits in host memory. `replicas`
-    are further devices that run the same stage, each with an equal share of every micro-batch."""
+    """One stage.
+
+    - `ops`: their names, in the order they run.
+    - `device`: where it runs.
+    - `checkpoint`: when it recomputes: "never", "except_last" (all micro-batches but the last) or "always".
+    - `offload`: whether what it keeps for backward waits in host memory.
+    - `replicas`: further devices that run the same stage, each with an equal share of every micro-batch.
+    """
 
     ops: tuple[str, ...]
     device: Label
@@ -112,8 +117,8 @@ def plain(plan: Plan) -> dict[str, Any]:
 
 
 def load(text: str) -> Plan:
-    """The plan that `dump` wrote, or the one in the file of a planner, which may say under "planned" what it was made
-    for. Raises ValueError for text that is not one."""
+    """The plan that `dump` or a planner wrote. What a planner says under "planned" is ignored. Raises ValueError for
+    text that is not a plan."""
     data = parse(text)
     if isinstance(data, dict):
         data.pop("planned", None)

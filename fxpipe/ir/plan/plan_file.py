@@ -1,10 +1,10 @@
-"""Plans as files that are edited by hand: of each stage the place where it begins, by a name and a line that the reader
-knows, so that a cut is moved by editing one line.
+"""Plans as files to edit by hand. A stage is given by the place where it begins, under a name and a line that the
+reader knows: editing one line moves a cut.
 
     {"begins": "layers.3", "line": "model.py:12  x = layer(x)", "device": "cpu:1", "checkpoint": "never"}
 
-A stage has all ops from where it begins to where the next one does, in the model's own order. `also` names ops of other
-places that run in it, such as a cheap one that nothing before needs. `line` is for the reader alone.
+A stage has all ops from where it begins to where the next one does, in the model's own order. `also` names ops from
+elsewhere that run in it, such as a cheap op that no earlier stage needs. `line` is for the reader alone.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .plan import load as load_plan
 
 @dataclass(frozen=True)
 class StagePlace:
-    """One stage. `begins` is an op by its name, a module, which stands for its first op, or a line as in "model.py:12".
-    All else is as in `StagePlan`."""
+    """One stage. `begins` is the name of an op, a module (its first op) or a line as in "model.py:12"; `line` and
+    `also`: see above; the rest is as in `StagePlan`."""
 
     begins: str
     device: Label
@@ -43,7 +43,7 @@ class StagePlace:
 
 @dataclass(frozen=True)
 class PlanFile:
-    """A plan as `Plan` is, whose stages are told by where they begin. `placed` gives the plan for a graph."""
+    """As `Plan`, with stages given by the places where they begin. `placed` turns it into the plan for a graph."""
 
     model: str
     stages: tuple[StagePlace, ...]
@@ -56,8 +56,8 @@ class PlanFile:
 
 
 def load(text: str) -> Plan | PlanFile:
-    """The plan in a file, by the places where its stages begin or by all of their ops. Raises ValueError for text that
-    is none."""
+    """The plan in a file: a `Plan` if its stages list their ops, else a `PlanFile`. Raises ValueError for text that is
+    no plan."""
     data = parse(text)
     stages = data.get("stages") if isinstance(data, dict) else None
     if isinstance(stages, list) and any(isinstance(stage, dict) and "ops" in stage for stage in stages):
@@ -68,8 +68,8 @@ def load(text: str) -> Plan | PlanFile:
 
 
 def placed(file: PlanFile, graph: Graph) -> Plan:
-    """The plan for this graph. Raises ValueError for a place or an op that the graph does not have, with the nearest
-    name, and where stages do not begin one after the other."""
+    """The plan for this graph. Raises ValueError if the graph lacks a place or an op (and names the nearest one), or
+    if the stages are not in the graph's order."""
     if file.model != graph.model:
         raise ValueError(f"the plan is for another model: its model is {file.model!r}, and this one {graph.model!r}")
     if not file.stages:
@@ -112,8 +112,8 @@ def placed(file: PlanFile, graph: Graph) -> Plan:
 
 
 def places(graph: Graph) -> dict[str, int]:
-    """The position of each place that a stage may begin at, by its names: an op goes before a module of the same name,
-    and a module or line is where its first op is."""
+    """The position of each place at which a stage may begin, by name. A module or line is where its first op is; a name
+    of both an op and a module is the op."""
     found = {op.name: at for at, op in enumerate(graph.ops)}
     for at, op in enumerate(graph.ops):
         for path in accumulate(op.origin.module.split("."), lambda a, b: f"{a}.{b}"):
@@ -143,8 +143,8 @@ def _near(name: str, known: Mapping[str, int]) -> str:
 
 
 def dump(plan: Plan, graph: Graph) -> str:
-    """The plan as the text of a file; `load` and `placed` give it back. A plan in which stages do not follow the order
-    of the graph, as only a program writes one, is told by all of its ops."""
+    """The plan as the text of a file; `load` and `placed` give it back. If the stages do not follow the
+    graph's order, the file lists all of their ops."""
     file = told(plan, graph)
     data = to_plain(plan if file is None else file)
     stages = data.pop("stages")
@@ -157,7 +157,7 @@ def _line_second(stage: dict[str, object]) -> dict[str, object]:
 
 
 def told(plan: Plan, graph: Graph) -> PlanFile | None:
-    """The plan by the places where its stages begin; None where that would not give it back."""
+    """The plan with stages given by the places where they begin; None if `placed` would not give the plan back."""
     home = {name: s for s, stage in enumerate(plan.stages) for name in stage.ops}
     homes = [home.get(op.name, -1) for op in graph.ops]
     known, starts = places(graph), list(_starts(homes, len(plan.stages)))
@@ -178,9 +178,9 @@ def told(plan: Plan, graph: Graph) -> PlanFile | None:
 
 
 def _starts(homes: Sequence[int], stages: int) -> Iterator[int]:
-    """For each stage one of its ops, such that as few ops as can be are on the wrong side of it."""
+    """For each stage the position where it begins: at that of its ops which leaves the fewest ops on the wrong side."""
     for s in range(stages):
-        wrong = sum(home < s for home in homes)  # ops that a stage which begins at 0 would have too many
+        wrong = sum(home < s for home in homes)  # ops on the wrong side, if the stage begins at 0
         best, least = 0, len(homes) + 1
         for at, home in enumerate(homes):
             if home == s and wrong < least:
@@ -190,8 +190,8 @@ def _starts(homes: Sequence[int], stages: int) -> Iterator[int]:
 
 
 def _name(graph: Graph, known: Mapping[str, int], at: int) -> str:
-    """What the reader knows the place by: the outermost module that begins there, or else the op. A step calls what the
-    model returns by another name than a call does, so that is told by its line, where that is enough."""
+    """The name of a place for the reader: the outermost module that begins there, or else the op. An op that makes an
+    output has another name in a training step than in a call, so its line is taken, if that stands for this op."""
     op = graph.ops[at]
     outside = graph.ops[at - 1].origin.module if at else ""
     for path in accumulate(op.origin.module.split("."), lambda a, b: f"{a}.{b}") if op.origin.module else ():

@@ -1,4 +1,4 @@
-"""What each op of a model costs, for one micro-batch on one device: measured or estimated, the planner cannot tell.
+"""What each op of a model costs, for one micro-batch on one device: measured or estimated, in the same form.
 
 UNet, measured on cuda:0, batch 8
 op        forward  backward  saved   output  parameters
@@ -24,9 +24,11 @@ SOURCES = ("measured", "estimated")
 class OpCost:
     """The cost of the op `name`.
 
-    `forward` and `backward` are seconds. `saved` is the bytes that autograd keeps from its forward to its backward:
-    each piece of memory is counted once, at the first op that keeps it, and parameters never. `output` is the bytes
-    of its result, `parameters` those of the parameters that it is the first to use.
+    - `forward`, `backward`: seconds.
+    - `saved`: bytes that autograd keeps from its forward to its backward. Each piece of memory is counted once, at the
+      first op that keeps it, and parameters never.
+    - `output`: bytes of its result.
+    - `parameters`: bytes of the parameters that it is the first to use.
     """
 
     name: str
@@ -98,7 +100,7 @@ def total(costs: Sequence[OpCost], name: str = "total") -> OpCost:
 
 def dump(profile: Profile) -> str:
     """The profile as JSON text, one op per line; `load` reads it back."""
-    return write({one.name: getattr(profile, one.name) for one in fields(Profile)})  # of a subclass, no more
+    return write({one.name: getattr(profile, one.name) for one in fields(Profile)})  # without the fields of a subclass
 
 
 def load(text: str) -> Profile:

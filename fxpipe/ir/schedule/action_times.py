@@ -1,8 +1,8 @@
-"""What the actions of a step were measured to take, and what surrounds them.
+"""Measured times of the actions of a step, and of what surrounds them.
 
-A profile tells ops, and a stage is not the sum of its ops: a backward is one run of autograd, memory is new or used
-before, and workers that share caches slow each other down. So here whole actions are timed; and each by itself, for
-who waits for whom depends on which of them happened to be slow, and not on their mean.
+A stage does not take the sum of its ops' times: a backward is one run of autograd, memory is new or reused, and workers
+that share caches slow each other down. So whole actions are timed, each by itself and not by the mean of its kind:
+which device waits for which depends on the actions that happened to be slow.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ from .schedule import Action
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds. `actions`: of each action (one of kind R is the recomputation before a B or I); `before`: from the call
-    to the first action; `after`: from the last one to the end of the call, when the gradients are with the model;
-    `wake`: from when a value is sent to when a worker that waits for it goes on."""
+    """Times in seconds.
+
+    - `actions`: of each action; one of kind R is the recomputation before a B or I.
+    - `before`: from the call to the first action.
+    - `after`: from the last action to the end of the call, when the gradients are with the model.
+    - `wake`: from sending a value until the worker that waits for it goes on.
+    """
 
     actions: Mapping[Action, float]
     before: float = 0.0

@@ -1,8 +1,7 @@
 """When each stage runs: per device a row of actions, such as "forward of micro-batch 0", in the order they run.
 
-Elsewhere a schedule is a class whose methods send, receive and compute, and one has to run it to see it. Here it is a
-value that needs no model and no device: it prints as a grid and parses back, and it is checked (`faults`) before
-anything runs.
+A schedule is a value that needs no model and no device: it prints as a grid and parses back, and `schedule_check.py`
+checks it before anything runs.
 
     gpipe: 2 stages, 3 micro-batches
     clock      0   1   2   3   4   5   6   7
@@ -17,7 +16,8 @@ and what it needs is done, all actions being one clock long. What an action need
     I(s, i)   input gradient    as B: the half of it that the stage before waits for
     W(s, i)   weight gradient   I(s, i): the half that nobody waits for
 
-Stages are a chain unless `sources` says which others each one takes from: then F and B wait for these.
+Stages are a chain, unless `sources` says from which others each one takes: then F waits for all sources of s, and B
+for all stages of which s is a source.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gr
 
 
 class Action(NamedTuple):
-    """What a device does next: `kind` (F, B, I or W) of a stage for a micro-batch. A tuple, because schedules of a
-    search hold very many of them and tuples hash fastest.
+    """`kind` (F, B, I or W) of a stage for a micro-batch. A tuple, because tuples hash fastest and a search over
+    schedules holds very many actions.
 
     >>> print(Action("F", 2, 0))
     2F0
@@ -59,8 +59,8 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A name, and for each device its actions in order. `sources`: of each stage those before it that it takes from, if
-    they are not a chain."""
+    """A name, and for each device its actions in order. `sources` has for each stage the earlier ones that it takes
+    from; it is empty if the stages are a chain."""
 
     name: str
     devices: tuple[tuple[Action, ...], ...]
@@ -81,7 +81,7 @@ class Schedule:
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:
-        """Of each stage those that take from it."""
+        """For each stage those that take from it, by `sources`."""
         return tuple(
             tuple(user for user, sources in enumerate(self.sources) if stage in sources)
             for stage in range(self.num_stages)
@@ -111,14 +111,13 @@ def needs(schedule: Schedule, action: Action) -> tuple[Action, ...]:
 
 
 def at_once(schedule: Schedule, stage: int, micro_batch: int) -> bool:
-    """Whether backward follows forward on the device without anything between, so that there is nothing to gain by
-    computing it again."""
+    """Whether this backward directly follows its forward on the device, so that recomputation would save no memory."""
     device, position = schedule.place[Action("F", stage, micro_batch)]
     follows = schedule.devices[device][position + 1 : position + 2]
     return follows in ((Action("B", stage, micro_batch),), (Action("I", stage, micro_batch),))
 
 
-# Running a schedule in the mind ---------------------------------------------------------------------------------
+# Order and start times ------------------------------------------------------------------------------------------
 
 
 class Stuck(NamedTuple):
@@ -132,8 +131,8 @@ class Stuck(NamedTuple):
 def order(schedule: Schedule) -> tuple[tuple[Action, ...], tuple[Stuck, ...]]:
     """All actions in one order in which they can run, and the devices that get stuck on the way, if any.
 
-    Each device runs until it waits; it is looked at again when what it waits for is done. So every action is looked at
-    a fixed number of times, however many devices there are.
+    Each device runs until it waits, and goes on when the action that it waits for is done. So the work for an action
+    does not grow with the number of devices.
     """
     position = [0] * len(schedule.devices)
     done: dict[Action, None] = {}
@@ -195,7 +194,7 @@ def clocks(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     for device, row in enumerate(schedule.devices):
         column: list[int] = []
         for position, action in enumerate(row):
-            here = schedule.place[action] == (device, position)  # and not the second of two that are the same
+            here = schedule.place[action] == (device, position)  # not the second of two equal actions
             after = column[-1] + 1 if column else 0
             column.append(max(after, int(start.get(action, 0)) if here else 0))
         columns.append(tuple(column))
@@ -248,7 +247,7 @@ _ACTION = re.compile(r"(\d*)([FBIW])(\d+)")
 
 def parse(text: str, name: str = "by hand") -> Schedule:
     """The schedule of a grid, as `show` prints it or shorter: title, clocks, the devices' names and the alignment may
-    be left out. A cell without a stage is of the stage of its row's number. A dot is an idle clock.
+    be left out. A cell without a stage has the stage of its row's number. A dot is an idle clock.
 
     >>> print(parse("F0 F1 B0 B1 \\n F0 B0 F1 B1", name="early"))
     early: 2 stages, 2 micro-batches

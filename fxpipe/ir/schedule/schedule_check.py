@@ -15,8 +15,8 @@ from .schedule import KINDS, Action, Mark, Schedule, needs, order, show
 
 def check(schedule: Schedule) -> None:
     """Raise ValueError, with the place marked in the grid, if the schedule is not complete (every stage runs every
-    micro-batch forward, and backward once, in one piece or two; or none at all backward), not ordered (a backward
-    before its forward) or deadlocks."""
+    micro-batch forward once, and backward once, whole or in two halves, or no stage runs backward), not ordered (a
+    backward before its forward) or deadlocks."""
     fault = next(chain(_misplaced(schedule), _missing(schedule), _disordered(schedule), _deadlocked(schedule)), None)
     if fault is not None:
         device, position, reason = fault
@@ -40,7 +40,7 @@ def _misplaced(schedule: Schedule) -> Iterator[Mark]:
 
 
 def _missing(schedule: Schedule) -> Iterator[Mark]:
-    """Forwards and backwards that are not there, or there in one piece and in two."""
+    """Forwards and backwards that are missing, and backwards that are there both whole and in halves."""
     trains = any(action.kind != "F" for action in schedule.place)
     home = {stage: device for device, stages in enumerate(schedule.stages) for stage in stages}
     for s in range(schedule.num_stages):
@@ -68,7 +68,7 @@ def _what_is_missing(s: int, i: int, kinds: str) -> str:
 
 
 def _disordered(schedule: Schedule) -> Iterator[Mark]:
-    """Actions that need one which stands later on the same device."""
+    """Actions that need a later one of the same device."""
     for action, (device, position) in schedule.place.items():
         for need in needs(schedule, action):
             if schedule.place[need] > (device, position) and schedule.place[need][0] == device:

@@ -9,8 +9,9 @@ from .schedule import Action, Schedule, clocks
 
 
 def share(schedule: Schedule, devices: Sequence[str]) -> Schedule:
-    """The schedule with one row for all rows that `devices` gives the same name, in order of first appearance: their
-    actions by clock. What stands at one clock does not depend on each other, so the result runs if `schedule` does.
+    """The schedule with the rows of one device joined, in order of clocks. `devices` names the device of each row;
+    devices keep the order of first appearance. Actions of one clock do not need each other, so the result runs if
+    `schedule` does.
 
     >>> from .schedule import parse
     >>> print(share(parse("F0 F1 . . B1 B0 \\n . F0 F1 B1 B0", name="gpipe"), ("cuda:0", "cuda:0")))

@@ -8,12 +8,12 @@ that is never idle once it has begun (M micro-batches; F, B and A the forward, b
       + end               max over s of  A(s) + B(s) + ... + B(Q)              for s <= Q
                                          A(s) - (B(Q + 1) + ... + B(s - 1))    for s > Q
 
-As printed, s = Q falls under the second case with - B(Q): a plan of one stage would gain by its last backward. What
-comes after the pivot has ended its last backward before it, and its all-reduce has begun.
+The paper puts s = Q in the second case, with - B(Q): then the last backward of a plan of one stage would shorten the
+step. Stages after the pivot end their last backward before the pivot does, so their all-reduce begins earlier.
 
-The search places layers from the first to the last. It remembers one prefix for each (layers done, devices in use): the
-one that is best if all that is left were one more stage. That is quick, and not an exact dynamic programming: which
-prefix is best does depend on what follows. Prefixes that cannot lead to a plan better than the best so far are dropped.
+The search places layers from the first to the last. For each (layers done, devices in use) it keeps one prefix: the
+best, if all layers left were one more stage. That is quick, but no exact dynamic programming, because which prefix is
+best depends on what follows. Prefixes that cannot lead to a plan better than the best so far are dropped.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .simple_plans import one_each, whole
 
 
 class Part(NamedTuple):
-    """A stage, or a transfer: seconds forward, backward, and of the all-reduce."""
+    """A stage, or a transfer: seconds of forward, backward and all-reduce."""
 
     forward: float
     backward: float
@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
 
 def parts(problem: Problem, stages: Sequence[HybridStage]) -> list[Part]:
-    """Stages and the transfers between them, in turns."""
+    """Stages and the transfers between them, alternating."""
     found = []
     for stage, after in zip(stages, (*stages[1:], None), strict=True):
         found.append(_stage(problem, stage))
@@ -61,8 +61,8 @@ def _transfer(problem: Problem, a: HybridStage, b: HybridStage) -> Part:
 
 
 def pivot(line: Sequence[Part], micro_batches: int) -> int:
-    """The stage that sets the pace: from the last to the first, one takes over if its steady phase is longer than that
-    of the pivot so far and what lies between (equation 3).
+    """The position of the pivot, the stage that sets the pace (equation 3): from the last stage to the first, a stage
+    becomes the pivot if its steady phase exceeds that of the pivot so far by more than the work between the two.
 
     >>> pivot([Part(1, 2, 0), Part(0, 0, 0), Part(1, 1, 0)], micro_batches=4)
     0
@@ -77,7 +77,7 @@ def pivot(line: Sequence[Part], micro_batches: int) -> int:
 
 
 def latency(line: Sequence[Part], micro_batches: int) -> float:
-    """Seconds of a step, as above."""
+    """Seconds of a step: L, as above."""
     q = pivot(line, micro_batches)
     warm = ending = 0.0
     latest = -inf
@@ -102,7 +102,7 @@ def plan_latency(problem: Problem, stages: Sequence[HybridStage]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Prefix:
-    """Stages of the first layers and their line, without the transfer to what follows."""
+    """Stages of the first layers and their parts, without the transfer to the next stage."""
 
     score: tuple[bool, float]  # whether it lacks memory, and the seconds, if the rest is one stage
     stages: tuple[HybridStage, ...]
@@ -112,8 +112,8 @@ class _Prefix:
 
 
 def dapple(problem: Problem) -> HybridPlan:
-    """The plan with the least estimate that the search finds and that fits in memory, on all devices. Raises PlanError
-    where none fits."""
+    """The plan on all devices that fits in memory and has the least estimate that the search finds. Raises PlanError if
+    none fits."""
     search = _Search(problem)
     stages = search.run()
     return HybridPlan(problem.chain.model, stages, problem.micro_batches, problem.warmup, problem.all_reduce)
@@ -152,7 +152,7 @@ class _Search:
         return score
 
     def _extend(self, first: int, used: Counts, prefix: _Prefix) -> None:
-        """One more stage after a prefix, of every size and on devices by every policy."""
+        """Try one more stage after a prefix: every number of layers and devices, and every placement policy."""
         if self._hopeless(prefix.bound):
             return
         for need in range(1, sum(self.sizes) - sum(used)):
@@ -173,10 +173,11 @@ class _Search:
         return not self.best[0][0] and bound >= self.best[0][1]
 
     def _bounds(self, prefix: _Prefix, first: int, end: int, r: int, q: int) -> tuple[float, float]:
-        """What a plan takes at least because of one more stage on r devices, and of the rest on q, however it is cut.
+        """Two lower bounds on a plan's time: by one more stage on r devices, and by the rest on q devices, however the
+        rest is cut.
 
-        No stage has a longer steady phase than the pivot, but for one before it, and then what lies between makes up
-        for that: L is at least the steady phase of any stage and the work of the first.
+        L is at least the steady phase of any stage plus the work of the first: only a stage before the pivot can have
+        a longer steady phase than the pivot, and the work between the two makes up for that.
         """
         work, steady = self.work, self.problem.micro_batches - 1
         own, left = (work[end] - work[first]) / r, (work[-1] - work[end]) / q
@@ -184,7 +185,7 @@ class _Search:
         return steady * own + head, steady * left + head
 
     def _try(self, prefix: _Prefix, stage: HybridStage, rest: tuple[int, ...], taken: Counts) -> None:
-        """Remember the prefix with one more stage, if it is the best of its kind."""
+        """Remember the prefix with one more stage, if it is the best for its layers and devices."""
         problem, kind = self.problem, self.open[stage.end]
         own = _stage(problem, stage)
         last = HybridStage(stage.end, self.layers, rest)

@@ -1,10 +1,10 @@
-"""Which devices a stage gets: DAPPLE's three policies, over how many devices of each server are in use.
+"""Which devices a stage gets: DAPPLE's three policies, which look at how many devices of each server are in use.
 
     servers of 4, in use 3 and 0      2 more:  fresh first     2 on the second server
                                                append first    1 on the first, 1 on the second
                                                scatter first   1 on each
 
-Devices of a server are alike and taken in order, so a count per server says which.
+Devices of a server are alike and taken in order, so a placement is a count per server.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Counts = tuple[int, ...]  # devices per server
 
 
 def servers(cluster: Cluster) -> list[list[int]]:
-    """The positions of each server's devices."""
+    """For each server the positions of its devices in the cluster."""
     by_server: dict[str, list[int]] = {}
     for position, device in enumerate(cluster.devices):
         by_server.setdefault(device.server, []).append(position)
@@ -25,8 +25,8 @@ def servers(cluster: Cluster) -> list[list[int]]:
 
 
 def placements(sizes: Counts, used: Counts, need: int) -> list[Counts]:
-    """`need` more devices by each policy that differs, as counts per server. Fresh first and append first go on to the
-    other servers where theirs do not suffice.
+    """The different placements of `need` more devices by the policies, as counts per server. Fresh first and append
+    first go on to the other servers if theirs do not suffice.
 
     >>> placements((4, 4), (3, 0), 2)
     [(0, 2), (1, 1)]
@@ -42,7 +42,7 @@ def placements(sizes: Counts, used: Counts, need: int) -> list[Counts]:
 
 
 def fill(sizes: Counts, used: Counts, need: int, order: Iterable[int]) -> Counts | None:
-    """Server by server, each as far as it goes; None if they do not suffice."""
+    """All free devices of one server after the other, in this order; None if they do not suffice."""
     given = [0] * len(sizes)
     for server in order:
         given[server] = min(sizes[server] - used[server], need)
@@ -72,6 +72,6 @@ def minus(a: Counts, b: Counts) -> Counts:
 
 
 def positions(groups: Sequence[Sequence[int]], used: Counts, counts: Counts) -> tuple[int, ...]:
-    """The devices themselves, ascending."""
+    """The positions of the next `counts` devices after those `used`, ascending."""
     taken = (group[a : a + b] for group, a, b in zip(groups, used, counts, strict=True))
     return tuple(sorted(position for part in taken for position in part))

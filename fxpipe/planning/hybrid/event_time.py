@@ -1,19 +1,20 @@
 """How long one training step of a hybrid plan takes, by following its events. A search calls this very often.
 
 Each stage is one resource: its replicas move in lock-step, and each takes an equal share of every micro-batch. It runs
-K forwards, then a backward and a forward in turns until the forwards run out, then the backwards that are left. Between
-neighbouring stages there is a resource for each direction, and it carries one micro-batch at a time:
+K forwards, then backwards and forwards in turns until the forwards run out, then the backwards that are left. Between
+neighbouring stages there is one resource for each direction, which carries one micro-batch at a time:
 
     round        0                        1
     stage 0      F0 F1 F2 F3          B0  F4      B1
     link 0 > 1      >0 >1 >2 >3      <0       >4  <1
     stage 1            F0 F1  B0          F2  B1
 
-Rounds are also the order of evaluation: in round t every stage, from first to last, does the forwards that stand before
-its backward of micro-batch t, then every stage, from last to first, that backward. All that a task waits for is then
-known, so one walk gives all times. At the end replicas add up their gradients; the step ends with the last of them.
+Rounds are also the order of evaluation. In round t every stage, from first to last, does the forwards before its
+backward of micro-batch t; then every stage, from last to first, does that backward. So all that a task waits for is
+known when the task is reached, and one walk gives all times. At the end replicas add up their gradients; the step ends
+with the last all-reduce.
 
-All that depends on one stage alone, or on one pair of neighbours, is worked out once and remembered in `Problem`.
+`Problem` remembers all that depends on one stage alone, or on one pair of neighbours.
 """
 
 from __future__ import annotations
@@ -33,9 +34,15 @@ Devices = tuple[int, ...]
 
 
 class StageTimes(NamedTuple):
-    """What a stage costs by itself: seconds for the forward, the recomputation (0 without) and the backward of a
-    micro-batch, and for what is left of the all-reduce after the last backward. In bytes per device: `fixed`, `kept`
-    for each micro-batch from its forward to its backward, `once` more while a backward runs, and the `room` for it."""
+    """What a stage costs by itself: seconds for a micro-batch, and bytes on each device.
+
+    - `forward`, `again`, `backward`: seconds; `again` is the recomputation, 0 without.
+    - `tail`: seconds of the all-reduce after the last backward.
+    - `fixed`: bytes of parameters and their copies.
+    - `kept`: bytes for each micro-batch from its forward to its backward.
+    - `once`: further bytes while a backward runs.
+    - `room`: bytes of memory that there are.
+    """
 
     forward: float
     again: float
@@ -47,17 +54,20 @@ class StageTimes(NamedTuple):
     room: float
 
     def held(self, warmup: int) -> float:
-        """The bytes each device has in use at most."""
+        """The most bytes that a device has in use, with `warmup` micro-batches alive."""
         return self.fixed + warmup * self.kept + self.once
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What plans are for: a chain at the size of its micro-batch, a cluster, the number of micro-batches in a step.
-    What it has worked out about stages it remembers; `dataclasses.replace` starts afresh.
+    """What plans are for. Costs of stages are remembered; `dataclasses.replace` starts with none.
 
-    `warmup` and `all_reduce` are those of a hybrid plan. `copies` is how many bytes are in memory for each byte of
-    parameters: 2 with the gradient, more with the optimizer's state. `capped` is whether plans must fit in memory.
+    - `chain`: the layers, with costs at the size of a micro-batch.
+    - `cluster`: the devices.
+    - `micro_batches`: their number in a step.
+    - `warmup`, `all_reduce`: as in `HybridPlan`.
+    - `copies`: bytes in memory for each byte of parameters: 2 with the gradient, more with the optimizer's state.
+    - `capped`: whether plans must fit in memory.
     """
 
     chain: Chain
@@ -141,9 +151,9 @@ def fits(problem: Problem, stages: Sequence[HybridStage]) -> bool:
 
 
 def event_time(problem: Problem, stages: Sequence[HybridStage], limit: float = inf) -> float:
-    """The seconds of one step; inf if a stage does not fit in memory, or once it is sure that it takes `limit` or more.
+    """The seconds of one step; inf if a stage does not fit in memory, or if the step takes `limit` or more.
 
-    Trusts that the stages are in order and on devices of their own: `fxpipe.ir.plan.hybrid_plan.check` tells.
+    Stages must be in order and have devices of their own, see `fxpipe.ir.plan.hybrid_plan.check`.
     """
     n, m = len(stages), problem.micro_batches
     costs = [problem.stage(e.first, e.end, e.devices, e.recompute) for e in stages]
@@ -156,7 +166,11 @@ def event_time(problem: Problem, stages: Sequence[HybridStage], limit: float = i
 def step_time(
     costs: Sequence[StageTimes], ahead: Sequence[int], down: Sequence[float], up: Sequence[float], m: int, limit: float
 ) -> float:
-    """The seconds of a step whose stages fit; inf once it is sure that it takes `limit` or more."""
+    """The seconds of a step whose stages fit in memory; inf if it takes `limit` or more.
+
+    For each stage: `costs`, and `ahead`, the forwards before its first backward. `down` has the seconds of each
+    transfer to the next stage, `up` those of each gradient to the stage before. `m` is the number of micro-batches.
+    """
     if len(costs) == 1:
         seconds = m * (costs[0].forward + costs[0].again + costs[0].backward) + costs[0].tail
         return seconds if seconds < limit else inf
@@ -167,10 +181,10 @@ def step_time(
 def _last_backwards(
     costs: Sequence[StageTimes], ahead: Sequence[int], down: Sequence[float], up: Sequence[float], m: int, limit: float
 ) -> list[float]:
-    """When the last backward of each stage ends; nothing, once it is sure that the step takes `limit` or more.
+    """When the last backward of each stage ends; an empty list if the step takes `limit` or more.
 
-    Sooner or later every round is as the one some rounds before, only later: from then on whole periods are left out,
-    and what they take is added at the end.
+    After some rounds the times repeat with a period of a few rounds. From then on whole periods are skipped, and their
+    time is added at the end.
     """
     n, last = len(costs), len(costs) - 1
     forward = [cost.forward for cost in costs]
@@ -213,12 +227,12 @@ def _last_backwards(
 
 
 MOST_PERIOD = 4
-SAME = 4e-15  # of the time so far: what rounding makes of equal differences
+SAME = 4e-15  # of the time so far: equal differences may differ by rounding errors up to this
 
 
 def _period(states: Sequence[Sequence[float]], n: int) -> tuple[int, float]:
-    """The least p for which all moments of the last round lie equally long after those p rounds before, and how long;
-    0 if there is none. Backwards, the first n, tell at once that most are not."""
+    """The period: the least p for which all times of the last round are equally later than those p rounds before, and
+    by how many seconds; p = 0 if there is none. The times of one stage are compared first, which rules out most p."""
     now = states[-1]
     slack = SAME * max(now[:n])
     for p in range(1, min(MOST_PERIOD, len(states) - 1) + 1):
@@ -232,7 +246,7 @@ def _period(states: Sequence[Sequence[float]], n: int) -> tuple[int, float]:
 
 
 def _links(problem: Problem, stages: Sequence[HybridStage]) -> tuple[list[float], list[float]]:
-    """Seconds of a transfer from stage s to the next, and of a gradient from stage s to the one before."""
+    """For each stage the seconds of a transfer to the next, and of a gradient to the one before."""
     down, up = [], [0.0]
     for a, b in pairwise(stages):
         count = problem.chain.cuts[a.end]

@@ -1,8 +1,8 @@
-"""From ops to layers: a graph and what its ops cost become a chain, with the few places where cutting is cheap.
+"""From ops to layers: groups the ops of a graph into a chain with few places for cuts, where cutting is cheap.
 
 Planners of whole clusters search over cuts, replicas and devices at once, and cannot do that over thousands of ops.
-Of all legal cuts (of the order in which the least crosses) those stay that leave even layers and have little crossing
-them. One after the other goes, always the one with the least
+Ops are ordered so that the least crosses cuts. Of all legal cuts those stay that leave even layers and that few bytes
+cross. Cuts are removed one by one, always the one with the least
 
     share of the two layers that it parts   in time, parameters and saved bytes, the largest of the three
     -------------------------------------
@@ -42,8 +42,9 @@ class Layers:
 
 
 def layers(graph: Graph, profile: Profile, most: int = MOST) -> Layers:
-    """At most so many layers, with the costs of a micro-batch of the profile's size. What crosses a cut is all that was
-    made before it and is used after it, skips included. Raises PlanError if the profile is not one of the graph."""
+    """At most `most` layers, with the costs of a micro-batch of the profile's size. What crosses a cut is all that was
+    made before it and is used after it, skips included. Raises PlanError if the profile is not one of the graph, or
+    `most` is below 1."""
     if most < 1:
         raise PlanError(f"a chain of at most {most} layers; it has at least one")
     check_profiled(graph, profile)
@@ -76,7 +77,7 @@ def _chain(ordered: Graph, profile: Profile, crossing: Sequence[int], ends: Sequ
 
 
 def _layer(ops: Sequence[Op], costs: Sequence[OpCost], cut: int) -> Layer:
-    """Named like the module of its longest op."""
+    """The layer of these ops, named after the module of its slowest op."""
     own = total(costs)
     longest = max(range(len(ops)), key=lambda at: costs[at].forward + costs[at].backward)
     name = ops[longest].origin.module or ops[longest].name
@@ -120,8 +121,8 @@ def _weights(ops: Sequence[OpCost]) -> list[list[float]]:
 
 
 def as_plan(graph: Graph, made: Layers, hybrid: HybridPlan, labels: Sequence[str], schedule: str) -> Plan:
-    """The plan of ops for a plan of layers; `labels` are those of the cluster's devices. Within a stage ops run in the
-    order they were captured in."""
+    """The plan of ops for a plan of layers; `labels` are those of the cluster's devices. Within a stage ops run in
+    captured order."""
     captured = {op.name: position for position, op in enumerate(graph.ops)}
     stages = []
     for stage in hybrid.stages:

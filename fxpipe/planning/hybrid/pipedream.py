@@ -1,15 +1,15 @@
-"""PipeDream's planner (its section 3.2), for comparison: it balances the steady state and knows of no start or end.
+"""PipeDream's planner (section 3.2), for comparison: it balances the steady state and ignores warm-up and end.
 
-PipeDream keeps the pipe full by training with weights of several versions, so a step costs what its slowest part costs:
-a stage's compute or its all-reduce, whichever takes longer, shared by its replicas, or a transfer. Dynamic programming
-finds the least, for n devices per level of the network:
+PipeDream keeps the pipe full by training with several versions of the weights, so a step costs what its slowest part
+costs: a stage (its compute or its all-reduce, whichever takes longer, shared by its replicas) or a transfer. Dynamic
+programming finds the least, level by level of the network:
 
     best(j, m) = min over i, r of  max(best(i, m - r), 2 cut(i) / bandwidth, stage(i, j, r))
     stage(i, j, r) = max(work(i, j) + inner all-reduce, 2 (r - 1) parameters(i, j) / bandwidth) / r
 
-Per level, from the devices within a server up: what a level finds best for layers i .. j on all of its devices is one
-worker of the level above. In synchronous training the same plan pays for its start, its end and for each replica's own
-micro-batch, which is what comparing it shows.
+Levels go from the devices within a server up: the best of a level for layers i .. j on all of its devices is one worker
+of the level above. In synchronous training the same plan also pays for warm-up and end, and each replica for its own
+micro-batch; a comparison shows how much.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Level:
     bandwidth: float
 
 
-Shape = tuple[HybridStage, ...]  # of one worker, whose devices count from 0
+Shape = tuple[HybridStage, ...]  # the stages of one worker, whose devices are numbered from 0
 
 
 def pipedream(chain: Chain, levels: Sequence[Level]) -> tuple[HybridStage, ...]:
-    """The stages of PipeDream's best plan on all devices, which are numbered so that each level's are neighbours.
+    """The stages of PipeDream's best plan on all devices, numbered so that those of a level are neighbours.
 
     >>> from fxpipe.ir.plan.layer_chain import Layer
     >>> alike = Chain("m", 1, (Layer("a", 1, 1), Layer("b", 1, 1, parameters=100)))
@@ -58,7 +58,8 @@ def pipedream(chain: Chain, levels: Sequence[Level]) -> tuple[HybridStage, ...]:
 def _level(
     chain: Chain, cost: dict[tuple[int, int], tuple[float, Shape]], level: Level, size: int, start: int
 ) -> dict[tuple[int, int], tuple[float, Shape]]:
-    """What layers from `start` on cost on all workers of this level, which have `size` devices each, for each end."""
+    """For each end: seconds and stages of the layers from `start` on, on all workers of this level, each of `size`
+    devices."""
     n, parameters = len(chain), chain.parameters
     best: dict[tuple[int, int], tuple[float, int, int]] = {}  # (end, workers): seconds, where the last stage starts, r
     for j in range(start + 1, n + 1):

@@ -1,4 +1,4 @@
-"""What a planner of whole clusters is asked, and what it answers."""
+"""The request to a planner of whole clusters, and its answer."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fxpipe.ir.units import show_seconds
 
 from .event_time import Problem
 
-MOST_MICRO_BATCHES = 256  # where the planner may choose: more cost time to simulate, and gain next to nothing
+MOST_MICRO_BATCHES = 256  # if the planner chooses: more take time to simulate, and gain very little
 EXACT = 1e-9  # a plan this little above the bound, relatively, is as good as optimal: sums have rounding errors
 
 
 @dataclass(frozen=True)
 class Request:
-    """What plans are for: steps of `batch` samples on a `cluster`. What is None is for the planner to choose.
+    """What plans are for: steps of `batch` samples on a `cluster`. The planner chooses what is None.
 
-    - `chains`: the same layers at the micro-batches that their costs are known for; others are scaled from the nearest
+    - `chains`: the same layers with costs at several sizes of micro-batch; other sizes are scaled from the nearest
     - `micro_batches`, `warmup`: those of the plan
     - `recompute`: whether all stages do (True), none (False), or those that do not fit in memory otherwise (None)
     - `all_reduce`, `copies`, `capped`: as in `Problem`
@@ -60,7 +60,7 @@ class Request:
 
 
 def check(request: Request) -> None:
-    """Raise PlanError where there is nothing to plan for."""
+    """Raise PlanError if no plan can be made for the request."""
     try:
         for chain in request.chains:
             chains.check(chain)
@@ -84,8 +84,14 @@ def check(request: Request) -> None:
 
 @dataclass(frozen=True)
 class Certificate:
-    """No plan takes less than `bound` seconds. How many plans were simulated, how many branches of the search were
-    taken, and the seconds it all took."""
+    """What a search knows of its plan.
+
+    - `bound`: no plan takes fewer seconds.
+    - `gap`: by what share of the plan's time the bound is below it.
+    - `simulated`: how many plans were simulated.
+    - `branches`: how many branches were searched.
+    - `seconds`: how long the search took.
+    """
 
     bound: float
     gap: float
@@ -108,7 +114,7 @@ class Certificate:
 
 @dataclass(frozen=True)
 class Answer:
-    """A plan, the seconds of its step by event time, and, where the planner knows one, how good it is."""
+    """A plan, the seconds of its step by event time, and a certificate, if the planner gives one."""
 
     plan: HybridPlan
     seconds: float

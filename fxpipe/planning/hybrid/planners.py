@@ -1,14 +1,14 @@
-"""The planners of hybrid plans by name, each asked in the same way: a `Request` in, an `Answer` out.
+"""The planners of hybrid plans by name: each takes a `Request` and gives an `Answer`.
 
     optimal        the least event time, with a bound (exact/optimal_plan.py)
     dapple         DAPPLE's planner as published (dapple.py)
     pipedream      PipeDream's, which balances the steady state (pipedream.py)
-    gpipe          a device for each stage, the variance of their times least (simple_plans.py)
-    straight       a device for each stage, the slowest as fast as can be (simple_plans.py)
+    gpipe          a device for each stage, with the least variance of stage times (simple_plans.py)
+    straight       a device for each stage, with the fastest slowest stage (simple_plans.py)
     data parallel  one stage on all devices (simple_plans.py)
 
-All but the first say only how to cut and place; here they are tried with each number of micro-batches and each warm-up
-that the request leaves open, stages that do not fit recompute if they may, and the fastest plan by event time wins.
+All but the first only cut and place. Here they are tried with each number of micro-batches and each warm-up that the
+request leaves open; stages that do not fit recompute if they may; the fastest plan by event time is the answer.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from .pipedream import Level, pipedream
 from .plan_request import MOST_MICRO_BATCHES, Answer, Certificate, Request, check
 from .simple_plans import gpipe, one_each, whole
 
-FEW = 4  # numbers of micro-batches that a planner tries which takes its time over each
+FEW = 4  # numbers of micro-batches that a slow planner tries
 LEAST_SECONDS = 0.5  # for a search, whatever the others took
-SLOW_DEVICES = 32  # from so many devices on, DAPPLE's search takes longer than anybody waits for something to compare
+SLOW_DEVICES = 32  # from here on DAPPLE's search takes too long to compare plans with it
 
 Stages = tuple[HybridStage, ...]
 
 
 def search(planner: str, request: Request) -> Answer:
-    """The plan of the planner of this name. Raises PlanError where there is no such planner, the request cannot be
+    """The answer of the planner of this name. Raises PlanError if there is no such planner, the request cannot be
     planned for, or no plan fits in memory."""
     if planner not in PLANNERS:
         raise PlanError(f"there is no planner {planner!r}; write one of {', '.join(map(repr, PLANNERS))}")
@@ -51,8 +51,9 @@ def _optimal(request: Request) -> Answer:
 
 
 def _each_optimal(request: Request) -> Answer:
-    """With costs at several micro-batches, each number of micro-batches is searched by itself, the most promising
-    first, and is left out where even its work alone, evenly shared, takes longer than the best plan."""
+    """The best plan if costs are known at several sizes of micro-batch: each number of micro-batches is searched by
+    itself, that of the least work first. One whose work alone, evenly shared, takes longer than the best plan is left
+    out."""
     until, devices = perf_counter() + request.seconds, len(request.cluster.devices)
     work = {}
     for m in request.counts(len(request.chains)):
@@ -89,7 +90,7 @@ def _best(found: Sequence[Answer]) -> Answer:
 
 
 def _tried(stages_of: Callable[[Problem], Stages], few: bool = False) -> Callable[[Request], Answer]:
-    """A planner from a way to cut and place."""
+    """A planner from a function that cuts and places; `few`: it is slow, so it tries few numbers of micro-batches."""
 
     def planner(request: Request) -> Answer:
         best: tuple[float, HybridPlan] | None = None
@@ -124,7 +125,7 @@ def recomputing(problem: Problem, stages: Stages, recompute: bool | None) -> Sta
 
 
 def _dapple(problem: Problem) -> Stages:
-    """Where nothing fits, the plan for endless memory, whose stages may fit if they recompute."""
+    """DAPPLE's stages; if none fit, those for unlimited memory, which may fit if they recompute."""
     try:
         return dapple(problem).stages
     except PlanError:
@@ -132,7 +133,7 @@ def _dapple(problem: Problem) -> Stages:
 
 
 def _pipedream(problem: Problem) -> Stages:
-    """Levels count neighbours; the cluster's own positions follow."""
+    """PipeDream's stages, with its numbers of devices, server by server, turned into positions in the cluster."""
     groups = servers(problem.cluster)
     order = [position for group in groups for position in group]
     stages = pipedream(problem.chain, levels(problem.cluster))
@@ -140,8 +141,8 @@ def _pipedream(problem: Problem) -> Stages:
 
 
 def levels(cluster: Cluster) -> list[Level]:
-    """Servers and the network between them, where all have as many devices; else one level for all. A server's card is
-    what its devices share."""
+    """PipeDream's levels: the servers and the network between them, or one level for all devices if servers differ in
+    size. The bandwidth between servers is that of a network card, which the devices of a server share."""
     groups = servers(cluster)
     labels, size = cluster.labels, len(groups[0])
     if any(len(group) != size for group in groups):

@@ -1,11 +1,11 @@
 """Plans without a search: data parallelism, and plain pipelines with a device for each stage. Any other plan has to
 beat them.
 
-Data parallelism is a pipeline of one stage. Its micro-batches do not fill a pipe but bound memory (gradient
-accumulation), so the largest that fits is best: fewer of them make nothing slower.
+Data parallelism is a pipeline of one stage. Its micro-batches only bound memory (gradient accumulation), so the largest
+that fits is best.
 
-Of plain pipelines there are two: torchgpipe makes the slowest stage as fast as can be, GPipe's heuristic the variance
-of the stages' times least. Both are exact here, without a look at transfers or memory. They differ:
+There are two plain pipelines: torchgpipe makes the slowest stage as fast as possible, GPipe's heuristic makes the
+variance of the stages' times least. Both are exact here, and ignore transfers and memory. They differ:
 
     costs 9 1 1 1 1 in 3 blocks    the largest block is 9 wherever the ones are cut
                                    the variance is least at 9 | 1 1 | 1 1
@@ -32,7 +32,7 @@ def whole(problem: Problem) -> tuple[HybridStage, ...]:
 
 
 def one_each(problem: Problem) -> tuple[HybridStage, ...]:
-    """The stages of a plain pipeline, the slowest as fast as can be. Raises PlanError for fewer layers than devices."""
+    """The plain pipeline with the fastest slowest stage. Raises PlanError for fewer layers than devices."""
     chain, n, k = problem.chain, len(problem.chain), _enough(problem)
     work = [round((f + b) * PICOSECONDS) for f, b in zip(chain.forwards, chain.backwards, strict=True)]
     none = [0] * (n + 1)
@@ -43,15 +43,14 @@ def one_each(problem: Problem) -> tuple[HybridStage, ...]:
 
 
 def gpipe(problem: Problem) -> tuple[HybridStage, ...]:
-    """The stages of a plain pipeline, the variance of their times least. Raises PlanError for fewer layers than
-    devices."""
+    """The plain pipeline with the least variance of stage times. Raises PlanError for fewer layers than devices."""
     sizes = least_variance([layer.forward + layer.backward for layer in problem.chain.layers], _enough(problem))
     ends = pairwise(accumulate(sizes, initial=0))
     return tuple(HybridStage(first, end, (s,)) for s, (first, end) in enumerate(ends))
 
 
 def _enough(problem: Problem) -> int:
-    """The devices, if there are no more than layers."""
+    """The number of devices. Raises PlanError if there are fewer layers."""
     layers, devices = len(problem.chain), len(problem.cluster.devices)
     if devices > layers:
         raise PlanError(f"{problem.chain.model} has {layers} layers: they cannot be cut into {devices} stages")
@@ -59,7 +58,7 @@ def _enough(problem: Problem) -> int:
 
 
 def least_variance(costs: Sequence[float], blocks: int) -> tuple[int, ...]:
-    """How many costs each block has, for which the variance of the sums is least.
+    """The sizes of blocks of consecutive costs for which the variance of the blocks' sums is least.
 
     >>> least_variance([9, 1, 1, 1, 1], 3)
     (1, 2, 2)
@@ -78,8 +77,8 @@ def least_variance(costs: Sequence[float], blocks: int) -> tuple[int, ...]:
 
 
 def _one_more(sums: Sequence[float], before: Sequence[float], block: int) -> tuple[list[float], list[int]]:
-    """For each end the least sum of squares with one more block, and where that starts. The later the end, the later
-    the start: so the middle end is solved first and halves the starts for those on either side."""
+    """For each end the least sum of squares with one more block, and where that block starts. The later the end, the
+    later the start (divide and conquer): the middle end is solved first, and bounds the starts of the others."""
     n = len(sums) - 1
     best, start = [inf] * (n + 1), [0] * (n + 1)
     todo = [(block, n, block - 1, n - 1)]

@@ -1,4 +1,4 @@
-"""Operator-level parallelism: what each operator may be cut into, what a strategy takes, and which strategy to take.
+"""Operator-level parallelism: how operators may be cut, how long a strategy takes, and the search for a fast one.
 
 OperatorGraph + Cluster + Strategy --simulate--> seconds, Timeline
 OperatorGraph + Cluster --search--> Strategy

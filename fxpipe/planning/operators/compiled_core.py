@@ -1,4 +1,4 @@
-"""The compiled core with a strategy in it: what Python holds while it searches. It grows when messages need room."""
+"""The compiled core as a Python object with one strategy in it. Its arrays grow when messages need room."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .strategy_space import fixed
 
 
 class Core:
-    """Strategies of one graph on one cluster. `random` is the state of its random numbers, `best` the best strategy
-    that a walk came by."""
+    """A strategy of one graph on one cluster, to be changed and simulated. `random` is the state of the random numbers,
+    `best` the best strategy of all walks. `capacity` is the room for messages to begin with."""
 
     def __init__(
         self,
@@ -45,12 +45,12 @@ class Core:
 
     @property
     def seconds(self) -> float:
-        """The seconds of the strategy that it is at."""
+        """Seconds of a step with the current strategy."""
         return float(self.state.cost[0])
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy that it is at."""
+        """The current strategy."""
         p = self.problem
         return self._strategy(self.state.row, self.state.task["place"][: p.n * p.parts].reshape(p.n, p.parts))
 
@@ -61,7 +61,7 @@ class Core:
         return self._strategy(rows, places), float(seconds[0])
 
     def begin(self, strategy: Strategy) -> float:
-        """Go to a strategy, simulated from nothing; returns its seconds."""
+        """Make a strategy the current and the best one; returns the seconds of its step."""
         rows, places = self.arrays(strategy)
         while not begin(self.problem, self.state, rows, places):
             self.state = state(self.problem, 2 * len(self.state.message))
@@ -90,7 +90,7 @@ class Core:
         )
 
     def _steps(self, steps: int, go: Callable[[int, Floats], int]) -> list[tuple[int, float]]:
-        """Go on, with more room each time there was not enough, until all steps are taken."""
+        """Take all steps, and make more room each time there was not enough."""
         found: list[tuple[int, float]] = []
         trace, done = np.zeros((steps + 1, 2)), 0
         while done < steps:
@@ -102,7 +102,7 @@ class Core:
         return found
 
     def improve(self, i: int) -> bool:
-        """Give the operator number i of those placed its best config, all others as they are. False if it had it."""
+        """Give number i of the placed operators its best config, the others unchanged. False if it had it already."""
         while (found := improve(self.problem, self.state, i, self._devices)) < 0:
             self.grow()
         return found > 0

@@ -1,5 +1,5 @@
-"""What operators of different kinds have in common: a pattern says into how many parts dimensions of a name are cut, so
-that a convolution and the pooling after it can be cut alike, and in which orders operators are neighbours."""
+"""What leaps need: patterns and orders of operators. A pattern is the degrees of dimensions by their names, so that a
+convolution and the pooling after it can be cut alike. In an order, operators that change together are neighbours."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ import numpy as np
 from fxpipe.ir.operators.operators import Operator
 from fxpipe.planning.operators.compiled.flat_arrays import Ints, Problem
 
-Pattern = tuple[tuple[str, int], ...]  # names of dimensions and their degrees, of those that are cut
+Pattern = tuple[tuple[str, int], ...]  # names and degrees of the dimensions that are cut
 
 
 class Patterns(NamedTuple):
-    """`row_for[pattern, i]` is the row of operator i that is most like the pattern, and `pattern_of[row]` the pattern
-    of a row. `order[o]` are all operators in an order, in which position x is in the block `block_first[o, x]` to
-    `block_after[o, x]`."""
+    """Patterns and orders.
+
+    - `row_for`: [pattern, i], the row of operator i that is most like the pattern.
+    - `pattern_of`: [row], its pattern.
+    - `order`: [o, x], the operator at position x of order o.
+    - `block_first`, `block_after`: [o, x], where the block of this position begins and ends.
+    """
 
     row_for: Ints
     pattern_of: Ints
@@ -28,7 +32,7 @@ class Patterns(NamedTuple):
 
 
 def patterns(p: Problem, operators: Sequence[Operator]) -> Patterns:
-    """The patterns of the rows of these operators, those that are placed, and the orders that leaps take them in."""
+    """The patterns of all rows and the orders for leaps; `operators` are those that are placed."""
     rows = [[tuple(map(int, p.degrees[row])) for row in range(p.row_first[i], p.row_first[i + 1])] for i in range(p.n)]
     own = [[_pattern(one, row) for row in row_list] for one, row_list in zip(operators, rows, strict=True)]
     every = list(dict.fromkeys(pattern for one in own for pattern in one))
@@ -56,7 +60,7 @@ def _pattern(operator: Operator, degrees: Sequence[int]) -> Pattern:
 
 
 def _nearest(own: Sequence[Pattern], wanted: Pattern) -> int:
-    """The position in `own` of the pattern most like the one wanted: of as many parts, if there is one."""
+    """The position in `own` of the pattern most like the one wanted: nearest in number of parts, then in degrees."""
     return min(range(len(own)), key=lambda at: _distance(dict(own[at]), dict(wanted)))
 
 

@@ -1,5 +1,5 @@
 """Strategies that people use: data parallel, model parallel, and the experts' for convolutional and recurrent networks.
-They are what a search starts from and is compared with."""
+A search starts from them and is compared with them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ FULLY_CONNECTED = frozenset({"linear", "projected_softmax"})
 
 
 def data_parallel(graph: OperatorGraph, devices: int) -> Strategy:
-    """Every operator cut by sample over all devices (as many as divide them, where there are fewer samples)."""
+    """Every operator cut by sample over all devices; with fewer samples, into the most parts that divide `devices`."""
     return Strategy(tuple(_cut_by("S", operator, devices) for operator in graph))
 
 
 def model_parallel(graph: OperatorGraph, devices: int) -> Strategy:
-    """Every operator whole on one device, and a run of operators on each, of about equal work."""
+    """Every operator whole; each device has a run of neighbouring operators, of about equal work."""
     work = [operator.work * operator.elements for operator in graph]
     total, done, found = sum(work) or 1.0, 0.0, []
     for operator, own in zip(graph, work, strict=True):
@@ -46,10 +46,10 @@ def krizhevsky(graph: OperatorGraph, devices: int) -> Strategy:
 
 
 def depth_parallel(graph: OperatorGraph, devices: int) -> Strategy:
-    """Each layer of a recurrent network, all steps of it, on a device of its own, layers in turn; where there are more
+    """Each layer of a recurrent network, with all its steps, on one device, layers dealt to devices in turn; with more
     devices than layers, each layer cut by sample over a group of them (Wu et al., "Google's neural machine translation
-    system", 2016, which the SOAP paper takes as the expert strategy). Operators of one `shared` name are a layer; those
-    without weights stay with the operator before them."""
+    system", 2016, the expert strategy of the SOAP paper). Operators of one `shared` name are a layer; those without
+    weights stay with the operator before them."""
     layers = list(dict.fromkeys(o.weight_group for o in graph if o.weights)) or [""]
     each = max(1, devices // len(layers))
     groups = devices // each
@@ -68,13 +68,13 @@ def expert(graph: OperatorGraph, devices: int) -> Strategy:
 
 
 def scattered(graph: OperatorGraph, devices: int, random: Random, roles: str = "SAP") -> Strategy:
-    """A config drawn for each operator, all that `strategy_space.configs` allows equally likely."""
+    """A random config for each operator, uniform over those of `strategy_space.configs`."""
     return Strategy(tuple(random.choice(configs(operator, devices, roles)) for operator in graph))
 
 
 def _cut_by(role: str, operator: Operator, devices: int, first: int = 0) -> Config:
-    """The first dimension of this role cut into as many parts as divide `devices`, on neighbouring devices; where the
-    operator has none, by sample."""
+    """The first dimension of this role cut into the most parts that divide `devices`, on neighbouring devices from
+    `first` on; an operator without such a dimension is cut by sample."""
     if operator.kind == "input":
         return fixed(operator)
     roles = operator.roles

@@ -1,7 +1,7 @@
-"""A strategy for another graph of the same model: another number of samples, or a loss besides.
+"""A strategy for another graph of the same model: with another number of samples, or with a loss.
 
-Operators are known by their names. What a step adds (the loss and what leads to it) has no weights, and goes where the
-samples are that it reads: it is cut between samples like its first input, and each part is where that input's is.
+Operators are matched by name. Those that a training step adds (the loss and what leads to it) have no weights; they are
+cut between samples like their first input, each part on the device of that input's part.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fxpipe.ir.operators.strategy import Config, Strategy, check
 
 
 def fit(graph: OperatorGraph, strategy: Strategy, other: OperatorGraph, devices: int) -> Strategy:
-    """The `strategy` of `graph`, for `other`. Raises ValueError, naming operators, where that is another model."""
+    """The `strategy` of `graph`, for `other`. Raises ValueError, with the operator, if that is another model."""
     known = dict(zip(graph.positions, strategy.configs, strict=True))
     found: dict[str, Config] = {}
     for operator in other:
@@ -29,7 +29,7 @@ def fit(graph: OperatorGraph, strategy: Strategy, other: OperatorGraph, devices:
 
 
 def _alike(one: Operator, other: Operator) -> bool:
-    """Whether they differ in the number of samples at most."""
+    """Whether two operators differ at most in the number of samples."""
     return (one.kind, one.roles, one.sizes[1:]) == (other.kind, other.roles, other.sizes[1:])
 
 
@@ -48,7 +48,7 @@ def _output(operator: Operator) -> str:
 
 
 def _follow(operator: Operator, found: dict[str, Config]) -> Config:
-    """Between samples as its first input, and whole in all else."""
+    """The config of an operator that is cut between samples like its first input, and not otherwise."""
     rest = (1,) * (len(operator.output) - 1)
     if not operator.inputs:
         return Config((1, *rest), (0,))

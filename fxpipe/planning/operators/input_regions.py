@@ -4,8 +4,8 @@
     linear, cut by channel                       needs all channels of its samples
     concat of 64 and 32 channels                 channels 48..79 need 48..63 of the first, 0..15 of the second
 
-Neighbouring parts of a convolution need overlapping rows of the same tensor; the SOAP paper counts these halos as part
-of the region that each part reads, and so do we.
+Neighbouring parts of a convolution need overlapping rows of the same tensor (halos). As in the SOAP paper, these are
+part of the region that each part reads.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from fxpipe.ir.operators.strategy import Region
 
 @dataclass(frozen=True)
 class Need:
-    """How the range in one dimension of an input follows from that in dimension `along` of the output: first ..
-    after-the-last becomes `stride * first - before` .. `stride * (last) - before + window`, both divided by `divide`
-    where that many numbers of the output make one of the input. `along` is -1 where all of the input is needed."""
+    """How the range needed in one dimension of an input follows from the range `first` .. `last` in dimension `along`
+    of the output: `stride * first - before` up to, not including, `stride * last - before + window`, both divided by
+    `divide`, if that many indices of the output belong to one of the input. `along` is -1 if all of the dimension is
+    needed."""
 
     along: int
     stride: int = 1
@@ -65,7 +66,7 @@ def needs(graph: OperatorGraph, operator: Operator, which: int) -> tuple[Need, .
 
 
 def needed(need: Need, region: Region, size: int) -> tuple[int, int]:
-    """The range needed in a dimension of `size` of the input; empty ranges begin where they end."""
+    """The range (first, after the last) needed in a dimension of `size` of the input; it may be empty."""
     if need.along < 0:
         return 0, size
     first, after = region[need.along]

@@ -1,11 +1,11 @@
-"""Which link a message takes, and for how long. A link is what messages wait for, one after the other: the port through
-which the sender's side reaches the lowest switch that it shares with the receiver, or the link that joins the two.
+"""Which link a message takes, and for how long. Messages take a link one at a time. It is the sender's port in the
+lowest switch that joins it to the receiver (its own port, or its server's), or the link that joins the two.
 
     cuda:0 -> cuda:1, same server    port of cuda:0 in the server's switch
     cuda:0 -> cuda:5, other server   the network card of the first server, which all its devices share
 
 A message takes the latency and its bytes at the full bandwidth (the SOAP paper's assumption A2). Messages wait for the
-sender's port only: where receiving is what is short, the time is too good.
+sender's port only: if the receiver's port is the bottleneck, the time is too short.
 """
 
 from __future__ import annotations
@@ -17,8 +17,13 @@ from fxpipe.ir.cluster.cluster import Cluster, link, meeting
 
 @dataclass(frozen=True)
 class Links:
-    """For each pair of devices (sender, receiver) the number of the link between, its latency, and its bytes per
-    second; on the diagonal -1 and nothing to wait for. `names` are the links' names."""
+    """The links of a cluster, as tables by [sender][receiver].
+
+    - `names`: of the links, by number.
+    - `number`: of the link between two devices; -1 on the diagonal.
+    - `latency`: seconds; 0 on the diagonal.
+    - `bandwidth`: bytes per second; inf on the diagonal.
+    """
 
     names: tuple[str, ...]
     number: tuple[tuple[int, ...], ...]

@@ -1,9 +1,9 @@
-"""Seconds that a part of an operator takes, forward and backward. A part's time depends on its kind and sizes only (the
-SOAP paper's assumption A1: it does not depend on the values), so each is asked for once.
+"""Seconds that a part of an operator takes, forward and backward. A part's time depends on its kind and sizes, not on
+values (the SOAP paper's assumption A1), so each is computed once.
 
-The estimate is a roofline: a part takes the longer of its floating-point operations at a fraction of the device's peak,
-and of its bytes read and written at the memory's bandwidth, and never less than it takes to start a kernel. Measured
-times take its place where there are any.
+The estimate is a roofline: a part takes its floating-point operations at a fraction of the device's peak, or its bytes
+read and written at the memory's bandwidth, whichever takes longer, and never less than the start of a kernel. Measured
+times take precedence.
 """
 
 from __future__ import annotations
@@ -22,8 +22,14 @@ Seconds = tuple[float, float]  # forward, backward
 
 @dataclass(frozen=True)
 class Part:
-    """What a part's time depends on: the operator without its name and inputs, the sizes it puts out, what it reads of
-    each input, and whether gradients of its inputs are asked for."""
+    """What a part's time depends on.
+
+    - `operator`: the operator, without its name and inputs.
+    - `sizes`: of the part's output.
+    - `reads`: the sizes of what the part reads of each input.
+    - `gradients`: whether the inputs need gradients.
+    - `element`: bytes per element.
+    """
 
     operator: Operator
     sizes: tuple[int, ...]
@@ -68,7 +74,7 @@ def _sizes(region: Region) -> tuple[int, ...]:
 
 def roofline(efficiency: float = 0.5, launch: float = 5e-6) -> Cost:
     """Estimated times: `efficiency` is the fraction of its peak that a device reaches, `launch` the seconds to start a
-    kernel. Backward takes the forward's work once for the gradients of the inputs and once for those of the weights."""
+    kernel. Backward takes as long as forward for the gradients of the inputs, and again for those of the weights."""
 
     def cost(part: Part, device: Device) -> Seconds:
         read = sum(volume(tuple((0, size) for size in sizes)) for sizes in part.reads)
@@ -83,7 +89,7 @@ def roofline(efficiency: float = 0.5, launch: float = 5e-6) -> Cost:
 
 
 def measured(table: Mapping[Part, Seconds], otherwise: Cost) -> Cost:
-    """Times from a table, which holds for every device; for what is not in it, `otherwise`."""
+    """Times from a table, for every device; parts that are not in it cost `otherwise`."""
 
     def cost(part: Part, device: Device) -> Seconds:
         found = table.get(part)
@@ -93,7 +99,7 @@ def measured(table: Mapping[Part, Seconds], otherwise: Cost) -> Cost:
 
 
 def once(cost: Cost) -> Cost:
-    """The same times, each asked for once: devices of the same speed share theirs."""
+    """`cost` with a cache; devices of the same speed share it."""
     known: dict[tuple[Part, float, float], Seconds] = {}
 
     def cached(part: Part, device: Device) -> Seconds:

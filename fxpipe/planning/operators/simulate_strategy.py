@@ -1,7 +1,7 @@
-"""How long a strategy takes, and what happens when: the SOAP paper's algorithm 1, in plain Python. Each device and each
-link does its tasks in the order in which they become ready, ties by their keys.
+"""The time and timeline of a strategy: the SOAP paper's algorithm 1, in plain Python. Each device and each link does
+its tasks in the order in which they become ready, ties by their keys.
 
-`search` asks the compiled core, which gives the same times a thousand times as fast.
+`search` uses the compiled core, which gives the same times a thousand times as fast.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def makespan(times: Mapping[Key, Times]) -> float:
 
 
 def simulate(graph: OperatorGraph, cluster: Cluster, strategy: Strategy, cost: Cost) -> float:
-    """Seconds that a training step takes. Raises ValueError where the strategy does not fit."""
+    """Seconds that a training step takes. Raises ValueError if the strategy does not fit the graph or cluster."""
     return makespan(run(tasks(graph, cluster, strategy, cost)))
 
 

@@ -20,8 +20,8 @@ from .compiled_core import Core
 from .expert_strategies import data_parallel, expert, model_parallel, one_device, scattered
 from .operator_costs import Cost, roofline
 
-TEMPERATURE = 0.01  # of the start's seconds: a step slower by this much is taken once in e times
-COOLED = 0.01  # of the temperature is left in the end
+TEMPERATURE = 0.01  # of the start's seconds: a change that costs as much is kept with probability 1 / e
+COOLED = 0.01  # of the temperature, in the end
 MOST_LEAPS = 0.8  # of the steps in the beginning
 SLICE = 0.1  # seconds between two looks at the clock
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}{postfix}"
@@ -29,9 +29,15 @@ BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}{postfix}"
 
 @dataclass(frozen=True)
 class Found:
-    """The best strategy of a search, the seconds of its step, whether it is known that no single change makes it
-    faster, how many strategies were tried, and the trace: after how many seconds of searching the best known step took
-    how long. `starts` are the seconds of what it began with."""
+    """The result of a search.
+
+    - `strategy`: the best one found.
+    - `seconds`: of its step.
+    - `local_optimum`: whether it is known that no single change makes it faster.
+    - `proposals`: how many strategies were tried.
+    - `trace`: (seconds since the search began, seconds of the best step by then), for each improvement.
+    - `starts`: the strategies it began with, by name, and the seconds of their steps.
+    """
 
     strategy: Strategy
     seconds: float
@@ -42,7 +48,7 @@ class Found:
 
 
 def starting(graph: OperatorGraph, devices: int, seed: int, roles: str = "SAP") -> dict[str, Strategy]:
-    """Where the paper starts from: data parallelism, the expert's strategy, and a random one."""
+    """The starts of the SOAP paper: data parallelism, the expert's strategy, and a random one."""
     return {
         "data parallel": data_parallel(graph, devices),
         "expert": expert(graph, devices),
@@ -65,17 +71,17 @@ def search(
 ) -> Found:
     """The best strategy found in `budget` seconds. Two thirds of them go to exploring, by `method`:
 
-    - "leaps": from the best start, changes of single operators and of whole windows of them (`block_moves`): many of
-      the latter and at a high temperature in the beginning, hardly any and at a low one in the end. Model parallelism
-      and one device are among the starts, if none are given.
-    - "mcmc": as published, a chain of single changes at one temperature from each start, which all get an equal share
-      of the time, and end early once half of that has passed without a better strategy.
+    - "leaps": from the best start, changes of single operators and leaps, which change a window of them
+      (`block_moves`). It begins with many leaps at a high temperature, and ends with few at a low one. Without
+      `starts`, model parallelism and one device are starts, too.
+    - "mcmc": as published, a chain of single changes at one temperature from each start. All starts get an equal share
+      of the time; a chain ends early once half of its share has passed without a better strategy.
 
-    The best strategy is then given to `polish`. That ends in a local optimum, whatever time it takes; or with the
-    budget, if `finish` is false.
+    `polish` then improves the best strategy to a local optimum, for as long as it takes, or, if `finish` is false,
+    until the budget is spent.
 
-    `cost` are the seconds of parts, estimated where it is not given; `temperature` is a part of the start's seconds;
-    `roles` are the dimensions that may be cut, besides as in the starts.
+    `cost` gives the seconds of parts, by default estimates; `temperature` is relative to the start's seconds; `roles`
+    are those of dimensions that may be cut. Raises ValueError for a budget, method or starts that cannot be.
     """
     if budget <= 0:
         raise ValueError(f"a search of {budget} seconds finds nothing; give it a budget above 0")
@@ -98,7 +104,7 @@ def search(
 
 
 class Log:
-    """What a search has come by: the trace of the best known seconds, and a bar that shows it."""
+    """The progress of a search: the trace of the best seconds, and a progress bar."""
 
     def __init__(self, starts: Iterable[float]) -> None:
         self.begun = monotonic()
@@ -111,7 +117,7 @@ class Log:
         return monotonic() - self.begun
 
     def __call__(self, seconds: float, doing: str) -> None:
-        """Note the seconds of a strategy that has been found, and what is being done."""
+        """Note the seconds of a strategy, and show what is being done."""
         if seconds < self.trace[-1][1]:
             self.trace.append((self.passed, seconds))
         self.bar.n = min(self.passed, self.bar.total or 0.0)
@@ -119,7 +125,7 @@ class Log:
 
 
 def _compile(core: Core, start: Strategy) -> None:
-    """What the search calls is compiled when it is called first; that is not part of the budget."""
+    """Call all compiled functions once, so that compiling them takes no time of the budget."""
     core.begin(start)
     core.walk(1, core.seconds)
     core.explore(1, core.seconds, 0.5)

@@ -1,8 +1,8 @@
-"""The space of strategies that is searched: for each operator, degrees that divide the number of devices, and their
-product too, on a run of neighbouring devices that begins at any.
+"""The space of strategies that is searched: for each operator all degrees that divide the number of devices, and whose
+product does, on any run of neighbouring devices.
 
-A 2d convolution on 4 devices: 4 ways to be whole, 4 dimensions to cut in two on 3 runs of devices, and 10 ways to be in
-four parts, 26 configs. Operators that are fed in are not placed.
+A 2d convolution on 4 devices has 26 configs: 4 whole, 12 in two parts (4 dimensions, 3 runs of devices), and 10 in four
+parts. Operators that are fed in are not placed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def fixed(operator: Operator) -> Config:
 
 
 def place(operator: Operator, degrees: tuple[int, ...], first: int) -> Config:
-    """The parts on a run of devices from `first` on."""
+    """The config with these degrees and its parts on neighbouring devices from `first` on."""
     return Config(degrees, tuple(range(first, first + prod(degrees))))
 
 

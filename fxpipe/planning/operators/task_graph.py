@@ -1,18 +1,18 @@
-"""The task graph of a strategy for one training step, plain: what the simulator's compiled core is held to.
+"""The task graph of a strategy for one training step, in plain Python: the reference for the compiled core.
 
     F conv1 0 ─────────────────▶ F fc 0 ─▶ ... ─▶ B fc 0 ─────────────▶ B conv1 0 ─┐
         └──▶ T conv1 0 -> fc 1 ─▶ F fc 1 ─▶ ... ─▶ B fc 1 ─▶ T ─▶ B conv1 0        ├─▶ gathered ─▶ S conv1, each device
     F conv1 1 ...                                                 B conv1 1 ───────┘
 
 - Each part of an operator is a forward and a backward task on its device.
-- Where a part reads what another made, they are joined: directly on one device, else by a transfer of the region they
-  have in common, forward for the values and backward for their gradients (as many bytes).
+- If a part reads what another made, its task waits for the other's: directly on one device, else for a transfer of the
+  region they have in common, forward for the values and backward for their gradients (as many bytes).
 - Once all gradients of weights that several devices hold are there, the devices exchange them in a ring: each passes
-  on 2 (n - 1) / n of what n devices hold. The SOAP paper sends them to one device and back; as many bytes, but its
-  link would be the bottleneck of every strategy.
-- The update of the weights and what the fed-in batch takes are not counted.
+  on 2 (n - 1) / n of what n devices hold. The SOAP paper sends them to one device and back: as many bytes, but the link
+  of that device would be the bottleneck of every strategy.
+- The update of the weights and the sending of the batch to the devices are not counted.
 
-A task's key orders tasks that are ready at the same time. It comes from the places in the graph, never from the order
+A task's key orders tasks that are ready at the same time. It follows from positions in the graph, never from the order
 in which tasks are made, and no task has a smaller key than one it waits for.
 """
 
@@ -36,9 +36,14 @@ Key = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Task:
-    """Work of `seconds` on a device, or a message of `size` bytes on link `device - number of devices`; the gathering
-    of gradients is on none, -1. `after` are the tasks that it waits for. Kinds: F forward, B backward, T transfer,
-    G all gradients of a group of weights are there, S exchange of them."""
+    """A computation, a message, or the gathering of gradients.
+
+    - `kind`: F forward, B backward, T transfer, G all gradients of a group of weights are there, S their exchange.
+    - `device`: its number; for a message the number of devices plus that of the link; -1 for G.
+    - `seconds`: how long it takes.
+    - `after`: the keys of the tasks that it waits for.
+    - `size`: bytes of a message.
+    """
 
     key: Key
     kind: str
@@ -81,7 +86,7 @@ def followers(todo: Iterable[Task]) -> dict[Key, list[Task]]:
 
 
 def transfers(graph: OperatorGraph, strategy: Strategy, wires: Links) -> Iterator[tuple[Task, Key]]:
-    """What moves between parts, and the key of the task that waits for it. Within a device it is no task: size 0."""
+    """The transfers between parts, each with the key of the task that waits for it; of size 0 within a device."""
     last, devices = len(graph) - 1, len(wires.number)
     for edge, (i, j, which) in enumerate(graph.edges):
         producer, consumer = graph.operators[i], graph.operators[j]
@@ -105,7 +110,7 @@ def transfers(graph: OperatorGraph, strategy: Strategy, wires: Links) -> Iterato
 def overlaps(
     graph: OperatorGraph, consumer: Operator, which: int, made: Config, taken: Config
 ) -> Iterator[tuple[int, int, int]]:
-    """(part of the producer, part of the consumer, number of elements that one makes and the other reads)."""
+    """(part of the producer, part of the consumer, number of elements that the first makes and the second reads)."""
     producer = graph.operator(consumer.inputs[which])
     written = regions(producer, made)
     for m, region in enumerate(regions(consumer, taken)):
@@ -121,8 +126,8 @@ def _common(a: Region, b: Region) -> Region:
 
 
 def exchanges(graph: OperatorGraph, strategy: Strategy, wires: Links) -> Iterator[Task]:
-    """For each group of weights that several devices hold, the gathering of its gradients, and what each device passes
-    on to the next that holds any of them."""
+    """For each group of weights that several devices hold, the gathering of its gradients, and what each device that
+    holds some of them passes on to the next."""
     last, devices = len(graph) - 1, len(wires.number)
     for number, (name, group) in enumerate(weight_groups(graph).items()):
         held = holders(graph, strategy, group)
@@ -150,7 +155,8 @@ def weight_groups(graph: OperatorGraph) -> Mapping[str, tuple[int, ...]]:
 
 
 def holders(graph: OperatorGraph, strategy: Strategy, group: tuple[int, ...]) -> tuple[frozenset[int], ...]:
-    """The devices that hold each of the equal shares into which a group's weights are cut by any of its operators."""
+    """For each share of a group's weights the devices that hold it. Shares are equal, and so small that each operator
+    of the group cuts the weights between shares."""
     shards = {at: weight_shards(graph.operators[at], strategy.configs[at]) for at in group}
     shares = lcm(*(count for count, _ in shards.values()))
     held: list[set[int]] = [set() for _ in range(shares)]

@@ -5,16 +5,16 @@ n ops lie at positions 0 .. n-1; a cut at p lies before op p. Stage s runs the o
     load(i, j) = work[j] - work[i] + enter[i] + leave[j]       picoseconds; work is a running sum
     held(i, j) = bytes[j] - bytes[i] + hold[i]                 bytes, at most `room`
 
-All are whole numbers, so that "the least possible" is exact and the same on every machine. To find the least T for
-which k stages fit, halve an interval of T; for one T, walk over the stages and keep the cuts that can be reached:
+All are whole numbers, so the least is exact and the same on every machine. Bisection finds the least T for which the
+load of all k stages is at most T. For one T, walk over the stages and keep the cuts that can be reached:
 
     cut 0    reached = {0}
     cut s    j is reached if some reached i < j has  enter[i] - work[i] <= T - work[j] - leave[j]  and fits in memory
 
 Among the starts i, only the one with the least left side matters. `bytes` never falls as j grows, so a start that no
-longer fits in memory never fits again and is thrown away: one pass over the positions for each stage. Each T that does
-fit also tells which positions a cut can still take, from the front and from the back, and only those are looked at
-from then on.
+longer fits in memory never fits again and is dropped: one pass over the positions for each stage. Each T that is
+possible also tells which positions a cut can still take, from the front and from the back; only those are tried from
+then on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Cuts = tuple[int, ...]
 
 @dataclass(frozen=True)
 class StageCosts:
-    """What one stage would cost between any two cuts; the lists have n + 1 entries. See above for the letters."""
+    """What one stage would cost between any two cuts: the lists of the formulas above, of n + 1 entries each."""
 
     work: Sequence[int]
     enter: Sequence[int]
@@ -51,14 +51,14 @@ class StageCosts:
         return self.load(i, j) <= bound and self.held(i, j) <= self.room
 
     def mirrored(self) -> StageCosts:
-        """The same stage for a line of ops that runs backwards, where it holds at most as much."""
+        """The same stage for the line of ops in reverse order; it holds no more than here."""
         work, bytes = ([sums[-1] - past for past in reversed(sums)] for sums in (self.work, self.bytes))
         nothing = [0] * len(work)
         return StageCosts(work, self.leave[::-1], self.enter[::-1], bytes, nothing, self.room)
 
     @cached_property
     def starts(self) -> list[tuple[int, int]]:
-        """For a stage that starts at i: what its load lacks of work[j] + leave[j], and the largest bytes[j] it fits."""
+        """For a stage that starts at i: its load less work[j] + leave[j], and the largest bytes[j] that fits."""
         lists = zip(self.work, self.enter, self.bytes, self.hold, strict=True)
         return [(enter - work, self.room + bytes - hold) for work, enter, bytes, hold in lists]
 
@@ -80,7 +80,7 @@ def balance(stages: Sequence[StageCosts], allowed: Sequence[Sequence[int]]) -> C
     """The cuts 0 < c1 < ... < n for which the largest load is least; None if no cuts fit in memory.
 
     `allowed` has the positions, ascending, that each of the k - 1 inner cuts may take. Every stage has at least one
-    op. Of several best answers one is taken that no move of a single cut makes more even, always the same.
+    op. Of several best answers, one is taken that no move of a single cut makes more even; it is always the same.
     """
     low, high = _lower_bound(stages), _upper_bound(stages)
     best = _within(stages, allowed, high)
@@ -101,14 +101,14 @@ def balance(stages: Sequence[StageCosts], allowed: Sequence[Sequence[int]]) -> C
 
 
 def _lower_bound(stages: Sequence[StageCosts]) -> int:
-    """No cuts do better: each op at its fastest, spread evenly, with the cheapest of transfers."""
+    """A lower bound on the largest load: each op at its fastest, spread evenly, with the cheapest transfers."""
     steps = ([b - a for a, b in pairwise(stage.work)] for stage in stages)
     least: int = sum(map(min, zip(*steps, strict=True)))
     return least // len(stages) + min(min(stage.enter) + stage.least_leave for stage in stages)
 
 
 def _upper_bound(stages: Sequence[StageCosts]) -> int:
-    """No cuts do worse."""
+    """An upper bound on the largest load."""
     return max(stage.work[-1] + max(stage.enter) + max(stage.leave) for stage in stages)
 
 
@@ -136,7 +136,7 @@ def _still_possible(
 
 
 def _reached(stages: Sequence[StageCosts], allowed: Sequence[Sequence[int]], bound: int) -> list[Sequence[int]]:
-    """The positions that each cut can take, the two ends included, as far as the stages before it can tell."""
+    """The positions that each cut, the two ends included, can take after stages whose loads are at most `bound`."""
     n = len(stages[0].work) - 1
     reached: list[Sequence[int]] = [(0,)]
     for stage, ends in zip(stages, (*allowed, (n,)), strict=True):
@@ -154,7 +154,7 @@ def _reach(stage: StageCosts, starts: Sequence[int], ends: Sequence[int], bound:
         while at < count and starts[at] < j:
             start = lacks[starts[at]]
             if open and start[0] <= open[0][0] and start[1] >= open[0][1]:
-                heapreplace(open, start)  # better in both: the old one will not be missed
+                heapreplace(open, start)  # better in both, so the old one is not needed
             else:
                 heappush(open, start)
             at += 1
@@ -168,10 +168,10 @@ def _reach(stage: StageCosts, starts: Sequence[int], ends: Sequence[int], bound:
 
 
 def _evened(stages: Sequence[StageCosts], allowed: Sequence[Sequence[int]], cuts: Cuts) -> Cuts:
-    """Moves one cut after the other to where its two stages are most even, until none moves. No stage that is the
-    slowest of two gets slower, so the slowest of all does not."""
+    """Moves one cut after the other to where its two stages are most even, until none moves. The slower of the two
+    never gets slower, so the slowest of all does not either."""
     now = list(cuts)
-    for _ in range(4 * len(stages)):  # far more rounds than needed; a bound all the same
+    for _ in range(4 * len(stages)):  # far more rounds than needed
         before = tuple(now)
         for c in range(1, len(stages)):
             now[c] = _most_even(stages[c - 1], stages[c], now[c - 1], now[c + 1], allowed[c - 1])

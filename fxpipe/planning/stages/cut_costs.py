@@ -3,10 +3,9 @@
     load = work of the ops + time to receive what crosses the cut before + time to send what crosses the cut after
     held = copies of the parameters + what backward needs of the live micro-batches + what came in for each of them
 
-What crosses a cut is every value made before it and used after it, long skips included: a skip takes up the links it
-passes, even if it is sent past the stages between. Gradients come back the same way. Inputs and outputs go between
-the stage and the caller and are not counted, nor are values that depend on nothing but sizes (masks, positions): those
-are computed again where they are used.
+A value crosses every cut between the op that makes it and its last user, also if it is sent past the stages between.
+Gradients come back the same way. Inputs and outputs go between the stage and the caller and are not counted. Nor are
+values that depend on nothing but sizes (masks, positions): they are computed again where they are used.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ PARAMETER_COPIES = 4
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes across each cut, from position 0 to n: of values on their way forward, of gradients on their way back."""
+    """Bytes across each cut, from position 0 to n: of values forward, and of gradients back."""
 
     values: tuple[int, ...]
     gradients: tuple[int, ...]
@@ -57,7 +56,8 @@ def traffic(graph: Graph, costs: Mapping[str, OpCost]) -> Traffic:
 
 
 def cheap_ops(graph: Graph) -> set[str]:
-    """Ops that depend on sizes and literals alone: never worth a transfer. Random ops and those that write are not."""
+    """Sizes, and ops that depend on sizes and literals alone: computing them again is cheaper than a transfer. Random
+    ops, and ops that write or are written, are not among them."""
     cheap = {size.name for size in graph.sizes}
     written = {name for op in graph.ops for name in op.writes}
     for op in graph.ops:
@@ -76,8 +76,8 @@ def stage_costs(
     parameter_copies: int = PARAMETER_COPIES,
     replicas: Sequence[int] | None = None,
 ) -> list[StageCosts]:
-    """What each stage would cost between any two cuts, on the device and with the recomputation given for it, shared by
-    so many replicas (1 if not given).
+    """What each stage would cost between any two cuts, given its device, its recomputation and its number of replicas
+    (1 if not given).
 
     The profile must be that of one micro-batch. Stages on one device share its memory in equal parts; all `chunks`
     micro-batches are alive at once.
@@ -109,7 +109,7 @@ def stage_costs(
 
 
 def memory_costs(stages: Sequence[StageCosts]) -> list[StageCosts]:
-    """The same stages, with the share of its device's memory as the load of each: in bytes of the largest device."""
+    """The same stages with the share of memory in use as their load, scaled to bytes of the largest device."""
     largest = max(stage.room for stage in stages)
     scaled = []
     for stage in stages:
@@ -124,7 +124,7 @@ def _seconds(op: OpCost, recomputes: bool) -> float:
 
 
 def _slowness(profile: Profile, cluster: Cluster, device: str) -> float:
-    """How much longer an op takes on `device` than where the profile was taken; 1 if the cluster does not say."""
+    """How many times longer an op takes on `device` than where the profile was taken; 1 if the cluster lacks that."""
     if profile.device not in cluster.labels:
         return 1.0
     return cluster.device(profile.device).flops / cluster.device(device).flops

@@ -1,12 +1,13 @@
-"""A graph of which every op has a device, as stages: runs of ops that one device computes without waiting for another.
+"""A graph with a device for every op, as segments: runs of ops that one device computes without waiting for another.
 
     device 0   a ─ b ─ c ┄┄┄┄┄┄┄┄┄┄┄ f ─ g          segments  a b c | d e | f g
     device 1       └── d ─ e ───────┘
 
-Devices take turns in time, as far as the ops' seconds tell it: the one that could start first takes all that it can
-compute by then, and what follows from that on the same device, what another device waits for first. A segment takes all
-its values when it starts and gives all at its end, so it also ends before an op that would keep another device waiting
-for longer than a hand-over takes; in the backward it takes and gives the other way round, and the same holds.
+Time is simulated with the ops' seconds. The device that can start first gets the next segment: all that it can compute
+at that time, and what follows from that on the same device; ops that lead to another device soonest come first. A
+segment gets all its inputs when it starts and sends all its outputs when it ends, so it also ends before an op that
+would keep another device waiting for longer than `WORTH`. In backward inputs and outputs change roles, and the same
+holds.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ WORTH = 2e-4  # seconds: what it takes to end a segment, begin another, and wake
 
 @dataclass(frozen=True)
 class Segment:
-    """Ops, by name and in the order they run, on the device of a number."""
+    """Ops, by name and in the order they run, on device number `device`."""
 
     device: int
     ops: tuple[str, ...]
 
 
 def segments(placed: Placed, seconds: Mapping[str, float] | None = None) -> tuple[Segment, ...]:
-    """The segments in an order in which they can run; those of a device run in this order. `seconds` is what ops take,
-    nothing if not given: then segments are as few as they can be. Raises PlanError where ops that must run together are
+    """The segments in an order in which they can run; those of a device run in this order. `seconds` is how long each
+    op takes, 0 if not given: then segments are as few as possible. Raises PlanError if ops that must run together are
     on several devices."""
     graph = placed.graph
     before = dependencies(graph)
@@ -46,13 +47,13 @@ def segments(placed: Placed, seconds: Mapping[str, float] | None = None) -> tupl
 
 
 def dependencies(graph: Graph) -> list[set[int]]:
-    """For each op, by position, those that must have run: who makes what it reads, and, where memory is written, those
-    that touched it on the other side of the write."""
+    """For each op, by position, the ops that must run before it: those that make what it reads, and those that must not
+    change order with it because one of the two writes memory that both use."""
     made = {op.name: at for at, op in enumerate(graph.ops)}
     before = [{made[name] for name in (*op.reads, *op.writes) if name in made} for op in graph.ops]
     root = memory(graph.ops, graph.types)
     written = {root(name) for op in graph.ops for name in op.writes}
-    touched: dict[str, list[int]] = {name: [] for name in written}  # since the last write, and it
+    touched: dict[str, list[int]] = {name: [] for name in written}  # the last write, and uses since
     for at, op in enumerate(graph.ops):
         writes = {root(name) for name in op.writes}
         for name in {root(name) for name in (*op.reads, *op.writes)} & written:
@@ -66,8 +67,8 @@ def dependencies(graph: Graph) -> list[set[int]]:
 
 
 def blocks(graph: Graph, before: Sequence[set[int]], also: Iterable[tuple[int, int]] = ()) -> list[tuple[int, ...]]:
-    """All ops, by position, in blocks that run in one go on one device: what is tied, each pair of `also`, and what
-    lies between. `before` are the `dependencies` of the graph."""
+    """All ops, by position, in blocks that run together on one device: tied ops, each pair of `also`, and ops between
+    them by dependency. `before` are the `dependencies` of the graph."""
     block_of = {at: {at} for at in range(len(graph.ops))}
     root, known = memory(graph.ops, graph.types), graph.types
     for tie in ties(graph):
@@ -85,8 +86,8 @@ def blocks(graph: Graph, before: Sequence[set[int]], also: Iterable[tuple[int, i
 
 
 def _made_of_nothing(placed: Placed, before: Sequence[set[int]]) -> Iterator[tuple[int, int]]:
-    """Ops that read nothing, such as zeros for a first state, and the first op that reads each, on the same device. By
-    themselves they would be segments that wait for nothing, and empty ones once stages make such values anew."""
+    """Pairs of an op that reads nothing, such as zeros for a first state, and its first reader, if both are on one
+    device. By itself such an op would be a segment of its own, which is empty once stages compute such values again."""
     ops, devices = placed.graph.ops, placed.devices
     for at, op in enumerate(ops):
         users = (user for user in range(at + 1, len(ops)) if at in before[user])
@@ -108,7 +109,7 @@ def _touches(op: Op, wanted: str, root: Callable[[str], str], known: Container[s
 
 
 def _between(block_of: Mapping[int, set[int]], block: set[int], before: Sequence[set[int]]) -> set[int]:
-    """The block, and what depends on one of its ops while another depends on it."""
+    """The block, and the ops between: each depends on an op of the block, and another op of the block depends on it."""
     first, last = min(block), max(block)
     after = set(block)
     for at in range(first, last + 1):
@@ -140,8 +141,12 @@ def _refuse_torn(graph: Graph, placed: Placed, blocks: Sequence[tuple[int, ...]]
 
 @dataclass
 class _Turns:
-    """Blocks given to devices, turn by turn. `free` is when each device is done, `ended` when each op is; `ready` the
-    blocks of each device whose ops may run, by their `way` and their first op."""
+    """Gives blocks to devices, segment by segment. A block is named by its first op.
+
+    - `free`: when each device is done, in seconds.
+    - `ended`: when each block is done.
+    - `ready`: for each device a heap of the blocks that may run, as (`way`, first op).
+    """
 
     placed: Placed
     before: Sequence[set[int]]
@@ -173,8 +178,7 @@ class _Turns:
                 self.offer(first)
 
     def ways(self) -> dict[int, float]:
-        """Seconds that the device of a block still computes, from its start on, until another device gets something
-        that follows from it."""
+        """For each block the seconds from its start until another device can get something that follows from it."""
         found: dict[int, float] = {}
         for first in reversed([*TopologicalSorter(self.needs).static_order()]):
             given = any(self.device[user] != self.device[first] for user in self.users[first])
@@ -183,7 +187,7 @@ class _Turns:
         return found
 
     def offer(self, first: int) -> None:
-        """A block that nothing but time keeps from running now."""
+        """Make a block ready: all that it needs has been given to a segment."""
         heappush(self.ready.setdefault(self.device[first], []), (self.way[first], first))
 
     def taken(self) -> tuple[Segment, ...]:
@@ -194,12 +198,12 @@ class _Turns:
         return tuple(found)
 
     def earliest(self, device: int) -> tuple[float, int, int]:
-        """When the device could start, with which block."""
+        """(seconds, first op, device): when the device could start, and with which block."""
         start, first = min((self.arrival(first), first) for _, first in self.ready[device])
         return max(start, self.free.get(device, 0.0)), first, device
 
     def arrival(self, first: int) -> float:
-        """When all is there that a block takes from other devices."""
+        """When all that a block takes from other devices has arrived."""
         return max((self.ended[need] for need in self.taken_by(first)), default=0.0)
 
     def taken_by(self, first: int) -> list[int]:
@@ -207,7 +211,7 @@ class _Turns:
         return [need for need in self.needs[first] if self.device[need] != self.device[first]]
 
     def turn(self, device: int, start: float) -> list[int]:
-        """A segment: blocks that can run by now, for as long as nobody waits too long."""
+        """The ops of the next segment: blocks that can run from `start` on, as long as no device waits too long."""
         now, given = start, inf
         taken, later = list[int](), list[int]()
         while self.ready[device]:
@@ -232,7 +236,7 @@ class _Turns:
         return taken
 
     def release(self, first: int) -> None:
-        """Let go of those that waited for a block alone."""
+        """Make ready the blocks that waited only for this one."""
         for user in self.users[first]:
             self.waits[user] -= 1
             if not self.waits[user]:

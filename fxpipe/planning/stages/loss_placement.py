@@ -1,4 +1,4 @@
-"""A plan of a model's forward serves its training steps, too: the loss goes to where the outputs are."""
+"""Turns a plan of a model's forward into one of its training steps: the loss goes to where the outputs are."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fxpipe.ir.plan.plan import Plan, stage_of
 
 def with_loss(graph: Graph, plan: Plan) -> Plan:
     """The plan with the ops of a step that it lacks, each in the stage of the last op whose value it reads; ops that
-    read nothing of the plan's are in the last stage. It stays as it is where it is not one of the forward of `graph`.
+    read nothing of the plan's are in the last stage. A plan that is not one of the forward of `graph` stays as it is.
 
-    A step names what the model returns by another name than a forward call does, so of what ends the plan there may be
-    ops that the graph does not have.
+    A step and a forward call give ops that make outputs different names, so the graph may lack the last ops of the
+    plan.
     """
     stage = stage_of(plan)
     captured = {op.name for op in graph.ops}

@@ -1,7 +1,7 @@
-"""Cuts that the user chose: so many blocks for each stage, or a cut before each of these modules.
+"""Cuts that the user chose: a number of blocks for each stage, or modules before which to cut.
 
-They are taken at their word, on the order that was captured: no cost is asked, and where a cut would tear apart what
-must stay together the answer is an error that says so, not another cut.
+They apply to the captured order, exactly and whatever they cost. A cut that would separate ops that must stay together
+is an error, not moved elsewhere.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .balance import Cuts
 
 
 def cuts_by_blocks(graph: Graph, counts: Sequence[int], k: int) -> Cuts:
-    """Cuts after so many blocks for each stage."""
+    """Cuts into k stages of `counts` blocks each. Raises PlanError if the counts do not fit, or a cut is illegal."""
     found = blocks(graph)
     asked = f"balance={list(counts)}"
     if len(counts) != k:
@@ -49,7 +49,8 @@ def _block_at(found: Sequence[Block], position: int) -> Block:
 
 
 def cuts_at(graph: Graph, paths: Sequence[str], k: int) -> Cuts:
-    """Cuts before the first op of each module."""
+    """Cuts into k stages, before the first op of each module. Raises PlanError if the paths do not fit, or a cut is
+    illegal."""
     if isinstance(paths, str):
         raise PlanError(f"split_at is the text {paths!r}: write a list, split_at=[{paths!r}]")
     if len(paths) + 1 != k:
@@ -75,7 +76,7 @@ def _close(path: str, known: Collection[str]) -> str:
 
 
 def _checked(graph: Graph, starts: Sequence[int], names: Sequence[str]) -> Cuts:
-    """The cuts that the user chose, or an error that says what they tear apart."""
+    """The cuts that the user chose. Raises PlanError, with the ops that must stay together, if one is illegal."""
     legal = legal_cuts(graph)
     for p, name in zip(starts, names, strict=True):
         if not legal[p]:

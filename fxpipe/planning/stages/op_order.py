@@ -1,4 +1,4 @@
-"""The order in which the ops of a model run: any that keeps data and effects is right, some cross cuts with less.
+"""The order in which the ops of a model run. Any order that keeps dependencies is right; in some, less crosses cuts.
 
     captured            by demand
     mask = ones(n)      a1 = conv(x)       the mask is made where it is used, and each branch runs
@@ -8,9 +8,9 @@
     b2 = conv(b1)       mask = ones(n)
     y = where(mask, a2, b2)
 
-"By demand" goes from the last op backwards: an op is put down when its first user asks for it. What nobody uses (an
-update of a buffer) is asked for by its neighbour in the captured order, and so stays where it was. A tuple is unpacked
-at once. The captured order is the user's own, and is kept unless another is better.
+"By demand" starts from the last op: an op runs just before its first user. An op without users (an update of a buffer)
+runs just before its next op in the captured order. A tuple is unpacked at once. The captured order is the user's own,
+and is kept unless another is better.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def reorder(graph: Graph, order: Sequence[int]) -> Graph:
 
 
 def requirements(graph: Graph) -> list[list[int]]:
-    """For each op, the ops that must run before it: those that make what it reads, and those whose effects on memory
-    come before its own. Two uses of memory of which one writes keep their order, under whatever name."""
+    """For each op, the ops that must run before it: those that make what it reads, and earlier ones that use the
+    same memory, under any name, if either writes it."""
     made_at = {op.name: position for position, op in enumerate(graph.ops)}
     shared = _memory_names(graph)
     last_write: dict[str, int] = {}
@@ -79,8 +79,8 @@ def _memory_names(graph: Graph) -> dict[str, str]:
 
 
 def _measure(graph: Graph, costs: Mapping[str, OpCost]) -> tuple[int, int, int]:
-    """What an order is judged by, all the less the better: cuts that are illegal, the most and the sum of bytes that
-    cross a cut."""
+    """How good an order is; less is better for each: the number of illegal cuts, and the maximum and the sum of bytes
+    that cross a cut."""
     across = traffic(graph, costs)
     both = [there + back for there, back in zip(across.values, across.gradients, strict=True)]
     return legal_cuts(graph).count(False), max(both), sum(both)
@@ -92,8 +92,8 @@ def _by_demand(graph: Graph, needs: Edges, late: Callable[[str], bool]) -> list[
     for position, before in enumerate(needs):
         for earlier in before:
             users[earlier].append(position)
-    # What an op asks for: all that it needs, and the op just before it if nobody else asks for that one. What has the
-    # longest chain behind it comes first, so that what was quickly made does not wait for it.
+    # An op asks for all that it needs, and for the op just before it if that one has no users. The op with the longest
+    # chain before it comes first, so that values of short chains do not wait for it.
     asks: list[list[int]] = []
     depth: list[int] = []
     for position, before in enumerate(needs):
@@ -104,7 +104,7 @@ def _by_demand(graph: Graph, needs: Edges, late: Callable[[str], bool]) -> list[
     order: list[int] = []
 
     def put(root: int) -> None:
-        """`root` after all that it asks for, depth first; a stack of its own, since models are deeper than Python's."""
+        """Append `root` after all that it asks for, depth first; not recursive, as models are deeper than the stack."""
         stack = [root]
         while stack:
             at = stack[-1]

@@ -1,10 +1,10 @@
-"""A later capture of a model (another mode, other inputs) is cut so that each op meets its parameters where they are.
+"""A later capture of a model (another mode, other inputs) is cut so that ops run where their parameters are.
 
 The first plan gave every parameter a home: the first stage that uses it. In a later graph the first op that uses a
-parameter belongs there (with several parameters, to the largest), unless it depends on an op of a later stage: values
-only move forward, so it goes there and borrows. Ops that use the parameter again borrow it from wherever they are.
-Between the ops that have such a place, the cuts are free, and balanced. A stage that would be empty is left out. Memory
-is not asked: the first plan has decided where the parameters live.
+parameter runs there (with several parameters: in the home of the largest), unless it depends on an op of a later stage:
+values only move forward, so it runs in that stage and borrows the parameter. Other users of the parameter may be in any
+stage, and borrow it. Between ops with such a place, cuts are free, and balanced. A stage that would be empty is left
+out. Memory is not checked, since the first plan has decided where the parameters live.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def plan_like(
     uncut: Collection[str] = (),
 ) -> Plan:
     """A plan for `graph` on the stages of `first`, with ops where their parameters are. `homes` maps the path of a
-    parameter or buffer to a stage of `first`; paths it lacks may go anywhere. The plan has a stage less for each that
-    would have no ops. `uncut` as for `plan`."""
+    parameter or buffer to a stage of `first`; others may go anywhere. Stages without ops are left out. `uncut` as for
+    `plan`."""
     labels = [stage.device for stage in first.stages]
     check_request(graph, profile, cluster, labels, first.chunks)
     captured, graph = graph, arrange(graph, {cost.name: cost for cost in profile.ops})
@@ -82,8 +82,8 @@ def _pins(graph: Graph, homes: Mapping[str, int]) -> list[int | None]:
 
 
 def _places(graph: Graph, pins: Sequence[int | None]) -> tuple[list[int], list[bool]]:
-    """The first stage that each op could be in, and whether it must be in that one. Values that depend on sizes alone
-    are as late as their first user."""
+    """For each op the first stage that it could be in, and whether it must be in that one. Ops that depend on sizes
+    alone go to the stage of their first user."""
     needs: Edges = requirements(graph)
     places: list[int] = []
     pinned: list[bool] = []
@@ -104,8 +104,8 @@ def _places(graph: Graph, pins: Sequence[int | None]) -> tuple[list[int], list[b
 def _stage_choices(
     k: int, fixed: Sequence[tuple[int, int]], most: int
 ) -> list[tuple[list[int], Sequence[tuple[int, int]]]]:
-    """Which stages to use, and which ops to hold in place: all and all; only stages that have such ops; or as many
-    stages as can be, wherever the parameters are."""
+    """What to try in turn, (stages to use, ops to hold in place): all stages and all such ops; only stages that have
+    such ops; or as many stages as possible, and no such ops."""
     needed = sorted({stage for _, stage in fixed}) or [0]
     return [(list(range(k)), fixed), (needed, fixed), (list(range(min(k, most))), ())]
 
@@ -113,8 +113,8 @@ def _stage_choices(
 def _allowed(
     used: Sequence[int], fixed: Sequence[tuple[int, int]], legal: Sequence[Sequence[int]], n: int
 ) -> list[list[int]]:
-    """For each inner cut those of its legal positions that leave all fixed ops on their side of it; if there are none,
-    the one nearest to that."""
+    """For each inner cut the legal positions that leave all fixed ops on their side of it; if there are none, the
+    nearest legal one."""
     allowed = []
     for stage, positions in zip(used[1:], legal, strict=True):
         first = 1 + max((at for at, place in fixed if place < stage), default=0)

@@ -44,16 +44,20 @@ def plan(
     replicas: Mapping[str, tuple[str, ...]] | None = None,
     uncut: Collection[str] = (),
 ) -> Plan:
-    """The plan for one stage on each of `devices`, in this order (all devices of the cluster, where not given).
+    """The plan for one stage on each of `devices`, in this order (by default all devices of the cluster). The profile
+    is that of one micro-batch; it may be of any kind if the user chooses the cuts. Raises PlanError if there is no
+    plan.
 
-    `balance` is "time" (the slowest stage is as fast as can be, within memory), "memory" (the fullest stage is as empty
-    as can be), or how many blocks each stage gets: `balance=[5, 3, 7]`. Blocks are what `fxpipe.ir.graph.module_blocks`
-    says: the children of an `nn.Sequential`; else the layers, as `encoder.layers.3`. `split_at=["encoder.3", ...]` puts
-    the cuts before the first op of these modules. `checkpoint` is a mode for all stages, or the stages that recompute
-    ("except_last"). By time, the slowest stage may be slower than the least possible by the share `slack`, if that puts
-    cuts where less crosses or where modules end; 0 is the exact optimum. The profile is that of one micro-batch; it may
-    be of any kind where the user chooses the cuts. `replicas` are the further devices of a stage, by its first, and
-    `uncut` the values that cannot be cut between samples, to go between stages of different numbers of replicas.
+    - `chunks`: the number of micro-batches.
+    - `checkpoint`: a mode for all stages, or the stages that recompute ("except_last").
+    - `balance`: "time" (the slowest stage is as fast as possible, within memory), "memory" (the fullest stage is as
+      empty as possible), or how many blocks each stage gets, as in `[5, 3, 7]`. `fxpipe.ir.graph.module_blocks` says
+      what a block is: a child of an `nn.Sequential`, or a layer such as `encoder.layers.3`.
+    - `split_at`: modules before whose first op to cut, as in `["encoder.3", ...]`.
+    - `slack`: by time, the slowest stage may be slower than the least possible by this share, if cuts then lie where
+      less crosses or where modules end; 0 is the exact optimum.
+    - `replicas`: by the first device of a stage its further devices.
+    - `uncut`: values that cannot be cut between samples, so cannot go between stages of different numbers of replicas.
     """
     labels = tuple(cluster.labels if devices is None else devices)
     modes = _checkpoints(checkpoint, len(labels))
@@ -82,7 +86,7 @@ def plan(
 
 
 def check_request(graph: Graph, profile: Profile, cluster: Cluster, labels: Sequence[str], chunks: int) -> None:
-    """Raise PlanError for what no planner could do."""
+    """Raise PlanError for a request for which there is no plan, such as one without devices."""
     if chunks < 1:
         raise PlanError(f"chunks is {chunks}; a plan needs at least one micro-batch")
     if not labels:
@@ -118,8 +122,8 @@ def _checkpoints(checkpoint: str | Collection[int], k: int) -> tuple[str, ...]:
 def stages(
     graph: Graph, ordered: Graph, cuts: Cuts, labels: Sequence[str], modes: Sequence[str]
 ) -> tuple[StagePlan, ...]:
-    """The ops between neighbouring cuts of `ordered`, each run of them on its device. The other order has done its work
-    when it is cut: within a stage the user's own reads better, and gradients add up in it as the model's do."""
+    """The stages between neighbouring cuts of `ordered`. Within a stage ops run in the order of `graph`, as captured:
+    it reads better, and gradients add up in the same order as in the model."""
     captured = {op.name: position for position, op in enumerate(graph.ops)}
     names = [op.name for op in ordered.ops]
     spans = zip(pairwise(cuts), labels, modes, strict=True)
@@ -136,7 +140,7 @@ def _best_cuts(
     legal: Sequence[int],
     allowed: Sequence[Sequence[int]],
 ) -> tuple[Cuts, Sequence[Sequence[int]]]:
-    """The exact balance over the allowed cuts, or, if there is none, over all legal ones; and which of these it is."""
+    """The exact balance over the allowed cuts, or, if there is none, over all legal ones; and these positions."""
     if len(labels) > len(legal) + 1:
         raise _too_many(graph, len(labels), legal)
     load = memory_costs(costs) if goal == "memory" else costs
@@ -180,7 +184,7 @@ def _too_many(graph: Graph, k: int, legal: Sequence[int]) -> PlanError:
 
 
 def _too_big(costs: list[StageCosts], allowed: Sequence[Sequence[int]], labels: Sequence[str]) -> PlanError:
-    """Which stage lacks how much in the plan that lacks the least."""
+    """The error for a model that does not fit: the stage that lacks most memory, in the plan where that is least."""
     n = len(costs[0].work)
     endless = max(stage.bytes[-1] + max(stage.hold) for stage in costs)
     lacking = [

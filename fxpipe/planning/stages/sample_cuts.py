@@ -1,4 +1,4 @@
-"""Where a cut may lie between stages of different numbers of replicas: where no value crosses that cannot be cut
+"""Where a cut may lie between stages of different numbers of replicas: not where a value crosses that cannot be cut
 between samples, such as a mean over them."""
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from .cut_costs import cheap_ops
 def replica_cuts(
     graph: Graph, legal: Sequence[int], replicas: Sequence[int], uncut: Collection[str]
 ) -> list[Sequence[int]]:
-    """For each cut between stages of so many replicas, the positions of `legal` where it may lie; all, if that leaves
-    none. `uncut` are the values that cannot be cut between samples."""
+    """For each cut between stages with these numbers of replicas, the positions of `legal` where it may lie; all of
+    them, if none would be left. `uncut` are the values that cannot be cut between samples."""
     changes, span, cheap = Counter[int](), spans(graph), cheap_ops(graph)
     for name in set(uncut) & span.keys() - cheap:
         defined, last = span[name]

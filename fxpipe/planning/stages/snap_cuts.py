@@ -1,8 +1,8 @@
-"""Moves cuts by a little to where a reader would have put them.
+"""Moves cuts a little, to where a reader would have put them.
 
-The exact balance knows time alone, and times are estimates or clock readings: to let a stage be two percent slower than
-the best costs nothing that anyone could measure, but often a cut then falls between two of the user's modules instead
-of within an expression, or where one value crosses instead of two.
+The exact balance only sees times, which are estimates or noisy measurements. A stage that is two percent slower than
+the best costs nothing that can be measured, but often a cut then lies between two of the user's modules instead of
+within an expression, or where one value crosses instead of two.
 
     x = x + self.attention(...)          x = x + self.attention(...)
     ---- two values cross ----
@@ -24,7 +24,7 @@ Ugliness = tuple[int, int]
 
 
 def ugliness(graph: Graph, crossing: Sequence[int]) -> list[Ugliness]:
-    """For each position of a cut, the bytes that cross there, and how deep within the user's code it is."""
+    """For each position of a cut (the bytes that cross there, the `depth` in the user's code); less is better."""
     inside = [0, *(depth(a, b) for a, b in pairwise(graph.ops)), 0]
     return list(zip(crossing, inside, strict=True))
 
@@ -47,8 +47,8 @@ def settle(
     ugly: Sequence[Ugliness],
     slack: float,
 ) -> Cuts:
-    """The cuts, each moved to the least ugly position between its neighbours for which no stage is slower than the
-    slowest was by more than the share `slack`, and memory is enough; one after the other, until none moves."""
+    """The cuts, moved one after the other to the least ugly position between their neighbours, until none moves. No
+    stage gets slower than the slowest stage was by more than the share `slack`, and all stages fit in memory."""
     bound = int(max(loads(stages, cuts)) * (1 + slack))
     now = list(cuts)
     for _ in range(4 * len(stages)):

@@ -1,6 +1,6 @@
-"""From what ops cost and where they run to what stages and the hops between them cost: the simulator's input.
+"""The simulator's input from a plan and a profile: what stages and the hops between them cost.
 
-A tensor that several stages share (a loan) goes over once a step, not once per micro-batch: it is left out.
+A tensor that several stages share (a loan) is sent once a step, not once per micro-batch, and is not counted.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from .simulate import Hop, StageCost
 def stage_costs(
     plan: Plan, profile: Profile, taken: Sequence[int] = (), copies: int = 2, keeps_at_once: bool = False
 ) -> tuple[StageCost, ...]:
-    """A cost for each stage of `plan`, from a profile taken at the size of its micro-batches, of which each replica
-    of a stage has a share.
+    """A cost for each stage of `plan`, from a profile of one of its micro-batches, which the replicas of a stage share.
 
-    `taken` is the bytes each stage takes per micro-batch, as `taken_bytes` tells (none if left out). `copies` is how
-    often a parameter is in memory: 2 for it and its gradient, more with the optimizer's state. `keeps_at_once`: nothing
-    is recomputed where backward follows forward at once.
+    - `taken`: bytes that each stage takes per micro-batch, see `taken_bytes`; none if left out.
+    - `copies`: how often a parameter is in memory: 2 for it and its gradient, more with the optimizer's state.
+    - `keeps_at_once`: whether nothing is recomputed if backward directly follows forward.
     """
     at = {cost.name: cost for cost in profile.ops}
     costs = []
@@ -48,18 +47,18 @@ def stage_costs(
 
 
 def taken_bytes(program: Program, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The bytes of what each stage takes, with `sizes` giving the numbers of a micro-batch."""
+    """The bytes that each stage takes for a micro-batch; `sizes` has a number for each symbolic size."""
     return tuple(sum(nbytes(program.types[name], sizes) for name in stage.takes) for stage in program.stages)
 
 
 def hops(program: Program, sizes: Mapping[str, int], cluster: Cluster) -> tuple[Hop, ...]:
-    """A hop for each pair of stages that values move between: all of them one after the other over the pair's link, and
-    the gradients of those that have one back. The caller's inputs and outputs are not counted: they are there."""
+    """A hop for each pair of stages that values move between: all values one after the other over the pair's link, and
+    back the gradients of those that have one. The caller's inputs and outputs are not counted."""
     return tuple(_hop(program, sizes, cluster, *ends, values) for ends, values in _moved(program))
 
 
 def timed_hops(program: Program, times: Times) -> tuple[Hop, ...]:
-    """The hops between workers that share their memory: nothing moves, but who waits has to wake up."""
+    """The hops between workers that share their memory: nothing moves, but a worker that waits has to wake up."""
     found = []
     for ends, values in _moved(program):
         back = any(tensor.grad for value in values for tensor in tensors(program.types[value]))

@@ -1,4 +1,4 @@
-"""A hybrid plan, a chain of layers and a cluster: what `simulate` needs to know to run the plan's events.
+"""Simulates a hybrid plan: the input of `simulate` from the plan, a chain of layers and a cluster.
 
 Replicas of a stage share each micro-batch evenly, so a stage costs a share of its layers; its transfers split and join
 the samples between replicas, and its all-reduce is over its parameters.
@@ -50,8 +50,9 @@ def _reductions(chain: Chain, cluster: Cluster, plan: HybridPlan, s: int) -> Ite
 def simulate_hybrid(
     chain: Chain, cluster: Cluster, plan: HybridPlan, schedule: Schedule, copies: float = 2
 ) -> Timeline:
-    """The timeline of a step of `plan` in the order of `schedule`. `chain` is at the size of the plan's micro-batches;
-    `copies` is how many bytes are in memory for each byte of parameters."""
+    """The timeline of a step of `plan` in the order of `schedule`. `chain` has costs at the size of the plan's
+    micro-batches; `copies` is how many bytes are in memory for each byte of parameters. Raises ValueError if the
+    schedule is not one for the plan."""
     if schedule.chunks != plan.micro_batches or len(schedule.devices) != len(plan.stages):
         raise ValueError(
             f"the schedule {schedule.name!r} is for {len(schedule.devices)} stages and {schedule.chunks} micro-batches;"

@@ -1,4 +1,4 @@
-"""Run the halves of a backward as one wherever nobody waits for the first of them.
+"""Merge the halves of a backward wherever no other stage waits for the first half.
 
     zb-h1     F0  F1      I0  W0  F2  I1  W1  F3  I2  W2  I3  W3
                   F0  I0  F1  I1  W0  F2  I2  W1  F3  I3  W2  W3
@@ -6,8 +6,8 @@
     rejoined  F0  F1      B0      F2  B1      F3  B2      B3          a B takes as long as an I and a W
                   F0  I0  F1  B1      F2  B2      F3  I3  W3  W0
 
-A zero-bubble schedule splits every backward, because then it can be written down in a line. A split costs a second run
-of autograd, and pays only where the stage before waits for the input gradient, or where a weight gradient fills a gap.
+A zero-bubble schedule splits every backward, because that makes the rule simple. A split costs a second run of
+autograd, and pays only if the stage before waits for the input gradient, or if a weight gradient fills a gap.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fxpipe.ir.schedule.schedule import Action, Schedule, needs, order
 from .simulate import Hop, StageCost, recomputes, simulate
 
 NEVER = float("inf")
-SLACK = 0.01  # as much longer may a step be by the profile, which has no price for a split
+SLACK = 0.01  # share by which a step may get longer by the profile, in which splits cost nothing
 
 
 def rejoin(schedule: Schedule, costs: Sequence[StageCost], hops: Sequence[Hop] = ()) -> Schedule:
@@ -38,14 +38,14 @@ def rejoin(schedule: Schedule, costs: Sequence[StageCost], hops: Sequence[Hop] =
     if not any(action.kind == "W" for action in schedule.place):
         return schedule
     joined = _join(latest_first(schedule), costs, hops)
-    # The walks know nothing of values that wait for a link, or that skip stages.
+    # The walks ignore values that wait for a link or skip stages, so the result is simulated.
     before, after = (simulate(one, costs, hops).makespan for one in (schedule, joined))
     return joined if after <= before * (1 + SLACK) else schedule
 
 
 def latest_first(schedule: Schedule) -> Schedule:
-    """Of the weight gradients of a stage that are left to do, the one that was put off last comes first. As many as
-    before are left at any time."""
+    """The schedule with weight gradients in another order: of those that a stage still has to do, the newest comes
+    first. Their number at any time does not change."""
     return replace(schedule, devices=tuple(_latest_first(row) for row in schedule.devices))
 
 
@@ -60,7 +60,7 @@ def _latest_first(row: Sequence[Action]) -> tuple[Action, ...]:
 
 
 def _join(schedule: Schedule, costs: Sequence[StageCost], hops: Sequence[Hop]) -> Schedule:
-    """Join the halves that stand side by side where that makes nobody late."""
+    """Join halves that stand side by side, if then every action still starts by its latest start."""
     way = {(hop.target, hop.source): hop.backward for hop in hops} | {(h.source, h.target): h.forward for h in hops}
     steps = _Steps(schedule, costs, way, order(schedule)[0])
     end, _ = _walk(steps, {})
@@ -74,7 +74,8 @@ def _join(schedule: Schedule, costs: Sequence[StageCost], hops: Sequence[Hop]) -
 
 
 class _Steps(NamedTuple):
-    """What both walks go through: the actions, in an order in which they can run."""
+    """What both walks need: the actions, in an order in which they can run, and their costs. `way` has the seconds of a
+    transfer from one stage to another."""
 
     schedule: Schedule
     costs: Sequence[StageCost]
@@ -88,7 +89,7 @@ class _Steps(NamedTuple):
         return self.costs[s].seconds("R") if again else 0.0
 
     def side_by_side(self, action: Action) -> bool:
-        """Whether the other half follows at once."""
+        """Whether the weight gradient directly follows this input gradient."""
         device, position = self.schedule.place[action]
         return self.schedule.devices[device][position + 1 : position + 2] == (action._replace(kind="W"),)
 
@@ -117,7 +118,7 @@ def _walk(steps: _Steps, late: Mapping[Action, float]) -> tuple[float, set[Actio
 
 
 def _latest_starts(steps: _Steps, end: float) -> dict[Action, float]:
-    """When each action has to start at the latest if all is to be done by `end`."""
+    """The latest start of each action with which all ends by `end`."""
     schedule, costs, way, actions = steps
     late: dict[Action, float] = {}
     due = dict.fromkeys(actions, end)

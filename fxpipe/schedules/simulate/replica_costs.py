@@ -1,5 +1,5 @@
-"""Replicas of a stage, as the engine runs them: they move in lock-step, so one is simulated, and all get its row. Their
-parameters come from the first, where at the end of the step the gradients of the others are added up."""
+"""Replicas of a stage. They run in lock-step, so one is simulated, and all get its row. Gradients of all replicas are
+added up on the first one at the end of the step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .simulate import Reduction
 
 
 def reductions(plan: Plan, profile: Profile, cluster: Cluster) -> tuple[Reduction, ...]:
-    """One for each stage that has replicas."""
+    """A reduction for each stage that has replicas: their gradients go to the first one."""
     at = {cost.name: cost for cost in profile.ops}
     found = []
     for index, stage in enumerate(plan.stages):
@@ -28,12 +28,12 @@ def reductions(plan: Plan, profile: Profile, cluster: Cluster) -> tuple[Reductio
 
 
 def positions(cluster: Cluster, labels: Sequence[str]) -> list[int]:
-    """Where the devices stand in the cluster."""
+    """The positions of the devices in the cluster."""
     return [cluster.labels.index(label) for label in labels]
 
 
 def spread(timeline: Timeline, replica_groups: Mapping[str, Sequence[str]]) -> Timeline:
-    """The timeline with a row for each replica; `replica_groups` has the labels of all replicas by the first one."""
+    """The timeline with a row for each replica; `replica_groups` has by the first replica the labels of all."""
     rows = {device: tuple(replica_groups.get(device, (device,))) for device in timeline.devices}
     spans = (replace(span, where=where) for span in timeline.spans for where in rows.get(span.where, (span.where,)))
     memory = (steps for device, steps in zip(timeline.devices, timeline.memory, strict=True) for _ in rows[device])

@@ -1,17 +1,17 @@
-"""A schedule, what each stage costs and what each transfer takes: the timeline of one training step, without running.
+"""The timeline of one training step from a schedule and the costs of stages and transfers, without running it.
 
-Devices run their own rows in order and links carry values in the order they are made, so nothing has to be decided
-along the way: an order in which the actions can run at all, walked once, gives every start as the latest end of what
-it waits for. The work grows with the number of actions and transfers, and not with the time that passes.
+Devices run their rows in order and links carry values in the order they are made, so there are no choices. One walk
+over the actions, in any order in which they can run, gives each start as the latest end of what the action waits for.
+The work grows with the number of actions and transfers, not with the simulated time.
 
-How a step is seen, for stage s and micro-batch i:
+The model of a step, for stage s and micro-batch i:
 
 - F(s, i) and B(s, i) start when the device is free and what comes over the links has arrived;
 - the recomputation of (s, i) starts when the device is free: it does not wait for the gradient;
 - a value leaves when its stage has made it, and a gradient when B or I has; each pair of devices has a link in each
   direction that carries one value at a time, and a transfer keeps neither device busy;
-- the replicas of a stage move in lock-step and are one device here; after its last backward their gradients are added
-  up, in one `Reduction` or, part by part as they become whole, in several, which take turns and do not keep the device;
+- the replicas of a stage run in lock-step and are one device here; after its last backward their gradients are added
+  up, in one `Reduction`, or in several as parts are complete; these run one at a time and leave the device free;
 - a stage keeps its activations from the start of its forward, or of its recomputation, to the end of its backward
   (of its W if that is split); while it waits for recomputation it keeps only what it took.
 """
@@ -29,10 +29,15 @@ from fxpipe.ir.timeline import Span, Steps, Timeline
 
 @dataclass(frozen=True)
 class StageCost:
-    """What a stage costs per micro-batch: `forward` and `backward` in seconds; input gradient and weight gradient take
-    half of `backward` each where they run apart. In bytes: `saved` for the backward, `taken` from other stages, and
-    `fixed` whatever the micro-batches. `checkpoint` as in a plan: "never", "except_last", "always"; `keeps_at_once`:
-    but nothing is recomputed where backward follows forward at once."""
+    """What a stage costs per micro-batch.
+
+    - `forward`, `backward`: seconds; input gradient and weight gradient take half of `backward` each.
+    - `saved`: bytes kept for the backward.
+    - `taken`: bytes taken from other stages.
+    - `fixed`: bytes in use independent of micro-batches.
+    - `checkpoint`: as in a plan, "never", "except_last" or "always".
+    - `keeps_at_once`: whether nothing is recomputed if backward directly follows forward.
+    """
 
     forward: float
     backward: float
@@ -60,8 +65,8 @@ class Hop:
 
 @dataclass(frozen=True)
 class Reduction:
-    """Replicas of `stage` add up gradients for `seconds`, which are whole `early` seconds before the stage's last
-    backward ends. `label` names them."""
+    """Replicas of `stage` add up gradients, which takes `seconds`. The gradients are complete `early` seconds before
+    the stage's last backward ends. `label` names them."""
 
     stage: int
     seconds: float
@@ -71,9 +76,9 @@ class Reduction:
 
 @dataclass
 class _Clock:
-    """The state of the walk."""
+    """The state of the walk: when devices and links are free, when actions ended, and what happened so far."""
 
-    free: dict[str, float]  # from when on, per device and link
+    free: dict[str, float]  # per device and link, when it is free
     took: Mapping[Action, float]
     ended: dict[Action, float] = field(default_factory=dict)
     arrived: dict[Action, float] = field(default_factory=dict)  # the last value that an action takes
@@ -106,7 +111,8 @@ def simulate(
     took: Mapping[Action, float] | None = None,
 ) -> Timeline:
     """The timeline of `schedule` with a cost for each stage. `devices` are names, one per row; `reductions` are done in
-    their order; `took` are the seconds of actions of which they are known.
+    their order; `took` has measured seconds of actions, which replace their costs. Raises ValueError if the numbers of
+    devices, costs and stages differ, or if the schedule cannot run.
 
     >>> from fxpipe.ir.schedule.schedule import parse
     >>> schedule = parse("F0 F1 . B1 B0 \\n . F0 F1 B1 B0", name="gpipe")
@@ -150,7 +156,7 @@ def recomputes(schedule: Schedule, cost: StageCost, s: int, i: int) -> bool:
 
 
 def _compute(clock: _Clock, schedule: Schedule, action: Action, device: str, cost: StageCost, ready: float) -> Span:
-    """Run one action on its device, its recomputation before it, and book the memory that they keep and free."""
+    """Run one action on its device, after its recomputation, and note the memory that they keep and free."""
     kind, s, i = action
     again = recomputes(schedule, cost, s, i)
     trains = Action("B", s, i) in schedule.place or Action("W", s, i) in schedule.place
@@ -183,7 +189,7 @@ def _sends(hops: Sequence[Hop], home: Sequence[str]) -> dict[tuple[str, int], li
 def _transfer(
     clock: _Clock, schedule: Schedule, action: Action, hop: Hop, home: Sequence[str], target: int, seconds: float
 ) -> None:
-    """Move what the action has made for a hop, values or gradients; whoever needs it waits for the last to arrive."""
+    """Move what the action has made for a hop, values or gradients; the action that takes it waits for its arrival."""
     kind, s, i = action
     link = f"{home[s]} -> {home[target]}"
     label = hop.label if kind == "F" else f"gradient of {hop.label}" if hop.label else "gradient"
@@ -195,7 +201,7 @@ def _transfer(
 
 
 def _reduce(clock: _Clock, schedule: Schedule, home: Sequence[str], reductions: Sequence[Reduction]) -> None:
-    """Add up the gradients of each stage, whose last backward is known by now."""
+    """Add up the gradients of each stage, after all backwards have been simulated."""
     last = {action.stage: action for row in schedule.devices for action in row if action.kind in "BW"}
     for one in reductions:
         if one.stage in last and one.seconds:
@@ -205,7 +211,7 @@ def _reduce(clock: _Clock, schedule: Schedule, home: Sequence[str], reductions: 
 
 
 def _steps(changes: Sequence[tuple[float, int]], fixed: int) -> Steps:
-    """Bytes over time from the changes; those at one moment are one step."""
+    """Bytes in use over time; changes at the same time are one step."""
     ordered = sorted(changes, key=lambda change: change[0])
     totals = accumulate((change for _, change in ordered), initial=fixed)
     return tuple(dict(zip([0.0, *(at for at, _ in ordered)], totals, strict=True)).items())

@@ -1,19 +1,20 @@
-"""Is there a plan that takes less than `limit`? Finds one, or shows that there is none: branch and bound.
+"""Branch and bound: finds a plan that takes less than `limit`, or shows that there is none.
 
 Plans are built from their last stage on, because how many forwards a stage runs ahead depends on the stages after it.
-Of stages s .. n - 1 three numbers are known to be least (see `shape_costs.before`), whatever comes before them:
+For stages s .. n - 1 there are three lower bounds (see `shape_costs.before`), whatever comes before them. All count
+from the moment at which s gets its first micro-batch:
 
     trip      until the first backward of s has ended
-    done      until the last one has                  all from when s gets its first micro-batch
-    finish    until all have finished
+    done      until its last backward has ended
+    finish    until all stages have finished
 
-and the tables of `lower_bound.py` tell what the layers before s ask for at least. Together they bound the step:
+The tables of `lower_bound.py` have lower bounds for the layers before s. Together they bound the step:
 
     arrive + finish,   through + done,   own
 
-A branch whose bound is `limit` or more is cut off. The search is quick because it remembers what it
-has refuted: if all that can come before some stages was cut off by bounds alone, then so it is for stages that start
-at the same layer, with the same devices left and in the first of them, if none of their three numbers is less.
+A branch whose bound is `limit` or more is cut off. The search is quick because it remembers what it has refuted. If
+bounds alone cut off all that can come before some stages, they also cut it off for stages that start at the same
+layer, have the same devices left, the same devices in their first stage, and no smaller one of the three numbers.
 """
 
 from __future__ import annotations
@@ -37,7 +38,14 @@ class OutOfTime(Exception):
 
 
 class Node(NamedTuple):
-    """The stages from layer `first` on, with the devices that are left, and the three numbers."""
+    """The stages from layer `first` on.
+
+    - `bound`: no plan with these stages takes fewer seconds.
+    - `left`: the devices left, for each run.
+    - `counts`: the devices of the first of the stages, for each run.
+    - `three`: trip, done and finish.
+    - `shape`: the stages.
+    """
 
     bound: float
     first: int
@@ -49,8 +57,15 @@ class Node(NamedTuple):
 
 @dataclass
 class Refutation:
-    """One search. `limit` sinks with each plan that is found, `best` is the last of them. If `in_order`, stages take
-    devices as they stand in the cluster, the last stage the last ones: then nothing is shown for other placements."""
+    """One search.
+
+    - `limit`: the seconds to be less than; each plan that is found lowers it.
+    - `until`, `budget`: when to stop, by `perf_counter` and by nodes.
+    - `in_order`: whether stages take devices in the order of the cluster, the last stage the last ones; then nothing
+      is shown for other placements.
+    - `best`: the last plan that was found.
+    - `refuted`, `choices`: what the search remembers.
+    """
 
     shapes: Shapes
     tables: Tables
@@ -65,12 +80,12 @@ class Refutation:
 
     @property
     def threshold(self) -> float:
-        """Bounds are sums in another order than times: what is equal may differ in the last digits."""
+        """The limit with room for rounding: bounds add up in another order than times."""
         return self.limit * (1 + 1e-12)
 
 
 def refute(search: Refutation) -> bool:
-    """True if the whole space was searched: nothing is faster than `search.limit` any more. False if it ran out."""
+    """True if the whole space was searched: no plan takes less than `search.limit`. False if nodes or time ran out."""
     left = tuple(len(run) for run in search.shapes.runs)
     root = Node(0.0, len(search.shapes.problem.chain), left, (), (0.0, 0.0, 0.0), ())
     try:
@@ -109,7 +124,7 @@ def _expand(search: Refutation, node: Node) -> bool:
 
 
 def _children(search: Refutation, node: Node) -> Iterator[Node]:
-    """The node with one more stage before, of all sizes and devices that are not cut off."""
+    """The node with one more stage before it: all layers and devices that bounds do not cut off."""
     shapes, tables = search.shapes, search.tables
     m, threshold = shapes.problem.micro_batches, search.threshold
     end, behind = node.first, len(node.shape)
@@ -140,7 +155,7 @@ def _children(search: Refutation, node: Node) -> Iterator[Node]:
 
 
 def _choices(search: Refutation, left: Counts) -> list[tuple[Counts, Counts]]:
-    """The devices that a stage may have, and what is left then."""
+    """The devices that a stage may have, and those left after it."""
     found = search.choices.get(left)
     if found is None:
         every = _tails(left) if search.in_order else product(*(range(count + 1) for count in left))
@@ -151,7 +166,7 @@ def _choices(search: Refutation, left: Counts) -> list[tuple[Counts, Counts]]:
 
 
 def _tails(left: Counts) -> Iterator[Counts]:
-    """The last devices, as many as you like.
+    """The last devices, in every number.
 
     >>> list(_tails((1, 2)))
     [(0, 1), (0, 2), (1, 2)]

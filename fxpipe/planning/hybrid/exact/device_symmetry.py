@@ -1,9 +1,9 @@
-"""Which devices of a cluster stand for each other, so that a search counts devices instead of naming them.
+"""Which devices of a cluster are interchangeable, so that a search counts devices instead of naming them.
 
-On 16 servers of one GPU each, a stage of 4 replicas may sit on 1820 sets of devices, and all take equally long. Two
-devices are alike if they have the same memory and the same ports, those that nobody shares aside. Samples go to the
-replicas in the order of devices, so only neighbours in that order may be exchanged freely: a *run* is a longest
-stretch of devices that are alike, and a stage is a count for each run.
+On 16 servers of one GPU each, a stage of 4 replicas can have 1820 sets of devices, which all take equally long. Two
+devices are alike if they have the same memory and share the same ports. Samples go to replicas in the order of devices,
+so only neighbours in that order are interchangeable: a *run* is a longest stretch of devices that are alike, and a
+stage has a count for each run.
 
     1 server of 4        one run of 4
     4 servers of 1       one run of 4
@@ -23,7 +23,7 @@ Counts = tuple[int, ...]
 
 
 def runs(cluster: Cluster) -> tuple[Devices, ...]:
-    """The positions of the devices, stretch by stretch."""
+    """The positions of the devices of each run."""
     behind: Counter[tuple[str, str]] = Counter()
     for device in cluster.devices:
         behind.update((switch.name, member) for switch, member in cluster.ports[device.label])

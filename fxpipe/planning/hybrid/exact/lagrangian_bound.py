@@ -1,14 +1,15 @@
-"""A bound for more devices than tables can count, and good plans: devices get a price instead.
+"""A lower bound by Lagrangian relaxation, for more devices than tables can count; also finds good plans.
 
-Let each device cost `price` seconds. A plan that takes less than `limit` is then, for its last stage,
+Let each device cost `price` seconds. Every plan that takes less than `limit` fulfils
 
-    sum over stages of (forward + backward + transfers + price x replicas)  +  (M - 1) x work of the last
-        <  limit + price x devices there are
+    sum over stages of (forward + backward + transfers + price x replicas)  +  (M - 1) x work of the last stage
+        <  limit + price x devices of the cluster
 
-and each of its stages has at least as many replicas as it needs to run all micro-batches within `limit`. The least left
-side over all plans is a dynamic programming over layers alone, since nothing else ties stages together: for each stage
-the best number of replicas follows from the price. If it is not below the right side for some price, no plan takes
-less than `limit`. A transfer is counted half on each of its sides, each as if the other side had no fewer devices.
+and each of its stages has at least as many replicas as it needs to run all micro-batches within `limit`. The price
+takes the place of the devices that stages share, so the least left side comes from dynamic programming over layers
+alone: the best number of replicas of a stage follows from the price. If for some price the least left side is not below
+the right side, no plan takes less than `limit`. Half of a transfer counts at each of its ends, as if the other end had
+no fewer devices.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from .relaxed_cluster import Relaxed
 
 @dataclass(frozen=True)
 class LagrangianBound:
-    """The least left side of the above, and the plan that has it."""
+    """The least left side less the price of all devices, in seconds, and the plan that has it."""
 
     seconds: float
     sizes: Sizes
 
 
 def dual(relaxed: Relaxed, devices: int, limit: float, price: float, floors: list[float]) -> LagrangianBound:
-    """The dynamic programming for one price; `inf` seconds if some layer fits in no stage. `floors[a]` is what stages
-    before layer a are known to take; it is raised to what this price tells: the layers from a on need their share of
-    the devices, and the others have to do with the rest."""
+    """The dynamic programming for one price; `inf` seconds if some layer fits in no stage. `floors[a]` is a lower bound
+    on the seconds of the stages before layer a. It is raised where this price gives a higher one: the layers from a on
+    need their share of the devices, and the stages before have only the rest."""
     chain, m = relaxed.chain, relaxed.problem.micro_batches
     n, share, latency = len(chain), relaxed.rates.share, relaxed.rates.latency
     total = [f + b for f, b in zip(chain.forwards, chain.backwards, strict=True)]
@@ -70,8 +71,8 @@ def dual(relaxed: Relaxed, devices: int, limit: float, price: float, floors: lis
 
 
 def _fewest(relaxed: Relaxed, a: int, b: int, devices: int, limit: float, before: float) -> int:
-    """The least replicas with which a stage runs all micro-batches within `limit`, besides what stages before it take
-    or adding up its gradients."""
+    """The least replicas with which a stage runs all micro-batches within `limit` less `before`, the seconds of the
+    stages before it, or less its own all-reduce, whichever is longer."""
     chain, m = relaxed.chain, relaxed.problem.micro_batches
     backward = chain.backwards[b] - chain.backwards[a]
     work = m * (chain.forwards[b] - chain.forwards[a] + backward)
@@ -92,7 +93,7 @@ def _fewest(relaxed: Relaxed, a: int, b: int, devices: int, limit: float, before
 
 
 def _held(relaxed: Relaxed, a: int, b: int, devices: int) -> int:
-    """The least replicas with which a stage holds one micro-batch."""
+    """The least replicas with which a stage has memory for one micro-batch."""
     chain, room = relaxed.chain, relaxed.rates.room[1]
     left = room - relaxed.problem.copies * (chain.parameters[b] - chain.parameters[a])
     saved = chain.saved[b] - chain.saved[a] + (chain.cuts[a] if relaxed.must else 0.0)
@@ -102,8 +103,8 @@ def _held(relaxed: Relaxed, a: int, b: int, devices: int) -> int:
 
 
 def search(relaxed: Relaxed, devices: int, low: float, high: float, steps: int = 12) -> tuple[float, list[Sizes]]:
-    """The highest limit between `low`, a bound, and `high` that some price refutes, and the plans met on the way that
-    have devices enough."""
+    """The highest limit between `low`, a known bound, and `high` that some price refutes, by bisection, and the plans
+    on the way that do not use too many devices."""
     found: list[Sizes] = []
     for _ in range(steps):
         if low >= high * (1 - 1e-3):
@@ -117,7 +118,8 @@ def search(relaxed: Relaxed, devices: int, low: float, high: float, steps: int =
 
 
 def _refuted(relaxed: Relaxed, devices: int, limit: float, found: list[Sizes]) -> bool:
-    """Raise the price until plans use no more devices than there are, then halve: the left side is concave in it."""
+    """Whether some price refutes the limit. Raises the price until a plan uses no more devices than there are, then
+    bisects: the bound is concave in the price."""
     few, many, floors = 0.0, limit / devices, [0.0] * len(relaxed.chain)
     for _ in range(30):
         made = dual(relaxed, devices, limit, many, floors)

@@ -1,9 +1,9 @@
-"""Makes a plan faster by many small changes, some of which it takes although they make it slower for a while.
+"""Makes a plan faster by many small changes, some of which make it slower for a while (late acceptance).
 
-A change is accepted if the plan is no slower than it was some hundred changes ago: the plan may wander, yet the bar
-sinks with it. Most changes are told to be bad by `path_bound` alone, and of the others most are dropped half-way
-through their events, since the bar is known. Where to change is drawn by a generator of its own seed: the same
-problem gets the same changes, as many as there is time for.
+A change is accepted if the plan is then no slower than it was `MEMORY` changes ago: the plan may get slower, but this
+limit falls with time. `path_bound` alone rules out most changes, and most others are dropped half-way through their
+events, since the limit is known. Changes are drawn from a fixed seed: the same problem gets the same changes, as many
+as there is time for.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from time import perf_counter
 from .device_symmetry import Counts
 from .shape_costs import Shape, Shapes
 
-MEMORY = 150  # how many changes ago
-PATIENCE = 4000  # changes in vain, after which to give up
+MEMORY = 150  # changes: a plan is compared with the one before them
+PATIENCE = 4000  # changes without improvement, after which the search ends
 
 
 @dataclass
 class Search:
-    """The shapes of a problem, and when to stop. If `in_order`, devices are taken in the order of the cluster and only
-    their numbers change, as if there were one run: where there are very many runs, most other ways are bad."""
+    """The shapes of a problem, and when to stop (`until`, by `perf_counter`). If `in_order`, stages take devices in the
+    order of the cluster, as if there were one run: with very many runs most other placements are bad."""
 
     shapes: Shapes
     until: float
@@ -43,7 +43,7 @@ class Search:
 
 
 def improve(search: Search, shape: Shape, patience: int = PATIENCE) -> tuple[Shape, float]:
-    """The best shape met on the way, and its time."""
+    """The best shape met on the way, and the seconds of its step."""
     now = tuple((end, (sum(counts),)) for end, counts in shape) if search.in_order else shape
     best, fastest = shape, search.shapes.time(shape)
     seconds = search.shapes.time(search.place(now))
@@ -67,7 +67,7 @@ def improve(search: Search, shape: Shape, patience: int = PATIENCE) -> tuple[Sha
 
 
 def _change(search: Search, shape: Shape) -> Shape | None:
-    """One to three changes, each drawn by how often it helps."""
+    """One to three changes; those that help more often are drawn more often."""
     changed: Shape | None = shape
     for _ in range(search.random.choice((1, 1, 1, 2, 2, 3))):
         if changed is not None:
@@ -86,7 +86,7 @@ def _move_cut(search: Search, shape: Shape) -> Shape | None:
 
 
 def _move_layers(search: Search, shape: Shape) -> Shape | None:
-    """Several neighbouring cuts by one layer, which is how a stage far away gets less."""
+    """Move several neighbouring cuts by one layer, so that a stage gives layers to one that is no neighbour."""
     if len(shape) < 3:
         return None
     by = search.random.choice((-1, 1))
@@ -97,7 +97,7 @@ def _move_layers(search: Search, shape: Shape) -> Shape | None:
 
 
 def _move_device(search: Search, shape: Shape) -> Shape | None:
-    """A device of one stage goes to another; stage -1 has those that nobody uses."""
+    """Move a device from one stage to another; stage -1 has the unused devices."""
     random, n = search.random, len(shape)
     source, target = random.randint(-1, n - 1), random.randint(-1, n - 1)
     held = _counts(search, shape, source)
@@ -109,7 +109,7 @@ def _move_device(search: Search, shape: Shape) -> Shape | None:
 
 
 def _swap_devices(search: Search, shape: Shape) -> Shape | None:
-    """Two stages exchange a device of one run for one of another."""
+    """Exchange devices of two runs between two stages."""
     random, n = search.random, len(shape)
     if len(search.room) == 1:
         return _swap_sizes(search, shape)
@@ -125,7 +125,7 @@ def _swap_devices(search: Search, shape: Shape) -> Shape | None:
 
 
 def _swap_sizes(search: Search, shape: Shape) -> Shape | None:
-    """Two stages exchange all of their devices."""
+    """Exchange all devices of two stages."""
     if len(shape) < 2:
         return None
     a, b = sorted(search.random.sample(range(len(shape)), 2))
@@ -179,7 +179,7 @@ def _counts(search: Search, shape: Shape, stage: int) -> Counts:
 
 
 def _given(shape: Shape, stage: int, run: int, by: int) -> Shape:
-    """With more or less devices of a run in a stage; those of stage -1 are what is left."""
+    """The shape with `by` more devices of a run in a stage; stage -1 has the unused devices."""
     if stage < 0:
         return shape
     end, counts = shape[stage]

@@ -1,19 +1,19 @@
-"""What the stages before a cut cost at least, whatever they are: tables for every cut and number of devices.
+"""Lower bounds on the cost of the stages before a cut, whatever they are: tables for every cut and number of devices.
 
-A step has many chains of events that must follow each other, and none is longer than the step. Take stage p:
+A chain of events that must follow each other takes no longer than the step. Take stage p:
 
     arrive     the first micro-batch comes to p           forward and transfer of each stage before
     work       p runs all micro-batches                   M x (forward + backward)
     leave      the last gradient goes back and each       backward and transfer of each stage before, and
                stage it reaches adds up its gradients     its all-reduce; or that of p itself
 
-So a step takes arrive + work + leave, for each p, and likewise for each transfer. What is before a cut matters to what
-is after it only by `arrive` and `through` = arrive + leave. Both are sums over stages, so their least values come from
-dynamic programming over (layers, devices, replicas of the last stage), each by itself: a relaxation, but a tight one. A
-third column has the least that the stages before the cut ask for themselves: `own`, the largest arrive + work + leave.
+So a step takes at least arrive + work + leave, for each p, and likewise for each transfer. The stages before a cut
+affect those after it only by `arrive` and `through` = arrive + leave. Both are sums over stages. Dynamic programming
+over (layers, devices, replicas of the last stage) gives the least value of each, one by one: a relaxation, but a tight
+one. A third column, `own`, is the least of the largest arrive + work + leave of the stages before the cut.
 
-Stages of which arrive + work + leave is `limit` or more are left out: they are of no use to who looks for less. The
-lower the limit, the higher the tables; if nothing is left, no plan is below it. `root` closes in on the highest limit
+Stages whose arrive + work + leave is `limit` or more are left out, because only plans below `limit` are looked for. The
+lower the limit, the higher the tables; if no stages are left, no plan is below it. `root` looks for the highest limit
 that can be refuted so. The stages of least `through` are good plans, too.
 """
 
@@ -28,13 +28,19 @@ from fxpipe.ir.plan.hybrid_plan import warmup_of
 
 from .relaxed_cluster import Relaxed
 
-Table = list[list[list[float]]]  # by cut, devices at most, and replicas of the stage after the cut
+Table = list[list[list[float]]]  # by cut, most devices before it, and replicas of the stage after it
 End = tuple[float, float, float]  # the three columns, before the transfer
 Sizes = tuple[tuple[int, int], ...]  # the end and the replicas of each stage
 
 
 class Part(NamedTuple):
-    """A stage of layers `first` to b - 1 with r replicas: what it adds to the chains of events, at least."""
+    """What a stage of layers `first` to b - 1 with r replicas adds to the chains of events, at least, in seconds.
+
+    - `forward`: of one micro-batch.
+    - `both`: forward and backward of one micro-batch.
+    - `work`: of all micro-batches, recomputation included.
+    - `tail`: of the all-reduce after the last backward.
+    """
 
     first: int
     forward: float
@@ -48,8 +54,12 @@ Parts = list[list[list[Part]]]  # by end and replicas
 
 @dataclass
 class Tables:
-    """The columns above for the stages before each cut and the transfer across it; `total` is the least of whole plans
-    and `sizes` the one that the choices lead to."""
+    """The columns above for the stages before each cut and the transfer across it.
+
+    - `total`: the least of whole plans, in seconds.
+    - `sizes`: the plan that the choices lead to.
+    - `last`, `starts`, `before`: the choices.
+    """
 
     limit: float
     arrive: Table
@@ -106,13 +116,13 @@ def tables(relaxed: Relaxed, parts: Parts, devices: int, limit: float) -> Tables
 
 
 def _column(n: int, devices: int) -> Table:
-    """Nothing is before the first layer; what is before others is not known yet."""
+    """A column to fill: 0 before the first layer, inf (not known yet) before all others."""
     size = range(devices + 1)
     return [[[inf if cut else 0.0 for _ in size] for _ in size] for cut in range(n)]
 
 
 def _end(made: Tables, fitting: list[Part], b: int, g: int, r: int) -> End | None:
-    """The columns for all stages up to b, of which the last has r replicas, on g devices at most."""
+    """The columns for all stages before cut b on at most g devices, if the last of them has r replicas."""
     arrive, through, own, limit = made.arrive, made.through, made.own, made.limit
     left, start = g - r, -1
     least_arrive = least_through = least_own = inf
@@ -138,7 +148,7 @@ def _end(made: Tables, fitting: list[Part], b: int, g: int, r: int) -> End | Non
 
 
 def _cross(relaxed: Relaxed, made: Tables, b: int, devices: int, ends: list[list[End | None]]) -> None:
-    """The columns after the transfer to a stage of q replicas, from those of all stages before it."""
+    """Fill the columns of cut b: those of all stages before it, with the transfer to a stage of q replicas."""
     chain, m = relaxed.chain, relaxed.problem.micro_batches
     rest = chain.forwards[-1] - chain.forwards[b] + chain.backwards[-1] - chain.backwards[b]
     for q in range(1, devices):
@@ -168,7 +178,7 @@ def _cross(relaxed: Relaxed, made: Tables, b: int, devices: int, ends: list[list
 
 
 def _sizes(made: Tables, n: int) -> Sizes:
-    """Back from the end along the choices."""
+    """The plan that the choices lead to, from the last stage back."""
     if made.total == inf:
         return ()
     b, (g, r), found = n, made.last, []
@@ -183,7 +193,8 @@ def _sizes(made: Tables, n: int) -> Sizes:
 def root(
     relaxed: Relaxed, parts: Parts, devices: int, low: float, high: float, steps: int
 ) -> tuple[float, list[Sizes]]:
-    """No plan takes less than this, or than `high`, and the plans met on the way. `low` is known to be a bound."""
+    """A lower bound on all plans that take less than `high`, by bisection from the known bound `low`, and the plans met
+    on the way."""
     found: list[Sizes] = []
     for _ in range(steps):
         if low >= high * (1 - 1e-4):

@@ -1,19 +1,19 @@
-"""The plan with the least event time, and how sure that is.
+"""The plan with the least event time, with a lower bound on all plans.
 
-What is searched: every cut of the chain into stages, every number of replicas for each, every placement on the cluster,
-and, where they are not given, the number of micro-batches, the warm-up, and which stages recompute to fit in memory.
+The search space: every cut of the chain into stages, every number of replicas for each, every placement on the cluster,
+and, if they are not given, the number of micro-batches, the warm-up, and which stages recompute to fit in memory.
 
     1. seeds     data parallel, plain pipelines, and the plans that the bounds come with
     2. improve   the best of them, by small changes (local_search.py)
-    3. refute    "nothing takes less than t" for a t between the bound and the best plan (lower_bound.py,
-                 branch_and_bound.py): either that is so, and t is the new bound, or a faster plan turns up. Once t is
+    3. refute    "a plan takes less than t", for a t between the bound and the best plan (lower_bound.py,
+                 branch_and_bound.py): either no plan does, and t is the new bound, or a faster plan is found. If t is
                  the best plan's own time, that plan is proven to be optimal. A t that takes too long is lowered
                  half-way to the bound.
 
-DAPPLE's own plan joins in where 3 does not end at once. Where placements are too many to go through, as on eight
-servers of four, 3 goes through those in the order of the devices, and proves nothing; where devices are too many for
-tables, as a thousand are, it is left out, and the bound is that of lagrangian_bound.py. It is a bound whenever the
-search ends. Costs of layers are taken to grow with the samples: see `fxpipe.ir.plan.layer_chain.scaled`.
+If 3 does not end at once, DAPPLE's own plan is tried, too. If there are too many placements to try, as on eight servers
+of four, 3 tries those in the order of the devices, and proves nothing. If there are too many devices for tables, such
+as a thousand, 3 is left out, and the bound is that of lagrangian_bound.py. The bound holds whenever the search ends.
+Costs of layers are scaled with the samples: see `fxpipe.ir.plan.layer_chain.scaled`.
 """
 
 from __future__ import annotations

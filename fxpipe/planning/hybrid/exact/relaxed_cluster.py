@@ -1,8 +1,8 @@
-"""A cluster at its best: what r replicas can do if they sit where that is fastest, wherever that is.
+"""The least costs of r replicas on a cluster, over all placements.
 
-Bounds count devices only. An all-reduce of r devices is at most as fast as the narrowest link of the best r devices
-that faster links connect; of a transfer each sender has at least its share to get out of all its ports together. On a
-flat network both are exact.
+Bounds only count devices. An all-reduce of r devices is no faster than the slowest link that is needed to connect any r
+devices by the fastest links. In a transfer each sender must send at least its share through all its ports together. On
+a flat network both are exact.
 """
 
 from __future__ import annotations
@@ -22,8 +22,13 @@ from .device_symmetry import Devices
 
 @dataclass(frozen=True)
 class Rates:
-    """`bandwidths[r]` of the best ring of r devices; of any transfer the least `latency` and seconds per byte of a
-    single device's `share`. `room[r]` is the memory of the r-th largest device."""
+    """The best rates of a cluster.
+
+    - `bandwidths`: by r, bytes per second of the best ring of r devices.
+    - `ring_latency`, `latency`: the least seconds of a step of a ring, and of a transfer.
+    - `share`: the least seconds per byte that a single device sends or receives.
+    - `room`: by r, bytes of memory of the r-th largest device.
+    """
 
     bandwidths: tuple[float, ...]
     ring_latency: float
@@ -33,7 +38,7 @@ class Rates:
 
 
 def rates(problem: Problem, runs: Sequence[Devices]) -> Rates:
-    """The rates of a cluster at its best."""
+    """The best rates of the problem's cluster."""
     cluster = problem.cluster
     pairs = [(x, y) for x, y in combinations(range(len(runs)), 2)]
     inner = [x for x, run in enumerate(runs) if len(run) > 1]
@@ -53,9 +58,10 @@ def rates(problem: Problem, runs: Sequence[Devices]) -> Rates:
 
 
 def _bandwidths(sizes: Sequence[int], pairs: dict[tuple[int, int], float]) -> tuple[float, ...]:
-    """Join runs from the fastest links on: r devices are connected by links at least this fast."""
+    """For each r the bytes per second of the slowest link needed to connect r devices. Runs are joined in order of
+    links, the fastest first."""
     home = list(range(len(sizes)))
-    whole = [1] * len(sizes)  # devices that are connected so far, at the home of a run
+    whole = [1] * len(sizes)  # at the home of a run: devices that are connected so far
 
     def root(x: int) -> int:
         while home[x] != x:
@@ -86,7 +92,8 @@ def _out(cluster: Cluster, position: int) -> float:
 
 @dataclass
 class Relaxed:
-    """The least costs of stages of a problem, by their replicas."""
+    """The least costs of stages of a problem, by their replicas. `must`: whether stages must, must not (False) or may
+    (None) recompute."""
 
     problem: Problem
     rates: Rates
@@ -108,7 +115,7 @@ class Relaxed:
         return self.rates.latency + count * self.rates.share / min(r, q) if count else 0.0
 
     def repeats(self, first: int, end: int, r: int, ahead: int) -> bool | None:
-        """Whether a stage has to recompute for lack of memory; None if that does not help either."""
+        """Whether a stage has to recompute; None if it does not fit in memory even so."""
         chain, problem = self.chain, self.problem
         saved = (chain.saved[end] - chain.saved[first]) / r
         left = self.rates.room[r] - problem.copies * (chain.parameters[end] - chain.parameters[first])

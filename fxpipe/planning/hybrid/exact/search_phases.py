@@ -1,7 +1,7 @@
 """The phases of the search for the optimal plan, and what they share: the cases, their bounds, the best plan so far.
 
-A case is a number of micro-batches and a warm-up. All cases hunt for one plan: what is found in one is the bar for all,
-and a case whose bound is above the bar is closed. `optimal` says which phase follows which.
+A case is a number of micro-batches and a warm-up. All cases look for one plan: the best plan of any case is the one to
+beat in all, and a case whose bound is above its time is closed. `optimal` runs the phases in order.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from .local_search import Search, improve
 from .relaxed_cluster import Relaxed, rates
 from .shape_costs import Shape, Shapes
 
-TABLE = 5_000_000  # additions to fill the tables with, at most
-PLACES = 1000  # ways to choose devices by their counts, at most
+TABLE = 5_000_000  # additions to fill the tables, at most
+PLACES = 1000  # choices of a count of devices for each run, at most
 SMALL = 2000  # layers x devices x runs, for which DAPPLE's planner takes some seconds at most
 
 
 @dataclass
 class Case:
-    """One number of micro-batches and one warm-up. `bound` is the least that any of its plans takes."""
+    """One number of micro-batches and one warm-up. No plan of it takes less than `bound` seconds."""
 
     shapes: Shapes
     relaxed: Relaxed
@@ -53,13 +53,13 @@ class Case:
 
     @property
     def tabled(self) -> bool:
-        """Whether tables can be had."""
+        """Whether the tables of `lower_bound.py` are small enough to fill."""
         n, g = len(self.problem.chain), self.devices
         return n * n * g * g / 4 + n * g**3 / 6 <= TABLE
 
     @property
     def countable(self) -> bool:
-        """Whether all placements can be gone through."""
+        """Whether there are few enough placements to try them all."""
         return self.tabled and prod(len(run) + 1 for run in self.shapes.runs) <= PLACES
 
     @cached_property
@@ -102,7 +102,8 @@ def seed(hunt: PlanSearch) -> None:
 
 
 def _plain(case: Case) -> Iterator[bounds.Sizes]:
-    """Data parallelism, and pipelines of any number of equal stages with as equal replicas."""
+    """Data parallelism, and pipelines of k stages of about equal time with about equal numbers of replicas, or one
+    each."""
     n, g = len(case.problem.chain), case.devices
     for k in [k for k in range(1, min(n, g) + 1) if k <= 8 or k % 4 == 0 or k in (n, g)]:
         yield tuple(zip(_even(case.problem.chain, k), _shares(g, k), strict=True))
@@ -127,7 +128,7 @@ def _shares(devices: int, k: int) -> list[int]:
 
 
 def close_in(hunt: PlanSearch) -> None:
-    """A first bound for each case, with the plans that come with it. The cases of the lowest bounds first."""
+    """Find a first bound for each case, and try the plans that come with it. Cases of the lowest bounds come first."""
     for case in hunt.cases:
         problem = case.problem
         chain = problem.chain
@@ -162,7 +163,7 @@ def _first_bound(case: Case, high: float) -> list[bounds.Sizes]:
 
 
 def _long(case: Case) -> float:
-    """A time that most plans are below: all of the work on one device, and each cut crossed."""
+    """Seconds that most plans take less than: all of the work on one device, with a transfer at each cut."""
     problem = case.problem
     chain = problem.chain
     busy = 2 * chain.forwards[-1] + chain.backwards[-1]
@@ -188,8 +189,8 @@ def polish(hunt: PlanSearch) -> None:
 
 
 def ask_dapple(hunt: PlanSearch) -> None:
-    """The plan of DAPPLE's paper, which takes as long as many others. If the number of micro-batches is free, then only
-    for the best so far."""
+    """Try the plan of DAPPLE's planner, if the case is small, because that planner is slow; with more than two cases,
+    only in the best so far."""
     for index, case in enumerate(hunt.cases):
         small = len(case.problem.chain) * case.devices * len(case.shapes.runs) <= SMALL and case.countable
         if small and case.bound < hunt.time * (1 - EXACT) and (len(hunt.cases) <= 2 or case is hunt.case):
@@ -198,8 +199,8 @@ def ask_dapple(hunt: PlanSearch) -> None:
 
 
 def prove(hunt: PlanSearch, until: float) -> None:
-    """Raise the bounds of the cases, the lowest first, until none is below the best plan. Where placements cannot all
-    be gone through, look for better plans among those in the order of the devices."""
+    """Raise the bounds of the cases, the lowest first, until none is below the best plan. In cases with too many
+    placements, look for better plans among those in the order of the devices."""
     open = [case for case in hunt.cases if case.tabled]
     while open and perf_counter() < until:
         case = min(open, key=lambda case: case.bound)

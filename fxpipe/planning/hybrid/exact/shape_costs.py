@@ -1,7 +1,7 @@
-"""What stages cost when devices are counted and not named, as fast as Python can tell: a search asks this all the time.
+"""What stages cost when devices are counted and not named. Searches call this very often, so it is written for speed.
 
-A shape is a plan without names: for each stage its end and how many devices of each run it has. The stage that needs
-not recompute does not, since that only makes it later; one that does not fit in memory otherwise does.
+A shape is a plan without names: for each stage its end, and how many devices of each run it has. Stages recompute only
+if they do not fit in memory otherwise, since recomputation takes time.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Shapes:
         return step_time(costs, ahead, down, up, m, limit)
 
     def stages(self, shape: Shape) -> tuple[HybridStage, ...]:
-        """The shape on devices by name."""
+        """The stages of a shape, on positions of devices."""
         used, first, stages = [0] * len(self.runs), 0, []
         for s, (end, counts) in enumerate(shape):
             cost = self.stage(first, end, counts, self.ahead(len(shape) - 1 - s))
@@ -92,7 +92,7 @@ class Shapes:
         return tuple(stages)
 
     def placed(self, sizes: Sequence[tuple[int, int]]) -> Shape:
-        """Stages of so many devices each, taken in the order of the cluster."""
+        """The shape of stages (end, devices), with devices taken in the order of the cluster."""
         starts = list(accumulate((len(run) for run in self.runs), initial=0))
         at, shape = 0, []
         for end, r in sizes:
@@ -101,14 +101,14 @@ class Shapes:
         return tuple(shape)
 
     def shape(self, stages: Sequence[HybridStage]) -> Shape:
-        """The shape of named stages."""
+        """The shape of stages on positions of devices."""
         return tuple((e.end, tuple(len(set(run) & set(e.devices)) for run in self.runs)) for e in stages)
 
 
 def path_bound(
     costs: Sequence[StageTimes], ahead: Sequence[int], down: Sequence[float], up: Sequence[float], m: int
 ) -> float:
-    """No step takes less; see `lower_bound.py` for why. In one pass from the last stage to the first."""
+    """Seconds that no step with these costs is below; see `lower_bound.py` for why."""
     cost = costs[-1]
     work = cost.forward + cost.again + cost.backward
     trip, done = work, m * work
@@ -121,9 +121,9 @@ def path_bound(
 def before(
     cost: StageTimes, ahead: int, down: float, up: float, m: int, trip: float, done: float, finish: float
 ) -> tuple[float, float, float]:
-    """What is known of some last stages, once there is one more before them. All is counted from when the first of
-    these stages has its first micro-batch: `trip` until its first backward has ended, `done` until its last one has,
-    and `finish` until all have finished, at least."""
+    """Lower bounds in seconds for some last stages and one more before them, from those without it. All count from the
+    moment at which the first of the stages gets its first micro-batch: `trip` until its first backward has ended,
+    `done` until its last backward has ended, and `finish` until all stages have finished."""
     forward, again, backward = cost.forward, cost.again, cost.backward
     trip = max(ahead * forward + again, forward + down + trip + up) + backward
     own = trip + (m - 1) * (again + backward) + (m - ahead) * forward

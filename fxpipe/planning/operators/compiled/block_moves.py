@@ -1,15 +1,16 @@
-"""Compiled: changes of many operators at once, and a chain that takes them among single ones.
+"""Compiled: leaps, which change many operators at once, and a Markov chain of leaps and single changes.
 
-A shared layer is unrolled into forty operators, and to change one of them spares nothing of the exchange of the layer's
-weights; neighbours that are cut alike send each other little, and to change one of them makes it more. So single
-changes lead through worse strategies to better ones. A leap changes all operators of a window:
+A better strategy may be reachable by single changes only through worse ones. A shared layer is unrolled into forty
+operators, and changing one of them saves nothing of the exchange of the layer's weights. Neighbours that are cut alike
+send each other little, and changing one of them makes it more. A leap changes all operators of a window:
 
     order         window                   they all become
     as they run   conv1 conv2 pool2 ...    sample/2 channel/2, from device 4 on
     by weights    lstm0.3 .. lstm0.20      as an operator beside them is
     by likeness   all convolutions alike   as they are, but on devices further on
 
-Its edges are made anew and it is simulated from the beginning, which takes a few times as long as a single change.
+The edges of a window are made anew and the step is simulated from the beginning, which takes a few times as long as a
+single change.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from .restart_state import restart
 
 
 class Leap(NamedTuple):
-    """A leap while it is tried: the strategy it leads to, and what it takes to go back. Marks are those of this leap
-    where they are equal to `turn`."""
+    """A leap while it is tried: the strategy it leads to (`rows`, `places`), and what is needed to undo it (`old_...`).
+    An edge or group is marked in this leap if its mark equals `turn`."""
 
     rows: Ints  # [n]
     places: Ints  # [n, M]
@@ -47,7 +48,7 @@ class Leap(NamedTuple):
 
 
 def leap(p: Problem) -> Leap:
-    """Room for leaps."""
+    """Arrays for the leaps of a problem."""
     edges, groups = len(p.source), max(1, p.groups)
 
     def ints(*shape: int) -> Ints:
@@ -70,7 +71,8 @@ def leap(p: Problem) -> Leap:
 
 @compiled
 def window(q: Patterns, random: Ints) -> tuple[int, int, int]:
-    """An order, and a window of it: a whole block, or a run in it, short ones as often as long ones."""
+    """Draw an order and a window of it, (order, first, after): a whole block, or a run in a block, whose length is
+    log-uniform."""
     order = below(random, len(q.order))
     at = below(random, q.order.shape[1])
     first, after = q.block_first[order, at], q.block_after[order, at]
@@ -83,7 +85,7 @@ def window(q: Patterns, random: Ints) -> tuple[int, int, int]:
 
 @compiled
 def neighbour(p: Problem, i: int, random: Ints) -> int:
-    """An operator that operator i reads, or that reads it; i itself where there is none."""
+    """Draw an operator that operator i reads or that reads i; i itself if there is none."""
     inner = p.in_first[i + 1] - p.in_first[i]
     outer = p.out_first[i + 1] - p.out_first[i]
     if inner + outer == 0:
@@ -96,7 +98,7 @@ def neighbour(p: Problem, i: int, random: Ints) -> int:
 
 @compiled
 def draw(p: Problem, q: Patterns, random: Ints, to: Leap, members: Ints, devices: Ints) -> None:
-    """Draw a leap of the operators of a window, from the strategy in `to`, and make it there."""
+    """Draw a leap of the operators `members`, and apply it to the strategy in `to`."""
     lead = members[below(random, len(members))]
     way = uniform(random)
     if way < 0.2:
@@ -117,7 +119,8 @@ def draw(p: Problem, q: Patterns, random: Ints, to: Leap, members: Ints, devices
 
 @compiled
 def move(p: Problem, to: Leap, i: int, row: int, first: int) -> None:
-    """Operator i cut so, on the devices from `first` on, or on the last ones."""
+    """Give operator i the row `row`, on neighbouring devices from `first` on, or on the last ones if those are too
+    few."""
     first = min(first, p.devices - p.row_parts[row])
     to.rows[i] = row
     for k in range(p.row_parts[row]):
@@ -126,7 +129,7 @@ def move(p: Problem, to: Leap, i: int, row: int, first: int) -> None:
 
 @compiled
 def note(p: Problem, s: State, to: Leap, i: int) -> None:
-    """Write down how operator i is in the state."""
+    """Copy the row and devices of operator i from the state to `to`."""
     to.rows[i] = s.row[i]
     for k in range(p.parts):
         to.places[i, k] = s.task[i * p.parts + k].place
@@ -156,7 +159,7 @@ def mark(p: Problem, to: Leap, members: Ints) -> None:
 
 @compiled
 def fits(p: Problem, s: State, to: Leap) -> bool:
-    """Whether the messages of all marked edges fit behind those in use, if need be after clearing up."""
+    """Whether the messages of all marked edges fit behind those in use, after compaction if necessary."""
     more = 0
     for e in to.edges[: to.counts[0]]:
         more += 2 * p.row_parts[to.rows[p.source[e]]] * p.row_parts[to.rows[p.target[e]]]
@@ -167,7 +170,7 @@ def fits(p: Problem, s: State, to: Leap) -> bool:
 
 @compiled
 def take(p: Problem, s: State, to: Leap, members: Ints) -> None:
-    """Place all members otherwise, and remember how they were: their old rows and devices are now in `to`."""
+    """Exchange the rows and devices of all members between the state and `to`, which then has the old ones."""
     M = p.parts
     for d in range(p.devices):
         s.device[d].load_ = s.device[d].load
@@ -208,7 +211,7 @@ def _hold_again(p: Problem, s: State, to: Leap, members: Ints) -> None:
 
 @compiled
 def go_back(p: Problem, s: State, to: Leap, members: Ints, top: int) -> None:
-    """Undo `take`, when rows ended at `top`."""
+    """Undo `take`, before which rows ended at `top`."""
     M = p.parts
     edges = to.edges[: to.counts[0]]
     count_waits(p, s, edges, -1)
@@ -234,8 +237,8 @@ def go_back(p: Problem, s: State, to: Leap, members: Ints, top: int) -> None:
 
 @compiled
 def attempt_leap(p: Problem, s: State, to: Leap, members: Ints, limit: float) -> bool:
-    """Go to the strategy in `to`, which differs in `members`, and stay there if the step then takes no longer than
-    `limit`. In any case `to` is then the strategy that the state is at."""
+    """Go to the strategy in `to`, which differs in `members`, and stay there if its step takes no longer than `limit`
+    seconds; returns whether it does. Afterwards `to` is the strategy of the state in any case."""
     top = s.top[0]
     take(p, s, to, members)
     cost = np.inf
@@ -266,7 +269,7 @@ def explore(
     trace: Floats,
     devices: Ints,
 ) -> int:
-    """As `metropolis.walk`, with leaps among the steps: a `share` of them."""
+    """As `metropolis.walk`, where a `share` of the steps are leaps."""
     found = 0
     for i in range(p.n):
         note(p, s, to, i)

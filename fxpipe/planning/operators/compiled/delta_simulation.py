@@ -1,22 +1,22 @@
 """Compiled: the time of a strategy that differs from the last one in one operator (the SOAP paper's algorithm 2).
 
     change     new rows for the edges of the operator; all others stay as they are
-    restart    the state of the simulation just before the first event that the change can touch, from the times at hand
+    restart    the state of the simulation just before the first event that the change can touch, from the kept times
     run        the rest of the simulation
-    keep       the new times become the times at hand; or `take_back`: the old rows are the rows again
+    keep       the new times are kept; or `take_back`: the old rows are restored
 
 The paper propagates changes from task to task until nothing changes any more. In a training step most of what comes
-after a change moves a little, so going on with the simulation from the first change touches hardly more tasks, and each
-once. Everything earlier is left alone, and the task graph is never rebuilt.
+after a change moves a little, so simulating everything from the first change on touches hardly more tasks, and each
+only once. Everything earlier is left alone, and the task graph is never rebuilt.
 
-Only computations are events. A message's turn on its link comes by when its sender has finished, so the sender's
-finish hands out all of its messages, in the order of their keys. Two events of one time come in the order of their
-slots. Slots are keys: no task has a smaller one than what it waits for. So each device and each link sees its tasks in
-the order of (ready, key), exactly as in `simulate_strategy.run`.
+Only computations are events. Messages queue for a link in the order in which their senders finish, so all messages of a
+task are sent when it finishes, in the order of their keys. Events of one time come in the order of their slots. Slots
+are keys: no task has a smaller one than what it waits for. So each device and each link runs its tasks in the order of
+(ready, key), exactly as in `simulate_strategy.run`.
 
-A strategy that can be seen to take longer than `limit` is given up: before anything is changed, where a device would
-have more to do than that; before it is simulated, where a link has; on the way, where a device has so much left that it
-ends too late even without waiting. The margin keeps rounding from giving up one that would just have been within.
+A strategy is given up as soon as it is sure to take longer than `limit`: before anything is changed, if a device would
+have more seconds of work; before the simulation, if a link has; during the simulation, if a device would end too late
+even without waiting. `MARGIN` makes sure that rounding gives up no strategy within the limit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def send(
     finish: float,
     base: int,
 ) -> int:
-    """Part k has finished: all that it sends along an edge takes its turn on the links."""
+    """Put all that part k sends along an edge on the links, when the part has finished at `finish`. Returns the size of
+    the queue."""
     for x in range(rows[k], rows[k + 1]):
         w, time = message[x].wire, finish
         if w >= 0:
@@ -58,7 +59,8 @@ def send(
 
 @compiled
 def attempt(p: Problem, s: State, i: int, row: int, devices: Ints, limit: float) -> bool:
-    """Place operator i otherwise, and keep that if the step then takes no longer than `limit`."""
+    """Give operator i the row `row` on `devices`, and keep that if the step then takes no longer than `limit` seconds;
+    returns whether it does."""
     if is_overload(p, s, i, row, devices, limit * MARGIN):
         return False
     top, old = s.top[0], s.row[i]
@@ -76,7 +78,7 @@ def attempt(p: Problem, s: State, i: int, row: int, devices: Ints, limit: float)
 
 @compiled
 def run(p: Problem, s: State, size: int, limit: float) -> float:
-    """Simulate to the end. Returns the seconds of the strategy, or infinity once they are seen to be above `limit`."""
+    """Simulate to the end, from a queue of `size` events. Returns the seconds of the step, inf if above `limit`."""
     n, M = p.n, p.parts
     task, arrival, message, device = s.task, s.arrival, s.message, s.device
     queue, sync, link_free = s.queue, s.sync, s.link_free
@@ -140,7 +142,7 @@ def run(p: Problem, s: State, size: int, limit: float) -> float:
 
 @compiled
 def keep(p: Problem, s: State, changed: int, since: float, cost: float) -> None:
-    """The times of the last run are the times at hand."""
+    """Keep the times of the last run, which restarted at `since` with operator `changed` changed (-1: none)."""
     n, M = p.n, p.parts
     slots = 2 * n * M
     for way in range(2):
@@ -184,7 +186,7 @@ def _keep_sent(p: Problem, s: State, way: int, i: int, k: int) -> None:
 
 @compiled
 def simulate_all(p: Problem, s: State) -> float:
-    """Simulate the task graph that has been built from its beginning, and keep the times."""
+    """Simulate the task graph from its beginning, and keep the times. Returns the seconds of the step."""
     for way in range(2):
         for i in range(p.n):
             s.extent[way, i].first_end = 0.0

@@ -1,5 +1,5 @@
-"""Compiled: what moves along an edge when its two operators are cut in given ways, and what devices exchange of a group
-of weights. The plain words for it are `task_graph.transfers` and `task_graph.exchanges`."""
+"""Compiled: the messages along an edge between two operators that are cut, and the exchange of a group of weights
+between devices. `task_graph.transfers` and `task_graph.exchanges` are the same in plain Python."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def overlaps(
     scratch: Ints,
     top: int,
 ) -> int:
-    """Write, for each of the `parts` parts m of the consumer, the parts of the producer that it reads of (`peer`, from
-    `top` on) and how many elements (`volume`, from 0 on); `rows` says where each m's begin. Returns where the next row
-    begins. Degrees `a` cut the sizes `made` of the producer, `b` the sizes `taken` of the consumer."""
+    """Write, for each part m of the consumer (there are `parts`), the parts of the producer that m reads (`peer`, from
+    `top` on) and how many elements (`volume`, from 0 on). `rows[m]` is where those of m begin. Returns where the next
+    row begins. Degrees `a` cut the sizes `made` of the producer, `b` the sizes `taken` of the consumer."""
     low, high, first, last, index = scratch[0], scratch[1], scratch[2], scratch[3], scratch[4]
     begin = top
     for m in range(parts):
@@ -132,8 +132,8 @@ def rows_between(
     element: int,
     link_load: Floats,
 ) -> int:
-    """Given who reads of whom, in rows from `begin` to `middle`, add the rows of the other direction, and say for both
-    which link each message takes and for how long. Returns where the next row begins."""
+    """Given which part reads which, in rows from `begin` to `middle`, add the rows of the other direction, and set the
+    link and the seconds of each message in both. Returns where the next row begins."""
     count.fill(0)
     for x in range(begin, middle):
         count[message[x].peer] += 1
@@ -163,12 +163,12 @@ def rows_between(
 
 @compiled
 def count_waits(p: Problem, s: State, edges: Ints, sign: int) -> None:
-    """Add the messages of these edges to what their parts wait for, or with sign -1 take them away."""
+    """Add the messages of these edges to the counts that their parts wait for; with sign -1 subtract them."""
     M, task = p.parts, s.task
     for x in range(len(edges)):
         e = edges[x]
         i, j = p.source[e], p.target[e]
-        from_producer, from_consumer = s.backward_rows[e], s.forward_rows[e]  # who has as many as it hands back
+        from_producer, from_consumer = s.backward_rows[e], s.forward_rows[e]  # a part gets and sends back equally many
         for m in range(p.row_parts[s.row[j]]):
             task[j * M + m].waits += sign * (from_producer[m + 1] - from_producer[m])
         for k in range(p.row_parts[s.row[i]]):
@@ -187,7 +187,7 @@ def unload(p: Problem, s: State, edges: Ints) -> None:
 
 @compiled
 def hold(p: Problem, s: State, i: int, sign: int) -> None:
-    """Note that operator i's devices hold its weights, or with sign -1 that they no longer do."""
+    """Count operator i's devices as holders of its weights; with sign -1 no longer."""
     g, row = p.group[i], s.row[i]
     cover, held, task = s.cover[g], s.held[g], s.task
     degrees, is_parameter = p.degrees[row], p.is_parameter[i]
@@ -212,7 +212,7 @@ def hold(p: Problem, s: State, i: int, sign: int) -> None:
 
 @compiled
 def exchange(p: Problem, s: State, g: int) -> None:
-    """What each device passes on to the next that holds any of the group's weights, the last one to the first."""
+    """Set what each device passes on in the ring of all devices that hold any weights of group g."""
     share = p.group_bytes[g] / p.shares
     cover, held, sync = s.cover[g], s.held[g], s.sync[g]
     to = -1

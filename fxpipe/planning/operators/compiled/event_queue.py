@@ -15,7 +15,7 @@ def before(time: float, key: int, other_time: float, other_key: int) -> bool:
 
 @compiled
 def push(queue: Records, size: int, time: float, key: int) -> int:
-    """Into a binary heap of (time, key)."""
+    """Put an event into the heap. Returns its new size."""
     at = size
     while at > 0:
         up = (at - 1) >> 1
@@ -31,7 +31,7 @@ def push(queue: Records, size: int, time: float, key: int) -> int:
 
 @compiled
 def pop(queue: Records, size: int) -> int:
-    """Take the first out of the heap; it must have been read before."""
+    """Remove the first event from the heap; read `queue[0]` before. Returns the new size."""
     size -= 1
     time, key = queue[size].time, queue[size].key
     at = 0
@@ -54,7 +54,8 @@ def pop(queue: Records, size: int) -> int:
 
 @compiled
 def arrive(arrival: Records, queue: Records, size: int, slot: int, time: float) -> int:
-    """Something that a task waits for is there; the task is ready with the last. Returns the size of the queue."""
+    """One thing that the task in `slot` waits for arrives at `time`; with the last one the task is ready. Returns the
+    size of the queue."""
     arrival[slot].pending -= 1
     if time > arrival[slot].latest:
         arrival[slot].latest = time

@@ -1,13 +1,18 @@
-"""A search's question as flat arrays, for the compiled core: `Problem` never changes; `State` is the task graph of one
-strategy with its times, changed in place.
+"""The search as flat arrays for the compiled core: `Problem` never changes; `State` is the task graph of one strategy
+with its times, changed in place.
 
-Letters: n operators that are placed (those fed in are not), i j of them; M the most parts of one, k m of them; D
-devices; E edges; G groups of shared weights; U equal shares of a group's weights. Every output has four dimensions
-here, the missing ones of size 1.
+Letters:
 
-A task of an operator has the slot that is its key: forward `i M + k`, backward `n M + (n - 1 - i) M + k`, and the
-gathering of group g `2 n M + g`. What moves along an edge lies in a row for each part that sends, rows of one edge and
-direction one after the other:
+- n: operators that are placed (those fed in are not); i and j are two of them.
+- M: the most parts of an operator; k and m are parts.
+- D: devices; E: edges.
+- G: groups of shared weights; U: equal shares of a group's weights.
+
+Every output has four dimensions here; missing ones have size 1.
+
+A task's slot is its key: forward `i M + k`, backward `n M + (n - 1 - i) M + k`, and the gathering of group g
+`2 n M + g`. Messages along an edge lie in rows, one for each part that sends; rows of one edge and direction are
+contiguous:
 
     forward_rows[e, k] .. forward_rows[e, k + 1]      what part k of the producer sends: to which parts, on which link
     backward_rows[e, m] .. backward_rows[e, m + 1]    the gradients that part m of the consumer sends back
@@ -40,8 +45,8 @@ RANK = 4
 
 
 class Problem(NamedTuple):
-    """What does not change during a search. A row is an operator with degrees; `row_first[i] .. row_first[i + 1]` are
-    the rows of operator i."""
+    """What does not change during a search. A row is an operator cut by certain degrees; operator i has the rows
+    `row_first[i] .. row_first[i + 1]`."""
 
     n: int
     parts: int  # M
@@ -59,7 +64,7 @@ class Problem(NamedTuple):
     out_edges: Ints
     in_first: Ints
     in_edges: Ints
-    around_first: Ints  # of both: all edges of an operator
+    around_first: Ints  # all edges of an operator, in and out
     around_edges: Ints
     group: Ints  # [n], -1 without weights
     group_first: Ints  # [G + 1] into group_members
@@ -75,7 +80,7 @@ class Problem(NamedTuple):
     seconds: Floats  # [kinds of devices, all parts of all rows, 2]
     device_kind: Ints  # [D]
     choice_first: Ints  # [rows + 1] number of the row's first choice: one for each device that it can begin on
-    simulations: int = 1  # of each proposal; with more the time of that can be told apart
+    simulations: int = 1  # of each proposal; more than one to measure their time
 
 
 def _record(ints: str, floats: str) -> np.dtype[np.void]:
@@ -83,7 +88,7 @@ def _record(ints: str, floats: str) -> np.dtype[np.void]:
     return np.dtype(fields, align=True)
 
 
-# Fields that end in "_" are those of the proposal being tried, in the same places.
+# Fields that end in "_" have the values of the proposal that is being tried.
 TASK = _record("place waits", "span ready start end ready_ start_ end_")
 ARRIVAL = _record("pending", "latest")  # what a task still waits for, and when the last of it came
 MESSAGE = _record("peer wire", "lasts begin begin_")  # wire: the link, -1 within a device; lasts: its seconds
@@ -126,8 +131,8 @@ class State(NamedTuple):
 def problem(
     graph: OperatorGraph, cluster: Cluster, cost: Cost, starts: Sequence[Strategy] = (), roles: str = "SAP"
 ) -> Problem:
-    """The question as arrays. Dimensions of these `roles` may be cut. `starts` are strategies that must be in it, if
-    the space of `strategy_space.configs` has not all of their degrees."""
+    """The search as arrays. Dimensions of these `roles` may be cut. Degrees of the strategies `starts` are added to
+    those of `strategy_space.configs`. Raises ValueError for an operator of more than four dimensions."""
     placed = [at for at, operator in enumerate(graph) if operator.kind != "input"]
     number = {at: i for i, at in enumerate(placed)}
     operators = [graph.operators[at] for at in placed]
@@ -198,7 +203,7 @@ def _rows(operator: Operator, devices: int, roles: str, more: Iterable[Config]) 
 def _seconds(
     graph: OperatorGraph, cluster: Cluster, cost: Cost, operators: list[Operator], rows: list[list[tuple[int, ...]]]
 ) -> tuple[Ints, Floats]:
-    """Where each row's seconds begin, and the seconds on each kind of device of each part."""
+    """Where each row's seconds begin, and the seconds of each part (forward, backward) on each kind of device."""
     kinds = list({(d.flops, d.bandwidth): d for d in cluster.devices}.values())
     first, found = [], [[] for _ in kinds]  # type: ignore[var-annotated]
     known: dict[Any, list[list[tuple[float, float]]]] = {}
@@ -226,7 +231,7 @@ def _padded(numbers: Iterable[Any], with_: int = 1) -> list[int]:
 
 
 def _grouped(n: int, keys: list[int]) -> tuple[Ints, Ints]:
-    """Positions by their key, and where each key's begin."""
+    """For each key below n where its positions begin, and the positions sorted by key."""
     order = np.argsort(np.array(keys, np.int64), kind="stable")
     first = np.zeros(n + 1, np.int64)
     np.add.at(first, np.array(keys, np.int64) + 1, 1)

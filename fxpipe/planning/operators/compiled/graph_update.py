@@ -1,5 +1,5 @@
-"""Compiled: the task graph of a strategy, made from nothing, or with one operator placed otherwise: new rows for the
-edges of that operator, all others stay as they are. `take_back` makes the old rows the rows again."""
+"""Compiled: builds the task graph of a strategy (`build`), or changes one operator (`change`): its edges get new rows,
+and all others stay as they are. `take_back` restores the old rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def copy(to: Ints | Floats, of: Ints | Floats) -> None:
 
 @compiled
 def put(p: Problem, s: State, i: int, row: int, devices: Ints) -> None:
-    """Place operator i: its parts' devices and seconds, and the load of these devices."""
+    """Place operator i: set its parts' devices and seconds, and add to the load of these devices."""
     M = p.parts
     forward, backward = i * M, (2 * p.n - 1 - i) * M
     s.row[i] = row
@@ -34,7 +34,7 @@ def put(p: Problem, s: State, i: int, row: int, devices: Ints) -> None:
 
 @compiled
 def build(p: Problem, s: State, rows: Ints, devices: Ints) -> bool:
-    """The task graph of a strategy from nothing. False if there is no room for all messages."""
+    """Build the task graph of a strategy. False if there is no room for all messages."""
     s.top[0] = 0
     for d in range(p.devices):
         s.device[d].load = 0.0
@@ -67,7 +67,7 @@ def room(p: Problem, s: State, i: int, row: int) -> int:
 
 @compiled
 def compact(p: Problem, s: State) -> None:
-    """Move all rows in use to the front, edge by edge as they lie."""
+    """Move all rows in use to the front, edge by edge in the order of their places."""
     top, last, last_edge = 0, -1, -1
     for _ in range(len(p.source)):
         edge, first = -1, -1
@@ -88,7 +88,7 @@ def compact(p: Problem, s: State) -> None:
 
 @compiled
 def is_overload(p: Problem, s: State, i: int, row: int, devices: Ints, limit: float) -> bool:
-    """Whether a device would have more than `limit` seconds to do if operator i were placed like this."""
+    """Whether a device would have more than `limit` seconds of work if operator i were placed like this."""
     M, device, task = p.parts, s.device, s.task
     for d in range(p.devices):
         device[d].left = device[d].load
@@ -106,7 +106,7 @@ def is_overload(p: Problem, s: State, i: int, row: int, devices: Ints, limit: fl
 
 @compiled
 def is_jam(p: Problem, s: State, limit: float) -> bool:
-    """Whether a link has more than `limit` seconds to do."""
+    """Whether a link has more than `limit` seconds of messages."""
     most = 0.0
     for w in range(p.links):
         most = max(most, s.link_load[w])
@@ -115,7 +115,8 @@ def is_jam(p: Problem, s: State, limit: float) -> bool:
 
 @compiled
 def change(p: Problem, s: State, i: int, row: int, devices: Ints) -> float:
-    """Place operator i otherwise, and remember how it was. Returns the time of the first event that this touches."""
+    """Give operator i the row `row` on `devices`, and remember the old ones. Returns the time of the first event that
+    this touches."""
     forward = i * p.parts
     around = p.around_edges[p.around_first[i] : p.around_first[i + 1]]
     touched = _remember(p, s, i, around)
@@ -137,8 +138,8 @@ def change(p: Problem, s: State, i: int, row: int, devices: Ints) -> float:
 
 @compiled
 def _remember(p: Problem, s: State, i: int, around: Ints) -> float:
-    """Note how operator i is placed, and take it off its devices. Returns the time of the first event that is the
-    operator's, or gives it a message."""
+    """Remember how operator i is placed, and take it off its devices. Returns the time of the first event that belongs
+    to the operator or sends it a message."""
     M, touched = p.parts, np.inf
     forward, backward = i * M, (2 * p.n - 1 - i) * M
     for d in range(p.devices):
@@ -163,7 +164,7 @@ def _remember(p: Problem, s: State, i: int, around: Ints) -> float:
 
 @compiled
 def take_back(p: Problem, s: State, i: int, row: int, top: int) -> None:
-    """Undo the last change of operator i, which had this row, when rows ended at `top`."""
+    """Undo the last change of operator i, before which it had this row, and rows ended at `top`."""
     M, g = p.parts, p.group[i]
     forward, backward = i * M, (2 * p.n - 1 - i) * M
     around = p.around_edges[p.around_first[i] : p.around_first[i + 1]]

@@ -1,9 +1,9 @@
-"""Compiled: what Python calls of the core. A Markov chain over strategies after Metropolis and Hastings, as the SOAP
-paper searches: draw an operator and a config for it, keep the change if the step got faster, and with probability
+"""Compiled: what Python calls of the core. A Markov chain over strategies after Metropolis and Hastings, as in the SOAP
+paper: draw an operator and a config for it, keep the change if the step got faster, and with probability
 exp(-(slower by) / temperature) if it got slower.
 
-The number that decides is drawn before the simulation, so that a proposal can be given up as soon as it is seen to be
-too slow.
+The random number of this decision is drawn before the simulation, so that a proposal is given up as soon as it is sure
+to be too slow.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .numba_compiler import compiled, entry
 
 @compiled
 def uniform(random: Ints) -> float:
-    """A number in [0, 1): xorshift64*, of one word of state that is not 0."""
+    """A random number in [0, 1): xorshift64*; its state is one word, which is not 0."""
     x = np.uint64(random[0])
     x ^= x >> np.uint64(12)
     x ^= x << np.uint64(25)
@@ -29,7 +29,7 @@ def uniform(random: Ints) -> float:
 
 @compiled
 def row_of(p: Problem, i: int, choice: int) -> int:
-    """The row in which choice number `choice` of all lies, which is one of operator i."""
+    """The row of a choice of operator i; `choice` counts the choices of all operators."""
     low, high = p.row_first[i], p.row_first[i + 1] - 1
     while low < high:
         middle = (low + high + 1) // 2
@@ -51,7 +51,7 @@ def choose(p: Problem, i: int, choice: int, devices: Ints) -> int:
 
 @compiled
 def below(random: Ints, n: int) -> int:
-    """One of 0 .. n - 1."""
+    """A random one of 0 .. n - 1."""
     return int(uniform(random) * n)
 
 
@@ -65,13 +65,13 @@ def propose(p: Problem, random: Ints, devices: Ints) -> tuple[int, int]:
 
 @compiled
 def threshold(seconds: float, temperature: float, random: Ints) -> float:
-    """Draw how long a step may take to be kept, if it takes `seconds` now."""
+    """Draw the most seconds with which a change is kept, if the step now takes `seconds`."""
     return float(seconds - temperature * np.log(1.0 - uniform(random)))
 
 
 @compiled
 def has_room(p: Problem, s: State, i: int, row: int) -> bool:
-    """Whether the messages of a changed operator fit behind those in use, if need be after clearing up."""
+    """Whether the messages of a changed operator fit behind those in use, after compaction if necessary."""
     more = room(p, s, i, row)
     if s.top[0] + more > len(s.message):
         compact(p, s)
@@ -80,7 +80,7 @@ def has_room(p: Problem, s: State, i: int, row: int) -> bool:
 
 @entry
 def begin(p: Problem, s: State, rows: Ints, devices: Ints) -> bool:
-    """Simulate a strategy from nothing, to change it from there; False if there is no room for all messages."""
+    """Build and simulate a strategy, from which changes start. False if there is no room for all messages."""
     if not build(p, s, rows, devices):
         return False
     simulate_all(p, s)
@@ -89,8 +89,8 @@ def begin(p: Problem, s: State, rows: Ints, devices: Ints) -> bool:
 
 @entry
 def improve(p: Problem, s: State, i: int, devices: Ints) -> int:
-    """Give operator i the config, of all it may have, with which the step is fastest. Returns 1 if that is another than
-    it had, 0 if not, -1 if there was no room."""
+    """Give operator i the config with which the step is fastest. Returns 1 if that is a new one, 0 if it had it before,
+    -1 if there was no room for messages."""
     found = 0
     for choice in range(p.choice_first[p.row_first[i]], p.choice_first[p.row_first[i + 1]]):
         row = choose(p, i, choice, devices)
@@ -114,9 +114,12 @@ def walk(
     trace: Floats,
     devices: Ints,
 ) -> int:
-    """Go `steps` steps, from the strategy in `s`. `best` has one number, the best cost, whose strategy is in `best_row`
-    and `best_place`; improvements are noted in `trace` as (step, cost). Returns how many steps were taken, fewer where
-    there was no room, and writes the number of improvements into `trace[0, 0]`."""
+    """Go `steps` steps, from the strategy in `s`. Returns how many were taken: fewer if there was no room for messages.
+
+    - `best`: one number, the best cost in seconds; its strategy is in `best_row` and `best_place`.
+    - `trace`: gets the number of improvements in `[0, 0]`, and then (step, cost) of each.
+    - `devices`: scratch.
+    """
     M, found, cost, task = p.parts, 0, s.cost, s.task
     for step in range(steps):
         again = random[0]

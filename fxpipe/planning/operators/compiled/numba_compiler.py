@@ -23,8 +23,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compiled(function: F) -> F:
-    """The function, for other compiled ones to call. It must not make arrays: the dozens that it is handed are then not
-    counted at each use, which took a third of a search."""
+    """The function, for other compiled ones to call. It must not make arrays: so numba need not count
+    references to its dozens of arguments, which took a third of a search."""
     result: F = _once(jit(no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False)(function))
     return result
 
@@ -36,15 +36,15 @@ def allocating(function: F) -> F:
 
 
 def _once(function: Any) -> Any:
-    """Compiled once for each types of arguments, where a literal number would get a version of its own."""
+    """The function, compiled once for each types of arguments, without versions of its own for literal numbers."""
     compile_for = function.compile
     function.compile = lambda arguments: compile_for(tuple(map(unliteral, arguments)))
     return function
 
 
 def entry(function: F) -> F:
-    """The function, for Python to call; kept on disk. A hash of all files of this folder is in its name there: the
-    cache itself looks only whether the file of the entry has changed."""
+    """The function, for Python to call; cached on disk. Its name there has a hash of all files of this folder, because
+    numba only checks whether the file of the entry itself has changed."""
     function.__qualname__ += f"-{_sources()}"
     result: F = jit(cache=True, no_cfunc_wrapper=True)(function)
     return result

@@ -1,8 +1,8 @@
-"""Compiled: the state of the simulation just before the first event that a change can touch, from the times at hand.
+"""Compiled: the state of the simulation just before the first event that a change can touch, from the kept times.
 
-What was ready before has its old times, and its end is an event if it is still to come. For everything else it is
-counted what it still waits for: messages that arrived before are there already, and each device and each link is busy
-until the last of what began on it before has ended. Operators whose tasks all lie on one side are passed over whole.
+Tasks that were ready before keep their times; their ends are events if they are still to come. For all other tasks it
+is counted what they still wait for: messages that arrived before have arrived. Each device and each link is busy until
+the last task that began on it before has ended. Operators whose tasks all lie on one side are skipped.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from .numba_compiler import compiled
 
 @compiled
 def restart(p: Problem, s: State, changed: int, since: float) -> int:
-    """The state before the first event at or after `since`, when operator `changed` was placed otherwise (-1: none).
-    Returns the size of the queue."""
+    """Set the state before the first event at or after `since`, if operator `changed` was changed (-1: none). Returns
+    the size of the queue."""
     for d in range(p.devices):
         s.device[d].left = s.device[d].load
         s.device[d].free = 0.0
@@ -29,7 +29,7 @@ def restart(p: Problem, s: State, changed: int, since: float) -> int:
 
 @compiled
 def _computations(p: Problem, s: State, changed: int, since: float) -> int:
-    """The parts of all operators: what they wait for from the start on, and the ends that are still to come."""
+    """The parts of all operators: how many messages they wait for in all, and the ends that are still to come."""
     task, arrival, device, extent, size = s.task, s.arrival, s.device, s.extent, 0
     for at in range(2 * p.n):
         way, i = (0, at) if at < p.n else (1, 2 * p.n - 1 - at)
@@ -60,7 +60,7 @@ def _computations(p: Problem, s: State, changed: int, since: float) -> int:
 
 @compiled
 def _messages(p: Problem, s: State, changed: int, since: float, size: int) -> int:
-    """What was sent before `since`: who has it, and which links are still busy."""
+    """Messages sent before `since`: count them as arrived, and the links as busy until then."""
     task, message, arrival, queue, extent, link_free = s.task, s.message, s.arrival, s.queue, s.extent, s.link_free
     for e in range(len(p.source)):
         if p.source[e] == changed or p.target[e] == changed:

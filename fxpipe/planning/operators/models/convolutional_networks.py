@@ -1,8 +1,8 @@
 """The convolutional networks of the SOAP paper as operator graphs: AlexNet, Inception-v3 and ResNet-101, and LeNet,
-whose strategies are few enough to try them all.
+which has few enough strategies to try them all.
 
-As in the paper, activations and normalisations are no operators of their own: they follow a convolution and are cut
-with it. Sizes default to the published ones.
+As in the paper, activations and normalisations belong to the convolution before them. Sizes default to the published
+ones.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def resnet(
     classes: int = 1000,
     size: int = 224,
 ) -> OperatorGraph:
-    """ResNet of bottlenecks, with the stride in their middle; by default ResNet-101."""
+    """ResNet of bottleneck blocks, with the stride in the 3 by 3 convolution; by default ResNet-101."""
     add = Draft()
     x = add(image("image", batch, 3, size, size))
     x = add(pooling("pool1", add(convolution("conv1", x, width, 7, 2, 3)), 3, 2, 1))
@@ -103,7 +103,7 @@ def inception(batch: int = 64, *, width: int = 32, classes: int = 1000, size: in
 
 
 class _Inception:
-    """The modules of Inception-v3: each takes an operator and gives the one that joins its branches."""
+    """The modules of Inception-v3: each takes an operator and returns the one that concatenates its branches."""
 
     def __init__(self, width: int) -> None:
         self.add, self.width = Draft(), width
@@ -114,7 +114,7 @@ class _Inception:
         return self.add(convolution(name, x, channels * self.width // 32, kernel, stride, padding))
 
     def row(self, name: str, x: Operator, *layers: Layer, halve: bool = False) -> Operator:
-        """Convolutions in a row that keep the size; the last halves it if `halve`."""
+        """Convolutions, one after the other, that keep height and width; the last halves them if `halve`."""
         for index, (channels, kernel) in enumerate(layers, start=1):
             last = halve and index == len(layers)
             high, wide = (kernel, kernel) if isinstance(kernel, int) else kernel

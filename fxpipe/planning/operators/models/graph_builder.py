@@ -1,4 +1,4 @@
-"""An operator graph while it is written down: each operator is made after those it reads, and kept in that order."""
+"""Builds an operator graph: operators are added one by one, each after those it reads."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Draft:
         self.operators: list[Operator] = []
 
     def __call__(self, operator: Operator) -> Operator:
-        """Keeps the operator, and gives it back for others to read."""
+        """Add the operator, and return it for others to read."""
         self.operators.append(operator)
         return operator
 
     def graph(self, name: str, element: int = 4) -> OperatorGraph:
-        """The operators as a graph, checked. `element` is the bytes of a number."""
+        """The operators as a graph, checked. `element` is the bytes of an element."""
         graph = OperatorGraph(name, tuple(self.operators), element)
         check(graph)
         return graph

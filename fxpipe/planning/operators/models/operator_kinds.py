@@ -1,5 +1,5 @@
-"""The kinds of operators: for each, a function that makes one after those it reads, with its output's dimensions, what
-cutting them cuts (table 1 of the SOAP paper, for every kind that occurs), its weights and its work.
+"""The kinds of operators: for each a function that makes an operator from those it reads, with the dimensions of its
+output and their roles (table 1 of the SOAP paper, extended to all kinds), its weights and its work.
 
     kind                 sample  attribute               parameter
     conv1d, conv2d       sample  length; height, width   channel
@@ -35,7 +35,7 @@ def image(name: str, sample: int, channel: int, height: int, width: int) -> Oper
 
 
 def tokens(name: str, sample: int, length: int | None = None) -> Operator:
-    """Token numbers that are fed in: a step of them, or sequences of `length`."""
+    """Token numbers that are fed in: one for each sample, or sequences of `length`."""
     lengths = () if length is None else (Dimension("length", length, "A"),)
     return Operator(name, "input", (), (Dimension("sample", sample, "S"), *lengths))
 
@@ -57,14 +57,14 @@ def convolution(
 
 
 def pooling(name: str, x: Operator, window: Window, stride: Window | None = None, padding: Window = 0) -> Operator:
-    """Pooling over dimensions as those of a convolution; `stride` is the window where it is not given."""
+    """Pooling over the dimensions that a convolution slides over; `stride` is the window if not given."""
     (w, s, p), area = _slide(x, window, window if stride is None else stride, padding)
     output = (x.output[0], replace(x.output[1], role="A"), *area)
     return Operator(name, f"pool{len(area)}d", (x.name,), output, float(prod(w)), window=w, stride=s, padding=p)
 
 
 def batch_norm(name: str, x: Operator) -> Operator:
-    """Normalisation of each channel (dimension 1). The exchange of statistics is not counted: it is a few bytes."""
+    """Normalisation of each channel (dimension 1). Statistics, a few bytes, are exchanged at no cost."""
     output = _with_roles(x, {1: "P"})
     return Operator(name, "batch_norm", (x.name,), output, 4.0, 2 * x.sizes[1])
 
@@ -89,7 +89,8 @@ def embedding(name: str, x: Operator, vocabulary: int, channel: int, shared: str
 
 
 def lstm(name: str, x: Operator, state: Operator | None, channel: int, shared: str = "") -> Operator:
-    """One step of an LSTM layer: the input of the step, the layer's state after the step before (None: zeros)."""
+    """One step of an LSTM layer: `x` is the step's input, `state` the layer's state after the step before (None:
+    zeros)."""
     inside = x.sizes[-1] + channel
     output = (x.output[0], Dimension("channel", channel, "P"))
     inputs = (x.name,) if state is None else (x.name, state.name)
@@ -97,8 +98,8 @@ def lstm(name: str, x: Operator, state: Operator | None, channel: int, shared: s
 
 
 def attention(name: str, x: Operator, states: tuple[Operator, ...], shared: str = "") -> Operator:
-    """A decoder's step that attends to all states of an encoder (Luong's, "general"): a product of matrices on its own
-    state, scores, the weighted sum of the encoder's states, and a linear layer over that sum and its own state."""
+    """A decoder's step that attends to all states of an encoder (Luong's "general" attention): a matrix product with
+    the decoder's state, scores, the weighted sum of the encoder's states, and a linear layer over sum and state."""
     channel = x.sizes[-1]
     output = (x.output[0], Dimension("channel", channel, "P"))
     work = 6.0 * channel + 4.0 * len(states)
@@ -106,7 +107,7 @@ def attention(name: str, x: Operator, states: tuple[Operator, ...], shared: str 
 
 
 def projected_softmax(name: str, x: Operator, classes: int, shared: str = "") -> Operator:
-    """A linear layer onto `classes` and the softmax of it, as one operator, as the SOAP paper counts."""
+    """A linear layer onto `classes` with its softmax: one operator, as in the SOAP paper."""
     inside = x.sizes[-1]
     output = (*_with_roles(x, {})[:-1], Dimension("channel", classes, "P"))
     return Operator(name, "projected_softmax", (x.name,), output, 2.0 * inside + 3, (inside + 1) * classes, shared)
@@ -130,7 +131,7 @@ def elementwise(name: str, *xs: Operator, work: float = 1.0) -> Operator:
 
 
 def concat(name: str, xs: tuple[Operator, ...], axis: int = 1) -> Operator:
-    """Tensors put one after the other in dimension `axis`."""
+    """Tensors concatenated in dimension `axis`."""
     output = list(_with_roles(xs[0], {}))
     output[axis] = replace(output[axis], size=sum(x.sizes[axis] for x in xs))
     return Operator(name, "concat", tuple(x.name for x in xs), tuple(output), axis=axis)
@@ -156,7 +157,7 @@ def scaled_dot_product(name: str, query: Operator, key: Operator, value: Operato
 
 
 def samplewise(name: str, xs: tuple[Operator, ...], output: tuple[Dimension, ...], work: float = 0.0) -> Operator:
-    """Anything that is done to each sample by itself, and is only cut between samples: another shape, a slice."""
+    """Anything that is computed for each sample by itself and is cut only between samples: another shape, a slice."""
     first, *others = output
     dimensions = (replace(first, role="S"), *(replace(other, role="") for other in others))
     return Operator(name, "samplewise", tuple(x.name for x in xs), dimensions, work)

@@ -21,7 +21,7 @@ from .operator_kinds import attention, embedding, lstm, projected_softmax, token
 def rnntc(
     batch: int = 64, steps: int = 40, *, vocab: int = 32000, width: int = 1024, layers: int = 4, classes: int = 2
 ) -> OperatorGraph:
-    """Text classification: one softmax, of the last step."""
+    """Text classification: one softmax, after the last step."""
     add = Draft()
     states, _ = _unrolled(add, "", batch, steps, vocab, width, [None] * layers)
     add(projected_softmax("softmax", states[-1], classes))
@@ -46,8 +46,8 @@ def nmt(
     width: int = 1024,
     layers: int = 2,
 ) -> OperatorGraph:
-    """Translation of `steps` words into `translated` (as many): an encoder, a decoder that goes on from the encoder's
-    last states, attention of each of its steps to all of the encoder's, a softmax over the words."""
+    """Translation of `steps` words into `translated` words (by default as many): an encoder, a decoder that starts from
+    the encoder's last states, attention of each decoder step to all encoder steps, a softmax over the words."""
     add = Draft()
     encoded, last = _unrolled(add, "source.", batch, steps, vocab, width, [None] * layers)
     decoded, _ = _unrolled(add, "target.", batch, translated or steps, vocab, width, last)

@@ -1,4 +1,4 @@
-"""What operators attention is: heads are channels of (sample, length, channel) taken apart, and stay so."""
+"""Attention as operators. Heads are channels of (sample, length, channel), and are cut as channels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from .operator_reader import Reader, Value
 
 
 def attention(r: Reader, op: Op) -> Value:
-    """Heads that are channels of (sample, length, channel) taken apart stay so, and are cut as channels."""
+    """Scaled dot-product attention. If its heads are the channels of (sample, length, channel) taken apart, they are
+    cut as channels; otherwise it is cut only between samples."""
     values = [value for value in map(r.values.get, (ref.name for ref in refs(op.args[:3]))) if isinstance(value, Value)]
     if len(values) == 3 and all(_heads(value) for value in values):
         query, key, value = values
@@ -26,8 +27,8 @@ def attention(r: Reader, op: Op) -> Value:
 
 
 def multi_head(r: Reader, op: Op) -> Value:
-    """All of nn.MultiheadAttention, which has the samples in its second dimension: linear layers for queries, keys and
-    values, attention, and a linear layer for the result."""
+    """nn.MultiheadAttention as linear layers for queries, keys and values, attention, and a linear layer for the
+    result. Its tensors have the samples in their second dimension."""
     read = [r.values.get(arg.name) for arg in op.args[:3]]
     roots = [value.operator for value in read if isinstance(value, Value) and value.axes == _turned(value.operator)]
     if len(roots) < 3:
@@ -44,7 +45,7 @@ def multi_head(r: Reader, op: Op) -> Value:
 
 
 def _turned(operator: Operator) -> Axes:
-    """(length, sample, channel) of (sample, length, channel); of no other there is one."""
+    """(length, sample, channel) as a view of the operator's (sample, length, channel); empty for other outputs."""
     return permuted(whole(operator.sizes), (1, 0, 2)) if len(operator.sizes) == 3 else ()
 
 

@@ -1,4 +1,4 @@
-"""What operator each layer is, with the sizes and weights that it has in the graph."""
+"""Layers as operators, with the sizes and weights that they have in the graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .reshape_operators import alone
 
 
 def linear(r: Reader, op: Op) -> Value:
-    """Over the last dimension; views of the others are followed."""
+    """A linear layer over the last dimension; the other dimensions may be a view."""
     x = r.first(op)
     if not r.lasts(x):
         x = Value(operator := r.whole(op, x), whole(operator.sizes), x.name)
@@ -27,7 +27,7 @@ def linear(r: Reader, op: Op) -> Value:
 
 
 def matmul(r: Reader, op: Op) -> Value:
-    """Of two tensors of the samples; by one that does not depend on them it is a linear layer."""
+    """A product of two tensors that depend on the samples; if the second does not, it is a linear layer."""
     a, b = (r.values[ref.name] for ref in refs((op.args, dict(op.kwargs))) if ref.name in r.values)
     if isinstance(a, Value) and isinstance(b, Held):
         return linear(r, op)
@@ -46,7 +46,7 @@ def embedding(r: Reader, op: Op) -> Value:
 
 
 def conv(r: Reader, op: Op) -> Value:
-    """Over one or two dimensions; a dilated kernel has a wider window."""
+    """A convolution over one or two dimensions; a dilated kernel has a wider window."""
     x, weight = r.whole(op, r.first(op)), r.shape(argument(op, 1, "weight").name)
     window, stride, before = of_convolution(op, weight[2:])
     if len(window) > 2:
@@ -56,7 +56,7 @@ def conv(r: Reader, op: Op) -> Value:
 
 
 def pool(r: Reader, op: Op) -> Value:
-    """Over one or two dimensions; an adaptive one where its windows are all alike."""
+    """A pool over one or two dimensions; an adaptive one only if its windows are all alike."""
     x = r.whole(op, r.first(op))
     rank = len(x.sizes) - 2
     if op_name(op).startswith("adaptive"):
@@ -71,19 +71,19 @@ def pool(r: Reader, op: Op) -> Value:
 
 
 def batch_norm(r: Reader, op: Op) -> Value:
-    """By channel, with statistics of all samples."""
+    """Batch norm by channel, with statistics of all samples."""
     return r.make(op, kinds.batch_norm(r.name(op), r.whole(op, r.first(op))))
 
 
 def layer_norm(r: Reader, op: Op) -> Value:
-    """Over the last dimension; over several it is done to each sample by itself."""
+    """Layer norm over the last dimension; over several dimensions it is cut only between samples."""
     if len(argument(op, 1, "normalized_shape")) > 1:
         return alone(r, op)
     return r.make(op, kinds.layer_norm(r.name(op), r.whole(op, r.first(op))))
 
 
 def softmax(r: Reader, op: Op) -> Value:
-    """Over the last dimension; over another it is done to each sample by itself."""
+    """Softmax over the last dimension; over another one it is cut only between samples."""
     x = r.whole(op, r.first(op))
     dim = argument(op, 1, "dim")
     last = dim is not None and dim % len(x.sizes) == len(x.sizes) - 1
@@ -91,7 +91,7 @@ def softmax(r: Reader, op: Op) -> Value:
 
 
 def cell(r: Reader, op: Op) -> Value:
-    """A step of a recurrent layer: its input, and the state if that is not all zeros."""
+    """A step of a recurrent layer, which reads its input and, if it is not all zeros, the state."""
     x, *states = r.operands(op)
     weights = [name for name in op.reads if name in r.parameters and len(r.shape(name)) > 1]
     made = kinds.lstm(r.name(op), x, states[0] if states else None, r.shape(op.name)[-1])

@@ -1,5 +1,4 @@
-"""What is known of a graph while its ops are read one after the other (`reading`): what each of its values is of the
-operators so far."""
+"""The state of reading a graph op by op: for each value the operator that it is a view of."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ NAMES: dict[int, tuple[str, ...]] = {2: ("channel",), 3: ("length", "channel"), 
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor that depends on the samples: a view of what an operator puts out. `name` is the op that it is of."""
+    """A tensor that depends on the samples: a view of an operator's output. `name` is the op that made it."""
 
     operator: Operator
     axes: Axes
@@ -37,15 +36,15 @@ class Held:
 
 
 class Reader:
-    """What is known while the ops are read one after the other."""
+    """The operators and values so far, while the ops of a graph are read one by one."""
 
     def __init__(self, graph: Graph, sizes: Mapping[str, int]) -> None:
         self.draft, self.sizes = Draft(), sizes
         self.values: dict[str, Value | Held] = {}
         self.types = graph.types
         self.ops: dict[str, Value] = {}  # what each op puts out
-        self.pieces: dict[str, Value] = {}  # what was taken apart, by the op that did so
-        self.views: dict[tuple[str, Axes], Operator] = {}  # what was made of an operator for others to read
+        self.pieces: dict[str, Value] = {}  # what was split, by the op that split it
+        self.views: dict[tuple[str, Axes], Operator] = {}  # operators made for views that ops read
         self.names: dict[str, int] = {}
         self.parameters = {state.name: state.path for state in graph.states if state.kind == "parameter"}
         self.element = max(
@@ -88,7 +87,7 @@ class Reader:
         return zip(names, shape[1:], strict=True)
 
     def new(self, operator: Operator) -> Value:
-        """Keeps an operator, under a name that no other has."""
+        """Add an operator, under a name that no other has, and return its output."""
         count = self.names.get(operator.name, 0)
         self.names[operator.name] = count + 1
         named = replace(operator, name=f"{operator.name}.{count}") if count else operator
@@ -96,7 +95,7 @@ class Reader:
         return Value(named, whole(named.sizes), named.name)
 
     def make(self, op: Op, operator: Operator, shape: Sequence[int] = ()) -> Value:
-        """The operator of an op, with the sizes and weights that the op has; `shape` is the op's if not given."""
+        """Add the operator of an op, with the op's sizes and weights; `shape` is the op's if not given."""
         named = zip(operator.output, shape or self.shape(op.name), strict=True)
         dimensions = tuple(replace(dimension, size=size) for dimension, size in named)
         states = list(self.known((op.args, dict(op.kwargs))))
@@ -111,11 +110,12 @@ class Reader:
         )
 
     def name(self, op: Op) -> str:
-        """The module that the op is of; its own name if it is of none."""
+        """The path of the op's module; the op's own name if it has none."""
         return op.origin.module or op.name
 
     def whole(self, op: Op, value: Value | Held) -> Operator:
-        """An operator that puts out just this value, for `op` to read."""
+        """An operator whose output is just this value, for `op` to read. Raises PlanError if the value does not have
+        the samples in its first dimension."""
         if isinstance(value, Held):
             raise self.refuse(op, "it reads, in place of a tensor of the samples, one that does not depend on them")
         operator, axes = value.operator, value.axes
@@ -135,7 +135,7 @@ class Reader:
         return kinds.samplewise(name, xs, output, work)
 
     def operands(self, op: Op) -> tuple[Operator, ...]:
-        """What the op reads of the samples, each once."""
+        """The operators whose outputs the op reads, each once."""
         values = (v for v in self.known((op.args, dict(op.kwargs))) if isinstance(v, Value))
         return tuple({(found := self.whole(op, value)).name: found for value in values}.values())
 
@@ -146,10 +146,10 @@ class Reader:
         return found
 
     def lasts(self, value: Value) -> bool:
-        """Whether the last dimension is that of the operator, whole."""
+        """Whether the last dimension is the last one of the operator's output, whole."""
         return bool(value.axes) and value.axes[-1] == axis(len(value.operator.sizes) - 1, value.operator.sizes[-1])
 
 
 def _words(type: TensorType) -> bool:
-    """Whether these look like sequences of numbers of words."""
+    """Whether these look like sequences of token numbers."""
     return type.dtype in ("i64", "i32") and len(type.shape) == 2

@@ -1,9 +1,9 @@
-"""A captured model as an operator graph. The graph has ops as torch has them, down to each view and activation; a
-strategy is about the few that cost something, so here
+"""A captured model as an operator graph. The captured graph has all ops, down to each view and activation; a strategy
+needs only the few that cost something, so here
 
 - an op of a known kind becomes an operator, with the sizes that its tensors have for the given batch;
 - an activation, a cast, a dropout belongs to the operator whose output it changes;
-- views are followed (`tensor_axes.py`) and belong to it too, unless an op reads what no operator put out;
+- views are followed (`tensor_axes.py`) and belong to it too, unless an op reads one that is not an operator's output;
 - what depends on no sample (a table of positions, a scale) counts as weights of the operator that reads it.
 
     graph                                        operators
@@ -41,13 +41,13 @@ from . import layer_operators as layers
 from . import reshape_operators as reshaping
 from .operator_reader import Held, Reader, Value
 
-# Whatever else is done to each sample by itself.
+# Other ops that compute each sample by itself.
 ALONE = PER_SAMPLE | {"adaptive_avg_pool1d", "expand"}
 
 
 def read(graph: Graph, sizes: Mapping[str, int]) -> Reading:
-    """The operators of a graph, with a number for each of its sizes. Raises PlanError, with the op and the user's line,
-    where an op is of no known kind, or the samples are not in its first dimension."""
+    """The operators of a graph; `sizes` gives a number for each of its symbolic sizes. Raises PlanError, with the op
+    and the user's line, if an op is of no known kind, or the samples are not in its first dimension."""
     reader = Reader(graph, sizes)
     for op in graph.ops:
         _read(reader, op)
@@ -60,7 +60,7 @@ def read(graph: Graph, sizes: Mapping[str, int]) -> Reading:
 
 
 def _read(r: Reader, op: Op) -> None:
-    """Finds what the op's result is a view of, or makes an operator for it."""
+    """Find the operator that the op's result is a view of, or make one for it."""
     if not any(True for _ in tensors(op.type)):
         return  # a number, or nothing
     reads = list(r.known((op.args, dict(op.kwargs))))
@@ -85,8 +85,8 @@ def _rule(r: Reader, op: Op) -> Callable[[Reader, Op], Value]:
 
 
 def _seen(r: Reader) -> dict[str, View]:
-    """What each op puts out. A view that others read is of the operator that was made for them, but for the op that an
-    operator was made for."""
+    """The output of each op as a view. If an operator was made for a view that ops read, the view is that operator's
+    output, unless the op is the one for which the viewed operator was made."""
     made, found = {name for name, value in r.values.items() if name not in r.ops}, dict[str, View]()
     for name, value in r.ops.items():
         operator = value.operator.name

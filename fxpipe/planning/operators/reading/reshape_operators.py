@@ -1,5 +1,5 @@
-"""What an op is of the operators that changes no more than the form of what it reads, or does something to each sample
-by itself: activations, views, sums, what puts tensors together."""
+"""Operators for ops that change only the form of what they read, or compute each sample by itself: activations, views,
+sums, concatenations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .operator_reader import Held, Reader, Value
 
 
 def pointwise(r: Reader, op: Op) -> Value:
-    """Part of the operator whose output it changes, unless it reads two of them, or weights."""
+    """An activation belongs to the operator whose output it reads, unless it reads two operators, or weights."""
     reads = list(r.known((op.args, dict(op.kwargs))))
     values = [value for value in reads if isinstance(value, Value)]
     weights = any(value.states for value in reads if isinstance(value, Held))
@@ -46,7 +46,7 @@ def permutation(r: Reader, op: Op) -> Value:
 
 
 def view(r: Reader, op: Op) -> Value:
-    """Another shape of as many elements; or a piece, which is fed in if what it is a piece of is."""
+    """Another shape of as many elements, or a piece; a piece of what is fed in is fed in, too."""
     source = op.args[0].name if isinstance(op.args[0], Ref) else ""
     value = r.pieces.get(source) or r.first(op)
     if source not in r.pieces and not isinstance(r.types[source], TensorType):
@@ -63,7 +63,7 @@ def view(r: Reader, op: Op) -> Value:
 
 
 def alone(r: Reader, op: Op) -> Value:
-    """Whatever is done to each sample by itself; the sum over all samples is a loss."""
+    """An operator that computes each sample by itself; a number over all samples is a loss."""
     shape = r.shape(op.name)
     if not shape:
         return loss(r, op)
@@ -75,7 +75,7 @@ def alone(r: Reader, op: Op) -> Value:
 
 
 def loss(r: Reader, op: Op) -> Value:
-    """A number over the samples, or one for each. It stays one for each as far as the operator knows."""
+    """A loss: a number over the samples, or one for each. The operator's output has one for each in both cases."""
     value = r.first(op)
     if not value.axes:
         return value  # of a number already
@@ -89,7 +89,7 @@ def loss(r: Reader, op: Op) -> Value:
 
 
 def concat(r: Reader, op: Op) -> Value:
-    """One after the other, in any dimension but that of the samples."""
+    """A concatenation in any dimension but that of the samples."""
     values = list(r.known(argument(op, 0, "tensors")))
     xs = tuple(r.whole(op, value) for value in values if isinstance(value, Value))
     dim = argument(op, 1, "dim", 0) % len(xs[0].sizes)
