@@ -173,7 +173,7 @@ class World:
     # Small messages ---------------------------------------------------------------------------------------------------
 
     def tell(self, peer: int, data: bytes) -> None:
-        """Send bytes: one message of `BLOCK` bytes, and a second one if they do not fit. Raises Lost."""
+        """Send bytes: one message of at most `BLOCK` bytes, and a second one for the rest. Raises Lost."""
         for work, _ in self.begin_to_tell(peer, data):
             self.finish(work, peer)
 
