@@ -1,10 +1,10 @@
 """Program -> Program, one file per pass.
 
 `lower` cuts the graph as the plan says and applies the passes below, in this order. Each is a pure function that does
-one thing, decides nothing, and leaves a program that runs; where it finds nothing to do, it returns the same object.
-Nothing else changes a program: what the last pass leaves is what code is generated from.
+one thing, decides nothing, and returns a program that runs; if it has nothing to do, it returns the same object.
+Nothing else changes a program: code is generated from the result of the last pass.
 
-A graph whose ops have devices is rewritten before it is planned, in the same way, by `GRAPH_PASSES`.
+A graph whose ops have devices is rewritten by `GRAPH_PASSES`, in the same way, before it is planned.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def lower(
 
 
 def rewrite_placed(placed: Placed, devices: int, watch: Callable[[str, Placed], None] | None = None) -> Placed:
-    """The graph that a strategy makes after `GRAPH_PASSES`; `watch` sees it, as "shard", before them too. Raises
-    PlanError for an op that is on none of so many `devices`."""
+    """A strategy's graph after `GRAPH_PASSES`. `watch(name, graph)` sees it before them, as "shard", and after each
+    pass that changed it. `devices`: how many there are; raises PlanError for an op on a device that is not there."""
     check = partial(placed_graph.check, devices=devices)
     try:
         check(placed)
@@ -98,7 +98,7 @@ def _step(
     check: Callable[[Value], None],
     watch: Callable[[str, Value], None] | None,
 ) -> Value:
-    """One pass: run, timed, checked and shown."""
+    """Run a pass, log its time, check its result, and show it to `watch`. Raises ValueError if the check fails."""
     start = perf_counter()
     value = run()
     changed = value is not before

@@ -1,4 +1,4 @@
-"""How an op that normalises by the statistics of its batch is spelled, read in one place for the passes that care."""
+"""Recognizes batch norms and instance norms among the ops, and reads their arguments."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _NATIVE = ("input", "weight", "bias", "running_mean", "running_var", "training",
 
 
 def training_batch_norm(op: Op) -> Mapping[str, Any] | None:
-    """The arguments by name of `F.batch_norm`, if the op is one that updates running statistics."""
+    """The arguments of `F.batch_norm`, by name, if the op is one that updates running statistics; else None."""
     found = arguments(op)
     return found if found and found["training"] is True and isinstance(found["running_mean"], Ref) else None
 
 
 def training_instance_norm(op: Op) -> Mapping[str, Any] | None:
-    """The arguments by name of `F.instance_norm`, if the op is one that updates running statistics."""
+    """The arguments of `F.instance_norm`, by name, if the op is one that updates running statistics; else None."""
     found = op_arguments.arguments(op) if op.target is F.instance_norm else {}
     return found if found.get("use_input_stats") is True and isinstance(found["running_mean"], Ref) else None
 
 
 def arguments(op: Op) -> Mapping[str, Any] | None:
-    """The arguments by name of `F.batch_norm`, if the op is one."""
+    """The arguments of `F.batch_norm`, by name, if the op is one; else None."""
     if op.target is F.batch_norm:
         return op_arguments.arguments(op)
     return op_arguments.by_name(op, _NATIVE) if op.target is torch.batch_norm else None

@@ -1,7 +1,7 @@
-"""What every pass that changes moves does last: each stage takes what moves bring, gives what moves take away.
+"""The last part of each pass that changes moves: it makes the stages' takes and gives agree with the moves.
 
-Takes, gives and moves are in the order in which their values come to be: inputs first, then the results of ops in the
-order they run, then tensors of the model, then sizes.
+Takes, gives and moves are ordered by their values: inputs first, then the results of ops in the order they run, then
+tensors of the model, then sizes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fxpipe.ir.program.program import Move, Program, Stage
 
 
 def wire(program: Program, ops: Sequence[tuple[Op, ...]], moves: Iterable[Move]) -> Program:
-    """The program with these ops in its stages and these moves between them; the same object if nothing changes."""
+    """The program with these ops (one tuple per stage) and moves; the same object if nothing changes."""
     order = producer_order(program.graph)
     moves = tuple(sorted(moves, key=lambda move: (order[move.value], move.source, move.target)))
     sizes = {size.name for size in program.graph.sizes}
@@ -39,7 +39,8 @@ def changed_program(
     moves: tuple[Move, ...] | None = None,
     types: Mapping[str, ValueType] | None = None,
 ) -> Program:
-    """The program with these stages, moves and further types; the same object if they are what it has."""
+    """The program with these stages and moves, and with `types` added; the same object if stages and moves are
+    equal."""
     stages, moves = tuple(stages), program.moves if moves is None else moves
     if stages == program.stages and moves == program.moves:
         return program
@@ -47,14 +48,14 @@ def changed_program(
 
 
 def producer_order(graph: Graph) -> dict[str, int]:
-    """Where each value stands in the order of takes, gives and moves."""
+    """The rank of each value in the order of takes, gives and moves."""
     names = [item.name for item in graph.inputs] + [op.name for op in graph.ops]
     names += [state.name for state in graph.states] + [size.name for size in graph.sizes]
     return {name: rank for rank, name in enumerate(names)}
 
 
 def fresh(name: str, taken: set[str]) -> str:
-    """`name_1`, or `name_2`, ...: the first that is not in `taken`, which then has it."""
+    """The first of `name_1`, `name_2`, ... that is not in `taken`; adds it to `taken`."""
     number = 1
     while f"{name}_{number}" in taken:
         number += 1

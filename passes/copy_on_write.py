@@ -1,16 +1,16 @@
 """Makes in-place writes safe across stages.
 
-Memory that comes from outside is never written. A stage that takes a value and changes it, or a view of it, does so in
-a copy of its own: what the neighbour keeps for backward, what other stages take, what a recomputation starts from and
-the caller's batch stay as they were. In the same way, what a stage gives, or keeps for backward, is never a buffer that
-the next micro-batch changes, nor a view of one.
+A stage never writes memory that comes from outside. If it takes a value and changes it, or a view of it, it changes a
+copy. So these stay unchanged: tensors that a neighbour keeps for backward, values that other stages take, arguments
+that a recomputation starts from, and the caller's batch. Likewise a stage never gives, or keeps for backward, a buffer
+that the next micro-batch changes, or a view of one.
 
     takes x                            takes x
                                        x_1 = clone(x)
     y = add_(x, 1)                     y = add_(x_1, 1)
 
-The buffers that a stage changes are listed in `mutates`, and in `rereads` those whose old contents its results depend
-on: a recomputation needs these again. A running mean is not one of them, nor a counter that nothing else reads.
+`mutates` lists the buffers that a stage changes; `rereads` lists those of them whose old contents its results depend
+on, which a recomputation needs again. A running mean is not in `rereads`, nor is a counter that nothing else reads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fxpipe.passes.pass_context import PassContext
 
 
 def copy_on_write(program: Program, context: PassContext) -> Program:
-    """The program with copies before writes to what is not the stage's own, and with `mutates` and `rereads`."""
+    """The program with copies before writes to memory that is not the stage's own, and with `mutates` and `rereads`."""
     types, names = dict(program.types), set(program.types)
     states = {state.name for state in program.graph.states}
 
@@ -63,13 +63,13 @@ def _copy_taken(stage: Stage, mutated: set[str], types: dict[str, ValueType], na
 
 
 def _copy_kept(stage: Stage, mutated: set[str], types: dict[str, ValueType], names: set[str]) -> Stage:
-    """Copies before the ops that may keep, for backward, what a later micro-batch changes. Views keep nothing, and see
-    what is written after them."""
+    """Copies of buffers before the ops that may keep them for backward, as a later micro-batch changes the buffers.
+    Views need none: they keep nothing, and must see later writes."""
     if not mutated:
         return stage
     root = memory(stage.ops, types)
     buffers = {root(name) for name in mutated}
-    copies: dict[str, str] = {}  # those that still say what the buffer says
+    copies: dict[str, str] = {}  # copies that still equal their buffer
     ops: list[Op] = []
     for op in stage.ops:
         written = {root(name) for name in op.writes}
@@ -86,7 +86,7 @@ def _copy_kept(stage: Stage, mutated: set[str], types: dict[str, ValueType], nam
 
 
 def _copy_given(stage: Stage, mutated: set[str], types: dict[str, ValueType], names: set[str]) -> Stage:
-    """Copies at the end of the stage for the values it gives that may be views of a buffer it changes."""
+    """Copies at the end of the stage of the values it gives that may be views of a buffer it changes."""
     root = memory(stage.ops, types)
     buffers = {root(name) for name in mutated}
     made = {op.name: op for op in stage.ops}
@@ -106,7 +106,7 @@ def _clone(name: str, source: str, why: Op, types: dict[str, ValueType]) -> Op:
 
 
 def _needed(stage: Stage, root: Callable[[str], str]) -> set[str]:
-    """The names whose contents, as the stage begins, the values it gives depend on."""
+    """The states whose contents at the beginning of the stage affect the values that it gives."""
     needed = {root(name) for name in stage.gives}
     for op in reversed(stage.ops):
         if root(op.name) in needed or any(root(name) in needed for name in op.writes):
@@ -115,7 +115,7 @@ def _needed(stage: Stage, root: Callable[[str], str]) -> set[str]:
 
 
 def _inputs(op: Op) -> tuple[str, ...]:
-    """What the op's result depends on: all it reads, but for the running statistics of a batch norm in training."""
+    """The names that the op's result depends on: all it reads, except a training batch norm's running statistics."""
     norm = training_batch_norm(op)
     if norm is None:
         return op.reads

@@ -1,8 +1,8 @@
-"""Cuts the graph into the plan's stages, in the simplest way that is right.
+"""Cuts the graph into the plan's stages, in the simplest correct way.
 
 A value that a later stage uses is relayed: every stage between takes it and gives it on, so all moves are between
-neighbours. The batch comes in at stage 0 and the outputs leave at the last stage. A tensor of the model belongs to the
-first stage that uses it and is relayed from there like any other value. Later passes make all this better.
+neighbours. The batch enters at stage 0 and the outputs leave at the last stage. A tensor of the model belongs to the
+first stage that uses it and is relayed from there like any other value. Later passes improve on this.
 
     x = a(image)        stage 0    takes image        gives x
     y = b(x)            stage 1    takes x            gives x, y      x passes through
@@ -26,7 +26,7 @@ from fxpipe.passes.connect_stages import wire
 
 
 def cut(graph: Graph, plan: Plan) -> Program:
-    """The plan's stages as a program of relays. Raises PlanError where the model cannot be cut so."""
+    """The plan's stages as a program of relays. Raises PlanError if the model cannot be cut as planned."""
     try:
         plans.check(plan, [op.name for op in graph.ops])
     except ValueError as error:
@@ -82,7 +82,7 @@ def _relays(graph: Graph, stage_of: dict[str, int], uses: dict[str, list[int]], 
 
 
 def _ordered(graph: Graph, plan: Plan) -> Graph:
-    """The graph with its ops in the plan's order, which must be one in which they can run."""
+    """The graph with its ops in the plan's order. Raises PlanError if they cannot run in that order."""
     planned = [name for stage in plan.stages for name in stage.ops]
     if planned == [op.name for op in graph.ops]:
         return graph
@@ -94,7 +94,7 @@ def _ordered(graph: Graph, plan: Plan) -> Graph:
 
 
 def _refuse_early(ordered: Graph) -> None:
-    """Ops run after those whose results they read."""
+    """Raise PlanError if an op runs before one whose result it reads."""
     waiting = {op.name for op in ordered.ops}
     for op in ordered.ops:
         early = next((name for name in (*op.reads, *op.writes) if name in waiting), None)
@@ -105,7 +105,7 @@ def _refuse_early(ordered: Graph) -> None:
 
 
 def _refuse_swapped_writes(graph: Graph, ordered: Graph) -> None:
-    """Ops that read memory stay on their side of the ops that write it."""
+    """Raise PlanError if an op moves past another one that writes memory it reads."""
     before, after = _epochs(graph, graph), _epochs(graph, ordered)
     for op in ordered.ops:
         if before[op.name] != after[op.name]:
@@ -114,7 +114,7 @@ def _refuse_swapped_writes(graph: Graph, ordered: Graph) -> None:
 
 
 def _epochs(graph: Graph, ordered: Graph) -> dict[str, tuple[tuple[str, int], ...]]:
-    """For every op, how often the memory it touches has been written when its turn comes."""
+    """For every op, and all written memory that it touches: how many earlier writes there are, in `ordered`."""
     root = memory(graph.ops, graph.types)
     written = {root(name): 0 for op in graph.ops for name in op.writes}
     epochs = {}
@@ -127,7 +127,7 @@ def _epochs(graph: Graph, ordered: Graph) -> dict[str, tuple[tuple[str, int], ..
 
 
 def _refuse_torn(graph: Graph, plan: Plan) -> None:
-    """Ops that are tied together are in one stage."""
+    """Raise PlanError if ops that are tied together are in different stages."""
     starts = list(accumulate(len(stage.ops) for stage in plan.stages))[:-1]
     stage_of = plans.stage_of(plan)
     for tie in ties(graph):
@@ -143,8 +143,8 @@ def _refuse_torn(graph: Graph, plan: Plan) -> None:
 
 
 def _refuse_changed_inputs(graph: Graph) -> None:
-    """Stages write into copies of the inputs, so an input that the model changes under another name cannot be returned
-    under its own."""
+    """Raise PlanError if the model returns an input that it changes in place: stages write to copies of the inputs, so
+    the input itself stays unchanged."""
     inputs = {item.name for item in graph.inputs} & {output.value for output in graph.outputs}
     for op in graph.ops:
         for name in inputs.intersection(op.writes):

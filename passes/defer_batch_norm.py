@@ -1,14 +1,14 @@
 """Lets batch norm keep running statistics of whole mini-batches instead of micro-batches, if the plan says so.
 
 Each micro-batch is still normalised by its own mean and variance; its sums are added up, and the running mean, the
-running variance and the counter change once, at the end of the mini-batch. So the op that counts goes too.
+running variance and the counter change once, at the end of the mini-batch. So the op that counts is removed too.
 
     count = num_batches_tracked.add_(1)
     y = batch_norm(x, mean, var, w, b, True, 0.1, 1e-5)    y = deferred_batch_norm(x, mean, var, count, w, b, 0.1, 1e-5)
 
-Instance norm with running statistics is the same. A submodule that is kept whole calls its norms itself: the call is
-marked, and the runtime defers what it finds while the submodule runs. Ops that change running statistics or a counter
-in another way are refused: nobody could say what they would be for the whole mini-batch.
+Instance norm with running statistics is handled in the same way. A submodule that is kept whole calls its norms itself:
+its call is marked, and the runtime defers the norms while the submodule runs. Ops that change running statistics or a
+counter in another way are refused, as their result for the whole mini-batch is not defined.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ COUNTER = "num_batches_tracked"
 
 @dataclass(frozen=True)
 class Norm:
-    """An op that normalises in training: its arguments by name, and the counter that goes up with it, if there is
-    one."""
+    """A norm in training: its arguments by name, and the counter that it increments, or None."""
 
     target: RuntimeCall
     arguments: Mapping[str, Any]
@@ -83,7 +82,7 @@ def defer_batch_norm(program: Program, context: PassContext) -> Program:
 
 
 def _counts(stage: Stage, paths: Mapping[str, str]) -> Iterator[Count]:
-    """What adds one to a batch norm's counter, in a result that nobody reads."""
+    """The ops that add one to a batch norm's counter and whose results no op reads."""
     made = {op.name: op for op in stage.ops}
     readers = Counter(stage.gives)
     readers.update(name for op in stage.ops for name in {ref.name for ref in refs((op.args, op.kwargs))})
@@ -101,7 +100,7 @@ def _counts(stage: Stage, paths: Mapping[str, str]) -> Iterator[Count]:
 
 
 def _norms(ops: Iterable[Op], paths: Mapping[str, str], counts: Iterable[Count]) -> dict[str, Norm]:
-    """The norms, by the names of their ops. Each takes one count, as long as there are some."""
+    """The norms, by the names of their ops. Each norm uses up one of its counter's counts, as long as there are any."""
     left, counters, found = Counter(count.counter for count in counts), {path: name for name, path in paths.items()}, {}
     for op in ops:
         if (arguments := training_batch_norm(op)) is not None:
@@ -117,8 +116,8 @@ def _norms(ops: Iterable[Op], paths: Mapping[str, str], counts: Iterable[Count])
 
 
 def _calls(ops: Iterable[Op], norms: Collection[str]) -> dict[str, int]:
-    """For each op that updates running statistics, or is kept whole and may do so: how many ops before it have updated
-    the same ones."""
+    """For each op that updates running statistics, or calls a submodule whole that may do so: how many earlier ops
+    update the same ones."""
     seen: dict[str, int] = {}
     found = {}
     for op in ops:
@@ -164,7 +163,7 @@ def _defer(op: Op, norm: Norm, call: int) -> Op:
 
 
 def _with_counters(program: Program, counters: Mapping[str, str]) -> Program:
-    """The program in which each counter belongs to the stage of its batch norm; a cut may have come between them."""
+    """The program with each counter in the stage of its batch norm: a cut may have separated them."""
     homes = {counters[op.name]: stage.index for stage in program.stages for op in stage.ops if op.name in counters}
 
     def owning(stage: Stage) -> Stage:

@@ -1,4 +1,4 @@
-"""What passes may read beside the program."""
+"""The data that passes may read besides the program."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ from fxpipe.ir.plan.plan import Plan
 
 @dataclass(frozen=True)
 class PassContext:
-    """`samples` has, of each value that can be cut, the dimension that carries the samples, or None if the value is the
-    same for all; it is None where no step is to run on replicas. `segmented`: ops were placed one by one, so a device
-    has many stages, which are segments of stages of the pipeline."""
+    """The data that passes may read besides the program.
+
+    - `plan`: the plan.
+    - `samples`: for each value that can be cut, the dimension of its samples, or None if the value is the same for all
+      samples. None altogether if no step runs on replicas.
+    - `segmented`: whether ops were placed one by one; then a device has many stages, which are segments of the stages
+      of the pipeline.
+    """
 
     plan: Plan
     samples: Mapping[str, int | None] | None = None

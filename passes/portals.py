@@ -1,9 +1,10 @@
-"""Takes the relays out: a value goes straight from the stage that has it to the stages that use it.
+"""Removes relays: a value goes directly from the stage that makes it to the stages that use it (torchgpipe's portals).
 
     skip  0 -> 1, 1 -> 2, 2 -> 3        becomes        skip  0 -> 3
 
-It goes once to each device. Where several users sit on one device, the first hands it to the others; where the stage
-that made it sits there too, that one does. Inputs come straight from the caller, and outputs go straight back.
+A value is sent once to each device. If several users are on one device, the first one passes it to the others; on the
+device of the stage that made the value, that stage does. Inputs come directly from the caller, and outputs go directly
+back.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
 """Marks the stages that recompute in backward what they computed in forward, as the plan says.
 
-A stage whose ops need no gradient has nothing to recompute, whatever the plan says. Neither has one that gives nothing
-with a gradient: no backward ever comes to it. One that calls a submodule whole which sets attributes of its own, or
-draws random numbers of Python's or numpy's, would compute another thing, so it keeps what it computed first.
+Three kinds of stages recompute nothing, whatever the plan says:
+
+- stages whose ops need no gradient;
+- stages that give no value with a gradient: no backward reaches them;
+- stages that call a submodule whole which sets its own attributes, or draws random numbers of Python or numpy: a second
+  run would have other results.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Computes cheap values where they are used instead of sending them: masks, position ids, zeros, numbers from sizes.
 
-Cheap is what depends on sizes and literals alone, or on other such values. Every stage that uses one gets its own copy
-of the ops behind it, under new names but for the first. What is random, written in place or in need of a gradient is
-computed once and sent, as before.
+A value is cheap if it depends only on sizes, literals and other cheap values. Every stage that uses a cheap value gets
+its own copy of the ops that make it; all copies but the first have new names. Values that are random, written in place
+or need a gradient are computed once and sent, as before.
 
     stage 0   ids = arange(t)  ...  gives ids          stage 0   ...
     stage 1   takes ids                                stage 1   ids = arange(t)
@@ -65,7 +65,7 @@ def _read(stage: Stage, cheap: Mapping[str, Op]) -> Iterator[str]:
 
 
 def _behind(cheap: Mapping[str, Op], names: Iterable[str]) -> set[str]:
-    """These cheap values and all those they are computed from."""
+    """These cheap values, and all cheap values that they are computed from."""
     found, waiting = set[str](), list(names)
     while waiting:
         name = waiting.pop()

@@ -1,4 +1,4 @@
-"""Makes the devices that the model names follow the stage: what was the device of capture becomes the stage's own."""
+"""Replaces the device of capture, where ops name it, by the device of their stage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fxpipe.passes.pass_context import PassContext
 
 
 def relocate_devices(program: Program, context: PassContext) -> Program:
-    """The program with `OWN_DEVICE` for the device of capture, wherever an op names it."""
+    """The program with `OWN_DEVICE` wherever an op names the device of capture."""
     device = capture_device(program.graph)
     if device is None:
         return program

@@ -1,10 +1,10 @@
-"""Gives stages their replicas, and says how values get from one number of replicas to another.
+"""Gives stages their replicas, and determines how values are cut between stages with different numbers of replicas.
 
-Between stages of equally many replicas, each sends to its like, whatever the value is. Else samples change hands:
+Between stages with equal numbers of replicas, replica k sends any value to replica k. Otherwise values are cut:
 
     stage 0 on cuda:0, cuda:1     x f32[b, 8]   is cut and joined along dimension 0
     stage 1 on cuda:2             scale f32[]   is the same for all samples: one replica sends it
-                                  x.mean()      is one for each slice, and cannot be one for the micro-batch: refused
+                                  x.mean()      differs between slices, none is right for the micro-batch: refused
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from fxpipe.passes.pass_context import PassContext
 
 
 def replicate(program: Program, context: PassContext) -> Program:
-    """The program with the plan's replicas, if a step runs on them. Raises PlanError for what would have to be cut
-    and cannot."""
+    """The program with the plan's replicas, if a step runs on them. Raises PlanError for a value that must be cut but
+    cannot be."""
     samples, planned = context.samples, context.plan.stages
     if samples is None:
         return program

@@ -1,13 +1,15 @@
-"""Lets values whose gradient nobody asks for leave their stage without one.
+"""Detaches values at the end of their stage if no gradient comes back for them.
 
-Backward goes through a stage as a whole: all that it gives must be back before the micro-batch before has its turn. So
-a value from which no gradient comes back (a later stage detaches it, or reads it under `no_grad`) would still lead
-autograd to the ops that made it, where the model itself never goes, and where what they kept may be written over.
+Backward runs through a stage as a whole: the gradients of all its results must arrive before the previous micro-batch
+has its turn. Suppose that no gradient comes back for a value, as a later stage detaches it, or reads it under
+`no_grad`. It would still lead autograd to the ops that made it, although the model's backward never reaches them, and
+the tensors that they saved may have been overwritten.
 
     stage 0   h = linear(x, weight)    gives h        h_1 = linear(x, weight)    h = detach(h_1)    gives h
     stage 1   mean = h.detach().mean()                mean = h.detach().mean()
 
-It also spares the stage the memory behind that value. An input that is used so is cut off before the first stage.
+The stage also saves the memory that autograd would keep for that value. An input of this kind is detached before the
+first stage.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from fxpipe.passes.pass_context import PassContext
 
 
 def stop_gradients(program: Program, context: PassContext) -> Program:
-    """The program in which a value that moves has a gradient only if one comes back."""
+    """The program in which a value that moves needs a gradient only if one comes back for it."""
     ops = [op for stage in program.stages for op in stage.ops]
     root = memory(ops, program.types)
     wanted = _wanted(program, ops, root)
@@ -49,7 +51,7 @@ def stop_gradients(program: Program, context: PassContext) -> Program:
 
 
 def _wanted(program: Program, ops: Sequence[Op], root: Callable[[str], str]) -> set[str]:
-    """The memory into which gradients come back, if they come from all outputs."""
+    """The values, by their memory, that get a gradient if all outputs have one."""
     types, made = program.types, {op.name for op in ops}
     wanted = {root(output.value) for output in program.graph.outputs}
     for op in reversed(ops):
@@ -61,7 +63,7 @@ def _wanted(program: Program, ops: Sequence[Op], root: Callable[[str], str]) -> 
 
 
 def carries_gradient(type: ValueType) -> bool:
-    """Whether a gradient may go through the value; an object, as a tensor inside of a vmap is one, does not say."""
+    """Whether a gradient may go through the value. True for all objects, as a tensor inside a vmap is one."""
     return isinstance(type, ObjectType) or any(tensor.grad for tensor in tensors(type))
 
 

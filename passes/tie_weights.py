@@ -1,8 +1,8 @@
 """Lends tensors of the model that several stages use (tied weights, tables), instead of sending them with every
 micro-batch.
 
-The first stage that uses the tensor is its home; the others borrow it. A loan goes over once a step, and its gradient
-comes back once, summed over the micro-batches.
+The first stage that uses the tensor is its home; the others borrow it. The tensor is sent once a step, and its gradient
+is sent back once, summed over the micro-batches.
 """
 
 from __future__ import annotations

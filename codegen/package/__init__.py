@@ -1,1 +1,1 @@
-"""All files of a program as a package: written, loaded, bound to a model."""
+"""A program as a Python package: writing its files, loading them, and binding them to a model."""

@@ -1,14 +1,14 @@
 """The model's own call, as two functions in the package.
 
-The scheduler takes a flat row of tensors and gives one back. What the model takes and returns may be nested, named, a
-dataclass. From the templates that capture kept, this writes
+The scheduler takes and returns flat tuples of tensors. The model's arguments and result may be nested, named, or
+dataclasses. From the templates that capture kept, this module writes
 
     def inputs(batch, *, scale=2.0):                      def result(logits, hidden):
         if scale != 2.0:                                      return zoo.models.Output(logits=logits, hidden=[hidden])
             raise ValueError(...)
         return batch["ids"], batch["mask"]
 
-so that a loaded package is called like the model, and says so when it is called in a way it was not made for.
+so that a loaded package is called like the model, and raises an error for a call that it was not made for.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from fxpipe.ir.graph.graph import Graph, Ref, Struct, refs
 
 
 class _Part(NamedTuple):
-    """Something inside an argument: how to reach it, and what was there at capture."""
+    """A value inside an argument: the expression that reaches it, and the value at capture."""
 
     access: str
     found: Any
 
 
 def call_functions(graph: Graph) -> tuple[tuple[Statement, ...], frozenset[str], str]:
-    """The functions `inputs` and `result`, the modules they need, and how the pipe is called, such as
-    `(image, mask=mask)`. An argument whose name the graph does not know is called by the way to its first tensor."""
+    """The functions `inputs` and `result`, the modules that they need, and the arguments of a call of the pipe, such as
+    `(image, mask=mask)`. An argument whose name the graph does not know is named after the path of its first tensor."""
     names = _arguments(graph)
     result, modules = _result(graph)
     call = ", ".join([*(name for name, _ in names[0]), *(f"{name}={name}" for name, _ in names[1])])
@@ -91,13 +91,13 @@ def _inputs(graph: Graph, names: _Arguments, checks: Iterable[Statement]) -> Sta
 
 
 def unreachable(graph: Graph) -> tuple[str, ...]:
-    """Inputs that no call brings: numbers that the model holds and that were seen to change, such as `self.step`."""
+    """Inputs that are not arguments of the call: numbers of the model that have changed, such as `self.step`."""
     reached = {ref.name for ref in refs(graph.call)}
     return tuple(item.path for item in graph.inputs if item.path and item.name not in reached)
 
 
 def _with_default(name: str, was: Any) -> str:
-    """Only what cannot change makes a good default; what has no literal form must be passed."""
+    """The parameter, with its value at capture as the default if that is None, a number or a string."""
     plain = was is None or isinstance(was, (bool, int, float, str))
     return f"{name}={flat(literal(was))}" if plain else name
 
@@ -122,7 +122,7 @@ def _walk(access: str, template: Any) -> Iterator[_Part]:
 
 
 def _check(part: _Part) -> tuple[Statement, ...]:
-    """Statements that refuse another call than the captured one."""
+    """Statements that raise an error if the value differs from the one at capture."""
     access, found = part
     if isinstance(found, (Ref, Struct)):
         return ()

@@ -1,9 +1,9 @@
-"""From files to a pipeline that runs: import the package, give its stages the model's tensors.
+"""From files to a pipeline that runs: imports the package, and gives its stages the model's tensors.
 
-What runs is what is shown, so a package is imported from its files by Python's own machinery; tracebacks and pdb
-need no tricks. Two things differ from a plain import: each load is a module of its own, so that packages with the same
-file names live side by side, and no bytecode is cached, because a cache that is told from its source by whole seconds
-and size would run the old code after a quick edit.
+A package is imported from its files by Python's own import system, so tracebacks and pdb show the code that runs. Two
+things differ from a plain import. Each load makes a new module, so that packages with the same file names do not clash.
+And no bytecode is cached: Python compares a cache with its source by whole seconds and size, and would run the old code
+after a quick edit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _numbers = itertools.count()
 
 
 class _Uncached(SourceFileLoader):
-    """Compiles the source each time."""
+    """Compiles the source at each import."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
@@ -40,7 +40,7 @@ class _Uncached(SourceFileLoader):
 
 
 def load_package(folder: str | Path) -> ModuleType:
-    """Import the package in `folder`, as it is on the disk now."""
+    """Import the package in `folder`, as it is on the disk now. Raises PackageError if it is none, or damaged."""
     path = Path(folder).resolve()
     init = path / "__init__.py"
     if not init.is_file():
@@ -83,7 +83,7 @@ def _check_package(module: ModuleType, init: Path) -> None:
 
 
 def _damaged(path: Path, error: Exception) -> PackageError:
-    """What to say of files that cannot be imported: the last place among them that the error comes from."""
+    """The error for files that cannot be imported; it names the last line in them that the error comes from."""
     lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     lines += [(error.filename or "", error.lineno)] if isinstance(error, SyntaxError) else []
     file, line = next((place for place in reversed(lines) if Path(place[0]).parent == path), (str(path), None))
@@ -95,7 +95,7 @@ def _damaged(path: Path, error: Exception) -> PackageError:
 
 
 def unload(module: ModuleType) -> None:
-    """Forget a loaded package; what still uses it keeps it alive."""
+    """Remove a loaded package from Python's caches; objects that use it keep it alive."""
     own = f"{module.__name__}."
     for name in list(sys.modules):  # at once: other threads may import meanwhile
         if (name + ".").startswith(own):
@@ -113,12 +113,15 @@ def bind(
     *,
     move: bool = True,
 ) -> Any:
-    """The package's scheduler, its stages holding the model's own parameters and buffers, which move to the devices of
-    their stages in place; with `move` false, stages on another device have copies. `constants` come from the folder if
-    they are not given; what lies on another device is copied. `others` are tensors that the model does not have, such
-    as those of a loss function, by path; `calls` the submodules that are called whole, the model's own if they are not
-    given: then nobody checks what they return. Raises PackageError, and changes nothing, if the model does not fit,
-    PlanError if a device is not there."""
+    """The package's scheduler; its stages hold the model's own parameters and buffers.
+
+    - `constants`: read from the folder if not given; those on another device are copied.
+    - `others`: tensors that the model does not have, such as those of a loss function, by path.
+    - `calls`: the submodules that are called whole; if not given the model's own, whose results are not checked.
+    - `move`: whether the model's tensors move to the devices of their stages, in place; else stages on another device
+      have copies.
+
+    Raises PackageError, and changes nothing, if the model does not fit; PlanError if a device is missing."""
     stages, whole = bound_stages(module, model, constants, others, calls, move=move)
     return module.Scheduler(stages, whole)
 
@@ -133,8 +136,8 @@ def bound_stages(
     move: bool = True,
     here: Mapping[str, torch.device] | None = None,
 ) -> tuple[list[Any], Any]:
-    """What `bind` gives to the scheduler: the stages with the model's tensors, and what computes the totals, if
-    anything does. `here`: the devices of this process by their labels; in place of stages on others is None."""
+    """The arguments of the scheduler: the stages with the model's tensors, and the stage that computes the totals, or
+    None. Arguments as in `bind`. `here`: the devices of this process, by label; stages on other devices are None."""
     devices, replicas = module.Scheduler.devices, module.Scheduler.replicas
     placed = [(j, label) for j, first in enumerate(devices) for label in (first, *(replicas[j] if replicas else ()))]
     known = {label: worker_device(label) for _, label in placed} if here is None else here
@@ -168,7 +171,7 @@ def bound_stages(
         parts = {held for held, *_ in kind.parts}
         own = here is not None or at < len(devices) + len(totals)  # a replica in one process holds copies
         for path in kind.states if move and own else ():
-            if path not in parts:  # a tensor of which others have other parts stays where it is
+            if path not in parts:  # a tensor whose parts are on several devices stays where it is
                 _move(tensors[path], device)
         stages.append(kind(tensors, held, device, submodules))
     whole = stages.pop(len(devices)) if totals else None
@@ -203,8 +206,7 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 def _tensors(
     module: ModuleType, model: nn.Module, others: Mapping[str, Tensor], used: Collection[str]
 ) -> dict[str, Tensor]:
-    """The model's tensors by key, checked against those that the package was made for; those that are used need
-    values."""
+    """The model's tensors by key. Raises PackageError if they do not fit the package, or a used one has no values."""
     found = tensors_of(model) | dict(others)
     rows = ((key in used, (found.get(key), key, *rest)) for key, *rest in module.TENSORS)
     faults = [fault for needed, row in rows if (fault := _misfit(needed, *row)) is not None]
@@ -236,7 +238,7 @@ def _load_constants(module: ModuleType) -> dict[str, Any]:
 
 
 def _move(tensor: Tensor, device: torch.device) -> None:
-    """Move in place: optimizers, hooks and the user's own variables keep the tensor they know."""
+    """Move a tensor in place: optimizers, hooks and the user's variables refer to the same object as before."""
     if tensor.device != device:
         tensor.data = tensor.data.to(device)
         if tensor.grad is not None:

@@ -1,14 +1,14 @@
-"""A program as the files of a Python package, and its way to the disk.
+"""A program as the files of a Python package, and how they are saved.
 
-    stage0.py ... stageN.py   what runs on each device, or, where that is many stages, device0.py ... deviceN.py
-    scheduler.py              when, and what moves between them
-    plan.json                 the decisions behind both
-    __init__.py               what the package is, the tensors it expects, and the model's own call:
+    stage0.py ... stageN.py   the code of each stage; device0.py ... deviceN.py if devices have many stages
+    scheduler.py              when stages run, and what moves between them
+    plan.json                 the plan
+    __init__.py               facts about the package, the tensors it expects, and the model's own call:
                               `inputs` takes a call apart, `result` puts the model's result together
     constants.pt              tensors that the model holds outside its parameters and buffers, if any
-    messages.json             what moves between devices, and in what form, for those that are processes
+    messages.json             the messages between devices and their form, if devices are processes
 
-So a saved package runs without capturing the model again, and without the compiler.
+A saved package runs without capturing the model again, and without the compiler.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from fxpipe.ir.program.program import Program
 
 CONSTANTS = "constants.pt"
 MESSAGES = "messages.json"
-FORMAT = 3  # of these files; another number for each change that an older or newer fxpipe would read wrongly
+FORMAT = 3  # the version of the files; raise it for each change that another fxpipe would read wrongly
 PUBLIC = ("CHUNKS", "FORMAT", "INPUTS", "MODEL", "STAGES", "TENSORS", "TRAINING", "Scheduler", "inputs", "result")
 
 
@@ -63,8 +63,12 @@ def package(
     totals: Program | None = None,
     by_device: bool = False,
 ) -> dict[str, str]:
-    """The files of the package, by name. `notes` are facts for the header of each stage; `totals` computes what the
-    micro-batches must know of the whole batch, in one stage. `by_device`: the stages of a device are in one file."""
+    """The files of the package, by name.
+
+    - `notes`: facts for the header of each stage.
+    - `totals`: a program of one stage that computes the totals of the whole batch.
+    - `by_device`: whether the stages of a device are in one file.
+    """
     notes = notes or [""] * len(program.stages)
     homes = _homes(program, by_device)
     if by_device:
@@ -142,7 +146,7 @@ def _docstring(program: Program, call: str) -> list[str]:
 
 
 def _returns_outputs(program: Program) -> bool:
-    """Whether a step returns what the model returns, beside the loss."""
+    """Whether a step returns the model's result besides the loss."""
     return program.graph.result[1] is not None
 
 
@@ -177,19 +181,19 @@ def _input_types(graph: Graph) -> Doc:
 
 
 def _loss(fingerprint: Sequence[tuple[str, str]]) -> tuple[Statement, ...]:
-    """What of the loss function decides its values."""
+    """The assignment of the loss function's fingerprint: the properties that its values depend on."""
     rows = tuple_of(tuple_of(map(string, row)) for row in fingerprint)
     return Comment("The loss that is computed here."), Assign(("LOSS",), rows)
 
 
 def with_loss(files: Mapping[str, str], graph: Graph, fingerprint: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """The files with another fingerprint of the loss in place of that of the graph."""
+    """The files with `fingerprint` in place of the graph's fingerprint of the loss."""
     old, new = ("\n".join(text_of(_loss(found))) for found in (graph.fingerprint, fingerprint))
     return {**files, "__init__.py": files["__init__.py"].replace(old, new)}
 
 
 def _conditions(graph: Graph) -> tuple[Statement, ...]:
-    """A function that says what holds for sizes and numbers, if anything must."""
+    """The function `conditions`, with the conditions on sizes and numbers, if there are any."""
     known = [text for text in graph.conditions if text != UNKNOWN]
     if not known:
         return ()
@@ -211,8 +215,8 @@ def save(
     totals: Program | None = None,
     table: MessageTable | None = None,
 ) -> None:
-    """Write the package so that it can be loaded in another process, or, with the `table` of its messages, in several.
-    Raises PackageError, and writes nothing, if it holds something that would not be there."""
+    """Write the package so that another process can load it, or several, with the `table` of its messages. Raises
+    PackageError, and writes nothing, if it uses something that another process would not have."""
     tensors = {name: _savable(program, name, value) for name, value in constants(program, totals).items()}
     for file, text in files.items():
         if re.search(r"^import __main__$", text, re.MULTILINE):
@@ -249,7 +253,7 @@ def write(files: Mapping[str, str], folder: str | Path) -> None:
 
 
 def constants(program: Program, totals: Program | None = None) -> dict[str, Any]:
-    """What the stages hold besides parameters and buffers, by the name of the attribute."""
+    """The constants of the stages, by the name of the attribute."""
     found: dict[str, Any] = {}
     for part in (program, totals):
         if part is not None:

@@ -1,11 +1,11 @@
-"""The scheduler of a program as a Python file: what runs before what, and how values get where they are used.
+"""The scheduler of a program as a Python file: the order of tasks, and the copies between devices.
 
     class Scheduler(Pipeline):
         ready_1(m, i)     before stage 1 runs on micro-batch i: the order of backward, copies from other devices
-        compute_1(m, i)   the stage, on its worker, and what can be let go afterwards
+        compute_1(m, i)   runs the stage, on its worker, and deletes values used for the last time
 
-Micro-batches are a loop, in `Pipeline.run`, so the file grows with the stages alone. Between CPU workers nothing is
-copied, and nothing about copies is written.
+`Pipeline.run` loops over the micro-batches, so the size of the file depends only on the stages. Between CPU workers
+nothing is copied, so their files have no code for copies.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ RUNTIME = ("Draws", "checkpoint", "copy", "fork", "join", "wait")  # what the me
 
 
 def emit_scheduler(program: Program, chunks: int, totals: Program | None = None) -> str:
-    """The source of `scheduler.py`, for GPipe's clock of `chunks` micro-batches. `totals`, of one stage, computes what
-    the micro-batches must know of the whole batch."""
+    """The source of `scheduler.py`, for GPipe's clock of `chunks` micro-batches. `totals`: a program of one stage that
+    computes the totals of the whole batch."""
     places = Places(program)
     head, gather = attributes(program, places, totals), _gather(program, places)
     sections = [
@@ -55,20 +55,20 @@ def emit_scheduler(program: Program, chunks: int, totals: Program | None = None)
 
 
 def _ready(stage: Stage, places: Places, ordered: bool) -> Block | None:
-    """`ready_j`: copies from other devices, and the edge from micro-batch i to i - 1 where there are several."""
-    # Copies come first: in backward they then go before the other micro-batch's work, and the neighbour waits less.
+    """`ready_j`: copies from other devices, and the edge from micro-batch i to i - 1 if there are several."""
+    # Copies stand before the join, so that backward starts them before the other micro-batch's work.
     fork, join = _order(stage, places) if ordered else ((), ())
     body = (*fork, *_opens(stage, places), *join)
     return Block(f"def ready_{stage.index}(self, m: Batches, i: int) -> None:", body) if body else None
 
 
 def _order(stage: Stage, places: Places) -> tuple[Group, Group]:
-    """The statements that make the token of micro-batch i - 1, and those that let micro-batch i take it in."""
+    """The statements that make the token of micro-batch i - 1, and those that join it to micro-batch i."""
     j = stage.index
     takes = tuple(places.at(name, j) for name in stage.takes if differentiable(name, places.program))
     gives = tuple(places.at(name, j, "i - 1") for name in stage.gives if differentiable(name, places.program))
     if not takes or not gives or stage.checkpoint == "always":
-        return (), ()  # Checkpoint takes the token itself; without a take there is nothing to join
+        return (), ()  # `checkpoint` takes the token itself; without takes there is nothing to join
     fork: Group = ()
     if stage.checkpoint == "except_last":
         token, condition = f"m.after[{j}]", "if m.grad and i == m.last:"
@@ -84,7 +84,7 @@ def _order(stage: Stage, places: Places) -> tuple[Group, Group]:
 
 
 def _opens(stage: Stage, places: Places) -> Iterator[Statement]:
-    """Copies of what comes from other devices, by source."""
+    """The copies of values from other devices, by source."""
     j = stage.index
     come = [name for name in stage.takes if places.arrives(name, j)]
     for name in come:
@@ -126,7 +126,7 @@ def _copy(stage: Stage, source: int, names: Sequence[str], places: Places) -> It
 
 
 def _compute(stage: Stage, places: Places) -> Block:
-    """`compute_j`: the call, what leaves for other devices, and what is let go."""
+    """`compute_j`: the call, the preparation of copies to other devices, and the deletions."""
     j, call = stage.index, _call(stage, places)
     gone = tuple(places.at(name, j) for name in stage.takes if places.done(name, j))
     body: tuple[Statement, ...] = (
@@ -149,7 +149,7 @@ def _call(stage: Stage, places: Places) -> Statement:
 
 
 def _checkpointed(stage: Stage, plain: Statement, places: Places) -> Iterator[Statement]:
-    """The call that keeps nothing for backward, and the plain one for where backward runs next, or never."""
+    """The checkpointed call, and the plain call for micro-batches that are not recomputed."""
     j, always = stage.index, stage.checkpoint == "always"
     gives = tuple(places.at(name, j) for name in stage.gives)
     again = "every micro-batch is" if always else "all micro-batches but the last are"
@@ -170,7 +170,7 @@ def _checkpointed(stage: Stage, plain: Statement, places: Places) -> Iterator[St
 
 
 def _sends(stage: Stage, places: Places) -> Group:
-    """What leaves a GPU waits for this task, and for no later one, even if it is copied much later."""
+    """The wait of the copy stream for this task; so a later copy does not wait for later tasks."""
     j = stage.index
     if torch_device(stage.device) == "cpu" or not any(places.leaves(name, j) for name in stage.gives):
         return ()
@@ -201,7 +201,7 @@ def _gather(program: Program, places: Places) -> Group:
 
 
 def _alike(names: Sequence[str], places: Places) -> Iterator[list[str]]:
-    """The tensors with a gradient, and those without, which must not get one by being copied along."""
+    """The tensors with a gradient, then those without: in one copy with the others these would get one."""
     tensors = [name for name in names if isinstance(places.program.types[name], TensorType)]
     for grad in (True, False):
         group = [name for name in tensors if differentiable(name, places.program) == grad]

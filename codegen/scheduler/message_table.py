@@ -1,4 +1,4 @@
-"""The messages of a program whose stages are in several processes, called as in the generated code."""
+"""The messages of a program whose stages are in several processes, with their names in the generated code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fxpipe.ir.schedule.schedule import Schedule
 
 
 def message_table(program: Program, schedule: Schedule) -> MessageTable:
-    """What moves between the devices of the program, in what order and form."""
+    """The messages between the devices of the program, with their order and form."""
     places = Places(program)
     n = len(program.stages)
     moved = dict.fromkeys(move.value for move in program.moves)
@@ -40,7 +40,7 @@ def message_table(program: Program, schedule: Schedule) -> MessageTable:
 
 
 def form(kind: ValueType) -> Form | None:
-    """The form of a value; None for what never leaves its stage."""
+    """The form of a value; None if its type cannot leave a stage."""
     if isinstance(kind, ScalarType):
         return Form({"int": "int64", "bool": "int64", "float": "float64"}[kind.kind], (), kind.kind)
     return Form(DTYPES[kind.dtype].torch, kind.shape) if isinstance(kind, TensorType) else None
@@ -58,6 +58,6 @@ def _lent(program: Program, loan: Loan, name: str) -> LentTensor:
 
 
 def _path(program: Program, state: str) -> tuple[str, bool]:
-    """Where a tensor of the model hangs in its stage, and whether that is as a constant."""
+    """The path or attribute of a tensor of the model in its stage, and whether it is a constant there."""
     constant = constant_names(program).get(state)
     return constant or program.state(state).path, constant is not None

@@ -4,7 +4,7 @@
     cpu:0   F0  F1  F2
     cpu:1       F0  F1  F2
 
-The grid is for people; `fxpipe.engines.local.forward_engine.clock` is what runs.
+The grid is documentation only; `fxpipe.engines.local.forward_engine.clock` makes the order of a run.
 """
 
 from __future__ import annotations

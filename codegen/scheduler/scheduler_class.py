@@ -1,5 +1,5 @@
-"""What the two kinds of generated schedulers have in common: what their base wants to know, and the tensors of the
-model that one stage owns and others use too, such as tied weights."""
+"""The parts that both kinds of generated schedulers have: the class attributes that their base reads, and the loans of
+tensors between stages, such as tied weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Group = Sequence[Statement]  # an empty line goes before and after it
 
 
 def attributes(program: Program, places: Places, totals: Program | None = None) -> Group:
-    """What the base wants to know. `totals`, of one stage, runs before the batch is cut."""
+    """The class attributes that `SchedulerBase` reads. `totals`: a program of one stage, run before the batch is
+    cut."""
     takes = () if totals is None else totals.stages[0].takes
     known = {name for stage in program.stages for name in stage.takes}
     known |= {*takes, *(output.value for output in program.graph.outputs)}
@@ -54,7 +55,7 @@ def section(stage: Stage, methods: Iterable[Block | None]) -> Group:
 
 
 def draws(stage: Stage, stages: str) -> tuple[Statement, ...]:
-    """What the random ops of the stage draw from."""
+    """The assignment of `draw`, which seeds the random ops of the stage, if it has any."""
     if not any(op.random for op in stage.ops):
         return ()
     return (Assign(("draw",), Call("Draws", ("m.seed", "i", f"{stages}[{stage.index}].device"))),)

@@ -1,5 +1,5 @@
-"""The scheduler of a program that is trained in one go, as a Python file: a row of actions for each worker, and for
-each stage what an action takes, computes and sends.
+"""The scheduler of a program for whole training steps, as a Python file: a row of actions for each worker, and for each
+stage what an action takes, computes and sends.
 
     class Scheduler(StepScheduler):
         rows                                      the schedule
@@ -39,7 +39,7 @@ from fxpipe.ir.program.program import Program, Stage, recut
 from fxpipe.ir.schedule.schedule import Schedule, plain, show
 from fxpipe.ir.units import count
 
-TAKEN = frozenset(("self", "m", "i", "draw", "forward"))  # what the methods themselves call things
+TAKEN = frozenset(("self", "m", "i", "draw", "forward"))  # names that the methods use themselves
 
 
 def emit_steps(program: Program, schedule: Schedule, plan: Plan, totals: Program | None = None) -> str:
@@ -203,7 +203,7 @@ def _backward(stage: Stage, places: Places, kinds: Iterable[str]) -> Iterator[Bl
 
 
 def _gradients(stage: Stage, places: Places, method: str) -> tuple[Statement, ...]:
-    """Gradients of what the stage gives arrive, those of what it takes leave."""
+    """The body of a backward method: receive the gradients of the gives, compute, send the gradients of the takes."""
     j, program = stage.index, places.program
     body: list[Statement] = []
     if stage.checkpoint != "never":
@@ -224,7 +224,7 @@ def _gradients(stage: Stage, places: Places, method: str) -> tuple[Statement, ..
 
 
 def _root(name: str, stage: Stage, places: Places) -> Statement:
-    """The gradient of a value that the stage gives: the sum of what comes from all who take it."""
+    """The gradient of a value that the stage gives: the sum of the gradients from all stages that take it."""
     program, own = places.program, (str(stage.index), "i", string(places.name(name)))
     users = (target for target in _targets(name, stage, program) if target < len(program.stages))
     parts = [Brackets("m.receive_gradient(", (*own, f"source={user}"), ")") for user in users]

@@ -1,11 +1,11 @@
-"""Where each value is while a micro-batch is under way, what it is called there, and who uses it last.
+"""Where each value of a micro-batch is, its name there, and which stage uses it last.
 
     skip    made on cuda:0, used by stage 2 on cuda:1    m[i].skip, on cuda:0 and then on cuda:1
     mask    on cuda:0 and on cuda:1, used on both        m[i].mask and m[i].mask_on_cuda1
 
-A value that leaves its device for good keeps its name. CPU workers share one memory, so between them nothing moves.
-Nobody knows where the caller will have the batch. With a stage on the CPU it is brought there first; else GPUs copy it
-from wherever it is.
+A value that leaves its device for good keeps its name. CPU workers share one memory, so between them nothing moves. The
+device of the caller's batch is not known: if a stage is on the CPU, the batch is copied there first; else GPUs copy it
+from its device.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Places:
         return self._last_use(value, self.at(value, source)) == (stage, "copy")
 
     def _last_use(self, value: str, place: str) -> tuple[int, str]:
-        """The stage and its step, in the order of names: "copy", "run", for ever the caller."""
+        """The stage that uses the place last, and how: "copy", then "run"; or "caller" for an output."""
         uses = [(user, "run") for user in self._users(value) if self.at(value, user) == place]
         for user in self._users(value):
             source = self.sources.get((value, user), -1)

@@ -1,4 +1,4 @@
-"""The statements of one op: `x = f(y)`, or what Python has for an op that changes its first argument."""
+"""The statements of one op: `x = f(y)`, or Python's statement for an op that changes its first argument."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fxpipe.codegen.text.source_names import identifier
 from fxpipe.ir.graph.graph import Op, Ref
 from fxpipe.ir.graph.opaque_call import Opaque
 
-LONG_PATH = 80  # characters from which on a path of the model is written in two steps
+LONG_PATH = 80  # a path of the model with more characters is written in two statements
 _OWNER = re.compile(r"(self\..*\]\.\w+|self\..*)((?:\.\w+)+)")  # up to the last index, if there is one; the rest
 
 
 def assignments(op: Op, variables: Variables, taken: Collection[str]) -> Iterator[Doc]:
-    """`x = f(y)`, or what Python has for an op that changes its first argument. Where a path of the model is too long,
-    the module that holds the tensor gets a variable first, of a name that is not `taken`."""
+    """`x = f(y)`, or Python's statement for an op that changes its first argument. If a path of the model is too long,
+    the module that holds the tensor gets a variable first, with a name that is not in `taken`."""
     modules: dict[str, str] = {}
     paths: dict[str, str] = {}
     for path in _long_paths(op, variables):
@@ -38,7 +38,7 @@ def assignments(op: Op, variables: Variables, taken: Collection[str]) -> Iterato
 def _long_paths(op: Op, variables: Variables) -> list[str]:
     """The model's tensors whose path is too long for the op's statement: on its own, or as what is indexed or called
     when the statement has to be broken."""
-    if isinstance(op.target, Opaque):  # which has its tensors already
+    if isinstance(op.target, Opaque):  # it finds its tensors itself
         return []
     used = [variables.of[name] for name in dict.fromkeys(op.reads)]
     paths = [path for path in used if _OWNER.fullmatch(path)]

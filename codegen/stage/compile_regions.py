@@ -1,4 +1,4 @@
-"""A stage's forward cut into pieces that a compiler can take whole.
+"""Cuts a stage's forward into pieces that a compiler can compile whole.
 
     def forward(self, x, draw):                          def forward(self, x, draw):
         h = F.linear(x, self.fc.weight)                      h = piece_3(x, self.fc.weight)
@@ -7,11 +7,16 @@
         y = F.relu(h)                                        return piece_6(h)
         return y
 
-Random ops stay outside: their generator is seeded under a lock, op by op, and a compiler may change the order of ops,
-or draw in an order of its own. So do autograd functions of the user's, which Dynamo does not read a second time, what
-counts in Python, as deferred batch norm, and submodules that are called whole. The pieces between are functions of
-tensors and numbers alone, so a compiler need not know what a stage is, nor that the tensors it holds are other ones in
-each step. All lines keep their numbers: an error in a piece has the line of the stage's file in its traceback.
+These ops stay outside of the pieces:
+
+- random ops: their generator is seeded under a lock, op by op, and a compiler may reorder ops or draws;
+- the user's autograd functions, which Dynamo does not read a second time;
+- functions with Python state, such as deferred batch norm;
+- submodules that are called whole.
+
+The pieces are functions of tensors and numbers alone, so a compiler sees neither the stage, nor that its tensors are
+replaced in each step. All lines keep their numbers: the traceback of an error in a piece has the line of the stage's
+file.
 """
 
 from __future__ import annotations
@@ -28,15 +33,15 @@ WORK = (ast.Call, ast.BinOp, ast.UnaryOp, ast.Compare, ast.AugAssign)
 
 
 def cut(forward: ast.FunctionDef, held: Collection[str], eager: Collection[str]) -> list[ast.FunctionDef]:
-    """The pieces, named `piece_12` by the line they begin at; last the new forward, which calls them. `held` are the
-    names and paths of what the stage holds, `eager` the functions, and the paths of submodules, whose calls stay in
-    forward. Raises EmitError where a forward that was edited is not a straight line."""
+    """The pieces, each named by its first line, such as `piece_12`; then the new forward, which calls them. `held`: the
+    names and paths of the stage's tensors and modules. `eager`: functions, and paths of submodules, whose calls stay in
+    forward. Raises EmitError if a forward (edited by the user) branches."""
     return _Cut(forward, frozenset(held), frozenset(eager)).functions()
 
 
 class _Cut:
-    """One cut under way. `pieces` are found from the last to the first, for what a piece must return is what is read
-    after it."""
+    """One cut under way. `pieces` are made from the last to the first, as a piece must return the variables that are
+    read after it."""
 
     def __init__(self, forward: ast.FunctionDef, held: frozenset[str], eager: frozenset[str]) -> None:
         for node in ast.walk(forward):
@@ -55,7 +60,7 @@ class _Cut:
         return [ast.fix_missing_locations(function) for function in (*reversed(self.pieces), self.forward)]
 
     def block(self, body: Sequence[ast.stmt], live: frozenset[str]) -> list[ast.stmt]:
-        """The statements with calls of pieces in place of what goes into those. `live` is what is read afterwards."""
+        """The statements, with runs of them replaced by calls of pieces. `live`: the variables read afterwards."""
         found: list[ast.stmt] = []
         for stays, group in reversed([(stays, list(group)) for stays, group in groupby(body, self.stays)]):
             for statements in reversed([[statement] for statement in group]) if stays else [group]:
@@ -72,7 +77,7 @@ class _Cut:
         return self.call(statements, live)
 
     def stays(self, statement: ast.stmt) -> bool:
-        """Whether something in the statement is not for a compiler."""
+        """Whether the statement must stay outside of pieces."""
         nodes = list(ast.walk(statement))
         calls = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
         paths = {".".join(_path(node) or ()) for node in nodes if isinstance(node, ast.expr)}
@@ -80,7 +85,7 @@ class _Cut:
         return own_functions or not self.eager.isdisjoint(calls | paths) or any(map(_draws, nodes))
 
     def call(self, statements: list[ast.stmt], live: frozenset[str]) -> list[ast.stmt]:
-        """The call of a new piece, and letting go of what only it needed."""
+        """The call of a new piece, and the deletion of variables that only the piece needed."""
         hoist = _Hoist(self.held, self.locals)
         body = [hoist.visit(copy.deepcopy(statement)) for statement in statements]
         needed, written = sorted(self.live_before(body, frozenset())), _names_in(body, ast.Store)
@@ -97,11 +102,11 @@ class _Cut:
         gone = ({*needed} | _names_in(statements, ast.Del) - written) - live - {*given}
         if gone and not returns:
             made.append(ast.Delete([ast.Name(name, ast.Del()) for name in sorted(gone)]))
-        # Not at a line of the model's: what fails in a piece has its own line there.
+        # Not at a line of the model: an error in a piece has its own line.
         return [ast.copy_location(statement, self.forward) for statement in made]
 
     def live_before(self, statements: Sequence[ast.stmt], live: frozenset[str]) -> frozenset[str]:
-        """What the statements, and whatever is `live` after them, read of what was set before."""
+        """The variables set earlier that the statements read, or that are `live` after them."""
         for statement in reversed(list(_flat(statements))):
             read = _names(statement, ast.Load) | _names(statement, ast.Del)
             if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
@@ -111,7 +116,7 @@ class _Cut:
 
 
 class _Inline(ast.NodeTransformer):
-    """Puts its path in place of a variable that stands for a module of the model's: no piece could be given that."""
+    """Replaces variables that hold modules of the model by their paths: a piece cannot take a module."""
 
     def __init__(self, paths: frozenset[str]) -> None:
         self.paths = paths
@@ -131,7 +136,7 @@ class _Inline(ast.NodeTransformer):
 
 
 class _Hoist(ast.NodeTransformer):
-    """Puts a name in place of what the stage holds; `held` are the expressions by these names."""
+    """Replaces tensors of the stage by names; `held`: the expressions, by name."""
 
     def __init__(self, paths: frozenset[str], taken: Collection[str]) -> None:
         self.paths, self.taken = paths, taken
@@ -195,7 +200,7 @@ def _draws(node: ast.AST) -> bool:
 
 
 def _flat(statements: Sequence[ast.stmt]) -> Iterator[ast.AST]:
-    """In the order in which they run; of a `with`, what it enters and then what is in it."""
+    """The statements in the order in which they run; for a `with`, its context expressions and then its body."""
     for statement in statements:
         if isinstance(statement, ast.With):
             yield from statement.items

@@ -2,8 +2,8 @@
 
     ops -> groups that come from one line of the user's -> statements
 
-A comment with that line stands above each group; ops in the same region share one `with`; a large tensor that nobody
-needs any more is let go with `del`. fx prints one flat list instead, with every release squeezed behind its statement.
+A comment with that line stands above each group; ops in the same region share one `with`; a large tensor that is no
+longer needed is deleted with `del`. fx prints one flat list instead, with a release behind every statement.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from fxpipe.ir.program.program import Program, Stage
 
 @dataclass(frozen=True)
 class _Step:
-    """One op of the stage with its statements, and the variables to let go of after it. `group` counts, along the
-    stage, the lines of the user's that ops come from."""
+    """One op of the stage: its statements, and the variables to delete after it. `group`: the number of the user's line
+    that the op comes from, counted along the stage."""
 
     op: Op
     statements: tuple[Doc, ...]
@@ -39,7 +39,7 @@ class _Step:
 
 
 def body(program: Program, stage: Stage, variables: Variables) -> tuple[Statement, ...]:
-    """Its statements."""
+    """The statements of the stage's `forward`."""
     steps = _steps(program, stage, variables)
     statements = _Writer(_comments(steps)).all(steps, True)
     given = tuple(variables.of[name] for name in stage.gives)
@@ -54,7 +54,7 @@ def body(program: Program, stage: Stage, variables: Variables) -> tuple[Statemen
 
 
 def _value(statement: Statement, name: str) -> Doc | None:
-    """What a statement assigns to the variable, if it does that and nothing else."""
+    """The value that the statement assigns to the variable `name`; None if it is another kind of statement."""
     head = statement if isinstance(statement, str) else getattr(statement, "head", "")
     if not isinstance(statement, (str, Brackets, Infix)) or not head.startswith(f"{name} = "):
         return None
@@ -64,14 +64,15 @@ def _value(statement: Statement, name: str) -> Doc | None:
 
 @dataclass
 class _Writer:
-    """Makes statements of steps; `shown` is the number of the comment that stands above the last of them. `top`:
-    whether what comes next opens a block."""
+    """Makes statements of steps. `shown`: the group of the last comment. In its methods, `top`: whether the next
+    statement is the first of a block."""
 
     comments: Sequence[str]
     shown: int = -1
 
     def all(self, steps: Sequence[_Step], top: bool) -> list[Statement]:
-        """These steps. What fails inside of a vmap leaves it, for the next task on the thread would be in it."""
+        """The statements of these steps. Code inside a vmap is in a `try`, so that an error leaves the vmap: else the
+        next task on the thread would run in it."""
         found: list[Statement] = []
         inside, start = 0, 0
         for index, step in enumerate(steps):
@@ -88,14 +89,14 @@ class _Writer:
         return [*found, *self.runs(steps[start:], top and not found)]
 
     def runs(self, steps: Sequence[_Step], top: bool) -> list[Statement]:
-        """These steps, those in the same regions in one `with`."""
+        """The statements of these steps, with those in the same regions in one `with`."""
         found: list[Statement] = []
         for regions, run in groupby(steps, key=lambda step: step.op.regions):
             block, first = list(run), top and not found
             if not regions:
                 found += self.each(block, first)
                 continue
-            if block[0].group == block[-1].group:  # one line of the user's: it stands above the `with`
+            if block[0].group == block[-1].group:  # one line of the user's: its comment stands above the `with`
                 found += self.comment(block[0].group, first)
             elif block[0].group != self.shown and not first:
                 found.append(BLANK)
@@ -112,7 +113,7 @@ class _Writer:
         return [*self.comment(step.group, top), *_statements(step)]
 
     def comment(self, group: int, top: bool) -> list[Statement]:
-        """The comment above a group, after an empty line unless it opens a block; nothing if it stands there."""
+        """The comment above a group, after an empty line unless it opens a block; nothing if it is there already."""
         if group == self.shown:
             return []
         self.shown, text = group, self.comments[group]
@@ -156,7 +157,7 @@ def _comments(steps: Sequence[_Step]) -> list[str]:
 
 
 def _common(paths: Sequence[str]) -> str:
-    """The module that all of these are in."""
+    """The longest module path that all of these begin with."""
     parts = zip(*(path.split(".") for path in paths), strict=False)
     return ".".join(part[0] for part in takewhile(lambda part: len(set(part)) == 1, parts))
 

@@ -1,5 +1,5 @@
-"""What the code of a stage calls the tensors that it holds: parameters and buffers by their path in the model, and by a
-name of their own the constants, which the model holds elsewhere."""
+"""The names of a stage's tensors in its code: parameters and buffers have their path in the model, constants (tensors
+that the model holds elsewhere) a name of their own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fxpipe.ir.program.program import Program, Stage
 
 
 def constant_names(program: Program) -> dict[str, str]:
-    """The attribute that holds each constant of the program: its own name, where no part of the model is called so."""
+    """The attribute that holds each constant of the program: its name, with underscores appended if that is taken."""
     paths = [state.path for state in program.graph.states if state.kind != "constant"]
     paths += [opaque.path for opaque in opaques(program.graph)]
     taken = STAGE_NAMES | {path.partition(".")[0] for path in paths}
@@ -25,7 +25,7 @@ def constant_names(program: Program) -> dict[str, str]:
 
 
 def state_paths(program: Program, stage: Stage) -> dict[str, str]:
-    """The source of each tensor that the stage owns."""
+    """The source text of each tensor that the stage owns, by name."""
     constants = constant_names(program)
     states = {state.name: state for state in program.graph.states}
     return {

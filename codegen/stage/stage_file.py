@@ -1,5 +1,5 @@
-"""A stage of the program as a Python file that a person could have written: a class with what it holds, and its
-`forward`, whose lines are made in `body`."""
+"""A stage of the program as a Python file that a person could have written: a class with the names of its tensors, and
+its `forward` (`stage_body.py`)."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from fxpipe.ir.graph.opaque_call import Opaque, unsure
 from fxpipe.ir.graph.value_types import TensorType, ValueType
 from fxpipe.ir.program.program import Program, RuntimeCall, Stage
 
-MODULES = 4  # as many of a stage's modules as its title names
+MODULES = 4  # the most modules that a stage's title names
 
 
 def emit_totals(program: Program) -> str:
-    """The source of `totals.py`: what micro-batches must know of the whole batch. `program` has one stage."""
+    """The source of `totals.py`, which computes the totals of the whole batch. `program` has one stage."""
     title = "What each micro-batch has to know of the whole batch: computed once, before it is cut."
     return _emit(program, program.stages[0], "Totals", title, "")
 
@@ -67,7 +67,7 @@ def emit_device(program: Program, device: str, notes: Sequence[str]) -> str:
 
 
 def _modules(stage: Stage) -> str:
-    """The modules of the model that the ops of a stage come from, the first of them."""
+    """The first `MODULES` modules of the model that the ops of a stage come from, and how many more there are."""
     found = list(dict.fromkeys(op.origin.module for op in stage.ops if op.origin.module))
     some, more = ", ".join(map(doc_prose, found[:MODULES])), len(found) - MODULES
     return (f": {some}" + (f" and {more} more" if more > 0 else "")) if found else ""
@@ -82,7 +82,7 @@ def _emit(program: Program, stage: Stage, name: str, title: str, notes: str) -> 
 def _parts(
     program: Program, stage: Stage, name: str, title: str, notes: str, width: int = WIDTH
 ) -> tuple[list[str], tuple[Statement, ...]]:
-    """The docstring of a stage, in lines of up to `width`, and what is in its class."""
+    """The docstring of a stage, in lines of up to `width` characters, and the body of its class."""
     taken = {module.partition(".")[0] for module in _needed(stage)} | {name, *_runtime_names(stage)}
     variables = assign(stage, program.types, state_paths(program, stage), taken)
     forward = Block(_signature(program, stage, variables), body(program, stage, variables))
@@ -109,7 +109,7 @@ def _needed(stage: Stage) -> set[str]:
 
 
 def _runtime_names(stage: Stage) -> list[str]:
-    """What the file takes from fxpipe.runtime: classes, then functions."""
+    """The names that the file imports from fxpipe.runtime: classes, then functions."""
     draws = ["Draws"] if any(op.random for op in stage.ops) else []
     return [*draws, "Stage", *sorted({op.target.name for op in stage.ops if isinstance(op.target, RuntimeCall)})]
 

@@ -1,5 +1,5 @@
-"""The docstring of a stage file: what it takes and from where, what it gives and to where. One can check the code, the
-scheduler and the neighbours against it."""
+"""The docstring of a stage file: its takes and their sources, its gives and their targets. A reader can check the code,
+the scheduler and the neighbours against it."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ class _Row(NamedTuple):
 def header(
     program: Program, stage: Stage, variables: Mapping[str, str], title: str, notes: str, width: int = WIDTH
 ) -> list[str]:
-    """The lines of the docstring, of up to `width` characters. `notes` are facts that others have measured or
-    estimated."""
+    """The lines of the docstring, of up to `width` characters. `notes`: measured or estimated facts."""
     rows = [*_takes(program, stage, variables), *_gives(program, stage, variables), *_updates(program, stage)]
     facts = textwrap.wrap(doc_prose(_facts(program, stage, notes)), width)  # not indented, or formatters dedent all
     table = [*_table(rows, width), ""] if rows else []

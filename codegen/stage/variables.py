@@ -1,9 +1,9 @@
 """Which Python variable holds each value of a stage.
 
 In the graph every value has a name of its own: `x`, `x_1`, `x_2`. A person writes `x = f(x)`. So a value gets its plain
-name, without the number, as soon as the variable of that name is no longer needed; what a stage takes and gives keeps
-its full name, so that the header, the code and the scheduler call it the same. Rebinding also frees the old tensor.
-Without `del`, another large tensor that nobody needs any more would live until forward ends.
+name, without the number, as soon as the variable of that name is no longer needed. Takes and gives keep their full
+names, so that the header, the code and the scheduler use the same ones. Rebinding also frees the old tensor; other
+large tensors that are no longer needed would live until forward ends, so they are deleted with `del`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,13 @@ MOST_TARGETS = 8  # a line `a, b, c = ...` with more names is no longer easy to 
 
 @dataclass(frozen=True)
 class Variables:
-    """`of`: the source text of each value; `unpacked`: for an op whose result is taken apart at once, the values that
-    stand for its items; `folded`: the getitem ops that this makes needless; `last_use`: the position of the last op
-    that reads a value, `math.inf` for what the stage gives."""
+    """The variables of a stage.
+
+    - `of`: the source text of each value.
+    - `unpacked`: for an op whose result is unpacked at once, the values that are its items.
+    - `folded`: the getitem ops that are not needed because of that.
+    - `last_use`: the position of the last op that reads a value; `math.inf` for gives and borrows.
+    """
 
     of: Mapping[str, str]
     unpacked: Mapping[str, tuple[str, ...]]
@@ -157,13 +161,13 @@ def _items(op: Op, readers: Sequence[Op], count: int) -> tuple[str, ...] | None:
 
 # Letting go ----------------------------------------------------------------------------------------------------------
 
-LARGE = 1 << 16  # elements from which on letting go of a tensor is worth a line
+LARGE = 1 << 16  # elements; a smaller tensor is not worth a `del`
 
 
 def releases(stage: Stage, variables: Variables, types: Mapping[str, ValueType]) -> dict[str, tuple[str, ...]]:
-    """After each op, the variables to let go of: those whose large tensors nobody needs any more, unless a statement
-    soon to come gives the variable to another tensor. A view keeps the memory of what it views, so both go together.
-    What the stage takes is held by the caller; letting go of it here frees nothing.
+    """The variables to delete after each op: those of large tensors that are no longer needed, unless one of the next
+    statements rebinds the variable. A view keeps its base's memory alive, so both are deleted together. Takes are not
+    deleted: the caller holds them.
 
         y = h.view(8, -1)
         z = y + 1
@@ -199,7 +203,7 @@ def _bound(op: Op, variables: Variables) -> dict[str, str]:
 
 
 def _is_large(kind: ValueType) -> bool:
-    """Sizes that depend on the batch count as large: a micro-batch is what memory goes into."""
+    """Whether a tensor in the value is large. Sizes that depend on the batch count as large."""
     return any(
         any(isinstance(dim, str) for dim in item.shape) or math.prod(map(int, item.shape)) >= LARGE
         for item in tensors(kind)

@@ -1,4 +1,4 @@
-"""How numbers are written: what nobody knows by heart by where it comes from.
+"""How numbers are written: well-known limits by name, and computed numbers as the formula behind them.
 
 A captured graph has 0.35355339059327373 where the model says `head_dim ** -0.5`. The formula is written only if it
 gives the very same number, to the last bit.
@@ -57,7 +57,8 @@ def module_of(value: float) -> str:
 
 @lru_cache(maxsize=1024)
 def formula(value: float) -> str | None:
-    """What a positive number is, if that is short. It stands for itself beside any operator but `**`."""
+    """A short formula that gives exactly this positive number, or None. It needs no parentheses beside any operator
+    except `**`."""
     return next((text for made, text in _formulas(value) if made == value), None)
 
 

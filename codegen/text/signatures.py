@@ -1,8 +1,8 @@
-"""What the arguments of torch's functions are called, and what they default to.
+"""The names and defaults of the arguments of torch's functions.
 
-Captured calls spell every argument by position: `conv2d(x, w, None, (1, 1), (1, 1), (1, 1), 1)`. A reader wants
-`F.conv2d(x, w, padding=1)`. Functions written in Python tell their signature; those written in C++ do not, so the
-usual ones stand here, as torch's documentation has them. What is in neither is printed as it was captured.
+Captured calls have every argument by position: `conv2d(x, w, None, (1, 1), (1, 1), (1, 1), 1)`. A reader wants
+`F.conv2d(x, w, padding=1)`. Python functions have a signature; C++ functions have none, so the usual ones are listed
+here, as in torch's documentation. Calls of all others are printed as they were captured.
 """
 
 from __future__ import annotations

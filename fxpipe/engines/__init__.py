@@ -1,1 +1,1 @@
-"""What drives generated stages: a worker per device, or a process per rank."""
+"""The engines, which run generated stages: a worker thread per device, or a process per rank."""

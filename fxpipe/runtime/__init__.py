@@ -1,4 +1,4 @@
-"""The bricks that generated code stands on. Nothing here imports the rest of fxpipe."""
+"""The runtime that generated code uses. It does not import the rest of fxpipe."""
 
 from fxpipe.runtime.autograd.activation_checkpoint import checkpoint
 from fxpipe.runtime.autograd.dependency import fork, join

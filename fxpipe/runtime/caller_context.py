@@ -1,7 +1,7 @@
-"""The caller's modes, to be entered on another thread: grad and inference mode, autocast, the CUDA streams.
+"""The caller's modes, to be entered on another thread: grad mode, inference mode and autocast.
 
-torch keeps these per thread, so a worker knows nothing of the caller's `with torch.autocast(...)`. The default dtype
-is one for all threads and needs no carrying.
+torch keeps these per thread, so the caller's `with torch.autocast(...)` has no effect on a worker. The default dtype is
+the same on all threads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Autocast:
 
 @dataclass(frozen=True)
 class Context:
-    """What a thread must enter to work as the caller would. A fresh thread is in grad mode and in nothing else."""
+    """The modes that a thread must enter to work as the caller would. A fresh thread is only in grad mode."""
 
     grad: bool
     inference: bool
@@ -31,7 +31,7 @@ class Context:
 
     @property
     def plain(self) -> bool:
-        """A fresh thread has it already."""
+        """Whether these are the modes of a fresh thread."""
         return self.grad and not self.inference and not self.autocasts
 
     def enter(self) -> ExitStack:
@@ -44,8 +44,8 @@ class Context:
         return stack
 
     def enter_autocast(self) -> ExitStack:
-        """Autocast alone, for a checkpointed run, where the function itself sets grad mode. Never with autocast's
-        cache of cast weights: a cast cached without grad would be found by the recomputation, and its weight get no
+        """Enter autocast only, for a checkpointed run, where the autograd function sets grad mode. Autocast's cache of
+        cast weights is off: a recomputation could find a cast that was made without grad, and its weight would get no
         gradient."""
         stack = ExitStack()
         for device in ("cpu", "cuda"):

@@ -1,11 +1,12 @@
-"""Norms whose running statistics are those of the whole mini-batch.
+"""Norms whose running statistics are those of the whole mini-batch (deferred BatchNorm, torchgpipe).
 
-Each micro-batch is normalised by its own mean and variance, as the pipeline must. But running statistics updated once
-per micro-batch are not those of the model on the mini-batch: they decay too fast and see too little. So forward adds
-up sums, and the end of the run commits them, once, with the momentum of one mini-batch.
+Each micro-batch is normalised by its own mean and variance. But running statistics that are updated once per
+micro-batch differ from those of the model on the mini-batch: they decay too fast, from too few samples. So forward adds
+up sums, and the end of the run commits them once, with the momentum of one mini-batch.
 
-Sums are kept by the buffer they belong to. A recomputation has scratch buffers, whose sums nobody commits. A norm that
-a forward calls twice has two sums, which are committed in the order of the calls, as the plain model updates twice.
+Sums are stored by the buffer they belong to. A recomputation has scratch buffers, whose sums are never committed. A
+norm that a forward calls twice has two sums, which are committed in the order of the calls, as the plain model updates
+twice.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 COUNTER = "num_batches_tracked"
-Call = tuple[int, int]  # the number of a call in a forward, and that inside of a submodule that is kept whole
+Call = tuple[int, int]  # the number of a call in a forward, and its number inside of a submodule that is kept whole
 
 
 class Owner(Protocol):
-    """What has the norms' buffers: a stage. `mutates`: the paths of those that forward writes."""
+    """The owner of the norms' buffers: a stage. `mutates`: the paths of the buffers that forward writes."""
 
     mutates: tuple[str, ...]
 
@@ -38,9 +39,14 @@ class Owner(Protocol):
 
 @dataclass
 class Sums:
-    """What one call of a norm has seen in the micro-batches so far. Of a batch norm: of `count` values, each less the
-    running mean, the sum and the sum of squares. Of an instance norm, `apart`: of `count` samples, the sum of their
-    means, each less the running mean, and the sum of their variances. `counts`: the call adds one to the counter."""
+    """The sums of one call of a norm over the micro-batches so far, for each channel.
+
+    - Batch norm: `count` values; `total` and `squares`: the sum and the sum of squares of (value - running mean).
+    - Instance norm (`apart`): `count` samples; `total`: the sum of (mean of the sample - running mean); `squares`: the
+      sum of their variances.
+    - `momentum`: the norm's; None for a cumulative average.
+    - `counts`: whether the call adds one to the counter.
+    """
 
     count: int
     total: Tensor
@@ -63,8 +69,12 @@ class Sums:
 
 @dataclass
 class Pending:
-    """What waits for the end of the mini-batch, to change a running mean and what belongs to it. While it is in a stage
-    these are tensors; on the way from a replica to its stage they are paths."""
+    """The sums that wait for the end of the mini-batch, for one running mean.
+
+    - `running_var`, `batches`: its running variance and counter, or None: tensors in a stage, paths on the way from a
+      replica to its stage.
+    - `calls`: the sums, by call.
+    """
 
     running_var: Any
     batches: Any
@@ -79,14 +89,15 @@ class Pending:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a replica of a stage has seen, by the paths of the buffers: of running means, and counts."""
+    """The sums and counts of a replica of a stage: `norms` by the path of the running mean, `counts` by the path of the
+    counter."""
 
     norms: Mapping[str, Pending]
     counts: Mapping[str, Mapping[int, Tensor]]
 
 
 _pending: Any = WeakIdKeyDictionary()  # running mean -> Pending; Any, because torch leaves it untyped
-# A counter of a submodule that is kept whole -> what it is after each call of a forward, by the number of the call.
+# A counter of a submodule that is kept whole -> its value after each call of a forward, by the number of the call.
 _counted: Any = WeakIdKeyDictionary()
 
 
@@ -101,9 +112,9 @@ def deferred_batch_norm(
     eps: float,
     call: int = 0,
 ) -> Tensor:
-    """Batch norm in training, with the running statistics left to `commit`. It counts in `num_batches_tracked` too;
-    `momentum` None averages over all mini-batches counted there. `call`: how often the same running statistics were
-    updated before in this forward."""
+    """Batch norm in training; `commit` updates the running statistics and `num_batches_tracked`. With `momentum` None
+    they are the average over all mini-batches counted there. `call`: how many earlier calls in this forward update the
+    same running statistics."""
     sums = _batch_sums(input.detach(), running_mean, momentum)
     sums.counts = num_batches_tracked is not None
     _add(running_mean, running_var, num_batches_tracked, (call, 0), sums)
@@ -120,7 +131,7 @@ def deferred_instance_norm(
     eps: float,
     call: int = 0,
 ) -> Tensor:
-    """Instance norm in training, with the running statistics left to `commit`."""
+    """Instance norm in training; `commit` updates the running statistics. `call` as in `deferred_batch_norm`."""
     _add(running_mean, running_var, None, (call, 0), _instance_sums(input.detach(), running_mean, momentum))
     return F.instance_norm(input, None, None, weight, bias, True, 0.0, eps)
 
@@ -128,10 +139,12 @@ def deferred_instance_norm(
 def run_deferring(
     run: Any, tensors: Sequence[Tensor], call: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """`run(tensors, args, kwargs)` of a submodule that is kept whole, with all norms in it deferred. `call` as above.
+    """`run(tensors, args, kwargs)` of a submodule that is kept whole, with all norms in it deferred. `call` as in
+    `deferred_batch_norm`.
 
-    It counts in copies of its counters, so that each micro-batch sees the count of the mini-batch, on which the
-    momentum of a cumulative average depends."""
+    The submodule updates copies of its counters, so that each micro-batch starts from the count of the mini-batch: the
+    momentum of a cumulative average depends on it. Raises RuntimeError if the submodule changes running statistics
+    itself."""
     at = [i for i, name in enumerate(run.names) if name.rpartition(".")[2] == COUNTER]
     given = list(tensors)
     for i in at:
@@ -155,7 +168,7 @@ def _is_statistic(name: str) -> bool:
 
 
 class Deferring(TorchFunctionMode):
-    """In this context norms in training leave the running statistics among `tensors` to `commit`."""
+    """In this context norms in training leave the update of the running statistics in `tensors` to `commit`."""
 
     def __init__(self, call: int, tensors: Sequence[Tensor]) -> None:
         super().__init__()
@@ -179,8 +192,8 @@ class Deferring(TorchFunctionMode):
 
 @contextmanager
 def deferring(buffers: Mapping[str, Tensor]) -> Iterator[Callable[[], AbstractContextManager[Any]]]:
-    """In this context a plain model with these buffers, by name, sees a mini-batch, each micro-batch inside of what is
-    given; at the end its running statistics are those of the mini-batch."""
+    """A context in which a plain model with these buffers, by name, runs a mini-batch. It gives a function; each
+    micro-batch runs in a context made by it. At the end the running statistics are those of the mini-batch."""
     counters = {name: x.clone() for name, x in buffers.items() if name.rpartition(".")[2] == COUNTER}
 
     def micro_batch() -> AbstractContextManager[Any]:
@@ -196,7 +209,7 @@ def deferring(buffers: Mapping[str, Tensor]) -> Iterator[Callable[[], AbstractCo
 
 
 def commit(stages: Iterable[Owner]) -> None:
-    """The mini-batch is over: update the running statistics of the stages."""
+    """Update the running statistics of the stages at the end of the mini-batch."""
     for stage in stages:
         for path in stage.mutates:
             tensor = stage.tensor(path)
@@ -209,7 +222,7 @@ def commit(stages: Iterable[Owner]) -> None:
 
 
 def sums_of(stage: Owner) -> Seen:
-    """Take what a replica of a stage has seen, for `absorb`."""
+    """Take the sums and counts out of a replica of a stage, for `absorb`."""
     tensors = {path: stage.tensor(path) for path in stage.mutates}
     paths = {id(tensor): path for path, tensor in tensors.items()}
     taken = {path: _pending.pop(tensor, None) for path, tensor in tensors.items()}
@@ -223,7 +236,7 @@ def sums_of(stage: Owner) -> Seen:
 
 
 def absorb(stage: Owner, more: Seen) -> None:
-    """Add what a replica of the stage has seen, of samples of the same batch, to the stage's own."""
+    """Add the sums and counts of a replica, from samples of the same batch, to the stage's own."""
     for path, seen in more.norms.items():
         var, batches = (None if at is None else stage.tensor(at) for at in (seen.running_var, seen.batches))
         for call, sums in seen.calls.items():
@@ -235,7 +248,7 @@ def absorb(stage: Owner, more: Seen) -> None:
 
 
 def discard(stages: Iterable[Owner]) -> None:
-    """The mini-batch failed: forget its sums."""
+    """Drop the sums of a mini-batch that has failed."""
     for stage in stages:
         for path in stage.mutates:
             _pending.pop(stage.tensor(path), None)
@@ -252,13 +265,13 @@ def _add(mean: Tensor, var: Tensor | None, batches: Tensor | None, call: Call, s
 
 
 def _count_before(counter: Tensor, call: int) -> Tensor:
-    """What a counter is as this call of a forward begins."""
+    """The value of a counter at the beginning of this call of a forward."""
     counted: dict[int, Tensor] = _counted.get(counter, {})
     return counted[max(before)] if (before := [one for one in counted if one < call]) else counter
 
 
 def _count(counter: Tensor, call: int, value: Tensor) -> None:
-    """What a counter is after this call, in one micro-batch; it is the highest after the mini-batch."""
+    """Note the value of a counter after this call in one micro-batch. The mini-batch's value is the maximum."""
     counted: dict[int, Tensor] = _counted.setdefault(counter, {})
     counted[call] = torch.maximum(counted[call], value) if call in counted else value
 
@@ -266,7 +279,7 @@ def _count(counter: Tensor, call: int, value: Tensor) -> None:
 def _batch_sums(x: Tensor, mean: Tensor, momentum: float | None) -> Sums:
     dims = [dim for dim in range(x.dim()) if dim != 1]
     wide = x.to(torch.promote_types(mean.dtype, torch.float32))  # sums of halves overflow
-    # Shifted by the running mean, which loses nothing where the mean is large beside the deviation.
+    # Shifted by the running mean, to keep precision if the mean is much larger than the deviation.
     shifted = wide - mean.detach().view([-1 if dim == 1 else 1 for dim in range(x.dim())])
     return Sums(x.numel() // x.shape[1], shifted.sum(dims), shifted.square().sum(dims), momentum)
 
@@ -279,8 +292,8 @@ def _instance_sums(x: Tensor, mean: Tensor, momentum: float | None) -> Sums:
 
 @torch.no_grad()
 def _update(running_mean: Tensor, pending: Pending) -> None:
-    """Update once for each call of a forward, in their order."""
-    origin = running_mean.clone()  # what the sums are shifted by
+    """Update once for each call of a forward, in the order of the calls."""
+    origin = running_mean.clone()  # the shift of the sums
     for _, sums in sorted(pending.calls.items(), key=itemgetter(0)):
         if sums.counts and pending.batches is not None:
             pending.batches.add_(1)
@@ -294,8 +307,8 @@ def _update(running_mean: Tensor, pending: Pending) -> None:
             var.mul_(1 - factor).add_((sums.variance * factor).to(var.dtype))
 
 
-# How norms are read where a submodule that is kept whole calls them: input, running mean, running variance, momentum,
-# what sums them up, and what normalises without them; None where no running statistics change.
+# A norm's call in a submodule that is kept whole: input, running mean, running variance, momentum, the function that
+# makes the sums, and one that normalises without running statistics.
 Read = tuple[Tensor, Tensor, Tensor | None, float | None, Callable[..., Sums], Callable[[], Tensor]]
 _NATIVE = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled")
 _SIGNATURES = {norm: inspect.signature(norm) for norm in (F.batch_norm, F.instance_norm)}

@@ -1,7 +1,7 @@
-"""A stage some of whose parameters are DTensors: tensor parallelism in code that knows nothing of it.
+"""Stages with DTensor parameters: tensor parallelism, without changes to the generated code.
 
-Generated stages call functions on plain tensors, and so does everything around them. Here a value is a DTensor for just
-as long as the ranks of the mesh have different parts of it:
+Generated stages call functions on plain tensors, and so does everything around them. Here a value is a DTensor only
+while the ranks of the mesh have different parts of it:
 
     x                plain: the same on every rank
       F.linear(x, up)      up is cut by rows: x is lifted, and each rank has some columns of the result
@@ -9,8 +9,8 @@ as long as the ranks of the mesh have different parts of it:
       F.linear(..., down)  down is cut by columns: each rank has a sum of its own, which are added up at once
     y                plain again
 
-Where it is lifted, its gradient is the sum of what the ranks have for it, as it is with torch's ColwiseParallel and
-RowwiseParallel, whose hooks on modules do the same. What DTensor knows no rule for, it refuses by name.
+The gradient of a lifted value is the sum over the ranks, as with torch's ColwiseParallel and RowwiseParallel, whose
+hooks on modules do the same. An op for which DTensor has no rule raises DTensor's error, which names the op.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .stage import Stage
 
 @dataclass(frozen=True)
 class Layout:
-    """Which part of a tensor of this shape each rank of a mesh has."""
+    """Which part of a tensor each rank of a mesh has. `shape` and `stride` are those of the whole tensor."""
 
     mesh: Any
     placements: tuple[Any, ...]
@@ -48,7 +48,7 @@ class Layout:
         return not all(placement.is_replicate() for placement in self.placements)
 
     def whole(self, part: Tensor) -> DTensor:
-        """The tensor of which this is the part here. A gradient comes back for the part, in the same layout."""
+        """The DTensor of which `part` is this rank's part. Its gradient comes back to the part, in the same layout."""
         found: DTensor = DTensor.from_local(
             part, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
@@ -56,8 +56,8 @@ class Layout:
 
 
 class Parts(TorchFunctionMode):
-    """In this context plain tensors that meet DTensors are lifted to what all ranks of the mesh have alike; results
-    that all have alike, or that are to be added up, become plain."""
+    """In this context plain tensors in a call with DTensors are lifted to replicated DTensors. Results become plain,
+    after addition where they are partial sums, unless the ranks have different parts of them."""
 
     def __init__(self, mesh: Any) -> None:
         super().__init__()
@@ -92,7 +92,8 @@ def writes(func: Any) -> bool:
 
 
 def compute_sharded(stage: Stage, layouts: Mapping[str, Layout]) -> Callable[..., Any]:
-    """A forward for the stage, which holds its part of the tensors with these paths. Takes and gives plain tensors."""
+    """A forward for a stage that holds only this rank's part of the tensors at the paths of `layouts`. It takes and
+    gives plain tensors."""
     run, mesh = stage.forward, next(iter(layouts.values())).mesh
 
     def forward(*args: Any) -> Any:
@@ -107,7 +108,7 @@ def compute_sharded(stage: Stage, layouts: Mapping[str, Layout]) -> Callable[...
 
 @contextmanager
 def whole_tensors(stage: Stage, layouts: Mapping[str, Layout]) -> Iterator[None]:
-    """In this context the stage holds DTensors, made of its parts."""
+    """In this context the stage holds DTensors made of its parts."""
     slots = [(*stage.slot(path), layout) for path, layout in layouts.items()]
     parts = [held[name] for held, name, _ in slots]
     try:

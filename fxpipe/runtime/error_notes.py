@@ -1,8 +1,8 @@
-"""Where a task failed, told on the exception itself: `stage 2, micro-batch 5, at model.py:41  x = self.fc(x)`.
+"""Notes on exceptions that say where a task failed: `stage 2, micro-batch 5, at model.py:41  x = self.fc(x)`.
 
-The exception keeps its type and its traceback, which names the generated line. The comment above that line names the
-user's. In backward no generated line runs: there the note names the innermost line of the user's own in the traceback,
-as in an autograd function, or else the lines that the stage computes.
+The exception keeps its type and its traceback, which has the generated line; the comment above that line names the
+user's line. In backward no generated line runs: there the note names the user's innermost line in the traceback, such
+as one in an autograd function, or else the range of lines that the stage computes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _NOT_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), 
 def add_note(
     error: BaseException, stage: Stage, index: int, micro_batch: int, replica: int = 0, backward: bool = False
 ) -> None:
-    """Say on the exception which task it comes from. `backward`: of the forward or the backward of the task."""
+    """Note on the exception which task it comes from. `backward`: whether it comes from the task's backward."""
     file, line, users = type(stage).forward.__code__.co_filename, 0, ""
     traceback = error.__traceback__
-    while traceback is not None:  # forward, or the innermost of its pieces, which are in the same file
+    while traceback is not None:  # finds the innermost frame in the stage's file: forward, or one of its pieces
         name = traceback.tb_frame.f_code.co_filename
         if name == file:
             line = traceback.tb_lineno

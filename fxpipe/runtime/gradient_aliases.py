@@ -1,9 +1,9 @@
-"""Stand-ins for the model's parameters during a step, so that a step happens wholly or not at all.
+"""Aliases of the model's parameters during a step, so that a step happens wholly or not at all.
 
-A step runs backward once per micro-batch and stage, on several threads. Were gradients added to the model's parameters
-as they come, a step that fails half way would leave half of them, a weight that two stages share would get them in any
-order, and a hook on a parameter would see pieces. So each stage computes with aliases, leaves that share the
-parameter's memory. They collect its gradients; at the end these are added to the parameters, once.
+A step runs backward once per micro-batch and stage, on several threads. If each gradient were added to the model's
+parameters at once, a failed step would leave some of the gradients, a weight that two stages share would get them in
+any order, and a hook on a parameter would see pieces. So each stage computes with aliases: leaves that share the
+parameter's memory and collect its gradients, which are added to the parameter once, at the end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .stage import Stage
 
-Pair = tuple[Tensor, Tensor]  # what the model holds, and its alias
+Pair = tuple[Tensor, Tensor]  # a tensor of the model, and its alias
 
 
 def alias(tensor: Tensor) -> Tensor:
@@ -44,8 +44,8 @@ def standing_in(stages: Sequence[Stage]) -> Iterator[list[list[Pair]]]:
 
 
 def put_together(pairs: Sequence[Pair], stages: Sequence[Stage]) -> list[Pair]:
-    """The pairs, with those of parts made one for each tensor that they are parts of: autograd would fill up each
-    part's gradient with zeros, and add all of these."""
+    """The pairs, with the pairs of parts of a tensor joined into one for the whole tensor. Autograd would make a
+    zero-filled gradient of the whole for each part, and add all of them."""
     parts = {
         id(stage.tensor(path)): (stage.elsewhere[path], region)
         for stage in stages
@@ -66,8 +66,8 @@ def put_together(pairs: Sequence[Pair], stages: Sequence[Stage]) -> list[Pair]:
 
 
 def commit_gradients(pairs: Sequence[Pair]) -> None:
-    """Add what the aliases have collected to the gradients of the model's tensors. Hooks see all of it, once; a tensor
-    that was computed outside of the model passes it on."""
+    """Add the aliases' gradients to those of the model's tensors. Hooks see the sum, once. If a tensor was computed
+    outside of the model, autograd passes its gradient on."""
     found: dict[int, Pair] = {}
     for tensor, stand_in in pairs:
         grad = stand_in.grad
@@ -93,6 +93,6 @@ def commit_gradients(pairs: Sequence[Pair]) -> None:
 
 
 def _put(pairs: Sequence[Pair]) -> None:
-    """Gradients where there are none yet, without the copy that autograd would make."""
+    """Set the gradients of tensors that have none, without the copy that autograd would make."""
     for tensor, grad in pairs:
         tensor.grad = grad

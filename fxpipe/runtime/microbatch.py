@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class MicroBatch:
-    """The values of one micro-batch while it is under way, as attributes under the model's names."""
+    """The values of one micro-batch during a run, as attributes under the model's names."""
 
     if TYPE_CHECKING:
 
@@ -34,9 +34,9 @@ def split_sizes(size: int, chunks: int) -> tuple[int, ...]:
 
 
 def scatter(value: Any, dim: int | None, sizes: Sequence[int]) -> Sequence[Any]:
-    """A value for each micro-batch: pieces along `dim`, or with `dim` None the whole for each.
+    """A value for each micro-batch: pieces of the given sizes along `dim`, or the whole for each if `dim` is None.
 
-    Pieces along an inner dimension of a contiguous tensor are copied: the model may take them for contiguous too.
+    Pieces along an inner dimension of a contiguous tensor are copied: the model may rely on contiguous memory.
     """
     if dim is None or len(sizes) == 1:
         return [value] * len(sizes)
@@ -45,7 +45,7 @@ def scatter(value: Any, dim: int | None, sizes: Sequence[int]) -> Sequence[Any]:
 
 
 def overlaps(here: Sequence[int], there: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """How samples that are cut in one way come to be cut in another: pieces (from slice, to slice, samples), in order.
+    """The pieces (from slice, to slice, samples), in order, that turn slices of sizes `here` into slices `there`.
 
     >>> list(overlaps((3, 2), (2, 2, 1)))
     [(0, 0, 2), (0, 1, 1), (1, 1, 1), (1, 2, 1)]
@@ -61,15 +61,16 @@ def overlaps(here: Sequence[int], there: Sequence[int]) -> Iterator[tuple[int, i
 
 
 def join(pieces: Sequence[Tensor], dim: int) -> Tensor:
-    """The pieces of a tensor along `dim` as one. In memory its dimensions are in the order of theirs, on which the
-    model may rely when it takes views."""
+    """Join pieces of a tensor along `dim`. The result has the pieces' order of dimensions in memory, on which the model
+    may rely when it takes views."""
     order = sorted(range(pieces[0].dim()), key=pieces[0].stride, reverse=True)
     whole = torch.cat([piece.permute(order) for piece in pieces], order.index(dim))
     return whole.permute(sorted(range(len(order)), key=order.__getitem__))
 
 
 def gather(values: Sequence[Any], dim: int | None, reduce: str | None, sizes: Sequence[int]) -> Any:
-    """The mini-batch's value from those of the micro-batches: concatenated along `dim`, or as `reduce` says.
+    """The mini-batch's value from the micro-batches' values: concatenated along `dim`, or, if that is None, reduced by
+    `reduce`: "mean" (weighted by `sizes`), "sum", or "same" (the first). Raises ValueError for another `reduce`.
 
     >>> gather([1.0, 4.0], None, "mean", (2, 1))
     2.0

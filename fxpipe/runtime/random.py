@@ -1,9 +1,9 @@
 """Random numbers that depend on the micro-batch and the op, and on nothing else.
 
-torch's default CPU generator is shared by all threads, so whoever draws first would get the first numbers, and saving
-its state per thread would not help. Instead each run has one seed, and each random op of the model a number; the op
-runs with the default generator seeded from (run, micro-batch, op), under a lock, and the generator gets its own state
-back. The numbers are then the same for every number of stages and workers, and again in recomputation.
+torch's default CPU generator is shared by all threads, so the numbers would depend on which thread draws first, even if
+each thread saved its state. Instead each run has one seed, and each random op of the model a number. The op runs under
+a lock, with the default generator seeded from (run, micro-batch, op); then the generator's state is restored. So the
+numbers are the same for every number of stages and workers, and again in recomputation.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 _MASK = (1 << 64) - 1
 _locks: dict[torch.device, Lock] = {}
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_locks.clear)  # a thread that draws in the parent is not there to give one back
+    os.register_at_fork(after_in_child=_locks.clear)  # a lock held by a thread of the parent would never be released
 
 
 def mix(seed: int, micro_batch: int, draw: int) -> int:
-    """The seed of one random op in one micro-batch: well spread, the same on every machine.
+    """The 63-bit seed of random op `draw` in one micro-batch: well spread, the same on every machine.
 
     >>> mix(1, 0, 0) == mix(1, 0, 0)
     True
@@ -48,8 +48,8 @@ def new_seed() -> int:
 
 
 def replica_seed(seed: int, replica: int) -> int:
-    """The seed of a run for one of several replicas of a stage, which must not draw the same for their different
-    samples. The first has that of the run, as a stage without replicas."""
+    """The seed of a run for one replica of a stage: replicas must draw different numbers for their samples. Replica 0
+    has the seed of the run, as does a stage without replicas."""
     return mix(seed, 0, -replica - 1) if replica else seed
 
 
@@ -66,8 +66,8 @@ class Draws:
 
 
 class Draw:
-    """A context in which the device's default generator stands at `seed`; on leaving it stands where it stood
-    before."""
+    """A context in which the device's default generator is seeded with `seed`, under a lock. The state before is
+    restored on exit."""
 
     __slots__ = ("generator", "lock", "seed", "state")
 
@@ -86,7 +86,7 @@ class Draw:
 
 @contextmanager
 def nobody_draws() -> Iterator[None]:
-    """In this context all generators stand still: others wait with their draws."""
+    """In this context no other thread draws: all locks of generators are held."""
     devices = [torch.device("cpu"), *(torch.device("cuda", k) for k in range(torch.cuda.device_count()))]
     with ExitStack() as locks:
         for device in devices:

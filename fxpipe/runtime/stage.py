@@ -3,7 +3,7 @@
     stage = Stage1({"layers.0.weight": weight}, {}, torch.device("cpu"))
     stage.layers[0].weight is weight
 
-It holds the very Parameter objects of the model, so optimizers made before or after, hooks and `.grad` need no care.
+It holds the model's own Parameter objects, not copies, so optimizers, hooks and `.grad` work as usual.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .deferred_norms import run_deferring
 
 
 class Scope(nn.Module):
-    """A part of a path. The model's names are attributes, `self.layers`; those that Python cannot spell, and those that
-    the scope has attributes of its own for (`own_names`), are indexed: `self[0]`, `self["a-b"]`, `self["device"]`.
+    """A part of a path. The model's names are attributes, `self.layers`. Names that Python cannot spell, and names of
+    the scope's own attributes (`own_names`), are indexed: `self[0]`, `self["a-b"]`, `self["device"]`.
 
-    The two never meet: what belongs to the model is in the dicts of nn.Module, which Python looks at only where the
-    scope has no attribute, and an assignment sets an attribute of the scope, whatever the model calls so.
+    The model's names and the scope's own cannot clash. The model's tensors and modules are in the dicts of nn.Module,
+    which Python reads only if the scope has no such attribute; an assignment always sets an attribute of the scope.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -42,7 +42,7 @@ class Scope(nn.Module):
         raise AttributeError(f"{type(self).__name__} has no {name!r}")
 
     def _hold(self, name: str, value: Tensor | Scope) -> None:
-        """Put a value in, or in another's place, under any name, also one that nn.Module has a use for."""
+        """Hold or replace a value under any name, also one that nn.Module uses itself."""
         for held in (self._parameters, self._buffers):
             held.pop(name, None)
         if isinstance(value, nn.Parameter):
@@ -59,7 +59,7 @@ class Scope(nn.Module):
         return found
 
     def _scope(self, path: str) -> tuple[Scope, str]:
-        """The scope that holds the last part of a path, made where it is missing, and that part."""
+        """The scope that holds the last part of a path, and that part. Missing scopes are made."""
         scope: Scope = self
         *parts, name = path.split(".")
         for part in parts:
@@ -70,8 +70,11 @@ class Scope(nn.Module):
 
 
 class Whole(Scope):
-    """A submodule that is called whole, as the model's own code: `self.router(x)`. `run` does that, given the tensors
-    that it has here, their paths being `names`, and the arguments. Of a whole model they are in the stage itself."""
+    """A submodule that is called whole, as the model's own code: `self.router(x)`.
+
+    - `run`: calls it with given tensors, in the order of their paths `run.names`, and arguments.
+    - `stage`: for a whole model, the stage, which holds its tensors; else None, and this scope holds them.
+    """
 
     run: Any
     stage: Stage | None
@@ -85,12 +88,13 @@ class Whole(Scope):
         return self.with_tensors({})(*args, **kwargs)
 
     def with_tensors(self, others: Mapping[str, Tensor]) -> Callable[..., Any]:
-        """The submodule with some tensors from elsewhere: those that it shares with other parts of the model."""
+        """The submodule as a function, with `others` in place of the tensors that it shares with other parts of the
+        model, by path."""
         return _watched(self.run, self._tensors(others))
 
     def deferring(self, call: int, others: Mapping[str, Tensor] | None = None) -> Callable[..., Any]:
-        """The same, with the running statistics of its norms left to the end of the mini-batch; `call`: how often a
-        forward has updated them before."""
+        """As `with_tensors`, with the running statistics of its norms updated at the end of the mini-batch. `call`: how
+        many earlier calls in a forward update them."""
         run = self.run
         return _watched(
             lambda tensors, args, kwargs: run_deferring(run, tensors, call, args, kwargs), self._tensors(others or {})
@@ -102,7 +106,7 @@ class Whole(Scope):
 
 
 def _watched(run: Callable[..., Any], tensors: list[Tensor]) -> Callable[..., Any]:
-    """What a stage calls, given what runs it: its backward has notes."""
+    """The function that a stage calls for a submodule; exceptions in its backward get notes."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         results = run(tensors, args, kwargs)
@@ -113,13 +117,17 @@ def _watched(run: Callable[..., Any], tensors: list[Tensor]) -> Callable[..., An
 
 
 class Stage(Scope):
-    """`states`: paths of the model's parameters and buffers; `constants`: names of other things it uses. `mutates`:
-    paths of the buffers that forward writes; `rereads`: those of them whose old contents it reads. `copies` are the
-    constants that belong on another device, as they are there, with the version that was copied; `elsewhere` the
-    parameters and buffers that do, or are held in part, by their paths: of those each run has a new copy or view.
-    `opaque`: paths of the submodules that are called whole, "" for the model. `parts`: which of the paths stand for a
-    part of a tensor, the path of that tensor, and the ranges of the part in its dimensions. `unsure`: only a run with
-    gradients tells which of its results need one. `compiled`: its backward is in one piece."""
+    """The base of generated stages.
+
+    - `states`: the paths of its parameters and buffers; `constants`: the names of its other tensors and objects.
+    - `mutates`: the paths of the buffers that forward writes; `rereads`: those whose old contents it reads.
+    - `opaque`: the paths of the submodules that are called whole, "" for the model.
+    - `parts`: for each path that stands for a part of a tensor: that path, the tensor's path, and the part's ranges.
+    - `unsure`: only a run with gradients shows which results need a gradient.
+    - `compiled`: its backward is one piece and cannot be split into halves.
+    - `copies`: the originals of constants on other devices, by name, with the version that was copied.
+    - `elsewhere`: the originals of states on other devices or held in part, by path; each run makes a new copy or view.
+    """
 
     states: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
@@ -157,12 +165,12 @@ class Stage(Scope):
 
     @property
     def whole_model(self) -> Any:
-        """The model, where it is called whole."""
+        """The model, if it is called whole."""
         return self._find("")
 
     @property
     def source(self) -> str:
-        """The text of the file that the stage came from."""
+        """The text of the generated file."""
         return Path(inspect.getfile(type(self))).read_text(encoding="utf-8")
 
     def put(self, path: str, tensor: Tensor) -> None:
@@ -171,11 +179,12 @@ class Stage(Scope):
         scope._hold(name, tensor)
 
     def refresh(self) -> None:
-        """Copy again the constants that were changed in place since."""
+        """Copy again the constants on other devices that have changed, and all parameters and buffers in
+        `elsewhere`."""
         changed = {name: value for name, (value, version) in self.copies.items() if version_of(value) != version}
         for name, value in changed.items():
             self._put_constant(name, value)
-        for path, tensor in list(self.elsewhere.items()):  # whether one changed, none can tell: `p.data.add_(1)`
+        for path, tensor in list(self.elsewhere.items()):  # always: changes like `p.data.add_(1)` leave no trace
             self._put_state(path, tensor)
         if changed or self.elsewhere:
             self.find_differentiable()
@@ -186,15 +195,15 @@ class Stage(Scope):
         self.find_differentiable()
 
     def give_back(self) -> None:
-        """Write the buffers that forward wrote into those that they are copies of."""
+        """Write the copied buffers that forward has written back to their originals."""
         with torch.no_grad():
             for path in self.mutates:
                 if path in self.elsewhere:
                     self.elsewhere[path].copy_(self.tensor(path))
 
     def _put_state(self, path: str, tensor: Tensor) -> None:
-        """Hold a tensor of the model, or the stage's part of it, or a copy on the stage's device, through which
-        gradients go back."""
+        """Hold a tensor of the model; or, if only a part belongs here or it is on another device, a view or copy, which
+        passes gradients back."""
         self.elsewhere.pop(path, None)
         if tensor.device != self.device or path in self.regions:
             self.elsewhere[path] = tensor
@@ -202,21 +211,21 @@ class Stage(Scope):
         self.put(path, tensor)
 
     def _put_constant(self, name: str, value: Any) -> None:
-        """Hold a constant. One on another device stays there, where the model and other stages know it, and the stage
-        has a copy; gradients go back through it."""
+        """Hold a constant. If it is on another device, it stays there for the model and other stages, and this stage
+        holds a copy, which passes gradients back."""
         if isinstance(value, Tensor) and value.device != self.device:
             self.copies[name] = value, version_of(value)
             value = copied(value, self.device)
         object.__setattr__(self, name, value)
 
     def slot(self, path: str) -> tuple[dict[str, Any], str]:
-        """Where the tensor at a path of the model is held."""
+        """The dict and the key that hold the tensor at a path of the model."""
         scope, name = self._scope(path)
         return (scope._parameters if name in scope._parameters else scope._buffers), name
 
     @property
     def slots(self) -> Sequence[tuple[dict[str, Any], str]]:
-        """Where the tensors that may need a gradient are held: the dict and the key of each."""
+        """The dict and the key of each tensor that may need a gradient."""
         found: list[tuple[dict[str, Any], str]] = [self.slot(path) for path in self.states]
         found += [(vars(self), name) for name in self.constants if isinstance(vars(self)[name], Tensor)]
         return [(held, name) for held, name in found if held[name].is_floating_point() or held[name].is_complex()]
@@ -237,7 +246,8 @@ def own_names() -> frozenset[str]:
 
 
 def copied(tensor: Tensor, device: torch.device, region: tuple[slice, ...] | None = None) -> Tensor:
-    """A copy of a tensor, or of a region of it, on a device; a view, if it is there. Gradients go back through it."""
+    """A tensor, or a region of it, on a device: a view if it is there already, else a copy. Gradients go back through
+    it."""
     with torch.inference_mode(False), torch.enable_grad():
         return (tensor if region is None else tensor[region]).to(device)
 

@@ -1,8 +1,8 @@
-"""Replicas of a stage: modules of the same class that hold the model's tensors for the time of a step.
+"""Replicas of a stage: modules of the same class that hold the model's tensors during a step.
 
-A replica owns nothing. When a step begins it gets aliases of what its stage holds, copied where it is on another
-device; gradients come back from these as from all aliases. Of a buffer that forward writes it gets a copy of its own,
-which is forgotten: the model keeps what the stage itself, the first of the replicas, has written.
+A replica owns no tensors. When a step begins it gets aliases of the stage's tensors, or copies if it is on another
+device; their gradients are collected as those of all aliases. Of a buffer that forward writes it gets a copy, which is
+dropped: the model keeps the contents that the stage itself, the first replica, has written.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from .stage import Stage
 
 
 def fill(replica: Stage, stage: Stage, pairs: Sequence[Pair]) -> list[Pair]:
-    """Let a replica hold what its stage does, and give the pairs of what needs a gradient. `pairs` are the stage's
-    own."""
+    """Fill a replica with the tensors of its stage, and return the pairs (model's tensor, replica's alias) of those
+    that need a gradient. `pairs`: the stage's own pairs."""
     owners = {id(stand_in): tensor for tensor, stand_in in pairs}
     found = []
     for path in stage.states:
@@ -28,7 +28,7 @@ def fill(replica: Stage, stage: Stage, pairs: Sequence[Pair]) -> list[Pair]:
 
 
 def empty(replica: Stage) -> None:
-    """Let a replica hold nothing, until the next step."""
+    """Replace the tensors of a replica by empty ones, until the next step."""
     replica.elsewhere.clear()
     for path in replica.states:
         replica.put(path, replica.tensor(path).new_empty(0))

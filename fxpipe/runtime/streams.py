@@ -17,7 +17,7 @@ Stream = torch.cuda.Stream | None
 
 
 class Streams:
-    """`streams[stage, i]`: made when first asked for, kept as long as the pipe."""
+    """`streams[stage, i]`: made at its first use, kept as long as the pipe."""
 
     def __init__(self, devices: tuple[torch.device, ...]) -> None:
         self._devices = devices
@@ -39,14 +39,15 @@ def current_stream(device: torch.device) -> Stream:
 
 
 def use_stream(stream: Stream) -> AbstractContextManager[object]:
-    """Work inside goes to the stream, on the stream's device."""
+    """A context in which GPU work goes to the stream, on its device."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def wait_stream(waiting: Stream, done: Stream) -> None:
-    """What comes next on `waiting` starts after what is now on `done`. The CPU waits until it has happened."""
+    """Later work on `waiting` starts after the present work on `done`. If `waiting` is the CPU (None), this call
+    blocks."""
     if done is None:
-        return  # the CPU works in the order of the program: all of it has happened
+        return  # the CPU works in the order of the program: its work is done
     if waiting is None:
         done.synchronize()
     else:
@@ -54,6 +55,6 @@ def wait_stream(waiting: Stream, done: Stream) -> None:
 
 
 def record_stream(tensor: Tensor, stream: Stream) -> None:
-    """Keep the tensor's memory from being reused before what is now on `stream` is done with it."""
+    """Keep the tensor's memory from being reused before the present work on `stream` is done."""
     if stream is not None and tensor.is_cuda:
         tensor.record_stream(stream)

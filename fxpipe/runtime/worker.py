@@ -1,7 +1,7 @@
 """Threads that run the stages, one per worker label, alive as long as the pipe.
 
-A stage always runs on the same thread. Autograd numbers its functions per thread and prefers later ones in backward:
-that is what puts B(i) before B(i - 1) in a first stage, whose inputs need no gradient and so cannot be joined.
+A stage always runs on the same thread. Autograd numbers its functions per thread, and runs later ones first in
+backward. So B(i) runs before B(i - 1) in a first stage too, whose inputs need no gradient and cannot be joined.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ class Worker:
         self.start()
 
     def start(self) -> None:
-        """Begin, or begin anew, without the orders of a thread that is gone."""
+        """Start the thread, or start it again; orders of a thread that is gone are dropped."""
         self.orders: SimpleQueue[Order | None] = SimpleQueue()
         # A daemon: a program that ends without closing its pipe must end all the same.
         self.thread = Thread(target=_work, args=(self.orders,), name=f"fxpipe {self.label}", daemon=True)
         self.thread.start()
 
     def close(self) -> None:
-        """The thread ends after the orders it has."""
+        """End the thread after its present orders."""
         self.orders.put(None)
 
 
 def close(workers: Iterable[Worker]) -> None:
-    """End all of them."""
+    """End the threads of all workers."""
     for worker in workers:
         worker.close()
 
 
 def attempt(compute: Compute, m: Any, task: Task, context: Context | None = None, stream: Stream = None) -> Report:
-    """Run a task, in a context and on a stream (and its device) if they are given; what it raises becomes a report."""
+    """Run a task, in a context and on a stream if they are given. Returns None, or the task and its exception."""
     try:
         if context is None and stream is None:
             compute(m, task[0])
@@ -60,8 +60,8 @@ def attempt(compute: Compute, m: Any, task: Task, context: Context | None = None
 
 
 def _work(orders: SimpleQueue[Order | None]) -> None:
-    """Carry out orders until there is None. Between orders the thread holds on to nothing of a pipe, so that a pipe
-    that nobody uses is collected, and closes its workers."""
+    """Carry out orders until an order is None. Between orders the thread keeps no reference to a pipe, so an unused
+    pipe is garbage collected, and closes its workers."""
     while order := orders.get():
         compute, m, task, context, stream, reports = order
         fresh = context.plain and stream is None  # the thread is in this context already

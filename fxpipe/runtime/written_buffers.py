@@ -1,9 +1,9 @@
-"""Tensors of the model that forward writes, left alone by recomputation.
+"""Protects tensors of the model that forward writes from recomputation.
 
 A stage that counts, keeps running statistics or normalises a weight in place changes its buffers and parameters once
-per micro-batch, in forward. When the same forward runs again in backward it must not do so twice, so it gets scratch
-tensors in their place. Where the stage also reads what the tensor held (`rereads`), the scratch tensor holds what was
-there before the forward run; else its contents do not matter. The gradient of a scratch tensor is the parameter's.
+per micro-batch, in forward. A recomputation must not change them a second time, so it gets scratch tensors in their
+place. If the stage also reads the old contents of a tensor (`rereads`), the scratch tensor has the contents from before
+the forward run; else its contents do not matter. The gradient of a scratch tensor goes to the parameter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def keep(stage: Stage) -> dict[str, Tensor]:
 
 
 class Scratch(Function):
-    """A scratch tensor in the place of a parameter."""
+    """A scratch tensor in the place of a parameter, with a copy of `contents`. Passes its gradient to the parameter."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, contents: Tensor) -> Tensor:
@@ -37,8 +37,8 @@ class Scratch(Function):
 
 
 def scratch(stage: Stage, kept: Mapping[str, Tensor], aliases: Mapping[int, Tensor] | None = None) -> dict[str, Tensor]:
-    """Scratch tensors for what the stage writes, by path; `aliases` are to get the gradients of parameters with these
-    ids. To be called with gradients enabled."""
+    """Scratch tensors for the tensors that the stage writes, by path. `aliases`: by a parameter's id, the alias that
+    gets its gradient. Call it with gradients enabled."""
     made = {}
     for path in stage.mutates:
         own = stage.tensor(path)
@@ -50,7 +50,7 @@ def scratch(stage: Stage, kept: Mapping[str, Tensor], aliases: Mapping[int, Tens
 
 @contextmanager
 def instead(stage: Stage, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """In this context the stage holds these tensors at these paths; then its own are back, untouched."""
+    """In this context the stage holds these tensors at these paths; afterwards its own are restored, unchanged."""
     own = {path: stage.tensor(path) for path in tensors}
     try:
         for path, tensor in tensors.items():

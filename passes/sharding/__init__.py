@@ -1,7 +1,7 @@
-"""A strategy becomes a graph that can be run: `shard`.
+"""Turns a strategy into a graph that can be run: `shard`.
 
-shard.py             what becomes of each captured op
-part_regions.py      where the parts of its result lie
+shard.py             how each captured op is rewritten
+part_regions.py      the regions of the parts of its result
 graph_rewriter.py    how a part gets the regions that it reads
 sharding_rule.py     what a rule is; `rules/` has one for each op that can be cut
 shard_parameters.py  a pass: devices hold the parts of parameters that they use

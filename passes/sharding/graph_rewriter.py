@@ -1,14 +1,14 @@
-"""The bigger graph while it is written down: each value of the captured graph is known by its parts, and whoever needs
-a region of it gathers it from those.
+"""Builds the sharded graph: each value of the captured graph is known by its parts, and an op that needs a region of it
+gathers the region from the parts.
 
     x = [x_0: rows 0..4 on device 0, x_1: rows 4..8 on device 1]
 
     gather rows 0..4                  x_0, no op
-    gather rows 1..3, on device 1     x_0_cut = x_0[1:3], on device 0, where it is: so only what is needed moves
+    gather rows 1..3, on device 1     x_0_cut = x_0[1:3], on device 0, where x_0 is: so only these rows move
     gather all, on device 1           x = cat([x_0, x_1]), on device 1
 
-The same region is gathered once for each device. Inputs and states are at hand everywhere. So is what is made of them
-alone: each device that needs a region of it makes that region itself (`rest`), and nothing has to move.
+A region is gathered once for each device. Inputs and states are present on all devices. Values that are computed from
+these alone never move: each device that needs a region of one computes that region itself (`rest`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,12 @@ from fxpipe.passes.sharding.part_regions import Place, extent, full, index, insi
 
 @dataclass(frozen=True)
 class Part:
-    """A value of the new graph that is a region of one of the captured graph; `device` None: at hand on every device.
-    A part of a tuple has its items."""
+    """A value of the new graph that is a region of a captured value.
+
+    - `name`: its name in the new graph; `region`: the region.
+    - `device`: its device; None if it is present on all devices.
+    - `items`: for a part of a tuple, the parts of its items, None for an item that is no tensor.
+    """
 
     name: str
     region: Region
@@ -40,7 +44,17 @@ class Part:
 
 
 class GraphRewriter:
-    """The ops so far, and all that is known of their values."""
+    """The ops of the new graph so far, and what is known of their values.
+
+    - `ops`, `devices`, `types`: the new ops; by name, their devices and the types of all new values.
+    - `symbolic`, `captured`: the types of captured values, with symbolic sizes and with numbers.
+    - `numbers`: the values of captured numbers that are known from the sizes.
+    - `parts`: the parts of each captured value.
+    - `rest`: for each captured value that depends on inputs and states alone, its op and how a region of it is made.
+    - `made`: the regions gathered so far, by name, region and device.
+    - `samples`: the captured values that depend on the samples.
+    - `kept`: the outputs, whose names are reserved for the returned values.
+    """
 
     def __init__(self, graph: Graph, sizes: Mapping[str, int]) -> None:
         self.sizes = sizes
@@ -56,17 +70,17 @@ class GraphRewriter:
             for name, type in self.types.items()
             if isinstance(type, TensorType)
         }
-        self.rest: dict[str, tuple[Op, Callable[[Place], tuple[Part, ...]]]] = {}  # and how a region of it is made
-        self.made: dict[tuple[str, Region, int], str] = {}  # what has been gathered, by name, region and device
+        self.rest: dict[str, tuple[Op, Callable[[Place], tuple[Part, ...]]]] = {}
+        self.made: dict[tuple[str, Region, int], str] = {}
         self.draws = count()
         self.numbers_of: dict[str, Iterator[int]] = {}
         self.taken = {size.name for size in graph.sizes} | set(self.types)
         self.states = {state.name for state in graph.states}
-        self.samples: frozenset[str] = frozenset()  # what depends on them
+        self.samples: frozenset[str] = frozenset()
         self.reserved = {op.name for op in graph.ops}
-        self.kept = {output.value for output in graph.outputs}  # whose names are for what is returned
+        self.kept = {output.value for output in graph.outputs}
 
-    # what is known ---------------------------------------------------------------------------------
+    # types -----------------------------------------------------------------------------------------
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a captured tensor."""
@@ -84,7 +98,7 @@ class GraphRewriter:
         return type
 
     def typed(self, like: str, shape: Sequence[int]) -> TensorType:
-        """The type of something computed of values like this one."""
+        """The type of the tensor `like`, with another shape."""
         return replace(self.tensor(like), shape=tuple(shape))
 
     # names -----------------------------------------------------------------------------------------
@@ -97,7 +111,7 @@ class GraphRewriter:
         return name
 
     def part_names(self, op: Op, places: Sequence[Place]) -> list[str]:
-        """Names for the parts of an op: `conv1_0`, `conv1_1`; its own for the whole of it."""
+        """Names for the parts of an op: `conv1_0`, `conv1_1`; for a single part the op's own, if it is free."""
         if len(places) == 1 and op.name not in self.rest and op.name not in self.taken:
             self.taken.add(op.name)
             return [op.name]
@@ -122,8 +136,8 @@ class GraphRewriter:
         writes: tuple[str, ...] = (),
         random: bool = False,
     ) -> str:
-        """One more op on a device, made for `op` of the captured graph; of its type and in its contexts if no others
-        are given. Its name."""
+        """Add an op on a device, made for the captured `op`, and return its name. `type` and `regions` (its contexts)
+        are those of `op` unless given."""
         made = replace(
             op,
             name=name,
@@ -142,15 +156,15 @@ class GraphRewriter:
         return name
 
     def glue(self, op: Op, stem: str, device: int, target: Any, args: tuple[Any, ...], type: TensorType) -> str:
-        """An op that only moves numbers about; what it makes may be read in any context."""
+        """Add an op that only moves or combines parts, outside of all contexts, under a free name like `stem`."""
         return self.add(op, self.free(stem), device, target, args, type=type, regions=())
 
     def literal(self, nest: Any) -> Any:
-        """The arguments with a number wherever one is known."""
+        """The arguments, with references to known numbers replaced by the numbers."""
         return map_refs(nest, lambda ref: self.numbers.get(ref.name, ref))
 
     def on(self, op: Op, nest: Any, device: int) -> Any:
-        """The arguments with all of every tensor, on a device."""
+        """The arguments, with references to the whole of each tensor on a device, and known numbers in place."""
 
         def value(ref: Ref) -> Any:
             return self.numbers[ref.name] if ref.name in self.numbers else self.read(op, ref, None, device)
@@ -160,7 +174,7 @@ class GraphRewriter:
     # gathering -------------------------------------------------------------------------------------
 
     def whole(self, op: Op, name: str, device: int) -> str:
-        """All of a captured value."""
+        """The name of a whole captured value on a device."""
         type = self.captured[name]
         if isinstance(type, TensorType):
             return self.gather(op, name, full(self.shape(name)), device)
@@ -168,16 +182,16 @@ class GraphRewriter:
             self._make(name, (), device)
         if (name, (), device) in self.made:
             return self.made[name, (), device]
-        return self.parts[name][0].name if name in self.parts else name  # a number or an object that is passed in
+        return self.parts[name][0].name if name in self.parts else name  # an input that is a number or an object
 
     def read(self, op: Op, value: Ref, region: Region | None, device: int) -> Ref:
-        """A region of a captured tensor, for `op` to read on a device; all of it for None."""
+        """A reference to a region of a captured tensor, or to the whole for None, for `op` to read on a device."""
         return Ref(
             self.whole(op, value.name, device) if region is None else self.gather(op, value.name, region, device)
         )
 
     def gather(self, op: Op, name: str, region: Region, device: int) -> str:
-        """The name of a region of a captured tensor on a device."""
+        """The name of a region of a captured tensor on a device; adds the ops that it needs."""
         if name in self.rest and (name, region, device) not in self.made:
             self._make(name, region, device)
         if (name, region, device) in self.made:
@@ -187,7 +201,7 @@ class GraphRewriter:
         return found
 
     def _make(self, name: str, region: Region, device: int) -> None:
-        """A region of what is at hand everywhere, made on the device that asks for it."""
+        """Make a region of a value in `rest`, on the device that needs it."""
         made, rule = self.rest[name]
         (part,) = rule(Place(region, device))
         if part.items or not isinstance(self.captured[name], TensorType):
@@ -201,7 +215,7 @@ class GraphRewriter:
         self.made[name, region, device] = found
 
     def _collect(self, op: Op, name: str, region: Region, parts: Sequence[Part], device: int) -> str:
-        """The region as one value: pieces of parts, put together in one dimension after the other."""
+        """The region as one value: pieces of parts, joined along one dimension after the other."""
         pieces = [(part, common) for part in parts if (common := overlap(part.region, region)) is not None]
         if len(pieces) == 1:
             part, common = pieces[0]
@@ -223,7 +237,7 @@ class GraphRewriter:
         )
 
     def piece(self, op: Op, name: str, part: Part, region: Region, device: int) -> str:
-        """A region that lies in a part, cut where the part is."""
+        """The name of a region inside a part, cut out on the part's device."""
         if region == part.region:
             return part.name
         where = device if part.device is None else part.device
@@ -241,7 +255,7 @@ class GraphRewriter:
 
 
 def concrete(type: ValueType, sizes: Mapping[str, int]) -> ValueType:
-    """The type with numbers for its dimensions."""
+    """The type with numbers in place of symbolic sizes."""
     match type:
         case TensorType(shape=shape):
             return replace(type, shape=tuple(dim_size(dim, sizes) for dim in shape))

@@ -1,6 +1,6 @@
-"""Says which stage of the pipeline each segment is a piece of, where ops were placed one by one.
+"""Groups segments into stages of the pipeline, where ops were placed one by one.
 
-Devices that send values to and fro are of one stage; where values only go forward, another stage begins.
+Devices that can reach each other both ways by moves form one stage; a new stage begins where values only go forward.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fxpipe.passes.pass_context import PassContext
 
 
 def group_segments(program: Program, context: PassContext) -> Program:
-    """The program with `pipeline`, the stage of the pipeline of each of its stages."""
+    """The program with `pipeline`: for each of its stages (segments), the stage of the pipeline that it belongs to."""
     return replace(program, pipeline=_groups(program)) if context.segmented else program
 
 
@@ -26,13 +26,13 @@ def _groups(program: Program) -> tuple[int, ...]:
         for there in reaches.values():
             there |= set().union(*(reaches[device] for device in there))
     groups = {device: frozenset(d for d in there if device in reaches[d]) for device, there in reaches.items()}
-    # A group comes after all those that reach it: they reach more devices.
+    # A group comes after all groups that reach it, which reach more devices.
     order = sorted(dict.fromkeys(groups.values()), key=lambda group: -len(reaches[next(iter(group))]))
     return tuple(order.index(groups[device]) for device in program.devices)
 
 
 def sources(program: Program) -> Sequence[tuple[int, ...]]:
-    """Of each stage those that it takes from."""
+    """For each stage, the stages that it takes values from."""
     return [
         tuple(sorted({move.source for move in program.moves if move.target == stage.index and move.source >= 0}))
         for stage in program.stages

@@ -1,11 +1,11 @@
-"""Where the parts of an op's result lie, given how the operator that it belongs to is cut.
+"""The regions of the parts of an op's result, given how its operator is cut.
 
     operator   (sample 8, channel 12), cut into channels 0..6 and 6..12
-    its view   (8, 3, 4): no boxes, for a part would have half of the second row ...
+    its view   (8, 3, 4): these are no boxes, as a part would have half of the second row
     cut in 3   channels 0..4, 4..8, 8..12 are rows 0, 1, 2
 
-A dimension that cannot be cut as the operator is stays whole: the first of the parts that are joined so is where the
-joined part is.
+A dimension that cannot be cut like the operator's stays whole. The parts along it are joined, on the device of the
+first of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Place:
-    """A part that is to be made: its region, in the op's own dimensions, and the device that makes it."""
+    """A part to be made: its region, in the op's own dimensions, and the device that makes it."""
 
     region: Region
     device: int
@@ -34,22 +34,22 @@ Places = tuple[Place, ...]
 
 
 def full(shape: Sequence[int]) -> Region:
-    """The region of everything."""
+    """The region of a whole tensor of this shape."""
     return tuple((0, size) for size in shape)
 
 
 def extent(region: Region) -> tuple[int, ...]:
-    """The shape of what is in a region."""
+    """The shape of a region."""
     return tuple(after - first for first, after in region)
 
 
 def inside(inner: Region, outer: Region) -> Region:
-    """A region counted from where another one begins, in which it lies."""
+    """The region `inner`, which lies in `outer`, in coordinates relative to `outer`."""
     return tuple((a - first, b - first) for (a, b), (first, _) in zip(inner, outer, strict=True))
 
 
 def index(region: Region, shape: Sequence[int]) -> tuple[slice, ...]:
-    """How a region of a tensor of this shape is taken."""
+    """The index that takes a region out of a tensor of this shape."""
     found = [slice(None) if r == (0, size) else slice(*r) for r, size in zip(region, shape, strict=True)]
     while found and found[-1] == slice(None):
         found.pop()
@@ -57,7 +57,7 @@ def index(region: Region, shape: Sequence[int]) -> tuple[slice, ...]:
 
 
 def overlap(one: Region, other: Region) -> Region | None:
-    """What two regions have in common; None for nothing."""
+    """The intersection of two regions; None if it is empty."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return common if all(first < after for first, after in common) else None
 
@@ -65,8 +65,8 @@ def overlap(one: Region, other: Region) -> Region | None:
 def places(
     operator: Operator, config: Config, shape: Sequence[int], allowed: set[int], box: Callable[[Region], Region | None]
 ) -> Places:
-    """The parts of a tensor of this shape, of which only the `allowed` dimensions may be cut. `box` finds where the
-    operator's regions are in it. As many dimensions as can stay cut do."""
+    """The parts of a tensor of this shape. Only its `allowed` dimensions may be cut. `box` maps a region of the
+    operator to a region of the tensor, or None. As many of the operator's dimensions as possible stay cut."""
     for kept in _subsets([dim for dim, degree in enumerate(config.degrees) if degree > 1]):
         found: dict[Region, int] = {}
         for region, device in zip(regions(operator, config), config.devices, strict=True):
@@ -81,7 +81,7 @@ def places(
 
 
 def _subsets(dims: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Larger ones first, and those with the first dimensions."""
+    """All subsets, the larger ones first, and of equal size those with the first dimensions."""
     for count in range(len(dims), -1, -1):
         yield from combinations(dims, count)
 
@@ -91,7 +91,7 @@ def _may(region: Region, shape: Sequence[int], allowed: set[int]) -> bool:
 
 
 def box(region: Region, axes: Axes) -> Region | None:
-    """Where a region of what an operator puts out is in a view of it; None if it is no box there.
+    """The region of a view that corresponds to a region of the operator's output; None if it is no box there.
 
     >>> from fxpipe.ir.operators.tensor_axes import reshaped, whole
     >>> rows = reshaped(whole((8, 12)), (8, 3, 4))

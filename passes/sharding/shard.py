@@ -1,4 +1,4 @@
-"""A captured graph and a strategy, to a graph of which every op has a device and which computes the same.
+"""From a captured graph and a strategy to a graph that computes the same and in which every op has a device.
 
     conv1  sample/2 on 0 1             device 0   conv1_0 = conv2d(image_0, weight, bias)
     fc     channel/2 on 0 1            device 1   conv1_1 = conv2d(image_1, weight, bias)
@@ -8,13 +8,12 @@
 
 Each op falls into one of these:
 
-- a number that is known once the sizes are: it becomes a literal;
-- an op of an operator: parts where the strategy has them, made by the op's rule;
-- what is made of inputs and states alone, such as masks and positions: every device makes what it needs of it;
-- all else, such as a counter that goes up by one, or random numbers that no sample is read for: done once.
+- a number that is known from the sizes: it becomes a literal;
+- an op of an operator: the op's rule makes parts, where the strategy places them;
+- an op that depends on inputs and states alone, such as a mask or positions: every device makes what it needs of it;
+- any other op, such as an increment of a counter, or random numbers that depend on no sample: it runs once.
 
-In the end what nobody has asked for goes: what an LSTM remembers after its last step, a piece that only one device
-reads.
+At the end unused ops are removed, such as the cell state of an LSTM after its last step.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ from fxpipe.passes.sharding.sharding_rule import WHOLE, Rule
 
 
 def shard(graph: Graph, reading: Reading, strategy: Strategy, sizes: Mapping[str, int]) -> Placed:
-    """The graph that computes what `graph` does, with `sizes` a number for each of its sizes, as the strategy says.
+    """The graph that computes the same as `graph`, placed as the strategy says. `sizes`: a number for each size.
 
-    It has the same inputs, states and outputs, and the same gradients. Random ops draw anew for each part, so their
-    numbers are not those of the plain model. Raises PlanError, with the op and the user's line, where memory that has
-    several names is written.
+    It has the same inputs, states and outputs, and the same gradients. Each part of a random op draws its own numbers,
+    which differ from those of the plain model. Raises PlanError, with the op and the user's line, if an op writes
+    memory that has several names.
     """
     return _Sharder(graph, reading, strategy, sizes).placed()
 
@@ -77,7 +76,7 @@ class _Sharder:
         return Placed(made, {op.name: self.b.devices[op.name] for op in made.ops})
 
     def read(self, op: Op) -> None:
-        """Makes what the captured op makes, or notes how it is made when somebody asks for it."""
+        """Make the results of the captured op, or note how to make them when they are needed."""
         b = self.b
         known = all(name in b.numbers for name in op.reads)
         if isinstance(op.type, ScalarType) and known and op.name not in b.kept:
@@ -96,7 +95,7 @@ class _Sharder:
             b.rest[op.name] = (op, partial(self.at_hand, op))
 
     def refuse(self, op: Op) -> None:
-        """Memory that is written must have one name."""
+        """Raise PlanError if the op writes memory that has several names."""
         written = [name for name in op.writes if name not in self.b.states]
         if written and (not op.args or op.args[0] != Ref(written[0]) or len(written) > 1):
             raise PlanError(
@@ -105,7 +104,7 @@ class _Sharder:
             )
 
     def home(self, states: list[str]) -> int:
-        """The device of states that forward changes: all that touch them are there."""
+        """The device of states that forward changes: all ops that use them run there."""
         device = next((self.homes[name] for name in states if name in self.homes), 0)
         self.homes.update(dict.fromkeys(states, device))
         return device
@@ -114,7 +113,7 @@ class _Sharder:
         self.b.parts[op.name] = WHOLE.make(self.b, op, (Place(full(self.shape(op)), device),))
 
     def at_hand(self, op: Op, place: Place) -> tuple[Part, ...]:
-        """A region of what every device can make, or more of it where that cannot be cut."""
+        """A region of a value that every device can make; dimensions that cannot be cut are whole."""
         if not isinstance(op.type, TensorType):
             return WHOLE.make(self.b, op, (place,))
         rule, shape = self.rule(op), self.shape(op)
@@ -123,7 +122,7 @@ class _Sharder:
         return self.make(op, (Place(region, place.device),))
 
     def make(self, op: Op, wanted: Places) -> tuple[Part, ...]:
-        """The parts; the op as it is if there is one."""
+        """The parts at the `wanted` places. If there is only one, which is the whole, the op stays as it is."""
         rule, source = self.rule(op), self.reduced(op)
         uncut = len(wanted) == 1 and wanted[0].region == full(self.b.shape(source) if source else self.shape(op))
         if uncut and rule.plain and not (op.writes and not self.changed.issuperset(op.writes)):
@@ -134,7 +133,7 @@ class _Sharder:
         return rule_of(op, self.reduced(op) is not None)
 
     def reduced(self, op: Op) -> str | None:
-        """The tensor of the samples that the op makes a number of, if it does."""
+        """The tensor of samples that the op reduces to a number; None if it does not."""
         first = argument(op, 0, "input")
         if (
             self.shape(op) == ()
@@ -146,14 +145,14 @@ class _Sharder:
         return None
 
     def shape(self, op: Op) -> tuple[int, ...]:
-        """The op's shape, or that of the first thing that it makes."""
+        """The shape of the op's result, or of its first item if that is a tuple."""
         type = self.b.captured[op.name]
         while isinstance(type, TupleType):
             type = type.items[0]
         return tuple(map(int, type.shape)) if isinstance(type, TensorType) else ()
 
     def places(self, op: Op, rule: Rule) -> Places:
-        """Where the strategy has the parts of an op."""
+        """The places of an op's parts under the strategy."""
         view = self.reading.views[op.name]
         operator, config = self.reading.operators.operator(view.operator), self.configs[view.operator]
         allowed = set(rule.cuts(self.b, op))
@@ -165,8 +164,8 @@ class _Sharder:
         return places(operator, config, self.b.shape(source), allowed, self.over(source, operator.sizes))
 
     def over(self, source: str, sizes: tuple[int, ...]) -> Callable[[Region], Region | None]:
-        """Finds where in a tensor a region of what is left of it without its last dimension is; an operator that makes
-        a number stays one for each of its samples, as far as the operator knows."""
+        """A function from a region of an operator of these `sizes` to a region of the tensor `source`, which the op
+        reduces to a number. The operator's sizes are those of the tensor, with or without its last dimension."""
         shape = self.b.shape(source)
         view = self.reading.views.get(source)
         inside = self.reading.operators.operator(view.operator).sizes if view else shape
@@ -179,7 +178,7 @@ class _Sharder:
         return lambda region: box((*region, *last), axes)
 
     def returned(self, name: str) -> str:
-        """The name of a value that the call returns, whole, on the device of its first part."""
+        """The name of a returned value: the whole of it, on the device of its first part."""
         b = self.b
         op = next((op for op in self.graph.ops if op.name == name), None)
         if op is None:

@@ -1,10 +1,10 @@
-"""Lets devices hold the parts of parameters that they use, instead of taking them out of the whole each time.
+"""Lets devices hold the parts of parameters that they use, instead of cutting them out of the whole each time.
 
     fc_weight_0 = getitem(fc_weight, (0:64, :))        held: fc.weight, rows 0 to 64
     y_0 = linear(x, fc_weight_0)                       y_0 = linear(x, fc_weight_0)
 
-Autograd makes the gradient of what is taken out as large as the whole, full of zeros, for each part and micro-batch.
-What is held has a gradient of its own, and its place in that of the parameter is known.
+For each part that is cut out, and each micro-batch, autograd makes a zero-filled gradient as large as the whole. A part
+that is held has a small gradient of its own, which is added to the right region of the parameter's gradient.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def shard_parameters(placed: Placed) -> Placed:
 
 
 def _part(parameters: Mapping[str, State], op: Op) -> State | None:
-    """The state that the op takes out of a parameter; None if it does something else."""
+    """The part of a parameter that the op cuts out, as a state; None if it does something else."""
     if op.target is not operator.getitem or not isinstance(op.args[0], Ref) or not isinstance(op.type, TensorType):
         return None
     state = parameters.get(op.args[0].name)
@@ -50,8 +50,8 @@ def _part(parameters: Mapping[str, State], op: Op) -> State | None:
 
 
 def _ends(index: Any, shape: tuple[int | str, ...]) -> tuple[tuple[int, int], ...] | None:
-    """The ranges of an index that is made of plain slices, up to the last that is not all of its dimension; None for
-    any other index."""
+    """The ranges of an index that is made of plain slices, up to the last dimension that is cut; None for any other
+    index."""
     items = index if isinstance(index, tuple) else (index,)
     if len(items) > len(shape) or not all(isinstance(item, slice) and item.step in (None, 1) for item in items):
         return None

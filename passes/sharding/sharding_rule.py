@@ -1,7 +1,7 @@
 """How the parts of an op are made, for each op that can be cut: one file of rules for each family (`rules/`).
 
-A rule says which dimensions of the op's result may be cut so that the parts are exactly what the whole would be, and
-makes the parts. Whatever else a strategy asks for stays whole, so a rule is never asked for what it cannot do.
+A rule says which dimensions of the op's result may be cut so that the parts are exactly those of the whole result, and
+makes the parts. Dimensions that it does not allow stay whole, whatever the strategy says.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Cuts = Callable[[GraphRewriter, Op], Iterable[int]]
 
 @dataclass(frozen=True)
 class Rule:
-    """`cuts` finds the dimensions that may be cut, `make` makes the parts: of the op's result, or of its first argument
-    where the result is a number over all of that."""
+    """`cuts` finds the dimensions that may be cut, and `make` makes the parts. Both refer to the op's result; for an op
+    that reduces its first argument to a number, to that argument."""
 
     make: Make
     cuts: Cuts
@@ -46,7 +46,7 @@ def by_place(b: GraphRewriter, op: Op, places: Places, make: Callable[[str, Plac
 
 
 def each(b: GraphRewriter, op: Op, places: Places, call: Callable[[Region, int], Called]) -> tuple[Part, ...]:
-    """A part for each place: `call(region, device)` is what it calls, with which arguments."""
+    """A part for each place: `call(region, device)` gives the target to call and its arguments."""
 
     def make(name: str, place: Place) -> Part:
         target, args, kwargs = call(place.region, place.device)
@@ -64,8 +64,8 @@ def reading(
     names: Sequence[str],
     regions: Callable[[Region], Mapping[str, Region | None]],
 ) -> tuple[Part, ...]:
-    """A part for each place, which calls what the op calls: `regions(region)` says which regions of the op's tensors it
-    reads, by the names of the arguments; None for all of one. `names` are the arguments by position."""
+    """A part for each place, which calls the op's target. `regions(region)` gives the regions of the op's tensors that
+    the part reads, by argument name; None for a whole tensor. `names`: the names of the positional arguments."""
     given = by_name(op, names)
 
     def call(region: Region, device: int) -> Called:
@@ -77,7 +77,7 @@ def reading(
 
 
 def with_arguments(op: Op, changed: dict[str, Any], names: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The op's arguments with some of them changed, by name, wherever they stand; `names` are those by position."""
+    """The op's arguments, with those in `changed` replaced, by name. `names`: the names of the positional arguments."""
     args = tuple(changed.get(names[at], arg) if at < len(names) else arg for at, arg in enumerate(op.args))
     given = set(names[: len(op.args)])
     kwargs = {**op.kwargs, **{name: value for name, value in changed.items() if name not in given}}
@@ -91,7 +91,8 @@ def aligned(region: Region, shape: Sequence[int]) -> Region:
 
 
 def whole(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
-    """The op as it is, once, on all of what it reads; what it writes in place is a copy that nobody else has."""
+    """The op as it is, once, on the whole of its arguments. If it writes in place, it writes to a copy, unless it
+    writes a state."""
     (place,) = places
     (name,) = b.part_names(op, places)
     args, kwargs = b.on(op, (op.args, dict(op.kwargs)), place.device)
@@ -105,7 +106,8 @@ def whole(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
 
 
 def items(b: GraphRewriter, op: Op, name: str, device: int, region: Region | None = None) -> tuple[Part | None, ...]:
-    """The items of a tuple that has been made, all of this region or each of them whole; None for no tensor."""
+    """The parts for the items of the new tuple `name`, each of this `region`, or whole if that is None; None for an
+    item that is no tensor."""
     found: list[Part | None] = []
     for at, type in enumerate(getattr(b.types[name], "items", ())):
         if isinstance(type, TensorType):

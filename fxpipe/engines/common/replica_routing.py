@@ -1,13 +1,13 @@
-"""What a stage with replicas sends and takes: slices of micro-batches, as the others cut them.
+"""How messages are cut between stages with different numbers of replicas: each replica has a slice of a micro-batch.
 
     micro-batch of 5      stage 0, 2 replicas     stage 1, 3 replicas
                               0 1 2                0 1
                               3 4                  2 │ 3     joined of two pieces
                                                    4
 
-Between stages of equally many replicas, number k sends to number k. Else samples go straight from who has them to who
-needs them, in pieces, and are joined there; gradients go back the same way. A micro-batch with fewer samples than there
-are replicas leaves the last of these without work.
+Between stages with equal numbers of replicas, replica k sends to replica k. Otherwise each replica sends its samples,
+in pieces, directly to the replicas that need them, and these join the pieces; gradients go back the same way. If a
+micro-batch has fewer samples than there are replicas, the last replicas have no work.
 """
 
 from __future__ import annotations
@@ -24,12 +24,16 @@ from fxpipe.runtime.microbatch import join, overlaps, scatter, split_sizes
 from .scheduler_base import Batches, SchedulerBase
 
 Piece = tuple[int, int, int]  # from replica, to replica, samples
-Cut = tuple[str, int, int, int | None]  # a value, where from and to, and the dimension of its samples
+Cut = tuple[str, int, int, int | None]  # a value, its source and target stages, and the dimension of its samples
 
 
 class Route(NamedTuple):
-    """How messages of one name are cut: the stage that sends them, the dimension of the samples (None: the value is the
-    same for all of them), and whether they go forward."""
+    """How messages of one name are cut.
+
+    - `source`: the stage that sends them.
+    - `dim`: the dimension of the samples; None if the value is the same for all samples.
+    - `forward`: True for values, False for gradients.
+    """
 
     source: int
     dim: int | None
@@ -37,7 +41,7 @@ class Route(NamedTuple):
 
 
 class Routes:
-    """`counts`: of each stage, how many replicas it has; `of`: by stage and name, the messages that are cut."""
+    """`counts`: the number of replicas of each stage; `of`: the messages that are cut, by target stage and name."""
 
     def __init__(self, counts: Iterable[int], cuts: Iterable[Cut] = ()) -> None:
         self.counts = tuple(counts)
@@ -47,8 +51,8 @@ class Routes:
             self.of[source, gradient_key(name, target)] = Route(target, dim, False)
 
     def pieces(self, rows: int, target: int, route: Route) -> tuple[Piece, ...]:
-        """Which replicas of a stage send how many samples, of so many, to which of another. What is the same for all
-        samples comes from the first, and gradients of it go there."""
+        """The pieces of a message to stage `target` for a micro-batch of `rows` samples. A value that is the same for
+        all samples comes from the first replica of its stage, and its gradients go to that replica."""
         return pieces(rows, self.counts[route.source], self.counts[target], route.dim is None, route.forward)
 
 
@@ -61,17 +65,17 @@ def pieces(rows: int, here: int, there: int, whole: bool, forward: bool) -> tupl
 
 
 def gradient_key(name: str, source: int) -> str:
-    """What the message with the gradient of a value is called that stage `source` sends back."""
+    """The name of the message with which stage `source` sends back the gradient of a value."""
     return f"gradient of {name} from stage {source}"
 
 
 def piece_name(name: str, source: int, target: int) -> str:
-    """What a piece of a value is called between these replicas."""
+    """The name of the message with which replica `source` sends a piece of a value to replica `target`."""
     return f"{name}, {source} to {target}"
 
 
 def sliced(engine: SchedulerBase, whole: Batches, count: int) -> list[tuple[tuple[int, ...], list[MicroBatch]]]:
-    """Of each of `count` replicas its slices of the micro-batches, with the samples in each before them."""
+    """For each of `count` replicas its slices of the micro-batches, and before them the number of samples in each."""
     sizes = [split_sizes(rows, count) for rows in whole.sizes]
     cut_up = [_slices(engine, m, rows) for m, rows in zip(whole, sizes, strict=True)]
     return [
@@ -81,7 +85,7 @@ def sliced(engine: SchedulerBase, whole: Batches, count: int) -> list[tuple[tupl
 
 
 def _slices(engine: SchedulerBase, m: MicroBatch, rows: Sequence[int]) -> list[MicroBatch]:
-    """A micro-batch for each replica, of what is known of a whole one."""
+    """The slices of micro-batch `m`, one for each replica."""
     found, dims = [MicroBatch() for _ in rows], dict(engine.inputs)
     for name, value in vars(m).items():
         for own, piece in zip(found, scatter(value, dims.get(name), rows), strict=True):
@@ -93,9 +97,10 @@ def _slices(engine: SchedulerBase, m: MicroBatch, rows: Sequence[int]) -> list[M
 
 
 def cut(value: Any, dim: int | None, rows: Sequence[int], total: int) -> Sequence[Any]:
-    """Pieces of so many samples, of `total`. A sample may be several places along `dim`, as in a flattened sequence."""
+    """Cut a value of `total` samples into pieces of `rows` samples along `dim`; with `dim` None all get the whole. A
+    sample may take several places along `dim`, as in a flattened sequence."""
     if dim is None and isinstance(value, Tensor):
-        return [value.detach() for _ in rows]  # each is a leaf of its own to who gets it
+        return [value.detach() for _ in rows]  # each replica gets a leaf of its own
     if dim is None or value is None or len(rows) == 1:
         return [value] * len(rows)
     each = value.shape[dim] // total
@@ -105,7 +110,8 @@ def cut(value: Any, dim: int | None, rows: Sequence[int], total: int) -> Sequenc
 
 
 def joined(pieces: Sequence[Tensor | None], rows: Sequence[int], dim: int) -> Tensor | None:
-    """One tensor of the pieces of so many samples, a leaf if they are. Gradients may be missing, all or some."""
+    """Join pieces of `rows` samples along `dim`. None stands for a missing gradient, which counts as zeros; the result
+    is None if all are missing."""
     like = next((piece for piece in pieces if piece is not None), None)
     if like is None:
         return None

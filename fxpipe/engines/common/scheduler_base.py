@@ -1,4 +1,4 @@
-"""What generated schedulers have in common: stages, a worker thread per device, how a batch is cut and put together."""
+"""The base of generated schedulers: the stages, a worker thread per device, and how a batch is cut and put together."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fxpipe.runtime.worker import Worker, close
 
 @dataclass(frozen=True)
 class Place:
-    """Where the stages run: for each the module and the label of its worker, and the streams of their copies."""
+    """Where the stages run: the module and the worker label of each stage, and the streams for their copies."""
 
     stages: tuple[Stage, ...]
     devices: tuple[str, ...]
@@ -31,11 +31,16 @@ class Place:
 
 
 class Batches(list[MicroBatch]):
-    """The micro-batches of one run, and what holds for all of them.
+    """The micro-batches of one run, and the data that they share.
 
-    `sizes`: samples in each, `total` in all; `last`: the number of the last; `stages`, `devices`, `streams`: where it
-    runs; `grad`: whether backward may follow; `seed`: of the random ops; `after[j]`: the token of stage j's latest
-    checkpointed task; `lent`: tensors that stages borrow; `compute[j]`: the stream that stage j computes on.
+    - `sizes`: the number of samples in each micro-batch; `total`: their sum, at least 1.
+    - `last`: the number of the last micro-batch.
+    - `stages`, `devices`, `streams`: where the run takes place.
+    - `context`: the caller's modes; `grad`: whether backward may follow.
+    - `seed`: the seed of the random ops.
+    - `after[j]`: the token of stage j's latest checkpointed task.
+    - `lent`: the tensors that stages borrow.
+    - `compute[j]`: the stream that stage j computes on.
     """
 
     def __init__(self, sizes: tuple[int, ...], place: Place, draws: bool) -> None:
@@ -52,8 +57,8 @@ class Batches(list[MicroBatch]):
         self._copies: dict[tuple[Tensor, torch.device], Tensor] = {}
 
     def lend(self, j: int, tensor: Tensor) -> Tensor:
-        """A tensor that another stage owns, for stage j: itself, or its copy on the device of stage j, one for all
-        stages there. Streams wait for the copy; a CPU must be made to."""
+        """A tensor that another stage owns, for stage j: the tensor itself, or its copy on the device of stage j, which
+        all stages there share. Copies to a GPU are asynchronous; a copy to the CPU blocks."""
         device = self.stages[j].device
         if tensor.device == device:
             return tensor
@@ -69,11 +74,14 @@ B = TypeVar("B", bound=Batches)
 class SchedulerBase:
     """The base of generated schedulers.
 
-    `devices`: a worker label for each stage; `inputs`: the name and batch dimension (None: whole) of each; `sizes`: the
-    name, input and dimension of the numbers known from shapes; `outputs`: the name, batch dimension and reduction of
-    each; `detached`: the inputs that no gradient comes back to; `totals`: the names of what is computed from the whole
-    batch, and of what it is computed from; `random`: whether any stage draws random numbers; `replicas`: of each stage
-    the labels of further workers that run it, each a slice of every micro-batch.
+    - `devices`: the worker label of each stage.
+    - `inputs`: the name and batch dimension of each input; None if it is not cut.
+    - `sizes`: the name, input and dimension of each number that is known from shapes.
+    - `outputs`: the name, batch dimension and reduction of each output.
+    - `detached`: the inputs that get no gradient.
+    - `totals`: the names of the totals of the whole batch, and the names that they are computed from.
+    - `random`: whether any stage draws random numbers.
+    - `replicas`: for each stage, the labels of the further workers that run it, each on a slice of every micro-batch.
     """
 
     devices: tuple[str, ...] = ()
@@ -86,8 +94,9 @@ class SchedulerBase:
     replicas: tuple[tuple[str, ...], ...] = ()
 
     def __init__(self, stages: Sequence[Stage], whole: Stage | None = None, threads: bool = True) -> None:
-        """`stages`: a module for each of `devices`, then one for each of `replicas`; `whole`: what computes `totals`;
-        `threads`: whether there are workers beside the calling thread."""
+        """`stages`: a module for each of `devices`, then one for each of `replicas`; `whole`: the stage that computes
+        `totals`; `threads`: whether there are workers beside the calling thread. Raises ValueError for another number
+        of stages."""
         n = len(self.devices)
         if len(stages) != n + sum(map(len, self.replicas)):
             raise ValueError(f"the scheduler is for {n + sum(map(len, self.replicas))} stages, not {len(stages)}")
@@ -103,14 +112,14 @@ class SchedulerBase:
         self._close = weakref.finalize(self, close, tuple(self._workers.values()))
 
     def workers(self) -> set[str]:
-        """The labels of the worker threads. The calling thread, which would only wait, is the worker of the last
-        stage's device."""
+        """The labels of the worker threads. The last stage's device needs none: the calling thread, which would
+        otherwise only wait, is its worker."""
         labels = {*self.devices, *(label for labels in self.replicas for label in labels)}
         return labels - {self.devices[-1]}
 
     @property
     def source(self) -> str:
-        """The text of the file that the scheduler came from."""
+        """The text of the generated file."""
         return Path(inspect.getfile(type(self))).read_text(encoding="utf-8")
 
     def close(self) -> None:
@@ -118,8 +127,8 @@ class SchedulerBase:
         self._close()
 
     def wake(self) -> None:
-        """Make ready for a run: a worker thread that is gone, as all are in a process that was forked, starts anew.
-        Raises RuntimeError if the pipe is closed."""
+        """Start the worker threads that are gone again: in a forked process all are. Raises RuntimeError if the pipe is
+        closed."""
         if not self._close.alive:
             raise RuntimeError("the pipe has no workers: it was closed")
         for worker in self._workers.values():
@@ -135,7 +144,7 @@ class SchedulerBase:
     def add_notes(
         self, error: BaseException, m: Batches, j: int, i: int, replica: int = 0, backward: bool = False
     ) -> None:
-        """Say on the exception which task it comes from, and what to write where its micro-batch was too small."""
+        """Note on the exception which task it comes from, and how to set `chunks` if the micro-batch was too small."""
         add_note(error, self.stages[j], j, i, replica, backward)
         if m.sizes[i] == 1 and str(error).startswith("Expected more than 1 value per channel"):
             replica_group = self.replica_count(j)
@@ -154,14 +163,15 @@ class SchedulerBase:
         return 1 + len(self.replicas[j]) if self.replicas else 1
 
     def lend(self, m: Batches) -> None:
-        """Put what stages borrow from each other into `m.lent`."""
+        """Put the tensors that stages borrow from each other into `m.lent`. Generated schedulers override it."""
 
     def scatter(self, batch: Sequence[Any], chunks: int, kind: Callable[..., B]) -> B:
-        """At most `chunks` micro-batches, with their inputs and sizes."""
+        """At most `chunks` micro-batches, with their inputs and sizes. Raises ValueError if the inputs differ in batch
+        size."""
         total = {value.shape[dim] for value, (_, dim) in zip(batch, self.inputs, strict=True) if dim is not None}
         if len(total) > 1:
             raise ValueError(f"the inputs do not have a common batch size, but {sorted(total)}")
-        if self._on_cpu:  # a stage on the CPU finds its inputs there; the others copy them from there
+        if self._on_cpu:  # stages on the CPU need the inputs there; the other stages copy them from there
             batch = [value.cpu() if isinstance(value, Tensor) and not value.is_meta else value for value in batch]
         m = kind(split_sizes(total.pop(), chunks) if total else (1,), self.place, self.random)
         for name, value in self.compute_totals(batch).items():
@@ -177,7 +187,7 @@ class SchedulerBase:
         return m
 
     def compute_totals(self, batch: Sequence[Any]) -> dict[str, Any]:
-        """What each micro-batch has to know of the whole batch; nothing where other ranks have that."""
+        """The totals of the whole batch, by name, for each micro-batch; empty if their inputs are on other ranks."""
         if self.whole is None:
             return {}
         gives, takes = self.totals

@@ -1,8 +1,8 @@
 """One training step under way: what each action of a stage on a micro-batch takes, computes, keeps and sends.
 
-Autograd's graph ends at the borders of a stage: what arrives is a leaf, and its gradient is sent back to where it came
-from. So backward of each stage and micro-batch is a run of autograd of its own, on the worker of the stage, and its
-order is the schedule's. Generated schedulers call the methods of `Step`; `step_engine.py` says when.
+Autograd's graph ends at the borders of a stage: a received value is a leaf, and its gradient is sent back to the stage
+that sent the value. So backward of each stage and micro-batch is a separate run of autograd, on the stage's worker, in
+the schedule's order. Generated schedulers call the methods of `Step`; `step_engine.py` says when.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from fxpipe.runtime.written_buffers import instead, keep, scratch
 from .replica_routing import Routes, cut, gradient_key, joined, piece_name
 from .scheduler_base import Batches
 
-Scale = Tensor | float | None  # what all gradients are multiplied with
+Scale = Tensor | float | None  # the factor of all gradients
 
 
 class Kept:
-    """What forward of one stage and micro-batch keeps: its arguments, its results with their graph (None: to be
-    computed again), and what its buffers held."""
+    """What forward of one stage and micro-batch keeps: its arguments, its results with their graph (None until they are
+    recomputed), and the contents of its buffers before forward."""
 
     __slots__ = ("args", "buffers", "results")
 
@@ -49,7 +49,7 @@ class Kept:
     def roots(
         self, grads: Sequence[Tensor | None], places: Iterable[int]
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """The results that have a gradient to pass on, and it."""
+        """The results that need a gradient and got one, and these gradients."""
         results = self.results
         assert results is not None
         pairs = [
@@ -60,23 +60,23 @@ class Kept:
         return tuple([y for y, _ in pairs]), tuple([grad for _, grad in pairs])
 
 
-Method = Callable[[Any, "Step", int], None]  # of a generated scheduler: its step, the micro-batch
+Method = Callable[[Any, "Step", int], None]  # a method of a generated scheduler; takes it, the step, the micro-batch
 Row = tuple[tuple[Action, Method], ...]
-Rows = Mapping[str, Row]  # what each worker does, by its label
+Rows = Mapping[str, Row]  # the actions of each worker, by its label
 
 
 class Gradients(NamedTuple):
-    """What of a stage has a gradient: of its arguments and of its results, the names and places of these."""
+    """The arguments (`takes`) and results (`gives`) of a stage that have a gradient: their names and places."""
 
     takes: Mapping[str, int]
     gives: Mapping[str, int]
 
 
 class StepEngine(Protocol):
-    """What a step asks of the scheduler whose rows it runs (`StepScheduler` says what each is).
+    """What a step needs from its scheduler (see `StepScheduler`).
 
-    `at_once`: stages and micro-batches whose backward follows their forward at once; `splits`: whether any backward is
-    in two halves.
+    `at_once`: stages and micro-batches whose backward immediately follows their forward; `splits`: whether any backward
+    is in two halves.
     """
 
     devices: tuple[str, ...]
@@ -91,30 +91,30 @@ class StepEngine(Protocol):
 
 
 class Observer(Protocol):
-    """What looks on while a step runs, and may `wrap` methods of it."""
+    """Observes a step, and may `wrap` its methods."""
 
     def begin(self, m: Step) -> None:
-        """The step is ready; of one with replicas, the part of each worker is."""
+        """Called when the step is ready; with replicas, once for the step of each worker."""
 
 
 class Step(Batches):
     """One step under way: the micro-batches, the messages, and what forward keeps for backward.
 
-    - `mailboxes`: by stage, where what is sent to it goes, and what has come for it is found.
+    - `mailboxes`: by stage, the mailbox with the messages to it.
     - `kept`: by stage and micro-batch, the arguments and results of a forward run.
-    - `weights`: what is left of a backward whose first half is done.
-    - `pairs`: of each stage, what the model holds, and the aliases that collect its gradients; `fresh`: those aliases
-      that have none yet.
-    - `rows`: what each worker does; `done`: the workers at the end of their rows.
+    - `weights`: the second half of each backward whose first half is done.
+    - `pairs`: for each stage, the model's tensors, and the aliases that collect their gradients; `fresh`: the aliases
+      that have no gradient yet.
+    - `rows`: the actions of each worker; `done`: the workers at the end of their rows.
     - `failed`: the errors, in the order in which they happened.
 
-    Where stages have replicas, each worker has a step of its own, of its slices of the micro-batches in which it has a
-    part, which are the first ones:
+    Where stages have replicas, each worker has a step of its own, with its slices of the first micro-batches, those
+    that have enough samples to give it a slice:
 
-    - `own`: the stages that it runs, and its number among their replicas, `replica`.
+    - `own`: the stages that it runs; `replica`: its number among their replicas.
     - `routes`: how messages are cut between stages of different numbers of replicas; `rows_of`: the samples in each
       whole micro-batch.
-    - `views`: by stage and replica, the steps of all workers; None where only this one is in this process.
+    - `views`: by stage and replica, the steps of all workers; None if the others are in other processes.
     """
 
     own: Collection[int]
@@ -124,7 +124,7 @@ class Step(Batches):
     views: Sequence[Sequence[Step]] | None = None
 
     def slice_of(self, whole: Batches, replica: int, routes: Routes) -> None:
-        """Say of which batch it has slices."""
+        """Set this step up as the slices that replica number `replica` has of the batch `whole`."""
         self.rows_of, self.total = whole.sizes, whole.total
         self.replica, self.routes, self.seed = replica, routes, replica_seed(whole.seed, replica)
 
@@ -138,7 +138,7 @@ class Step(Batches):
         own: Collection[int],
         observer: Observer | None = None,
     ) -> None:
-        """Make ready: put the pieces of the batch into the mailboxes of the stages that run here."""
+        """Prepare the step, and put the inputs into the mailboxes of the stages that run here."""
         self.engine, self.pairs, self.scale = engine, pairs, scale
         self.rows, self.mailboxes, self.own = rows, mailboxes, own
         self.kept: dict[tuple[int, int], Kept] = {}
@@ -159,8 +159,8 @@ class Step(Batches):
             observer.begin(self)
 
     def make_hooks(self) -> list[Saved | Offload | None]:
-        """What looks after the tensors that autograd keeps, for each stage: moves them to the host, or, where backward
-        has two halves, lets go of those that the second has no use for."""
+        """For each stage, the hooks for the tensors that autograd saves: they move these to the host, or, if backward
+        is in two halves, free those that the second half does not need."""
 
         def hooks(j: int, stage: Stage) -> Saved | Offload | None:
             held = [stand_in for _, stand_in in self.pairs[j]]
@@ -173,7 +173,7 @@ class Step(Batches):
     # Messages ---------------------------------------------------------------------------------------------------------
 
     def feed(self, name: str, j: int) -> None:
-        """The pieces of an input, for stage j."""
+        """Put the micro-batches' pieces of an input into the mailbox of stage j."""
         arrived = self.mailboxes[j].arrived
         for i, micro_batch in enumerate(self):
             piece = getattr(micro_batch, name)
@@ -189,7 +189,7 @@ class Step(Batches):
             arrived[j, i, name] = piece
 
     def receive(self, j: int, i: int, *names: str) -> Any:
-        """What has been sent to stage j for micro-batch i under these names, one by itself, else a tuple."""
+        """The values sent to stage j for micro-batch i under these names: one value, or a list of several."""
         mailbox, routes = self.mailboxes[j], self.routes
         arrived, values = mailbox.arrived, []
         for name in names:
@@ -204,17 +204,17 @@ class Step(Batches):
         return values[0] if len(values) == 1 else values
 
     def _join(self, routes: Routes, j: int, i: int, name: str) -> Any:
-        """What has been sent under a name, by all who had a piece of it."""
+        """The value of this name, joined from the pieces that other replicas sent."""
         route = routes.of[j, name]
         mine = [(k, rows) for k, to, rows in routes.pieces(self.rows_of[i], j, route) if to == self.replica]
         found = [self.receive(j, i, piece_name(name, k, self.replica)) for k, _ in mine]
         if len(found) == 1:
             return found[0]
-        # What is the same for all samples has the sum of the gradients that its users have for it.
+        # For a value that is the same for all samples, the gradients of its users are added up.
         return self.add(*found) if route.dim is None else joined(found, [rows for _, rows in mine], route.dim)
 
     def open(self, parcel: Transfer, j: int, i: int, name: str) -> Tensor:
-        """What comes from another device, for stage j."""
+        """The tensor that came from another device, ready for stage j."""
         return unpack(parcel, self.compute[j])
 
     def receive_gradient(self, j: int, i: int, name: str, source: int) -> Tensor | None:
@@ -223,19 +223,19 @@ class Step(Batches):
         return found
 
     def send(self, j: int, i: int, name: str, value: Any, to: int) -> None:
-        """A result of stage j, as a leaf of the stage that takes it."""
+        """Send a result of stage j to stage `to`, for which it is a leaf."""
         grad = False
         if isinstance(value, Tensor):
             grad, value = value.requires_grad, value.detach()
         self._post(j, i, to, name, value, grad)
 
     def send_gradient(self, j: int, i: int, name: str, value: Any, to: int) -> None:
-        """The gradient of a value, or None where there is none, back to the stage that sent the value."""
+        """Send the gradient of a value, or None if there is none, back to the stage that sent the value."""
         self._post(j, i, to, gradient_key(name, j), value, False)
 
     def _post(self, j: int, i: int, target: int, name: str, value: Any, grad: bool, there: Step | None = None) -> None:
-        """Put a message into the mailbox of the target, on the way to its device if that is another. `there` is the
-        step of the replica that it goes to."""
+        """Put a message into the mailbox of the target, as a transfer if that is on another device. `there` is the step
+        of the receiving replica."""
         if there is None:
             if self.routes is not None:
                 self._post_pieces(self.routes, j, i, target, name, value, grad)
@@ -252,7 +252,7 @@ class Step(Batches):
             mailbox.put(((target, i, name), value))
 
     def _post_pieces(self, routes: Routes, j: int, i: int, target: int, name: str, value: Any, grad: bool) -> None:
-        """A message, to the replicas that need it: whole, or the piece of each."""
+        """Post a message to the replicas that need it: whole, or to each its piece."""
         views, route = self.views, routes.of.get((target, name))
         if route is None:
             self._post(j, i, target, name, value, grad, views[target][self.replica] if views else self)
@@ -264,7 +264,7 @@ class Step(Batches):
             self._post(j, i, target, piece_name(name, self.replica, to), piece, grad, there)
 
     def pack(self, value: Tensor, j: int, i: int, target: int, name: str, grad: bool, there: Step) -> Transfer:
-        """A tensor of stage j on its way to the device of the target."""
+        """Start the transfer of a tensor of stage j to the device of the target."""
         device, user = there.stages[target].device, there.compute[target]
         return pack(value, self.streams[j, i], there.streams[target, i], device, user, grad)
 
@@ -280,18 +280,18 @@ class Step(Batches):
         return lent
 
     def owner(self, tensor: Tensor) -> Tensor:
-        """What the model holds where a stage holds this alias."""
+        """The model's tensor that this is an alias of; the tensor itself if it is none."""
         firsts = [self] if self.views is None else [replicas[0] for replicas in self.views]
         pairs = (pair for first in firsts for own in first.pairs for pair in own)
         return next((held for held, stand_in in pairs if stand_in is tensor), tensor)
 
     def add(self, *grads: Tensor | None) -> Tensor | None:
-        """The sum of the gradients that are there, in this order, whichever came first."""
+        """The sum of the gradients that are not None, in the order of the arguments; None if all are."""
         found = [grad for grad in grads if grad is not None]
         return sum(found[1:], start=found[0]) if found else None
 
     def stop(self, error: BaseException) -> None:
-        """Something failed: nobody starts anything more."""
+        """Record an error, and stop all workers: none starts another action."""
         self.failed.append(error)
         steps = [self] if self.views is None else [step for replicas in self.views for step in replicas]
         for mailbox in {mailbox for step in steps for mailbox in step.mailboxes}:
@@ -300,13 +300,13 @@ class Step(Batches):
     # What an action computes ------------------------------------------------------------------------------------------
 
     def forward(self, j: int, i: int, *args: Any) -> Any:
-        """Run stage j on micro-batch i; its graph is kept for backward."""
+        """Run stage j on micro-batch i, and keep its graph for backward."""
         results = self._with_graph(j, args)
         self.kept[j, i] = Kept(args, results if isinstance(results, tuple) else (results,))
         return results
 
     def _with_graph(self, j: int, args: tuple[Any, ...]) -> Any:
-        """Run stage j, with whatever looks after what autograd keeps."""
+        """Run stage j under its hooks for saved tensors, if it has any."""
         hooks = self.hooks[j]
         if hooks is None:
             return self.stages[j].forward(*args)
@@ -314,9 +314,9 @@ class Step(Batches):
             return self.stages[j].forward(*args)
 
     def forward_to_recompute(self, j: int, i: int, *args: Any) -> Any:
-        """Run stage j on micro-batch i and keep what it takes alone; skipped when its backward runs next."""
+        """Run stage j on micro-batch i and keep only its arguments. If its backward runs next, keep its graph too."""
         if (j, i) in self.engine.at_once:
-            return Step.forward(self, j, i, *args)  # which an observer does not see a second time
+            return Step.forward(self, j, i, *args)  # not self.forward: an observer must not see the action twice
         stage = self.stages[j]
         kept = Kept(args, None, keep(stage) if stage.rereads else {})
         with torch.no_grad():
@@ -330,7 +330,7 @@ class Step(Batches):
         return marked if isinstance(results, tuple) else marked[0]
 
     def recompute(self, j: int, i: int) -> None:
-        """Run stage j on micro-batch i again, with its graph, and without counting twice in its buffers."""
+        """Run stage j on micro-batch i again, with its graph, and without updating its buffers twice."""
         stage, kept = self.stages[j], self.kept[j, i]
         if kept.results is not None:
             return
@@ -339,7 +339,7 @@ class Step(Batches):
         kept.results = results if isinstance(results, tuple) else (results,)
 
     def root(self, j: int, i: int, name: str) -> Tensor:
-        """The gradient that backward begins with, for the loss, a result of stage j."""
+        """The gradient of the loss, a result of stage j, with which backward begins: its share of the batch, scaled."""
         results = self.kept[j, i].results
         assert results is not None
         loss = results[self.engine.gradients[j].gives[name]].detach()
@@ -350,7 +350,7 @@ class Step(Batches):
         return root * (self.scale.to(root.device) if isinstance(self.scale, Tensor) else self.scale)
 
     def backward(self, j: int, i: int, *grads: Tensor | None) -> Any:
-        """Backward of stage j and micro-batch i, given the gradients of its results: those of what it takes."""
+        """Backward of stage j and micro-batch i: from the gradients of its results to those of its arguments."""
         kept = self.kept.pop((j, i))
         roots, given = kept.roots(grads, self.engine.gradients[j].gives.values())
         if roots:
@@ -363,9 +363,9 @@ class Step(Batches):
         return found[0] if len(found) == 1 else found
 
     def input_gradient(self, j: int, i: int, *grads: Tensor | None) -> Any:
-        """The half of backward that other stages wait for: the gradients of what stage j takes."""
+        """The half of backward that other stages wait for: the gradients of stage j's arguments."""
         if self.stages[j].compiled:
-            return Step.backward(self, j, i, *grads)  # likewise
+            return Step.backward(self, j, i, *grads)  # not self.backward, for the same reason
         kept, (takes, gives) = self.kept.pop((j, i)), self.engine.gradients[j]
         assert kept.results is not None
         results = [kept.results[place] for place in gives.values()]
@@ -379,7 +379,7 @@ class Step(Batches):
         return found[0] if len(found) == 1 else found
 
     def weight_gradient(self, j: int, i: int) -> None:
-        """The other half: the gradients of the parameters of stage j."""
+        """The other half of backward: the gradients of the parameters of stage j."""
         if self.stages[j].compiled:
             return
         weight_gradient(self.weights.pop((j, i)))
@@ -387,13 +387,13 @@ class Step(Batches):
             self.settle(j)
 
     def settle(self, j: int) -> None:
-        """The first gradients of parameters of stage j are there: more will be added to them in place."""
+        """Give the first gradients of stage j's parameters memory of their own: later ones are added in place."""
         unshare(self.fresh[j])
         self.fresh[j] = [stand_in for stand_in in self.fresh[j] if stand_in.grad is None]
 
 
 def wrap(target: Any, wrappers: Mapping[str, Callable[..., Any]]) -> None:
-    """From now on `target.name(...)` calls `wrappers[name](target, method, ...)`, where the method is the class's."""
-    weak = weakref.proxy(target)  # a circle of references would keep what a step holds
+    """Make `target.name(...)` call `wrappers[name](target, method, ...)`, where `method` is the method of the class."""
+    weak = weakref.proxy(target)  # a reference cycle would keep the step's tensors alive
     for name, wrapper in wrappers.items():
         setattr(target, name, partial(wrapper, weak, getattr(type(target), name)))

@@ -1,10 +1,10 @@
 """Run generated stages in this process, forward and backward of a whole batch in one go, in the order of a schedule.
 
     cpu:0   F0  F1  F2          B0  F3  B1      B2      B3      every worker runs its own row. An action starts when
-    cpu:1       F0  F1      B0  F2  B1  F3  B2      B3          the row comes to it and what it takes has arrived
+    cpu:1       F0  F1      B0  F2  B1  F3  B2      B3          the one before it has ended and its inputs are there
     cpu:2           F0  B0  F1  B1  F2  B2  F3  B3
 
-On CPU workers a step of tiny actions is faster if one thread runs all rows: `thread_autotune.py` measures which.
+On CPU workers a step of tiny actions may be faster if one thread runs all rows: `thread_autotune.py` measures that.
 
 A generated scheduler is a `StepScheduler` with methods `forward_j`, `backward_j` and so on for each stage j, which say
 what a `Step` computes and sends.
@@ -39,18 +39,20 @@ from .thread_autotune import ThreadAutotune
 __all__ = ["Gradients", "Step", "StepScheduler"]
 
 METHODS = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradient"}
-HERE = Context(grad=True, inference=False, autocasts=())  # the modes that a worker is in
+HERE = Context(grad=True, inference=False, autocasts=())  # the modes of a worker thread
 Leaves = Mapping[str, Sequence[Sequence[Tensor]]]  # of each input, by micro-batch
 
 
 class StepScheduler(SchedulerBase):
     """The base of schedulers that run forward and backward.
 
-    `schedule`: its name; `rows`: all of it, for each worker its label and then its actions; `feeds`: the inputs and the
-    stages that take them; `gradients`: for each stage, what of its arguments and of its results has one;
-    `offloaded`: the stages whose activations wait in host memory; `loss_reduce`: how the losses of micro-batches become
-    that of the batch, as in `outputs`; `cuts`: the values that go between stages of different numbers of replicas,
-    where from and to, and the dimension of the samples (None: the value is the same for all of them).
+    - `schedule`: its name; `rows`: its text, for each worker the label and then the actions.
+    - `feeds`: the inputs and the stages that take them.
+    - `gradients`: for each stage, the arguments and results that have a gradient.
+    - `offloaded`: the stages whose activations are kept in host memory.
+    - `loss_reduce`: how the losses of the micro-batches become the loss of the batch, as in `outputs`.
+    - `cuts`: the values that move between stages of different numbers of replicas: name, source, target, and the
+      dimension of the samples (None: the value is the same for all samples).
     """
 
     schedule: str = ""
@@ -72,14 +74,14 @@ class StepScheduler(SchedulerBase):
         self.methods = {action: method for row in self.timetable.values() for action, method in row}
         self.alone = {self.devices[-1]: tuple((action, self.methods[action]) for action in order(schedule)[0])}
         self._may_run_alone = len(self.timetable) > 1 and all(stage.device.type == "cpu" for stage in self.stages)
-        self._paces: dict[int, ThreadAutotune] = {}  # by how large a batch is, in powers of two
+        self._paces: dict[int, ThreadAutotune] = {}  # by the size of the batch, in powers of two
         forwards = ((action.stage, action.micro_batch) for action in schedule.place if action.kind == "F")
         self.at_once = {(j, i) for j, i in forwards if at_once(schedule, j, i)}
         self.splits = any(action.kind == "W" for action in schedule.place)
 
     def run(self, batch: Sequence[Any], chunks: int, scale: Scale = None) -> tuple[Any, ...]:
-        """The outputs, in order, for the inputs, in order, in at most `chunks` micro-batches; gradients, multiplied by
-        `scale`, are added to those of the model and of the inputs. If anything fails, none are."""
+        """The outputs, in order, for the inputs, in order, in at most `chunks` micro-batches. Gradients, multiplied by
+        `scale`, are added to those of the model and of the inputs; if anything fails, no gradient is added."""
         if not self._may_run_alone:
             return self.step(batch, chunks, scale)
         size = sum(value.numel() for value in batch if isinstance(value, Tensor)).bit_length()
@@ -99,7 +101,7 @@ class StepScheduler(SchedulerBase):
         observer: Observer | None = None,
         rows: Rows | None = None,
     ) -> tuple[Any, ...]:
-        """`run`, while somebody looks on; with other `rows`, in another order."""
+        """`run` under an observer; `rows` replaces the timetable, for another order."""
         m = self.attempt(batch, chunks, scale, observer, rows)
         commit(self.mutating)
         outputs, pairs = self.outcome(m, batch)
@@ -114,7 +116,7 @@ class StepScheduler(SchedulerBase):
         observer: Observer | None = None,
         rows: Rows | None = None,
     ) -> Step:
-        """A step that is done, but of which the model has nothing yet."""
+        """Run a step, without committing gradients and buffers to the model."""
         self.refresh()
         m = self.cut(batch, chunks)
         with self.begun(m, scale, rows or self.timetable, observer):
@@ -123,14 +125,14 @@ class StepScheduler(SchedulerBase):
         return m
 
     def refresh(self) -> None:
-        """Make ready for a step: threads, and copies of what the model holds."""
+        """Prepare for a step: start missing threads, and renew copies of the model's tensors."""
         self.wake()
         for stage in self._copying:
             stage.refresh()
 
     def check(self, m: Step) -> None:
-        """Raise what has failed in a step."""
-        if m.context.autocasts:  # it would keep what it cast, the step's aliases, until the outermost context ends
+        """Raise the first error of a step, if it has failed."""
+        if m.context.autocasts:  # the cache would keep casts of the step's aliases until the outermost context ends
             torch.clear_autocast_cache()
         if m.failed:
             discard(self.mutating)
@@ -139,32 +141,32 @@ class StepScheduler(SchedulerBase):
             try:
                 raise error
             finally:
-                del error  # else the error holds this frame, this frame the error, and both what stages keep
+                del error  # else the error and this frame refer to each other, and keep the stages' tensors alive
 
     def cut(self, batch: Sequence[Any], chunks: int) -> Step:
-        """The micro-batches of a step, as the calling thread sees it."""
+        """A step with the micro-batches of the batch; with replicas, the calling thread's step."""
         return self.scatter(batch, chunks, Step)
 
     @contextmanager
     def begun(self, m: Step, scale: Scale, rows: Rows, observer: Observer | None) -> Iterator[None]:
-        """In this context the step is ready to run, and stages hold aliases of what needs a gradient."""
+        """In this context the step is ready to run, and stages hold aliases of the tensors that need a gradient."""
         with standing_in(self.stages) as pairs:
             m.begin(self, pairs, scale, rows, self.mailboxes(rows), range(len(self.stages)), observer)
             yield
 
     def mailboxes(self, rows: Rows) -> tuple[Transport, ...]:
-        """Of each stage the mailbox of its worker. A thread that runs all rows has the only one."""
+        """For each stage the mailbox of its worker. If one thread runs all rows, all stages share its mailbox."""
         made = {label: Mailbox(self.check_alive) for label in rows}
         return tuple([made.get(label) or made[self.devices[-1]] for label in self.devices])
 
     def outcome(self, m: Step, batch: Sequence[Any]) -> tuple[tuple[Any, ...], list[Pair]]:
-        """The outputs of the batch, and all gradients, with what they are for."""
+        """The outputs of the batch, and the pairs of tensors and aliases with all gradients."""
         outputs = tuple([x.detach() if isinstance(x, Tensor) else x for x in self.gather(m)])
         pairs = put_together([pair for pairs in m.pairs for pair in pairs], self.stages)
         return outputs, [*pairs, *self.input_pairs(m.leaves, batch)]
 
     def _run(self, m: Step) -> None:
-        """Every worker its row; back when all are done or have stopped."""
+        """Let every worker run its row; return when all are done or have stopped."""
         reports: SimpleQueue[Report] = SimpleQueue()
         replica_devices, ours = self.replica_devices(m), self.devices[-1]
         others = [label for label in replica_devices if label != ours]
@@ -185,12 +187,12 @@ class StepScheduler(SchedulerBase):
                 m.stop(error)
 
     def replica_devices(self, m: Step) -> dict[str, tuple[Step, int]]:
-        """For each worker that has a row, by its label, the step as it sees it, and a stage that it runs."""
+        """For each worker that has a row, by its label: its step, and a stage that it runs."""
         return {label: (m, j) for j, label in enumerate(self.devices) if label in m.rows}
 
     def _await(self, workers: Sequence[str], reports: SimpleQueue[Report], m: Step) -> None:
-        """Until all these workers are done, or gone. Ctrl-C may come when a report is out of the queue and not yet
-        here, so a report only says that there is something to see."""
+        """Wait until all these workers are done, or gone. Ctrl-C may lose a report that is out of the queue and not
+        returned yet, so a report only wakes this thread; `m.done` says who is done."""
         while True:
             try:
                 if all(label in m.done or not self._workers[label].thread.is_alive() for label in workers):
@@ -202,7 +204,7 @@ class StepScheduler(SchedulerBase):
                 m.stop(error)
 
     def _work(self, m: Step, j: int) -> None:
-        """The row of the worker of stage j, in the caller's modes."""
+        """Run the row of the worker of stage j, in the caller's modes."""
         try:
             with m.context.enter():
                 self._row(m, j)
@@ -212,7 +214,7 @@ class StepScheduler(SchedulerBase):
             m.done.append(m.devices[j])
 
     def _row(self, m: Step, j: int) -> None:
-        """The row of the worker of stage j."""
+        """Run the row of the worker of stage j."""
         row, last, failed = m.rows[self.devices[j]], m.last, m.failed
         action = None
         try:
@@ -230,8 +232,8 @@ class StepScheduler(SchedulerBase):
             m.stop(error)
 
     def input_pairs(self, leaves: Leaves, batch: Sequence[Any]) -> list[Pair]:
-        """The inputs that the loss depends on, with aliases that hold their gradients, from the leaves that stages got.
-        Autograd gives the others None, which is not the same as zeros to an optimizer."""
+        """The inputs that the loss depends on, with aliases that hold their gradients, collected from the stages'
+        leaves. Other inputs get no gradient, as in autograd: to an optimizer None is not the same as zeros."""
         pairs = []
         for value, (name, dim) in zip(batch, self.inputs, strict=True):
             if any(leaf.grad is not None for some in leaves.get(name, ()) for leaf in some):

@@ -1,7 +1,7 @@
-"""Notes when each action of a step began and ended: the timeline of a real run, in the form of a simulated one.
+"""Records when each action of a step began and ended: the timeline of a real run, in the form of a simulated one.
 
-On the CPU the worker's own clock is read. A GPU works behind the worker's back, so events are put into its stream, and
-read when all is done; they count from an event that every GPU gets at the moment when the step begins.
+On the CPU the worker reads its clock. A GPU works asynchronously, so events are recorded in its stream and read after
+the step; their times count from an event that is recorded on every GPU when the step begins.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ACTIONS = {
     "input_gradient": "I",
     "weight_gradient": "W",
 }
-# where (a device, or a link between two), whose clock, kind, stage, micro-batch, start, end, label
+# a device or a link between two, the device with the clock, kind, stage, micro-batch, start, end, label
 Note = tuple[str, torch.device, str, int, int, Moment, Moment, str]
 
 
@@ -44,8 +44,8 @@ def take_step(
     accumulate: int,
     timeline: bool,
 ) -> tuple[tuple[Any, ...], Timeline | None]:
-    """The outputs of a step, gradients multiplied by the scaler's scale and divided by `accumulate`, and when what ran,
-    if that is asked for."""
+    """Run a step, with gradients multiplied by the scaler's scale and divided by `accumulate`. Returns the outputs, and
+    the timeline if `timeline` is set, else None."""
     scale: Scale = 1 / accumulate if accumulate > 1 else None
     if scaler is not None:
         scale = scaler.scale(torch.ones((), device=scheduler.stages[-1].device)) / accumulate
@@ -56,11 +56,11 @@ def take_step(
 
 
 class StepTimer:
-    """What is noted of one step; where stages have replicas, of those of all workers.
+    """The notes of one step, of all workers.
 
     - `homes`: the torch device of each worker; `saved`: the bytes that autograd and recomputations keep there.
-    - `takes`: what recomputations keep, by worker, stage and micro-batch.
-    - `anchors`: for each GPU the event at which the step begins; `started`: when that was by the host's clock.
+    - `takes`: the tensors kept for recomputations, by worker, stage and micro-batch.
+    - `anchors`: for each GPU the event at which the step begins; `started`: the same moment by the host's clock.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class StepTimer:
         aliases = [stand_in for pairs in m.pairs for _, stand_in in pairs]
         for j in m.own:
             self.homes[m.devices[j]] = m.stages[j].device
-            # One count for all stages of a device, of what is not moved to the host.
+            # All stages of a device share one count; tensors that are moved to the host do not count.
             saved = self.saved.setdefault(m.devices[j], Saved(aliases))
             if not isinstance(m.hooks[j], Offload):
                 m.hooks[j] = saved
@@ -87,7 +87,7 @@ class StepTimer:
         self.started = perf_counter()
 
     def action(self, kind: str, m: Step, run: Callable[..., Any], j: int, i: int, *args: Any) -> Any:
-        """Run an action of stage j on micro-batch i."""
+        """Run an action of stage j on micro-batch i, and note its times."""
         if kind == "R" and m.kept[j, i].results is not None:
             return None
         label, device = m.devices[j], m.stages[j].device
@@ -112,11 +112,11 @@ class StepTimer:
         grad: bool,
         there: Step,
     ) -> Transfer:
-        """Send a tensor to another device."""
+        """Send a tensor to another device; note the times of a copy to a GPU."""
         here, goal = value.device, there.stages[target].device
         if goal.type == "cpu":
             return pack(m, value, j, i, target, name, grad, there)
-        # Between GPUs the copy runs on a stream of the one that sends.
+        # Between GPUs the copy runs on a stream of the sender.
         stream, device = (m.streams[j, i], here) if here.type == "cuda" else (there.streams[target, i], goal)
         if here.type == "cuda":
             wait_stream(stream, m.compute[j])
@@ -130,7 +130,7 @@ class StepTimer:
         return parcel
 
     def open(self, m: Step, open: Callable[..., Tensor], parcel: Transfer, j: int, i: int, name: str) -> Tensor:
-        """Take what comes from another device."""
+        """Take a tensor from another device; note the times of a copy to the CPU."""
         start = perf_counter()
         value = open(m, parcel, j, i, name)
         if parcel.device.type == "cpu":
@@ -139,7 +139,7 @@ class StepTimer:
         return value
 
     def timeline(self, name: str) -> Timeline:
-        """What happened, in seconds from the beginning."""
+        """The timeline of the step, in seconds from its beginning."""
         labels = tuple(self.homes)
         for device in self.anchors:
             torch.cuda.synchronize(device)
@@ -155,14 +155,14 @@ class StepTimer:
         return Timeline(name, labels, spans, links, tuple(self.memory(label) for label in labels))
 
     def memory(self, label: str) -> Steps:
-        """The high-water mark: of a GPU its own, of a CPU worker what backward needed at once."""
+        """The peak memory in bytes: a GPU's allocated memory, or the most that a CPU worker kept for backward."""
         device = self.homes[label]
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else self.saved[label].peak
         return ((0.0, peak),)
 
 
 def moment(device: torch.device) -> Any:
-    """Now, as the device sees it."""
+    """The present moment: seconds of the host's clock on the CPU, an event on a GPU's current stream."""
     if device.type != "cuda":
         return perf_counter()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

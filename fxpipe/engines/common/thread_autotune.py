@@ -1,18 +1,18 @@
-"""Whether the workers share a step or one thread runs it alone: whichever is faster, by trying.
+"""Measures whether a step is faster on all workers or on one thread alone.
 
-A worker that waits has to be woken, and Python runs one thread at a time. Where an action takes a few microseconds,
-that costs more than the workers save; where it takes milliseconds, one thread alone would take as many times longer as
-there are workers. Both compute the same, bit for bit: each stage runs its actions in the same order.
+A waiting worker has to be woken, and Python runs one thread at a time. If an action takes a few microseconds, that
+costs more than the workers save; if it takes milliseconds, n workers are up to n times as fast as one thread. Both
+compute the same, bit for bit: each stage runs its actions in the same order.
 """
 
 from __future__ import annotations
 
 TRIALS = 3
-SMALL = 1e-3  # seconds an action: above it the workers always pay, and trying one thread would be dear
+SMALL = 1e-3  # seconds per action; above it the workers are always faster, and a trial of one thread would be slow
 
 
 class ThreadAutotune:
-    """What is known of steps of one size, which have so many actions."""
+    """The measurements of steps of one size, each of `actions` actions."""
 
     def __init__(self, actions: int) -> None:
         self.actions = actions
@@ -21,7 +21,7 @@ class ThreadAutotune:
         self.settled: bool | None = None
 
     def choose(self) -> bool:
-        """Whether the next step runs alone.
+        """Whether one thread runs the next step alone.
 
         >>> pace = ThreadAutotune(actions=100)
         >>> for seconds in (0.5, 0.05, 0.01, 0.04, 0.01, 0.05, 0.01):  # the first has much to do for the first time
@@ -34,7 +34,7 @@ class ThreadAutotune:
         return 1 < len(self.shared) > len(self.alone) + 1
 
     def note(self, alone: bool, seconds: float) -> None:
-        """A step took so long."""
+        """Record the time of a step; decide once there are enough trials."""
         if self.settled is not None:
             return
         (self.alone if alone else self.shared).append(seconds)

@@ -1,14 +1,14 @@
-"""What the actions of a step take: each worker runs its row, on real values, and waits for nobody.
+"""Measures the time of each action of a step: each worker runs its row, on real values, and waits for no other.
 
     the step       cpu:0   F0  F1  F2          B0  F3  B1      B2      B3
                    cpu:1       F0  F1      B0  F2  B1  F3  B2      B3
 
-    its rehearsal  cpu:0   F0  F1  F2  B0  F3  B1  B2  B3             what another worker would send is there already,
-                   cpu:1   F0  F1  B0  F2  B1  F3  B2  B3             from one true run
+    its rehearsal  cpu:0   F0  F1  F2  B0  F3  B1  B2  B3             the values of other workers are there already,
+                   cpu:1   F0  F1  B0  F2  B1  F3  B2  B3             recorded in one real run
 
-So all is as in a step (the code, the order, how much memory is held, the other worker busy at the same time, and with
-as much) but who waits for whom and how long: that is for the simulator to tell. Nothing that the model holds is
-changed, gradients, buffers and random state included.
+The code, the order, the memory in use and the load of the other workers are those of a real step. Only the waits for
+other workers are missing: the simulator adds them. The model is not changed, nor its gradients, its buffers and the
+state of the random generators.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from fxpipe.runtime.deferred_norms import discard
 from fxpipe.runtime.gradient_aliases import Pair, alias, commit_gradients
 from fxpipe.runtime.written_buffers import instead
 
-Sent = Mapping[Key, tuple[Any, bool]]  # what was sent to whom, and whether it is to have a gradient
+Sent = Mapping[Key, tuple[Any, bool]]  # each value that was sent, and whether it needs a gradient
 
 
 class Rehearsal:
     """Rehearsals of the steps of a scheduler for one batch; all stages must be on the CPU."""
 
     def __init__(self, engine: StepScheduler, batch: Sequence[Any], chunks: int) -> None:
-        """Runs the batch once, for the values that stages exchange, the outputs, and the most that each worker holds:
-        that is the same in every step, for it depends on the order of the worker's own actions alone."""
+        """Runs the batch once, and records the values that stages exchange, the outputs, and the peak memory of each
+        worker. The peak is the same in every step: it depends only on the order of the worker's own actions."""
         self.engine, self.batch, self.chunks = engine, batch, chunks
         with untouched(engine):
             recorder = Recorder()
@@ -53,7 +53,7 @@ class Rehearsal:
             self.outputs, _ = engine.outcome(m, batch)
 
     def once(self) -> Times:
-        """One rehearsal."""
+        """The times of one rehearsal."""
         with untouched(self.engine):
             start = perf_counter()
             found = Replay(self.sent)
@@ -76,7 +76,7 @@ class Rehearsal:
 
 
 class Recorder:
-    """An observer that keeps what is sent, and counts the memory that the step takes."""
+    """An observer that records the sent values, and counts the memory of the step."""
 
     def __init__(self) -> None:
         self.timer = StepTimer()
@@ -94,10 +94,11 @@ class Recorder:
 
 
 class Replay:
-    """An observer of a step to which all has been sent before it begins.
+    """An observer that puts all recorded values into the mailboxes before the step begins.
 
-    `seconds`: of each action; `moments`: when each action began and ended; `filling`: seconds that it took to put the
-    values where they are found.
+    - `seconds`: the time of each action.
+    - `moments`: when each action began and ended.
+    - `filling`: the seconds that it took to fill the mailboxes.
     """
 
     def __init__(self, sent: Sent) -> None:
@@ -115,14 +116,14 @@ class Replay:
         self.filling = perf_counter() - start
 
     def rows(self, rows: Rows) -> Rows:
-        """The same with methods that note how long they take."""
+        """The same rows, with methods that measure their own time."""
         return {
             label: tuple([(action, self.timed(action.kind, action.stage, method)) for action, method in row])
             for label, row in rows.items()
         }
 
     def timed(self, kind: str, j: int, method: Method) -> Method:
-        """The method of an action, that notes how long it takes; recomputation counts apart."""
+        """The method of an action, made to measure its own time; recomputation in it counts separately."""
 
         def run(engine: StepScheduler, m: Step, i: int) -> None:
             start = perf_counter()
@@ -142,12 +143,12 @@ class Replay:
 
 
 def nobody_waits(*message: Any) -> None:
-    """In the place of what would send it."""
+    """Replaces `_post`: sends nothing."""
 
 
 @contextmanager
 def untouched(engine: StepScheduler) -> Iterator[None]:
-    """What runs in this context leaves no trace in the model's buffers or in the state of random numbers."""
+    """In this context code leaves the model's buffers and the state of the random generator unchanged."""
     with ExitStack() as contexts:
         contexts.enter_context(torch.random.fork_rng(devices=[]))
         for stage in engine.stages:
@@ -160,8 +161,8 @@ def untouched(engine: StepScheduler) -> Iterator[None]:
 
 
 def stand_ins(pairs: Sequence[Pair]) -> list[Pair]:
-    """The same with other tensors for those of the model, which have copies of their gradients: to add to them takes
-    as long."""
+    """The pairs with the model's tensors replaced by aliases that have copies of their gradients: to add gradients to
+    these takes as long as in a real step, and leaves the model unchanged."""
     twins: dict[int, Tensor] = {}
     for tensor, _ in pairs:
         if id(tensor) not in twins:
@@ -171,7 +172,7 @@ def stand_ins(pairs: Sequence[Pair]) -> list[Pair]:
 
 
 def wake(rounds: int = 50) -> float:
-    """Seconds from when a thread sends a message to when another, that waits for it, goes on."""
+    """The median seconds from a thread's sending of a message until another, waiting thread goes on."""
     there, back = SimpleQueue[float](), SimpleQueue[float]()
 
     def answer() -> None:
@@ -194,7 +195,7 @@ def wake(rounds: int = 50) -> float:
 def rehearse(
     engine: StepScheduler, batch: Sequence[Any], chunks: int, rounds: int, warmup: int = 1
 ) -> tuple[list[Times], tuple[Any, ...], tuple[Steps, ...]]:
-    """The times of several rehearsals, after some that do not count; the outputs of the batch; and the most bytes that
-    each worker holds."""
+    """The times of `rounds` rehearsals, after `warmup` that do not count; the outputs of the batch; and the peak memory
+    of each worker, in bytes."""
     rehearsal = Rehearsal(engine, batch, chunks)
     return [rehearsal.once() for _ in range(warmup + rounds)][warmup:], rehearsal.outputs, rehearsal.memory

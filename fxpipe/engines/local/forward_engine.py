@@ -1,12 +1,12 @@
-"""Run generated stages in this process: a worker for each device, a clock, and autograd for the way back.
+"""Run generated stages in this process: a worker for each device, a clock, and autograd for backward.
 
     clock        0   1   2   3   4
-    cpu:0       F0  F1  F2                 tick t runs the tasks (micro-batch i, stage j) with i + j = t, at once;
-    cpu:1           F0  F1  F2             before it, each stage's `ready` draws the dependencies of backward and
-    cpu:2               F0  F1  F2         copies what comes from other devices
+    cpu:0       F0  F1  F2                 tick t runs the tasks (micro-batch i, stage j) with i + j = t in parallel;
+    cpu:1           F0  F1  F2             before it, each stage's `ready` adds the dependencies of backward, and
+    cpu:2               F0  F1  F2         copies the values of other devices
 
-A generated scheduler is a `Pipeline` with `ready_j` and `compute_j` for each stage j; here is what they have in
-common. The calling thread, which would only wait, is the worker of the last stage's device.
+A generated scheduler is a `Pipeline` with methods `ready_j` and `compute_j` for each stage j. The calling thread, which
+would otherwise only wait, is the worker of the last stage's device.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Pipeline(SchedulerBase):
         return self.gather(m)
 
     def tick(self, m: Batches, tick: Tick, compute: Sequence[Compute]) -> None:
-        """Run the tasks of a tick, each on its worker, and wait for all. The error of the lowest stage is raised
-        here."""
+        """Run the tasks of a tick, each on its worker, and wait for all. Raises the error of the lowest stage that
+        failed."""
         reports: SimpleQueue[Report] = SimpleQueue()
         ours = []
         for task in tick:
@@ -71,7 +71,7 @@ class Pipeline(SchedulerBase):
             raise self.failure(m, failed)
 
     def await_report(self, reports: SimpleQueue[Report]) -> Report:
-        """The next report. Raises RuntimeError if a worker is gone, for then it may never come."""
+        """The next report. Raises RuntimeError if a worker is gone: then the report may never come."""
         while True:
             try:
                 return reports.get(timeout=LOST)
@@ -79,20 +79,21 @@ class Pipeline(SchedulerBase):
                 self.check_alive()
 
     def failure(self, m: Batches, failed: Sequence[tuple[tuple[int, int], BaseException]]) -> BaseException:
-        """The exception of the lowest stage, itself, with a note that says where."""
+        """The exception of the lowest stage that failed, with a note of its task."""
         (i, j), error = min(failed, key=lambda report: report[0][1])
         self.add_notes(error, m, j, i)
         return error
 
     def watched(self, j: int) -> Compute:
-        """What computes stage j, with notes on exceptions in its backward."""
+        """The `compute_j` of the scheduler. If the stage calls submodules whole, exceptions in their backward get a
+        note."""
         stage = self.stages[j]
         compute: Compute = getattr(self, f"compute_{j}")
         if not stage.opaque:
             return compute
 
         def watched(m: Batches, i: int) -> None:
-            # Autograd's graph holds the function that adds the note, which must not hold `m`: that holds the graph.
+            # Autograd's graph refers to the lambda, so it must not refer to `m`, which refers to the graph.
             with watching(lambda error: add_note(error, stage, j, i, backward=True)):
                 compute(m, i)
 
@@ -100,7 +101,7 @@ class Pipeline(SchedulerBase):
 
 
 def nothing(m: Batches, i: int) -> None:
-    """What a stage without `ready_j` needs before it runs."""
+    """Stands in for `ready_j` of a stage that has none."""
 
 
 def clock(m: int, n: int) -> Iterator[Tick]:

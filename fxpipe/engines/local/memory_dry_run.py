@@ -1,10 +1,10 @@
-"""What a step on CPU workers keeps in memory, known without computing anything: the step runs on fake tensors.
+"""The memory that a step on CPU workers keeps, found without computing: the step runs on fake tensors.
 
-Fake tensors have shapes, element types and a memory of the right size that is not there, so autograd saves for backward
-what it would save of real ones; but for LSTM, GRU and RNN, whose fused CPU kernels have a workspace of a size that
-nobody tells, and for submodules that are kept whole, whose Python may look at values. The order in which a worker keeps
-and lets go is that of its row, whoever it waits for, and all rows may run on one thread. What is counted is what a
-timed step counts (`saved.py`): each memory once, from when autograd or a recomputation first keeps it until it is last
+Fake tensors have shapes, element types and a storage size, but no memory, so autograd saves the same tensors for
+backward as it does of real ones. There are two exceptions: LSTM, GRU and RNN, whose fused CPU kernels have a workspace
+of unknown size, and submodules that are kept whole, whose Python code may read values. A worker keeps and frees memory
+in the order of its row, whatever the other workers do, so one thread can run all rows. The count is that of a timed
+step (`saved_tensors.py`): each memory once, from when autograd or a recomputation first keeps it until it is last
 needed; parameters do not count.
 """
 
@@ -26,7 +26,7 @@ from fxpipe.runtime.written_buffers import instead
 
 
 def without_memory(batch: Sequence[Any]) -> tuple[Any, ...]:
-    """The inputs of a step as they are remembered: tensors on the meta device."""
+    """The inputs of a step, with tensors replaced by meta tensors of the same shape, strides and type."""
     return tuple(
         torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta").requires_grad_(x.requires_grad)
         if isinstance(x, Tensor)
@@ -36,8 +36,8 @@ def without_memory(batch: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def memory_of_step(engine: StepScheduler, batch: Sequence[Any], chunks: int) -> tuple[Steps, ...]:
-    """The most bytes that each worker holds at once, as a timed step counts them. Inputs may be on the meta device.
-    Raises whatever the model does where it needs the values of tensors."""
+    """The peak memory of each worker in bytes, as a timed step counts it. Inputs may be on the meta device. A model
+    that needs the values of tensors raises its own error."""
     mode, made = FakeTensorMode(allow_non_fake_inputs=True), dict[int, Tensor]()
     stages = [*engine.stages, *([] if engine.whole is None else [engine.whole])]
 
@@ -51,7 +51,7 @@ def memory_of_step(engine: StepScheduler, batch: Sequence[Any], chunks: int) -> 
     with ExitStack() as contexts:
         contexts.enter_context(torch.random.fork_rng(devices=[]))
         for stage in stages:
-            contexts.callback(stage.find_differentiable)  # once its own tensors are back
+            contexts.callback(stage.find_differentiable)  # runs after the stage's own tensors are back
             contexts.enter_context(instead(stage, {path: fake(stage.tensor(path)) for path in stage.states}))
             contexts.callback(discard, [stage])
             stage.find_differentiable()

@@ -3,10 +3,10 @@
     micro-batch of 5      stage 0 on cpu:0     stage 1 on cpu:1, cpu:2      stage 2 on cpu:3, cpu:4, cpu:5
                              0 1 2 3 4      ▶     0 1 2 │ 3 4            ▶     0 1 │ 2 3 │ 4
 
-To a worker its slices are micro-batches like any others: it sees a step of its own, with fewer samples. Only who gets
-a message is another question, which `replica_routing.py` answers.
+To a worker its slices are ordinary micro-batches: it has a step of its own, with fewer samples. Only the routing of
+messages differs (`replica_routing.py`).
 
-The first replica of a stage is the stage itself. `runtime/stage_replica.py` says what the others hold.
+The first replica of a stage is the stage itself; for the other replicas see `runtime/stage_replica.py`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ReplicatedScheduler(StepScheduler):
     def __init__(self, stages: Sequence[Stage], whole: Stage | None = None, threads: bool = True) -> None:
         super().__init__(stages, whole, threads)
         further = iter(self.further)
-        # Of each stage, the modules and the labels of its replicas.
+        # For each stage, the modules of its replicas; then their labels.
         self.replica_groups = tuple(
             (stage, *(next(further) for _ in labels)) for stage, labels in zip(self.stages, self.replicas, strict=True)
         )
@@ -49,7 +49,7 @@ class ReplicatedScheduler(StepScheduler):
             empty(replica)
 
     def _place(self, k: int) -> Place:
-        """Where replicas number k run; of stages that have fewer, the last one stands in for them and never runs."""
+        """Where replicas number k run. For a stage with fewer replicas, its last one fills the place and is not run."""
         stages = tuple(replica_group[min(k, len(replica_group) - 1)] for replica_group in self.replica_groups)
         devices = tuple(labels[min(k, len(labels) - 1)] for labels in self.labels)
         return Place(stages, devices, Streams(tuple(stage.device for stage in stages)))
@@ -133,5 +133,5 @@ class ReplicatedScheduler(StepScheduler):
 
 
 def in_order(steps: Sequence[Step]) -> list[tuple[Step, int]]:
-    """The slices of the batch that replicas have, as (step, micro-batch), in the order of the samples."""
+    """The slices of the batch, as (step of a replica, micro-batch), in the order of their samples."""
     return [(step, i) for i in range(len(steps[0])) for step in steps if i < len(step)]

@@ -1,10 +1,10 @@
-"""How far the clocks of ranks are apart, so that what each has noted becomes one timeline.
+"""Measures the offsets between the clocks of ranks, so that their notes become one timeline.
 
-    leader  before ──┐                 ┌── after        the other clock was read between the two, half way with luck;
-    rank 1           └──▶ its time ────┘                the quickest of several rounds leaves it the least room
+    leader  before ──┐                 ┌── after        rank 1 read its clock between the two, about half way;
+    rank 1           └──▶ its time ────┘                the shortest of several rounds has the smallest error
 
-Processes of one machine have the same clock, and a round only says that they may: then they count as the same, which is
-exact. Those of two machines began at different times.
+Processes on one machine have the same clock. If a round is consistent with equal clocks, the offset counts as 0, which
+is exact there. The clocks of two machines count from different moments.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROUNDS = 10
 
 
 def ahead(world: World) -> float:
-    """Seconds by which this rank's clock is ahead of the leader's. All ranks call it together. Raises Lost."""
+    """The seconds by which this rank's clock is ahead of the leader's. All ranks call it together. Raises Lost."""
     if world.leads:
         for peer in world.others:
             world.tell(peer, pickle.dumps(difference([_round(world, peer) for _ in range(ROUNDS)])))
@@ -38,7 +38,7 @@ def _round(world: World, peer: int) -> tuple[float, float, float]:
 
 
 def difference(rounds: list[tuple[float, float, float]]) -> float:
-    """By how much a clock is ahead of ours, from several readings: our time before, its time, our time after.
+    """The seconds by which another clock is ahead of ours. Each round is (our time before, its time, our time after).
 
     >>> difference([(0.0, 100.5, 4.0), (5.0, 106.0, 7.0)])
     100.0

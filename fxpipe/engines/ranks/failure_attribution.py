@@ -1,12 +1,13 @@
-"""Which rank is lost, so that all say the same: who sees it leaves word in the store of the process group.
+"""Finds which rank is lost, so that all ranks report the same one. They exchange what they see through the store of the
+process group.
 
-What a rank sees need not be what has happened. One that waits too long may wait for a rank that itself waits for a
-third; and one that has waited too long closes its connections (gloo does), so that others take it for gone. So each
-says what it has seen, gives all others time to say so too, and follows what they have said:
+What a rank sees need not be the cause. A rank that times out may have waited for a rank that itself waits for a third;
+and a rank that times out closes its connections (gloo does), so others take it for gone. So each rank writes what it
+has seen, gives the others time to do the same, and follows the chain of their words:
 
-    rank 3 sees that 2 is gone, which has waited for 1, which has said nothing: rank 1 does not answer
+    rank 3 sees that 2 is gone; 2 has waited for 1; 1 has written nothing: rank 1 does not answer
 
-The first to come to an end decides for all.
+The verdict of the first rank that is done is the verdict of all.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from threading import Thread
 from typing import Any
 
 PAUSE = 0.05  # seconds
-GONE = 2.0  # seconds, in which a rank whose connection is closed would have said that it has waited too long
-ANSWER = 3.0  # seconds, in which a store answers whose process does not stand still
+GONE = 2.0  # seconds within which a rank that closed its connection after a timeout would have written so
+ANSWER = 3.0  # seconds within which a store answers unless its process stands still
 
 
 def blame(store: Any, rank: int, peer: int, reason: str, late: bool, patience: float) -> tuple[int, str]:
-    """Whom all blame, and why. This rank has seen that `peer` is lost, for this reason; `late`: it has waited for it,
-    and `patience` is in how many seconds others would say that they have waited as long. Where the store does not
-    answer, what is seen here is all that is known."""
+    """The rank that all ranks blame, and why. This rank has seen that `peer` is lost, for this `reason`; `late`: a wait
+    for it timed out. `patience`: the seconds to wait for the words of others. If the store does not answer, the result
+    is what this rank has seen."""
     own, found = f"{peer} {reason}", SimpleQueue[str]()
 
     def ask() -> None:
@@ -34,7 +35,7 @@ def blame(store: Any, rank: int, peer: int, reason: str, late: bool, patience: f
         except RuntimeError:  # the store is gone
             found.put(own)
 
-    Thread(target=ask, daemon=True).start()  # a store may be in a process that stands still: it never answers
+    Thread(target=ask, daemon=True).start()  # a store in a process that stands still never answers
     try:
         known = found.get(timeout=2 * patience + ANSWER)
     except Empty:
@@ -44,11 +45,11 @@ def blame(store: Any, rank: int, peer: int, reason: str, late: bool, patience: f
 
 
 def last_word(store: Any, rank: int, own: str, late: bool, patience: float) -> str:
-    """What the last has seen of those who have waited for each other, this rank first."""
+    """Follow the chain of ranks that have waited for each other, from this rank on: the word of the last one."""
     store.set(f"seen/{rank}", own)
     end = time.monotonic() + (patience if late else min(GONE, patience))
     while time.monotonic() < end and not store.check(["lost"]):
-        if not late and store.check([f"seen/{blamed(own)}"]):  # it is there, and waits
+        if not late and store.check([f"seen/{blamed(own)}"]):  # the blamed rank is alive, and waits itself
             late, end = True, time.monotonic() + patience
         time.sleep(PAUSE)
     passed, word = {rank}, own

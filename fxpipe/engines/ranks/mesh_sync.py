@@ -1,9 +1,9 @@
-"""A pipe beside others like it: the rows of a mesh, of which each is a pipe of its own.
+"""Pipes in a mesh: each row of ranks is a pipe.
 
-          pp ──▶                       what goes on in a row is a step of its pipe. What goes on in a column, by
-dp   rank 0 ──▶ rank 1                 DistributedDataParallel, FSDP2 or DTensor, are collectives, in which a rank
- │     ┆          ┆                    waits for ever for one that is not there. So before those the column agrees,
- ▼   rank 2 ──▶ rank 3                 by messages, that all are there, and that nothing has failed in any row
+          pp ──▶                       The ranks of a row run a step of their pipe. The ranks of a column run
+dp   rank 0 ──▶ rank 1                 collectives (DistributedDataParallel, FSDP2 or DTensor), in which a rank waits
+ │     ┆          ┆                    for ever for one that is missing. So before these the column agrees, by
+ ▼   rank 2 ──▶ rank 3                 messages, that all its ranks are present, and that no row has failed
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .step_consensus import Failure, consensus, describe
 
 
 class MeshSync:
-    """What a rank and those in its column agree on in each call. `worlds`: the columns, one for each dimension of the
-    mesh beside that of the pipe; `due`: how often they are to agree before this call ends."""
+    """The agreement of a rank with its columns in each call. `worlds`: the columns, one for each dimension of the mesh
+    except the pipe's; `due`: how many agreements are left in this call."""
 
     def __init__(self, worlds: Sequence[World]) -> None:
         self.worlds, self.due = tuple(worlds), 0
@@ -37,7 +37,7 @@ class MeshSync:
 
     @contextmanager
     def call(self, due: int) -> Iterator[None]:
-        """In this context a call is made. If it fails early, the others hear of it when they are to agree."""
+        """A context for one call with `due` agreements. If it fails early, it tells the others at those left."""
         self.due = due
         try:
             yield
@@ -47,7 +47,7 @@ class MeshSync:
             raise
 
     def agree(self, error: BaseException | None) -> BaseException | None:
-        """The error of this rank, or else that of another row; None if there is none at all."""
+        """Agree with the columns: the error of this rank, or else of another row; None if no row has failed."""
         self.due -= 1
         for world in self.worlds:
             try:
@@ -59,13 +59,13 @@ class MeshSync:
         return error
 
     def collect(self, values: list[Any]) -> list[Any]:
-        """What the ranks of all rows have, given what those of this row have. Raises Lost."""
+        """The values of the ranks of all rows, given those of this row. Raises Lost."""
         for world in self.worlds:
             values = [value for row in world.collect(values) for value in row]
         return values
 
     def place(self, rank: int, size: int) -> int:
-        """Where in that is what this rank has, number `rank` of so many in its row."""
+        """The index in the result of `collect` of rank number `rank` of `size` in this row."""
         for world in self.worlds:
             rank, size = world.rank * size + rank, len(world.labels) * size
         return rank

@@ -1,14 +1,15 @@
-"""Run one rank's part of a pipe: the same generated scheduler, of which each process runs the row of its own device.
+"""Run one rank's part of a pipe: all processes have the same generated scheduler, and each runs its own device's row.
 
-    rank 0  run 0F0  send x[0]  run 0F1  send x[1]  receive dx[0] ...       every rank goes through its program, which
+    rank 0  run 0F0  send x[0]  run 0F1  send x[1]  receive dx[0] ...       every rank runs its program, which
     rank 1  receive x[0]  run 1F0  receive x[1]  run 1B0  send dx[0] ...    `add_transfers` has made and checked
 
-To receive is to begin to: nobody waits until an action takes what was to come. To send never waits. All forms are
-known, so beside the values little is said: the leader's header before a step, and after it how it went, by all to all.
+Receives are posted asynchronously; an action waits when it needs the value. Sends never wait. The shape and type of
+each message are known, so there are few other messages: the leader's header before a step, and after it the verdict,
+in which each rank tells all others how its step went.
 
-A rank that fails goes on to the end of its program without computing: what it sends says that it has failed, and who
-takes that fails in turn. So nothing hangs and nothing is left over, and the verdict tells everyone what happened where.
-If a rank is lost, those who were to hear from it fail in the same way, and no step can be any more.
+A rank that fails goes on to the end of its program without computing: its messages say that it has failed, and a rank
+that needs one of them fails in turn. So no rank hangs, no message is left over, and the verdict tells all ranks the
+cause. If a rank is lost, the ranks that need its messages fail in the same way, and no further step is possible.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ from .replica_reduce import broadcast_values, commit_statistics, written
 
 
 class RankScheduler:
-    """What runs one rank's part of a generated scheduler, `steps`, whose stages of other ranks are empty.
+    """Runs one rank's part of a generated scheduler.
 
-    - `program`: what it does in each step; `table`: the messages of all ranks.
+    - `steps`: the scheduler; its stages on other ranks are empty.
+    - `program`: the rank's program of a step; `table`: the messages of all ranks.
     - `parallel`: how the rows of a mesh add up gradients, or None.
     """
 
@@ -63,7 +65,7 @@ class RankScheduler:
 
     @property
     def source(self) -> str:
-        """The text of the file that the scheduler came from."""
+        """The text of the generated file."""
         return self.steps.source
 
     def run(
@@ -75,14 +77,14 @@ class RankScheduler:
         error: BaseException | None = None,
         timer: RankTimer | None = None,
     ) -> tuple[Any, ...]:
-        """The outputs, on every rank, for the inputs, of which those must be here that stages of this rank use; each
-        rank gets the gradients of its own stages, and those of the inputs that it has. `seed` is what random numbers
-        begin with. With an `error`, this rank only takes part, and fails by it."""
+        """Run a step: the outputs of the whole batch, on every rank. A rank must have the inputs that its stages use,
+        and gets the gradients of its own stages and of the inputs that it has. `seed`: of the random ops. With an
+        `error`, this rank only takes part in the messages, and raises it. Raises RankError if a rank is lost."""
         self.world.begin()
         seen = [self._seen(name, value) for (name, _), value in zip(self.steps.inputs, batch, strict=True)]
         with nullcontext(error) if self.parallel is None else self.parallel.held(self, error) as error:
             try:
-                self._even_out()  # what other calls have made of the buffers
+                self._even_out()  # other calls may have changed the buffers
                 run = self._begin(seen, chunks, seed, error or self._check(batch))
                 run.take(scale, timer)
                 self._commit()
@@ -98,7 +100,7 @@ class RankScheduler:
         return outputs
 
     def _begin(self, batch: Sequence[Any], chunks: int, seed: int, error: BaseException | None) -> RankRun:
-        """A step that is ready to run."""
+        """Prepare a step, with this rank's slices of the batch."""
         self.steps.refresh()
         m = whole = self.steps.scatter(batch, chunks, lambda sizes, *_: Step(sizes, self.place, False))
         whole.seed = seed
@@ -110,25 +112,25 @@ class RankScheduler:
         return RankRun(self.steps, self.program, m, whole, error)
 
     def share_values(self) -> None:
-        """Let all replicas of a stage begin with the values that the first one has. Raises Lost."""
+        """Copy the states of the first replica of each stage to the others. Raises Lost."""
         if self.replicated:
             own = [stage.tensor(path) for stage in self.stages for path in stage.states]
             broadcast_values(self.world, self.program.replica_group, own)
 
     def _even_out(self) -> None:
-        """The buffers that forward writes are those of the first replica. Raises Lost."""
+        """Copy the buffers that forward writes from the first replica to the others. Raises Lost."""
         if self.replicated and self.steps.mutating:
             broadcast_values(self.world, self.program.replica_group, written(self.steps.mutating))
 
     def _commit(self) -> None:
-        """The mini-batch is over. Raises Lost."""
+        """Update running statistics at the end of the mini-batch. Raises Lost."""
         if self.replicated and self.steps.mutating:
             commit_statistics(self.world, self.program.replica_group, self.steps.mutating)
         else:
             commit(self.steps.mutating)
 
     def _check(self, batch: Sequence[Any]) -> InputError | None:
-        """What is wrong with the inputs, as far as they are used here."""
+        """An error if an input that this rank uses is missing here, else None."""
         missing = [n for (n, _), x in zip(self.steps.inputs, batch, strict=True) if n in self._used and is_meta(x)]
         if not missing:
             return None
@@ -137,7 +139,7 @@ class RankScheduler:
         )
 
     def _seen(self, name: str, value: Any) -> Any:
-        """An input as this rank needs it: only its shape, where none of its stages takes it."""
+        """An input as this rank needs it: a meta tensor if none of its stages uses it."""
         if not isinstance(value, Tensor):
             return value
         if name not in self._used:
@@ -148,8 +150,8 @@ class RankScheduler:
 def on_rank(
     kind: type[StepScheduler], stages: Sequence[Stage | None], whole: Stage | None, world: World, table: MessageTable
 ) -> RankScheduler:
-    """What runs one rank's part of a generated scheduler. `stages`, followed by their further replicas, are None where
-    another rank runs them."""
+    """The RankScheduler of this rank, for the generated class `kind`. `stages` has the stages, then their further
+    replicas; None for those that run on other ranks."""
     count = len(kind.devices)
     further, groups = iter(stages[count:]), []
     for j, labels in enumerate(table.replica_groups):
@@ -160,7 +162,7 @@ def on_rank(
 
 
 def elsewhere(j: int, world: World, table: MessageTable) -> Stage:
-    """In the place of stage j of another rank: what it lends has no values there."""
+    """An empty stage in the place of stage j of another rank; the tensors that it lends are on the meta device."""
     found = Stage({}, {}, world.device)
     for loan in table.lent:
         if loan.home == j:
@@ -171,7 +173,8 @@ def elsewhere(j: int, world: World, table: MessageTable) -> Stage:
 def take_step(
     scheduler: RankScheduler, batch: Sequence[Any], chunks: int, scale: Scale, seed: int, timeline: bool
 ) -> tuple[tuple[Any, ...], Timeline | None]:
-    """The outputs of a step, and when what ran on which rank, if that is asked for; all ranks ask, or none."""
+    """Run a step: the outputs, and the timeline of all ranks if `timeline` is set, else None. `timeline` must be the
+    same on all ranks."""
     if not timeline:
         return scheduler.run(batch, chunks, scale, seed), None
     timer = RankTimer(scheduler.world)
@@ -180,5 +183,5 @@ def take_step(
 
 
 def is_meta(value: Any) -> bool:
-    """Whether it stands for a tensor that other ranks have, and only has its shape."""
+    """Whether the value is a meta tensor, which stands for a tensor on other ranks."""
     return isinstance(value, Tensor) and value.is_meta

@@ -1,13 +1,13 @@
-"""The processes of a pipe: a rank for each device, and how they tell each other small things.
+"""The processes of a pipe: a rank for each device, their connections, and small messages between them.
 
-torch.distributed's collectives are of no use where one rank may be gone: its neighbours get an error, the others wait.
-So everything is sent from one rank to another, and who agrees on something does so through the leader, rank 0:
+torch.distributed's collectives do not help if a rank may be gone: its neighbours get an error, the others wait for
+ever. So all messages go from one rank to another, and ranks agree through the leader, rank 0:
 
-    rank 1 ──▶ leader ──▶ rank 1        whoever is gone, the leader sees it at once, or its own end is seen by all
+    rank 1 ──▶ leader ──▶ rank 1        the leader sees at once that a rank is gone; if the leader is gone, all see it
     rank 2 ──▶        ──▶ rank 2
 
-Ranks on one machine exchange everything through shared memory (`same_machine.py`), which takes a third of the time.
-Values that do not fit there use torch.distributed, as values between machines do.
+Ranks on one machine exchange everything through shared memory (`same_machine.py`), in a third of the time. Values that
+do not fit there use torch.distributed, as do values between machines.
 
 A wait that ends in an error means that a rank is lost: it has ended, or stands still for longer than the timeout.
 """
@@ -34,8 +34,8 @@ from .failure_attribution import blame
 
 LEADER = 0
 UP, DOWN = 0, 1  # lanes: to ranks with larger numbers, and to those with smaller ones
-VALUES, SAID = 0, 1  # tags: the two may share a connection
-COUNT = 8  # bytes of the length of small things, which stands before them
+VALUES, SAID = 0, 1  # tags: values and small messages may share a connection
+COUNT = 8  # bytes of the length that precedes a small message
 
 
 class Lost(Exception):
@@ -51,14 +51,14 @@ class World:
     """The ranks of one pipe, as one of them sees it.
 
     - `group`: their ProcessGroup, for collectives.
-    - `labels`: of the devices, by rank; `device`: this rank's own.
-    - `lanes`: the process groups for values, to later stages and back.
-    - `control`: the process group for everything else, from memory of the host.
+    - `labels`: the labels of the devices, by rank; `device`: this rank's device.
+    - `lanes`: the process groups for values: to larger ranks, and to smaller ones.
+    - `control`: the process group for everything else, in host memory.
     - `timeout`: seconds after which a rank that does not answer counts as lost.
-    - `store`: where the first rank that notices a loss says so; `lost`: why no further step is possible, or None.
-    - `listeners`: receives that this rank has begun, by the sender.
+    - `store`: where ranks that notice a loss write it; `lost`: why no further step is possible, or None.
+    - `listeners`: the posted receives of small messages, by sender.
     - `local_peers`: the ranks on the same machine, which share memory with this one.
-    - `steps`: how many have begun, the same on every rank.
+    - `steps`: the number of steps begun, the same on every rank.
     - `process`: the id of this rank's process; a fork of it cannot use the connections.
     """
 
@@ -95,28 +95,29 @@ class World:
     # One message ------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A step begins, on every rank: the places for values are free again."""
+        """Begin a step, on every rank: the places for values in shared memory are free again."""
         self.steps += 1
         for local_peer in self.local_peers.values():
             local_peer.out.begin(self.steps)
             local_peer.into.begin(self.steps)
 
     def slot(self, send: bool, peer: int, size: Size) -> Slot | None:
-        """The place of the next value that goes to a rank or comes from it, where the two share memory; else, or if
-        there is no place left, it has to be sent."""
+        """The place in shared memory of the next value to or from a rank. None if the two share no memory or no place
+        is left: then the value is sent by torch.distributed."""
         if peer not in self.local_peers or self.device.type != "cpu":
             return None
         local_peer = self.local_peers[peer]
         return (local_peer.out if send else local_peer.into).slot(size)
 
     def receive(self, peer: int, size: Size) -> Callable[[], Tensor]:
-        """Begin to receive a value: what is returned gives its message, once it is there. Both raise Lost."""
+        """Post the receive of a value. Returns a function that waits for the message and returns it. Both raise
+        Lost."""
         slot = self.slot(False, peer, size)
         if slot is not None:
 
             def left() -> Tensor:
                 self.wait(peer, slot.there)
-                return slot.tensor(size).clone()  # the next step writes there, and who knows who keeps the value
+                return slot.tensor(size).clone()  # the next step overwrites this place, and the value may live longer
 
             return left
         buffer = blank(size, self.device)
@@ -129,12 +130,12 @@ class World:
         return sent
 
     def put(self, slot: Slot, peer: int) -> None:
-        """A value is in its place."""
+        """Publish a value that is written in its place in shared memory, and wake its receiver."""
         slot.stamp()
         self.local_peers[peer].ring()
 
     def wait(self, peer: int, there: Callable[[], bool]) -> None:
-        """Until a rank on the same machine has done something. Raises Lost."""
+        """Wait for a rank on the same machine until `there()` is true. Raises Lost."""
         try:
             self.local_peers[peer].wait(there, self.timeout if self.lost is None else 0.0)
         except RuntimeError as error:
@@ -151,15 +152,15 @@ class World:
             raise self.lose(peer, error) from None
 
     def finish(self, work: Any, peer: int) -> None:
-        """Until what was begun is done. Raises Lost."""
+        """Wait until a send or receive is done. Raises Lost."""
         try:
             work.wait(self.limit)
         except RuntimeError as error:
             raise self.lose(peer, error) from None
 
     def lose(self, peer: int, error: Exception) -> Lost:
-        """A rank is lost: what others have said of it, or else what is seen here."""
-        if self.lost is not None:  # what is seen later may follow from it
+        """Find out which rank is lost, after an error with `peer`, and close the connections on this machine."""
+        if self.lost is not None:  # a later error may be a consequence of the first
             return self.lost
         late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
         reason = f"did not answer for {self.timeout:g} s" if late else "is gone: its connection is closed"
@@ -169,15 +170,15 @@ class World:
             local_peer.close()
         return self.lost
 
-    # Small things -----------------------------------------------------------------------------------------------------
+    # Small messages ---------------------------------------------------------------------------------------------------
 
     def tell(self, peer: int, data: bytes) -> None:
-        """Send bytes: one message, and another if there are many of them."""
+        """Send bytes: one message of at most `BLOCK` bytes, and a second one for the rest. Raises Lost."""
         for work, _ in self.begin_to_tell(peer, data):
             self.finish(work, peer)
 
     def begin_to_tell(self, peer: int, data: bytes) -> list[tuple[Any, Tensor]]:
-        """The works of `tell`, and what is to be kept until they are done."""
+        """Begin to send bytes: the works in progress, each with the tensor that must live until it is done."""
         first, rest = data[: BLOCK - COUNT], data[BLOCK - COUNT :]
         head, parts = len(data).to_bytes(COUNT, "little") + first, [rest] if rest else []
         if peer in self.local_peers:
@@ -191,15 +192,15 @@ class World:
         return [(self.start(True, peer, tensor, self.control), tensor) for tensor in tensors]
 
     def listen(self, *peers: int) -> None:
-        """Begin to hear what these ranks say next, so that they need not wait until this rank is ready to. Raises
-        Lost."""
+        """Post receives for the next small messages of these ranks, so that their sends need not wait for this rank.
+        Raises Lost."""
         for peer in peers:
             if peer not in self.listeners and peer not in self.local_peers:
                 buffer = torch.empty(BLOCK, dtype=torch.uint8)
                 self.listeners[peer] = buffer, self.start(False, peer, buffer, self.control)
 
     def hear(self, peer: int) -> bytes:
-        """Receive bytes."""
+        """Receive the bytes that a rank sent by `tell`. Raises Lost."""
         head = self._letter(peer) if peer in self.local_peers else self._block(peer)
         length = int.from_bytes(head[:COUNT], "little")
         if length <= BLOCK - COUNT:
@@ -209,7 +210,7 @@ class World:
         return head[COUNT:] + rest.numpy().tobytes()
 
     def _letter(self, peer: int) -> bytes:
-        """What has come next from a rank on the same machine."""
+        """The next letter from a rank on the same machine."""
         shared = self.local_peers[peer].into
         shared.letters += 1
         number = shared.letters
@@ -217,14 +218,14 @@ class World:
         return shared.read(number)
 
     def _block(self, peer: int) -> bytes:
-        """What has come next from a rank on another one."""
+        """The next block of bytes from a rank on another machine."""
         self.listen(peer)
         buffer, work = self.listeners.pop(peer)
         self.finish(work, peer)
         return buffer.numpy().tobytes()
 
     def tell_all(self, data: bytes) -> None:
-        """From one rank to all others; those who are there get it even if one is lost."""
+        """Send bytes to all other ranks; those that are alive get them even if one is lost. Then raises Lost."""
         lost, begun = None, list[tuple[int, Any, Tensor]]()
         for peer in self.others:
             try:
@@ -240,14 +241,14 @@ class World:
             raise lost
 
     def share(self, value: Any = None, home: int = LEADER) -> Any:
-        """A rank's value, which others get a copy of."""
+        """Give all ranks a copy of the value of rank `home`. Raises Lost."""
         if self.rank == home:
             self.tell_all(pickle.dumps(value))
             return value
         return pickle.loads(self.hear(home))
 
     def collect(self, value: Any) -> list[Any]:
-        """The values of all ranks, to all of them."""
+        """The values of all ranks, in order, on all ranks. Raises Lost."""
         if not self.leads:
             self.tell(LEADER, pickle.dumps(value))
             found: list[Any] = self.share()
@@ -257,28 +258,28 @@ class World:
         return found
 
 
-# The door -------------------------------------------------------------------------------------------------------------
+# To join a world ------------------------------------------------------------------------------------------------------
 
 
 _worlds: dict[Any, World] = {}
 
 
 def join(group: Any, device: torch.device, timeout: float) -> World:
-    """The world of the ranks of `group`, with connections of its own, which all pipes on these ranks share. Raises
-    RankError if one is lost meanwhile."""
+    """The world of the ranks of `group`. It has connections of its own, which all pipes on these ranks share. Raises
+    RankError if a rank is lost meanwhile."""
     ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
     key = (*ranks, device, timeout, id(dist.group.WORLD))
     if key in _worlds:
         return _worlds[key]
-    # Backends by themselves: torch.distributed.new_group asks all ranks of the whole world to take part, or else (torch
-    # 2.13) that all are in equally many groups, from which it makes the new one's name.
+    # Makes backends directly: torch.distributed.new_group requires all ranks of the whole world to take part, or else
+    # (torch 2.13) that all ranks are in equally many groups, whose number gives the new group its name.
     c10d: Any = dist.distributed_c10d
     store = c10d.PrefixStore(f"fxpipe/{'-'.join(map(str, ranks))}/{timeout}", c10d._get_default_store())
     limit = timedelta(seconds=timeout)
     control = c10d.ProcessGroupGloo(c10d.PrefixStore("control", store), rank, len(ranks), limit)
     lanes = control, control
     if device.type == "cuda":
-        # With NCCL what is sent to a rank waits behind what was begun with it before, so the two ways are two groups.
+        # In NCCL, operations with a rank run one after the other in a group, so each direction has a group of its own.
         up, down = (c10d.PrefixStore(way, store) for way in ("up", "down"))
         lanes = tuple(c10d.ProcessGroupNCCL(way, rank, len(ranks), limit) for way in (up, down))
     labels = tuple(f"{device.type}:{rank}" for rank in range(len(ranks)))

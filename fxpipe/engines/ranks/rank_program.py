@@ -1,4 +1,4 @@
-"""What one rank does in every step: the row of its device, with all that can be known of messages before a step."""
+"""The program of one rank: the row of its device, with all details of messages that are known before a step."""
 
 from __future__ import annotations
 
@@ -20,8 +20,13 @@ from .rank_group import World
 
 @dataclass(frozen=True, slots=True)
 class RankMessage:
-    """A message, as it is sent in every step: what the generated code calls it, the rank at the other end, and its
-    form; `number`: the type of a Python number; `route`: how it is cut, if it is a piece."""
+    """A message, as it is sent in every step.
+
+    - `key`: its target stage, micro-batch, and name in the generated code.
+    - `peer`: the rank at the other end.
+    - `dtype`, `shape`: those of the whole value; `number`: the type of a Python number, else None.
+    - `route`: how the value is cut, if the message is a piece.
+    """
 
     message: Message
     key: Key
@@ -35,10 +40,10 @@ class RankMessage:
 class RankProgram:
     """The program of one rank of `world`.
 
-    - `ranks`: of each stage, those of its replicas; `own`: the stages on this rank.
+    - `ranks`: for each stage, the ranks of its replicas; `own`: the stages on this rank.
     - `replica_group`: the ranks that have the same stages as this one; `replica`: its number among them.
     - `routes`: how messages are cut between stages of different numbers of replicas.
-    - `lines`: what it does, in order.
+    - `lines`: its actions and messages, in order.
     """
 
     def __init__(self, world: World, table: MessageTable, cuts: Iterable[Cut]) -> None:
@@ -68,29 +73,29 @@ class RankProgram:
         return RankMessage(what, self.key(what), peer, dtype, form.shape, form.number, route)
 
     def name(self, message: Message) -> str:
-        """What the generated code calls a message."""
+        """The name of a message in the generated code."""
         name = self.table.names.get(message.value, message.value)
         return gradient_key(name, message.source) if message.gradient else name
 
     def key(self, message: Message) -> Key:
-        """Where a message goes, and under which name."""
+        """The mailbox key of a message: target stage, micro-batch (-1: once a step), name."""
         name, i = self.name(message), message.micro_batch
         if i is None or len(self.ranks[message.source]) != len(self.ranks[message.target]):
             name = piece_name(name, *message.replicas)
         return message.target, -1 if i is None else i, name
 
     def size(self, entry: RankMessage, known: tuple[int, ...]) -> Size:
-        """The type and shape of what a message carries, for these sizes of its micro-batch."""
+        """The type and shape of a message's value, for the sizes `known` of its micro-batch."""
         key = entry.message.value, known
         if key not in self._sizes:
             if len(self._sizes) > 10_000:
-                self._sizes.clear()  # a program whose shapes never repeat
+                self._sizes.clear()  # bounds the memory of a program whose shapes never repeat
             sizes = dict(zip((name for name, _, _ in self.table.sizes), known, strict=False))
             self._sizes[key] = entry.dtype, tuple([dim_size(dim, sizes) for dim in entry.shape])
         return self._sizes[key]
 
     def coming(self, last: int) -> dict[int, list[RankMessage]]:
-        """What each other rank sends to this one in a step whose last micro-batch has this number, in order."""
+        """The messages from each other rank to this one, in order, in a step whose last micro-batch is `last`."""
         if last not in self._coming:
             coming: dict[int, list[RankMessage]] = {peer: [] for peer in self.world.others}
             for do, what in self.lines:
@@ -101,7 +106,7 @@ class RankProgram:
         return self._coming[last]
 
     def located(self, error: Exception, message: Message) -> Exception:
-        """The error, with a note of the message that it is about."""
+        """The error, with a note that describes the message."""
         at, (stage, replica) = self.table.origins.get(message.value), message.sender
         what = "which lends" if message.micro_batch is None else f"micro-batch {message.micro_batch},"
         if message.source == message.target:

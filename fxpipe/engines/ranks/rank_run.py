@@ -1,4 +1,4 @@
-"""A step of one rank under way: its program line by line, how it went everywhere, and what comes of it."""
+"""A step of one rank under way: its program, line by line, the verdict of all ranks, and the results."""
 
 from __future__ import annotations
 
@@ -29,8 +29,12 @@ from .weight_exchange import WeightExchange
 
 
 class RankRun:
-    """A step `m` of one rank, of its slices of the batch, which is `whole`. With an `error` the rank only takes part.
-    `numbers`: the outputs that are one number."""
+    """A step of one rank.
+
+    - `m`: the step, with the rank's slices; `whole`: the whole micro-batches.
+    - `error`: an earlier failure of this rank; then it only takes part in the messages.
+    - `numbers`: the outputs that are one number, by index.
+    """
 
     def __init__(
         self, steps: StepScheduler, program: RankProgram, m: Step, whole: Batches, error: BaseException | None
@@ -41,7 +45,7 @@ class RankRun:
         self.numbers: Numbers = {}
 
     def take(self, scale: Scale, timer: RankTimer | None) -> None:
-        """Run it, while `timer` looks on. Raises what has failed."""
+        """Run the step, observed by `timer`. Raises its first error."""
         m, stages, broken = self.m, self.steps.stages, self.transport.broken
         if not m.grad:
             wrap(m, dict.fromkeys(("forward", "forward_to_recompute"), keep_nothing))
@@ -59,7 +63,7 @@ class RankRun:
     # The program ------------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """All of this rank's program; back when everyone is done and the verdict is known."""
+        """Run all of this rank's program, until all ranks are done and the verdict is known."""
         m, transport, weights = self.m, self.transport, self.weights
         for do, what in self.program.lines:
             i = what.message.micro_batch if isinstance(what, RankMessage) else what.micro_batch
@@ -76,21 +80,21 @@ class RankRun:
                 continue
             elif isinstance(what, Message):
                 self._guarded(None, weights.reduce, do, what)
-            elif what.kind != "R":  # the backward that needs it computes it again
+            elif what.kind != "R":  # the methods of backward recompute by themselves
                 self._guarded(what, self._act, what)
-        for key in list(transport.posted):  # a rank that has failed takes what comes, all the same
+        for key in list(transport.posted):  # a rank that has failed still receives all messages to it
             self._guarded(None, transport.open_message, key)
         self._conclude()
 
     def _act(self, action: Action) -> None:
-        """One action."""
+        """Run an action, after it has got the tensors that its stage borrows."""
         with use_stream(self.m.compute[action.stage]):
             if self.weights.awaited:
                 self.weights.borrow(action.stage)
             self.steps.methods[action](self.steps, self.m, action.micro_batch)
 
     def _guarded(self, action: Action | None, do: Callable[..., object], *args: Any) -> None:
-        """Do something, and fail with what it raises."""
+        """Call `do`; what it raises becomes this rank's failure."""
         try:
             do(*args)
         except FailedElsewhere:
@@ -105,7 +109,8 @@ class RankRun:
             self.transport.fail(error)
 
     def _conclude(self) -> None:
-        """Wait for what was sent, and hear how it went. What this rank raises goes to `failed`."""
+        """Wait for the sends, and for the verdict of all ranks. The error that this rank will raise goes to
+        `failed`."""
         transport = self.transport
         for peer, works in transport.sent.items():
             for work, _ in works:
@@ -131,7 +136,7 @@ class RankRun:
         return tuple([self._output(at) for at in range(len(self.steps.outputs))])
 
     def _output(self, at: int) -> Any:
-        """Output number `at`, from who makes it, on all ranks. Raises Lost."""
+        """Output number `at`, on all ranks. Raises Lost."""
         if at in self.numbers:
             number, dtype = self.numbers[at]
             return torch.tensor(number, dtype=dtype, device=self.world.device)
@@ -139,17 +144,17 @@ class RankRun:
         return found.detach() if isinstance(found, Tensor) else found
 
     def _home(self, at: int) -> tuple[int, ...]:
-        """The ranks that have output number `at`, each a slice of it."""
+        """The ranks that make output number `at`, each a slice of it."""
         maker = self.program.table.makers[at]
         return (LEADER,) if maker < 0 else self.program.ranks[maker]
 
     def _values(self, at: int) -> list[Any]:
-        """What this rank has of an output, for each micro-batch."""
+        """This rank's values of an output, one for each micro-batch."""
         source = self.whole if self.program.table.makers[at] < 0 else self.m
         return [getattr(micro_batch, self.steps.outputs[at][0]) for micro_batch in source]
 
     def _shared(self, at: int) -> Any:
-        """An output, from the ranks that have it, on all of them. Raises Lost."""
+        """Gather an output from the ranks that make it, and share it with all ranks. Raises Lost."""
         first, *others = replica_group = self._home(at)
         found = None
         if self.world.rank in others:
@@ -165,8 +170,8 @@ class RankRun:
         return share_value(self.world, found, first)
 
     def _settle(self) -> None:
-        """Find the outputs of this rank that are tensors of one number, as the loss is; of several replicas each has
-        its share of the number."""
+        """Put this rank's outputs that are tensors of one number, such as the loss, into `numbers`; with replicas, its
+        share of each."""
         for at, (_, dim, reduce) in enumerate(self.steps.outputs):
             replica_group = self._home(at)
             if dim is not None or self.world.rank not in replica_group or not (values := self._values(at)):
@@ -181,13 +186,13 @@ class RankRun:
                     self.numbers[at] = number, value.dtype
 
     def pairs(self, batch: Sequence[Any]) -> list[Pair]:
-        """The gradients of this rank, with what they are for. Raises Lost."""
+        """The pairs of tensors and aliases with the gradients of this rank. Raises Lost."""
         own = put_together([pair for pairs in self.m.pairs for pair in pairs], self.steps.stages)
         inputs = self._input_pairs(batch)
         return [*own, *inputs] if self.m.grad else []
 
     def _all_leaves(self) -> dict[str, list[list[Tensor]]]:
-        """The pieces of inputs that need a gradient, with those of the other replicas in their places, without one."""
+        """The pieces of the inputs that need a gradient, by name; pieces of other replicas are there without one."""
         dims, found = dict(self.steps.inputs), {}
         for name, own in self.m.leaves.items():
             found[name] = all_pieces = list[list[Tensor]]()
@@ -198,7 +203,7 @@ class RankRun:
         return found
 
     def _input_pairs(self, batch: Sequence[Any]) -> list[Pair]:
-        """The inputs that need a gradient, with the sum of what the stages of all ranks have for them. Raises Lost."""
+        """The inputs that need a gradient, with the sum of their gradients from all ranks. Raises Lost."""
         inputs, detached = self.steps.inputs, self.steps.detached
         named = {name: value for (name, _), value in zip(inputs, batch, strict=True) if isinstance(value, Tensor)}
         wanted = {name: value for name, value in named.items() if value.requires_grad and name not in detached}
@@ -219,5 +224,5 @@ class RankRun:
 
 
 def keep_nothing(m: Step, _: Any, j: int, i: int, *args: Any) -> Any:
-    """A forward that no backward follows."""
+    """Run a forward that no backward follows, without keeping its arguments or graph."""
     return m.stages[j].forward(*args)

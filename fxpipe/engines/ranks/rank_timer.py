@@ -1,11 +1,11 @@
-"""Notes when each action of a step over ranks began and ended: one timeline, of what all ranks have noted.
+"""Records when each action of a step over ranks began and ended: one timeline, from the notes of all ranks.
 
-Each rank reads its own clock; before the notes are exchanged, times become the leader's (`clock_sync.py`). A message is
-noted twice, where it is sent and where it is taken, for nobody sees it arrive; what is known is that those which one
-rank sends to another arrive in order:
+Each rank reads its own clock; before the notes are exchanged, times become the leader's (`clock_sync.py`). No rank sees
+a message arrive, so each message is noted when it is sent and when it is taken. Messages from one rank to another
+arrive in order, so a message has arrived by the time when it, or one sent after it, is taken:
 
-    sent    a   b       c                      a link carries one after the other: each from when it was sent, or when
-    taken                  a   c   b           the one before it was there, until it was taken, or one sent after it
+    sent    a   b       c                      a link carries one message after the other: each begins when it was
+    taken                  a   c   b           sent, or when the one before it has arrived
     link    aaaaaaaaaaaaaaabbbbc
 """
 
@@ -31,8 +31,13 @@ from .rank_transport import RankTransport
 
 @dataclass(frozen=True)
 class Notes:
-    """What one rank has noted of a step, in seconds of the leader's clock: when it began, its actions, when it sent
-    each message and when it took each; and the most memory it had in use."""
+    """The notes of one rank for a step. All times are in seconds of the leader's clock.
+
+    - `begun`: when the step began.
+    - `spans`: its actions.
+    - `sent`, `taken`: when it sent and took each message.
+    - `memory`: the peak memory of its device, in bytes.
+    """
 
     begun: float
     spans: tuple[Span, ...]
@@ -42,7 +47,7 @@ class Notes:
 
 
 class RankTimer:
-    """What is noted of one step on one rank; `sending`, `taking`: when it sent each message, and took each."""
+    """Records one step of one rank; `sending`, `taking`: when it sent and took each message, by its own clock."""
 
     def __init__(self, world: World) -> None:
         self.world, self.timer = world, StepTimer()
@@ -53,7 +58,7 @@ class RankTimer:
         self.timer.begin(m)
 
     def watch(self, transport: RankTransport) -> None:
-        """Note its messages, too."""
+        """Record the messages of the transport, too."""
         wrap(transport, {"dispatch": self.dispatch, "open_message": self.open_message})
 
     def dispatch(self, transport: RankTransport, dispatch: Callable[..., None], entry: RankMessage) -> None:
@@ -68,7 +73,7 @@ class RankTimer:
         return value
 
     def report(self) -> None:
-        """Exchange with the other ranks what was noted."""
+        """Exchange the notes with the other ranks. Raises Lost."""
         later = ahead(self.world)
         own, begun = self.timer.timeline(""), self.timer.started - later
         spans = tuple(shifted(span, begun) for span in own.spans)
@@ -80,7 +85,7 @@ class RankTimer:
         self.notes_of_all: list[Notes] = self.world.collect(Notes(begun, spans, sent, taken, memory))
 
     def timeline(self, name: str, replica_groups: Sequence[Sequence[str]]) -> Timeline:
-        """What happened on all ranks, in seconds from the beginning on the first of them."""
+        """The timeline of all ranks, in seconds since the first of them began."""
         return together(name, replica_groups, self.notes_of_all)
 
 
@@ -108,7 +113,8 @@ def together(name: str, replica_groups: Sequence[Sequence[str]], notes: Sequence
 
 
 def carried(link: str, messages: Sequence[tuple[float, float, Message]]) -> Iterator[Span]:
-    """When a link carried each message, of which it is known when they were sent, in order, and taken."""
+    """When a link carried each message. `messages` has the times at which each was sent and taken, in the order of the
+    sends."""
     there = [*accumulate((taken for _, taken, _ in reversed(messages)), min)][::-1]
     free = float("-inf")
     for (sent, _, message), arrived in zip(messages, there, strict=True):

@@ -1,5 +1,4 @@
-"""How the messages of a step go from one rank to another: what actions send goes, and what they take is received, when
-the program says so."""
+"""The messages of a step between ranks: sent and received when the program says so."""
 
 from __future__ import annotations
 
@@ -18,19 +17,19 @@ from fxpipe.ir.program.device_programs import Message
 from .rank_group import Lost
 from .rank_program import RankMessage, RankProgram
 
-AHEAD = 32  # messages to one rank that may be on their way: what is sent is kept until it has been received
-EARLY, SMALL = 16, 2**16  # messages from one rank that may be waited for before the program says so, and their bytes
+AHEAD = 32  # the most unfinished sends to one rank; each keeps its buffer
+EARLY, SMALL = 16, 2**16  # how many receives from one rank may be posted early, and the most bytes of each
 
 
 class RankTransport:
     """The messages of one step, as one rank sees them: the mailbox of all stages.
 
-    - `arrived`: what has come for stages of this rank, and what these have sent to others.
-    - `posted`: what it has begun to receive; `sent`: what it has begun to send, by rank.
-    - `begun`: how many of the messages `coming` from each rank it has begun to receive; `reached`: how many the program
-      has asked for.
-    - `far`: the ranks whose messages are waited for early.
-    - `broken`: whether this rank has failed; `error`: why, if it was not another rank that has failed before.
+    - `arrived`: the values received for stages of this rank, and the values that these have sent to others.
+    - `posted`: the posted receives; `sent`: the unfinished sends, by rank.
+    - `coming`: the messages from each rank, in order; `begun`: how many of them have a posted receive; `reached`: how
+      many receives the program has reached.
+    - `far`: the ranks from which receives are posted early.
+    - `broken`: whether this rank has failed; `error`: why, or None if another rank failed first.
     """
 
     def __init__(self, program: RankProgram, m: Step, error: BaseException | None) -> None:
@@ -42,13 +41,13 @@ class RankTransport:
         self.posted: dict[Key, tuple[RankMessage, Size, Callable[[], Tensor]]] = {}
         others = self.world.others
         self.sent: dict[int, deque[tuple[Any, Tensor]]] = {rank: deque() for rank in others}
-        # What NCCL begins to receive is in the way of others.
+        # On GPUs nothing is received early: a posted NCCL receive delays the operations after it.
         self.far = [peer for peer in others if peer not in self.world.local_peers] * (self.world.device.type == "cpu")
         self.reached, self.begun = dict.fromkeys(others, 0), dict.fromkeys(others, 0)
         self.broken, self.error = error is not None, error
 
     def fail(self, error: BaseException | None) -> None:
-        """Nothing more is computed here. The first error is the one to tell of."""
+        """Mark this rank as failed: it computes nothing more. Only the first error is kept."""
         self.error = self.error if self.broken else error
         self.broken = True
 
@@ -60,14 +59,14 @@ class RankTransport:
         self.arrived[key] = self.open_message(key)
 
     def expect(self, entry: RankMessage) -> None:
-        """Begin to receive, if that has not begun yet."""
+        """Post the receive of a message, unless it is posted already."""
         self.reached[entry.peer] += 1
         if self.begun[entry.peer] < self.reached[entry.peer]:
             self.begin_to_receive(entry.peer, 0)
 
     def begin_to_receive(self, peer: int, early: int) -> None:
-        """Begin to receive what the program has reached, and so many small messages that come after it. With gloo the
-        receiver has to tell the sender that it is ready, and if that is said in time nobody waits for it."""
+        """Post the receives that the program has reached, and up to `early` small ones after them. In gloo the receiver
+        tells the sender that it is ready; if it does so early, the sender need not wait."""
         coming, begun, reached = self.coming[peer], self.begun[peer], self.reached[peer]
         while begun < min(len(coming), reached + early):
             entry, size = coming[begun], self.size(coming[begun])
@@ -86,7 +85,7 @@ class RankTransport:
         self.begun[peer] = begun
 
     def dispatch(self, entry: RankMessage) -> None:
-        """Begin to send what an action has sent; or that this rank has failed."""
+        """Begin to send the value of a message, or, if this rank has failed, the message that says so."""
         size, message, peer = self.size(entry), entry.message, entry.peer
         if size is None:
             return
@@ -113,10 +112,11 @@ class RankTransport:
             self.fail(self.located(error, message))
 
     def open_message(self, key: Key) -> Any:
-        """What a message brings, once it is there. Raises FailedElsewhere or Lost."""
+        """Wait for a message: its value. Raises FailedElsewhere if its sender has failed, RankError if a rank is
+        lost."""
         entry, size, receive = self.posted.pop(key)
         try:
-            for peer in self.far:  # there is time, if this waits
+            for peer in self.far:  # this rank is about to wait, so there is time
                 self.begin_to_receive(peer, EARLY)
                 self.world.listen(peer)  # for the verdict
             message = receive()
@@ -125,7 +125,7 @@ class RankTransport:
         return read(message, size, entry.number)
 
     def size(self, entry: RankMessage) -> Size | None:
-        """The type and shape of what a message carries; None if the two replicas have no samples in common."""
+        """The type and shape of a message's value; None if the two replicas have no samples in common."""
         i, route = entry.message.micro_batch, entry.route
         size = self.program.size(entry, () if i is None else self.known[i])
         if i is None or route is None:
@@ -141,5 +141,5 @@ class RankTransport:
         return dtype, (*shape[:dim], shape[dim] // own * rows, *shape[dim + 1 :])
 
     def located(self, error: Lost, message: Message) -> Exception:
-        """What was to come of a lost rank, or to go there."""
+        """A RankError with a note of the message to or from the lost rank."""
         return self.program.located(RankError(str(error)), message)

@@ -1,9 +1,9 @@
-"""What the ranks that are replicas of one stage do with each other: add up gradients, and keep the same values.
+"""Ranks that are replicas of one stage add up their gradients, and keep the same values.
 
-torch.distributed's all_reduce would do the adding; but a collective knows nothing of a rank that has failed, which
-must take part all the same, and if one is lost, only some of the others see it at once. So the parts of a bucket are
-messages as all others are: they stand in the checked programs, they say if their sender has failed, and a wait for a
-rank that is gone ends with its number. `ir/program/gradient_buckets.py` says which messages.
+torch.distributed's all_reduce could add; but a collective cannot say that a rank has failed (it must take part all the
+same), and if a rank is lost, only some of the others see it at once. So the parts of a bucket are ordinary messages:
+they stand in the checked programs, they say if their sender has failed, and a wait for a lost rank ends with an error
+that names it. `ir/program/gradient_buckets.py` defines these messages.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ from .rank_group import World
 
 
 class BucketReduce:
-    """A bucket of one step, as replica number `replica` has it. `held()`: for each of its tensors those that have its
-    gradients here. `flat`: its own gradients, then the sums, part by part; `came`: what has come for the part that is
-    added up here, and then which parts are sums."""
+    """A bucket in one step, on replica number `replica`.
+
+    - `held()`: for each tensor of the bucket, the aliases on this rank that collect its gradient.
+    - `flat`: this replica's gradients, replaced part by part by the sums.
+    - `came`: the others' gradients for the part that is added up here; later the sums received, by part.
+    """
 
     def __init__(
         self,
@@ -44,15 +47,15 @@ class BucketReduce:
         self.came: dict[int, Tensor] = {}
 
     def part(self, k: int) -> Tensor:
-        """What there is of a part."""
+        """A part: this replica's gradients, or the sums once they are there. A view of `flat`."""
         if self.flat is None:
             self.flat = self._filled()
         start, end = self.bucket.ends(k)
         return self.flat[start:end]
 
     def reduce(self, sender: int, part: Tensor) -> None:
-        """What another has for the part of this one; once all are there they are added up, in the same order as in one
-        process."""
+        """Receive another replica's gradients for the part of this one. Once all are there they are added up, in the
+        same order as in one process."""
         self.came[sender] = part
         if len(self.came) == self.bucket.replicas - 1:
             own = self.part(self.replica)
@@ -61,14 +64,14 @@ class BucketReduce:
             self.came.clear()
 
     def gather(self, sender: int, part: Tensor) -> None:
-        """The sums of another's part; once all are there they are the gradients."""
+        """Receive the sums of the part of replica `sender`. Once all are there, they become the gradients."""
         self.part(sender).copy_(part)
         self.came[sender] = part
         if len(self.came) == self.bucket.replicas - 1:
             self._put_back()
 
     def _filled(self) -> Tensor:
-        """For each tensor a mark, whether it has a gradient; then the gradients, zeros where there is none."""
+        """A flat tensor: for each tensor of the bucket 1 if it has a gradient, else 0; then the gradients, or zeros."""
         flat = torch.zeros(self.bucket.size, dtype=self.dtype, device=self.device)
         for at, (place, held) in enumerate(zip(self._places(flat), self.held(), strict=True)):
             for grad in [stand_in.grad for stand_in in held if stand_in.grad is not None]:
@@ -77,7 +80,8 @@ class BucketReduce:
         return flat
 
     def _put_back(self) -> None:
-        """The sums in the place of the gradients; of a tensor that has several stand-ins one gets all."""
+        """Replace the gradients by the sums. If a tensor has several aliases, the first gets the sum, the others
+        None."""
         assert self.flat is not None
         marks = self.flat[: len(self.bucket.tensors)].tolist()
         for mark, place, held in zip(marks, self._places(self.flat), self.held(), strict=True):
@@ -87,7 +91,7 @@ class BucketReduce:
                 held[0].grad = torch.empty_like(held[0]).copy_(place)
 
     def _places(self, flat: Tensor) -> list[Tensor]:
-        """The part of each tensor."""
+        """The gradient of each tensor, as a view of `flat` in the tensor's shape."""
         shapes = [shape for _, shape in self.bucket.tensors]
         _, *found = torch.split(flat, [len(shapes), *map(prod, shapes)])
         return [part.view(shape) for part, shape in zip(found, shapes, strict=True)]
@@ -113,8 +117,8 @@ def broadcast_values(world: World, replica_group: Sequence[int], tensors: Sequen
 
 
 def commit_statistics(world: World, replica_group: Sequence[int], stages: Sequence[Stage]) -> None:
-    """The mini-batch is over: the first rank updates the running statistics of the stages, with what the others of its
-    group have seen; its buffers are those of all. Raises Lost."""
+    """At the end of the mini-batch, the first rank updates the running statistics of the stages from the sums of all
+    ranks of its group; then its buffers are copied to the others. Raises Lost."""
     first, *others = replica_group
     if world.rank == first:
         for peer in others:
@@ -128,7 +132,7 @@ def commit_statistics(world: World, replica_group: Sequence[int], stages: Sequen
 
 
 def on_cpu(seen: Seen) -> Seen:
-    """As it can be told to another process."""
+    """The sums with their tensors on the CPU, to be sent to another process."""
     norms = {path: replace(one, calls=_calls_on_cpu(one)) for path, one in seen.norms.items()}
     return Seen(
         norms, {path: {call: count.cpu() for call, count in counted.items()} for path, counted in seen.counts.items()}

@@ -1,4 +1,4 @@
-"""How a step went, as all ranks hear from each other: what has failed anywhere, or the numbers of all."""
+"""The verdict of a step, the same on all ranks: the first failure anywhere, or the numbers of all ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fxpipe.errors import FxpipeError, RankError
 
 from .rank_group import Lost, World
 
-Numbers = dict[int, tuple[Any, torch.dtype]]  # outputs that are one number, or a share of it, by place
+Numbers = dict[int, tuple[Any, torch.dtype]]  # by output index, an output that is one number, or a share of it
 
 
 def describe(error: BaseException | None) -> str:
-    """What others are told of an error; nothing, if another rank has failed before."""
+    """The text of an error for other ranks; empty for None: another rank failed first."""
     if error is None:
         return ""
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
@@ -28,8 +28,8 @@ def describe(error: BaseException | None) -> str:
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank says of its failure; `own` if it is its own, and not that another one is lost, or has failed before:
-    then there is no text."""
+    """The failure of a rank. `own`: it began on this rank. Else another rank is lost, or failed first, and then `text`
+    is empty."""
 
     text: str
     own: bool
@@ -40,8 +40,9 @@ class Failure:
 
 
 def consensus(world: World, found: Failure | Numbers) -> str | Numbers:
-    """What has failed on any rank, or, if nothing has, the numbers of all. `found` is what there is of this rank: it
-    tells all others, so that nobody waits for what another makes of it, and all come to the same."""
+    """What has failed on any rank, or, if nothing has, the sums of the numbers of all ranks. `found`: the failure or
+    the numbers of this rank. Each rank sends its own to all others, so none waits for another's conclusion, and all
+    reach the same one."""
     heard, begun, data = {world.rank: found}, list[tuple[int, Any, Tensor]](), pickle.dumps(found)
     for peer in world.others:
         try:
@@ -53,12 +54,12 @@ def consensus(world: World, found: Failure | Numbers) -> str | Numbers:
             heard[peer] = pickle.loads(world.hear(peer))
         except Lost as error:
             heard[peer] = Failure(str(error), False)
-    for peer, work, _ in begun:  # who has told something has heard this
+    for peer, work, _ in begun:  # ranks receive before they finish their sends, so this does not hang
         try:
             world.finish(work, peer)
         except Lost as error:
             heard[peer] = Failure(str(error), False)
-    # Those who know what did not come are heard first.
+    # Failures with a note of the missing message come first.
     heard = dict(
         sorted(heard.items(), key=lambda one: (isinstance(one[1], Failure) and "\n" not in one[1].text, one[0]))
     )
@@ -71,7 +72,7 @@ def consensus(world: World, found: Failure | Numbers) -> str | Numbers:
 
 
 def added(shares: Iterable[Numbers]) -> Numbers:
-    """The numbers, each the sum of the shares that ranks have of it.
+    """The sum of each number's shares.
 
     >>> added([{0: (1.5, torch.float32)}, {}, {0: (2.0, torch.float32)}])
     {0: (3.5, torch.float32)}
@@ -84,7 +85,7 @@ def added(shares: Iterable[Numbers]) -> Numbers:
 
 
 def share_value(world: World, value: Any, home: int) -> Any:
-    """A tensor, or a number, that one rank has, on all of them. Raises Lost."""
+    """Share a tensor or number of rank `home` with all ranks; tensors arrive on each rank's device. Raises Lost."""
     if world.rank != home:
         found = world.share(None, home)
         return found.to(world.device) if isinstance(found, Tensor) else found

@@ -1,5 +1,4 @@
-"""What ranks send each other once a step: tensors that one stage owns and others use, such as tied weights, and
-gradients of what the model holds."""
+"""Messages that ranks send once a step: lent tensors, such as tied weights, and gradients of the model's tensors."""
 
 from __future__ import annotations
 
@@ -21,8 +20,11 @@ from .replica_reduce import BucketReduce
 
 
 class WeightExchange:
-    """Tensors and gradients of the stages of one rank in one step. `awaited`: what other ranks lend to each stage;
-    `exchanges`: the buckets of gradients, by the names of their parts, and which part that is."""
+    """Lent tensors and gradients of one rank in one step.
+
+    - `awaited`: for each stage of this rank, the loans from other ranks that it has not received yet.
+    - `exchanges`: by the name of a message for a part of a bucket, the bucket and the part's number.
+    """
 
     def __init__(self, m: Step, transport: RankTransport) -> None:
         self.m, self.transport, self.program = m, transport, transport.program
@@ -38,8 +40,8 @@ class WeightExchange:
     # Tensors that stages lend -----------------------------------------------------------------------------------------
 
     def lend(self) -> None:
-        """Get ready what other ranks borrow, and note what they lend. Between stages of this rank the scheduler has
-        lent."""
+        """Prepare the messages with tensors that other ranks borrow, and note the tensors that they lend. Loans between
+        stages of this rank are done by the scheduler."""
         for loan in self.table.lent:
             home, user = self.program.here(loan.home), self.program.here(loan.user)
             if home and not user and self.m.replica == 0:
@@ -60,7 +62,7 @@ class WeightExchange:
         return found
 
     def borrow(self, j: int) -> None:
-        """Take what other ranks lend to stage j, before its first action."""
+        """Receive the tensors that other ranks lend to stage j, before its first action."""
         for loan in self.awaited.pop(j, ()):
             found = self.transport.open_message(self._key(loan, self.m.replica))
             setattr(self.m.lent, loan.borrowed, found)
@@ -73,22 +75,22 @@ class WeightExchange:
     # Gradients --------------------------------------------------------------------------------------------------------
 
     def send(self, message: Message) -> None:
-        """Get ready the gradient of what was borrowed, or a part of those that replicas add up."""
+        """Prepare a message with the gradient of a borrowed tensor, or with a part of a bucket."""
         if message.value in self.exchanges:
             exchange, part = self.exchanges[message.value]
             grad: Tensor | None = exchange.part(part)
-        else:  # a replica without work has none
+        else:  # None for a replica without work
             grad = getattr(self.m.lent, self._loan(message.value, message.source).borrowed).grad
         self.transport.arrived[self.program.key(message)] = grad
 
     def reduce(self, do: str, message: Message) -> None:
-        """Add the gradient of what was lent to what its owner has, or take part in adding up those of replicas."""
+        """Receive the gradient of a lent tensor and add it to its owner's, or receive a part of a bucket."""
         if message.value in self.exchanges:
             exchange, _ = self.exchanges[message.value]
             part = self.transport.open_message(self.program.key(message))
             (exchange.reduce if do == "reduce" else exchange.gather)(message.replicas[0], part)
             return
-        if self.program.here(message.source):  # it is among the pairs of the borrower
+        if self.program.here(message.source):  # the gradient is among the pairs of the borrower
             return
         loan = self._loan(message.value, message.source)
         grad = self.transport.open_message(self.program.key(message))
@@ -99,7 +101,7 @@ class WeightExchange:
             self.m.pairs[loan.home].append((self.m.owner(owned), stand_in))
 
     def stand_ins(self, bucket: Bucket) -> list[list[Tensor]]:
-        """What has gradients here, for each tensor in a bucket."""
+        """For each tensor of a bucket, its aliases on this rank, which collect its gradient."""
         owners: dict[int, int] = {}
         found: dict[int, list[Tensor]] = {}
         for tensor, stand_in in chain(*self.m.pairs):

@@ -1,5 +1,5 @@
-"""How values travel between workers: each has a mailbox. To send puts a message into another's, and never waits; to
-receive takes it from one's own, and waits if it is not there."""
+"""Mailboxes, through which workers exchange values. A send puts a message into the receiver's mailbox and never waits;
+a receive takes a message from the worker's own mailbox, and waits until it has arrived."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
-LOST = 0.25  # seconds without a message after which a worker asks whether the others are alive
+LOST = 0.25  # seconds without a message after which a worker checks that the others are alive
 Key = tuple[int, int, str]  # stage, micro-batch, name
 
 
 class Stopped(BaseException):
-    """Another worker has failed. Never leaves the engine."""
+    """Another worker has failed. The engine never raises it to the user."""
 
 
 class Transport(Protocol):
-    """How messages go to a stage, and how what has been sent to it is found: in `arrived`."""
+    """How messages get to a stage. `arrived`: the values that are there, by key."""
 
     arrived: dict[Key, Any]
 
     @property
     def put(self) -> Callable[[tuple[Key, Any] | None], None]:
-        """Send a message, without waiting; None stops who waits."""
+        """Send a message, without waiting; None stops the receiver."""
 
     def wait(self, key: Key) -> None:
-        """Until this message has arrived. Raises Stopped."""
+        """Wait until this message has arrived. Raises Stopped if another worker has failed."""
 
 
 class Mailbox:
-    """Messages for a thread of this process. `check` raises an error if another thread is gone."""
+    """Messages to a thread of this process. `check` raises an error if another thread is gone."""
 
     def __init__(self, check: Callable[[], None]) -> None:
         self._queue = SimpleQueue[tuple[Key, Any] | None]()

@@ -2,10 +2,13 @@
 
     | word | ....... | elements of the tensor, in the order in which they lie in memory |
 
-The size follows from the value's type. What does not is in the word: whether the value needs a gradient, whether there
-is one at all (a gradient may be missing), in what order its dimensions lie in memory (a model may rely on it when it
-takes views), and whether the sender has failed: then the rest means nothing, and everybody goes on to the end of the
-step, so that no message is left over.
+Both sides know the size from the value's type. The word says the rest:
+
+- whether the value needs a gradient;
+- whether there is a value at all: a gradient may be missing;
+- the order of its dimensions in memory, on which a model may rely when it takes views;
+- whether the sender has failed: then the elements have no meaning, and all ranks go on to the end of the step, so that
+  no message is left over.
 """
 
 from __future__ import annotations
@@ -18,15 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-HEAD = 64  # bytes, so that elements are aligned
+HEAD = 64  # bytes before the elements, so that these are aligned
 FAILED, MISSING, GRAD, ORDERED = 1, 2, 4, 8
-DIMS = 14  # at most, for which the word has room
+DIMS = 14  # the most dimensions whose order fits into the word
 
 Size = tuple[torch.dtype, tuple[int, ...]]
 
 
 class FailedElsewhere(Exception):
-    """The sender of a message has failed. Never leaves the engine."""
+    """The sender of a message has failed. The engine never raises it to the user."""
 
 
 def blank(size: Size, device: torch.device) -> Tensor:
@@ -35,24 +38,24 @@ def blank(size: Size, device: torch.device) -> Tensor:
 
 
 def length(size: Size) -> int:
-    """How many elements a message has, with the word."""
+    """The number of elements of a message, the word included."""
     return _layout(size)[0]
 
 
 def nbytes(size: Size) -> int:
-    """The memory of a message."""
+    """The bytes of a message."""
     return length(size) * size[0].itemsize
 
 
 def failure(buffer: Tensor) -> Tensor:
-    """The message that there is none."""
+    """The message that the sender has failed, written into `buffer`."""
     _write(buffer, FAILED)
     return buffer
 
 
 def seal(value: Any, grad: bool, size: Size, buffer: Tensor) -> Tensor:
-    """A tensor, a number, or None for a gradient that is missing, as a message. Raises ValueError if it has not the
-    shape or type that was known for it."""
+    """Write a value into `buffer` as a message: a tensor, a number, or None for a missing gradient. Raises ValueError
+    if its shape or type is not `size`."""
     word = GRAD * grad
     if value is None:
         word |= MISSING
@@ -77,7 +80,8 @@ def seal(value: Any, grad: bool, size: Size, buffer: Tensor) -> Tensor:
 
 
 def read(buffer: Tensor, size: Size, number: str | None) -> Any:
-    """What a message brings: a leaf that needs a gradient if the value did, or None. Raises FailedElsewhere."""
+    """The value of a message: a leaf that needs a gradient if the sent value did, a number of type `number`, or None
+    for a missing gradient. Raises FailedElsewhere if the sender has failed."""
     word = _word(buffer)
     if word & FAILED:
         raise FailedElsewhere
@@ -96,7 +100,8 @@ def read(buffer: Tensor, size: Size, number: str | None) -> Any:
 
 
 def _order(value: Tensor) -> list[int] | None:
-    """The dimensions from the slowest to the fastest, if the tensor is dense, but not in the usual order."""
+    """The dimensions from the largest stride to the smallest, for a tensor that is dense but not contiguous; else
+    None."""
     if value.is_contiguous() or value.dim() > DIMS:
         return None
     stride = value.stride()
@@ -124,7 +129,7 @@ def _elements(buffer: Tensor, size: Size) -> Tensor:
 
 @lru_cache(4096)
 def _layout(size: Size) -> tuple[int, tuple[int, ...], int]:
-    """How many elements a message has, how far apart those of each dimension lie, and where they begin."""
+    """The number of elements of a message, the strides of the value in it, and the offset of its first element."""
     dtype, shape = size
     first = HEAD // dtype.itemsize
     return first + prod(shape), tuple([max(1, prod(shape[dim + 1 :])) for dim in range(len(shape))]), first

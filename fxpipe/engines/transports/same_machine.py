@@ -1,10 +1,11 @@
-"""The ranks of one machine: what they reach each other by, and how one waits for another.
+"""Ranks on one machine: how they are connected, and how one waits for another.
 
-    rank 0 ── bytes ──▶ rank 1        values and letters lie in memory that both have (`shared_memory.py`)
+    rank 0 ── bytes ──▶ rank 1        values and letters lie in shared memory (`shared_memory.py`)
            ◀── bytes ──
-    rank 0 ── bell ───▶ rank 1        a pipe: who has nothing to do sleeps until somebody rings, or the other has ended
+    rank 0 ── bell ───▶ rank 1        an OS pipe: a waiting rank sleeps until another one writes to it ("rings"), or the
+                                      process that it waits for has ended
 
-Where they are not on one machine, or it does not let them share memory, torch.distributed carries everything.
+Ranks on different machines, or on one that does not let them share memory, use torch.distributed for everything.
 """
 
 from __future__ import annotations
@@ -21,15 +22,19 @@ from typing import Any
 
 from .shared_memory import SIZE, SharedBuffer
 
-SWITCH = "FXPIPE_SHARED_MEMORY"  # 0: all goes by torch.distributed, on one machine, too
-SPIN = 1e-3  # seconds, in which who waits looks again and again: to be woken takes a tenth of that
-LISTEN = 1.0  # seconds after which who sleeps has a look, even if nobody has rung
+SWITCH = "FXPIPE_SHARED_MEMORY"  # environment variable; 0: torch.distributed is used on one machine, too
+SPIN = 1e-3  # seconds of busy waiting before a rank sleeps; to be woken takes a tenth of that
+LISTEN = 1.0  # seconds after which a sleeping rank checks, even if no other has rung
 
 
 @dataclass(frozen=True)
 class BufferOffer:
-    """What a rank gives the others to open: the process, its bell, and the boards that it will read, by their
-    writers."""
+    """What a rank offers the others to open.
+
+    - `process`: its process id.
+    - `bell`: the file descriptor on which the others ring.
+    - `boards`: the file descriptors of the memory that it reads, by the rank that writes there.
+    """
 
     process: int
     bell: int
@@ -37,7 +42,7 @@ class BufferOffer:
 
 
 class LocalPeer:
-    """Another rank on this machine. `out`, `into`: the boards to it and from it."""
+    """Another rank on this machine. `out`, `into`: the shared memory to it and from it."""
 
     def __init__(self, out: SharedBuffer, into: SharedBuffer, bell: int, life: int, own_bell: int, spin: float) -> None:
         self.out, self.into = out, into
@@ -47,17 +52,18 @@ class LocalPeer:
             self._poll.register(file, select.POLLIN)
 
     def ring(self) -> None:
-        """Wake it, if it sleeps."""
-        with suppress(BlockingIOError, BrokenPipeError):  # it has not heard thousands of rings yet, or is gone
+        """Wake the other rank, if it sleeps."""
+        with suppress(BlockingIOError, BrokenPipeError):  # its OS pipe is full of unread rings, or it is gone
             os.write(self._bell, b"!")
 
     def close(self) -> None:
-        """Let it know that nothing more will come."""
+        """Tell the other rank that nothing more will be sent."""
         self.out.close()
         self.ring()
 
     def wait(self, there: Callable[[], bool], limit: float) -> None:
-        """Until it has done something. Raises RuntimeError if it has ended, or nothing comes for so many seconds."""
+        """Wait until `there()` is true. Raises RuntimeError if the other rank has ended or closed the connection, or
+        after `limit` seconds."""
         if there():
             return
         end = perf_counter() + self._spin
@@ -68,7 +74,7 @@ class LocalPeer:
         end = monotonic() + limit
         while True:
             with suppress(BlockingIOError):
-                os.read(self._own_bell, 4096)  # before the look: who rings after it is heard below
+                os.read(self._own_bell, 4096)  # before `there()`: a ring after it wakes the poll below
             if there():
                 return
             if self.into.closed():
@@ -82,8 +88,9 @@ class LocalPeer:
 
 
 def machine() -> tuple[str, ...] | None:
-    """What processes have in common that can share memory and see each other; None where it is not known how to."""
-    # Stores are seen in their order on x86-64; elsewhere a stamp might be seen before what it stands for.
+    """A key that is equal for processes that can share memory and see each other: boot id, and pid and network
+    namespaces. None if this platform is not supported, or `SWITCH` is 0."""
+    # x86-64 keeps the order of stores; elsewhere a stamp might be seen before the data that it stands for.
     if platform.machine() not in ("x86_64", "AMD64") or not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
         return None
     if os.environ.get(SWITCH, "1") == "0":
@@ -96,14 +103,14 @@ def machine() -> tuple[str, ...] | None:
 
 
 def neighbours(rank: int, collect: Callable[[Any], list[Any]]) -> dict[int, LocalPeer]:
-    """The other ranks on this machine. All ranks make this call; `collect` gives the values of all to all."""
+    """The other ranks on this machine. All ranks make this call; `collect` exchanges the values of all ranks."""
     machines = collect(machine())
     if all(its is None or machines.count(its) == 1 for its in machines):
         return {}
     others = [other for other, its in enumerate(machines) if other != rank and its == machines[rank] is not None]
     with ExitStack() as stack:
         try:
-            hears, rings = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # both stay open: it never looks as if all had gone
+            hears, rings = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # both ends stay open: no end of file is ever seen
             files = {other: new_memory(f"fxpipe-{other}-{rank}", stack) for other in others}
             into = {other: SharedBuffer(file) for other, file in files.items()}
             offer = BufferOffer(os.getpid(), rings, files)
@@ -120,7 +127,7 @@ def neighbours(rank: int, collect: Callable[[Any], list[Any]]) -> dict[int, Loca
 
 
 def new_memory(name: str, stack: ExitStack) -> int:
-    """A file that has no place anywhere but in memory, and is closed with the stack."""
+    """An anonymous file in memory, of `SIZE` bytes, that is closed with the stack."""
     file = os.memfd_create(name)
     stack.callback(os.close, file)
     os.truncate(file, SIZE)
@@ -128,7 +135,7 @@ def new_memory(name: str, stack: ExitStack) -> int:
 
 
 def opened(offer: BufferOffer | None, rank: int, into: SharedBuffer, hears: int, spin: float) -> LocalPeer:
-    """Another rank, by what it offers. Raises OSError where the machine does not let this one in."""
+    """The connection to a rank by its offer. Raises OSError if there is none, or the machine denies access."""
     if offer is None:
         raise OSError("it shares no memory")
     with ExitStack() as stack:

@@ -1,12 +1,12 @@
-"""Memory through which one process hands things to another on the same machine; the kernel has no part in it.
+"""Shared memory through which one process sends data to another on the same machine, without system calls.
 
     | closed | heard | stamps of letters | letters | stamps of values | values ..................... |
 
-The sender writes, and then stamps what it has written; what has the right stamp may be read. A letter is stamped with
-its number, and its place is used again once it has been heard. Values are stamped with the number of their step and lie
-one behind the other, at places that both sides know from the order in which they go; the next step begins in front
-again, for none begins until every rank has taken all that came to it. A value for which there is no place goes another
-way.
+The sender writes data, then its stamp; data with the expected stamp may be read. A letter, a small message, is stamped
+with its number; its place is free again once it has been read ("heard"). Values are stamped with the number of their
+step, and lie one behind the other: both sides know the places from the order of the values. Each step starts at the
+front again, as no step begins before every rank has taken all values sent to it. A value that does not fit is sent by
+torch.distributed.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from torch import Tensor
 
 from .message_format import Size, length, nbytes
 
-LETTERS, BLOCK = 64, 512  # letters that may wait to be heard, and the bytes of one
-VALUES, ROOM = 4096, 2**25  # values of one step, and their bytes: of which the machine gives only what is written to
-LINE = 64  # bytes of the machine's unit of memory: none should be written to from both sides
-CLOSED, HEARD, LETTER_STAMPS = 0, LINE // 8, 2 * LINE // 8  # in words of 8 bytes
+LETTERS, BLOCK = 64, 512  # the most unread letters, and the bytes of one
+VALUES, ROOM = 4096, 2**25  # the most values in a step, and their bytes; the system only allocates pages that are used
+LINE = 64  # bytes of a cache line: no line should be written by both sides
+CLOSED, HEARD, LETTER_STAMPS = 0, LINE // 8, 2 * LINE // 8  # offsets in words of 8 bytes
 VALUE_STAMPS = LETTER_STAMPS + LETTERS
-LETTER = 8 * (VALUE_STAMPS + VALUES)  # in bytes, as what follows
+LETTER = 8 * (VALUE_STAMPS + VALUES)  # offset in bytes, as the two below
 VALUE = LETTER + LETTERS * BLOCK
 SIZE = VALUE + ROOM
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The place of a value: its number in the step, and where it begins."""
+    """The place of a value: its number in the step, and its offset in bytes."""
 
     shared: SharedBuffer
     number: int
     at: int
 
     def tensor(self, size: Size) -> Tensor:
-        """The place, as the buffer of a message."""
+        """A message buffer at this place."""
         return torch.frombuffer(self.shared.memory, dtype=size[0], count=length(size), offset=self.at)
 
     def stamp(self) -> None:
-        """What is there may be read."""
+        """Mark the value as written: from now on the other process may read it."""
         self.shared.words[VALUE_STAMPS + self.number] = self.shared.step
 
     def there(self) -> bool:
@@ -50,8 +50,8 @@ class Slot:
 
 
 class SharedBuffer:
-    """One direction, as one of the two processes has it: it begins the same step as the other one, and asks for places
-    in the same order. `letters`: how many it has written, or asked for."""
+    """One direction of a connection, as one of its two processes sees it. Both begin the same steps, and ask for places
+    in the same order. `letters`: the number of letters written, or asked for."""
 
     def __init__(self, file: int) -> None:
         self.memory = mmap.mmap(file, SIZE)
@@ -62,11 +62,11 @@ class SharedBuffer:
     # Values -----------------------------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
-        """A step begins, whose number no other had."""
+        """Begin a step, with a number that no step had before."""
         self.step, self.values, self.end = step, 0, VALUE
 
     def slot(self, size: Size) -> Slot | None:
-        """The place of the next value; None if it has to go another way."""
+        """The place of the next value; None if it does not fit."""
         room = -(-nbytes(size) // LINE) * LINE
         if self.values == VALUES or self.end + room > SIZE:
             return None
@@ -78,7 +78,7 @@ class SharedBuffer:
     # Letters ----------------------------------------------------------------------------------------------------------
 
     def may_write(self) -> bool:
-        """Whether there is a place for a letter."""
+        """Whether there is room for another letter."""
         return self.letters - self.words[HEARD] < LETTERS
 
     def write(self, letter: bytes) -> None:
@@ -89,7 +89,7 @@ class SharedBuffer:
         self.words[LETTER_STAMPS + place] = self.letters
 
     def has(self, number: int) -> bool:
-        """Whether this letter has come, of which the first is number 1."""
+        """Whether the letter of this number has arrived; the first is number 1."""
         return self.words[LETTER_STAMPS + (number - 1) % LETTERS] == number
 
     def read(self, number: int) -> bytes:
@@ -101,7 +101,7 @@ class SharedBuffer:
     # The end ----------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Tell the other process that nothing more will be sent."""
         self.words[CLOSED] = 1
 
     def closed(self) -> bool:

@@ -1,1 +1,1 @@
-"""What each stage and each device runs, takes and sends."""
+"""Programs: what each stage and each device runs, takes and sends."""

@@ -13,8 +13,8 @@ reduce or a gather.
       run      1B0
       send     gradient of x[0]  1 -> 0
 
-Nobody waits at a receive: from there on the message may arrive, while the device goes on. A run waits for what it
-takes.
+A receive is posted and does not wait: the message may arrive from then on, while the device goes on. A run waits for
+the messages that it takes.
 """
 
 from __future__ import annotations
@@ -31,9 +31,13 @@ Replica = tuple[int, int]  # a stage, and the number of a replica of it
 
 
 class Message(NamedTuple):
-    """`value` goes from stage `source` to stage `target` for a micro-batch, or once a step if that is None: a tensor of
-    the model that is lent. `gradient` if it is not the value that goes, but its gradient, back. `replicas` are the
-    numbers of those that send and receive; what goes is then the samples that they both have.
+    """A message from stage `source` to stage `target`.
+
+    - `value`: the name of the value.
+    - `micro_batch`: its micro-batch; None for a tensor of the model, which is sent once a step.
+    - `gradient`: whether the message is the gradient of the value, on its way back.
+    - `replicas`: the numbers of the sending and the receiving replica. With different numbers of replicas, the message
+      has the samples that both have.
 
     >>> print(Message("x", 1, 0, micro_batch=3, gradient=True))
     gradient of x[3]  1 -> 0
@@ -63,9 +67,13 @@ class Message(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One line of a device's list. `do` is "run" an action, "send" or "receive" a message, "reduce": add the gradient
-    that a message brought to the device's own, or "gather": put the sum that it brought in the place of these. A run of
-    kind R is a recomputation."""
+    """One line of a device's list. `do` is one of:
+
+    - "run": run an action; kind R is a recomputation.
+    - "send", "receive": send a message, or post its receive.
+    - "reduce": add the gradient of a message to the device's own.
+    - "gather": replace the device's own gradients by the sum in a message.
+    """
 
     do: str
     what: Action | Message
@@ -76,7 +84,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class DevicePrograms:
-    """For each device, by name, everything that it does in a training step, in order."""
+    """For each device, by name, its steps in a training step, in order."""
 
     name: str
     devices: tuple[str, ...]
@@ -92,9 +100,14 @@ Fault = tuple[int, int, str]  # device, position in its row, reason
 
 
 def check(programs: DevicePrograms) -> None:
-    """Raise ValueError, with the place marked, if a message is sent and not received or the other way around, received
-    in another order than sent, received after the action that takes it, or if devices wait for each other for ever
-    where a send waits until the receive has been reached."""
+    """Raise ValueError, with the place marked, if the programs cannot run:
+
+    - a message is for or from a stage that is not on the device;
+    - a message is sent but not received, or received but not sent;
+    - messages are received in another order than they are sent;
+    - a message is received after the action that takes it;
+    - devices deadlock, where a send waits until its receive has been reached.
+    """
     faults = (_misplaced, _unmatched, _too_late, _stuck)
     fault = next(chain.from_iterable(find(programs) for find in faults), None)
     if fault is not None:
@@ -104,7 +117,7 @@ def check(programs: DevicePrograms) -> None:
 
 
 def _device_of_each(programs: DevicePrograms) -> dict[Replica, int]:
-    """The device of each replica of each stage; they are numbered as they come."""
+    """The device of each replica of each stage; replicas are numbered in the order of the devices."""
     device_of: dict[Replica, int] = {}
     count: dict[int, int] = {}
     for device, row in enumerate(programs.rows):
@@ -115,14 +128,14 @@ def _device_of_each(programs: DevicePrograms) -> dict[Replica, int]:
 
 
 def _messages(row: Sequence[Step], do: str) -> Iterator[tuple[int, Message]]:
-    """The messages that a device sends or receives, and at which positions of its row."""
+    """The messages that a device sends or receives, each after its position in the row."""
     for position, step in enumerate(row):
         if step.do == do and isinstance(step.what, Message):
             yield position, step.what
 
 
 def _misplaced(programs: DevicePrograms) -> Iterator[Fault]:
-    """Messages of stages that are on no device, or not on this one."""
+    """Finds messages of stages that are on no device, or not on this one."""
     device_of = _device_of_each(programs)
     for device, row in enumerate(programs.rows):
         for do in ("send", "receive"):
@@ -136,7 +149,7 @@ def _misplaced(programs: DevicePrograms) -> Iterator[Fault]:
 
 
 def _unmatched(programs: DevicePrograms) -> Iterator[Fault]:
-    """On each pair of devices, where what is received begins to differ from what is sent."""
+    """Finds, for each pair of devices, the first message that is not received in the order of the sends."""
     device_of = _device_of_each(programs)
     pairs: dict[tuple[int, int], tuple[list[_At], list[_At]]] = {}
     for device, row in enumerate(programs.rows):
@@ -161,7 +174,7 @@ _Take = tuple[int, int | None, bool]  # stage, micro-batch, whether a gradient
 
 
 def _takes(action: Action) -> tuple[_Take, ...]:
-    """What an action waits for."""
+    """The messages that an action waits for."""
     kind, s, i = action
     if kind == "F":
         return (s, i, False), (s, None, False)
@@ -173,7 +186,7 @@ def _take(message: Message) -> _Take:
 
 
 def _too_late(programs: DevicePrograms) -> Iterator[Fault]:
-    """Receives that stand after the action that takes what they bring."""
+    """Finds receives that stand after the action that takes their message."""
     for device, row in enumerate(programs.rows):
         taken: dict[_Take, Action] = {}
         for position, (do, what) in enumerate(row):
@@ -184,8 +197,8 @@ def _too_late(programs: DevicePrograms) -> Iterator[Fault]:
 
 
 def _stuck(programs: DevicePrograms) -> Iterator[Fault]:
-    """Devices that wait for ever. Each runs until it waits for a message, and again when that has moved on: a send
-    waits until the receive has been reached, a run, reduce or gather until the message has been sent."""
+    """Finds devices that wait for ever, by running all programs. A send waits until its receive has been reached; a
+    run, reduce or gather waits until its message has been sent."""
     brings = [_brings(row) for row in programs.rows]
     position = [0] * len(programs.rows)
     reached: set[Message] = set()
@@ -211,7 +224,7 @@ def _stuck(programs: DevicePrograms) -> Iterator[Fault]:
 
 
 def _brings(row: Sequence[Step]) -> dict[_Take, list[Message]]:
-    """What a device receives, by who takes it."""
+    """The messages that a device receives, by the action that takes them."""
     brings: dict[_Take, list[Message]] = {}
     for _, message in _messages(row, "receive"):
         brings.setdefault(_take(message), []).append(message)
@@ -239,7 +252,7 @@ def _missing(
 
 
 def show(programs: DevicePrograms) -> str:
-    """A line per step, under each device."""
+    """The text of the programs: under each device a line per step."""
     count = len(programs.devices)
     lines = [f"{programs.name} on {count} {'device' if count == 1 else 'devices'}"]
     for device, row in zip(programs.devices, programs.rows, strict=True):

@@ -1,11 +1,11 @@
-"""How replicas of a stage add up their gradients: in buckets, of which each replica adds up a part for all of them.
+"""How replicas of a stage add up their gradients: in buckets, each cut into one part per replica.
 
-    replica 0   a a a │ b b b      part 0 goes to replica 0, part 1 to replica 1, and is added up there, in the order of
-    replica 1   a a a │ b b b      the replicas; then everybody gets the sums, which so are the same to the last bit
+    replica 0   a a a │ b b b      part k is sent to replica k, which adds it up in the order of the replicas, and sends
+    replica 1   a a a │ b b b      the sums to all others: so all have the same sums, to the last bit
 
-A ring would move as many bytes, and take more turns. Which tensors have a gradient, a step alone knows, so a bucket
-begins with a mark for each. Buckets go once their stage has done its last backward, so that other stages go on
-meanwhile; those of tensors that are lent go late, with what the borrowers have for them.
+A ring would move as many bytes in more rounds. Only the step shows which tensors have a gradient, so a bucket begins
+with a mark for each tensor. Buckets are sent after the last backward of their stage, while other stages go on. Buckets
+of lent tensors ("late") are sent at the end of the step, when the gradients of the borrowers are there.
 """
 
 from __future__ import annotations
@@ -26,8 +26,13 @@ MOST = 25 << 20  # bytes in a bucket, unless one tensor has more
 
 @dataclass(frozen=True)
 class Bucket:
-    """Number `number` of the buckets of a stage. `tensors`: the names and shapes of the model's tensors whose gradients
-    are in it, all of type `dtype`; `late`: whether they are lent; `replicas`: how many parts it has."""
+    """One of the buckets of a stage.
+
+    - `stage`: the stage; `number`: the number of the bucket in it.
+    - `tensors`: the names and shapes of the tensors whose gradients are in the bucket, all of type `dtype`.
+    - `late`: whether these tensors are lent.
+    - `replicas`: the number of replicas, and so of parts.
+    """
 
     stage: int
     number: int
@@ -38,25 +43,26 @@ class Bucket:
 
     @property
     def size(self) -> int:
-        """Elements, the marks first."""
+        """The number of elements, the marks included."""
         return len(self.tensors) + sum(prod(shape) for _, shape in self.tensors)
 
     def ends(self, part: int) -> tuple[int, int]:
-        """Where a part begins and ends."""
+        """The first element of a part, and the one after its last."""
         return part * self.size // self.replicas, (part + 1) * self.size // self.replicas
 
     def name(self, part: int, summed: bool = False) -> str:
-        """What messages call a part."""
+        """The name of a part in messages."""
         return f"weights {self.number} of stage {self.stage}, part {part}" + ", summed" * summed
 
     def message(self, sender: int, receiver: int, summed: bool = False) -> Message:
-        """From one replica to another: the part of the receiver, or the sums of the sender's part."""
+        """The message from one replica to another with the receiver's part, or, if `summed`, the sums of the sender's
+        part."""
         name = self.name(sender if summed else receiver, summed)
         return Message(name, self.stage, self.stage, None, True, (sender, receiver))
 
 
 def buckets(program: Program, stage: int) -> tuple[Bucket, ...]:
-    """Those of a stage; none if it has no replicas."""
+    """The buckets of a stage; none if it has no replicas."""
     own = program.stages[stage]
     if not own.replicas:
         return ()
@@ -80,20 +86,20 @@ def buckets(program: Program, stage: int) -> tuple[Bucket, ...]:
 
 
 def begun(bucket: Bucket, replica: int) -> Iterator[Step]:
-    """It has its own gradients: those of each part go to who adds it up."""
+    """The steps once a replica has its own gradients: it sends each part to the replica that adds it up."""
     yield from (Step("receive", bucket.message(other, replica)) for other in _others(bucket, replica))
     yield from (Step("send", bucket.message(replica, other)) for other in _others(bucket, replica))
 
 
 def added(bucket: Bucket, replica: int) -> Iterator[Step]:
-    """It adds up its part, and tells the others."""
+    """The steps in which a replica adds up its part, and sends the sums to the others."""
     yield from (Step("reduce", bucket.message(other, replica)) for other in _others(bucket, replica))
     yield from (Step("receive", bucket.message(other, replica, True)) for other in _others(bucket, replica))
     yield from (Step("send", bucket.message(replica, other, True)) for other in _others(bucket, replica))
 
 
 def gathered(bucket: Bucket, replica: int) -> Iterator[Step]:
-    """It puts the sums in the place of its own gradients."""
+    """The steps in which a replica replaces its own gradients by the sums."""
     yield from (Step("gather", bucket.message(other, replica, True)) for other in _others(bucket, replica))
 
 

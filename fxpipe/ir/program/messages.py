@@ -1,7 +1,7 @@
-"""What an engine of several processes must know of a program: who sends what to whom, by which name and in what form.
+"""The messages of a program, for engines of several processes: sender, receiver, name, and form (type and shape).
 
-Here nothing is negotiated at run time: the forms of all messages follow from the types of the values and the sizes of
-the batch at hand.
+Nothing is negotiated at run time: the form of each message follows from the type of its value and the sizes of the
+batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .gradient_buckets import Bucket
 
 @dataclass(frozen=True)
 class Form:
-    """A tensor's element type, by torch's name for it, and its shape. A Python number has `number`, its type."""
+    """The form of a value: torch's name of its element type, and its shape. `number`: the type of a Python number."""
 
     dtype: str
     shape: tuple[Dim, ...] = ()
@@ -27,8 +27,12 @@ class Form:
 
 @dataclass(frozen=True)
 class LentTensor:
-    """A tensor of the model that stage `home` lends to stage `user`: where it hangs in the stage, by the path of a
-    parameter or buffer or as an attribute that holds a constant, and what the borrower's code calls it."""
+    """A tensor of the model that one stage lends to another.
+
+    - `state`: its name; `home`: the stage that owns it; `user`: the stage that borrows it.
+    - `path`: the path of a parameter or buffer in the home stage, or, if `constant`, the name of an attribute.
+    - `borrowed`: its name in the borrower's code.
+    """
 
     state: str
     home: int
@@ -40,16 +44,16 @@ class LentTensor:
 
 @dataclass(frozen=True)
 class MessageTable:
-    """The messages of a program, and what else ranks have to know of it to run it together.
+    """The messages of a program, and the other data that ranks need to run it together.
 
-    - `programs`: what each device does, in order.
+    - `programs`: the steps of each device, in order.
     - `replica_groups`: the devices of each stage, one for each replica.
-    - `names`: what the generated code calls each value.
+    - `names`: the name of each value in the generated code.
     - `forms`: the dtype and shape of each value that moves; `origins`: the user's line that made it.
     - `sizes`: the name, input and dimension of each number that shapes depend on.
-    - `lent`: tensors of one stage that others use.
-    - `makers`: for each output of the model the stage that makes it, -1 where it is an input.
-    - `buckets`: the gradients that replicas add up together.
+    - `lent`: the tensors that stages lend.
+    - `makers`: for each output of the model the stage that makes it, -1 if it is an input.
+    - `buckets`: the gradient buckets.
     - `paths`: for each tensor in a bucket, its path in its stage, and whether it is a constant there.
     """
 
@@ -66,12 +70,12 @@ class MessageTable:
 
 
 def dump(table: MessageTable) -> str:
-    """The table as JSON text, a line for each step of a device; `load` reads it back."""
+    """The table as JSON text, with a line for each step of a device; `load` reads it back."""
     return write(table, 4)
 
 
 def load(text: str) -> MessageTable:
-    """The table that `dump` wrote. Raises ValueError for text that is none, or whose steps cannot run."""
+    """The table that `dump` wrote. Raises ValueError if the text is not a table, or its programs cannot run."""
     table = read(MessageTable, text)
     check(table.programs)
     return table

@@ -9,9 +9,9 @@
       skip    0 -> 2  portal
 
 Source -1 is the caller's batch (the scatter), target `len(stages)` the caller's outputs (the gather). A move between
-neighbours is a hand-over; any longer one is a portal. Where ops are placed one by one, a device has many stages, and
-those of devices that send to and fro are one stage of the pipeline: what moves among them is a hand-over too. A program
-says nothing about time: that is the schedule's.
+neighbours is a hand-over; any longer one is a portal. Where ops are placed one by one, a device has many stages. Stages
+on devices that send values to each other both ways form one stage of the pipeline, and moves within it are hand-overs
+too. A program says nothing about time: the schedule does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OWN_DEVICE = OwnDevice()
 
 @dataclass(frozen=True)
 class RuntimeCall:
-    """An op's target that passes have put in: the function `name` of fxpipe.runtime."""
+    """The target of an op that a pass has inserted: the function `name` of fxpipe.runtime."""
 
     name: str
 
@@ -50,8 +50,8 @@ class RuntimeCall:
 
 @dataclass(frozen=True)
 class Move:
-    """`value` goes from stage `source` to stage `target`, once per micro-batch. Where the two have different numbers of
-    replicas, it is cut along `dim`, or, if that is None, is the same for all samples."""
+    """`value` goes from stage `source` to stage `target`, once per micro-batch. If the stages have different numbers of
+    replicas, the value is cut along `dim`; None: it is the same for all samples."""
 
     value: str
     source: int
@@ -69,8 +69,8 @@ class Move:
 
 @dataclass(frozen=True)
 class Loan:
-    """A tensor of the model that stage `home` owns and stage `user` also uses (tied weights): it goes over once a step,
-    and its gradient comes back once, summed over the micro-batches."""
+    """A tensor of the model that stage `home` owns and stage `user` also uses (tied weights). The tensor is sent once a
+    step, and its gradient is sent back once, summed over the micro-batches."""
 
     state: str
     home: int
@@ -84,9 +84,10 @@ class Loan:
 class Stage:
     """A run of ops on one device.
 
-    `takes`: values that arrive, in order; `gives`: values that leave, in order; `states`: the names of the tensors it
-    owns; `borrows`: those it gets from their home stage; `mutates`: the buffers it writes, and of these `rereads`
-    are the ones whose old contents a recomputation needs again. `checkpoint` and `replicas` as in `StagePlan`.
+    - `takes`: the values that arrive, in order; `gives`: the values that leave, in order.
+    - `states`: the names of the model's tensors that it owns; `borrows`: those that other stages lend it.
+    - `mutates`: the buffers it writes; `rereads`: those of them whose old contents a recomputation needs.
+    - `checkpoint`, `replicas`: as in `StagePlan`.
     """
 
     index: int
@@ -108,10 +109,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class Program:
-    """The stages and the moves between them; `graph` is the model they came from, for inputs, states and outputs.
+    """The stages, and the moves and loans between them.
 
-    `types` has the type of every value, those that passes have added included. `pipeline`: where ops are placed one by
-    one, the stage of the pipeline that each stage is a piece of.
+    - `graph`: the captured model, for its inputs, states and outputs.
+    - `types`: the type of every value, also of values that passes have added.
+    - `pipeline`: where ops are placed one by one, the stage of the pipeline that each stage is a piece of; else empty.
     """
 
     graph: Graph
@@ -130,7 +132,7 @@ class Program:
 
     @property
     def portals(self) -> tuple[Move, ...]:
-        """The moves between stages that go past a stage of the pipeline."""
+        """The moves between stages that skip a stage of the pipeline."""
         n = len(self.stages)
         at = self.pipeline or range(n)
         return tuple(m for m in self.moves if m.source >= 0 and m.target < n and at[m.target] - at[m.source] > 1)
@@ -149,8 +151,14 @@ def recut(move: Move, program: Program) -> bool:
 
 
 def check(program: Program) -> None:
-    """Raise ValueError where the program could not run: a value used that is neither taken, owned nor computed, a move
-    from a stage that does not have the value, a take that no move brings, a value that cannot cross."""
+    """Raise ValueError if the program cannot run:
+
+    - a stage uses a value that it does not take, own, borrow or compute;
+    - a stage takes a value that no move brings, or is sent one that it does not take;
+    - a stage borrows a tensor that no stage lends;
+    - a move does not go forward, or carries a value that its source does not give or that cannot leave its stage;
+    - an output of the model is not moved to the caller.
+    """
     n = len(program.stages)
     arriving: dict[int, set[str]] = {index: set() for index in range(n + 1)}
     for move in program.moves:

@@ -1,16 +1,16 @@
-"""A schedule with its transfers: for each device everything it does, in order, computing, sending and receiving.
+"""Adds transfers to a schedule: for each device all that it runs, sends and receives, in order.
 
-A schedule says which stage computes what and when; a program says which values move. Together they leave no choice. A
-send stands after the action that makes the value. A receive stands as early as it helps: where its device is, by the
-clocks, when the value is made. On each pair of devices messages are received in the order in which they are sent, as
-channels want it.
+The schedule says which stage computes what and when; the program says which values move. Together they determine the
+transfers. A send stands after the action that makes the value. A receive stands at the position that its device has
+reached, by the clocks, when the value is made. Each pair of devices receives messages in the order in which they are
+sent, as channels require.
 
-The replicas of a stage each have the whole row; samples go straight from who has them to who needs them, and gradients
-are added up once the stage has done its last backward (`gradient_buckets.py`).
+Each replica of a stage runs the whole row. Samples are sent directly from the replicas that have them to those that
+need them; gradients are added up after the stage's last backward (`gradient_buckets.py`).
 
-Nothing can deadlock, even where a send waits until the receive has been reached. Let a run and the receives after it
-count as the moment when the run starts, and a send as the moment when its value is made: whatever waits, waits for
-something earlier. (A receive stands before the sends of the run that it follows.)
+There is no deadlock, even if a send waits until its receive has been reached. Give a run and the receives after it the
+time when the run starts, and a send the time when its value is made: then each step only waits for earlier ones. (A
+receive stands before the sends of the run that it follows.)
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from .gradient_buckets import added, begun, buckets, gathered
 from .program import Program, recut
 
 START = -1  # a position before all actions of a row
-Sends = dict[int, list[Message]]  # what leaves a device after each position of its row
-Clocks = dict[Action, float]  # when each action starts, if all are one clock long
+Sends = dict[int, list[Message]]  # the messages that a device sends after each position of its row
+Clocks = dict[Action, float]  # when each action starts, if each takes one clock
 
 
 def add_transfers(schedule: Schedule, program: Program) -> DevicePrograms:
     """The schedule's rows with all sends and receives that the program's moves and loans need. Raises ValueError if the
-    schedule cannot run, or is not one for the program's stages and devices."""
+    schedule cannot run, or does not fit the program's stages and devices."""
     check(schedule)
     clock = starts(schedule, Costs(1, 1, 1, 1))
     replica_groups = zip(_devices(schedule, program), schedule.devices, strict=True)
@@ -62,8 +62,8 @@ def _devices(schedule: Schedule, program: Program) -> tuple[tuple[str, ...], ...
 
 
 def _sends(program: Program, row: Sequence[Action]) -> Sends:
-    """What a device sends: what it lends before all else, values after F, gradients after B or I, and the gradient of
-    what it borrows after the last backward of the stage that uses it."""
+    """The messages that a device sends: lent tensors before all else, values after F, gradients after B or I, and the
+    gradient of a borrowed tensor after the last backward of the stage that uses it."""
     mine, last = {action.stage for action in row}, _last(row)
     sends = {START: [Message(loan.state, loan.home, loan.user) for loan in program.loans if loan.home in mine]}
     for position, (kind, s, i) in enumerate(row):
@@ -78,13 +78,13 @@ def _sends(program: Program, row: Sequence[Action]) -> Sends:
 
 
 def _of_replica(program: Program, sends: Sends, replica: int) -> Sends:
-    """What one replica of the stages sends of what they send."""
+    """The messages of one replica, given those of its stages."""
     whole = {(move.value, move.target) for move in program.moves if recut(move, program) and move.dim is None}
 
     def parts(message: Message) -> Iterator[Message]:
         here, there = (range(len(program.stages[s].devices)) for s in (message.source, message.target))
         user = message.source if message.gradient else message.target
-        if message.micro_batch is None or (message.value, user) in whole:  # the first one has it, for all of them
+        if message.micro_batch is None or (message.value, user) in whole:  # the first replica acts for all
             ends = [(k, 0) for k in here] if message.gradient else [(0, k) for k in there]
         elif len(here) == len(there):
             ends = [(k, k) for k in here]
@@ -97,9 +97,9 @@ def _of_replica(program: Program, sends: Sends, replica: int) -> Sends:
 
 @lru_cache(maxsize=256)
 def meetings(here: int, there: int) -> list[tuple[int, int]]:
-    """The pairs of one of `here` slices and one of `there` that may have samples in common. Slices are as even as
-    possible, the larger ones first, so their ends lie a little off where they would in equal ones; but by less than
-    the distance of two such ends, once there are more samples than are tried here.
+    """The pairs (one of `here` slices, one of `there` slices) that have samples in common for some number of samples.
+    Slices are as even as possible, the larger ones first, so their ends differ a little from those of equal slices. For
+    more samples than are tried here, the difference is less than the distance of two such ends, and adds no pair.
 
     >>> meetings(1, 2), meetings(2, 4)
     ([(0, 0), (0, 1)], [(0, 0), (0, 1), (1, 1), (1, 2), (1, 3)])
@@ -131,14 +131,15 @@ def _has_gradient(program: Program, value: str) -> bool:
 
 
 def _made(clock: Clocks, row: Sequence[Action], sends: Sends) -> Iterator[tuple[float, Message]]:
-    """When a device has made each message, in the order in which it sends them."""
+    """The messages of a device in the order of its sends, each after the clock at which it is made."""
     for position, messages in sends.items():
         at = 0.0 if position == START else clock[row[position]] + 1
         yield from ((at, message) for message in messages)
 
 
 def _receives(clock: Clocks, row: Sequence[Action], arriving: Sequence[tuple[float, Message]]) -> Sends:
-    """At which position a device is when each message has been made; sorting keeps the order on each pair."""
+    """The messages to a device, by the position that it has reached when they are made. The stable sort keeps the order
+    between each pair of devices."""
     begins = [clock[action] for action in row]
     receives: Sends = {}
     for at, message in sorted(arriving, key=lambda made: made[0]):
@@ -149,8 +150,8 @@ def _receives(clock: Clocks, row: Sequence[Action], arriving: Sequence[tuple[flo
 def _row(
     schedule: Schedule, program: Program, row: Sequence[Action], sends: Sends, receives: Sends, replica: int
 ) -> Iterator[Step]:
-    """Everything that a device does, if it is replica number `replica` of its stages. A receive at a position stands
-    before the action there, and before the sends of the action before it."""
+    """The steps of a device that is replica number `replica` of its stages. A receive at a position stands before the
+    action there, and before the sends of the preceding action."""
     last, mine = _last(row), {action.stage for action in row}
     shared = [bucket for s in sorted(last, key=last.__getitem__) for bucket in buckets(program, s)]
     shared.sort(key=lambda bucket: bucket.late)

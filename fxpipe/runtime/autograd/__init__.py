@@ -1,1 +1,1 @@
-"""Bricks that work on autograd's graph: recomputation, transfers, edges without gradients, split backward."""
+"""Functions on autograd's graph: recomputation, transfers, edges without gradients, split backward."""

@@ -1,18 +1,17 @@
 """Recompute a task's activations in backward instead of keeping them, and start before the gradient arrives.
 
-torch.utils.checkpoint recomputes when the gradient reaches the task; in a pipeline that is when the device should
-already be busy with the task's backward. So recomputation is an autograd function of its own, on an edge without
-gradient that is walked as soon as the device's previous backward is done, and the two functions share a `Task`:
+torch.utils.checkpoint recomputes when the gradient reaches the task; in a pipeline the device should already run the
+task's backward then. So recomputation is a separate autograd function, on an edge without gradient that autograd walks
+as soon as the device's previous backward is done. The two functions share a `Task`:
 
     tokens    after(i - 1) ──▶ Checkpoint(i) ──▶ Recompute(i) ──▶ after(i) ──▶ Checkpoint(i + 1)
     values               x ──▶       │       ──▶ y ──▶ next stage
 
-    backward  B(i + 1) is done ──▶ Recompute(i): runs F(i) again, leaves it in the task
-              gradient of y    ──▶ Checkpoint(i): B(i), through what is in the task
+    backward  B(i + 1) is done ──▶ Recompute(i): runs F(i) again, stores its graph in the task
+              gradient of y    ──▶ Checkpoint(i): B(i), through the graph in the task
 
-Without a token that anyone waits for, Checkpoint recomputes by itself. The stage's own parameters are inputs of
-Checkpoint, and their gradients what its backward returns, so `torch.autograd.grad` sees them and nothing is
-accumulated behind autograd's back.
+If nothing waits for the token, Checkpoint recomputes by itself. The stage's parameters are inputs of Checkpoint, and
+its backward returns their gradients, so `torch.autograd.grad` sees them and nothing is accumulated without autograd.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from fxpipe.runtime.written_buffers import instead, keep, scratch
 
 from .is_recomputing import recomputing
 
-# What a recomputation leaves for backward: the outputs with their graph, and its leaves: takes, then parameters.
+# The results of a recomputation: the outputs with their graph, and the graph's leaves: takes, then parameters.
 Recomputed = tuple[tuple[Any, ...], tuple[Tensor, ...]]
 
 
@@ -52,7 +51,7 @@ class Task:
         self.recomputed: Recomputed | None = None
 
     def run(self, takes: tuple[Tensor, ...]) -> tuple[Any, ...]:
-        """The stage's outputs for these tensors in the places of those it was first called with."""
+        """The stage's outputs, with `takes` in place of the tensors of the first call."""
         args = self.others.copy()
         for place, tensor in zip(self.places, takes, strict=True):
             args[place] = tensor
@@ -64,9 +63,10 @@ class Task:
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
     def recompute(self, saved: tuple[Tensor, ...]) -> Recomputed:
-        """Run again, with gradients, on leaves that stand for the saved tensors."""
+        """Run again, with gradients, on new leaves made of the saved tensors. Raises RuntimeError under
+        `create_graph=True`, or if a parameter has changed since forward."""
         if torch.is_grad_enabled():
-            # torch's once_differentiable would leave terms out without a word where autograd.grad is given inputs.
+            # torch's once_differentiable would silently leave terms out when autograd.grad is given inputs.
             raise RuntimeError(
                 f"stage {self.where[0]} recomputes in backward, and there is no backward of that: compile with "
                 'checkpoint="never" to use create_graph=True'
@@ -87,22 +87,22 @@ class Task:
         return outputs, (*[x for x in takes if x.requires_grad], *parameters)
 
     def standing_in(self, aliases: Mapping[int, Tensor]) -> AbstractContextManager[None]:
-        """The stage with what a recomputation must not touch replaced."""
+        """A context in which tensors that a recomputation must not touch are replaced in the stage."""
         if not self.stage.mutates and not aliases:
             return nullcontext()
         tensors = {path: aliases[id(x)] for path in self.stage.states if id(x := self.stage.tensor(path)) in aliases}
         return instead(self.stage, tensors | scratch(self.stage, self.kept, aliases))
 
     def aliases(self) -> dict[int, Tensor]:
-        """By the id of each parameter, one with the same memory and no hooks: hooks see the whole gradient, once. Parts
-        of parameters, too, lest a gradient that comes back for a part goes on from there to the whole here as well."""
+        """By the id of each parameter, an alias with the same memory and no hooks: hooks must see the whole gradient,
+        once. Parts of parameters get one too: else the gradient of a part would also flow on to the whole here."""
         parts = {id(self.stage.tensor(path)) for path in self.stage.regions}
         return {
             id(x): nn.Parameter(x.detach()) for x in self.parameters if isinstance(x, nn.Parameter) or id(x) in parts
         }
 
     def changed(self) -> str:
-        """The message for a parameter that changed between forward and backward: the old values are gone."""
+        """The error message for parameters that changed between forward and backward."""
         own = {id(self.stage.tensor(path)): path for path in self.stage.states}
         pairs = zip(self.unwritten, self.versions, strict=True)
         paths = [own.get(id(x), "a constant") for x, version in pairs if x._version != version]
@@ -113,7 +113,7 @@ class Task:
 
 
 def unwritten(stage: Stage, parameters: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Those that forward does not write itself."""
+    """The parameters that forward does not write itself."""
     if not stage.mutates:
         return parameters
     written = {id(stage.tensor(path)) for path in stage.mutates}
@@ -134,7 +134,7 @@ class Checkpoint(Function):
                 found = task.run(tuple([x.detach().requires_grad_(x.requires_grad) for x in takes]))
         else:
             found = task.run(takes)
-        # Detached, for a stage may give what it holds, a buffer as it is: that is not to become this function's output.
+        # Detached: a stage may return a buffer that it holds, which must not become this function's output.
         outputs = [x.detach() if isinstance(x, Tensor) else x for x in found]
         if task.stage.unsure:
             without = [y for x, y in zip(found, outputs, strict=True) if isinstance(x, Tensor) and not x.requires_grad]
@@ -157,14 +157,14 @@ class Checkpoint(Function):
 
 
 class Recompute(Function):
-    """The token's backward runs F(i) again and leaves the graph to Checkpoint."""
+    """The token's backward runs F(i) again and stores the graph for Checkpoint."""
 
     @staticmethod
     def forward(ctx: Any, task: Task, token: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.task = task
         ctx.save_for_backward(*task.takes)
-        task.takes = ()  # both functions have saved them: from now on they live as long as the graph needs them
+        task.takes = ()  # both functions have saved them, so the graph decides how long they live
         return token.detach()
 
     @staticmethod
@@ -176,9 +176,10 @@ class Recompute(Function):
 def checkpoint(
     stage: Stage, where: tuple[int, int], context: Context, after: Tensor | None, *args: Any
 ) -> tuple[Any, ...]:
-    """`stage.forward(*args)`, computed again in backward: its outputs, and at the end the token for what runs next on
-    this device. `where` is (stage, micro-batch); `after` the token of the task before on this device: `y, after =
-    checkpoint(stage, (1, i), context, after, x)`."""
+    """`stage.forward(*args)`, recomputed in backward: `y, after = checkpoint(stage, (1, i), context, after, x)`.
+
+    `where`: (stage, micro-batch). `after`: the token of the previous task on this device, or None. Returns the outputs
+    of the stage, then the token for the next task on this device."""
     task = Task(stage, where, context, args)
     *outputs, token = Checkpoint.apply(task, after, *task.takes, *task.parameters)  # type: ignore[no-untyped-call]
     return (*outputs, Recompute.apply(task, token))  # type: ignore[no-untyped-call]
@@ -187,7 +188,7 @@ def checkpoint(
 def _backward(
     outputs: tuple[Any, ...], grads: tuple[Tensor | None, ...], inputs: tuple[Tensor, ...]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the inputs, None where there is none."""
+    """The gradients of the inputs, None for an input without one."""
     pairs = [
         (output, grad)
         for output, grad in zip(outputs, grads, strict=False)  # the last grad is the token's

@@ -1,8 +1,8 @@
-"""Notes on exceptions in backward of a call, from submodules that are kept whole.
+"""Adds notes to exceptions in backward of a call, from submodules that are kept whole.
 
-Backward of a call is a run of autograd that the user starts, so an exception passes no code of ours on its way out,
-unless its task is recomputed. What raises exceptions of its own there are autograd functions written in Python, and a
-stage only runs those in submodules that are kept whole. (An error of one of torch's own operations has no note.)
+The user starts backward of a call, so its exceptions do not pass through code of fxpipe, unless their task is
+recomputed. Autograd functions written in Python may raise exceptions there, and in a stage only submodules that are
+kept whole run such functions. (Errors of torch's own operations get no note.)
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch.utils._pytree import tree_leaves
 
 Note = Callable[[Exception], None]
 
-_now = threading.local()  # `note`: what puts the note on exceptions in backward of the task that this thread runs
+_now = threading.local()  # `note`: adds the note of the task that this thread runs
 
 
 @contextmanager
 def watching(note: Note) -> Iterator[None]:
-    """Autograd functions that `watch` finds in this context call `note` with what their backward raises."""
+    """Autograd functions that `watch` finds in this context call `note` with exceptions of their backward."""
     _now.note = note
     try:
         yield
@@ -33,7 +33,7 @@ def watching(note: Note) -> Iterator[None]:
 
 
 def watch(results: Any, given: Any) -> None:
-    """Watch the autograd functions between the tensors in two nests, if anybody wants to know."""
+    """Watch the autograd functions between the tensors nested in `given` and those in `results`, inside `watching`."""
     note: Note | None = getattr(_now, "note", None)
     if note is None or not torch.is_grad_enabled():
         return
@@ -50,7 +50,7 @@ def watch(results: Any, given: Any) -> None:
 
 
 def _watch(node: Any, note: Note) -> None:
-    """Autograd looks up `apply` on the node of a function that is written in Python."""
+    """Replace `apply` of the node, which autograd looks up on nodes of functions written in Python."""
     own, held = type(node).apply, weakref.ref(node)  # the node must not hold itself
 
     def apply(*grads: Any) -> Any:

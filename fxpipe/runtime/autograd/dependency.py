@@ -1,8 +1,8 @@
 """Edges of the autograd graph that carry no gradient, only an order.
 
-Autograd runs backward in any order that the graph allows, and micro-batches share no edge, so it may well run B(0)
-before B(1). Pipelined backward wants the reverse of forward on each device. `fork` and `join` draw the missing edge,
-with a token, a tensor without elements:
+Autograd runs backward in any order that the graph allows, and micro-batches share no edge, so it may run B(0) before
+B(1). A pipeline needs the reverse of forward's order on each device. `fork` and `join` add the missing edge, by means
+of a token, a tensor without elements:
 
     F(0) ── y ── fork ── y ──▶ next stage             backward walks the edges from right to left:
                    │                                   B(1), then join, then fork, then B(0)
@@ -42,7 +42,7 @@ class Fork(Function):
 
 
 class Join(Function):
-    """Aliases of the tensors whose gradients must arrive before the token's backward runs."""
+    """Aliases of the tensors; their gradients must arrive before the token's backward runs."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -55,13 +55,13 @@ class Join(Function):
 
 
 def fork(*tensors: Tensor) -> Any:
-    """The tensors, to be used instead of the old ones, and at the end a token for `join`: `x, token = fork(x)`."""
+    """Aliases to use instead of the tensors, and at the end a token for `join`: `x, token = fork(x)`."""
     return Fork.apply(*tensors)  # type: ignore[no-untyped-call]
 
 
 def join(token: Tensor | None, *tensors: Tensor) -> Any:
-    """The tensors, to be used instead of the old ones: `x = join(token, x)`, `x, y = join(token, x, y)`. Without a
-    token there is nothing to wait for."""
+    """Aliases to use instead of the tensors: `x = join(token, x)`, `x, y = join(token, x, y)`. If the token is None,
+    the tensors themselves."""
     if token is None:
         return tensors[0] if len(tensors) == 1 else tensors
     return Join.apply(token, *tensors)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Copies between devices that autograd walks back: values forward, their gradients back, both on streams of their own.
+"""Differentiable copies between devices: values forward, gradients backward, both on copy streams.
 
     compute 0   F(0) F(1) F(2)                     B(2) B(1)          a copy waits for the task that made the value,
     stream 0,i     └x─┐└x─┐                     ┌gx─┘                   compute goes on meanwhile
@@ -8,11 +8,11 @@
     forward     stream 0,i waits for compute 0 ─▶ copy ─▶ wait: compute 1 waits for stream 1,i
     backward    leave: compute 0 waits for stream 0,i ◀─ copy ◀─ wait: stream 1,i waits for compute 1
 
-In backward each step is a function of its own, because the thread of the device that it concerns must take it, between
-that device's tasks: did the copy itself make compute 0 wait, it would do so in the middle of B(2). And a value may have
-other users at home: their gradients and the copied one are added up where `leave` has its result, after the wait.
+In backward each step is a function of its own, because autograd's thread for the device concerned must run it, between
+that device's tasks: if the copy itself made compute 0 wait, it would do so in the middle of B(2). A value may also have
+users on its own device: their gradients and the copied one are added up after the wait of `Leave`.
 
-Between CPU workers there is nothing to copy, and generated code does not.
+Between CPU workers nothing is copied.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fxpipe.runtime.streams import Stream, current_stream, record_stream, use_st
 
 
 class Leave(Function):
-    """Aliases for the way to another device. In backward, their gradients have come home before anybody uses them."""
+    """Aliases to be copied to another device. In backward, compute waits for their copied gradients."""
 
     @staticmethod
     def forward(ctx: Any, compute: Stream, source: Stream, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -79,8 +79,8 @@ class Wait(Function):
 def copy(source: Stream, target: Stream, device: torch.device, *tensors: Tensor) -> Any:
     """The tensors on `device`, copied on the two streams: `x = copy(streams[0, i], streams[1, i], device, x)`.
 
-    The first must already wait for what made the tensors, which are all on one device. Without it, they come from the
-    caller: where they are there already, nothing is done.
+    All tensors are on one device, and `source` must already wait for the task that made them. With `source` None they
+    are inputs from the caller, and are returned as they are if they are on `device` already.
     """
     home = tensors[0].device
     if source is not None:
@@ -93,15 +93,15 @@ def copy(source: Stream, target: Stream, device: torch.device, *tensors: Tensor)
 
 
 def wait(waiting: Stream, done: Stream, *tensors: Tensor) -> Any:
-    """The tensors, usable on `waiting` once `done` has finished with them; in backward the other way round."""
+    """The tensors, to be used on `waiting`, which waits for `done`; in backward `done` waits for `waiting`."""
     return Wait.apply(waiting, done, *tensors)  # type: ignore[no-untyped-call]
 
 
 def move(
     source: Stream, target: Stream, device: torch.device, user: Stream, tensors: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """The tensors on `device`, without autograd, copied on two streams, for use on a third. Memory that several streams
-    touch is recorded on each but the one it was allocated on."""
+    """The tensors on `device`, without autograd, copied on two streams, for use on stream `user`. Memory that several
+    streams use is recorded on each except the one that it was allocated on."""
     moved = []
     with use_stream(source), use_stream(target):
         for x in tensors:
@@ -113,7 +113,7 @@ def move(
 
 
 def may_run_on(x: Tensor, device: torch.device) -> bool:
-    """Whether the program may go on before the copy has arrived. CPU memory must have its contents before anybody reads
-    them. Pinned memory is read by the GPU when its turn comes, and the caller may have put the next batch there; from
-    other memory the driver has taken a copy before it returns."""
+    """Whether the copy may be asynchronous. A copy to the CPU may not: its contents could be read too early. A copy
+    from pinned memory may not: the GPU reads it later, and the caller may have put the next batch there by then. From
+    other CPU memory the driver has taken a copy before it returns."""
     return device.type == "cuda" and (x.is_cuda or not x.is_pinned())

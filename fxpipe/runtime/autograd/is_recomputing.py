@@ -1,4 +1,4 @@
-"""Whether code of the user's runs for the second time: stages that are checkpointed run forward again in backward."""
+"""Tells whether the user's code runs a second time: checkpointed stages run forward again in backward."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from contextlib import contextmanager
 
 
 class _Now(threading.local):
-    """Of each thread."""
-
     recomputing = False
 
 
@@ -18,7 +16,7 @@ _now = _Now()
 
 @contextmanager
 def recomputing() -> Iterator[None]:
-    """In this context a stage runs again what it has run before."""
+    """In this context `is_recomputing()` is True on this thread."""
     before, _now.recomputing = _now.recomputing, True
     try:
         yield
@@ -27,8 +25,8 @@ def recomputing() -> Iterator[None]:
 
 
 def is_recomputing() -> bool:
-    """Whether this thread runs a stage's forward again, for its backward: what counts calls, logs, or measures in a
-    forward may want to leave the second time out.
+    """Whether this thread runs a stage's forward again, for its backward. Code that counts calls, logs, or measures in
+    a forward may skip the second run.
 
         class Counts(torch.autograd.Function):
             @staticmethod
@@ -36,8 +34,8 @@ def is_recomputing() -> bool:
                 if not fxpipe.is_recomputing():
                     seen.append(x.shape)
 
-    It is asked where the user's own code runs in a pipe: in submodules that are kept whole, and in forward of custom
-    autograd functions. The rest of a forward is captured, and so would be the answer. False everywhere else, also in
-    the plain model, and while a checkpoint inside of the model is recomputed.
+    Call it where the user's own code runs in a pipe: in submodules that are kept whole, and in forward of custom
+    autograd functions. The rest of a forward is captured, and the answer would be captured as a constant. False
+    everywhere else, also in the plain model, and while a checkpoint inside of the model is recomputed.
     """
     return _now.recomputing

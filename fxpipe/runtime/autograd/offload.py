@@ -1,7 +1,7 @@
-"""Keep what autograd saves in host memory, and have it back in time.
+"""Keeps the tensors that autograd saves in host memory, and copies them back before backward needs them.
 
-torch.autograd.graph.save_on_cpu copies on the stream that computes, which waits for each copy. Here the copies have a
-stream of their own, and backward, which goes through the saved tensors in the opposite order, finds them on their way:
+torch.autograd.graph.save_on_cpu copies on the compute stream, which waits for each copy. Here the copies have a stream
+of their own, and backward, which needs the saved tensors in reverse order, prefetches the next one:
 
     compute   F ──────────────────▶            B: give k │ give k-1 │ give k-2
                 │k-2 │k-1 │k                      ▲          ▲          ▲
@@ -11,8 +11,8 @@ stream of their own, and backward, which goes through the saved tensors in the o
     with side:                          # around each forward of the stage
         y = stage.forward(x)
 
-A tensor that two ops save is moved twice. As with all such hooks autograd does not notice when a saved tensor is
-written to afterwards; a model that it accepts without them does not do that.
+A tensor that two ops save is moved twice. With such hooks autograd does not detect writes to saved tensors; a model
+that runs without the hooks has no such writes.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fxpipe.runtime.streams import Stream, current_stream, new_stream, record_stream, use_stream, wait_stream
 
-SMALL = 1 << 16  # bytes; a copy of less takes longer than it is worth
+SMALL = 1 << 16  # bytes; to move a smaller tensor saves too little memory for its time
 
 
 def offload(device: torch.device, without: Iterable[Tensor] = ()) -> Offload:
-    """The hooks for a stage on this device; the memory of `without`, its parameters, stays."""
+    """The hooks for a stage on `device`. Tensors in the memory of `without`, its parameters, are not moved. Raises
+    ValueError if the device is not a CUDA device."""
     if device.type != "cuda":
         raise ValueError(
             f"saved activations can be offloaded from a CUDA device to host memory, and this stage is on {device}: "
@@ -39,11 +40,12 @@ def offload(device: torch.device, without: Iterable[Tensor] = ()) -> Offload:
 
 
 class Offload:
-    """Moves what autograd saves while it is entered. Any number of times, by one thread at a time."""
+    """A context in which tensors that autograd saves are moved to the host. May be entered again and again, by one
+    thread at a time."""
 
     def __init__(self, device: torch.device, side: Stream, without: Iterable[Tensor] = (), small: int = SMALL) -> None:
         self.device, self.side, self.small = device, side, small
-        self._storages = [x.untyped_storage() for x in without]  # alive: their numbers do not come again
+        self._storages = [x.untyped_storage() for x in without]  # kept alive, so that their addresses stay unique
         self._without = {storage._cdata for storage in self._storages}
         self._last: Moved | None = None
 
@@ -59,7 +61,7 @@ class Offload:
         del self._hooks
 
     def pack(self, tensor: Tensor) -> Moved | Tensor:
-        """The tensor on its way to the host, or itself where that is not worth it."""
+        """Start the tensor's move to the host, or, if it is not worth moving, keep it."""
         if not self.worth(tensor):
             return tensor.detach()
         self._last = Moved(tensor, self.side, self._last)
@@ -75,7 +77,7 @@ class Offload:
 
 
 class Moved:
-    """A tensor in host memory. `before` is the one that was saved before it, and will be asked for after it."""
+    """A tensor in host memory. `before`: the one saved before it, which backward needs after it."""
 
     def __init__(self, tensor: Tensor, side: Stream, before: Moved | None) -> None:
         self.device, self.side, self.before = tensor.device, side, before
@@ -87,14 +89,14 @@ class Moved:
         self.here: Tensor | None = None
 
     def fetch(self) -> Tensor:
-        """Start the copy back, unless it is under way. The side stream does it after the copy out."""
+        """Start the copy back, unless it has started. The side stream runs it after the copy to the host."""
         if self.here is None:
             with use_stream(self.side):
                 self.here = self.host.to(self.device, non_blocking=True, copy=True)
         return self.here
 
     def give(self) -> Tensor:
-        """The tensor, for the current stream."""
+        """The tensor, to be used on the current stream; starts the copy of the one before."""
         tensor, self.here = self.fetch(), None
         user = current_stream(self.device)
         wait_stream(user, self.side)

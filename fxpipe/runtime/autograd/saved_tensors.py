@@ -1,16 +1,17 @@
-"""What autograd keeps between forward and backward, to the byte, and letting go of it early.
+"""Counts the bytes that autograd keeps between forward and backward, and can free them early.
 
-Process memory and allocator statistics also see parameters, gradients and fragments, and the CPU has none. But autograd
-lets a hook see each tensor that it saves, and what the hook gives back, a `Kept`, lives as long as autograd has a use
-for the tensor. So the bytes are exact: each memory once, from when it is first saved until it is last needed.
+Process memory and allocator statistics include parameters, gradients and fragments, and the CPU has no such statistics.
+But autograd calls a hook for each tensor that it saves, and the object that the hook returns, a `Kept`, lives as long
+as autograd needs the tensor. So the count is exact: each storage once, from when it is first saved until it is last
+needed.
 
     saved = Saved(without=stage.parameters())
     with saved:                       # around each forward of the stage
         y = stage.forward(x)
     saved.now, saved.peak
 
-Hooks are per thread, and of nested ones only the inner see anything. With hooks autograd does not notice when a saved
-tensor is written to, so that is checked here.
+Hooks are per thread, and if they are nested only the inner ones are called. With hooks autograd does not detect writes
+to a saved tensor, so `Kept` checks for them.
 """
 
 from __future__ import annotations
@@ -25,26 +26,26 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 
-Memory = tuple[int, int]  # a number that tells it from others that exist at the same time, and its bytes
+Memory = tuple[int, int]  # the address of a storage, unique among those alive, and its bytes
 
 
 class Saved:
-    """Counts the bytes that are kept: `now`, and `peak`, the most there have been. Memory of the tensors in `without`
-    does not count. May be entered again and again, by one thread at a time."""
+    """Counts the bytes kept: `now`, and `peak`, the maximum so far. Memory of the tensors in `without` does not count.
+    May be entered again and again, by one thread at a time."""
 
     def __init__(self, without: Iterable[Tensor] = ()) -> None:
-        self._storages = [x.untyped_storage() for x in without]  # alive: their numbers do not come again
+        self._storages = [x.untyped_storage() for x in without]  # kept alive, so that their addresses stay unique
         self._without = {storage._cdata for storage in self._storages}
         self._users: dict[int, int] = {}
         self._kept: dict[ref[Kept], list[Memory]] = {}
-        self._gone: deque[ref[Kept]] = deque()  # appended to by whichever thread lets go
+        self._gone: deque[ref[Kept]] = deque()  # any thread that frees a tensor appends to it
         self._now = 0
         self._border: Collection[Node] | None = None
         self.peak = 0
 
     @property
     def now(self) -> int:
-        """The bytes that are kept now."""
+        """The bytes kept at present."""
         while self._gone:
             for number, size in self._kept.pop(self._gone.popleft(), ()):
                 self._users[number] -= 1
@@ -63,7 +64,8 @@ class Saved:
         del self._hooks
 
     def keep(self, tensor: Tensor) -> Kept:
-        """Counts the tensor for as long as the result lives. Autograd calls it; call it for what is kept elsewhere."""
+        """Counts the tensor for as long as the result lives. Autograd's hook; call it directly for tensors that are
+        kept elsewhere."""
         memories = [memory for memory in memories_of(tensor) if memory[0] not in self._without]
         now = self.now
         for number, size in memories:
@@ -73,8 +75,8 @@ class Saved:
         self._now = now
         self.peak = max(self.peak, now)
         kept = Kept(tensor)
-        # Not __del__: Python runs signal handlers when a function begins, and what is raised in __del__, as by Ctrl-C,
-        # is lost. `append` is no function of Python's.
+        # Not __del__: Python runs signal handlers when a Python function begins, and an exception in __del__, such as
+        # that of Ctrl-C, is lost. `append` is written in C.
         kept.ref = ref(kept, self._gone.append)
         self._kept[kept.ref] = memories
         return kept
@@ -91,8 +93,8 @@ class Saved:
 
     @contextmanager
     def letting_go(self, border: Collection[Node]) -> Iterator[None]:
-        """A backward in this context frees what its nodes have used, but for those of the border, which run again.
-        Nodes written in Python may look at their tensors twice, and keep them."""
+        """In this context backward frees the saved tensors of a node after their use. Nodes in `border` run again, and
+        nodes written in Python may read their tensors twice, so both keep theirs."""
         self._border = border
         try:
             yield
@@ -101,7 +103,7 @@ class Saved:
 
 
 class Kept:
-    """A tensor in the place of one that autograd saves."""
+    """Stands in for a tensor that autograd saves."""
 
     __slots__ = ("__weakref__", "ref", "tensor", "version")
     ref: ref[Kept]
@@ -123,7 +125,7 @@ class Kept:
 
 
 def memories_of(tensor: Any) -> list[Memory]:
-    """The memories that the tensor lies in: one, but for sparse tensors."""
+    """The storages of the tensor: one, or several for a sparse tensor."""
     if tensor.layout == torch.sparse_coo:
         return memories_of(tensor._indices()) + memories_of(tensor._values())
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

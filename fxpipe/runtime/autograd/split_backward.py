@@ -1,8 +1,8 @@
-"""The backward of a task in two halves, so that the half that nobody waits for can fill the bubble.
+"""The backward of a task in two halves, so that the half that no other stage waits for can fill the bubble.
 
-`torch.autograd.grad` can be asked for the takes first and for the parameters later, but the second call walks the whole
-way again: a weight's gradient needs that of the activation behind it. Here what the first half has found is kept where
-the two part, at the border:
+`torch.autograd.grad` can compute the gradients of the takes first and of the parameters later, but the second call
+repeats the whole way: a weight's gradient needs the gradient of the activation behind it. Here the gradients that the
+first half finds are kept at the border, where the ways to takes and to parameters part:
 
     x ──▶ mm ──▶ relu ──▶ mm ──▶ y          each node reaches a take, or parameters only, or both; the border is
           ▲               ▲                 the nodes that reach a take and have an edge to one that does not
@@ -10,11 +10,11 @@ the two part, at the border:
 
     input_gradient   [1] walk the graph and find the border (both `mm`)
                      [2] run from the outputs to the takes, and keep the gradients that arrive at the border
-    weight_gradient  [3] at each node of the border, compute the edges that are left, from what was kept
-                     [4] run what reaches parameters only (both `.t()`), in one go
+    weight_gradient  [3] at each node of the border, compute the remaining edges from the kept gradients
+                     [4] run the nodes that reach parameters only (both `.t()`), in one backward
 
-So each node runs once, or, on the border, each of its edges. In [3] no path is followed, and a parameter that is used
-again further down is not counted twice. Autograd Functions written in Python have no halves: they run whole in [2].
+So each node runs once; on the border, each of its edges is computed once. Step [3] follows no path, so a parameter that
+is used again further down is not counted twice. Autograd Functions written in Python cannot be split: they run in [2].
 """
 
 from __future__ import annotations
@@ -34,18 +34,23 @@ from .saved_tensors import Saved
 
 Grads = tuple[Tensor | None, ...]
 Root = tuple[Tensor | GradientEdge, Tensor]  # where to start, and the gradient there
-Edge = tuple[int, GradientEdge]  # its place among the node's edges, and where it leads
+Edge = tuple[int, GradientEdge]  # its index among the node's edges, and its target
 Border = list[tuple[Node, list[Edge]]]
 Users = dict[Node, list[Node]]  # the nodes with an edge to a node; where backward starts, the node itself too
 
-PythonNode = torch._C._FunctionBase  # what Functions written in Python are in the graph
-ENOUGH = 1 << 20  # bytes of gradients on their way to the parameters; then they are added up, to use the memory again
+PythonNode = torch._C._FunctionBase  # the nodes of Functions written in Python
+ENOUGH = 1 << 20  # bytes of gradients that have crossed the border, at which they are accumulated to reuse the memory
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What is left of a task's backward: `roots` that reach parameters only, and the `border`, with `kept[k]` what
-    has arrived at border[k]. Nodes written in Python do not keep the graph alive; `owners` do."""
+    """The second half of a task's backward.
+
+    - `roots`: where to start, at nodes that reach parameters only.
+    - `border`: the nodes of the border with their remaining edges; `kept[k]`: the gradients at `border[k]`.
+    - `users`: the users of each node, as `walk` finds them.
+    - `owners`: nodes that keep the graph alive, which nodes written in Python do not.
+    """
 
     roots: list[Root]
     border: Border
@@ -57,11 +62,11 @@ class Weights:
 def input_gradient(
     outputs: Sequence[Any], grads: Sequence[Tensor | None], leaves: Sequence[Tensor], saved: Saved | None = None
 ) -> tuple[Grads, Weights]:
-    """The gradients of the leaves, None where there is none, and what is left for `weight_gradient`.
+    """The gradients of the leaves, None for a leaf without one, and the work left for `weight_gradient`.
 
-    `leaves` are the task's takes; all else that needs a gradient is a parameter. If forward ran under `saved`, what the
-    second half has no use for is freed. Both halves run on the stream of forward. Nobody may write to `grads` before
-    the second has run: they may be among what is kept.
+    `leaves` are the task's takes; every other leaf is a parameter. If forward ran under `saved`, tensors that the
+    second half does not need are freed. Both halves run on the stream of forward. `grads` must not be written before
+    the second half has run, which may use them.
     """
     wanted = {id(leaf): leaf for leaf in leaves if leaf.requires_grad}
     pairs = [(y, grad) for y, grad in zip(outputs, grads, strict=True) if grad is not None and y.requires_grad]
@@ -83,9 +88,9 @@ def input_gradient(
 
 
 def weight_gradient(weights: Weights) -> None:
-    """Add the parameters' gradients to their `.grad`. It can be done once: then the graph is gone.
+    """Add the parameters' gradients to their `.grad`. Can be called once: it frees the graph.
 
-    As after any backward, a first gradient may share its memory with one that was passed on: see `unshare`.
+    As after any backward, a parameter's first gradient may share memory with another one: see `unshare`.
     """
     if weights.border:
         cross(weights)
@@ -119,7 +124,7 @@ def walk(roots: Sequence[Node | None], leaves: Container[int]) -> tuple[Users, s
                 reaching.add(node)
                 stack.append(node)
     border = []
-    for node in edges:  # and not in the set: sums are to be the same in each run
+    for node in edges:  # a dict, not a set: in a fixed order sums are the same in each run
         if node in reaching:
             left = [
                 (k, GradientEdge(child, nr))
@@ -132,8 +137,8 @@ def walk(roots: Sequence[Node | None], leaves: Container[int]) -> tuple[Users, s
 
 
 def keep(border: Border) -> list[Grads]:
-    """A list that will hold, once backward has been there, the gradients that have arrived at each node of the border;
-    of a node written in Python, those that it gave."""
+    """A list that backward will fill with the gradients that arrive at each node of the border, or, for a node written
+    in Python, the gradients that it returns."""
     kept: list[Grads] = [()] * len(border)
     for k, (node, _) in enumerate(border):
         if isinstance(node, PythonNode):
@@ -144,10 +149,10 @@ def keep(border: Border) -> list[Grads]:
 
 
 def cross(weights: Weights) -> None:
-    """Add what lies behind the border to the roots, with its gradients: step [3].
+    """Add the edges behind the border to the roots, with their gradients: step [3].
 
-    A node computes the gradients that the backward under way asks for. So this is a backward that asks for those behind
-    the border, and leads through one node only, which calls the others by hand.
+    A node only computes the gradients that the running backward asks for. So this runs a backward that asks for the
+    gradients behind the border, through a single node, `Cross`, which calls the nodes of the border itself.
     """
     with torch.enable_grad():
         start = torch.zeros((), device="cpu", requires_grad=True)
@@ -182,13 +187,13 @@ class Cross(Function):
 
 
 def call(node: Any, grads: Grads) -> tuple[Tensor | None, ...]:
-    """The gradients at the node's edges; torch does not say in its types that nodes can be called."""
+    """The gradients at the node's edges. Nodes can be called, but torch's type annotations do not say so."""
     given: Grads = node(*grads)
     return given
 
 
 def add_up(weights: Weights) -> None:
-    """Run [4] for the roots that no other node of the border has to do with."""
+    """Run [4] for the roots whose nodes no other way leads to."""
     roots = weights.roots.copy()
     weights.roots.clear()
     alone: list[Root] = []
@@ -201,12 +206,12 @@ def add_up(weights: Weights) -> None:
 
 
 def single(node: Node, users: Users) -> bool:
-    """Whether there is one way only to the node, and to all that it reaches."""
+    """Whether there is only one way to the node, and to each node that it reaches."""
     return len(users[node]) == 1 and all(single(child, users) for child, _ in node.next_functions if child is not None)
 
 
 def run(roots: list[Root], wanted: tuple[Tensor | GradientEdge, ...] = (), keep_graph: bool = False) -> Grads:
-    """The gradients of what is wanted; if nothing is, all leaves' gradients are added to their `.grad`."""
+    """Run backward: the gradients of `wanted`. If that is empty, gradients are added to the `.grad` of all leaves."""
     starts, grads = zip(*roots, strict=True)
     found: Grads = torch.autograd.Variable._execution_engine.run_backward(
         starts, grads, keep_graph, False, wanted, allow_unreachable=True, accumulate_grad=not wanted
@@ -215,6 +220,6 @@ def run(roots: list[Root], wanted: tuple[Tensor | GradientEdge, ...] = (), keep_
 
 
 def owner(tensor: Tensor) -> Node | None:
-    """A node that keeps the tensor's graph alive, and not its memory."""
+    """A node that keeps the tensor's graph alive, but not the tensor's memory."""
     with torch.enable_grad():
         return tensor.view_as(tensor).grad_fn

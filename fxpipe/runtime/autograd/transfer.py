@@ -1,11 +1,11 @@
-"""Tensors on their way from one worker to another, while both go on computing.
+"""Transfers of tensors from one worker to another, while both go on computing.
 
     compute 0    F(0)  F(1)  F(2)            a copy waits for the task that made the value and for nothing else; it
-    stream 0,i      └x──┐                    runs on the two copy streams of the micro-batch. Whoever needs it waits
-    stream 1,i          └x──┐                for the stream, not for the other worker
+    stream 0,i      └x──┐                    runs on the two copy streams of the micro-batch. The receiver waits for
+    stream 1,i          └x──┐                the stream, not for the other worker
     compute 1               F(0)  F(1)
 
-What goes to the CPU is copied by the worker that needs it, for only that one has time to wait until it is there.
+A copy to the CPU blocks, so the worker that needs the value makes it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .device_copy import move
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """A tensor that must not be used before `stream` is done with it, or that is still on a GPU and goes to the CPU.
-    `grad`: it is to be a leaf."""
+    `grad`: whether the received leaf needs a gradient."""
 
     tensor: Tensor
     stream: Stream
@@ -32,8 +32,8 @@ class Transfer:
 
 
 def pack(x: Tensor, source: Stream, target: Stream, device: torch.device, user: Stream, grad: bool) -> Transfer:
-    """Send a tensor on its way to `device`, where `user` will compute with it, on two copy streams. The current stream
-    of its own device has made it."""
+    """Start the copy of a tensor to `device`, on two copy streams, for use on stream `user`. It was made on the current
+    stream of its own device."""
     here = current_stream(x.device)
     if device.type == "cpu":
         wait_stream(source, here)

@@ -1,14 +1,14 @@
-"""A gradient that is added up in place has its memory for itself.
+"""Gives gradients that are added up in place memory of their own.
 
-autograd takes the first gradient that reaches a parameter as the parameter's `.grad`, without a copy, if nobody else
-has that very tensor. But another may have the same memory, through a view:
+autograd makes the first gradient that reaches a parameter its `.grad`, without a copy, if nothing else refers to that
+tensor object. But another tensor may share its memory, through a view:
 
     y = x + w.view_as(x)        the gradients of y, x and w are one piece of memory;
                                 the next `w.grad += ...` writes to all of them
 
-In one backward nobody would notice. Here the gradient of x is still on its way to the stage before when the next
-micro-batch is added to that of w. (And in plain torch 2.13 two parameters with `a.view(n, m) + b.view(n, m)` each get
-three times the gradient instead of twice after two backwards.)
+In one backward this has no effect. In a pipeline the gradient of x may still be on its way to the previous stage when
+the next micro-batch is added to that of w. (In plain torch 2.13 two parameters with `a.view(n, m) + b.view(n, m)` each
+get three times the gradient instead of twice after two backwards.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 def unshare(parameters: Iterable[Tensor]) -> None:
-    """Copy the gradients whose memory somebody else has too: to be called when the parameters have got their first."""
+    """Copy the gradients whose memory other tensors share. Call it when the parameters have their first gradients."""
     for parameter in parameters:
         grad = parameter.grad
         if grad is not None and grad.layout == torch.strided and shared(grad):

@@ -19,5 +19,5 @@ RULES = {
 
 
 def rule_of(op: Op, to_a_number: bool = False) -> Rule:
-    """The rule for an op; that it stays whole if there is none. `to_a_number` if it makes a number of a tensor."""
+    """The rule for an op, or `WHOLE` if it has none. `to_a_number`: whether it reduces a tensor to a number."""
     return (TO_A_NUMBER if to_a_number else RULES).get(op_name(op), WHOLE)

@@ -1,5 +1,5 @@
-"""Steps of recurrent layers. A part has some of the channels of the state: of the weights it needs the rows of these in
-each of the gates, of the state before all channels, and its own ones of what an LSTM remembers.
+"""Steps of recurrent layers. A part has some of the channels of the state. It needs the rows of these channels in each
+gate of the weights, all channels of the previous hidden state, and its own channels of an LSTM's cell state.
 
     gates = linear(x, weight_ih[rows], bias_ih[rows]) + linear(h, weight_hh[rows], bias_hh[rows])
 
@@ -59,7 +59,7 @@ class Cell:
         return self.made(self.step("", torch.tanh if kind == "rnn_tanh_cell" else torch.relu, added))
 
     def plain(self, x: Ref, states: Sequence[Ref]) -> Part:
-        """All channels."""
+        """A part with all channels: torch's own cell."""
         held = tuple(weight and self.b.read(self.op, weight, None, self.device) for weight in self.weights)
         hx = tuple(states) if len(states) > 1 else states[0]
         one = replace(self.type, shape=extent(self.place.region))
@@ -90,7 +90,7 @@ class Cell:
         return self.made(self.step("", operator.add, new, kept))
 
     def made(self, *states: Ref) -> Part:
-        """What has been made, as an LSTM's two results or the one of others."""
+        """The finished part: the two results of an LSTM, or the one result of other cells."""
         parts = tuple(Part(state.name, self.place.region, self.device) for state in states)
         return Part(parts[0].name, self.place.region, self.device, parts if len(parts) > 1 else ())
 

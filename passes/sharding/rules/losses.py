@@ -1,7 +1,7 @@
-"""Numbers over the whole batch: each part is summed by itself, and the sums are added once, on the device of the first.
+"""Numbers over the whole batch: each part is summed by itself, and the sums are added once, on the first part's device.
 
-A mean is the sum of the sums, divided by what it is over: a number of elements, or for losses over labels the weight
-of all labels that count, which is summed part by part, too.
+A mean is the total sum divided by the number of elements, or, for losses over labels, by the weight of all labels that
+count, which is summed part by part, too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _classes(b: GraphRewriter, op: Op) -> int:
 
 
 def _label_cuts(b: GraphRewriter, op: Op) -> Iterable[int]:
-    """Of the scores, any dimension but that of the classes."""
+    """Any dimension of the scores except that of the classes."""
     if _reduction(op) not in ("mean", "sum", "none"):
         return ()
     dims = range(len(b.shape(arguments(op)["input"].name)))
@@ -72,7 +72,7 @@ def _changed(op: Op, changed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _labelled(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
-    """Cross entropy and the like, to a number: `places` are those of the scores."""
+    """A loss over labels, such as cross entropy, to a number: `places` are those of the scores."""
     sums, weights = [], []
     for name, place in zip(_names(b, op, places), places, strict=True):
         read = _read(b, op, place.region, place.device)
@@ -84,7 +84,7 @@ def _labelled(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
 
 
 def _weight(b: GraphRewriter, op: Op, name: str, place: Place, read: Mapping[str, Any]) -> str | float:
-    """The weight of the labels of a part that count; a number where all do."""
+    """The weight of the labels of a part that count: the name of a value, or a number if all labels count."""
     given, target = arguments(op), read["target"]
     type = b.tensor(target.name)
     if len(type.shape) == len(place.region):  # probabilities of the classes

@@ -1,10 +1,9 @@
-"""Products of matrices: a part has its own rows and columns, and reads all that they are summed over. Columns of a
-layer are rows of its weights.
+"""Products of matrices: a part has its own rows and columns, and reads all of the dimension that is summed over. The
+output channels of a linear layer are rows of its weight.
 
-Scaled dot product attention: a part has some of the samples and heads, and some of the queries unless a query's place
-decides which keys it sees. It reads all keys and values of those. torch's own layer of attention, from its inputs to
-its result, is cut by sample, which is its second dimension; the weights of attention, where they are wanted, have the
-samples first.
+Scaled dot product attention: a part has some of the samples and heads, and some of the queries unless the attention is
+causal. It reads all keys and values of its samples and heads. torch's `multi_head_attention_forward` is cut by sample:
+dimension 1 of its inputs and result, dimension 0 of the attention weights, if they are returned.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def _linear(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
 
 
 def _matmul(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
-    """As torch has it: matrices in the last two dimensions, the others broadcast; a vector has one dimension less."""
+    """As torch.matmul: matrices are in the last two dimensions, the others broadcast; a vector has one dimension."""
     x, y = refs((op.args, dict(op.kwargs)))
     first, second = b.shape(x.name), b.shape(y.name)
 
@@ -64,8 +63,8 @@ def _matmul(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
 
 
 def _rows(b: GraphRewriter, op: Op) -> Iterable[int]:
-    """Any dimension of what is looked up; its channels unless a row has to be seen whole, and nothing if the gradient
-    depends on how often a word comes."""
+    """Any dimension of the result; not the channels if `max_norm` or `sparse` need whole rows; none if the gradient
+    depends on how often an index occurs."""
     rank = len(b.shape(op.name))
     if op.target is not F.embedding or argument(op, 5, "scale_grad_by_freq", False) or op.writes:
         return ()
@@ -119,8 +118,8 @@ def _attention(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
 
 
 MULTI_HEAD_NAMES = list(inspect.signature(F.multi_head_attention_forward).parameters)
-SAMPLES = {"query": 1, "key": 1, "value": 1, "key_padding_mask": 0}  # what is read of them, and where they are in it
-MADE = (1, 0)  # and what is made
+SAMPLES = {"query": 1, "key": 1, "value": 1, "key_padding_mask": 0}  # the dimension of the samples in each argument
+MADE = (1, 0)  # the same in each result
 
 
 def _multi_head_cuts(b: GraphRewriter, op: Op) -> Iterable[int]:
@@ -155,7 +154,7 @@ def _multi_head_part(b: GraphRewriter, op: Op, name: str, place: Place) -> Part:
 
 
 def _of(item: Any, at: int, samples: Range) -> Any:
-    """The type of some samples of this, where they are in dimension `at`."""
+    """The type of a range of samples of `item`, whose dimension `at` is that of the samples."""
     if not isinstance(item, TensorType):
         return item
     return replace(item, shape=(*item.shape[:at], *extent((samples,)), *item.shape[at + 1 :]))

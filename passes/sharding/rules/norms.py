@@ -1,15 +1,15 @@
-"""Layer norm and softmax: over dimensions that are not cut; a layer norm with all of its weights.
+"""Layer norm and softmax: the dimensions that they normalise over are not cut; a layer norm reads all of its weights.
 
-Batch norm. In training it is over the samples and the area, which may be cut: each part finds its mean and variance,
-and those are put together on one device (Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for
-computing sample variances", 1979). The running statistics change once, by those of all.
+Batch norm in training normalises over the samples and the area, which may be cut: each part computes its mean and
+variance, and these are combined on one device (Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for
+computing sample variances", 1979). The running statistics change once, by the statistics of all parts.
 
     x_0  mean_0 = mean(x_0), var_0 = var(x_0)         mean = sum of share_i * mean_i
     x_1  mean_1 = mean(x_1), var_1 = var(x_1)         var  = sum of share_i * (var_i + (mean_i - mean) ** 2)
 
     y_i = bias + (x_i - mean) * (weight / sqrt(var + eps))
 
-`share_i` is how much of a channel is in part i. Each range of channels is by itself.
+`share_i` is the fraction of a channel's values that are in part i. Each range of channels is computed by itself.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Step = Callable[..., Ref]
 
 
 def _batch_norm_cuts(b: GraphRewriter, op: Op) -> Iterable[int]:
-    """Any dimension; statistics of half precision are those that torch finds, in single precision."""
+    """Any dimension; none in training in half precision, where torch computes the statistics in single precision."""
     given = arguments(op)
     halves = given is not None and given["training"] and b.typed(op.name, ()).dtype in ("f16", "bf16")
     return () if given is None or halves else every(b, op)
@@ -73,7 +73,7 @@ def _batch_norm(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
 
 
 def _by_running(b: GraphRewriter, op: Op, given: Given, places: Places) -> tuple[Part, ...]:
-    """In evaluation, a number is changed by the statistics of its channel alone."""
+    """In evaluation, each value is normalised by its channel's running statistics."""
 
     def call(region: Region, device: int) -> Called:
         image = b.read(op, given["input"], region, device)
@@ -85,7 +85,7 @@ def _by_running(b: GraphRewriter, op: Op, given: Given, places: Places) -> tuple
 
 
 def _by_statistics_of_all(b: GraphRewriter, op: Op, given: Given, places: Places) -> tuple[Part, ...]:
-    """Each range of channels by itself; then the running statistics of all."""
+    """Normalise each range of channels by itself; then update the running statistics."""
     names = dict(zip(places, b.part_names(op, places), strict=True))
     parts: dict[Place, Part] = {}
     statistics = []
@@ -136,7 +136,7 @@ def _statistics(b: GraphRewriter, op: Op, x: Ref, members: Sequence[Place]) -> t
 
 
 def _scale(b: GraphRewriter, op: Op, given: Given, var: Ref, place: Place) -> tuple[Ref, Ref | None]:
-    """What a range of channels is multiplied with, and what is added after that, for all parts of it."""
+    """The factor of a range of channels, and the bias added after it (or None), for all its parts."""
     step = _on(b, op, place.device, extent(place.region[1:2]))
     scale = step("scale", torch.rsqrt, step("var_eps", operator.add, var, given["eps"]))
     rows = place.region[1:2]
@@ -160,7 +160,7 @@ def _normalised(
 
 
 def _update(b: GraphRewriter, op: Op, given: Given, statistics: Sequence[tuple[Ref, Ref]], device: int) -> None:
-    """Moves the running mean and variance, the latter that of a larger population."""
+    """Update the running mean and variance; the variance is the unbiased estimate."""
     shape = b.shape(op.name)
     count = prod(shape) // shape[1]
     momentum = given["momentum"]

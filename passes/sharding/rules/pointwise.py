@@ -1,7 +1,7 @@
-"""What is done to each number by itself: a part reads its own region of every operand, or all of a dimension that is
-repeated. What the model does in place is done to copies: nobody else sees the memory of a part.
+"""Elementwise ops: a part reads its own region of every operand, or all of a dimension that broadcasts. In-place ops
+become ops with a new result: no other op shares the memory of a part.
 
-What is done to each sample by itself: a part has some of the samples, and all of every other dimension.
+Ops on each sample by itself: a part has some of the samples, and all of every other dimension.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AUGMENTED = {
 
 
 def functional(op: Op) -> Called:
-    """The op without its effect on what it reads: what it calls, and its arguments."""
+    """The op without its in-place effect: target and arguments."""
     args, kwargs = op.args, {key: value for key, value in op.kwargs.items() if key != "inplace"}
     if isinstance(op.target, str):
         return op.target if op.target.startswith("__") else op.target.rstrip("_"), args, kwargs
@@ -70,13 +70,13 @@ def _make(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
 
 
 def _repeats(operand: Sequence[int], shape: Sequence[int]) -> bool:
-    """Whether an operand broadcasts to this shape; one that is read for its dtype may not."""
+    """Whether an operand broadcasts to this shape; an operand that only gives its dtype need not."""
     pairs = zip(reversed(operand), reversed(shape), strict=False)
     return len(operand) <= len(shape) and all(size in (1, whole) for size, whole in pairs)
 
 
 def _cast(b: GraphRewriter, op: Op, parts: tuple[Part, ...]) -> tuple[Part, ...]:
-    """What is written in place keeps its dtype."""
+    """The parts, cast to the dtype of the tensor that the op writes in place."""
     types = [b.captured[ref.name] for ref in refs((op.args, dict(op.kwargs)))]
     if len({type.dtype for type in types if isinstance(type, TensorType)}) == 1:
         return parts
@@ -100,13 +100,13 @@ DEFAULTS = {"normalize": 1, "stack": 0}
 
 
 def _first(b: GraphRewriter, name: str) -> Any:
-    """The first dimension as the model has it, in the sizes of its inputs; None where there is none."""
+    """The first dimension of a captured tensor, with symbolic sizes; None if it has none."""
     type = b.symbolic[name]
     return type.shape[0] if isinstance(type, TensorType) and type.shape else None
 
 
 def dims(op: Op, rank: int) -> set[int]:
-    """The dimensions that an op is done over; all if it names none."""
+    """The dimensions that an op works over; all if it names none."""
     given = argument(op, *OVER_DIMS[op_name(op)], DEFAULTS.get(op_name(op)))
     if given is None or given in ((), []):
         return set(range(rank))
@@ -114,7 +114,8 @@ def dims(op: Op, rank: int) -> set[int]:
 
 
 def _sample_cuts(b: GraphRewriter, op: Op) -> Iterable[int]:
-    """The first, if it is that of the samples in the result and in what is read of them, and in nothing else."""
+    """The first dimension, if it is the samples' in the result and in all operands with samples, and has another size
+    in all other operands."""
     if op.writes or not isinstance(b.captured[op.name], TensorType):
         return ()
     read = [ref.name for ref in refs((op.args, dict(op.kwargs)))]

@@ -1,11 +1,10 @@
-"""Convolutions: a part has its own output channels, so its own rows of the weights, and reads as many more rows of the
-image as its windows reach over its edge. Zeros are put around the image at its outer border only.
+"""Convolutions: a part has its own output channels, so its own rows of the weights. It reads the rows of the image that
+its windows reach, also beyond its own edge. Zeros are added at the outer border of the image only.
 
     window 3, padding 1, height 8 in two      rows 0..4 read 0..5, with a row of zeros before
                                               rows 4..8 read 3..8, with a row of zeros behind
 
-Pools read the rows that their windows reach, too; what stands for the rows outside of the image is -inf for a maximum
-and 0 for a mean.
+Pools read the rows that their windows reach, too; the padding is -inf for a maximum and 0 for a mean.
 """
 
 from __future__ import annotations
@@ -31,15 +30,20 @@ CONVOLUTION_NAMES = ("input", "weight", "bias", "stride", "padding", "dilation",
 
 
 def reached(out: Range, size: int, window: int, stride: int, before: int) -> tuple[Range, Range]:
-    """What windows for a range of the output reach of `size` rows that have `before` rows of padding before them: the
-    rows, and how many of padding on either side."""
+    """The rows that the windows of an output range reach, of `size` rows with `before` rows of padding in front; and
+    the number of rows of padding on each side."""
     first, after = out[0] * stride - before, (out[1] - 1) * stride - before + window
     return (max(first, 0), min(after, size)), (max(-first, 0), max(after - size, 0))
 
 
 @dataclass(frozen=True)
 class Slides:
-    """How windows slide over an area: its sizes, those of windows and of what they leave, strides, padding before."""
+    """How windows slide over an area, for each dimension.
+
+    - `sizes`, `left`: the sizes of the input and of the output.
+    - `window`, `stride`: the size of the window, dilation included, and its stride.
+    - `before`: the padding in front.
+    """
 
     sizes: tuple[int, ...]
     left: tuple[int, ...]
@@ -48,8 +52,8 @@ class Slides:
     before: tuple[int, ...]
 
     def reach(self, area: Region) -> tuple[Region, list[int] | None]:
-        """What the windows for an area of the result reach; and the padding around that as `F.pad` takes it, from the
-        last dimension on, None if it is the op's own."""
+        """The region that the windows of an area of the result reach; and its padding in the order of `F.pad` (last
+        dimension first), or None if the op's own padding is right."""
         if area == full(self.left):
             return full(self.sizes), None
         each = zip(area, self.sizes, self.window, self.stride, self.before, strict=True)
@@ -60,7 +64,7 @@ class Slides:
 def padded(
     b: GraphRewriter, op: Op, image: str, pad: list[int] | None, outside: float, device: int
 ) -> tuple[Ref, dict[str, Any]]:
-    """An image with what it needs around it; and the op's padding, if that is to change."""
+    """The image, padded with `outside` where the op cannot do it; and the op's padding argument, if it changes."""
     if pad is None:
         return Ref(image), {}
     if pad[::2] == pad[1::2]:
@@ -80,7 +84,7 @@ def _convolution_slides(b: GraphRewriter, op: Op) -> Slides:
 
 
 def _convolution_cuts(b: GraphRewriter, op: Op) -> Iterable[int]:
-    """Any dimension; but a window that lies in the padding altogether has nothing to read."""
+    """Any dimension, unless a window could lie entirely in its padding, and so have nothing to read."""
     slides = _convolution_slides(b, op)
     within = (before < size for before, size in zip(slides.before, slides.window, strict=True))
     return (0, 1, *(2 + dim for dim, fine in enumerate(within) if fine))
@@ -130,7 +134,7 @@ POOL_NAMES = ("input", "kernel_size", "stride", "padding")
 
 
 def _pool_cuts(b: GraphRewriter, op: Op) -> Iterable[int]:
-    """Any dimension, unless windows at the border are counted in another way, or their places are wanted, too."""
+    """Any dimension; not those of the area if a mean counts differently at the border; none if indices are returned."""
     if not isinstance(b.captured[op.name], TensorType):
         return ()
     before = any(_pool_slides(b, op).before)

@@ -1,15 +1,15 @@
 """Other shapes of the same numbers, and other orders of dimensions.
 
-A reshape joins and splits dimensions in groups, and within a group numbers keep their order. So a part of the result is
-a run of numbers if its outer dimensions are single, one is a range, and the inner ones are whole; and the same run is a
-box of the source if it begins and ends with whole rows. Where it is not, a larger box is read and cut afterwards.
+A reshape joins and splits dimensions in groups, and within a group numbers keep their order. A part of the result is a
+run of consecutive numbers if its outer dimensions have one index, the next is a range, and the inner ones are whole.
+The run is a box of the source if it begins and ends with whole rows; else a larger box is read and cut afterwards.
 
     (8, 6, 4) to (8, 24)      columns 4..12 are rows 1..3                 read [:, 1:3], reshape
                               columns 6..12 lie in rows 1..3              read [:, 1:3], reshape, cut [:, 2:8]
 
-Pieces of a tensor: `x[:, 2:6]`, `x.narrow(1, 2, 4)`, `x.chunk(2, 1)[0]`. A part of a piece is a region of what it is a
-piece of; an op follows only where dimensions go or come, or steps are skipped. Tensors put together: a part reads those
-regions that lie in it, which may all be of one of them.
+Pieces of a tensor: `x[:, 2:6]`, `x.narrow(1, 2, 4)`, `x.chunk(2, 1)[0]`. A part of a piece is a region of the tensor,
+so it needs an op only if dimensions are removed or added, or the step is not 1. Concatenation: a part reads the regions
+of the tensors that lie in it, possibly of one tensor only.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def groups(source: Sequence[int], shape: Sequence[int]) -> Iterator[Group]:
 
 
 def run(region: Region, shape: Sequence[int]) -> Range:
-    """The shortest run of numbers, in their order, that has a region of a tensor of this shape in it."""
+    """The shortest run of consecutive numbers that contains a region of a tensor of this shape."""
     first = last = 0
     for (low, high), size in zip(region, shape, strict=True):
         first, last = first * size + low, last * size + high - 1
@@ -66,8 +66,8 @@ def run(region: Region, shape: Sequence[int]) -> Range:
 
 
 def around(numbers: Range, shape: Sequence[int]) -> Region:
-    """The smallest box of this shape that is one run and has these numbers in it: one number of each outer dimension, a
-    range of one, all of the inner ones."""
+    """The smallest box in a tensor of this shape that is one run and contains these numbers: one index of each outer
+    dimension, a range of the next, all of the inner ones."""
     first, after = numbers
     found: list[Range] = []
     for dim in range(len(shape)):
@@ -123,7 +123,7 @@ class Step:
             self.shape = extent(region)
 
     def named(self, name: str) -> str:
-        """The value after all of it, which is called so if it is a new one."""
+        """Add the ops of all views, and return the name of the result: `name` if there is any op."""
         for at, (target, args, kwargs, shape) in enumerate(self.calls, start=1):
             own = name if at == len(self.calls) else self.b.free(f"{name}_{op_name(self.op)}")
             type = self.b.typed(self.op.name, shape)
@@ -172,7 +172,7 @@ Index = tuple[int | slice | None, ...]  # as in x[...], with one entry for each 
 
 
 def index_of(b: GraphRewriter, op: Op) -> tuple[str, Index] | None:
-    """The tensor that an op takes a piece of, and which; None if that is not made of numbers that are known."""
+    """The tensor that an op takes a piece of, and the index of the piece; None if it has other than known numbers."""
     x = argument(op, 0, "input").name
     if x in b.rest and op_name(b.rest[x][0]) in PIECES:
         return _item(b, b.rest[x][0], op.args[1])
@@ -194,7 +194,7 @@ def _along(x: str, dim: int, one: int | slice) -> tuple[str, Index]:
 
 
 def _item(b: GraphRewriter, op: Op, at: int) -> tuple[str, Index]:
-    """One of the pieces that a tensor was taken apart into."""
+    """The tensor that `op` takes apart, and the index of its piece number `at`."""
     x, type = argument(op, 0, "input").name, b.captured[op.name]
     assert isinstance(type, TupleType)
     shape = b.shape(x)
@@ -244,7 +244,7 @@ def _index_part(b: GraphRewriter, op: Op, x: str, entries: Index, name: str, pla
 
 
 def region_of(entries: Index, region: Region, shape: Sequence[int]) -> tuple[Region, Index]:
-    """The region of the source that a region of the piece is, and how that is still to be indexed.
+    """The region of the source to read for a region of the piece, and the index that remains to be applied to it.
 
     >>> region_of((3, slice(1, None, 2), None), ((0, 2), (0, 1)), (5, 8))
     (((3, 4), (1, 4)), (0, slice(None, None, 2), None))
@@ -271,7 +271,7 @@ def region_of(entries: Index, region: Region, shape: Sequence[int]) -> tuple[Reg
 
 
 def _join_cuts(b: GraphRewriter, op: Op) -> Iterable[int]:
-    """Any dimension of tensors that have as many, and are there one by one."""
+    """Any dimension, if the op gets a list of tensors that all have the result's number of dimensions."""
     rank = len(b.shape(op.name))
     tensors = argument(op, 0, "tensors")
     fit = isinstance(tensors, (tuple, list)) and all(b.is_tensor(t) and len(b.shape(t.name)) == rank for t in tensors)
