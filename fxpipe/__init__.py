@@ -111,5 +111,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """The public names; modules are there as well, for those who look for them by name."""
+    """The public names only; submodules can still be imported by name."""
     return sorted(["__doc__", "__file__", "__name__", "__path__", *__all__])

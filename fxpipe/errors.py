@@ -15,7 +15,7 @@ class CaptureError(FxpipeError):
 
 
 class PlanError(FxpipeError, ValueError):
-    """The balance, split points or plan asked for cannot be had for this model."""
+    """The requested balance, split points or plan is not possible for this model."""
 
 
 class InputError(FxpipeError, ValueError):
@@ -27,8 +27,8 @@ class PackageError(FxpipeError):
 
 
 class MixedSamplesWarning(UserWarning):
-    """The model mixes the samples of a batch, and each micro-batch has only its own: what is returned is what the plain
-    model returns for each micro-batch by itself. The message names the line, and says what to write."""
+    """The model mixes the samples of a batch, but each micro-batch has only its own samples: the result is that of the
+    plain model on each micro-batch by itself. The message names the line, and says what to write."""
 
 
 class BatchStatisticsWarning(UserWarning):
@@ -41,11 +41,11 @@ class CompileError(FxpipeError):
 
 
 class MaterializeError(FxpipeError):
-    """A tensor on the meta device cannot be given values: nothing in the model says which."""
+    """A tensor on the meta device cannot be given values: nothing in the model defines them."""
 
 
 class CheckpointError(FxpipeError):
-    """A checkpoint is none, is damaged, or does not fit the model."""
+    """A folder is not a checkpoint, or the checkpoint is damaged or does not fit the model."""
 
 
 class RankError(FxpipeError):
@@ -53,7 +53,7 @@ class RankError(FxpipeError):
 
 
 def nearest(word: object, known: Iterable[str]) -> str | None:
-    """The one of the known words that is most like this one; None if none is.
+    """The known word that is most similar to `word`, ignoring case; None if none is similar.
 
     >>> nearest("1F1B", ["gpipe", "1f1b"]), nearest("x", ["gpipe", "1f1b"])
     ('1f1b', None)
@@ -64,6 +64,6 @@ def nearest(word: object, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """The end of an error about a word that is not known: a question, or nothing."""
+    """The end of an error about an unknown word: "; did you mean ...?", or "" if no known word is similar."""
     near = nearest(word, known)
     return "" if near is None else f"; did you mean {near!r}?"

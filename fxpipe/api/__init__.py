@@ -1,1 +1,1 @@
-"""The front doors: one public verb a file, and the command line."""
+"""The public entry points: one file for each public function, and the command line."""

@@ -2,8 +2,8 @@
 
     compiled = torch.compile(model, backend="fxpipe", options={"devices": 4, "chunks": 8})
 
-torch.compile reads the model, guards what it depends on and calls this once for each graph that it finds; each becomes
-a pipeline where that is worth it and right. Backward is autograd's, so micro-batches run in GPipe's order.
+torch.compile traces the model, sets its guards and calls `backend` once for each graph. A graph becomes a pipeline
+where that is correct and worth it. Backward is autograd's, so micro-batches run in GPipe's order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fxpipe.pipe.options.option_table import COMPILE
 
 from .compile import read_options
 
-# Those of `fxpipe.compile` that say something here.
+# The options of `fxpipe.compile` that apply to the backend.
 OPTIONS = ("devices", "chunks", "schedule", "checkpoint", "plan", "balance", "split_at", "batch_dim", "reduce",
            "deferred_batch_norm", "dump")  # fmt: skip
 HEADERS = ("graph", "line", "ops", "batch", "stages", "micro-batches", "why")
@@ -35,11 +35,11 @@ living: weakref.WeakValueDictionary[int, Compiled] = weakref.WeakValueDictionary
 def backend(
     module: fx.GraphModule, example_inputs: Any, *, options: Mapping[str, Any] | None = None, mode: str | None = None
 ) -> Callable[..., Any]:
-    """What torch.compile is to call in place of a graph that it has traced.
+    """The function that torch.compile calls in place of a graph that it has traced.
 
     `options` are arguments of `fxpipe.compile`: devices, chunks, checkpoint, plan, balance, split_at, batch_dim (by
-    what torch.compile calls an input: its variable), reduce, deferred_batch_norm, dump. A call with options that make
-    no sense raises PlanError. There are no modes.
+    the name of the input's variable in the traced graph), reduce, deferred_batch_norm, dump. Invalid options raise
+    PlanError when the compiled model is called. `mode` must be None.
     """
     try:
         compiled = Compiled(next(numbers), module, checked(options or {}, mode))
@@ -59,7 +59,7 @@ def backend(
 
 
 def checked(asked: Mapping[str, Any], mode: str | None) -> Options:
-    """The options. Raises PlanError where they make no sense."""
+    """The options of the backend. Raises PlanError if they are invalid."""
     if mode is not None:
         raise PlanError(f"mode is {mode!r}: the backend fxpipe has no modes, leave it out")
     unknown = [str(name) for name in asked if name not in OPTIONS]
@@ -77,8 +77,8 @@ def checked(asked: Mapping[str, Any], mode: str | None) -> Options:
 
 
 def report() -> str:
-    """A table: each graph that torch.compile has handed over, by the line that it begins at, what batch sizes it was
-    called with, and what it was made to; or why it was not."""
+    """A table with a row for each graph from torch.compile and each batch size that it was called with: the line where
+    the graph begins, and its stages and micro-batches, or why it is not a pipeline."""
     rows = [row(made, sizes, way) for made in living.values() for sizes, way in made.ways.items()]
     return tabulate(sorted(rows), headers=HEADERS, colalign=("right", "left", *["right"] * 4, "left"))
 

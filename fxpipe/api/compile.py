@@ -36,7 +36,7 @@ from fxpipe.pipe.results.planned import Planned
 from fxpipe.pipe.saved.loaded_pipe import Loaded, load_here
 from fxpipe.schedules.make_schedule import Own
 
-ASIDE = ("model", "example_inputs", "group", "timeout", "unknown")  # what `compile` takes that is no option
+ASIDE = ("model", "example_inputs", "group", "timeout", "unknown")  # parameters of `compile` that are not in Options
 CHECKPOINT, SCHEDULE, BALANCE, PROFILE = map(Default, ("except_last", "gpipe", "time", "estimate"))
 
 
@@ -71,16 +71,16 @@ def compile(
     The model is captured, planned and turned into code at the first call of each kind, or at once for `example_inputs`
     (a tuple of arguments, a dict of keyword arguments, or one tensor).
 
-    - `devices`: a count (CUDA devices where there are that many, else that many CPU workers), or a list with a device
-      for each stage; a device that comes twice has two stages; or a `Cluster`, with a stage for each of its devices.
+    - `devices`: a count (CUDA devices if there are enough, else CPU workers); or a list with a device for each stage,
+      where a device that is listed twice has two stages; or a `Cluster`, with a stage for each of its devices.
       Inputs may be on any device; an output is on the device of the stage that makes it.
-    - `chunks`: how many micro-batches a batch is cut into, at most: a smaller batch makes fewer.
+    - `chunks`: the largest number of micro-batches that a batch is cut into; a batch with fewer samples makes fewer.
     - `checkpoint`: which micro-batches are recomputed in backward instead of kept: "never", "except_last",
-      "always"; or a set of stages that recompute all but the last, the others never. In `step()`, what is
-      followed by its backward at once is never recomputed: there is nothing to gain.
+      "always"; or a set of stages that recompute all but the last, the others never. In `step()`, a forward that
+      is followed by its backward at once is never recomputed: there is nothing to gain.
     - `offload`: the stages on CUDA devices whose activations wait in host memory, in `step()`.
-    - `balance`: "time" (the slowest stage is as fast as can be), "memory", or the number of layers of
-      each stage; `split_at`: or the modules that begin a stage, as in `["encoder.3", "head"]`.
+    - `balance`: "time" (makes the slowest stage as fast as possible), "memory", or the number of layers of each stage.
+    - `split_at`: in place of `balance`, the modules that begin a stage, as in `["encoder.3", "head"]`.
     - `schedule`: the order of `step()`: "gpipe", "1f1b" (early backward; "1f1b-late" runs further
       ahead), "zb-h1" and "zb-h2" (backward in two halves), with several stages on each device "interleaved",
       "looped-bfs", "zb-v", "dualpipe-v"; "auto", the fastest of these that fits into memory, as simulated; or your own:
@@ -89,38 +89,38 @@ def compile(
     - `stages_per_device`: for "interleaved" and "looped-bfs", 2 if not given; `warmup`: for "1f1b", how many forwards
       each stage runs ahead.
     - `replicas`: how many devices run each stage in `step()`, as in `devices=3, replicas=(2, 1)`: the devices are dealt
-      to the stages in order, and each of a stage's has a slice of every micro-batch. With several stages on each
-      device, those that share one share all.
-    - `plan`: a plan made before, what `fxpipe.plan` returned, or the path of the JSON file of either; it decides
-      stages, devices, chunks, schedule and what is recomputed, and options that say otherwise are refused. With
-      `devices`, those stand for the plan's own, in the order of their first stages.
+      to the stages in order, and each device of a stage gets a slice of every micro-batch. With several stages on each
+      device, stages that share one device share all their devices.
+    - `plan`: a `Plan`, what `fxpipe.plan` returned, or the path of the JSON file of either. The plan decides stages,
+      devices, chunks, schedule and recomputation; options that contradict it are refused. `devices`, if given,
+      replace the plan's devices, in the order of their first stages.
     - `strategy`: how each operator is cut and where its parts run: what `fxpipe.search` returned, the path of its JSON
       file, or a pair of an `OperatorGraph` and its `Strategy`. `devices` are then those of its cluster, in order;
-      `chunks` is 1 if not given, and divides each batch. A function of (graph, sizes) that returns a `Placed` graph
-      puts every single op where it likes.
-    - `profile`: "estimate" (from FLOPs and bytes; runs nothing, always the same), "measure" (times each op), or one
-      made before.
-    - `batch_dim`: the dimension of all inputs that is cut, or by input, as in `{"mask": None}` for one that each
-      micro-batch gets whole; the name of a nest is that of all in it.
-    - `reduce`: how an output without batch dimension is put together, "mean" or "sum", or by output ("loss" for that of
-      a step). Sums and means over the samples are known as such without. Models that mix the samples of a batch do so
-      within each micro-batch; to say so by output ("cat" for those with a batch dimension, which are joined along it)
-      or for all, `reduce="cat"`, is to switch off the MixedSamplesWarning.
-    - `deferred_batch_norm`: True: running statistics of whole batches instead of micro-batches; what normalises is each
-      micro-batch's own mean and variance all the same. False is the same as nothing, but for the
-      BatchStatisticsWarning, which is not given then.
+      `chunks` is 1 if not given, and divides each batch. Or a function of (graph, sizes) that returns a `Placed` graph,
+      and so chooses the device of every op.
+    - `profile`: "estimate" (from FLOPs and bytes; runs nothing, always the same), "measure" (times each op), or a
+      `Profile` made before.
+    - `batch_dim`: the dimension along which all inputs are cut; or a dict by input, with None for an input that each
+      micro-batch gets whole, as in `{"mask": None}`. The name of a nest stands for all tensors in it.
+    - `reduce`: how an output without batch dimension is combined from those of the micro-batches: "mean" or "sum", or a
+      dict by output ("loss" is the loss of a step). Sums and means over the samples are recognised without it. If the
+      model mixes the samples of a batch, it does so within each micro-batch. To accept this and switch off the
+      MixedSamplesWarning, give `reduce` for each such output ("cat" if it has a batch dimension) or `reduce="cat"`.
+    - `deferred_batch_norm`: True: running statistics are those of whole batches instead of micro-batches, but each
+      micro-batch is still normalised by its own mean and variance. False: as without this option, but there is no
+      BatchStatisticsWarning.
     - `compile_stages`: run each stage through `torch.compile`, with Inductor (True), or with a backend, by name or as a
       function. Random ops and the model's own autograd functions stay outside. In schedules that split backward, a
-      compiled stage has all of it in the first half.
-    - `dump`: a folder for everything made on the way; the environment variable FXPIPE_DUMP does the same.
-    - `group`: the ranks that are the devices, a ProcessGroup or a DeviceMesh of one dimension. In a script that
-      torchrun started, or where a process group of several ranks is initialized, a count of `devices` stands for all
-      ranks without it (a list of devices stands for those of this process); see `RankPipe`, and
-      `RankPipe.parallelize` for several pipes side by side.
+      compiled stage does its whole backward in the first half.
+    - `dump`: a folder for all intermediate results; the environment variable FXPIPE_DUMP does the same.
+    - `group`: the ranks that are the devices: a ProcessGroup, or a DeviceMesh of one dimension. Without it, in a script
+      that torchrun started, or where a process group of several ranks is initialized, a count of `devices` means all
+      ranks; a list of devices means devices of this process. See `RankPipe`, and `RankPipe.parallelize` for several
+      pipes side by side.
     - `timeout`: seconds after which a rank that does not answer counts as lost.
 
-    Raises PlanError for options that make no sense; at the first call CaptureError or InputError, or CompileError where
-    a stage cannot be compiled.
+    Raises PlanError for invalid options; at the first call CaptureError or InputError, or CompileError if a stage
+    cannot be compiled.
 
     >>> import torch
     >>> from torch import nn
@@ -145,7 +145,7 @@ def compile(
 
 
 def read_options(asked: Mapping[str, Any]) -> Options:
-    """These arguments of `compile`, checked; the others are as they are there where nothing is said."""
+    """The checked options for these arguments of `compile`; other arguments have their defaults."""
     defaults = {one.name: one.default for one in signature(compile).parameters.values() if one.name not in ASIDE}
     given = defaults | {name: COMPILE[name].take(value) for name, value in asked.items()}
     devices, chunks, replicas, schedule = (given[name] for name in ("devices", "chunks", "replicas", "schedule"))
@@ -193,7 +193,7 @@ def read_options(asked: Mapping[str, Any]) -> Options:
 def _strategy_devices(
     devices: int | Sequence[str | torch.device] | Cluster | None, count: int | None
 ) -> tuple[str, ...]:
-    """The labels that stand for the `count` devices of a strategy, or more."""
+    """The labels of at least `count` different devices, for the devices that a strategy numbers."""
     asked = count if devices is None else devices
     if asked is None:
         raise PlanError("say on which devices the function places ops, as in devices=4")
@@ -206,7 +206,7 @@ def _strategy_devices(
 
 
 def read_plan(plan: Plan | Planned | str | Path | None) -> Plan | PlanFile | None:
-    """The plan itself, or the one in a file. Raises PlanError, with the place in the file, where it is none."""
+    """The plan itself, or the one in a file. Raises PlanError, with the place in the file, if it is not a plan."""
     if isinstance(plan, (str, Path)):
         try:
             return plan_file.load(Path(plan).read_text(encoding="utf-8"))
@@ -223,7 +223,7 @@ def read_plan(plan: Plan | Planned | str | Path | None) -> Plan | PlanFile | Non
 
 
 def runnable(plan: Plan | PlanFile, devices: int | Sequence[str | torch.device] | Cluster | None) -> Plan | PlanFile:
-    """The plan on devices of this machine. Raises PlanError where it cannot be run."""
+    """The plan on devices of this machine. Raises PlanError if it cannot run."""
     replica_groups: dict[str, tuple[str, ...]] = {}
     stages: tuple[StagePlan | StagePlace, ...] = plan.stages
     for index, stage in enumerate(stages):
@@ -267,11 +267,13 @@ def load(
 ) -> Loaded:
     """The pipe in a folder that `pipe.save` wrote, edits included, with the tensors of `model`.
 
-    It is called like the model, in the way it was saved for; nothing is captured. `compile_stages`, `group` and
-    `timeout` are those of `fxpipe.compile`: where there are several ranks, they are the devices of the package, each
-    runs its own stages, and all have the same files. Raises PackageError if the folder is no package, or one for other
-    devices, or the model does not fit it, CompileError if a stage that was edited cannot be compiled, RankError on
-    every rank if one of them has failed or has other files.
+    The pipe takes the kind of call that it was saved for; nothing is captured. `compile_stages`, `group` and `timeout`
+    are those of `fxpipe.compile`. Several ranks are the devices of the package: each runs its own stages, and all must
+    have the same files. Raises:
+
+    - PackageError if the folder is not a package, or is for other devices, or does not fit the model;
+    - CompileError if a stage that was edited cannot be compiled;
+    - RankError on every rank if one of them has failed or has other files.
     """
     check_values(LOAD, {"compile_stages": compile_stages, "timeout": timeout})
     check_model(model, "load")

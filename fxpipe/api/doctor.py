@@ -1,11 +1,11 @@
-"""What of this machine matters to a pipeline, found by trying it: `fxpipe doctor`.
+"""`fxpipe doctor`: what of this machine affects a pipeline, found by trying it.
 
     ok      C++ compiler     g++ 12.2: compile_stages=True can use Inductor on the CPU
     slow    threads          4 threads for each of 4 workers, OMP_NUM_THREADS is not set: two workers at once take
                              2.1 times as long as with one thread each. Write OMP_NUM_THREADS=1
     broken  gloo             ...
 
-Nothing here decides what a pipe does; it says what a user cannot see.
+The findings do not change what a pipe does.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fxpipe.pipe.verify import environment
 from .compile import compile
 
 OK, SLOW, BROKEN, NONE = "ok", "slow", "broken", "none"
-TORCH = ((2, 11), (2, 13))  # what is tested
+TORCH = ((2, 11), (2, 13))  # the oldest and newest tested version
 WAIT = 120  # seconds for processes to find each other
 RANKS = "pipe over ranks by gloo"
 ROOM = 2**28  # bytes that a folder should have free
@@ -45,8 +45,13 @@ ROOM = 2**28  # bytes that a folder should have free
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at. `state`: "ok"; "slow", it works, and could be faster; "broken"; or "none", it is
-    not here, and not needed. `todo`: what to do about it."""
+    """One thing that was looked at.
+
+    - `state`: "ok"; "slow" (works, but could be faster); "broken"; or "none" (not here, and not needed).
+    - `what`: its name.
+    - `text`: what was found.
+    - `todo`: what to do about it.
+    """
 
     state: str
     what: str
@@ -55,7 +60,7 @@ class Finding:
 
 
 def look() -> Iterator[Finding]:
-    """What there is to say, one thing after the other; the last ones take some seconds."""
+    """The findings about this machine, one by one; the last checks take some seconds."""
     for check in (versions, cpu, gpus, compiler, threads, shared_memory, temporary_folder, nccl, gloo):
         yield guarded(check.__name__.replace("_", " "), check)
 
@@ -137,7 +142,7 @@ def compiler() -> Finding:
 
 
 def threads() -> Finding:
-    """What it costs that each worker has as many threads as it does."""
+    """How much slower two workers are with torch's number of threads each than with one thread each."""
     count, text = torch.get_num_threads(), environment.threads()
     if count == 1:
         return Finding(OK, "threads", text)
@@ -154,7 +159,7 @@ def threads() -> Finding:
 
 
 def _two_workers() -> float:
-    """Seconds for a piece of work on each of two threads at once."""
+    """Seconds for a fixed piece of work on each of two threads at once."""
     a = torch.ones(192, 192)
 
     def work() -> None:
@@ -172,7 +177,7 @@ def _two_workers() -> float:
 
 
 def shared_memory() -> Finding:
-    """What CPU ranks of one machine leave their values in."""
+    """The shared memory through which CPU ranks of one machine exchange values."""
     what, folder = "shared memory", Path("/dev/shm")
     if os.environ.get(SWITCH) == "0":
         return Finding(SLOW, what, f"{SWITCH}=0: ranks of this machine use gloo", f"Unset {SWITCH}")
@@ -215,12 +220,12 @@ def nccl() -> Finding:
 
 
 def gloo() -> Finding:
-    """Two processes that add up a number."""
+    """Two processes add up a number."""
     return ranks("add", "two processes found each other and added up")
 
 
 def ranks(kind: str, text: str) -> Finding:
-    """Two processes of this machine, which do what `doctor_ranks.py` calls `kind`."""
+    """Run two processes of this machine; `kind` is "add" or "step", see `doctor_ranks.py`."""
     what = "gloo" if kind == "add" else RANKS
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         return Finding(NONE, what, "this torch has no gloo: CPU ranks need it")

@@ -29,7 +29,8 @@ def main(kind: str) -> None:
 
 
 def step() -> None:
-    """A step of a small model, its loss and the gradients of this rank beside the plain model's."""
+    """A step of a small model. Raises AssertionError if the loss or the gradients of this rank are not the plain
+    model's."""
     model = small_model().double()
     del model[2]  # dropout: the plain model would draw other numbers
     plain = copy.deepcopy(model)

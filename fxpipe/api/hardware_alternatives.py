@@ -1,4 +1,4 @@
-"""What more hardware would be worth to a strategy: the same on a changed cluster, and what another search finds there.
+"""How much faster a step would be on a changed cluster: with the same strategy, and with one searched for that cluster.
 
 what if              as it is          searched again
 one more server      26.2 ms   +0.0%   22.9 ms         -12.6%
@@ -28,7 +28,7 @@ Row = tuple[str, str, str, str, str, str]
 
 
 def explain(found: Searched, budget: float = 60) -> str:
-    """The strategy, and what a step would take on changed clusters, each searched for `budget` seconds."""
+    """The strategy as text, and a table of step times on changed clusters, each searched for `budget` seconds."""
     rows = [_row(found, name, change, budget) for name, change in CHANGES.items()]
     heads = ("what if", "as it is", "", "searched again", "", "")
     table = tabulate(rows, heads, tablefmt="plain", disable_numparse=True).splitlines()

@@ -1,4 +1,4 @@
-"""`fxpipe.plan`: which layers go where, how often, and in what order, for the fastest step that fits in memory.
+"""`fxpipe.plan`: stages, devices, replicas and schedule for the fastest step that fits in memory.
 
 model ─profile─▶ ModelProfile ─layers─▶ Chain ─planner─▶ HybridPlan ─as_plan─▶ Plan
 """
@@ -54,22 +54,22 @@ def plan(
 ) -> Planned:
     """The plan for training steps of `batch_size` samples on `cluster`: stages, replicas, devices, micro-batches.
 
-    - `what`: what `fxpipe.profile` returned; or a model, with `example_inputs`, for which it is estimated for the
-      cluster's first device (it may be on the meta device); or a `Chain` of layers of any origin.
+    - `what`: what `fxpipe.profile` returned; or a model (it may be on the meta device) with `example_inputs`, whose
+      profile is then estimated for the cluster's first device; or a `Chain` of layers of any origin.
     - `cluster`: a `Cluster`, or the name of a published one: "A", "B", "C" (DAPPLE's), "p100", "k80", "p40", "h100".
-    - `planner`: "optimal" (with a proof of how far from the optimum it can be at most), "dapple", "pipedream", "gpipe",
+    - `planner`: "optimal" (with a proven bound on its distance from the optimum), "dapple", "pipedream", "gpipe",
       "straight" (a device for each stage), "data parallel".
     - `micro_batches`, `recompute` (all stages, or none): the planner's choice, if not given. It tries numbers that
-      divide the batch; for a model, with an estimate for each size, the 8 around four per device. As in DAPPLE's paper
-      a micro-batch may have fewer samples than a stage has replicas, which then have an equal share on average.
+      divide the batch; for a model, the 8 numbers around four per device, with an estimate for each size. As in
+      DAPPLE's paper, a stage may have more replicas than a micro-batch has samples: each has an equal share on average.
     - `schedule`: "1f1b" or "1f1b-late" (both are tried if not given); "gpipe", "zb-h1", "zb-h2": the plan is made
       for 1F1B and runs in that order; "auto": the fastest of them all that fits, as simulated.
     - `all_reduce`: replicas add up gradients at the "end" of the step, or "overlap" that with the last backward.
     - `parameter_copies`: bytes in memory for each byte of parameters: 4 for Adam, 3 for momentum, 2 for plain SGD.
-    - `most_layers`: into how many layers a model is cut at most, for the planner to choose from.
+    - `most_layers`: the largest number of layers that a model is divided into; stages are made of whole layers.
     - `time_limit`: seconds that "optimal" may search.
 
-    Raises PlanError for what cannot be planned, or does not fit.
+    Raises PlanError if there is no plan, or none that fits in memory.
 
     >>> from fxpipe.ir.plan.layer_chain import Layer
     >>> chain = Chain("VGG", 32, (Layer("convs", 9e-3, 18e-3, 80e6, 1e9, 3e6), Layer("fc", 1e-3, 2e-3, 480e6, 1e6)))
@@ -93,7 +93,7 @@ def plan(
 
 
 def _planned(known: ModelProfile | Chain, planner: str, request: Request, most_layers: int) -> Planned:
-    """The planner's answer, as a plan for the ops where they are known."""
+    """The planner's answer; the stages of its plan have ops, unless a `Chain` was planned."""
     where, about = request.cluster, (request.cluster, request.batch, planner, request.copies)
     if isinstance(known, Chain):
         answer = _searched(planner, replace(request, chains=(known,)))
@@ -113,12 +113,13 @@ def _searched(planner: str, request: Request) -> Answer:
 
 
 def _own_order(hybrid: HybridPlan) -> str:
-    """The schedule that the planner had in mind."""
+    """The schedule that the planner assumed."""
     return "1f1b" if hybrid.warmup == "early" else "1f1b-late"
 
 
 def _sizes(known: ModelProfile, request: Request) -> list[ModelProfile]:
-    """The profile at the micro-batches that may come of the request; a measured one is scaled."""
+    """The profile at each micro-batch size that the request allows. Of a measured profile only the one it has, which is
+    scaled later."""
     if known.estimated_for is None:
         return [known]
     rows = {-(-request.batch // m) for m in request.counts(SIZES)}
@@ -126,7 +127,7 @@ def _sizes(known: ModelProfile, request: Request) -> list[ModelProfile]:
 
 
 def _profiled(what: Any, cluster: Cluster, example_inputs: Any) -> ModelProfile | Chain:
-    """What the planner can work on."""
+    """The profile or chain to plan; a model is profiled first."""
     if isinstance(what, (ModelProfile, Chain)):
         return what
     if isinstance(what, Profile):
@@ -145,7 +146,7 @@ def _profiled(what: Any, cluster: Cluster, example_inputs: Any) -> ModelProfile 
 
 
 def _without_ops(hybrid: HybridPlan, cluster: Cluster, schedule: str) -> Plan:
-    """The plan of a chain, whose ops nobody has said."""
+    """The plan of a chain, whose ops are not known."""
     stages = []
     for stage in hybrid.stages:
         device, *others = (cluster.labels[position] for position in stage.devices)
@@ -154,7 +155,7 @@ def _without_ops(hybrid: HybridPlan, cluster: Cluster, schedule: str) -> Plan:
 
 
 def _ordered(found: Planned, schedule: str | None) -> Planned:
-    """With the schedule that was asked for, or the fastest that fits."""
+    """The plan with the requested schedule, or for "auto" with the fastest one that fits in memory."""
     if schedule in (None, *WARMUPS):
         return found
     names = [n for n in STRAIGHT if n != "1f1b-late"] if schedule == AUTO else [str(schedule)]
@@ -169,5 +170,5 @@ def _ordered(found: Planned, schedule: str | None) -> Planned:
 
 
 def fits(found: Planned) -> bool:
-    """Whether every device has the memory for it, as simulated."""
+    """Whether the simulated step fits in the memory of every device."""
     return all(held <= found.cluster.device(label).memory for label, held in found.memory.items())

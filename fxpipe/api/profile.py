@@ -26,15 +26,19 @@ from fxpipe.profiling import estimate
 
 @dataclass(frozen=True)
 class ModelProfile(Profile):
-    """A profile that still knows the model it is of, so that `fxpipe.plan` can cut it: `graph`, the numbers of its
-    `sizes`, and, if estimated, for which device."""
+    """A profile with its model, so that `fxpipe.plan` can cut the model.
+
+    - `graph`: the captured model.
+    - `sizes`: the numbers of its symbolic sizes.
+    - `estimated_for`: the device, or None if the profile was measured.
+    """
 
     graph: Graph = field(repr=False)
     sizes: Mapping[str, int] = field(default_factory=dict, repr=False)
     estimated_for: Device | None = field(default=None, repr=False)
 
     def at(self, rows: int) -> ModelProfile:
-        """The estimate for a micro-batch of so many rows."""
+        """The estimate for a micro-batch of `rows` samples. Raises ValueError if the profile was measured."""
         if self.estimated_for is None:
             raise ValueError(f"the profile was {self.source} at {self.batch} samples, and nowhere else")
         sizes = {**self.sizes, **dict.fromkeys(_rows(self.graph), rows)}
@@ -43,7 +47,7 @@ class ModelProfile(Profile):
 
 
 def _rows(graph: Graph) -> list[str]:
-    """The sizes that are the number of rows of a micro-batch."""
+    """The symbolic sizes that are the number of samples of a micro-batch."""
     cut = {item.name: item.batch_dim for item in graph.inputs}
     return [size.name for size in graph.sizes if size.dim == cut[size.input]]
 
@@ -59,13 +63,13 @@ def profile(
 ) -> ModelProfile:
     """What each op of `model` costs in a call with these arguments: seconds forward and backward, bytes kept.
 
-    - `device`: a `Device` of a cluster ("what would it cost there?"), or a cluster for its first device: estimated from
-      FLOPs and bytes, nothing runs, and the model may be on the meta device. A torch device, or None for the one that
-      the model is on: measured, op by op.
-    - `batch`: samples of a micro-batch, those of the arguments if not given. An estimate can be for any number.
+    - `device`: for a `Device` of a cluster, or a `Cluster` (its first device), costs are estimated from FLOPs and
+      bytes: nothing runs, and the model may be on the meta device. On a torch device, or None (the device of the
+      model), costs are measured, op by op.
+    - `batch`: samples of a micro-batch, those of the arguments if not given; an estimate may be for more.
     - `batch_dim`, `reduce`: as for `fxpipe.compile`.
 
-    Raises CaptureError where the model cannot be captured, PlanError or InputError for arguments that make no sense.
+    Raises CaptureError if the model cannot be captured, PlanError or InputError for invalid arguments.
 
     >>> from fxpipe.ir.cluster.published_clusters import V100
     >>> with torch.device("meta"):

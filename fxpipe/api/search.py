@@ -43,13 +43,13 @@ def search(
     - `what`: a model, with `example_inputs` (it may be on the meta device), or a graph of operators.
     - `cluster`: a `Cluster`, or the name of a published one: "p100:4" is four devices of the "p100".
     - `batch`: samples in a step, those of the inputs if not given.
-    - `budget`: seconds that the search may take. Where they end before it is sure that no other cut or place of a
-      single operator makes the step faster, it goes on until then.
-    - `method`: "leaps" changes many operators at once, or "mcmc", the search that the SOAP paper published.
-    - `seed` of what it draws; `progress`: show a bar, or none; if not given, where standard error is a
-      terminal.
+    - `budget`: seconds that the search may take. It takes longer where needed to make sure that changing the cut or
+      place of any one operator makes the step no faster.
+    - `method`: "leaps" (changes many operators at once), or "mcmc" (the search of the SOAP paper).
+    - `seed`: of the search's random numbers.
+    - `progress`: whether to show a bar; if not given, only where standard error is a terminal.
 
-    Raises PlanError where an op of the model is of no known kind, with the user's line, and where numba is missing.
+    Raises PlanError if the kind of an op of the model is not known, with the user's line, and if numba is missing.
 
     >>> from torch import ones
     >>> model = nn.Sequential(nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 4096))
@@ -63,7 +63,7 @@ def search(
     graph = what if isinstance(what, OperatorGraph) else operators_of(what, where, example_inputs, batch)
     try:
         from fxpipe.planning.operators.strategy_search import (
-            search as fastest,  # compiles: numba is asked for by those alone who search
+            search as fastest,  # imported here because it needs numba, which only the search does
         )
     except ImportError as error:
         raise PlanError(str(error)) from None
@@ -78,7 +78,7 @@ def search(
 
 
 def operators_of(model: nn.Module, cluster: Cluster, example_inputs: Any, batch: int | None) -> OperatorGraph:
-    """The operators of a model, for a batch of so many samples."""
+    """The operators of a model, for a batch of `batch` samples (None: those of `example_inputs`)."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"cannot search for a {type(model).__name__}: give a model, or a graph of operators")
     if example_inputs is None:

@@ -1,8 +1,8 @@
-"""The arguments of a call: what they are called, how large the batch is, and their hollow copies.
+"""The arguments of a call: their names, the batch size, and their stand-ins without memory ("hollow").
 
 Every tensor with a dimension is cut along its first one, unless `batch_dim` says otherwise: another dimension for all,
-or a mapping from what an argument is called (`"mask"`, `"batch['ids']"`) to its dimension, or to None for what every
-micro-batch gets whole. The name of a nest is that of all in it.
+or a mapping from the name of an argument (`"mask"`, `"batch['ids']"`) to its dimension, or to None if every micro-batch
+gets it whole. The name of a nest stands for all tensors in it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from fxpipe.errors import InputError, did_you_mean
 
 from .nested_values import change
 
-STEP = ("target", "loss_fn", "outputs", "scaler", "accumulate", "timeline")  # options of a step, beside the model's own
+STEP = ("target", "loss_fn", "outputs", "scaler", "accumulate", "timeline")  # a step's options besides the model's own
 BatchDim = int | Mapping[str, int | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A tensor among the arguments: how the user spells it, the tensor, its stand-in, and its batch dimension."""
+    """A tensor among the arguments: its path as the user writes it, the tensor, its stand-in, its batch dimension."""
 
     path: str
     real: Tensor
@@ -38,8 +38,12 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class RequestedCall:
-    """A call as the user makes it. A step has besides: `targets`, the target or nothing, and whatever else the captured
-    function takes; and `holders`, objects beside the model that it may change."""
+    """A call as the user makes it.
+
+    - `targets`: for a step, a tuple of the target, or an empty one; None for a call.
+    - `rest`: further arguments of the captured function of a step.
+    - `holders`: objects besides the model that a step may change.
+    """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -50,9 +54,15 @@ class RequestedCall:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call with hollow arguments. `leaves` are by the id of the stand-in, in the order of the arguments; `given` and
-    then `rest` is what the captured function gets besides the model; `target` has the target, if there is one, by its
-    name."""
+    """A call with hollow arguments.
+
+    - `args`, `kwargs`: the model's arguments.
+    - `given`, `rest`: all arguments of the captured function after the model, in this order.
+    - `leaves`: the tensors by the `id` of the stand-in, in the order of the arguments.
+    - `batch`: the batch size; `rows`: that of the stand-ins; None if nothing is cut.
+    - `names`: the name of each argument.
+    - `target`: the target by its name, if there is one.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -66,8 +76,8 @@ class Call:
 
 
 class Arguments:
-    """Makes a `Call` of each call's arguments. Stand-ins are kept, so that a call that looks like an earlier one costs
-    little and shows the same tensors to the guards."""
+    """Makes a `Call` from the arguments of each call. Stand-ins are cached, so that a call like an earlier one is cheap
+    and gives the guards the same tensors."""
 
     def __init__(self, model: nn.Module, batch_dim: BatchDim, sizes: Callable[[int], Sequence[int]]) -> None:
         self.model, self.signature = model, inspect.signature(model.forward)
@@ -79,8 +89,8 @@ class Arguments:
         self.target = "loss_target" if "target" in self.signature.parameters else "target"
 
     def call(self, request: RequestedCall, device: torch.device | None, rows: int | None = None) -> Call:
-        """The call with every tensor hollow, on `device`, and `rows` in the batch: as many as in the first micro-batch,
-        if nothing else is asked for."""
+        """The call with every tensor hollow, on `device`, and `rows` samples in the batch; if None, as many as in the
+        largest micro-batch, but at least 2."""
         args, kwargs, targets = request.args, request.kwargs, request.targets or ()
         names = self.names(args, kwargs, request.targets is not None)
         reals: list[tuple[str, Tensor, int | None]] = []
@@ -122,7 +132,7 @@ class Arguments:
     def twin(
         self, position: int, real: Tensor, dim: int | None, rows: int | None, device: torch.device | None
     ) -> Tensor:
-        """The stand-in of an argument, with its batch dimension marked as one that varies."""
+        """The stand-in of an argument, whose batch dimension is marked as dynamic."""
         key = (position, real.shape, real.stride(), real.dtype, real.device, real.requires_grad, dim, rows, type(real))
         made = self.twins.get(key)
         if made is None:
@@ -135,7 +145,7 @@ class Arguments:
         return made
 
     def names(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], step: bool = False) -> tuple[str, ...]:
-        """What each argument is called in the signature of forward. Raises TypeError as the model would."""
+        """The name of each argument in the signature of forward. Raises TypeError as the model would."""
         key = (len(args), *kwargs)
         if key not in self.named:
             bound = self._bound(args, kwargs, step)
@@ -150,7 +160,7 @@ class Arguments:
         return self.named[key]
 
     def _bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], step: bool) -> inspect.BoundArguments:
-        """The arguments by the names of forward, or of a decorator, which may add some that forward needs."""
+        """The arguments bound to the signature of forward, or of its decorator, which may add arguments."""
         forward = self.model.forward
         for signature in (self.signature, inspect.signature(forward, follow_wrapped=False)):
             with suppress(TypeError):
@@ -171,7 +181,8 @@ class Arguments:
 
 
 def cut_along(batch_dim: BatchDim, path: str, tensor: Tensor) -> int | None:
-    """The dimension along which an argument is cut."""
+    """The dimension along which an argument is cut, at least 0; None if it is not. Raises InputError if the argument
+    does not have the dimension."""
     default = batch_dim if isinstance(batch_dim, int) else 0
     dim = default if tensor.dim() else None
     if not isinstance(batch_dim, int) and (names := [name for name in batch_dim if within(path, name)]):
@@ -188,7 +199,7 @@ def cut_along(batch_dim: BatchDim, path: str, tensor: Tensor) -> int | None:
 
 
 def within(path: str, name: str) -> bool:
-    """Whether what a user calls so is this tensor, or a nest that it is in.
+    """Whether `name` is that of the tensor at `path`, or of a nest that contains it.
 
     >>> within("rope[0]", "rope"), within("batch['ids']", "batch['ids']"), within("ropes", "rope")
     (True, True, False)
@@ -197,8 +208,8 @@ def within(path: str, name: str) -> bool:
 
 
 def check_names(batch_dim: Mapping[str, int | None], paths: Sequence[str], optional: Sequence[str], open: bool) -> None:
-    """Raise InputError for a name that no input can have. One that this call leaves out is fine; `open`: forward takes
-    arguments of any name."""
+    """Raise InputError for a name in `batch_dim` that no input can have. Names of inputs that this call leaves out are
+    allowed. `open`: forward takes arguments of any name."""
     for name in batch_dim:
         if name not in paths and re.split(r"[.\[]", name)[0] not in optional and not open:
             near = did_you_mean(name, [*paths, *optional])
@@ -206,7 +217,8 @@ def check_names(batch_dim: Mapping[str, int | None], paths: Sequence[str], optio
 
 
 def common_size(tensors: Sequence[tuple[str, Tensor, int | None]]) -> int | None:
-    """The size that all tensors have in their batch dimension; None if nothing is cut."""
+    """The size that all tensors have in their batch dimension; None if nothing is cut. Raises InputError if sizes
+    differ or are 0."""
     sizes = {path: tensor.shape[dim] for path, tensor, dim in tensors if dim is not None}
     if not sizes:
         return None

@@ -1,4 +1,4 @@
-"""What is known of a kind of call, and of the call under way."""
+"""The state of a kind of call, and of the current call."""
 
 from __future__ import annotations
 
@@ -22,9 +22,13 @@ Run = Callable[[Graph, tuple[Any, ...]], tuple[Any, ...]]
 
 @dataclass(eq=False)
 class Kind:
-    """A kind of call: what was traced of it, and, once its dry pass is over, what is run. `touched` are the attributes
-    that forward sets, `rebound` the buffers that it sets, `past` the user's own modules that the trace reached past the
-    twins, as by a global variable, and `fits` the batch sizes that are known to be right for it."""
+    """A kind of call: its trace, and, after its dry pass, the graph that runs.
+
+    - `touched`: the attributes that forward sets.
+    - `rebound`: the buffers that forward sets.
+    - `past`: the user's own modules that the trace reached without the twins, for example by a global variable.
+    - `fits`: the batch sizes that are known to be valid.
+    """
 
     traced: Traced
     drafted: Draft | None = None
@@ -38,9 +42,13 @@ class Kind:
 
 @dataclass
 class Now:
-    """The call under way. `beside` is what the captured function gets besides the model and tensors, `holders` are
-    objects beside the model that it may change. `snapshot` is of the twin before a dry pass touched it; `running`: what
-    is raised comes from the pipeline."""
+    """The current call.
+
+    - `beside`: the arguments of the captured function besides the model and tensors.
+    - `holders`: objects besides the model that it may change.
+    - `snapshot`: the twin's attributes before the dry pass.
+    - `running`: whether the pipeline runs, so that errors come from it.
+    """
 
     call: Call
     request: RequestedCall

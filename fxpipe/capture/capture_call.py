@@ -1,6 +1,6 @@
-"""The door of capture: a call of the model comes in, its `Graph` and the real inputs go to whoever runs it.
+"""The entry point of capture: from a call of the model to its `Graph` and real inputs, which a given function runs.
 
-Not every model can be traced in one graph. What is tried, in this order, until a call is captured:
+Not every model can be traced in one graph. These ways are tried in this order, until a call is captured:
 
   - the model as it is, under settings for recurrent layers, loggers and Python numbers (`dynamo.py`), then reading into
     functions that Dynamo would pass over
@@ -8,18 +8,18 @@ Not every model can be traced in one graph. What is tried, in this order, until 
   - the same, with the innermost submodule that cannot be traced kept whole, as one op (`opaque_submodules.py`); and
     the next one
 
-If nothing is left, the error has a table of all that was tried. torch.export is not among it: it bakes train or eval
-mode and every flag into its graph without a guard that would tell when they change, and drops the backward of custom
-autograd functions without a word. What it can trace and Dynamo cannot, runs as an opaque op.
+If all ways fail, the error has a table of them. torch.export is not used: it fixes train or eval mode and every flag in
+its graph without a guard that detects changes, and silently drops the backward of custom autograd functions. Code that
+it could trace and Dynamo cannot runs as an opaque op.
 
 front(args, kwargs, run)
   1. arguments: one batch size for all; hollow copies of the tensors
   2. the route's function is called with a twin of the model, which has hollow parameters and buffers (`twin.py`)
-  3. a kind of call not seen before: the route traces it. A dry pass gives back hollow outputs, which shows where
-     they stand in what the model returns; what it did to the twin's attributes is undone
+  3. for a new kind of call: the route traces it. A dry pass returns hollow outputs, to find their places in the
+     model's result; its changes of the twin's attributes are undone
   4. `run(graph, real inputs)` computes the outputs
-  5. the route puts them into the object that the model returns, and into the twin's attributes; and so the model gets
-     what its forward has set
+  5. the route puts them into the object that the model returns, and into the twin's attributes; attributes that
+     forward has set are then copied to the model
 """
 
 from __future__ import annotations
@@ -67,20 +67,19 @@ Work = Callable[[str], AbstractContextManager[None]]
 
 
 def call_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What is captured of a model where nothing else is said."""
+    """The function that is captured by default: a call of the model."""
     return model(*args, **kwargs)
 
 
 class CallCapture:
-    """Stands in front of a model: `front(args, kwargs, run)` returns what `model(*args, **kwargs)` would, with its
-    arithmetic done by `run(graph, inputs)`, which gets the real values of `graph.inputs` and returns those of
-    `graph.outputs`.
+    """Captures calls of a model: `front(args, kwargs, run)` returns the result of `model(*args, **kwargs)`, computed
+    by `run(graph, inputs)`, which gets the real values of `graph.inputs` and returns those of `graph.outputs`.
 
     - `sizes(batch)`: the sizes of the micro-batches that a batch is cut into.
     - `work(what)`: a context for the time that a capture takes.
-    - `function`: what is captured instead of the call. A plain function of the model, args, kwargs, and what else a
-      `RequestedCall` has, which uses nothing but its arguments and what is global in its module.
-    - `loss`: whether the function returns a loss and something else.
+    - `function`: the captured function: a plain function of the model, args, kwargs, and the other fields of a
+      `RequestedCall`. It may only use its arguments and the globals of its module.
+    - `loss`: whether the function returns a pair of a loss and something else.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class CallCapture:
         self.twins = Twins({"": model})
         self.pieces = Pieces()
         self._function = function
-        # Weak, for torch keeps every backend it has seen, and would keep the model with it.
+        # Weak references, because torch keeps every backend alive, and with it would keep the model.
         capture = weakref.WeakMethod(self._capture)
         starts = weakref.WeakMethod(self._starts)
         self._begin = partial(
@@ -117,14 +116,14 @@ class CallCapture:
         self._work, self._working, self._works = work, ExitStack(), False
         self._signatures: list[CallSignature] = []
         self._told: set[Mixed] = set()
-        self._warm = -1  # how many submodules were kept whole when forward ran for what a first call sets up
+        self._warm = -1  # how many submodules were kept whole at the last run of forward by `warm`
         self._lock = threading.RLock()
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Run) -> Any:
         return self.run(RequestedCall(args, kwargs), run)
 
     def run(self, request: RequestedCall, run: Run) -> Any:
-        """What the captured function returns."""
+        """The result of the captured function, computed by `run`."""
         with self._lock:
             now, result = self._captured(request, run)
             for _ in range(2):  # a hook that fills a dict makes the second call of another kind than the first
@@ -143,7 +142,7 @@ class CallCapture:
             return change(result, now.real)
 
     def capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Graph:
-        """The graph of this kind of call. Nothing changes; nothing is run but for submodules that are kept whole."""
+        """The graph of this kind of call. The model does not change, and runs only if submodules are kept whole."""
         return self.graph(RequestedCall(args, kwargs))
 
     def graph(self, request: RequestedCall) -> Graph:
@@ -155,7 +154,8 @@ class CallCapture:
             return now.kind.finished.graph
 
     def _captured(self, request: RequestedCall, run: Run | None) -> tuple[Now, Any]:
-        """One call of the route. Raises what the model itself raises for such a call, else why it is not captured."""
+        """One call of the route. Raises the model's own exception for such a call, if it raises one, else
+        CaptureError."""
         try:
             return self._complete(request, run)
         except NoOps:
@@ -180,7 +180,7 @@ class CallCapture:
                 self._working.close()
 
     def _starts(self) -> None:
-        """A kind of call is read that was not seen before."""
+        """Called when the route begins to trace a new kind of call."""
         assert self._now is not None
         signature = signature_of(self._now.call, self.model.training)
         if not self._works:
@@ -191,8 +191,8 @@ class CallCapture:
             self._signatures.append(signature)
 
     def _completed(self, request: RequestedCall, run: Run | None) -> tuple[Now, Any]:
-        """One call of the route; if it is a dry pass, the graph of its kind is complete afterwards. Where a graph is
-        refused in which data decides how large something is, that may do inside of a submodule that is kept whole."""
+        """One call of the route; after a dry pass, the graph of its kind is complete. If the graph is refused because a
+        size depends on data, keep the submodule with this op whole and try again."""
         nothing = NoOps(f"{type(self.model).__name__} has no ops: there is nothing to run on devices; call it itself")
         now, result = self._pass(request, run)
         if now.kind is None:
@@ -213,7 +213,7 @@ class CallCapture:
         return now, result
 
     def _finish(self, now: Now, result: Any, request: RequestedCall) -> Finished:
-        """Complete the graph of the kind of call that a dry pass has shown."""
+        """Complete the graph of a kind of call after its dry pass."""
         kind = now.kind
         assert kind is not None
         assert kind.drafted is not None
@@ -236,13 +236,13 @@ class CallCapture:
         return kind.finished
 
     def _pass(self, request: RequestedCall, run: Run | None, rows: int | None = None) -> tuple[Now, Any]:
-        """One call of the route, with everything hollow up to the moment when `run` runs."""
+        """One call of the route, in which all tensors are hollow until `run` runs."""
         check_modes()
         self.twins.sync()
         if self.pieces.renew(self.twins) or self._unguarded != self.twins.unguarded:
-            # Dynamo has guards for hooks, too, but they would double what all guards of a call take (torch 2.13).
+            # Dynamo could guard hooks too, but that would double the time of all guards of a call (torch 2.13).
             self._route, self._unguarded = self._begin(), self.twins.unguarded
-        # Where the model is, so that the caller may keep the batch anywhere.
+        # On the model's device, so that the caller may have the batch on any device.
         call = self.arguments.call(request, self.twins.device, rows)
         beside = self.twins.beside(*request.rest, *request.holders)
         count = len(request.rest)
@@ -267,7 +267,7 @@ class CallCapture:
                 now.kind.touched |= now.snapshot.restore()
 
     def _routed(self, now: Now) -> Any:
-        """What the route returns. A call that is refused gets another chance as long as there is another way."""
+        """The result of the route. A refused call is tried again as long as there is another way."""
         tried: list[Refused] = []
         before = dict(self.pieces.of)
         how: str | None = self._how()
@@ -295,9 +295,9 @@ class CallCapture:
         return f"one graph, {', '.join(kept)} kept whole" if kept else "one graph"
 
     def _another_way(self, now: Now, tried: list[Refused]) -> str | None:
-        """Try the next way: first run forward once, for what some libraries set up in the first call; then keep the
-        submodule whole that was refused, or the one around it. Gives what was done, or None if nothing is left. Ways
-        that fail at once are added to those that were tried."""
+        """Prepare the next way: first run forward once, because some libraries set things up in the first call; then
+        keep the refused submodule whole, or the one around it. Returns the way in words, or None if there is no other.
+        Ways that fail at once are added to `tried`."""
         refused = tried[-1]
         if self._warm < len(self.pieces.of) and any(sign in str(refused) for sign in SIGNS):
             self._warm = len(self.pieces.of)
@@ -323,7 +323,7 @@ class CallCapture:
                 return None
 
     def _capture(self, traced: Traced) -> Callable[..., Any]:
-        """What the route is to call for a kind of call that it has just traced."""
+        """The function that the route calls for a kind of call that it has just traced."""
         inline_checkpoints(traced.module)
         kind = Kind(traced)
         call_capture = weakref.ref(self)
@@ -346,7 +346,7 @@ class CallCapture:
         return compute
 
     def _dry(self, kind: Kind, now: Now, flat: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Hollow outputs, in place of running. The route has not touched the model yet: it does so afterwards."""
+        """Return hollow outputs instead of running. The route changes the twin's attributes only afterwards."""
         if kind.drafted is None:
             rejoin(kind.traced.module, now.call.rows or 0)
             traced = kind.traced.module.graph
@@ -358,7 +358,7 @@ class CallCapture:
             kind.drafted = draft(owner, kind.traced, flat, now.call)
             kind.hollows = stand_ins(kind.drafted)
             kind.past = self.twins.reached(kind.traced.guarded())
-        # Not sooner, lest it undo what other threads do.
+        # As late as possible, so that changes of other threads are not undone.
         now.snapshot = Snapshot((*(module for _, module in self.twins.named()), *kind.past, *now.holders))
         return kind.hollows
 
@@ -380,8 +380,8 @@ def capture(
     *,
     reduce: Reduce = None,
 ) -> Graph:
-    """The graph of `model(*args, **kwargs)`. Nothing changes. Nothing is run, and the model may be on the meta device,
-    unless a submodule is to be kept whole.
+    """The graph of `model(*args, **kwargs)`. The model does not change. It does not run, and may be on the meta device,
+    unless a submodule must be kept whole. Raises CaptureError.
 
     >>> from torch import nn, ones
     >>> print(capture(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), (ones(4, 2),)).inputs[0].type)

@@ -1,4 +1,4 @@
-"""Says why a model cannot be captured: the user's line, the reason in one sentence, what to write instead."""
+"""Errors of capture: the user's line, the reason in one sentence, what to write instead."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ DATA_SIZES = (
     "the shape of its result depends on the values of a tensor",
     "write x * mask or torch.where(mask, x, 0) in place of x[mask]",
 )
-UNKNOWN = "?"  # a size that nobody knows before it is computed
-SYMBOL = r"\b([su]\d+)\b(?:: hint = -?\d+)?"  # what torch calls a size
+UNKNOWN = "?"  # a size that is not known before it is computed
+SYMBOL = r"\b([su]\d+)\b(?:: hint = -?\d+)?"  # torch's names of sizes
 HOOKED = "a module in the model has a backward hook, which would not run"
 DERIVES = "it takes derivatives inside of forward"
 A_PIPE = "it runs a pipeline of fxpipe"  # a part of the message about a call of a pipe
-# What Dynamo's message says, what is wrong, what to write instead.
+# A pattern of Dynamo's message, the reason, what to write instead.
 ADVICE = (
     (
         A_PIPE,
@@ -93,14 +93,18 @@ ADVICE = (
 OWN_ERRORS = r"(?:got|raised exception) (\w+)\((?:\[ConstantVariable\(str: )?(['\"])(.*?)\2(?:,?\)|\)\]\))"
 
 
-# Where the symbols in torch's messages come from, as Dynamo spells it: (name, dim) for the size of a tensor.
+# The source of each symbol in torch's messages, by Dynamo's name; (name, dim) for the size of a tensor.
 Sizes = Mapping[str, str | tuple[str, int]]
 
 
 class Refused(CaptureError):
-    """What a route says of a call that it cannot capture: the user's line, the reason, what to write instead, and the
-    ids of the modules whose forward that is in, from the outermost on, None if it is no line's fault. `route` is how
-    it was tried; `sizes`, what the symbols in the reason are."""
+    """A route cannot capture a call.
+
+    - `where`: the user's line; `reason`: why; `advice`: what to write instead.
+    - `modules`: the ids of the modules whose forward has the line, outermost first; None if no line is the cause.
+    - `sizes`: the sources of the symbols in the reason.
+    - `route`: the way that was tried, in words.
+    """
 
     route = ""
 
@@ -116,7 +120,7 @@ class Refused(CaptureError):
         self.where, self.reason, self.advice, self.modules, self.sizes = where, reason, advice, modules, sizes or {}
 
     def spelled(self, spell: Callable[[str | tuple[str, int]], str]) -> Refused:
-        """The refusal in the user's words for sizes, where torch has symbols, as in [2, s33] or `s33: hint = 4`."""
+        """The refusal with the user's names of sizes in place of torch's symbols, as in [2, s33] or `s33: hint = 4`."""
 
         def word(found: re.Match[str]) -> str:
             return spell(self.sizes[found[1]]) if found[1] in self.sizes else UNKNOWN
@@ -126,11 +130,11 @@ class Refused(CaptureError):
 
     @property
     def is_placed(self) -> bool:
-        """Whether `modules` says where it is. Of an exception nobody knows, and a hook is in no forward."""
+        """Whether `modules` has the place of the cause: not for exceptions of the model, nor for hooks."""
         return self.modules is not None and self.reason != HOOKED and not self.reason.startswith("it raises ")
 
     def in_no_submodule(self) -> Refused:
-        """Why nothing is kept whole here: it is in the model's own forward, or in the loss function."""
+        """The refusal to keep a submodule whole: the line is in the model's own forward, or in the loss function."""
         found = Refused(
             self.where,
             "it is in the forward of no submodule, and kept whole, the model would have one stage",
@@ -145,11 +149,11 @@ class NoOps(CaptureError):
 
 
 class OutsideOfModules(CaptureError):
-    """The refusal of a line that is in the forward of no module: in a loss function."""
+    """The refused line is in no module's forward, but in a loss function."""
 
 
 def written_by_dynamo(graph: fx.Graph) -> Refused | None:
-    """The refusal of the first op that Dynamo put in for numpy's, and that nothing outside of Dynamo can run."""
+    """The refusal of the first op that Dynamo inserted for numpy, which runs only inside Dynamo; None if none."""
     for node in graph.nodes:
         if type(node.target).__module__ == "torch._dynamo.utils":
             return Refused(line_of(node), "it computes with numpy", "write it with torch", modules_around(node))
@@ -157,7 +161,7 @@ def written_by_dynamo(graph: fx.Graph) -> Refused | None:
 
 
 def modules_around(node: fx.Node) -> list[int]:
-    """The ids of the modules whose forward has made a node, from the outermost on."""
+    """The ids of the modules whose forward made a node, outermost first."""
     return [int(str(key).partition("@")[0]) for key in node.meta.get("nn_module_stack") or ()]
 
 
@@ -167,7 +171,7 @@ def line_of(node: fx.Node, module: str = "") -> Origin | None:
 
 
 def failed(error: Exception, route: str) -> Refused:
-    """The model fails as plain Python, too; or what Dynamo has made of it does."""
+    """The refusal for an exception of the model, as plain Python or as Dynamo has transformed it."""
     where = innermost(traceback.extract_tb(error.__traceback__))
     found = Refused(where, f"it raises {type(error).__name__}: {error}")
     found.__cause__ = error
@@ -181,8 +185,8 @@ def refusal(
     where: Origin | None = None,
     sizes: Sizes | None = None,
 ) -> Refused:
-    """The error for what Dynamo raised in these modules; `where`, if it is known better than the error says; `sizes`:
-    what its symbols are."""
+    """The refusal for an error of Dynamo in these modules. `where`: the line, if known better than from the error;
+    `sizes`: the sources of its symbols."""
     chain = [error] + ([error.__cause__] if error.__cause__ is not None else [])
     text = next((str(e) for e in chain if "ecompile limit exceeded" in str(e)), str(error))
     stack = next((s for e in chain if (s := getattr(e, "real_stack", None))), None)
@@ -208,7 +212,7 @@ def refusals(tried: Sequence[Refused]) -> CaptureError:
 
 
 def _reason(text: str) -> tuple[str, str]:
-    """One sentence, and what to write instead where that is known."""
+    """The reason in one sentence, and what to write instead, or ""."""
     if raised := re.search(OWN_ERRORS, text, re.DOTALL):
         return f"it raises {raised[1]}: {raised[3]}", ""
     said = "\n".join(line for line in text.split("\n") if not line.lstrip().startswith(("Hint:", "from user code")))
@@ -230,8 +234,8 @@ def _in_text(text: str) -> Origin | None:
 
 
 def innermost(frames: Sequence[traceback.FrameSummary], module: str = "") -> Origin | None:
-    """The user's own innermost line among `frames`: not torch's nor that of a notation for torch's operations, unless
-    there is nothing else, nor ours."""
+    """The innermost line of the user's code among `frames`. Never a line of fxpipe's capture; a line of torch or of a
+    notation for its operations (einops) only if there is no other."""
     others = [frame for frame in frames if not frame.filename.startswith(OURS)]
     mine = [frame for frame in others if _is_users(frame.filename)] or others
     if not mine:
@@ -255,7 +259,7 @@ def parse_stack(text: str | None) -> list[traceback.FrameSummary]:
 
 
 def without_symbols(text: object) -> str:
-    """A type or a message of torch's without the names that torch has for sizes.
+    """A type or a message of torch, with "?" in place of torch's names of sizes.
 
     >>> without_symbols("f32[u0, 4]")
     'f32[?, 4]'
@@ -279,8 +283,8 @@ def refuse(op: Op | None, problem: str, advice: str = "") -> CaptureError:
 
 
 def without_frames(error: CaptureError) -> CaptureError:
-    """The error, without the tracebacks of it and of those behind it. The frames of a capture hold tensors without
-    memory, and whoever prints one of these, as pytest and debuggers do, ends the process."""
+    """The error without tracebacks, also of its causes and contexts. The frames of a capture hold tensors without
+    memory; printing one, as pytest and debuggers do, crashes the process."""
     seen: set[BaseException] = set()
     todo: list[BaseException | None] = [error]
     while todo:

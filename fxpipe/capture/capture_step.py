@@ -1,4 +1,4 @@
-"""The door of capture for steps: a call of the model with its loss."""
+"""The entry point of capture for steps: a call of the model with its loss."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ R = TypeVar("R")
 
 
 def detached(path: str, tensor: Tensor) -> Tensor:
-    """The tensor itself, where it needs no gradient."""
+    """The tensor, detached if it needs a gradient."""
     return tensor.detach() if tensor.requires_grad else tensor
 
 
 class NoTarget:
-    """What a target is that was not given; None is one."""
+    """The type of NO_TARGET, the target that was not given; None would be a target."""
 
     def __repr__(self) -> str:
         return "no target"
@@ -41,12 +41,12 @@ NO_TARGET = NoTarget()
 
 
 class StepCapture:
-    """Stands in front of a model and its loss: `stepper.step(...)` returns the loss and, if asked for, what the model
-    returns, with their arithmetic done by `run(graph, inputs)`.
+    """Captures steps of a model with its loss: `stepper.step(...)` returns the loss and, with `outputs`, the model's
+    result, computed by `run(graph, inputs)`.
 
-    `graph.loss` names the loss among `graph.outputs`. `run` gets the real values of those of `graph.inputs` that have a
-    path, and returns the values of `graph.outputs` for the whole batch. The loss function's own tensors are states
-    too: `tensors` has the real ones by path, `version` changes when it does.
+    `graph.loss` names the loss among `graph.outputs`. `run` gets the real values of those `graph.inputs` that have a
+    path, and returns the values of `graph.outputs` for the whole batch. The loss function's own tensors are states too:
+    `tensors` has them by path, and `version` changes when they are replaced.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class StepCapture:
         self.model = model
         self.loss_fn: Callable[..., Any] | None = None  # of the last step
         self.prefix = LOSS_FN
-        while hasattr(model, self.prefix):  # the model's own paths are what they are
+        while hasattr(model, self.prefix):  # the model's own paths cannot be changed
             self.prefix += "_"
         self._kept: dict[tuple[Any, ...], KeptLoss] = {}
         self.call_capture = CallCapture(
@@ -77,8 +77,8 @@ class StepCapture:
         outputs: bool,
         run: Run,
     ) -> tuple[Tensor, Any]:
-        """The loss of the batch, and what the model returns for it, or None. Both are detached, also what the model
-        only passes on."""
+        """The loss of the batch, and the model's result, or None. Both are detached, also tensors that the model only
+        passes on."""
         loss, output = self._captured(
             args, kwargs, target, loss_fn, outputs, lambda request: self.call_capture.run(request, run)
         )
@@ -92,7 +92,7 @@ class StepCapture:
         loss_fn: Callable[..., Any] | None = None,
         outputs: bool = False,
     ) -> Graph:
-        """The graph of this kind of step. Nothing is run, nothing changes."""
+        """The graph of this kind of step. The model does not change, and runs only if submodules are kept whole."""
         return self._captured(args, kwargs, target, loss_fn, outputs, self.call_capture.graph)
 
     @property
@@ -102,7 +102,7 @@ class StepCapture:
 
     @property
     def version(self) -> int:
-        """Another number once there are other tensors than before."""
+        """A number that changes when tensors are replaced."""
         return self.call_capture.twins.version
 
     def _captured(
@@ -114,7 +114,8 @@ class StepCapture:
         outputs: bool,
         do: Callable[[RequestedCall], R],
     ) -> R:
-        """Do something with the captured step. A loss function that cannot be traced is kept whole."""
+        """Call `do` with the request of the step. If the loss function cannot be traced, keep it whole and do so
+        again."""
         kept = self._kept.get(code_of(loss_fn)) if self._kept else None
         if kept is not None:
             kept.loss_fn = loss_fn

@@ -1,4 +1,4 @@
-"""Completes a graph with what the dry pass shows: where its tensors stand in the result, what else forward changed."""
+"""Completes a graph after the dry pass: the places of its tensors in the result, and states that forward changed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .nested_values import template
 
 NO_GRAD = (Region("grad", (False,)),)
 
-# How the route gets one of its outputs: from the outputs of the graph, the call, and the route's flat arguments.
+# A function that computes an output of the route from the graph's outputs, the call, and the route's flat arguments.
 Give = Callable[[tuple[Any, ...], Call, tuple[Any, ...]], Any]
 
 
@@ -42,14 +42,18 @@ class Marker(int):
 
 @dataclass(frozen=True)
 class Finished:
-    """A graph that is complete, what the route is given back, and the place of each constant in its flat arguments."""
+    """A complete graph.
+
+    - `gives`: for each output of the route, the function that computes it.
+    - `constants`: the position of each constant in the route's flat arguments.
+    """
 
     graph: Graph
     gives: tuple[Give, ...]
     constants: Mapping[str, int]
 
     def renewed(self, flat: tuple[Any, ...]) -> Finished:
-        """With the constants of this call: a plain tensor attribute may have been set to another tensor."""
+        """The same with the constants of this call: a plain tensor attribute may have been set to another tensor."""
         totals = self.graph.totals
         states = (*self.graph.states, *(totals.states if totals is not None else ()))
         old = {state.name: state.value for state in states if state.name in self.constants}
@@ -68,8 +72,13 @@ class Finished:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a dry pass showed: the returned object, the buffers that hold something new (by the id of that), what
-    attributes were set to; and all slots."""
+    """What a dry pass showed.
+
+    - `result`: the returned object.
+    - `rebound`: the buffers that were set to a new tensor, by the tensor's `id`.
+    - `touched`: the new values of attributes.
+    - `slots`: all slots.
+    """
 
     result: Any
     rebound: Mapping[int, Slot]
@@ -78,7 +87,7 @@ class Seen:
 
 
 def stand_ins(draft: Draft) -> tuple[Any, ...]:
-    """Hollow values for the traced outputs; what the model or the user holds stands for itself."""
+    """Hollow values for the traced outputs; tensors of the model or the user are used as they are."""
     made: dict[str, Any] = {}
     for name, fake in zip(draft.outputs, draft.fakes, strict=True):
         if name not in made:
@@ -100,7 +109,7 @@ def _hint(size: Any) -> int:
 
 
 def feed(graph: Graph, draft: Draft, call: Call, flat: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The real values of the graph's inputs, those left out that are known once the whole batch is."""
+    """The real values of the graph's inputs, without those that its totals compute."""
     reals = {leaf.path: dense(leaf.real) for leaf in call.leaves.values()}
     inputs = [item for item in graph.inputs if item.path]
     values = (flat[draft.places[i.name]] if i.name in draft.places else reals[i.path] for i in inputs)
@@ -113,8 +122,8 @@ def feed(graph: Graph, draft: Draft, call: Call, flat: tuple[Any, ...]) -> tuple
 def finish(
     draft: Draft, hollows: tuple[Any, ...], call: Call, seen: Seen, reduce: Reduce, loss: bool = False
 ) -> Finished:
-    """The complete graph, given the hollow outputs of the dry pass and what came of them; `loss`: the first thing
-    returned is one."""
+    """The complete graph, from the hollow outputs of the dry pass and what it showed. `loss`: the first returned value
+    is the loss. Raises CaptureError if an output cannot be combined from micro-batches."""
     of_hollow = {id(made): name for made, name in zip(hollows, draft.outputs, strict=True)}
     of_hollow |= {
         id(leaf.twin): i.name for leaf in call.leaves.values() for i in draft.graph.inputs if i.path == leaf.path
@@ -135,7 +144,7 @@ def finish(
     kept: Any = [template(value, ref) for value in seen.touched]
     lasting = {state.name for state in graph.states} | {item.name for item in graph.inputs}
     kept_values = [found.name for found in refs(kept) if found.name not in lasting]
-    # What is not in the result and not in the model's attributes went elsewhere: a hook has put it into a dict.
+    # Values that are neither in the result nor in attributes went elsewhere, such as into a dict by a hook.
     traced = zip(hollows, draft.outputs, strict=True)
     gone = [name for made, name in traced if isinstance(made, Tensor) and id(made) not in seen.rebound]
     results = {op.name for op in graph.ops}
@@ -166,7 +175,8 @@ def finish(
 
 
 def _with_returned_states(graph: Graph, seen: Seen, of_hollow: dict[int, str]) -> Graph:
-    """The graph with states for what the model returns without having used it; names for all its stand-ins."""
+    """The graph with states for tensors that the model returns without using them; adds the names of all stand-ins of
+    states to `of_hollow`."""
     names = Names(graph.types)
     named = {path: state.name for state in graph.states for path in (state.path, *state.aliases)}
     found: list[Any] = []
@@ -186,8 +196,8 @@ def _with_returned_states(graph: Graph, seen: Seen, of_hollow: dict[int, str]) -
 
 
 def _keeping_shape(draft: Draft, hollows: tuple[Any, ...], seen: Seen) -> dict[int, Slot]:
-    """The buffers that hold something new of the old shape. Where the shape is another, as that of a table that is made
-    once its length is known, or the buffer was None, it is set to what the call returns, as an attribute would be."""
+    """The buffers that were set to a tensor of the old shape. A buffer with a new shape (a table whose length was not
+    known before), or that was None, is set like an attribute instead. Raises CaptureError if it has the batch."""
     graph, types = draft.graph, draft.graph.types
     made_by = {op.name: op for op in graph.ops}
     keeping = dict(seen.rebound)
@@ -208,10 +218,11 @@ def _keeping_shape(draft: Draft, hollows: tuple[Any, ...], seen: Seen) -> dict[i
 
 
 def _with_rebound_buffers(graph: Graph, draft: Draft, hollows: tuple[Any, ...], seen: Seen) -> Graph:
-    """`self.ema = self.ema * 0.9` makes a new tensor; here it is copied into the buffer, which stays what it is.
+    """The graph with copies into buffers that forward sets: `self.ema = self.ema * 0.9` makes a new tensor, which is
+    copied into the buffer.
 
-    The copy comes once the value is made and the buffer's old contents are read for the last time. The sooner they are
-    written over, the more cuts the model has: all that use a buffer which changes must be in one stage."""
+    A copy comes as early as possible, after the new value is made and the old contents are last read: all ops that use
+    a changed buffer must be in one stage, so an early copy allows more cuts."""
     names, types = Names(graph.types), graph.types
     states = {state.path: state for state in graph.states}
     held = {state.name for state in graph.states}
@@ -238,7 +249,7 @@ def _with_rebound_buffers(graph: Graph, draft: Draft, hollows: tuple[Any, ...], 
 
 
 def size_function(fake: torch.SymInt | int, graph: Graph, draft: Draft) -> Callable[[Mapping[str, int]], int]:
-    """The number that a size expression is, given numbers for the names of the graph's sizes and inputs."""
+    """A function that computes a size expression, from numbers for the names of the graph's sizes and inputs."""
     if not isinstance(fake, torch.SymInt):
         return lambda values: fake
     expression = fake.node.expr
@@ -258,7 +269,7 @@ def _give(
     places: Mapping[str, int],
     exact: Mapping[str, Callable[[Mapping[str, int]], int]],
 ) -> Give:
-    """Where the route gets one of its outputs from; `slot`: it is what the model holds there."""
+    """The function that computes one of the route's outputs; `slot`: the output is the tensor of this slot."""
     if slot is not None:
         return lambda results, call, flat: slot.tensors[slot.key]
     if name in exact:
@@ -269,7 +280,7 @@ def _give(
     if path is not None:
         return lambda results, call, flat: next(leaf.real for leaf in call.leaves.values() if leaf.path == path)
     if name not in places:
-        return lambda results, call, flat: made  # nobody keeps it
+        return lambda results, call, flat: made  # the value is not used
     return lambda results, call, flat: results[places[name]]
 
 

@@ -1,11 +1,11 @@
-"""The model's own exceptions: where a call cannot be captured because the model or its loss raises on these inputs,
-that exception is the user's, with its type and traceback, and not what Dynamo has made of it.
+"""The model's own exceptions: if a call cannot be captured because the model or its loss raises on these inputs, the
+user gets that exception, with its type and traceback, instead of Dynamo's error.
 
     CaptureError ──▶ run the plain model on a few samples
-                       │ runs: what cannot be captured is right in plain Python; the CaptureError it is
+                       │ runs: raise the CaptureError
                        └ raises: run it on all samples, as the user would
-                            │ raises: that exception, with a note
-                            └ runs: a part of the batch is no batch, and the error says how the batch is cut
+                            │ raises: raise that exception, with a note
+                            └ runs: the model needs the whole batch: raise an error that says how the batch is cut
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ Attempt = Callable[[Callable[..., Any], int], None]
 
 
 class Plain:
-    """What is run in place of the captured function, on twins with copies of the model's tensors. It keeps what the
-    model has returned, for the note. `began`: what was raised since is the model's."""
+    """A function that runs in place of the captured one, on twins with copies of the model's tensors.
+
+    - `loss_fn`, `given`: the loss function and its arguments, for the note.
+    - `began`: whether the model has begun to run, so that later errors are its own.
+    """
 
     def __init__(self) -> None:
         self.loss_fn: Any = None
@@ -56,8 +59,8 @@ class Plain:
 
 
 def diagnosed(refused: CaptureError, model: nn.Module, call: Call, attempt: Attempt) -> Exception:
-    """What to raise for a call that was refused: what the model itself raises for it, or an error that says more.
-    `attempt(function, samples)` calls the function, in place of the captured one, with so many samples of the batch."""
+    """The exception to raise for a refused call: the model's own, or a more precise error, or `refused`.
+    `attempt(function, samples)` calls the function, in place of the captured one, with `samples` samples."""
     reals = [*model.parameters(), *model.buffers(), *(leaf.real for leaf in call.leaves.values())]
     if any(x.is_meta or nn.parameter.is_lazy(x) for x in reals):
         return refused
@@ -121,7 +124,7 @@ def _no_batch(model: nn.Module, call: Call, runs: int, fails: int, error: Except
 
 
 def _add_notes(error: Exception, plain: Plain, name: str, call: Call, samples: int) -> None:
-    """Say on the model's own exception what was going on, what the code was given, and what may be wrong with it."""
+    """Add notes to the model's own exception: that fxpipe was capturing, the arguments, and what may be wrong."""
     few = f" ({samples} of the {call.batch} samples)" if call.batch and samples != call.batch else ""
     if not plain.given:
         leaves = [leaf for leaf in call.leaves.values() if re.split(r"[.\[]", leaf.path)[0] not in call.target]
@@ -154,7 +157,7 @@ def _add_notes(error: Exception, plain: Plain, name: str, call: Call, samples: i
 
 
 def _takes(function: Any, given: tuple[Any, ...]) -> bool:
-    """Whether a function can be called with so many arguments, as far as it says."""
+    """Whether a function's signature accepts these arguments; True if it has none."""
     try:
         signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
     except (TypeError, ValueError):

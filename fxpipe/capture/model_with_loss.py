@@ -1,6 +1,6 @@
-"""The model and its loss in one function, so that both are captured in one graph, and where the loss is in that graph.
+"""The model and its loss in one function, so that both are captured in one graph; and the loss in that graph.
 
-Without a `loss_fn` the model returns its loss itself: a tensor, or an object or dict with a `loss`.
+Without a `loss_fn`, the model returns its loss: a tensor, or an object or dict with a `loss`.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def model_and_loss(
     loss_fn: Callable[..., Any] | None,
     outputs: bool,
 ) -> tuple[Any, Any]:
-    """The loss; and what the model returns, if that is asked for."""
+    """The loss, and the model's result if `outputs`, else None."""
     output = model(*args, **kwargs)
     loss = own_loss(output) if loss_fn is None else loss_fn(output, *targets)
     return loss, output if outputs else None
 
 
 def own_loss(output: Any) -> Any:
-    """The loss that the model returns; if it returns none, all that it returns."""
+    """The loss in the model's result; if there is none, the result itself."""
     if isinstance(output, Tensor):
         return output
     loss = getattr(output, "loss", None)
@@ -53,8 +53,8 @@ def own_loss(output: Any) -> Any:
 
 
 def name_loss(graph: Graph, own: bool) -> Graph:
-    """The graph with its loss named: the first of the two things that it returns. `own`: the model computed it. Raises
-    CaptureError if it is none."""
+    """The graph with `loss`: the first of its two results. `own`: the model computes the loss. Raises CaptureError
+    unless it is a tensor with a gradient and one number, or one for each sample."""
     loss, _ = graph.result
     who = f"{graph.model} returns" if own else "loss_fn returns"
     known = graph.types
@@ -76,7 +76,7 @@ def name_loss(graph: Graph, own: bool) -> Graph:
 
 
 def _advice(graph: Graph, returned: Any, own: bool) -> str:
-    """What is returned in place of a loss, and what to write."""
+    """The end of an error: what is returned in place of a loss, and what to write."""
     types = graph.types
     shown = spelled(returned, lambda part: str(types[part.name]) if isinstance(part, Ref) else None)
     path = _path_of_number(returned, types)
@@ -88,7 +88,7 @@ def _advice(graph: Graph, returned: Any, own: bool) -> str:
 
 
 def _path_of_number(value: Any, types: Mapping[str, ValueType]) -> str | None:
-    """Where in what is returned there is one number with a gradient, as a user writes it; None if there is none."""
+    """The path, as a user writes it, of a number with a gradient in the result; None if there is none."""
     if isinstance(value, Ref):
         kind = types[value.name]
         is_number = isinstance(kind, TensorType) and kind.grad and all(size == 1 for size in kind.shape)
@@ -98,9 +98,8 @@ def _path_of_number(value: Any, types: Mapping[str, ValueType]) -> str | None:
 
 
 class KeptLoss(nn.Module):
-    """A loss function whose code cannot be traced, as a module, for modules can be kept whole. `of` are the modules
-    that the function holds on to. Functions of the same code with the same modules, such as those that each step makes
-    anew, take turns in it."""
+    """A loss function that cannot be traced, as a module, as only modules can be kept whole. `of`: the modules that
+    the function refers to. Functions with the same code and modules, such as a new lambda in each step, share one."""
 
     def __init__(self, loss_fn: Any, of: Roots) -> None:
         super().__init__()
@@ -113,7 +112,7 @@ class KeptLoss(nn.Module):
 
 
 def code_of(loss_fn: Any) -> tuple[Any, ...]:
-    """What loss functions have in common that do the same with other values: their code, and their modules."""
+    """A key of a loss function: its code and its modules. Functions that differ only in other values share the key."""
     function = loss_fn
     while isinstance(function, (partial, MethodType)):
         function = function.func if isinstance(function, partial) else function.__func__
@@ -121,8 +120,8 @@ def code_of(loss_fn: Any) -> tuple[Any, ...]:
 
 
 def modules_in(loss_fn: Any, path: str = LOSS_FN, depth: int = 0) -> Roots:
-    """The modules that a loss function is, or holds on to, and what the paths of their tensors begin with. It finds
-    those in closures, defaults, partials, bound methods, and among the globals that a function names."""
+    """The modules of a loss function, by the prefix of their tensors' paths: itself, or those in its closure, defaults,
+    partials, bound object, and the globals that it names."""
     if isinstance(loss_fn, nn.Module):
         model = vars(loss_fn).get("model")  # of a pipe, whose tensors are the model's
         return {path: model if isinstance(model, nn.Module) and model._modules is loss_fn._modules else loss_fn}
@@ -140,7 +139,7 @@ def modules_in(loss_fn: Any, path: str = LOSS_FN, depth: int = 0) -> Roots:
 
 
 def objects_in(loss_fn: Any) -> tuple[Any, ...]:
-    """The plain object that a loss function is, or is a method of: it may keep count, or a log."""
+    """The plain object that a loss function is, or is a method of, which it may change (a counter, a log); or ()."""
     if isinstance(loss_fn, partial):
         return objects_in(loss_fn.func)
     owner = loss_fn.__self__ if isinstance(loss_fn, MethodType) else loss_fn

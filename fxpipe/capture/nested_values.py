@@ -1,8 +1,8 @@
-"""Walks what users pass to a model and get from it: tuples, lists, dicts, dataclasses, named tuples and own classes.
+"""Walks the arguments and results of a model: tuples, lists, dicts, dataclasses, named tuples and other classes.
 
-torch's pytree stops at classes that nobody registered with it, and a tensor missed in one of those would be captured as
-a constant: right in the first call, wrong in every later one. So this walk goes on into any object's attributes. Paths
-read as the user would write them: `batch['ids']`, `state.hidden[0]`.
+torch's pytree stops at classes that are not registered with it. A tensor in such a class would be captured as a
+constant: right in the first call, wrong in every later one. So this walk enters the attributes of any object. Paths are
+as the user would write them: `batch['ids']`, `state.hidden[0]`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ LONGEST = 200  # characters of a nest in a message
 
 
 def change(value: Any, swap: Swap, path: str = "", depth: int = 0) -> Any:
-    """The nest with `swap(path, tensor)` in place of every tensor. What holds no changed tensor is returned as it is,
-    so identities survive; what does is copied, never written."""
+    """The nest with `swap(path, tensor)` in place of every tensor. Parts without a changed tensor are returned as they
+    are; parts with one are copied, never written."""
     if isinstance(value, Tensor):
         return swap(path, value)
     kind = type(value)

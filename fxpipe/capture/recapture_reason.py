@@ -1,4 +1,4 @@
-"""Why a call is captured, in words: what is new about it beside those that were captured before."""
+"""Why a call is captured, in words: how it differs from the calls captured before."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .call_arguments import Call
 
 @dataclass(frozen=True)
 class CallSignature:
-    """What tells kinds of calls apart at a glance: the mode of the model, and the tensors by what the user calls them,
-    each by its type and its shape, in which the batch is "b"."""
+    """A summary of a kind of call: the mode of the model, and for each tensor its path and its type as text, with "b"
+    for the batch."""
 
     training: bool
     tensors: tuple[tuple[str, str], ...]

@@ -1,1 +1,1 @@
-"""The module that a user holds: from a call to a running build."""
+"""The pipe that a user gets, and everything from a call of it to a running build."""

@@ -1,7 +1,7 @@
-"""A module that stands in for the user's model: same parameters, same keys, same hooks, same attributes.
+"""A module that replaces the user's model: same parameters, same keys, same hooks, same attributes.
 
-Wrapping a model the usual way (`self.model = model`) puts "model." in front of every key of `state_dict()`. The shell
-instead shares the model's own dicts of parameters, buffers and children, so whatever a user does with a module
+Wrapping a model the usual way (`self.model = model`) puts "model." in front of every key of `state_dict()`.
+`DropInModule` instead shares the model's own dicts of parameters, buffers and children, so whatever a user does with it
 (optimizers before or after, `named_parameters`, `zero_grad`, freezing, hooks on submodules, `load_state_dict`) acts on
 the model itself.
 """
@@ -27,14 +27,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
-# A method that a torch.compile around the pipe leaves out: its graph breaks there, and goes on behind.
+# A method that torch.compile does not trace: the graph breaks at the call and continues after it.
 not_compiled: Callable[[F], F] = torch.compiler.disable(  # type: ignore[no-untyped-call]
     reason="it runs a pipeline of fxpipe, which is compiled already"
 )
 
 
 def running(method: F) -> F:
-    """A method that runs or captures the model: not while the pipe is closed, nor in a graph of torch.compile."""
+    """A method that runs or captures the model: it raises FxpipeError if the pipe is closed, and torch.compile does not
+    trace it."""
 
     @wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -45,8 +46,8 @@ def running(method: F) -> F:
 
 
 class Forward:
-    """A method `forward` that shows the signature of the model's: there the transformers' Trainer, for one, looks which
-    columns of a batch the model takes."""
+    """A method `forward` with the signature of the model's. For example, the Trainer of transformers reads from it
+    which columns of a batch the model takes."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self.method = running(method)
@@ -55,14 +56,18 @@ class Forward:
         if shell is None:
             return self.method
         bound: Any = partial(self.method, shell)
-        bound.__wrapped__ = shell.model.forward  # where inspect.signature goes on
+        bound.__wrapped__ = shell.model.forward  # inspect.signature follows it
         return bound  # type: ignore[no-any-return]
 
 
 @dataclass(kw_only=True)
 class State:
-    """What a pipe has beside the model. `processes`: who trains it; `tensors`: which of its tensors are here; `closed`:
-    whether the pipe is."""
+    """What a pipe has besides the model.
+
+    - `processes`: the processes that train the model.
+    - `tensors`: which of the model's tensors this process has.
+    - `closed`: whether `close()` was called.
+    """
 
     processes: Processes
     tensors: Tensors
@@ -75,11 +80,11 @@ class State:
 
 
 class DropInModule(nn.Module):
-    """`model` seen through another `forward`. What is not the model's is in one attribute, `_state`."""
+    """`model` with another `forward`. Everything that is not the model's is in one attribute, `_state`."""
 
     model: Any  # an nn.Module, with items and a length if it has them
     _state: State
-    _call_impl = not_compiled(nn.Module._call_impl)  # by this name torch.compile reads the calls of modules
+    _call_impl = not_compiled(nn.Module._call_impl)  # torch.compile traces calls of modules through this method
 
     def __init_subclass__(cls) -> None:
         for name in RUNNING & vars(cls).keys():
@@ -88,11 +93,11 @@ class DropInModule(nn.Module):
     def __init__(self, model: nn.Module, state: State) -> None:
         super().__init__()
         for name, value in {"model": model, "_state": state, **{name: vars(model)[name] for name in SHARED}}.items():
-            object.__setattr__(self, name, value)  # past nn.Module's, which would register the model as a child
+            object.__setattr__(self, name, value)  # not nn.Module's, which would register the model as a child
 
     @property
     def training(self) -> bool:
-        """The model's own: `model.eval()` and `pipe.eval()` are the same."""
+        """The mode of the model: `model.eval()` and `pipe.eval()` do the same."""
         return bool(self.model.training)
 
     @training.setter
@@ -101,24 +106,24 @@ class DropInModule(nn.Module):
             self.model.training = mode
 
     def extra_repr(self) -> str:
-        """What stands before the model's children where a pipe is printed."""
+        """The line before the model's children when a pipe is printed."""
         return ", ".join(filter(None, (f"of {type(self.model).__name__}", self.model.extra_repr())))
 
     def __getattr__(self, name: str) -> Any:
-        """What is not the shell's own is the model's: `pipe.config`, `pipe.encoder`."""
-        if name == "model":  # not there yet: in a copy or a pickle under way
+        """Attributes that the pipe does not have are the model's: `pipe.config`, `pipe.encoder`."""
+        if name == "model":  # not set yet, while a copy or pickle is being made
             raise AttributeError(name)
         return getattr(self.model, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What is set, is set on the model: `pipe.temperature = 0.5`, `pipe.head = nn.Linear(8, 4)`."""
+        """New attributes are set on the model: `pipe.temperature = 0.5`, `pipe.head = nn.Linear(8, 4)`."""
         if "model" not in vars(self) or name in vars(self) or hasattr(type(self), name):
             super().__setattr__(name, value)
         else:
             setattr(self.model, name, value)
 
     def __getitem__(self, key: Any) -> Any:
-        """What the model has there, as `pipe[0]` of an nn.Sequential; its own TypeError where it has no items."""
+        """The model's item, as `pipe[0]` of an nn.Sequential; a model without items raises its own TypeError."""
         return self.model[key]
 
     def __len__(self) -> int:
@@ -131,7 +136,7 @@ class DropInModule(nn.Module):
         return item in self.model
 
     def __bool__(self) -> bool:
-        return bool(self.model)  # of a module without a length, which `len` would not tell
+        return bool(self.model)  # `__len__` would fail for a model without a length
 
     def check_open(self) -> None:
         """Raise FxpipeError after `close()`."""
@@ -140,32 +145,33 @@ class DropInModule(nn.Module):
 
     @running
     def forward_only(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs for the whole batch, without gradients: for evaluation. Over ranks, on every rank."""
+        """The model's outputs for the whole batch, without gradients: for evaluation. Over ranks, every rank calls it
+        and gets the outputs."""
         with torch.no_grad():
             return self(*args, **kwargs)
 
     @property
     def leads(self) -> bool:
-        """Whether this process is the one to print, log and show a bar: there is one in each world."""
+        """Whether this process prints, logs and shows progress: one process in each world does."""
         return self._state.processes.leads
 
     def collect(self, value: Any) -> list[Any]:
-        """What the processes of the pipe pass here, all of them together, in their order. Raises RankError if one is
-        lost."""
+        """The values that all processes of the pipe pass, in the order of ranks. All must call it. Raises RankError if
+        a rank is lost."""
         return self._state.processes.collect(value)
 
     def collect_all(self, value: Any) -> list[Any]:
-        """`collect` of all processes that train the model: those of this pipe, and of pipes beside it."""
+        """As `collect`, for all processes that train the model: those of this pipe and of the pipes side by side."""
         return self._state.processes.collect_all(value)
 
     def held_tensors(self) -> dict[str, Tensor]:
         """The parameters and buffers that this process keeps and trains, by path. Over ranks: those of its stages, on
-        the leader also those that no stage uses; a stage with replicas is on each of their ranks, with the same values.
-        DTensors where pipes side by side have parts."""
+        the leader also those that no stage uses. Each replica of a stage has all of the stage's, with the same values.
+        DTensors if pipes side by side have parts of them."""
         return self._state.tensors.held()
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """As `held_tensors`, but each is in one process alone, that of the first replica, which saves it."""
+        """As `held_tensors`, but each tensor in only one process, the first replica's, which saves it."""
         return self._state.tensors.own()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -177,24 +183,25 @@ class DropInModule(nn.Module):
         return self._state.tensors.only_held(super().named_buffers(*args, **kwargs))
 
     def train(self, mode: bool = True) -> Self:
-        """Switch the model, and all in it, to training or evaluation."""
+        """Switch the model and all its submodules to training or evaluation."""
         self.model.train(mode)
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own, with its own keys and hooks. Over ranks, what belongs to this rank: all ranks together have
-        all of it, and nothing twice: what replicas hold belongs to the first of them."""
+        """The model's own, with its own keys and hooks. Over ranks, the entries of this rank: all ranks together have
+        each entry exactly once. Entries of a stage with replicas are those of the first replica."""
         return self._state.tensors.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Into the model itself, once no thread runs the pipe. Over ranks: all of it, or what this rank holds; what
-        belongs elsewhere is left alone. All replicas load the same, as from the `state_dict()` of the first one."""
+        """Load into the model itself; waits until no thread runs the pipe. Over ranks, `state_dict` may be that of the
+        whole model or only have what this rank holds; entries of other ranks are ignored. All replicas must load the
+        same values, as from the `state_dict()` of the first one."""
         with self._state.lock:
             return self._state.tensors.load_state_dict(state_dict, strict=strict, assign=assign)
 
 
 def check_model(model: Any, function: str) -> None:
-    """Raise PlanError for what is no module, for a pipe, and for a module that has a pipe in it."""
+    """Raise PlanError if `model` is no module, is a pipe, or has a pipe among its submodules."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"model is {shown(model)}; fxpipe.{function} takes an nn.Module")
     if isinstance(model, DropInModule):
@@ -203,7 +210,7 @@ def check_model(model: Any, function: str) -> None:
 
 
 def check_no_pipe_in(model: nn.Module) -> None:
-    """Raise PlanError for a module that has a pipe among its submodules: one pipeline cuts all of a model."""
+    """Raise PlanError if a submodule is a pipe: one pipeline cuts the whole model."""
     for name, module in model.named_modules():
         if isinstance(module, DropInModule):
             raise PlanError(
@@ -213,6 +220,6 @@ def check_no_pipe_in(model: nn.Module) -> None:
 
 
 def check_grad() -> None:
-    """Raise FxpipeError where no step can be."""
+    """Raise FxpipeError if gradients are switched off, as a step needs them."""
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         raise FxpipeError("step() computes gradients, which are switched off here; call the pipe to run forward")

@@ -1,7 +1,7 @@
-"""The lock of a pipe, which one thread at a time may use, in a process that may fork.
+"""The lock of a pipe, which only one thread at a time may use, in a process that may fork.
 
-A forked child has the forking thread alone: what another thread held then is never given back, and what it was doing is
-half done. A plain lock would let the child wait for ever.
+A forked child has only the forking thread: a lock that another thread held is never released there, and the work of
+that thread is half done. With a plain lock the child would wait for ever.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Lock:
         self._lock.release()
 
     def forked(self) -> None:
-        """Look, in a new child, whether another thread had it."""
+        """In a new child: note whether another thread held the lock at the fork."""
         self._lost = not self._lock.acquire(blocking=False)
         if not self._lost:
             self._lock.release()

@@ -1,12 +1,12 @@
 """Gives real tensors to a model on the meta device, or to the part of it that one process needs.
 
-A model that fits on no machine is made under `torch.device("meta")`, captured and planned there. What remains is to
-give each stage its own tensors, with values that do not depend on who else has which: whenever a tensor is filled with
-random numbers, they are seeded with (seed, path of the tensor, how often before), so that the plain model, two stages
-and eight stages begin alike, bit for bit. Tensors of others stay on the meta device, where torch's ops compute nothing.
+A model that fits on no machine is made under `torch.device("meta")`, captured and planned there. Then each stage gets
+its own tensors. Their values must not depend on how the model is cut: each random op is seeded with (seed, path of the
+tensor that it fills, number of earlier random ops on that tensor). So the plain model, two stages and eight stages
+begin with the same values, bit for bit. Other tensors stay on the meta device, where torch's ops compute nothing.
 
     module by module, children first, as in `model.apply`:
-      empty tensors ─▶ reset_parameters() ─▶ init(module, path) ─▶ the checkpoint ─▶ an error if nobody has set it
+      empty tensors ─▶ reset_parameters() ─▶ init(module, path) ─▶ the checkpoint ─▶ an error if a tensor is not set
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MOST_FAULTS = 10
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor hangs in the model: `held[key]`. `path` is that of the module."""
+    """The place of a tensor in the model: `held[key]` of the `module` at `path`."""
 
     module: nn.Module
     path: str
@@ -51,7 +51,7 @@ class Slot:
 
     @property
     def saved(self) -> bool:
-        """Whether `state_dict()` has it."""
+        """Whether `state_dict()` has the tensor."""
         return self.key not in self.module._non_persistent_buffers_set
 
     def __str__(self) -> str:
@@ -67,17 +67,17 @@ def materialize(
     checkpoint: str | Path | None = None,
     only: Collection[str] | None = None,
 ) -> None:
-    """Give the model's tensors that are on the meta device memory on the CPU, and values; or only those whose keys are
-    in `only`. Tied weights, with several keys, are made once, if one of the keys is.
+    """Give the model's tensors on the meta device memory on the CPU, and values.
 
     - `seed`: decides the values, together with the path of each tensor.
-    - `init(module, path)`: called for each module that has such tensors, in itself or in its children, after its own
-      `reset_parameters`, if it has that; children come before their parents, as in `model.apply`.
+    - `init(module, path)`: called for each module that has such tensors, itself or in its submodules, after the
+      module's own `reset_parameters`, if it has one; children before their parents, as in `model.apply`.
     - `checkpoint`: the values by the model's own keys: a file with a `state_dict`, a `.safetensors` file, or a folder
-      of torch.distributed.checkpoint. What `state_dict()` has no key for is initialised.
+      of torch.distributed.checkpoint. Tensors that are not in `state_dict()` are initialised.
+    - `only`: the keys of the tensors to make; None: all. Tied weights are made once, if `only` has one of their keys.
 
-    Parameters become new objects: make optimizers and hooks on them afterwards. Raises MaterializeError where nobody
-    sets a tensor, CheckpointError where the checkpoint lacks it or has it in another shape; then nothing has changed.
+    Parameters become new objects: make optimizers and hooks on them afterwards. Raises MaterializeError if nothing sets
+    a tensor, CheckpointError if the checkpoint lacks it or has it in another shape; then nothing has changed.
 
     >>> with torch.device("meta"):
     ...     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
@@ -107,7 +107,7 @@ def materialize(
 
 
 def slots_of(model: nn.Module) -> Iterator[Slot]:
-    """All places for tensors, each under the first path of its module."""
+    """All places of parameters and buffers, each under the first path of its module."""
     for path, module in model.named_modules():
         held: Any
         for held in (module._parameters, module._buffers):
@@ -115,7 +115,7 @@ def slots_of(model: nn.Module) -> Iterator[Slot]:
 
 
 def empty(tensor: Tensor, device: str = "cpu") -> Tensor:
-    """One of the same kind without values, and with the attributes that the user has put on it."""
+    """A tensor or parameter of the same shape and type, without values, with the attributes that the user has set."""
     made = torch.empty_like(tensor, device=device, requires_grad=False)
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(made, requires_grad=tensor.requires_grad)
@@ -124,7 +124,8 @@ def empty(tensor: Tensor, device: str = "cpu") -> Tensor:
 
 
 def find(slots: Sequence[Slot], source: Source) -> dict[str, Tensor]:
-    """The tensors that are in the checkpoint, by their keys there: of tied weights one key is enough."""
+    """The tensors that the checkpoint has, by their keys there; one key of tied weights is enough. Raises
+    CheckpointError if one is missing or has another shape."""
     found: dict[int, tuple[str, Tensor]] = {}
     for slot in slots:
         if slot.now is not None and slot.full in source.shapes:
@@ -140,9 +141,9 @@ def find(slots: Sequence[Slot], source: Source) -> dict[str, Tensor]:
 
 @contextmanager
 def aside(slots: Sequence[Slot], mine: Sequence[Slot]) -> Iterator[None]:
-    """Put what is not to be made out of the way of initialisers, which may reach into it: other modules hold tensors on
-    the meta device meanwhile. Modules with a part of `mine` are whole: some of torch's initialisers, `orthogonal_` for
-    one, do not even draw for a tensor on the meta device."""
+    """A context in which initialisers, which may reach other modules, cannot change tensors that are not in `mine`:
+    other modules hold copies on the meta device. In modules with a tensor of `mine`, the other tensors are copies on
+    the CPU, because some of torch's initialisers, such as `orthogonal_`, draw nothing for a meta tensor."""
     made, owners = {id(slot.now) for slot in mine}, {id(slot.module) for slot in mine}
     others = [(slot, slot.now) for slot in slots if slot.now is not None and id(slot.now) not in made]
     try:
@@ -161,9 +162,11 @@ def aside(slots: Sequence[Slot], mine: Sequence[Slot]) -> Iterator[None]:
 
 
 class Initialising(TorchDispatchMode):
-    """Seeds each random op with the path of the tensor that it fills and how often it was filled before, or, where it
-    fills none of the model's, with the module at work; and notes whose memory is written. `names` are the paths of the
-    model's tensors, by their memory."""
+    """A mode of torch that seeds each random op and notes which memory is written.
+
+    The seed is made of the path of the tensor that the op fills and the number of earlier draws for it; if the op fills
+    none of the model's tensors, of the path of the current module. `names`: the model's paths by the tensors' memory.
+    """
 
     def __init__(self, seed: int, names: Mapping[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -173,7 +176,7 @@ class Initialising(TorchDispatchMode):
         self.written: set[int] = set()
 
     def enter(self, path: str, torn: bool) -> None:
-        """The module at `path` is at work next; if it is `torn`, parts of it are on the meta device."""
+        """The next ops belong to the module at `path`. `torn`: some of its tensors are on the meta device."""
         self.path, self.torn = path, torn
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -204,7 +207,7 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ite
 
 
 def seed_of(seed: int, path: str, draw: int) -> int:
-    """The seed of a random op: any 63 bits, the same on every machine.
+    """The seed of a random op: 63 bits of a hash, the same on every machine.
 
     >>> seed_of(0, "0.weight", 0) == seed_of(0, "0.weight", 0) != seed_of(0, "1.weight", 0)
     True
@@ -217,7 +220,8 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def initialise(model: nn.Module, slots: Sequence[Slot], seed: int, init: Init | None) -> None:
-    """Set the tensors in these slots as their modules, and then `init`, would do."""
+    """Set the tensors in these slots by `reset_parameters` of their modules and then `init`. Raises MaterializeError if
+    one is not set."""
     everything = list(slots_of(model))
     around = with_parents(slots)
     torn = with_parents([slot for slot in everything if slot.now is not None and slot.now.is_meta])
@@ -244,7 +248,7 @@ def initialise(model: nn.Module, slots: Sequence[Slot], seed: int, init: Init | 
 
 
 def with_parents(slots: Sequence[Slot]) -> set[str]:
-    """The paths of the modules that have one of these, in themselves or in their children."""
+    """The paths of the modules that have one of these slots, themselves or in a submodule."""
     found: set[str] = set()
     for slot in slots:
         path = slot.path
@@ -270,7 +274,7 @@ def children_first(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def called(function: Callable[..., Any], args: Sequence[Any], module: nn.Module, path: str) -> None:
-    """Call it; an error says which module it was about."""
+    """Call the function; an error gets a note that names the module."""
     try:
         function(*args)
     except Exception as error:
@@ -280,7 +284,7 @@ def called(function: Callable[..., Any], args: Sequence[Any], module: nn.Module,
 
 
 def unset(slot: Slot, init: Init | None) -> str:
-    """Why nobody has set it."""
+    """Why a tensor has no values, in words."""
     reset = next((name for name in RESETS if hasattr(slot.module, name)), None)
     if not slot.saved and reset is None:
         return "it was computed in __init__, and the meta device computes nothing"
@@ -290,6 +294,6 @@ def unset(slot: Slot, init: Init | None) -> str:
 
 
 def listed(faults: Sequence[str]) -> str:
-    """One fault per line, the first ones."""
+    """One fault per line, at most MOST_FAULTS of them."""
     more = [f"and {len(faults) - MOST_FAULTS} more"] if len(faults) > MOST_FAULTS else []
     return "".join(f"\n  {fault}" for fault in [*faults[:MOST_FAULTS], *more])

@@ -59,11 +59,11 @@ from .running_package import Scheduler
 
 @dataclass(kw_only=True)
 class PipeState(State):
-    """What a `Pipe` has beside the model.
+    """What a `Pipe` has besides the model.
 
-    - `cache`: what was made of it; `kinds`: the same, as all processes have agreed on it.
+    - `cache`: the builds; `kinds`: the builds that all processes have agreed on.
     - `timed`: the last step with a timeline.
-    - `rehearsed`: the build of the last rehearsal, and what that predicts.
+    - `rehearsed`: the build of the last rehearsal, and the predicted timeline.
     """
 
     cache: BuildCache
@@ -78,7 +78,7 @@ class Pipe(DropInModule):
     _state: PipeState
 
     def __init__(self, model: nn.Module, options: Options, state: PipeState | None = None) -> None:
-        """`state`: another one than that of a pipe in one process."""
+        """`state`: None for a pipe in one process."""
         if state is None:
             cache = BuildCache(model, options)
             state = PipeState(cache=cache, kinds=cache, processes=Processes(), tensors=Tensors(model))
@@ -86,19 +86,19 @@ class Pipe(DropInModule):
 
     @property
     def options(self) -> Options:
-        """What was asked of `fxpipe.compile`."""
+        """The options of `fxpipe.compile`."""
         return self._state.cache.options
 
     # Running ----------------------------------------------------------------------------------------------------------
 
     @Forward
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs for the whole batch, computed in micro-batches by the stages; of a stage with replicas
-        by the first, for calls are not cut further than that.
+        """The model's outputs for the whole batch, computed in micro-batches by the stages. Of a stage with replicas
+        only the first one runs.
 
-        Arguments are the model's own. Raises InputError where they cannot be cut into micro-batches, CaptureError where
-        the model cannot be captured, and whatever the model raises, with a note of stage, micro-batch and line. A model
-        that computes nothing is called as it is.
+        Arguments are the model's own. Raises InputError if they cannot be cut into micro-batches, CaptureError if the
+        model cannot be captured, and whatever the model raises, with a note of stage, micro-batch and line. A model
+        without ops is called as it is.
         """
         cache, processes = self._state.cache, self._state.processes
         processes.check_forward()
@@ -119,25 +119,25 @@ class Pipe(DropInModule):
         timeline: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Forward and backward of a whole batch, in the order of the schedule: the loss of the batch, detached; the
-        gradients are added to the parameters', as `loss.backward()` would.
+        """Forward and backward of a whole batch, in the order of the schedule. Returns the loss of the batch, detached;
+        the gradients are added to the parameters' gradients, as by `loss.backward()`.
 
-        - `args`, `kwargs`: the model's own; `target`: any nest of tensors, cut like them; what the model's forward
-          calls `target`, `loss_fn` and so on goes by position.
-        - `loss_fn(output, target)`, or of the output alone where there is no target, returns one number, whose mean or
-          sum over the samples is told from its ops (else, as of code that cannot be traced and is kept whole, say
-          `reduce=` in `fxpipe.compile`), or one for each sample: then the gradients are those of their sum. Without it
-          the model returns its loss, or an object with `.loss`.
+        - `args`, `kwargs`: the model's own. If the model's forward has an argument named `target`, `loss_fn` and so on,
+          pass it by position.
+        - `target`: any nest of tensors, cut like the arguments.
+        - `loss_fn(output, target)`, or `loss_fn(output)` without a target, returns one number or one for each sample.
+          Whether one number is a mean or a sum over the samples is read from its ops; if they cannot be traced, say
+          `reduce=` in `fxpipe.compile`. For one for each sample, the gradients are those of their sum. Without
+          `loss_fn`, the model returns its loss, or an object with `.loss`.
         - `outputs`: return (loss, what the model returns), detached.
-        - `scaler`: multiplies the gradients with the scale of a `torch.amp.GradScaler`, as `scaler.scale(loss)` does.
-        - `accumulate`: how many such steps add up to one update: the gradients are divided by it, as those of
-          `(loss / accumulate).backward()` are. The loss that is returned is not, nor is it multiplied with a scale.
-        - `timeline`: note when each action ran; `pipe.timeline` has it then, and `pipe.compare()` puts it beside what
-          was predicted.
+        - `scaler`: multiplies the gradients by the scale of a `torch.amp.GradScaler`, as `scaler.scale(loss)` does.
+        - `accumulate`: how many steps add up to one update. The gradients are divided by it, as by
+          `(loss / accumulate).backward()`; the returned loss is neither divided nor scaled.
+        - `timeline`: record when each action runs, for `pipe.timeline` and `pipe.compare()`.
 
-        A step is all or nothing: if anything fails, no gradient is added, and the error says where; the next step
-        works, in new threads if some are gone. (What forward has written into the model stays.) Raises InputError,
-        CaptureError, and whatever the model or the loss raises, with a note of stage, micro-batch and line.
+        If anything fails, no gradient is added, and the error says where; the next step works, in new threads if some
+        have ended. (Values that forward has written into the model stay.) Raises InputError, CaptureError, and whatever
+        the model or the loss raises, with a note of stage, micro-batch and line.
         """
         cache, processes = self._state.cache, self._state.processes
 
@@ -152,7 +152,7 @@ class Pipe(DropInModule):
         return (loss, output) if outputs else loss
 
     def _runner(self, step: StepOptions | None) -> Callable[[Graph, tuple[Any, ...]], tuple[Any, ...]]:
-        """What runs the graph of a step, or of a call, on its flat inputs: this process's part of it."""
+        """A function that runs this process's part of the graph of a step, or of a call, on its flat inputs."""
 
         def run(graph: Graph, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             made, kind = self._state.kinds.agree(graph, inputs)
@@ -172,10 +172,11 @@ class Pipe(DropInModule):
         rounds: int = 5,
         **kwargs: Any,
     ) -> Timeline:
-        """The timeline of a step of this kind, predicted from its actions, which are timed here: each worker runs its
-        row and waits for nobody, `rounds` times. Arguments are those of `step`. Nothing of the model changes.
+        """The predicted timeline of a step of this kind, from measured times of its actions: each worker runs its row
+        of the schedule `rounds` times, without waiting for others. Arguments are those of `step`. The model does not
+        change.
 
-        This is for CPU workers, which slow each other down in ways that no profile of single ops knows of.
+        This is for CPU workers, which slow each other down in ways that a profile of single ops does not show.
         """
         self._state.processes.check_alone("rehearse")
         check_grad()
@@ -202,15 +203,14 @@ class Pipe(DropInModule):
     def verify(
         self, *args: Any, target: Any = NO_TARGET, loss_fn: Callable[..., Any] | None = None, **kwargs: Any
     ) -> Verified:
-        """Whether a call and a step of this kind compute what the plain model does, here and with these arguments,
-        which are those of `step`: outputs, loss, all gradients and buffers, beside those of a copy of the model, which
-        runs in its own dtype and in float64. `str` says what differs by more than rounding explains, and where first;
-        `.ok` is true if nothing does; `.save(path)` writes what an issue needs.
+        """Check that a call and a step with these arguments, which are those of `step`, compute the same as the plain
+        model: outputs, loss, all gradients and buffers. The plain model is a copy, which runs in its own dtype and in
+        float64. `str` of the result says what differs by more than rounding explains, and where first; `.ok` is true if
+        nothing does; `.save(path)` writes a report for an issue.
 
-        Where micro-batches see something of their own (BatchNorm, dropout, lines that mix samples, buffers that
-        forward writes), the plain model runs on each micro-batch. Gradients, buffers, attributes and random numbers are
-        as before afterwards. It takes the memory of two more models. Raises FxpipeError where there is no copy, and
-        what a call or step raises.
+        If results depend on the micro-batch (BatchNorm, dropout, lines that mix samples, buffers that forward writes),
+        the plain model runs on each micro-batch. Gradients, buffers, attributes and random state are restored. It needs
+        the memory of two more models. Raises FxpipeError if the model cannot be copied, and what a call or step raises.
         """
         self._state.processes.check_alone("verify")
         check_grad()
@@ -239,9 +239,9 @@ class Pipe(DropInModule):
         checkpoint: str | Path | None = None,
         stages: Collection[int] | None = None,
     ) -> None:
-        """Give the model's tensors that are on the meta device memory and values, as `fxpipe.materialize` does: they
-        depend on the seed (or `init`, or the checkpoint) and on nothing of the plan. `stages`: only those that have
-        their home in one of these; what no stage uses is at home in the first."""
+        """Give the model's tensors on the meta device memory and values, as `fxpipe.materialize` does. The values
+        depend on the seed (or `init`, or the checkpoint), not on the plan. `stages`: only the tensors of these stages;
+        tensors that no stage uses belong to stage 0."""
         with self._state.lock:
             only = self.keys_here() if stages is None else self.keys_of(stages)
             materialize(self.model, seed, init=init, checkpoint=checkpoint, only=only)
@@ -251,8 +251,8 @@ class Pipe(DropInModule):
         return None
 
     def keys_of(self, stages: Collection[int]) -> frozenset[str]:
-        """The keys of the model's tensors that are at home in these stages. Raises FxpipeError before the first call,
-        which decides."""
+        """The keys of the model's tensors that belong to these stages. Raises FxpipeError before the first call, which
+        decides the stages."""
         tensors = tensors_of(self.model)
         homes = self._state.cache.homes(tensors)
         return frozenset(key for key, tensor in tensors.items() if homes.get(id(tensor), 0) in stages)
@@ -260,18 +260,18 @@ class Pipe(DropInModule):
     def torch_stages(
         self, stages: Collection[int], device: str | torch.device | None = None, group: Any = None
     ) -> list[Any]:
-        """These stages as `PipelineStage`s of torch.distributed.pipelining, on `device`, for the ranks of `group`: what
-        torch's schedules take, for calls of the kind that was compiled or run last.
+        """These stages as `PipelineStage`s of torch.distributed.pipelining, on `device`, for the ranks of `group`, for
+        torch's schedules. They are for calls of the kind that was compiled or run last.
 
             pipe = fxpipe.compile(model, devices=["cpu"] * world, chunks=8, example_inputs=batch)
             (stage,) = pipe.torch_stages([rank], device)
             Schedule1F1B(stage, 8, loss_fn).step(batch)  # and step(target=..., losses=...) on the last rank
 
-        torch's stages are a chain: skips and tied weights are relayed through the stages between. Micro-batches are all
-        of the same size there, and the order of the last stage's tensors is that in which the model returns them.
+        torch's stages are a chain: skips and tied weights are relayed through the stages between. All micro-batches
+        must have the same size, and the last stage returns its tensors in the order in which the model returns them.
         Raises FxpipeError for a model whose loss or statistics are those of the whole batch.
         """
-        # Here, for what it imports takes as long as the rest of fxpipe.
+        # Imported here, because its imports take as long as the rest of fxpipe.
         from fxpipe.pipe.build.torch_pipelining import torch_stages
 
         with self._state.lock:
@@ -296,33 +296,34 @@ class Pipe(DropInModule):
 
     @property
     def scheduler(self) -> Scheduler:
-        """The scheduler that runs; `.source` is the text of the file it came from."""
+        """The scheduler that runs the stages; `.source` is the text of its file."""
         return self._state.cache.live(self.build).scheduler
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """The stages that run, as modules; `.source` is the text of the file each came from."""
+        """The stages that run, as modules; `.source` is the text of each one's file."""
         return self.scheduler.stages
 
     @property
     def plan(self) -> Plan:
-        """The decisions: which ops form which stage, and where it runs."""
+        """Which ops form which stage, and on which device each stage runs."""
         return self.build.plan
 
     @property
     def schedule(self) -> Schedule:
-        """What each device does when. Prints as a grid."""
+        """The order of each device's actions. Prints as a grid."""
         return self.build.schedule
 
     @property
     def timeline(self) -> Timeline | None:
-        """What each device did in the last `step(..., timeline=True)`, and when. Prints as a table; `fxpipe.viz` draws
-        it as text (`text_timeline.bars`), as SVG (`svg.draw`) and as a trace for Perfetto (`chrome_trace.trace`)."""
+        """When each action of the last `step(..., timeline=True)` ran; None if there was none. Prints as a table;
+        `fxpipe.viz` draws it as text (`text_timeline.bars`), as SVG (`svg.draw`) and as a trace for Perfetto
+        (`chrome_trace.trace`)."""
         return None if self._state.timed is None else self._state.timed.timeline
 
     @property
     def programs(self) -> DevicePrograms:
-        """What each device runs, sends and receives, in order. Prints as a listing."""
+        """The device programs: what each device runs, sends and receives, in order. Prints as a listing."""
         return add_transfers(self.build.schedule, self.build.program)
 
     @property
@@ -332,8 +333,8 @@ class Pipe(DropInModule):
 
     @property
     def trail(self) -> Mapping[str, Program | Placed]:
-        """The program after each pass that changed it: `pipe.trail["portals"]`. With a strategy, before these, the
-        graph in which ops have devices."""
+        """The program after each pass that changed it: `pipe.trail["portals"]`. With a strategy, first the graph whose
+        ops have devices."""
         return self.build.trail
 
     def explain(self) -> str:
@@ -342,13 +343,13 @@ class Pipe(DropInModule):
         return explain(self.build, self._state.cache.backend)
 
     def compare(self) -> str:
-        """A table: what was predicted beside what was measured in the last step with `timeline=True`. Predicted is what
-        the last `rehearse` did, if it was of the same kind, else what follows from the profile.
+        """A table of the predicted and the measured timeline of the last step with `timeline=True`. The prediction is
+        that of the last `rehearse`, if it was of the same kind, else it follows from the profile.
 
-        Memory of a CPU worker is what its backward needs at once: the bytes that autograd, or a recomputation, keeps
-        for it, each memory once, parameters left out. Predicted is what the step does on tensors without memory, which
-        is what it does on real ones, to the byte; a line says where that cannot be known without running, and what the
-        profile estimates is shown."""
+        The memory of a CPU worker is the most that its backward needs at once: the bytes that autograd, or a
+        recomputation, keeps for it, each storage counted once, without parameters. It is predicted by a run of the step
+        on meta tensors, exact to the byte. If that is not possible, the table shows the estimate of the profile, and a
+        line says why."""
         self.check_open()
         if self._state.timed is None:
             raise FxpipeError("no step was timed yet: call pipe.step(..., timeline=True) first")
@@ -362,10 +363,9 @@ class Pipe(DropInModule):
     # Keeping ----------------------------------------------------------------------------------------------------------
 
     def save(self, folder: str | Path, overwrite: bool = False) -> None:
-        """Write the package of the last kind of call, to be read, edited, and run again by `fxpipe.load`: after a step
-        also over ranks, one for each device. Over ranks all call it, and the leader writes.
-
-        Raises PackageError if the folder has something in it already, unless `overwrite` is true."""
+        """Write the package of the last kind of call, to be read, edited, and run again by `fxpipe.load`. A package
+        saved after a step can also be loaded over ranks, one for each device. Over ranks, all ranks call `save`, and
+        the leader writes. Raises PackageError if the folder is not empty, unless `overwrite` is true."""
         self._state.processes.write(lambda: self._save(folder, overwrite))
 
     def _save(self, folder: str | Path, overwrite: bool) -> None:
@@ -379,7 +379,7 @@ class Pipe(DropInModule):
         save(made.program, with_loss(made.files, made.program.graph, now), path, made.totals, self._message_table(made))
 
     def _message_table(self, made: Build) -> MessageTable | None:
-        """What moves in a step, if each of its devices can be a process."""
+        """The messages of a step, if the package can be loaded over ranks; else None."""
         if made.graph.loss is None and not self.options.ranks:
             return None
         if self.options.place is not None:
@@ -387,9 +387,9 @@ class Pipe(DropInModule):
         return message_table(made.program, made.schedule)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipe:
-        """A pipe of its own around a copy of the model. It compiles anew at its first call."""
+        """A new pipe around a copy of the model; it compiles at its first call."""
         return Pipe(copy.deepcopy(self.model, memo), self.options)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled is the model and how to compile it."""
+        """A pickle has the model and the options."""
         return Pipe, (self.model, self.options)

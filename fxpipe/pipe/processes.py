@@ -1,5 +1,5 @@
-"""What a pipe asks of the processes that train its model, and which tensors they have. Here there is one process; over
-ranks see `ranks/ranks.py` and `ranks/rank_tensors.py`."""
+"""The interface of a pipe to the processes that train its model, and to the tensors that they have. Here for one
+process; over ranks see `ranks/ranks.py` and `ranks/rank_tensors.py`."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ class StepOptions:
 
 
 class Processes:
-    """The processes that train a model, as one of them sees them: here it is the only one; `Ranks` are several.
+    """The processes that train a model, seen from this one: here it is the only one; `Ranks` are several.
 
     - `leads`, `collect`, `collect_all`: see the methods of `DropInModule`.
     - `lock`: held by the thread that uses the pipe.
-    - `call`: what a call returns that all processes make. `trains`: whether it is a step; None where nothing runs.
-    - `take`: this process's part of a call: its outputs, and the timeline of a step if that was asked for. `step` is
-      None for a forward without backward; `kind` is the number of this kind of call.
-    - `prepared`: a call of this kind is ready, and does not run.
-    - `write`: do what one process does for all.
+    - `call`: make a call together with all processes; returns its result. `trains`: True for a step, False for a
+      forward, None if nothing runs.
+    - `take`: run this process's part of a call; returns its outputs, and the timeline of a step if it was requested.
+      `step` is None for a forward without backward; `kind` is the number of this kind of call.
+    - `prepared`: tell that a call of this kind is compiled but does not run.
+    - `write`: run a function in one process on behalf of all.
     - `check_alone`, `check_forward`, `check_scaler`: raise FxpipeError for what several processes cannot do.
     """
 
@@ -76,10 +77,10 @@ class Processes:
 
 
 class Tensors:
-    """Which of the model's tensors are in this process: here all of them; see the methods of `DropInModule`.
+    """The model's tensors in this process: here all of them; see the methods of `DropInModule`.
 
-    - `held`: those that are used here; `only_held` leaves out others.
-    - `own`: those that are saved by this process and no other.
+    - `held`: the tensors that this process uses, by path; `only_held` filters (key, tensor) pairs to these.
+    - `own`: the tensors that this process, and no other, saves.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,5 +1,5 @@
-"""What takes a while, for people: a line in the log as soon as it begins, and, where standard error is a terminal, a
-line there with the time that it takes, which goes away with it.
+"""Progress of slow work: a line in the log when it begins, and, if standard error is a terminal, a line there with the
+elapsed time, which disappears when the work ends.
 
     logging.basicConfig(level=logging.INFO)     INFO:fxpipe:capturing UNet: first call
 """
@@ -15,15 +15,15 @@ from tqdm import tqdm
 
 from fxpipe.pipe.build.phase_timing import log, rooms
 
-TICK = 0.2  # seconds; what is done sooner shows no line
+TICK = 0.2  # seconds; shorter work shows no line
 PLAIN, LIMITED = "fxpipe: {desc}{postfix} [{elapsed}]", "fxpipe: {desc}{postfix} {n:.0f} of {total:.0f} s |{bar}|"
-one_line = threading.Lock()  # held while a line is shown: there is one in a process
+one_line = threading.Lock()  # held while a line is shown: at most one in a process
 
 
 @contextmanager
 def working(what: str, seconds: float | None = None, leads: bool = True) -> Iterator[None]:
-    """Says what this block does, and in which room it is: `seconds` is how long it may take, where that is known. Where
-    several processes do the same, one `leads` and says it."""
+    """A context that shows progress: `what` the block does, and its current phase. `seconds`: how long it may take, if
+    known. `leads`: whether this process shows it, when several do the same."""
     if leads:
         log.info(what)
     with line(what, seconds) if leads and sys.stderr.isatty() else nullcontext():
@@ -32,7 +32,7 @@ def working(what: str, seconds: float | None = None, leads: bool = True) -> Iter
 
 @contextmanager
 def line(what: str, seconds: float | None = None) -> Iterator[None]:
-    """The line on the terminal, unless there is one already, of what this is a part of."""
+    """A context that shows a line on the terminal, unless an outer block already does."""
     if not one_line.acquire(blocking=False):
         yield
         return

@@ -1,5 +1,5 @@
-"""A package that runs: written, imported, compiled if that is asked for, and bound to tensors, again where these are
-others than before. Every kind of pipe runs one of these.
+"""A package that runs: written, imported, compiled if requested, and bound to tensors; bound again when the tensors
+change. Every kind of pipe runs one of these.
 
     files ─write─▶ folder ─load─▶ package ─compile─▶ package.STAGES ─bind─▶ scheduler
 """
@@ -25,8 +25,8 @@ Bind = Callable[[ModuleType], Scheduler]
 
 
 class RunningPackage:
-    """The package in a folder, where its `files` are written first if they are given, and its scheduler. `version` is
-    whatever tells its owner which tensors that has."""
+    """The package in a folder, and its scheduler. `files`, if given, are written into the folder first. `version` is
+    set by the owner, to know which tensors the scheduler has."""
 
     def __init__(self, folder: Path, files: Mapping[str, str] | None = None, backend: Backend | None = None) -> None:
         self._scheduler: Scheduler | None = None
@@ -60,7 +60,7 @@ class RunningPackage:
         return self._scheduler is not None
 
     def bind(self, make: Bind, version: object = None) -> None:
-        """Run a scheduler that holds other tensors from now on. If none can be made, nothing changes."""
+        """Replace the scheduler by one with other tensors. If `make` fails, nothing changes."""
         made = make(self.package)
         self.end_workers()
         self._scheduler, self.version = made, version
@@ -70,6 +70,6 @@ class RunningPackage:
             self._scheduler.close()
 
     def close(self) -> None:
-        """End the worker threads, and forget the package; what still uses it keeps it alive."""
+        """End the worker threads and unload the package; objects that still use it keep it alive."""
         self.end_workers()
         self._forget()

@@ -14,8 +14,8 @@ from pathlib import Path
 
 
 class Folder:
-    """Made when it is first used, by the process that uses it. It goes with this object, or at the end of that
-    process: a forked child makes one of its own, and leaves that of its parent alone."""
+    """A temporary folder, made at its first use. It is removed with this object, or at the end of the process that made
+    it. A forked child makes its own folder, and does not remove that of its parent."""
 
     def __init__(self) -> None:
         self._made: tuple[int, weakref.finalize[..., Folder]] | None = None
@@ -23,7 +23,7 @@ class Folder:
         self._numbers = itertools.count()
 
     def new(self) -> Path:
-        """The path of a folder inside, which nobody else has. Its parent is there, itself it is not."""
+        """A new path inside the folder. Nothing exists at the path yet."""
         process = os.getpid()
         if self._made is None or self._made[0] != process:
             self.name = Path(tempfile.mkdtemp(prefix="fxpipe-"))
@@ -31,7 +31,7 @@ class Folder:
         return self.name / str(next(self._numbers))
 
     def remove(self) -> None:
-        """Remove all that is inside."""
+        """Remove the folder with its contents."""
         if self._made is not None:
             self._made[1]()
 

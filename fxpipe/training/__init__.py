@@ -1,1 +1,1 @@
-"""What a training loop needs beside the module: checkpoints, optimizer state, gradients across processes."""
+"""What a training loop needs besides the module: checkpoints, optimizer state, gradients across processes."""

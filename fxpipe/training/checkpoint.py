@@ -1,13 +1,13 @@
-"""Checkpoints of a model, its optimizer and whatever else a loop has to remember, by the model's own keys.
+"""Checkpoints of a model, its optimizer and other values of a training loop, by the model's own keys.
 
-torch.distributed.checkpoint writes and reads the tensors; what is added here is what their keys are, so that the same
-folder serves four stages, eight, or the plain model, and that nothing in it is code:
+torch.distributed.checkpoint writes and reads the tensors. This module defines their keys, so that the same folder fits
+four stages, eight, or the plain model, and contains no code:
 
     model.<key>               a tensor of the model's state_dict()
-    optim.<key>.exp_avg       what the optimizer keeps for the parameter of that key
-    optim.<key>.step.number   the same, of a number that is no tensor
+    optim.<key>.exp_avg       optimizer state of the parameter of that key
+    optim.<key>.step.number   optimizer state that is a number, not a tensor
     extra.<name>              a tensor that the user has added
-    about.<rank>              JSON in bytes: the optimizer's groups, by keys of parameters, and what else the user added
+    about.<rank>              JSON in bytes: the optimizer's groups, by keys of parameters, and the user's other extras
 
 Every process writes what it has, and reads what it needs.
 """
@@ -38,13 +38,13 @@ from .distributed_save import OverRanks, write
 from .optimizer_state import find_state, groups_of, kept, names_of
 
 MODEL, OPTIM, EXTRA, ABOUT = "model.", "optim.", "extra.", "about."
-TABLE = ".metadata"  # which torch.distributed.checkpoint writes when all else is there
+TABLE = ".metadata"  # torch.distributed.checkpoint writes this file last
 
 
 @dataclass(frozen=True)
 class About:
-    """What a process has written about its part: the groups of its optimizer, with keys of parameters under "params",
-    and what the user added that is no tensor."""
+    """The JSON of one process: the groups of its optimizer, with keys of parameters under "params", and the user's
+    extras that are not tensors."""
 
     groups: tuple[dict[str, Any], ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class About:
 
 @dataclass(frozen=True)
 class Parameters:
-    """What every group of an optimizer has."""
+    """The part that every group of an optimizer has: the keys of its parameters."""
 
     params: tuple[str, ...]
 
@@ -62,10 +62,10 @@ def save_checkpoint(
 ) -> None:
     """Write a pipe, or a plain model, with its optimizer into a folder, each tensor under the model's own key.
 
-    In a world of processes all of them call it, and each writes what it has. `extra` is kept beside, that of the first
-    process: tensors, and what JSON knows, as in `step=100, schedule=scheduler.state_dict(), rng=torch.get_rng_state()`.
-    A folder is a checkpoint only once all of it is there. Raises CheckpointError if it is one already, or if something
-    is neither tensor nor JSON; what fails on one rank of a pipe is a RankError on all others.
+    With several processes, all of them call it, and each writes the tensors that it has. `extra` of the first process
+    is saved too: tensors and JSON values, as in `step=100, schedule=scheduler.state_dict(), rng=torch.get_rng_state()`.
+    A folder counts as a checkpoint only when it is complete. Raises CheckpointError if the folder already is one, or if
+    a value is neither tensor nor JSON; a failure on one rank of a pipe is a RankError on all others.
     """
     path = Path(folder)
     found = partial(contents, path, model, optimizer, extra)
@@ -100,11 +100,11 @@ def contents(
 def load_checkpoint(
     folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
-    """Read what `save_checkpoint` has written, from however many stages, into a pipe or a plain model and its
-    optimizer, whose hyperparameters become those that were saved; gives what else was saved, by name.
+    """Read what `save_checkpoint` has written, from any number of stages, into a pipe or a plain model and its
+    optimizer, hyperparameters included. Returns the extras that were saved, by name.
 
-    Nothing in the folder is run. Tensors on the meta device stay there: `materialize(checkpoint=folder)` gives them
-    memory first. Raises CheckpointError, and changes nothing, where folder and model do not fit.
+    No code in the folder is run. Tensors on the meta device stay there: `materialize(checkpoint=folder)` gives them
+    memory first. Raises CheckpointError, and changes nothing, if folder and model do not fit.
     """
     path = Path(folder)
     held = entries(path)
@@ -126,13 +126,13 @@ def load_checkpoint(
 
 
 def last_checkpoint(folder: str | Path) -> Path | None:
-    """The newest checkpoint among the folders in this one; those that were not finished do not count."""
+    """The newest complete checkpoint among the subfolders of `folder`, or None."""
     tables = sorted(Path(folder).glob(f"*/{TABLE}"), key=lambda table: table.stat().st_mtime_ns)
     return tables[-1].parent if tables else None
 
 
 def place_of(model: nn.Module) -> tuple[int, bool]:
-    """This process's rank among those who save the model, and whether it is the only one."""
+    """This process's rank among the processes that save the model, and whether it is the only one."""
     if isinstance(model, OverRanks):
         return model.place, False
     if isinstance(model, DropInModule) or not dist.is_initialized():
@@ -141,20 +141,20 @@ def place_of(model: nn.Module) -> tuple[int, bool]:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model itself, of which a pipe may have only a part in this process."""
+    """The user's model, also from a pipe; a pipe may have only a part of it in this process."""
     return model.model if isinstance(model, DropInModule) else model
 
 
 def here(model: nn.Module) -> Mapping[str, Tensor]:
-    """What of the state_dict this process has, be it that others have it, too."""
+    """The tensors of the state_dict that this process has, those that other processes have too included."""
     state: Mapping[str, Tensor] = unwrapped(model).state_dict()
     held = model.held_tensors() if isinstance(model, OverRanks) else state
     return {key: held[key].detach() for key in state if key in held}
 
 
 def model_tensors(model: nn.Module, alone: bool) -> dict[str, Tensor]:
-    """What of the state_dict is here. Raises CheckpointError if it has something else than tensors, or one without
-    values that no other process can have."""
+    """The tensors of the state_dict with values here. Raises CheckpointError if a value is not a tensor, or if `alone`
+    and a tensor is on the meta device."""
     state = model.state_dict()
     faults = [f"{key}: {type(value).__name__}" for key, value in state.items() if not isinstance(value, Tensor)]
     if not faults and alone:
@@ -165,7 +165,7 @@ def model_tensors(model: nn.Module, alone: bool) -> dict[str, Tensor]:
 
 
 def part(held: Mapping[str, TensorStorageMetadata], prefix: str) -> dict[str, TensorStorageMetadata]:
-    """What has a key that begins with `prefix`, by the rest of the key."""
+    """The entries whose key begins with `prefix`, by the rest of the key."""
     return {key.removeprefix(prefix): entry for key, entry in held.items() if key.startswith(prefix)}
 
 
@@ -189,7 +189,7 @@ def to_bytes(about: Mapping[str, Any]) -> Tensor:
 
 
 def abouts(path: Path, held: Mapping[str, TensorStorageMetadata]) -> list[About]:
-    """What each process has written about its part. Raises CheckpointError where that is damaged."""
+    """The JSON of each process. Raises CheckpointError if it is damaged."""
     tensors = {ABOUT + rank: torch.empty(entry.size, dtype=torch.uint8) for rank, entry in part(held, ABOUT).items()}
     read(path, tensors)
     found = []

@@ -1,8 +1,8 @@
 """Write a checkpoint from all ranks of a pipe at once.
 
-The files are those of torch.distributed.checkpoint, whose own `save` waits in collectives of the process group: there,
-a rank that is gone is an error without a name, and not of all others. Here the ranks speak with each other as in all of
-their calls, so that all others get an error that names it.
+The files are those of torch.distributed.checkpoint. Its own `save` waits in collectives of the process group: if a rank
+is gone, only some of the others get an error, and it does not name the rank. Here the ranks communicate as in all calls
+of a pipe, so that all others get an error that names the rank.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ OverRanks = RankPipe | LoadedRanks
 
 
 def write(path: Path, find: Callable[[], dict[str, Tensor]], pipe: OverRanks) -> None:
-    """Write the tensors of this rank, by key, as it finds them; back when the checkpoint is whole. Raises, on every
-    rank, what has failed on one, as RankError on all others."""
+    """Write the tensors of this rank, which `find` returns by key; return when the checkpoint is complete. A failure on
+    one rank raises its error there, and RankError on all others."""
     planner, writer = DefaultSavePlanner(), FileSystemWriter(path)
 
     def plan() -> Any:

@@ -1,8 +1,8 @@
-"""What a training loop does with all gradients at once, where each process has only some of them.
+"""Operations of a training loop on all gradients at once, when each process has only some of them.
 
-In one process these are torch's own. Over ranks, each has the gradients of its own stages (a shared parameter is at
-home in one of them, and counts once, as does one that replicas hold): a norm is put together from those of all ranks,
-and an infinity on one rank makes all of them skip the step.
+In one process they do the same as torch's own. Over ranks, each rank has the gradients of its own stages: a norm is
+computed from the norms of all ranks, and an infinity on one rank makes all of them skip the step. A parameter that
+several stages or replicas use counts once.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Scale the gradients of all parameters down so that their norm, over all stages, is at most `max_norm`; gives the
-    norm that it was. The same as `torch.nn.utils.clip_grad_norm_` for a pipe in one process; over ranks, all call it.
+    """Scale the gradients of all parameters down so that their norm, over all stages, is at most `max_norm`. Returns
+    the norm before. Over ranks, all ranks must call it; for a pipe in one process it does the same as
+    `torch.nn.utils.clip_grad_norm_`.
 
     Raises RuntimeError, on every rank, if the norm is infinite or not a number and `error_if_nonfinite` is true.
 
@@ -43,7 +44,7 @@ def clip_grad_norm_(
     here = get_total_norm(gradients, norm_type, False, foreach)
     here = here.full_tensor() if isinstance(here, DTensor) else here
     norms = pipe.collect((float(here), here.dtype if gradients else None))
-    if len(norms) > 1:  # of the type that all gradients together would have
+    if len(norms) > 1:  # with the dtype that the norm of all gradients would have in one process
         dtypes = [dtype for _, dtype in norms if dtype is not None]
         dtype = reduce(torch.promote_types, dtypes) if dtypes else here.dtype
         whole = here.new_tensor(together([norm for norm, _ in norms], norm_type), dtype=dtype)
@@ -57,7 +58,7 @@ def clip_grad_norm_(
 
 
 def together(norms: list[float], norm_type: float) -> float:
-    """The norm of all, from those of the parts.
+    """The norm of a vector, from the norms of its parts.
 
     >>> together([3.0, 4.0], 2), together([3.0, 4.0], math.inf)
     (5.0, 4.0)
@@ -73,7 +74,7 @@ def together(norms: list[float], norm_type: float) -> float:
 
 class GradScaler(torch.amp.GradScaler):
     """A `torch.amp.GradScaler` for a pipe: if a gradient is infinite or not a number on any rank, all skip the step,
-    and all have the same scale ever after. For a pipe in one process it is torch's own.
+    and all keep the same scale. For a pipe in one process it does the same as torch's own.
 
         scaler = fxpipe.GradScaler(pipe, "cuda")
         loss = pipe.step(x, target=y, loss_fn=loss_fn, scaler=scaler)
@@ -90,7 +91,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Unscale what is here; gives whether there is an infinity, or one on another rank, by device."""
+        """Unscale the gradients of this rank. Returns, by device, whether any rank has an infinity or NaN."""
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         found = found or {found_inf.device: found_inf}  # no gradient here: a rank whose stages are frozen
         if any(self.pipe.collect_all(any(bool(each) for each in found.values()))):

@@ -1,7 +1,7 @@
-"""What an optimizer keeps, by the keys of the model's parameters.
+"""The state of an optimizer, by the keys of the model's parameters.
 
-`optimizer.state_dict()` counts parameters in the order in which the optimizer got them, and a process that has other
-stages counts others. Here each thing has the key of its parameter, so that it is found again from anywhere.
+`optimizer.state_dict()` numbers parameters in the order in which the optimizer got them, so the numbers differ between
+processes with different stages. Here state is saved under the key of its parameter, which is the same everywhere.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ State = dict[str, Any]
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
-    """The key of each parameter by its id, the first one of tied weights."""
+    """The key of each parameter, by `id`; for tied weights the first key."""
     return {id(parameter): key for key, parameter in model.named_parameters()}
 
 
@@ -41,7 +41,8 @@ def name_of(parameter: Tensor, names: Names) -> str:
 
 
 def kept(optimizer: torch.optim.Optimizer, names: Names, mine: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    """What the optimizer keeps for each parameter whose key is in `mine`: `layers.0.weight.exp_avg`."""
+    """The optimizer's state for the parameters whose keys are in `mine`, by keys as `layers.0.weight.exp_avg`. Raises
+    CheckpointError for state that is neither tensor nor number."""
     states = ((name_of(parameter, names), state) for parameter, state in optimizer.state.items())
     for path, state in [(path, state) for path, state in states if path in mine]:
         for name, value in state.items():
@@ -73,8 +74,9 @@ def find_state(
     groups: Sequence[State],
     held: Mapping[str, TensorStorageMetadata],
 ) -> tuple[Callable[[], State], dict[str, Tensor]]:
-    """Tensors to read, by key, and a function that, once they are read, gives what the optimizer's `load_state_dict`
-    takes. `groups` and `held` are what was saved. Raises CheckpointError where it is for other parameters."""
+    """A function that returns the argument for the optimizer's `load_state_dict`, and the tensors, by key, that must be
+    read before it is called. `groups` and `held` are what was saved. Raises CheckpointError if they are for other
+    parameters."""
     saved = {key: group for group in groups for key in group["params"]}
     of: dict[str, list[str]] = defaultdict(list)
     for key in held:
@@ -103,14 +105,15 @@ def find_state(
 
 
 def like(entry: TensorStorageMetadata, parameter: Tensor) -> Tensor:
-    """A tensor to read into: distributed as the parameter is, if it has its shape."""
+    """An empty tensor to read an entry into: like the parameter (device, distribution) if it has the same shape."""
     if entry.size == parameter.shape:
         return torch.empty_like(parameter, dtype=entry.properties.dtype, requires_grad=False)
     return torch.empty(entry.size, dtype=entry.properties.dtype)
 
 
 def hyperparameters(path: Path, group: State, keys: Sequence[str], saved: Mapping[str, State]) -> State:
-    """Those that were saved for the group with these parameters, of the types that they have now."""
+    """The saved hyperparameters of the group with the parameters `keys`, with the types that `group` has now. Raises
+    CheckpointError if none were saved, or if they differ between the parameters."""
     missing = [key for key in keys if key not in saved]
     if missing:
         raise CheckpointError(f"{path} has nothing of an optimizer for {', '.join(missing[:3])}")
@@ -129,7 +132,7 @@ def unlike(left: State, right: State) -> bool:
 
 
 def typed(saved: Any, now: Any) -> Any:
-    """What JSON has kept, as the type that is there now."""
+    """A saved JSON value, converted to the type of the value `now`: tensor or tuple."""
     if isinstance(now, Tensor):
         return torch.full_like(now, float(saved))
     return tuple(saved) if isinstance(saved, list) and isinstance(now, tuple) else saved

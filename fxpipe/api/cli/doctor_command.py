@@ -1,4 +1,4 @@
-"""The command `fxpipe doctor`: what of this machine matters, and whether pipes are right on it."""
+"""The command `fxpipe doctor`: what of this machine affects pipes, and whether pipes compute correctly on it."""
 
 from __future__ import annotations
 

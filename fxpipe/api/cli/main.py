@@ -72,7 +72,7 @@ def run_demo(options: argparse.Namespace) -> None:
 def run_show(options: argparse.Namespace) -> None:
     model, inputs = make_model(options.model, options.inputs)
     asked = given(options, COMPILE)
-    if not asked.keys() & {"plan", "strategy"}:  # which say how many
+    if not asked.keys() & {"plan", "strategy"}:  # a plan or strategy has the number of devices and chunks
         asked = {"devices": 4, "chunks": 8} | asked
     pipe = compile(model, example_inputs=inputs, **asked)
     print(pipe.explain())

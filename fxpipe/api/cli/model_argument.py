@@ -1,5 +1,5 @@
-"""The model of a command: the function `make_model` of the file `model.py`, and inputs by their types; and the cluster
-that it is planned for."""
+"""Arguments of commands: the model, as file and function (`model.py:make_model`); its inputs, by their types; and the
+cluster that the model is planned for."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def model_for_cluster(options: argparse.Namespace) -> tuple[nn.Module, tuple[Any
 
 
 def make_model(path: str, inputs: Sequence[str]) -> tuple[nn.Module, tuple[Any, ...]]:
-    """The model that the function returns, and the inputs that it returns or that are given as types."""
+    """The model that the function at `path` returns, and its inputs: those it returns, or zeros of the types in
+    `inputs`. Raises FxpipeError if there is no model or there are no inputs."""
     made = load_function(path)()
     model, given = made if isinstance(made, tuple) else (made, tuple(parse_input(text) for text in inputs))
     if not isinstance(model, nn.Module):

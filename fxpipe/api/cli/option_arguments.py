@@ -1,4 +1,4 @@
-"""Options of the functions as options of the commands, and errors of the command line in one line."""
+"""The options of the public functions as command-line options, and command-line errors in one line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_options(command: argparse.ArgumentParser, options: Mapping[str, Option], *names: str) -> None:
-    """Options of a function, by name. Those that are not written are not in what is parsed."""
+    """Add options of a function, by name, to a command. An option that is not written has no entry in the parsed
+    namespace."""
     for name in names:
         option = options[name]
         only_flag = all(form.text == "True or False" for form in option.forms)
@@ -40,7 +41,7 @@ def add_options(command: argparse.ArgumentParser, options: Mapping[str, Option],
 
 
 def reader(option: Option) -> Callable[[str], Any]:
-    """What makes a value of the text of an option."""
+    """A function that parses the text of an option into its value."""
 
     def read(text: str) -> Any:
         try:
@@ -52,12 +53,12 @@ def reader(option: Option) -> Callable[[str], Any]:
 
 
 def given(parsed: argparse.Namespace, options: Mapping[str, Option]) -> dict[str, Any]:
-    """The options that were written, by name, but the cluster, which may be a file here."""
+    """The options that were written, by name, without the cluster, which `read_cluster` reads (it may be a file)."""
     return {name: value for name, value in vars(parsed).items() if name in options and name != "cluster"}
 
 
 def refuse_unknown(command: argparse.ArgumentParser, unknown: list[str]) -> None:
-    """Exit where there is something that the command does not have, with the nearest option."""
+    """Exit with an error at the first unknown argument; for an option, the error names the most similar one."""
     for text in unknown:
         known = [flag for flag in command._option_string_actions if flag.startswith("--")]
         near = did_you_mean(text.partition("=")[0], known) if text.startswith("-") else ""
@@ -65,7 +66,7 @@ def refuse_unknown(command: argparse.ArgumentParser, unknown: list[str]) -> None
 
 
 def told(error: BaseException) -> str:
-    """An error in a line: as it is if it is one of fxpipe, else by its type, with the line of the user's file."""
+    """The text of an error: an FxpipeError's own message; for others the type and the line of the user's file too."""
     if isinstance(error, FxpipeError):
         return str(error)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(PACKAGES)]

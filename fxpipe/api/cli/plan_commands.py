@@ -61,7 +61,7 @@ def run_plan(options: argparse.Namespace) -> None:
 
 
 def write(path: Path | None, make: Callable[[], str]) -> None:
-    """A file that was asked for."""
+    """Write the text of `make` to `path`, unless it is None."""
     if path is not None:
         path.write_text(make())
         print(f"\nwrote {path}")

@@ -1,1 +1,1 @@
-"""Where the batch is in each value, and whether it may be cut there."""
+"""The batch dimension of each value, and whether the value may be cut along it."""

@@ -1,7 +1,7 @@
-"""Models that bake the batch size into their graph: `int(x.shape[0])`, a library that computes shapes as numbers.
+"""Models whose graph has the batch size as a number: `int(x.shape[0])`, a library that computes shapes as numbers.
 
-Such a graph holds for one size of micro-batch, which does when all are of one size. But where in a value is the batch,
-if 2 is only a 2? A second trace, at another size, shows: the batch is what changes with it.
+Such a graph is valid for one size of micro-batch, which is enough if all micro-batches have that size. To find the
+batch dimension of each value, the model is traced again at another batch size: the sizes that change are the batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from fxpipe.ir.graph.value_types import Dim, TensorType, TupleType, ValueType
 
 
 def merge(draft: Draft, other: Draft, rows: tuple[int, int], results: tuple[Any, Any]) -> Draft:
-    """The draft with the batch in its types, seen by comparison with a trace at another number of rows."""
+    """The draft with the batch in its types, found by comparing it with a trace at another number of rows. Raises
+    CaptureError if the two traces have different ops or results."""
     ops, others = draft.graph.ops, other.graph.ops
     if [op.target for op in ops] != [op.target for op in others] or _shape(results[0]) != _shape(results[1]):
         pairs = zip(ops, others, strict=False)
@@ -64,5 +65,5 @@ def _dim(one: Dim, two: Dim, rows: tuple[int, int]) -> Dim:
 
 
 def _shape(result: Any) -> str:
-    """What a result looks like, its tensors left out."""
+    """The structure of a result, with a mark for each tensor."""
     return str(template(result, lambda leaf: Ref("tensor") if isinstance(leaf, Tensor) else None))

@@ -9,11 +9,11 @@ In every value the batch `b` must be one dimension, or the slowest part of one (
     x @ x.t()    f32[b, b]      mixed
     x.flip(0)    f32[b, 8]      mixed: the batch is there, but no sample stays in its place
 
-Ops that are not known here pass if their result has the batch once. Statistics that go into a buffer, batch norm's or
-the model's own, are those of each micro-batch.
+Unknown ops pass if their result has the batch in one dimension. Statistics that go into a buffer, batch norm's or the
+model's own, are those of each micro-batch.
 
-Samples that meet are those of one micro-batch. What comes of it is an output all the same (`join_outputs.py`), with a
-warning (`mixed_samples.py`).
+An op can only mix samples of one micro-batch. Its results may still be outputs (`join_outputs.py`), with a warning
+(`mixed_samples.py`).
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ from fxpipe.ir.graph.value_types import (
     tensors,
 )
 
-# Ops that go through what they read place by place, in a vmap, too.
+# Ops that work element by element, also in a vmap.
 PLACE_BY_PLACE = ARITHMETIC | POINTWISE | {"_add_batch_dim", "_remove_batch_dim"}
 COUNT = {"arange", "linspace"}
 SHUFFLE = {"randperm"}
-ASKS = SIZES | {"getattr", "dim", "ndimension", "stride", "__get__"}  # of a tensor, nothing but its sizes
+ASKS = SIZES | {"getattr", "dim", "ndimension", "stride", "__get__"}  # ops that read only the sizes of a tensor
 
 
 class Mixes(CaptureError):
-    """What an op does, `what`, in which the samples of a batch meet."""
+    """An op mixes the samples of a batch; `what` says how, in words."""
 
     def __init__(self, op: Op, what: str) -> None:
         super().__init__(str(refuse(op, what)))
@@ -68,12 +68,19 @@ class Mixes(CaptureError):
 
 @dataclass
 class Flow:
-    """What is known of each value: whether it depends on the batch's samples, where they were pooled or counted, and
-    how many of a kind stand before the batch in its dimension (1: the batch is the slowest part). `mixed` has what
-    is wrong with values in which samples met, `scaled` with those that are more or less for a larger batch;
-    `vmaps` has the op that entered the vmap over the batch which a value lives in; `beside`, for values with the batch
-    in them that live in a vmap over something else, the op that took them there; `sizes` are numbers that depend on how
-    large the batch is."""
+    """What is known about each value, by name.
+
+    - `types`: its type.
+    - `depends`: the values that depend on the samples.
+    - `pooled`: for values without batch dimension that depend on the samples, the op that pooled them.
+    - `counted`: for numbers of the samples (`arange`, `randperm`), the op that made them.
+    - `outer`: the size of what stands before the batch in its dimension (1: the batch is the slowest part).
+    - `mixed`: for values in which samples were mixed, the error.
+    - `scaled`: for samples that were computed with the batch size, the error.
+    - `vmaps`: for values in a vmap over the batch, the level of the vmap.
+    - `beside`: for batched values in a vmap over something else, the op that took them there.
+    - `sizes`: the numbers that depend on the batch size.
+    """
 
     types: Mapping[str, ValueType]
     depends: set[str] = field(default_factory=set)
@@ -88,7 +95,7 @@ class Flow:
 
 
 def follow(graph: Graph) -> Flow:
-    """What is known of every value."""
+    """What is known about every value of the graph."""
     flow = Flow(graph.types)
     flow.depends |= {item.name for item in graph.inputs if item.batch_dim is not None}
     states = {state.name for state in graph.states}
@@ -100,7 +107,7 @@ def follow(graph: Graph) -> Flow:
         if written and not written - states:
             for known in (flow.depends, flow.pooled, flow.counted, flow.mixed, flow.scaled):
                 known.discard(op.name) if isinstance(known, set) else known.pop(op.name, None)
-        elif written and op.name in flow.depends:  # what shares its memory is now as it is
+        elif written and op.name in flow.depends:  # values with the same memory now have the same facts
             flow.depends |= written - states
             if op.name in flow.pooled:
                 flow.pooled |= dict.fromkeys(written - states, flow.pooled[op.name])
@@ -110,7 +117,7 @@ def follow(graph: Graph) -> Flow:
 
 
 def _follow(op: Op, flow: Flow) -> None:
-    """Note what the result of one op is."""
+    """Record the facts about the result of one op."""
     dims = batch_dims(op.type)
     kind_only = tuple(refs(op.args[:1])) if called(op) in LIKE and not op.random and not dims else ()
     reads = [name for name in op.reads if name in flow.depends and Ref(name) not in kind_only]
@@ -133,7 +140,7 @@ def _follow(op: Op, flow: Flow) -> None:
 
 
 def _check(op: Op, flow: Flow, checks: Sequence[Callable[[Op, Flow], None]]) -> None:
-    """Note it if the op mixes samples, or reads what does."""
+    """Record in `flow.mixed` if the op mixes samples, or reads a mixed value."""
     met = next((flow.mixed[name] for name in op.reads if name in flow.mixed), None)
     if met is not None:
         flow.mixed[op.name] = met
@@ -146,7 +153,8 @@ def _check(op: Op, flow: Flow, checks: Sequence[Callable[[Op, Flow], None]]) -> 
 
 
 def _count(op: Op, flow: Flow) -> None:
-    """Row numbers stay row numbers, until they are used to look something up; an order never does."""
+    """Values made of the numbers of samples are numbers too, until they index another value. Raises Mixes if a random
+    order is used as an index."""
     first = next((ref.name for ref in refs(op.args[:1])), "")
     used = (first,) if called(op) in INDEXING else op.reads
     if called(op) in INDEXING:
@@ -168,7 +176,7 @@ def _check_shape(op: Op, flow: Flow) -> None:
 
 
 def _check_dimension(op: Op, flow: Flow) -> None:
-    """Ops over a dimension: it must not be the batch's."""
+    """Raise Mixes if an op that runs over a dimension runs over that of the batch."""
     name = called(op).rstrip("_")
     first = next((ref.name for ref in refs(op.args[:1])), None)
     kind = flow.types.get(first or "")
@@ -187,7 +195,7 @@ def _check_dimension(op: Op, flow: Flow) -> None:
 
 
 def _along(op: Op, name: str, rank: int) -> Iterable[int]:
-    """The dimensions that an op of `ALONG` runs along, those that torch takes where none are given included."""
+    """The dimensions that an op of `ALONG` runs along; torch's default if none are given."""
     position, key = ALONG[name]
     given = op.args[position] if len(op.args) > position else op.kwargs.get(key)
     if key == "dims" and isinstance(given, int):
@@ -202,7 +210,7 @@ def _along(op: Op, name: str, rank: int) -> Iterable[int]:
 
 
 def _check_lookup(op: Op, flow: Flow) -> None:
-    """Samples must be found by their own place: another number is of a place in the whole batch."""
+    """Raise Mixes if samples are indexed by numbers that may be positions in the whole batch."""
     name = called(op).rstrip("_")
     looked = op.args[1] if name == "embedding" and len(op.args) > 1 else next(iter(op.args), None)
     kind = flow.types.get(looked.name) if isinstance(looked, Ref) else None
@@ -222,13 +230,13 @@ def _check_lookup(op: Op, flow: Flow) -> None:
 
 
 def _at(index: Any, dim: int, flow: Flow) -> Any:
-    """What of an index says which places of a dimension are taken."""
+    """The item of an index that applies to dimension `dim`; None if there is none."""
     items = list(index) if isinstance(index, (tuple, list)) else [index]
     taken = 0
     for item in items:
         kind = flow.types.get(item.name) if isinstance(item, Ref) else None
         if item is ...:
-            return None  # dimensions are counted from the end then: the batch is among those left alone
+            return None  # later items count from the last dimension: the batch is not indexed
         many = len(kind.shape) if isinstance(kind, TensorType) and kind.dtype == "bool" else int(item is not None)
         if taken <= dim < taken + many:
             return item
@@ -237,13 +245,13 @@ def _at(index: Any, dim: int, flow: Flow) -> Any:
 
 
 def _numbers(index: Any, flow: Flow) -> bool:
-    """Whether an index has numbers of places that are not those of the samples themselves."""
+    """Whether an index is a tensor of positions that are not the samples' own numbers."""
     kind = flow.types.get(index.name) if isinstance(index, Ref) else None
     return isinstance(kind, TensorType) and kind.dtype != "bool" and index.name not in flow.counted
 
 
 def _check_split(op: Op, kind: TensorType, batch: int, outer: int) -> None:
-    """Pieces of a dimension that is more than the batch: they must be whole batches."""
+    """Raise Mixes unless the pieces of a dimension that contains the batch are whole batches."""
     pieces = list(tensors(op.type))
     many = multiple(kind.shape[batch]) or 1
     for piece in pieces:
@@ -253,8 +261,8 @@ def _check_split(op: Op, kind: TensorType, batch: int, outer: int) -> None:
 
 
 def _check_time(op: Op, flow: Flow) -> None:
-    """The steps of a recurrent network are no samples. Its arguments: (input, state, parameters, biases, layers,
-    dropout, train, bidirectional, batch first)."""
+    """Raise Mixes if a recurrent network takes the batch for its steps. Its arguments: (input, state, parameters,
+    biases, layers, dropout, train, bidirectional, batch first)."""
     if called(op) not in RECURRENT or len(op.args) < 9:
         return
     kind = flow.types.get(next((ref.name for ref in refs(op.args[:1])), ""))
@@ -264,8 +272,9 @@ def _check_time(op: Op, flow: Flow) -> None:
 
 
 def _check_vmap(op: Op, flow: Flow) -> None:
-    """Where a vmap runs over the batch, what is inside is of one sample. Else the batch is somewhere in there, nobody
-    says where: only what goes place by place is allowed, and what comes out shows whether samples met."""
+    """Raise Mixes if a vmap may mix samples. In a vmap over the batch, values are of one sample. In a vmap over another
+    dimension, it is not known where the batch is: only elementwise ops are allowed, and the type of the result shows
+    whether samples were mixed."""
     reads = [name for name in op.reads if name in flow.depends]
     if not in_vmap(op.type) or flow.pooled.keys() >= set(reads):
         return
@@ -301,7 +310,7 @@ def _whole_in_vmap(op: Op, kind: ValueType) -> Mixes:
 
 
 def _check_meeting(op: Op, flow: Flow) -> None:
-    """What was pooled over the batch must not meet single samples again."""
+    """Raise Mixes if a value that was pooled over the batch is used for single samples."""
     if not batch_dims(op.type):
         return
     met = next((flow.pooled[name] for name in op.reads if name in flow.pooled), None)
@@ -310,7 +319,7 @@ def _check_meeting(op: Op, flow: Flow) -> None:
 
 
 def _note_scale(op: Op, flow: Flow) -> None:
-    """Note it if single samples are computed with the batch size, which is another one in a micro-batch."""
+    """Record in `flow.scaled` if samples are computed with the batch size, which differs in a micro-batch."""
     if not batch_dims(op.type) and not in_vmap(op.type):
         return
     sizes = [name for name in op.reads if isinstance(flow.types[name], ScalarType) and name in flow.sizes]
@@ -321,7 +330,7 @@ def _note_scale(op: Op, flow: Flow) -> None:
 
 
 def _outer(op: Op, flow: Flow) -> int:
-    """How many of a kind stand before the batch in its dimension of the result."""
+    """The size of what stands before the batch in its dimension of the result."""
     kinds = [kind for kind in tensors(op.type) if batch_dims(kind)]
     kind = kinds[0]
     dim = batch_dims(kind)[0]
@@ -349,7 +358,7 @@ def _outer(op: Op, flow: Flow) -> int:
 
 
 def _joins_along(op: Op, kind: TensorType, batch: int) -> bool:
-    """Whether what the op joins comes one after the other in the dimension of the batch."""
+    """Whether the op concatenates along the dimension of the batch."""
     if called(op) == "stack":
         return False
     given = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", op.kwargs.get("axis", 0))
@@ -358,7 +367,7 @@ def _joins_along(op: Op, kind: TensorType, batch: int) -> bool:
 
 
 def batch_dims(kind: ValueType) -> tuple[int, ...]:
-    """The dimensions of a type that depend on the batch size; of several tensors, those of the first that has any."""
+    """The dimensions of a type that depend on the batch size; for several tensors, those of the first with any."""
     for tensor in tensors(kind):
         if dims := tuple(i for i, size in enumerate(tensor.shape) if BATCH in dim_names(size)):
             return dims
@@ -366,18 +375,18 @@ def batch_dims(kind: ValueType) -> tuple[int, ...]:
 
 
 def in_vmap(kind: ValueType) -> bool:
-    """Whether a value lives in a vmap only; of several, any."""
+    """Whether a value exists only inside a vmap; for a tuple, whether any item does."""
     return any(map(in_vmap, kind.items)) if isinstance(kind, TupleType) else kind == IN_VMAP
 
 
 def multiple(size: Dim) -> int | None:
-    """How many times the batch size a dimension is; None if it is no such thing, as `b - 1`."""
+    """The factor between a dimension and the batch size; None if it is not a multiple, as `b - 1`."""
     one, two, five = (number(size, rows) for rows in (1, 2, 5))
     return one if one > 0 and (two, five) == (2 * one, 5 * one) else None
 
 
 def number(size: Dim, rows: int = 1) -> int:
-    """A dimension with numbers for its names: primes, lest two of them look alike."""
+    """A dimension as a number, with `rows` for the batch and primes for other names, so that they differ."""
     primes = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)
     values = {name: primes[sum(map(ord, name)) % len(primes)] for name in dim_names(size)}
     return dim_size(size, values | {BATCH: rows})

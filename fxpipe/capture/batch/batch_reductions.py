@@ -1,6 +1,7 @@
-"""Which numbers over a batch are sums or means over its samples, so that those of the micro-batches make up the whole.
+"""Which numbers over a batch are sums or means over its samples, so that they can be computed from those of the
+micro-batches.
 
-Every value is followed with what it is of the samples, and with a power of their number B:
+For every value its kind is found: how it depends on the samples, and a power of their number B:
 
     x                        samples   B^0     one value for each sample
     x.sum()                  pooled    B^1     a sum over the samples
@@ -11,8 +12,8 @@ Every value is followed with what it is of the samples, and with a power of thei
     x.sum() + w.norm()       unknown           w.norm() would be counted once for each micro-batch
     x.mean().sqrt()          unknown           a mean of roots is no root of a mean
 
-Products add the powers, quotients subtract them, sums want them equal. Nothing but linear operations keeps what is
-pooled; everything is allowed to what is the same, and to single samples, which `batch_dimension.py` sees to.
+Products add the powers, quotients subtract them, sums need equal powers. Pooled values stay pooled only under linear
+ops. Any op may be applied to values that are the same, and to samples, which `batch_dimension.py` checks.
 """
 
 from __future__ import annotations
@@ -45,14 +46,18 @@ from fxpipe.ir.graph.value_types import ScalarType, TensorType, TupleType, Value
 
 from .batch_dimension import Flow, batch_dims, in_vmap, multiple
 
-SUMS = {"sum": 1, "nansum": 1, "count_nonzero": 1, "mean": 0}  # what they do to the power
+SUMS = {"sum": 1, "nansum": 1, "count_nonzero": 1, "mean": 0}  # what they add to the power
 PAIRS = "it is made of pairs of samples, or of parts of the batch"
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a value is of the samples: "zero", "same", "samples", "pooled" or "unknown", times the `power` of their
-    number. Of an unknown one, `blame` is the op that made it so, and `why` may say more."""
+    """How a value depends on the samples.
+
+    - `what`: "zero", "same", "samples", "pooled" or "unknown".
+    - `power`: the power of the number of samples.
+    - `blame`: for "unknown", the op that made it so; `why` may say more.
+    """
 
     what: str
     power: int = 0
@@ -61,7 +66,7 @@ class Kind:
 
     @property
     def reduce(self) -> str | None:
-        """How the values of micro-batches are put together."""
+        """How the values of micro-batches are combined: "same", "mean" or "sum"; None if not known."""
         if self.what == "zero" or (self.what, self.power) == ("same", 0):
             return "same"
         return {0: "mean", 1: "sum"}.get(self.power) if self.what in ("pooled", "same") and self.power >= 0 else None
@@ -80,13 +85,12 @@ def kinds(graph: Graph, flow: Flow) -> dict[str, Kind]:
     made = {op.name: op for op in graph.ops}
     for op in graph.ops:
         kind = Follow(op, known, flow.types, made).kind()
-        if op.name in flow.mixed and batch_dims(op.type):  # of its micro-batch, each sample has one value again
+        if op.name in flow.mixed and batch_dims(op.type):  # mixed in a micro-batch, but one value for each sample
             kind = SAMPLES if one_each(op.type) else Kind("unknown", blame=op, why=PAIRS)
         elif op.writes and states.issuperset(op.writes) and _returns_what_it_writes(op):
             kind = SAME  # statistics of each micro-batch
         known[op.name] = kind
-        # What was written into has the op's name from here on. What else is in that memory is of the same kind now, or
-        # nobody knows.
+        # The written value has the op's name from here on. Other values in that memory have the same kind, or unknown.
         for name in set(op.writes) - states - set(op.reads[:1]):
             if known[name] != kind and (known[name].what, kind.what) != ("samples", "samples"):
                 known[name] = Kind("unknown", blame=op)
@@ -94,19 +98,19 @@ def kinds(graph: Graph, flow: Flow) -> dict[str, Kind]:
 
 
 def _returns_what_it_writes(op: Op) -> bool:
-    """Whether it is a method as `x.add_(y)` or an operator as `x += y`. An op of the user's, or a submodule kept whole,
-    may write one thing and return another."""
+    """Whether the op is a method as `x.add_(y)` or an operator as `x += y`. A user's op, or a submodule kept whole, may
+    write one value and return another."""
     return called(op).endswith("_") or getattr(op.target, "__module__", None) == "_operator"
 
 
 def one_each(type: ValueType) -> bool:
-    """Whether the batch is there once, and all of it."""
+    """Whether each tensor has no batch dimension, or exactly one, which has the whole batch."""
     dims = ((kind, batch_dims(kind)) for kind in tensors(type))
     return all(not at or (len(at) == 1 and multiple(kind.shape[at[0]]) is not None) for kind, at in dims)
 
 
 def kind_of(arg: Any, known: Mapping[str, Kind]) -> Kind:
-    """The kind of an argument; of a nest, that of the worst in it."""
+    """The kind of an argument; for a nest, the least certain kind in it."""
     if isinstance(arg, Ref):
         return known[arg.name]
     inside = [known[ref.name] for ref in refs(arg)]
@@ -116,7 +120,7 @@ def kind_of(arg: Any, known: Mapping[str, Kind]) -> Kind:
 
 
 def summands(op: Op) -> tuple[Any, ...]:
-    """The arguments that an op adds up, or treats alike in another way."""
+    """The arguments that an op adds up, joins or selects from."""
     name = called(op).rstrip("_")
     if name in JOINS:
         return tuple(refs((op.args[:1], dict(op.kwargs))))
@@ -124,13 +128,12 @@ def summands(op: Op) -> tuple[Any, ...]:
 
 
 def is_number(type: ValueType) -> bool:
-    """Whether the value is a number, or several, as a shape is."""
+    """Whether the value is a number or a tuple of numbers, such as a shape."""
     return all(map(is_number, type.items)) if isinstance(type, TupleType) else isinstance(type, ScalarType)
 
 
 def labels_may_be_ignored(op: Op, types: Mapping[str, ValueType], made: Mapping[str, Op]) -> bool:
-    """Whether a loss for labels is a mean in which samples differ in weight: some labels may count for more than
-    others, or not at all."""
+    """Whether samples may differ in weight in the mean of a label loss: labels may be weighted or ignored."""
     given = arguments(op)
     target = given.get("target")
     kind = types.get(target.name) if isinstance(target, Ref) else None
@@ -141,7 +144,7 @@ def labels_may_be_ignored(op: Op, types: Mapping[str, ValueType], made: Mapping[
 
 
 def reduction(given: Mapping[str, Any]) -> str:
-    """The `reduction` of a loss, which may be said in the old way."""
+    """The `reduction` of a loss, also from the deprecated arguments `size_average` and `reduce`."""
     average, old = given.get("size_average"), given.get("reduce")
     if average is not None or old is not None:
         return "none" if old is False else "sum" if average is False else "mean"
@@ -150,7 +153,7 @@ def reduction(given: Mapping[str, Any]) -> str:
 
 @dataclass
 class Follow:
-    """One op, with what is known of the values before it."""
+    """One op, with the kinds of the values before it."""
 
     op: Op
     known: Mapping[str, Kind]
@@ -161,9 +164,9 @@ class Follow:
         """The kind of the op's result."""
         op, name = self.op, called(self.op).rstrip("_")
         arithmetic = name in ADD | MULTIPLY | DIVIDE
-        if name in LIKE and not op.random and not batch_dims(op.type):  # of what is like it, nothing but sizes is read
+        if name in LIKE and not op.random and not batch_dims(op.type):  # reads only the sizes of its first argument
             return ZERO if name in ZEROS else self._of((*op.args[1:], *op.kwargs.values()))
-        # Numbers are shapes, mostly.
+        # Number arguments of other ops are mostly shapes.
         read = [self.known[ref] for ref in op.reads if arithmetic or not is_number(self.types[ref])]
         unknown = next((kind for kind in read if kind.what == "unknown"), None)
         if unknown is not None:
@@ -209,7 +212,7 @@ class Follow:
         return Kind("same", len(of_batch))
 
     def _sum(self, parts: Sequence[Kind]) -> Kind:
-        """A sum, or anything else that treats its parts alike."""
+        """The kind of a sum, or of another op that treats its parts alike."""
         parts = [part for part in parts if part.what != "zero"]
         if not parts:
             return ZERO
@@ -243,12 +246,12 @@ class Follow:
 
     @staticmethod
     def _plain(kwargs: Mapping[str, Any]) -> bool:
-        """Whether what stands beside the operands changes nothing."""
+        """Whether the keyword arguments do not change the kind."""
         number = isinstance(kwargs.get("alpha", 1), (int, float))
         return kwargs.keys() <= {"alpha", "rounding_mode"} and kwargs.get("rounding_mode") is None and number
 
     def _samples(self, name: str, read: Sequence[Kind]) -> Kind:
-        """The result has the batch in it, so it is made of single samples; of their number it may not know much."""
+        """The kind of a result with a batch dimension."""
         if all(kind.power == 0 for kind in read):
             return SAMPLES
         if name in LINEAR and len({kind.power for kind in read}) == 1:
@@ -256,7 +259,7 @@ class Follow:
         return self.unknown()
 
     def _pooled(self, name: str) -> Kind:
-        """The result has no batch in it, and depends on what has."""
+        """The kind of a result without batch dimension that depends on the samples."""
         op = self.op
         first = self._of(op.args[0]) if op.args else self._of(op.kwargs.get("input", ()))
         rest = [self._of(arg) for arg in (*op.args[1:], *op.kwargs.values())]
@@ -274,7 +277,7 @@ class Follow:
         return self.unknown()
 
     def _keeps_fractions(self, op: Op) -> bool:
-        """Whether the result is no integer, or was one before."""
+        """Whether the op does not round: its result is not integer, unless its argument is; and is not bool."""
         before = self.types[op.reads[0]]
         whole = [isinstance(kind, TensorType) and kind.dtype[0] in "iu" for kind in (before, op.type)]
         truth = isinstance(op.type, TensorType) and op.type.dtype == "bool"

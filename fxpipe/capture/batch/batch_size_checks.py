@@ -1,7 +1,7 @@
-"""Whether what was captured holds for every micro-batch: the model may have asked how large the batch is.
+"""Whether a captured graph is valid for every micro-batch: forward may depend on the batch size.
 
-A graph is traced at the size of the largest micro-batch. Where forward looked at that size (`if x.shape[0] > 4`), the
-answer is a guard on the symbol of the batch; where it counted to it (`for i in range(x.shape[0])`), the symbol is gone.
+A graph is traced at the size of the largest micro-batch. If forward branches on that size (`if x.shape[0] > 4`), the
+trace has a guard on the batch symbol; if it loops over it (`for i in range(x.shape[0])`), the size is a plain number.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .batch_dimension import batch_dims
 
 
 def check_sizes(traced: Traced, draft: Draft, call: Call, sizes: Callable[[int], Sequence[int]]) -> None:
-    """Raise CaptureError, with the user's line, where the graph is not what the model does with a micro-batch."""
+    """Raise CaptureError, with the user's line, if the model would do something else for some micro-batch."""
     guards = traced.mode.shape_env.guards if traced.mode.shape_env is not None else []
     if call.batch is None:
         return
@@ -55,8 +55,8 @@ def check_sizes(traced: Traced, draft: Draft, call: Call, sizes: Callable[[int],
 
 
 def conditions(traced: Traced, draft: Draft, call: Call) -> tuple[str, ...]:
-    """What has to hold for the sizes of a micro-batch and the numbers of another call, as Python, if the graph is to be
-    right for it; UNKNOWN where that is about something that has no name."""
+    """The conditions, as Python, on the sizes of a micro-batch and the numbers of another call, under which the graph
+    is valid for it; UNKNOWN for a condition on a value without a name."""
     env, names = traced.mode.shape_env, draft.symbols
     known = {symbol: name for symbol, name in names.items() if name != BATCH} if env is not None else {}
     found = [f"{name} >= 2" for symbol, name in known.items() if _least(env, symbol) == 2]  # Dynamo's, of all sizes
@@ -91,7 +91,7 @@ class _Printer(PythonPrinter):
 
 
 def check_outputs(graph: Graph, batch: int | None, sizes: Callable[[int], Sequence[int]]) -> None:
-    """Raise CaptureError for an output of `b` times `b` where the micro-batches differ in size: nothing joins those."""
+    """Raise CaptureError for an output of shape `b` by `b` if micro-batches differ in size: it cannot be joined."""
     if batch is None or len(set(sizes(batch))) == 1:
         return
     for output in graph.outputs:
@@ -113,7 +113,7 @@ def baking_line(traced: Traced, rows: int | None) -> str:
 
 
 def _fails(expression: Any, batch: list[sympy.Symbol], rows: int, traced: Traced) -> bool:
-    """Whether the guard is wrong for a micro-batch of that size; of the other sizes it may say what it likes."""
+    """Whether the guard fails for a micro-batch of `rows` samples, with the other sizes as traced."""
     said = expression.xreplace(dict.fromkeys(batch, sympy.Integer(rows)))
     if said.free_symbols:
         hints = traced.mode.shape_env.backed_var_to_val if traced.mode.shape_env is not None else {}
@@ -122,13 +122,13 @@ def _fails(expression: Any, batch: list[sympy.Symbol], rows: int, traced: Traced
 
 
 def _asked_by_user(guard: Any) -> bool:
-    """Whether the model's code asked, not an op that tells 1 from other sizes to see whether it broadcasts."""
+    """Whether the guard comes from the model's code, not from an op that checks for size 1 to broadcast."""
     frame = guard.sloc.framework_loc
     return "_dynamo" in str(getattr(frame, "filename", frame))
 
 
 def _asks_for_layout(guard: Any) -> bool:
-    """Whether torch asked, to tell in which order a convolution lays out its results: their values are the same."""
+    """Whether the guard is torch's, for the memory layout of a convolution's result, which does not change values."""
     frame = guard.sloc.framework_loc
     return getattr(frame, "name", "") == "conv" and str(frame.filename).endswith("fake_impls.py")
 

@@ -1,12 +1,12 @@
-"""What a micro-batch must know of the whole batch for its part of the loss to be exact.
+"""Totals: what a micro-batch must know about the whole batch, so that its part of the loss is exact.
 
     loss = (errors * mask).sum() / mask.sum()
 
-is no mean over samples: micro-batches differ in how many places count. But `mask.sum()` depends on the user's inputs
-alone, so it can be computed once, before anything runs, for the whole batch. That is what `Graph.totals` is for: the
-micro-batches get the number as an input, and what they compute is a sum over samples again.
+is no mean over samples: micro-batches differ in `mask.sum()`. But `mask.sum()` depends only on the user's inputs, so
+`Graph.totals` computes it once for the whole batch, before the batch is cut. Micro-batches get it as an input, and the
+loss is a sum over samples.
 
-The losses of torch that divide by a number of their own are first written that way:
+torch's losses that divide by their own count are first rewritten in this form:
 
     cross_entropy(x, y)      becomes      cross_entropy(x, y, reduction="sum") / (y != -100).sum()
 """
@@ -35,8 +35,8 @@ from .mixed_samples import Reduce, said
 
 
 def spread(graph: Graph, values: Sequence[str], reduce: Reduce) -> Graph:
-    """The graph such that as many as can be of `values`, its outputs, are sums or means of those of the micro-batches.
-    Those that the user has said something about stay as they are."""
+    """The graph, rewritten so that as many as possible of its outputs `values` are sums or means of those of the
+    micro-batches. Outputs with a `reduce` from the user stay as they are."""
     flow = follow(graph)
     found = kinds(graph, flow)
 
@@ -53,7 +53,7 @@ def spread(graph: Graph, values: Sequence[str], reduce: Reduce) -> Graph:
 
 
 def needed(graph: Graph, values: Sequence[str]) -> set[str]:
-    """Everything that the values are made of."""
+    """The names of all values that `values` are computed from, and `values`."""
     found = set(values)
     for op in reversed(graph.ops):
         if op.name in found:
@@ -65,7 +65,7 @@ def needed(graph: Graph, values: Sequence[str]) -> set[str]:
 
 
 def _with_sums(graph: Graph, names: set[str]) -> Graph:
-    """The graph with sums divided by totals for those means among `names` that are no plain ones."""
+    """The graph, where losses among `names` that are weighted means are sums divided by totals."""
     known, made = data_only(graph), {op.name: op for op in graph.ops}
     name = Names(graph.types)
     ops: list[Op] = []
@@ -76,7 +76,8 @@ def _with_sums(graph: Graph, names: set[str]) -> Graph:
 
 
 def _divided(op: Op, graph: Graph, known: set[str], made: Mapping[str, Op]) -> Callable[[Names], list[Op]] | None:
-    """How to write a loss as a sum divided by a total, if that is called for and the total depends on data alone."""
+    """A function that writes a loss as a sum divided by a total; None if that is not needed, or the total does not
+    depend on data alone."""
     if called(op) not in LABEL_LOSSES | WEIGHTED_LOSSES or batch_dims(op.type):
         return None
     given = arguments(op)
@@ -96,7 +97,7 @@ def _divided(op: Op, graph: Graph, known: set[str], made: Mapping[str, Op]) -> C
 
 @dataclass
 class Writer:
-    """Writes the ops that stand for one loss."""
+    """Writes the ops that replace one loss."""
 
     op: Op
     graph: Graph
@@ -133,8 +134,8 @@ class Writer:
         return [total, *self._quotient(Ref(total.name))]
 
     def _quotient(self, total: Ref) -> list[Op]:
-        """The sum over the samples, divided by the total. In half precision it may be too large a number; there it is
-        the sum of the quotients."""
+        """The sum over the samples, divided by the total. In float16, where the sum may overflow, the sum of the
+        quotients."""
         op = self.op
         assert callable(op.target)
         assert isinstance(op.type, TensorType)
@@ -158,8 +159,8 @@ class Writer:
 
 
 def data_only(graph: Graph) -> set[str]:
-    """The values that are made of inputs, constants and buffers alone, always in the same way. Not parameters: those
-    have gradients, and live in stages."""
+    """The values that are computed only from inputs, constants and buffers, without random ops. Parameters are
+    excluded, because they have gradients and belong to stages."""
     given = {item.name for item in graph.inputs} | {state.name for state in graph.states}
     barred = given & {name for op in graph.ops for name in op.writes}
     while True:
@@ -171,7 +172,7 @@ def data_only(graph: Graph) -> set[str]:
 
 
 def _data_without(graph: Graph, barred: set[str]) -> set[str]:
-    """The values made of data alone if `barred` are not; some of them may still be written into with other values."""
+    """The values made of data alone, without `barred`; other ops may still write into some of them."""
     known = {item.name for item in graph.inputs} | {size.name for size in graph.sizes}
     known |= {s.name for s in graph.states if s.kind != "parameter"}
     known -= {i.name for i in graph.inputs if any(kind.grad for kind in tensors(i.type))}
@@ -184,8 +185,8 @@ def _data_without(graph: Graph, barred: set[str]) -> set[str]:
 
 
 def _with_totals(graph: Graph, names: set[str], values: Sequence[str]) -> Graph:
-    """The graph with those of `names` as inputs that are one value over the batch and depend on data alone. `values`
-    are its outputs."""
+    """The graph, where those of `names` that are one value over the batch and depend on data alone are inputs, computed
+    by its totals. `values` are its outputs."""
     known, found = data_only(graph), kinds(graph, follow(graph))
     plain, written = (SAME, ZERO), {name for op in graph.ops for name in (op.name, *op.writes) if op.writes}
     pooled = [op for op in graph.ops if op.name in known & names - written and found[op.name] not in plain]
@@ -197,7 +198,7 @@ def _with_totals(graph: Graph, names: set[str], values: Sequence[str]) -> Graph:
         outputs=tuple(Output(value, None) for value in values),
     )
     rest = without_dead_ops(rest)
-    # Those that nobody reads now are no more than steps on the way to the others.
+    # Chosen values that no op reads now were only needed to compute other totals.
     used = set(values).union(*(op.reads for op in rest.ops)) & chosen.keys()
     if not used:
         return graph

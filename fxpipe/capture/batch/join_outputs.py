@@ -1,6 +1,6 @@
-"""How what the model returns is put together again from what it returns for each micro-batch.
+"""How the model's outputs are combined from the outputs of the micro-batches.
 
-What is refused is an output that cannot be put together, and only where nobody said how.
+An output is refused if it cannot be combined and the user has not said how.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .batch_reductions import SAME, Kind, kinds
 from .mixed_samples import Reduce, find_mixed, said
 
 Sizes = Callable[[Mapping[str, int]], int]
-FROM_VALUES = re.compile(r"u\d+")  # what torch calls a size that it cannot know
+FROM_VALUES = re.compile(r"u\d+")  # torch's names of sizes that depend on values
 
 
 def check_shapes(graph: Graph, values: Sequence[str]) -> None:
-    """Raise CaptureError for a value that has a part in `values`, or in what the model keeps, and whose shape nobody
-    knows before it is computed."""
+    """Raise CaptureError if a value that `values` or the model's states depend on has a shape that depends on values of
+    tensors."""
     known = {size.name for size in graph.sizes} | {item.name for item in graph.inputs}
     needed = without_dead_ops(replace(graph, outputs=tuple(Output(value, None) for value in values)))
     for op in needed.ops:
@@ -39,7 +39,8 @@ def check_shapes(graph: Graph, values: Sequence[str]) -> None:
 
 
 def with_outputs(graph: Graph, values: Sequence[str], exact: Mapping[str, Sizes], reduce: Reduce) -> Graph:
-    """The graph with how each returned value is put together again from those of the micro-batches."""
+    """The graph with an `Output` for each returned value, which says how those of the micro-batches are combined.
+    `exact`: returned numbers, as functions of the sizes. Raises CaptureError if one cannot be combined."""
     flow = follow(graph)
     found = kinds(graph, flow)
     by_name = {op.name: op for op in graph.ops}
@@ -82,7 +83,7 @@ def _samples(value: str, op: Op | None, graph: Graph, flow: Flow) -> Output:
 
 
 def _pooled(value: str, op: Op | None, graph: Graph, flow: Flow, kind: Kind, how: str | None) -> str:
-    """How one value over the batch is made of those of the micro-batches."""
+    """How one value over the batch is combined from those of the micro-batches: "same", "mean" or "sum"."""
     if how in ("mean", "sum"):
         return how
     if kind.reduce is not None:
@@ -90,7 +91,7 @@ def _pooled(value: str, op: Op | None, graph: Graph, flow: Flow, kind: Kind, how
     what, name = ("the loss", "loss") if value == graph.loss else (f"the output {value}", value)
     why = kind.why or "no sum or mean over its samples"
     blame = kind.blame or flow.pooled.get(value, op)
-    if blame is not None and not blame.origin.line:  # one of several things that a submodule kept whole returns
+    if blame is not None and not blame.origin.line:  # one of several results of a submodule kept whole
         blame = next((one for one in graph.ops if one.name in blame.reads and is_opaque(one)), blame)
     advice = f"if each micro-batch may have one of its own, to be averaged, write reduce={{{name!r}: 'mean'}}"
     advice += " or reduce='mean'" * (value == graph.loss)
@@ -101,7 +102,7 @@ def _pooled(value: str, op: Op | None, graph: Graph, flow: Flow, kind: Kind, how
 
 
 def _reduce_size(value: str, op: Op | None, graph: Graph, compute: Sizes) -> str:
-    """A number made of sizes: the same in all micro-batches, or as many times larger as the batch is."""
+    """How a number made of sizes is combined: "same" if the batch size does not matter, "sum" if proportional."""
     names = {size.name for size in graph.sizes} | {i.name for i in graph.inputs if isinstance(i.type, ScalarType)}
     one, two, five = (compute({name: rows if name == BATCH else 7 for name in names}) for rows in (1, 2, 5))
     if one == two == five:

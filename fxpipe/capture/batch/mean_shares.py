@@ -2,8 +2,8 @@
 
     loss = cross_entropy(x, y, reduction="sum") / labels + 0.1 * penalty.mean()
 
-The sums of micro-batches add up to that of the batch, and the means do if each is weighted with its part of the
-samples, b of B; what is the same for all micro-batches, too. How large the whole batch is, is one of the totals.
+The sums of micro-batches add up to that of the batch. Means, and values that are the same for all micro-batches, add up
+too if each is multiplied by the micro-batch's share of the samples, b / B. The batch size B is one of the totals.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .batch_reductions import Kind, kind_of, kinds, summands
 
 
 def with_shares(graph: Graph, names: set[str]) -> Graph:
-    """The graph with what is added to a sum, in an op among `names`, weighted with the micro-batch's share."""
+    """The graph, where means that an op among `names` adds to sums are multiplied by the micro-batch's share."""
     done = False
     while not done:
         known = kinds(graph, follow(graph))
@@ -42,7 +42,7 @@ def _is_uneven(op: Op, known: Mapping[str, Kind]) -> bool:
 
 
 def _leveled(graph: Graph, op: Op, known: Mapping[str, Kind]) -> Graph:
-    """The graph with shares of the means that one op adds."""
+    """The graph, where the means that `op` adds are multiplied by the share."""
     name, types = Names(graph.types), graph.types
     graph, whole = _with_batch_size(graph, op, name)
     share = _number(op, name("share"), operator.truediv, (Ref(BATCH), Ref(whole)))
@@ -68,7 +68,7 @@ def _number(like: Op, name: str, target: Any, args: tuple[Any, ...]) -> Op:
 
 
 def _with_batch_size(graph: Graph, like: Op, name: Names) -> tuple[Graph, str]:
-    """The graph with a number of all samples among its totals, for an op that needs it, and what that is called."""
+    """The graph with the batch size among its totals, and the name of that number."""
     totals = graph.totals or replace(
         graph, ops=(), states=(), outputs=(), result=(), loss=None, inputs=tuple(i for i in graph.inputs if i.path)
     )

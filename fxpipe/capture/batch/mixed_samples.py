@@ -1,10 +1,10 @@
-"""Models that mix the samples of a batch: what users are told.
+"""The warning about models that mix the samples of a batch.
 
-    logits = text @ image.t()      f32[b, b]      every sample meets every other, of its own micro-batch
+    logits = text @ image.t()      f32[b, b]      mixes every sample with every other of its micro-batch
 
-A micro-batch has its own samples only, as it has its own statistics in BatchNorm: the pipe returns what the plain model
-returns for each micro-batch by itself. For the whole batch that would be something else. So a warning says it, once,
-unless the user has said that it is meant (`reduce`); `pipe.explain()` always does.
+A micro-batch has only its own samples, so the pipe returns what the plain model returns for each micro-batch by itself,
+which differs from the result for the whole batch. A warning says so once, unless the user has said that it is meant
+(`reduce`); `pipe.explain()` always says it.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ JOINED = "cat"  # what `reduce` calls outputs that are joined along the batch
 
 
 def said(graph: Graph, value: str, reduce: Reduce) -> str | None:
-    """What the user says about an output. The loss of a step may be called just that."""
+    """The user's `reduce` for an output, or None. The loss of a step may be given as "loss"."""
     if isinstance(reduce, Mapping):
         return reduce.get(value) or (reduce.get("loss") if value == graph.loss else None)
     return None if reduce == JOINED and not batch_dims(graph.types[value]) else reduce
 
 
 def called_by_user(value: str, graph: Graph) -> str:
-    """What the user calls an output."""
+    """The name that the user has for an output."""
     return "loss" if value == graph.loss else value
 
 
 def why_mixed(value: str, flow: Flow) -> Mixes | None:
-    """What has mixed the samples of a value. Raises CaptureError where that is not to be had."""
+    """How the samples of a value were mixed, or None. Raises CaptureError if the value cannot be computed at all."""
     error = flow.mixed.get(value) or (flow.scaled.get(value) if batch_dims(flow.types[value]) else None)
     if error is not None and not isinstance(error, Mixes):
         raise error
@@ -45,7 +45,7 @@ def why_mixed(value: str, flow: Flow) -> Mixes | None:
 
 
 def find_mixed(graph: Graph, flow: Flow, values: Sequence[str], reduce: Reduce) -> tuple[Mixed, ...]:
-    """The lines in which the samples of some of `values` met."""
+    """The ops that mix the samples of some of `values`."""
     found: dict[tuple[Mixes, bool], list[str]] = {}
     for value in values:
         why = why_mixed(value, flow)
@@ -56,7 +56,7 @@ def find_mixed(graph: Graph, flow: Flow, values: Sequence[str], reduce: Reduce) 
 
 
 def tell(graph: Graph, batch: int | None, sizes: Callable[[int], Sequence[int]], told: set[Mixed]) -> None:
-    """Warn of what was not told yet, where a batch is cut at all."""
+    """Warn about lines that are not in `told` yet, if the batch is cut."""
     new = [mixed for mixed in graph.mixed if not mixed.meant and mixed not in told]
     rows = sizes(batch) if batch is not None else ()
     if new and batch is not None and len(rows) > 1:
@@ -75,7 +75,7 @@ def refuse_unmeant(graph: Graph) -> None:
 
 
 def text(graph: Graph, mixed: Mixed, batch: int, rows: Sequence[int]) -> str:
-    """The line, what it means for the outputs, and what to write."""
+    """The text of a warning: the line, its effect on the outputs, and what to write."""
     results = "; ".join(_result(graph, output, batch, rows) for output in _outputs(graph, mixed))
     few = f"{rows[0]}" if rows[0] == rows[-1] else f"{rows[-1]} or {rows[0]}"
     return (
@@ -89,7 +89,7 @@ def text(graph: Graph, mixed: Mixed, batch: int, rows: Sequence[int]) -> str:
 
 
 def _consent(graph: Graph, mixed: Mixed) -> dict[str, str | None]:
-    """What the user writes, as `reduce`, to say that it is meant."""
+    """The value of `reduce` with which the user says that it is meant."""
     return {
         called_by_user(output.value, graph): JOINED if output.batch_dim is not None else output.reduce
         for output in _outputs(graph, mixed)

@@ -1,4 +1,4 @@
-"""Where the samples are in each value: what may be cut between them, and joined again."""
+"""The dimension of the samples in each value: values that may be cut between samples, and joined again."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from .batch_dimension import batch_dims, follow, multiple
 
 
 def sample_dims(graph: Graph) -> dict[str, int | None]:
-    """The dimension of each value that carries the samples, one after the other; None for values that are the same for
-    all samples. Others are left out: what was made of all samples of a micro-batch, or numbers them."""
+    """For each value the dimension that has the samples, in order; None if the value is the same for all samples.
+    Values that depend on all samples of a micro-batch, or number them, are left out."""
     flow = follow(graph)
     changing = flow.depends | flow.sizes
     for op in graph.ops:

@@ -1,7 +1,7 @@
-"""`x.squeeze()` of an f32[b, 1]: it takes away the second dimension, and for a batch of one the first as well.
+"""`x.squeeze()` of an f32[b, 1] removes the second dimension, and for a batch of one also the first.
 
-A micro-batch may be of one where the batch is not. So the dimensions that go are written into the op; only for a whole
-batch of one is that not what the model does.
+A micro-batch may have one sample although the batch has more. So the removed dimensions are written into the op; this
+differs from the model only for a whole batch of one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .batch_dimension import batch_dims
 
 
 def with_named_squeezes(graph: Graph) -> tuple[Graph, tuple[Op, ...]]:
-    """The graph with the dimensions in each squeeze of a batch that names none; and those ops as they were."""
+    """The graph with explicit dimensions in each squeeze of a batched value without them; and the original ops."""
     types = graph.types
     found = {op.name: dims for op in graph.ops if (dims := _dimensions(op, types)) is not None}
     ops = tuple(replace(op, args=(*op.args, found[op.name])) if op.name in found else op for op in graph.ops)
@@ -23,7 +23,7 @@ def with_named_squeezes(graph: Graph) -> tuple[Graph, tuple[Op, ...]]:
 
 
 def _dimensions(op: Op, types: dict[str, ValueType]) -> int | tuple[int, ...] | None:
-    """The dimensions that the op takes away, where it should say so."""
+    """The dimensions that a squeeze without dimensions removes from a batched value; None for other ops."""
     if called(op) not in ("squeeze", "squeeze_") or len(op.args) != 1 or op.kwargs or not isinstance(op.args[0], Ref):
         return None
     kind = types[op.args[0].name]

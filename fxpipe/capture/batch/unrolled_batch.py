@@ -1,11 +1,10 @@
-"""Puts one op in place of a batch that was taken apart sample by sample and joined again.
+"""Replaces ops that split a batch into samples and join them again by one op.
 
     torch.cat(list(x))           cat([x[0], x[1]])   in the trace of two samples:   x.flatten(0, 1).clone()
     torch.stack([*x])            stack([x[0], x[1]])                                x.clone()
 
-Such a trace has as many ops as there are samples, and its numbers are those of one batch size. What was done to single
-samples in between, stays: that is refused, with its line (`baked_batch_size.py`). The copy is there since `cat` makes
-one, too.
+Such a trace has an op for each sample, so it is valid for one batch size only. If samples are changed in between, the
+ops stay, and are refused with their line (`baked_batch_size.py`). `clone` is there because `cat` makes a copy too.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def rejoin(module: fx.GraphModule, rows: int) -> None:
 
 
 def _taken_apart(node: fx.Node, rows: int) -> fx.Node | None:
-    """The value whose samples the op joins, along the first dimension."""
+    """The value whose samples the op joins along the first dimension, all and in order; None for other ops."""
     given: dict[str, Any] = dict(zip(("tensors", "dim"), node.args, strict=False)) | dict(node.kwargs)
     parts = given.get("tensors")
     if given.keys() - {"tensors", "dim"} or given.get("dim", 0) != 0 or not isinstance(parts, (list, tuple)):

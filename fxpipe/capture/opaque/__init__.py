@@ -1,1 +1,1 @@
-"""Submodules that cannot be traced and are called whole."""
+"""Submodules that cannot be traced and are kept whole."""

@@ -1,9 +1,8 @@
-"""What a model does once and for all in its first call, done before it is traced.
+"""The one-time setup of a model's first call, done before the model is traced.
 
-Some libraries put off to the first call what belongs into `__init__`: they take a lock, hang hooks on the modules whose
-outputs they collect, and note in a flag that this is done. That is no arithmetic, and Dynamo cannot trace it. So where
-it stumbles over a lock, forward runs once as plain Python on fake tensors, which compute nothing, and the hooks and new
-flags stay, also on the model itself.
+Some libraries do in the first call what belongs into `__init__`: they take a lock, register hooks on the modules whose
+outputs they collect, and set a flag. Dynamo cannot trace that. So if Dynamo stops at a lock, forward runs once as plain
+Python on fake tensors, which compute nothing. The hooks and new flags stay, also on the model itself.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ SIGNS = ("`lock` context manager", "`RLock` context manager")  # in errors that 
 
 
 def warm(twins: Twins, call: Call, pieces: Collection[Piece] = ()) -> None:
-    """Run forward on fake tensors, past the submodules that are kept whole. The model gets its hooks, and attributes
-    that are set to a truth and are new."""
+    """Run forward on fake tensors, with stand-ins for submodules that are kept whole. The model gets the hooks and new
+    bool attributes that forward sets."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor, lest another gets its id
 

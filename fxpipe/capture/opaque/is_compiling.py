@@ -1,8 +1,7 @@
-"""What `torch.compiler.is_compiling()` says, in one thread alone.
+"""The answer of `torch.compiler.is_compiling()`, set for one thread only.
 
-Models ask, and then call their submodules in another way, with a mask that masks nothing in place of None. torch
-answers with a flag of the whole process; while one of its threads captures, the models that others run must not take
-it for theirs.
+Some models ask, and then call their submodules differently, for example with a full mask in place of None. torch
+answers with a flag of the whole process. While one thread captures, models in other threads must not see its answer.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _answers: dict[int, bool] = {}  # by thread
 
 
 class _PerThread:
-    """Stands in for the flag, and is true or false for each thread."""
+    """Replaces torch's flag, with its own truth for each thread."""
 
     def __init__(self, others: object) -> None:
         self.others = others
@@ -29,7 +28,7 @@ class _PerThread:
 
 @contextmanager
 def said_to_compile(answer: bool) -> Iterator[None]:
-    """In this context a thread that asks is told so."""
+    """A context in which `is_compiling()` is `answer` for this thread."""
     thread = threading.get_ident()
     before = _answers.get(thread)
     with _lock:

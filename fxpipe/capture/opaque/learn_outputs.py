@@ -1,9 +1,8 @@
-"""What the submodules that are kept whole return, learnt from two runs of the plain model.
+"""The results of submodules that are kept whole, learnt from two runs of the plain model.
 
-To trace on past such an op, Dynamo must know how many tensors come out of it, of which types and shapes. No line of
-code says so, so the plain model runs twice, on as many samples as a micro-batch has and on one more (on twice as many,
-where one more does not fit), with the real inputs. What differs is along the batch. Afterwards buffers, random numbers
-and attributes are as they were.
+To trace past such an op, Dynamo must know the number, types and shapes of its results. So the plain model runs twice
+with the real inputs: on as many samples as a micro-batch has, and on one more (or twice as many, if one more fails).
+Sizes that differ are along the batch. Afterwards buffers, random states and attributes are restored.
 
     router(f32[2, 8]) -> f32[2, 3], i64[4]        f32[b, 8] -> f32[b, 3], i64[2 * b]
     router(f32[3, 8]) -> f32[3, 3], i64[6]
@@ -53,9 +52,9 @@ class Heard:
 
 
 def learn(pieces: Pieces, run: Callable[..., Any], call: Call, twins: Twins, holders: tuple[Any, ...]) -> Piece | None:
-    """Run twins of the model that hold real tensors, `run(twin, *arguments)`, for two batch sizes, and note what the
-    pieces return. `holders` are objects beside the model that it may change. Gives a piece that cannot be kept whole,
-    if there is one; raises what the model raises."""
+    """Run twins of the model with real tensors, `run(twin, *arguments)`, for two batch sizes, and record results of
+    the pieces. `holders` are objects besides the model that it may change. Returns a piece that cannot be kept whole or
+    None; raises what the model raises."""
     heard: list[list[Heard]] = []
     rows = call.rows or 0
 
@@ -96,7 +95,7 @@ def learn(pieces: Pieces, run: Callable[..., Any], call: Call, twins: Twins, hol
 
 
 def _called_otherwise(one: list[Heard], two: list[Heard]) -> Refused:
-    """The refusal of a forward that calls a piece more often, or less, for one more sample."""
+    """The refusal of a forward in which the number of calls of a piece depends on the number of samples."""
     counts = [Counter(id(call.piece) for call in calls) for calls in (one, two)]
     opaque = next(call.piece.opaque for call in (*one, *two) if len({count[id(call.piece)] for count in counts}) > 1)
     found = Refused(
@@ -110,7 +109,8 @@ def _called_otherwise(one: list[Heard], two: list[Heard]) -> Refused:
 
 
 def run_plainly(function: Callable[..., Any], call: Call, twins: Twins, holders: tuple[Any, ...], count: int) -> None:
-    """Call `function(model, *arguments)` with so many samples of the batch. Nothing changes; raises what it raises."""
+    """Call `function(model, *arguments)` on a copy with `count` samples; the model does not change. Raises what it
+    raises."""
     running, given, rest, beside = _real_call(twins, call, holders, count)
     with _undone(running, beside):
         function(running.root, *given, *rest)
@@ -119,7 +119,7 @@ def run_plainly(function: Callable[..., Any], call: Call, twins: Twins, holders:
 def _real_call(
     twins: Twins, call: Call, holders: tuple[Any, ...], count: int
 ) -> tuple[Twins, tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
-    """Twins that hold real tensors; so many samples of the arguments, what else the captured function is given, and the
+    """Twins with real tensors, `count` samples of the arguments, further arguments of the captured function, and the
     other objects that it may change."""
     running = twins.with_stand_ins(_copy)
     beside = running.beside(*call.rest, *holders)
@@ -128,7 +128,7 @@ def _real_call(
 
 
 def _note_memories(pieces: Pieces, changes: Changes, running: Twins) -> None:
-    """Note for each piece which attributes changed: of its modules, or of other objects, whosever they are."""
+    """Record for each piece the attributes that changed: of its own modules, and of all objects that are no modules."""
     for piece in pieces.of.values():
         own = set(running.twin(piece.opaque.module).modules())
         piece.opaque.remembers.update(
@@ -137,7 +137,7 @@ def _note_memories(pieces: Pieces, changes: Changes, running: Twins) -> None:
 
 
 def _promise(one: Heard, two: Heard) -> Promise | None:
-    """What two calls have in common; None if the piece cannot be an op."""
+    """The promise that fits two calls; None if the piece cannot be an op."""
     if not alike((one.key, one.wants), (two.key, two.wants)) or len(one.takes) != len(two.takes):
         return None
     if len(one.gives) != len(two.gives):
@@ -157,7 +157,7 @@ def _promise(one: Heard, two: Heard) -> Promise | None:
     return Promise(one.key, tuple(takes), tuple(gives), one.aliased or two.aliased, one.wants)
 
 
-_NOT = object()  # in place of what no op returns
+_NOT = object()  # marks a result that an op cannot have
 
 
 def _gives(one: Any, two: Any, varying: list[tuple[int, int, int, int]]) -> Any:
@@ -177,7 +177,7 @@ def _gives(one: Any, two: Any, varying: list[tuple[int, int, int, int]]) -> Any:
 
 
 def _cut(call: Call, twin: Tensor, count: int) -> Tensor:
-    """So many samples of the real tensor; its samples come again if it has fewer."""
+    """`count` samples of the real tensor, repeated if it has fewer."""
     leaf = call.leaves.get(id(twin))
     if leaf is None:
         return twin
@@ -191,7 +191,7 @@ def _cut(call: Call, twin: Tensor, count: int) -> Tensor:
 
 
 def _listen(pieces: Pieces, running: Twins) -> list[Heard]:
-    """From now on the pieces' twins note their calls, in this list."""
+    """Let the twins of the pieces record their calls in the returned list."""
     calls: list[Heard] = []
 
     def listener(piece: Piece, module: nn.Module) -> Callable[..., Any]:
@@ -228,7 +228,7 @@ def _listen(pieces: Pieces, running: Twins) -> list[Heard]:
 
 
 def _other_numbers() -> tuple[Any, ...]:
-    """Where Python's and numpy's random numbers are."""
+    """The states of the random generators of Python and numpy."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return (random.getstate(),)
@@ -273,7 +273,7 @@ def _copy(slot: Slot, real: Tensor) -> Tensor:
 
 @contextmanager
 def _undone(running: Twins, holders: tuple[Any, ...]) -> Iterator[Changes]:
-    """At the end of this context attributes and all random numbers are as they were, and there is a list of what
+    """A context that restores attributes and random states at its end. It yields a dict, which then has the values that
     attributes were set to."""
     changes: Changes = {}
     before = Snapshot((*(module for _, module in running.named()), *holders))

@@ -1,7 +1,7 @@
 """Which values may need a gradient because of a submodule that is kept whole.
 
-Whether what it returns needs one was learnt by running it, and is traced so; on another way through its forward it may
-be otherwise. So the types of the graph say that gradients come wherever there may be some.
+Whether its results need a gradient was learnt by running it, but may differ when its forward takes another branch. So
+the types of the graph have a gradient wherever there may be one.
 
     y, mask = router(x)      y needs a gradient, mask needed none
     z = mask * 2             may need one, and has a place for it where it moves between stages

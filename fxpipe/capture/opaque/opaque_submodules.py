@@ -1,10 +1,10 @@
 """Submodules that cannot be traced, kept whole: each is one op of the graph, and the rest of the model is traced.
 
     if x.sum() > 0:            in the forward of a submodule, `router`: Dynamo stops there, and says in which module
-    x = router(x)              so while the model is captured another forward stands in for the submodule's own, which
-                               puts a single op into the graph, with the submodule's parameters and buffers as arguments
+    x = router(x)              so during capture the submodule's forward is replaced by one that adds a single op to the
+                               graph, with the submodule's parameters and buffers as arguments
 
-What the op returns, Dynamo must know to trace on; that is learnt by running the model (`learn_outputs.py`).
+Dynamo must know the results of the op to trace on: they are learnt by running the model (`learn_outputs.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fxpipe.ir.graph.graph import Graph, Origin
 from fxpipe.ir.graph.opaque_call import NOWHERE, Gives, Opaque, slots, wanting
 from fxpipe.ir.graph.value_types import dim_names, tensors
 
-# What functions that may draw random numbers are called. What is missed here is found if it draws when it is learnt.
+# Names of functions that may draw random numbers. Others are found if they draw in the runs of `learn_outputs.py`.
 DRAWS = re.compile(
     r"rand(n|int|perm)?(_like)?|\w*dropout\w*|bernoulli_?|multinomial|normal_?|uniform_?|gumbel_softmax|r?sample"
     r"|exponential_|poisson|rrelu_?|\w*noise\w*"
@@ -34,10 +34,16 @@ DRAWS = re.compile(
 
 @dataclass(eq=False)
 class Piece:
-    """A submodule that is kept whole. `forward` stands in for that of its twin; `call` is the op in the traced graph;
-    `places`: where the twin's tensors hang (`slots`); `forms`, by whether it is training, puts what it returns together
-    again; `asked`: something is not learnt yet, `wanted`: for calls of which tensors need a gradient; `told`: there was
-    a warning."""
+    """A submodule that is kept whole.
+
+    - `forward`: replaces the forward of its `twin`; `call`: the op in the traced graph.
+    - `draws`: whether it may draw random numbers.
+    - `forms`: by training mode, the function that builds the result from the returned tensors.
+    - `places`: the twin's parameters and buffers (`slots`).
+    - `asked`: whether a call was traced whose results are not learnt yet.
+    - `wanted`: for these calls, which tensors needed a gradient.
+    - `told`: whether the user was warned.
+    """
 
     opaque: Opaque
     twin: nn.Module
@@ -82,11 +88,11 @@ class Piece:
         return found
 
     def stand_in(self, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Tensors without contents, such as the call returns."""
+        """Empty tensors like those that the call returns. Raises LookupError if these are not learnt yet."""
         promises, given = self.opaque.fitting(args, kwargs)
         known = {promise.wants: promise for promise in promises}
         wants = wanting((*tensors, *given))
-        # Where a trace and a run do not agree on what needs a gradient, what was learnt of another call must do.
+        # If trace and run differ in which tensors need a gradient, use what was learnt from another call.
         promise = known.get(wants, next(iter(known.values()), None) if wants in self.wanted else None)
         if promise is None:
             self.asked = True
@@ -111,12 +117,12 @@ class Pieces:
 
     def __init__(self) -> None:
         self.of: dict[int, Piece] = {}
-        self.shape: object = None  # of the model, when that was looked at last
-        self.given_up: set[int] = set()  # such as return what is no tensor: those that hold them are kept whole
+        self.shape: object = None  # `Twins.shape` at the last `renew`
+        self.given_up: set[int] = set()  # submodules that cannot be ops: the ones around them are kept whole
 
     def renew(self, twins: Twins) -> bool:
-        """Make those anew in which modules came or went, and forget those that are not in the model any more; whether
-        there were any."""
+        """Renew the pieces whose tensors' places changed, and drop pieces that are no longer in the model. Returns
+        whether there were any."""
         if self.shape is twins.shape:
             return False
         self.shape = twins.shape
@@ -139,7 +145,7 @@ class Pieces:
             twins.put_forward(twin, None)
 
     def reset(self, before: dict[int, Piece], twins: Twins) -> None:
-        """Keep these instead."""
+        """Keep the pieces in `before` instead of the current ones."""
         for piece in self.of.values():
             twins.put_forward(piece.twin, None)
         self.of = before
@@ -147,9 +153,9 @@ class Pieces:
             twins.put_forward(piece.twin, piece.forward)
 
     def keep(self, twins: Twins, refused: Refused) -> bool:
-        """Keep one more submodule whole: of those that a break is inside of, the innermost that is not yet; at last the
-        model itself, unless that takes derivatives: a forward that is to be recomputed runs without. False if there is
-        none, or if a hook would see the gradient of each micro-batch there."""
+        """Keep one more submodule whole: the innermost around the refused line that is not kept yet; at last the model
+        itself, unless it takes derivatives, as a recomputed forward runs without gradients. False if there is none,
+        or if a hook would get the gradient of each micro-batch."""
         if refused.reason == HOOKED:
             return False
         named = {id(module): (path, module) for path, module in twins.named()}
@@ -158,7 +164,7 @@ class Pieces:
         return self._keep(inside, refused.where or NOWHERE, refused.reason, twins)
 
     def keep_around(self, twins: Twins, piece: Piece) -> bool:
-        """Keep the submodule around a piece whole, in its place."""
+        """Keep the submodule around a piece whole, in place of the piece."""
         self.given_up.add(id(piece.twin))
         self._drop(piece.twin, twins)
         path, part = piece.opaque.path, piece.twin
@@ -166,8 +172,8 @@ class Pieces:
         return self._keep(around, piece.opaque.origin, piece.opaque.reason, twins)
 
     def _keep(self, inside: Sequence[tuple[str, nn.Module]], origin: Origin, reason: str, twins: Twins) -> bool:
-        """Keep the innermost whole. If another of its class is kept already, as one of many layers, keep all of it:
-        each would cost another trace of the whole model."""
+        """Keep the innermost of these submodules whole. If another one of its class is kept already (one of many
+        layers), keep all of the class: each one alone would cost another trace of the whole model."""
         for path, module in reversed(inside):
             own = type(module).forward is not nn.Module.forward  # lists of modules have none
             if own and id(module) not in self.of and id(module) not in self.given_up:
@@ -185,7 +191,7 @@ class Pieces:
 
     @property
     def asked(self) -> bool:
-        """Whether a call of a piece was not known."""
+        """Whether a call of a piece was traced whose results are not learnt yet."""
         return any(piece.asked for piece in self.of.values())
 
     def tell(self) -> None:
@@ -221,7 +227,7 @@ def sized_by_data(graph: Graph, twins: Twins) -> Refused | None:
 
 
 def may_draw(module: nn.Module) -> bool:
-    """Whether a forward in it calls something that sounds like random numbers, on whatever way through it."""
+    """Whether the code of the module, or of a submodule, names a function that may draw random numbers."""
     return any(
         _names_draws(function.__code__)
         for part in module.modules()

@@ -1,12 +1,11 @@
-"""Ops that torch composes of others in C++, where the batch size becomes a number on the way.
+"""Ops that torch composes of other ops in C++, which turns a symbolic batch size into a number.
 
-A graph of a model with such an op would hold for one batch size. While a model is traced they are composed in Python
-instead, where sizes may be symbols. Only shapes and types come from here: stages run torch's own.
+A graph with such an op would be valid for one batch size only. While a model is traced, these ops are composed in
+Python instead, where sizes may be symbols. Only shapes and types come from here: stages run torch's own ops.
 
-Recurrent layers are traced in the time of one of their steps. What shapes come out of an LSTM, torch finds out by
-walking through all its steps, since what is written in C++ would make a number of a symbolic batch size. For a second
-of sound that takes minutes. All steps have the same shapes, so one does. Nor does torch drop anything between the
-layers while it walks; what is random is told by the arguments.
+Recurrent layers are traced by their first step only. To find the shapes of an LSTM's results, torch runs all its steps
+in Python, which takes minutes for a second of sound; but all steps have the same shapes. torch applies no dropout
+between the layers in this run, so `drops` tells from the arguments whether the layer is random.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ OPS: dict[Any, Callable[..., Tensor]] = {
 
 @contextmanager
 def composed_in_python() -> Iterator[None]:
-    """In this context fake tensors go through the functions above, where torch has none of its own in Python."""
+    """A context in which fake tensors use the functions above for ops that torch does not have in Python."""
     added = [op for op in OPS if COMPOSED not in op.py_kernels]
     for op in added:
         op.py_impl(COMPOSED)(OPS[op])
@@ -79,7 +78,7 @@ def composed_in_python() -> Iterator[None]:
 
 @contextmanager
 def one_step() -> Iterator[None]:
-    """In this context fake recurrent layers compute their first step only, and give it as the result of each."""
+    """A context in which recurrent layers on fake tensors compute only their first step, and use it for all steps."""
     layers = {name: _first_step(getattr(steps, name)) for name in LAYERS if hasattr(steps, name)}
     with patched(steps, **layers):
         yield

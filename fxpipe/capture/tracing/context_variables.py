@@ -1,5 +1,5 @@
-"""Lets Dynamo read code that uses a `contextvars.ContextVar`, as libraries do to tell inner hooks what the
-outermost forward was asked for.
+"""Lets Dynamo trace code that uses a `contextvars.ContextVar`, with which libraries pass options of the outermost
+forward to inner hooks.
 
     token = collector.set([])      a value for the time of the call
     try:
@@ -7,7 +7,7 @@ outermost forward was asked for.
     finally:
         collector.reset(token)
 
-What is set in forward lives in the trace; what was set before the call is a value that Dynamo guards.
+A value that forward sets exists only in the trace; a value that was set before the call is guarded by Dynamo.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .patched import patched
 
 @dataclass
 class Contexts:
-    """What the trace under way has set: for each variable, the tokens and values, the latest last. Dynamo may begin a
-    trace anew, with another `output`."""
+    """What the current trace has set: for each variable, the (token, value) pairs, the latest last. Dynamo may restart
+    a trace, with another `output`."""
 
     output: Any = None
     values: dict[ContextVar[Any], list[tuple[Any, Any]]] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Contexts:
 
 @contextmanager
 def context_variables(contexts: Contexts) -> Iterator[None]:
-    """In this context Dynamo reads the methods of context variables."""
+    """A context in which Dynamo traces `get`, `set` and `reset` of context variables."""
     kind: Any = UserDefinedObjectVariable
     calling = kind.call_method
 

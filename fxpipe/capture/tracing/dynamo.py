@@ -1,8 +1,8 @@
-"""The Dynamo route: torch.compile reads the model's bytecode, we take the graph and run it our way.
+"""The Dynamo route: torch.compile traces the model's bytecode; fxpipe takes the graph and runs it.
 
-A route takes the function to be captured, and `capture(traced) -> callable`; it returns what to call in place of the
-function. For each new kind of call it hands the graph that it traced to `capture`, and calls what that returned, with
-the graph's flat arguments, whenever its guards find a call of that kind again.
+A route takes the function to be captured, and `capture(traced) -> callable`; it returns a function to call in place of
+the captured one. For each new kind of call it passes the traced graph to `capture`. Whenever its guards recognise a
+call of that kind, it calls the returned callable with the graph's flat arguments.
 """
 
 from __future__ import annotations
@@ -50,20 +50,25 @@ SWITCHED_OFF = (
     "torch.compile is switched off, which reads the model for fxpipe: leave out TORCHDYNAMO_DISABLE and "
     "torch.compiler.set_stance('force_eager')"
 )
-# Other ways to read a model, by what refusals say that they may avoid.
+# Other ways to trace a model, with parts of the refusals that they may avoid.
 WAYS = {
     "deep": ("Attempted to call function marked as skipped", "setattr() on Tensor.requires_grad"),
     "plain": ("Observed exception",),
 }
-# Methods of loggers that may be left out, as warnings.warn is; libraries hang more of them onto the class.
+# Methods of loggers that are left out of the trace, as warnings.warn is; libraries add methods to the class.
 LOGGING = ("debug", "info", "warning", "debug_once", "info_once", "warning_once", "warning_advice")
 
 
 @dataclass(frozen=True)
 class Traced:
-    """What Dynamo traced of one kind of call. `names` says for each placeholder where its value comes from, as Dynamo
-    spells it, with (name, dim) for the size of a tensor; `boxed`, whether it is a Python number put into a tensor.
-    `folded`: numpy has made floats of plain numbers. `guarded` gives the objects that Dynamo has looked at, once."""
+    """Dynamo's trace of one kind of call.
+
+    - `module`, `mode`: the graph, and the mode of its fake tensors.
+    - `names`: for each placeholder its source by Dynamo's name; (name, dim) for the size of a tensor.
+    - `boxed`: for each placeholder whether it is a Python number in a tensor.
+    - `folded`: whether numpy has made floats of plain numbers.
+    - `guarded`: returns the objects that Dynamo guards; can be called once.
+    """
 
     module: fx.GraphModule
     mode: FakeTensorMode
@@ -78,12 +83,12 @@ numbers = itertools.count()
 
 
 def dynamo(function: Callable[..., Any], capture: Capture, starts: Callable[[], None]) -> Callable[..., Any]:
-    """What to call with the twin of a model and hollow arguments in place of `function(model, *arguments)`. `starts` is
-    called before a kind of call is read that was not seen before."""
+    """A function to call with the twin of a model and hollow arguments, in place of `function(model, *arguments)`.
+    `starts` is called before a new kind of call is traced."""
 
     def backend(module: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-        # Not the tracing context's mode: for the time of the backend that is another one.
+        # Not the tracing context's mode, which is another one while the backend runs.
         values = [node.meta["example_value"] for node in placeholders]
         mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None) or FakeTensorMode()
         names, boxed = tuple(map(_name, placeholders)), tuple(map(is_boxed, placeholders))
@@ -104,7 +109,7 @@ def dynamo(function: Callable[..., Any], capture: Capture, starts: Callable[[], 
             configured.modules, configured.sizes = None, {}
             try:
                 return run(*given)
-            except Exception as error:  # where Dynamo reads what it has no source of, it fails in ways of its own
+            except Exception as error:  # Dynamo may also fail with other exceptions, on code without source
                 if not isinstance(error, torch._dynamo.exc.TorchDynamoException) and configured.modules is None:
                     raise  # the pipeline's, which runs in here
                 if refused is None or configured.further(str(error)):
@@ -118,7 +123,7 @@ def dynamo(function: Callable[..., Any], capture: Capture, starts: Callable[[], 
 
 
 def _guarded() -> Callable[[], list[Any]]:
-    """Gives the objects of the guards of the trace under way, which are known when that is over."""
+    """A function that returns the guarded objects of the current trace; they are known when the trace is over."""
     guards = list(TracingContext.get().guards_context.dynamo_guards)
 
     def guarded() -> list[Any]:
@@ -130,8 +135,8 @@ def _guarded() -> Callable[[], list[Any]]:
 
 
 def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of its own for each pipe: Dynamo's cache, its limit and what it learns about sizes go by the code; and
-    with globals of its own, for among them Dynamo puts what it compiles."""
+    """A copy of the function with its own code and globals, for each pipe: Dynamo keeps its cache, its limit and what
+    it learns about sizes by code object, and puts compiled functions into the globals."""
     assert isinstance(function, FunctionType)
     code, known = function.__code__, function.__globals__
     name = f"{code.co_name}_{next(numbers)}"
@@ -141,13 +146,13 @@ def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Configured:
-    """Dynamo's compiler, under our settings. Calls that were captured before do not pass here. `modules`: those in
-    which it stopped, from the outermost on; `sizes`: the symbols that it had by then. `floats`: what numpy made of
-    plain numbers. `ways`: how else it reads than at first:
+    """Dynamo's compiler, under our settings. It is called for new kinds of calls only.
 
-      - "deep": also functions that Dynamo passes over because it takes them for Python's or torch's own business; and
-        forward may ask for the gradient of a tensor that it made itself
-      - "plain": nobody tells the model that it is being compiled, whereupon some leave out more than they should
+    - `modules`: the ids of the modules in which it stopped, outermost first; `sizes`: the sources of its symbols.
+    - `floats`: the floats that numpy made of plain numbers.
+    - `ways`: other ways of tracing that are in use. "deep": also trace functions that Dynamo skips as Python's or
+      torch's own; forward may set `requires_grad` of a tensor that it made. "plain": `is_compiling()` is false, because
+      some models leave out too much when it is true.
     """
 
     def __init__(self, compile: Callable[..., Any], starts: Callable[[], None]) -> None:
@@ -159,14 +164,14 @@ class _Configured:
         self.floats: list[float] = []
 
     def another(self, refusal: str) -> bool:
-        """Whether there is another way to read what was refused so. If not, the next call begins with the first."""
+        """Whether another way of tracing may avoid this refusal. If not, the next call begins with the first way."""
         news = [way for way, signs in WAYS.items() if way not in self.ways and any(sign in refusal for sign in signs)]
         self.ways = self.ways | set(news) if news else set()
         return bool(news)
 
     def further(self, refusal: str) -> bool:
-        """Whether this stopped further on than what was refused before: the model raised because it was told that it
-        is being compiled, and not any more."""
+        """Whether this trace got further than the refused one before: the model only raised because `is_compiling()`
+        was true."""
         return "plain" in self.ways and not any(sign in refusal for sign in WAYS["plain"])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -185,7 +190,7 @@ class _Configured:
                 torch._dynamo.config.patch(known),
                 *([_gradients_that_nobody_gets()] if "deep" in self.ways else []),
                 *([_not_compiling()] if "plain" in self.ways else []),
-                # Else a dimension that happens to equal the batch is taken for it.
+                # Otherwise a dimension that happens to equal the batch size would get the same symbol.
                 shape_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
                 one_step(),
                 composed_in_python(),
@@ -208,8 +213,8 @@ class _Configured:
 
 
 def _stopped(error: BaseException) -> tuple[tuple[int, ...] | None, Sizes]:
-    """The ids of the modules whose forward Dynamo was in, from the outermost on, None if it was not reading; and what
-    its symbols are. Only its frames know, and its own door takes those off the error."""
+    """The ids of the modules whose forward Dynamo was tracing, outermost first, or None if it was not tracing; and the
+    sources of its symbols. Both are only in the frames of the traceback, which Dynamo removes later."""
     found: InstructionTranslatorBase | None = None
     trace = error.__traceback__
     while trace is not None:
@@ -237,9 +242,8 @@ def _quiet(name: str) -> Iterator[None]:
 
 @contextmanager
 def _gradients_that_nobody_gets() -> Iterator[None]:
-    """Dynamo refuses `h.requires_grad = True`. If h was made in forward and stays there, as where a model wants its
-    checkpoints to work while its first layers are frozen, it changes no gradient that anyone sees: here it does
-    nothing."""
+    """A context in which `h.requires_grad = True`, which Dynamo refuses, does nothing if h was made in forward. Models
+    do this so that checkpoints work while their first layers are frozen; it changes no visible gradient."""
     kind: Any = getattr(builtin, "SetAttrBuiltinVariable", None)
     if not hasattr(kind, "_call_setattr"):  # as in torch 2.11: the refusal stands
         yield
@@ -260,8 +264,8 @@ def _gradients_that_nobody_gets() -> Iterator[None]:
 
 @contextmanager
 def _hooks_are_ops() -> Iterator[None]:
-    """A hook on a value that forward makes is an op of the graph, as it is from torch 2.13 on. Before, Dynamo makes a
-    function of the gradient there: of each micro-batch's, which for a hook that is not linear is another function."""
+    """A context in which a hook on a value that forward makes is an op of the graph, as from torch 2.13 on. Before,
+    Dynamo applies the hook to the gradient of each micro-batch, which is wrong for a hook that is not linear."""
     if not hasattr(tensor, "_ApplyBackwardHook"):
         yield
         return
@@ -279,7 +283,7 @@ def _hooks_are_ops() -> Iterator[None]:
 
 
 def register_hook(value: Any) -> None:
-    """Stands in a graph for a hook on the value; no graph with one is run."""
+    """Marks a hook on the value in a graph; such a graph is refused and never runs."""
 
 
 @contextmanager
@@ -321,12 +325,12 @@ def _size(source: Any) -> str | tuple[str, int]:
 
 
 def source_name(placeholder: fx.Node) -> str:
-    """Where its value comes from, as Dynamo spells it; "" if it does not say."""
+    """The source of a placeholder's value by Dynamo's name; "" if it has none."""
     source = getattr(placeholder.meta.get("grapharg"), "source", None)
     return "" if source is None else str(source.name)
 
 
 def is_boxed(placeholder: fx.Node) -> bool:
-    """Whether it is a Python number put into a tensor."""
+    """Whether a placeholder is a Python number in a tensor."""
     argument, value = placeholder.meta.get("grapharg"), placeholder.meta["example_value"]
     return isinstance(value, FakeTensor) and getattr(argument, "is_tensor", True) is False

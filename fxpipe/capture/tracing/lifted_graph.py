@@ -1,9 +1,8 @@
-"""The door for graphs that torch.compile has traced itself: there the model's tensors are arguments like any other.
+"""The entry point for graphs that torch.compile has traced: the model's tensors are arguments of the graph.
 
-Dynamo guards what the graph depends on, so nothing has to be hollow here. What it says of sizes is another matter: by
-default it takes the batch of the first call for a number, and later calls one symbol for all that happens to be equal.
-So the graph is looked at anew, with a symbol of its own for the batch, to find out whether it holds for a micro-batch
-as it does for the whole.
+Dynamo guards what the graph depends on, so tensors need not be hollow here. But sizes need care: by default, the batch
+size of the first call is a number, and later one symbol stands for all sizes that happen to be equal. So the graph is
+traced again, with its own symbol for the batch, to find out whether it is valid for a micro-batch.
 
     L_x_: f32[8, 16]                      an input, cut along its batch      x: f32[b, 16]
     s77                                   a size of an input                 b
@@ -54,15 +53,15 @@ class Argument:
 
 @dataclass(frozen=True)
 class Lifted:
-    """What torch.compile traced: a copy of its graph, for it forgets where the arguments come from, and what they are.
-    `held` has the parameters and buffers of the last call, by their paths."""
+    """A graph of torch.compile: a copy, because the original loses the sources of its arguments, and the arguments.
+    `held` has the parameters and buffers of the last call, by path."""
 
     module: fx.GraphModule
     arguments: tuple[Argument, ...]
     held: dict[str, Tensor] = field(default_factory=dict)
 
     def hold(self, flat: tuple[Any, ...]) -> dict[str, Tensor]:
-        """Take over the model's tensors; those that are others than before."""
+        """Store the model's tensors of a call in `held`; returns those that differ from before."""
         given = zip(self.arguments, flat, strict=True)
         new = {i.path: x for i, x in given if i.kind in HELD and self.held.get(i.path) is not x}
         self.held.update(new)
@@ -98,7 +97,7 @@ class Piece:
         return self.finished.graph
 
     def renewed(self, flat: tuple[Any, ...]) -> Piece:
-        """With the constants of this call."""
+        """The same with the constants of this call."""
         finished = self.finished.renewed(flat)
         return self if finished is self.finished else replace(self, finished=finished)
 
@@ -107,7 +106,7 @@ class Piece:
         return feed(self.graph, self.draft, call_of(self.lifted, flat, self.batch_dim), flat)
 
     def outputs(self, results: tuple[Any, ...], flat: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What the traced graph returns, from the values of the graph's outputs."""
+        """The results of the traced graph, from the values of the graph's outputs."""
         call = call_of(self.lifted, flat, self.batch_dim)
         return tuple(give(results, call, flat) for give in self.finished.gives)
 

@@ -1,11 +1,11 @@
 """numpy's functions of plain Python numbers, `np.sqrt(self.width)`, are numbers while a model is traced.
 
-Dynamo puts each numpy function into the graph, as an op on tensors of its own, which nobody else can run, even if all
-that goes in is known. What comes out is a number then, and the model may branch on it.
+Dynamo puts each numpy function into the graph as an op that runs only inside Dynamo, even if all its arguments are
+known. Here the function is computed during tracing: its result is a number, and the model may branch on it.
 
-What is left to Dynamo: arrays, and functions of numpy.random. Numbers of numpy differ from Python's in one thing that
-torch sees: `torch.tensor(np.sqrt(2))` is f64, `torch.tensor(2 ** 0.5)` is f32. So a graph that makes tensors of numbers
-is refused if one of numpy's was a float.
+Arrays and functions of numpy.random are left to Dynamo. torch treats numbers of numpy and Python differently in one
+case: `torch.tensor(np.sqrt(2))` is f64, `torch.tensor(2 ** 0.5)` is f32. So a graph that makes tensors of numbers is
+refused if numpy returned a float.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAKERS = ("tensor", "as_tensor", "asarray", "scalar_tensor")
 
 @contextmanager
 def folding(floats: list[float]) -> Iterator[None]:
-    """In this context Dynamo computes what numpy makes of plain numbers; `floats` gets the results that are floats."""
+    """A context in which Dynamo computes numpy functions of plain numbers; float results are appended to `floats`."""
     tracing, tracing_method = NumpyVariable.call_function, NumpyVariable.call_method
 
     def folded(number: bool | int | float) -> Any:

@@ -1,9 +1,9 @@
-"""Runs a traced graph once more on its fake tensors, to see what Dynamo does not say: what each op writes, and whether
-it draws random numbers.
+"""Runs a traced graph again on its fake tensors, to find what Dynamo does not tell: which memory each op writes, and
+whether it draws random numbers.
 
-Names like `add_` tell little: `F.relu(x, inplace=True)`, `x[i] = v`, `torch.add(a, b, out=x)` and `batch_norm` in
-training write too. What counts is what reaches the dispatcher below them: there each primitive op declares what it
-writes and whether it is random, and fake tensors know which of them share memory.
+Names such as `add_` are not enough: `F.relu(x, inplace=True)`, `x[i] = v`, `torch.add(a, b, out=x)` and `batch_norm` in
+training write too. So the primitive ops that reach torch's dispatcher are observed: each declares what it writes and
+whether it is random, and fake tensors know which of them share memory.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Step:
 
 
 class Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the memory that primitive ops write, and whether one is random."""
+    """A mode that records the memory that primitive ops write, and whether one is random."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -84,7 +84,7 @@ def _idle(schema: Any, args: Any, kwargs: Any) -> bool:
 
 
 def memory(value: Any) -> Iterator[int]:
-    """The storages behind a value. What a vmap works on has none that can be told."""
+    """The storages of a value. A tensor inside a vmap has none that is known."""
     if isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
         return
     if isinstance(value, Tensor):
@@ -135,7 +135,7 @@ def steps(traced: Traced) -> tuple[dict[fx.Node, Any], list[Step]]:
 
 
 def _say_where(node: fx.Node) -> None:
-    """From now on, guards come from the user's line that the node comes from."""
+    """Let the next guards have the user's line of the node."""
     if (frame := line_of(node)) is not None:
         TracingContext.set_current_loc(frame.file, frame.line, "forward")
 
@@ -173,7 +173,7 @@ def _run(node: fx.Node, env: dict[fx.Node, Any], traced: Traced) -> Any:
 
 
 def _region(node: fx.Node, env: dict[fx.Node, Any], open: list[tuple[fx.Node | None, Region]], ambient: bool) -> None:
-    """Note a context that opens or closes here, and do to torch what the node does."""
+    """Record a context that opens or closes at this node, and do the same to torch."""
     name = _name(node)
     if node.target in ENTER_GRAD:
         enabled = bool(node.args[0])

@@ -1,4 +1,4 @@
-"""Lets another function stand in for one of torch's, for the time of a capture."""
+"""Replaces functions of torch during a capture."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def patched(owner: Any, **functions: Any) -> Iterator[None]:
-    """In this context the class or module has these in place of its own, in all threads."""
+    """A context in which the class or module has these functions in place of its own, in all threads."""
     own = {name: getattr(owner, name) for name in functions}
     try:
         for name, function in functions.items():

@@ -1,4 +1,4 @@
-"""Where each flat argument of a traced graph comes from: the user passed it or its tensor, or the model holds it."""
+"""The source of each flat argument of a traced graph: an argument of the user, its size, or a tensor of the model."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _is_boxed(build: Builder, position: int, node: fx.Node) -> bool:
 
 
 def path_of(call: Call, where: str) -> str:
-    """How the user spells what Dynamo calls L['args'][0] or L['model'].scale, a number of numpy's, too."""
+    """The user's path for a source that Dynamo names L['args'][0] or L['model'].scale, also inside from_numpy(...)."""
     where = re.sub(r"^_+from_numpy\((.*)\)$", r"\1", where)
     found = re.match(r"L\['(args|kwargs|model|targets|loss_fn)'\](?:\[('[^']*'|\d+)\])?(.*)", where, re.DOTALL)
     if found is None:
@@ -152,7 +152,7 @@ def path_of(call: Call, where: str) -> str:
 
 
 def size_of(call: Call, where: str | tuple[str, int]) -> str:
-    """What the user calls a size, or another number, that Dynamo calls so."""
+    """The user's name of a size, or another number, from Dynamo's name."""
     if isinstance(where, str):
         return path_of(call, where)
     path, dim = path_of(call, where[0]), where[1]
@@ -161,7 +161,7 @@ def size_of(call: Call, where: str | tuple[str, int]) -> str:
 
 
 def attributes(where: str) -> str:
-    """How the user spells what Dynamo calls ._modules['layers']._modules['0'].scale."""
+    """The user's path for attributes that Dynamo names ._modules['layers']._modules['0'].scale: .layers.0.scale."""
     path = re.sub(r"\.?(__dict__\[')?_(modules|parameters|buffers)('\])?", "", where)
     return re.sub(r"\['(\w+)'\]", r".\1", path)
 

@@ -1,8 +1,7 @@
-"""Whether the user has changed anything since: attributes, items, classes, or what a tensor is.
+"""Whether the user has changed the model since the last look: attributes, items, classes, or facts of tensors.
 
-This is asked before each call of a pipe, of every module of the model, so it is a few loops in C over all of them, and
-only where something differs does anybody look where. Objects are told apart by identity. Those that were found are
-kept: the id of one that is gone could be given to another.
+This is checked before each call of a pipe, for every module, so it is a few loops in C; the changed objects are only
+searched if something differs. Objects are compared by identity, and are kept alive, so that an id is not reused.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Lists that hooks on modules append to: `layer.register_forward_hook(lambda m, args, y: seen.append(y))`.
 
-Dynamo has guards for how long a list is, so no two calls with such a hook would be of one kind. In the twin's hook an
-object stands for the list which can be appended to and is empty at the start of each call. What it has at the end, the
-values of the whole batch, is appended to the user's list.
+Dynamo guards the length of a list, so each call with such a hook would be a new kind. In the twin's hook, the list is
+replaced by an object with `append` and `extend` that is empty at the start of each call. At the end of the call its
+items, as values of the whole batch, are appended to the user's list.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
       .run     bound method   .run     the method of the twin
       .weight  Parameter      .weight  a tensor of the same size without memory
 
-A twin is of the same class as its module, with attributes of its own. So Dynamo can trace and guard it, and what a dry
-pass of forward sets shows nowhere else, while other threads read the model's state, run it, copy it, or capture it in
-pipes of their own. Before each call the twins are told what the user has changed since.
+A twin has the same class as its module, and its own attributes. So Dynamo can trace and guard it, and attributes that a
+dry pass of forward sets are not visible to other threads, which may read, run, copy or capture the model meanwhile.
+Before each call, the twins are updated with the user's changes.
 """
 
 from __future__ import annotations
@@ -63,14 +63,16 @@ def hollow_one(slot: Slot, real: Tensor) -> Tensor:
 
 
 class Twins:
-    """The twins of modules: of the model, and of what computes its loss. `roots` says what the paths of each module's
-    tensors begin with; what hangs in two of them belongs to the first. `stand_in` makes the twins' tensors.
+    """The twins of the model's modules, and of the modules of its loss function.
 
-    Stand-ins stay on the devices where the model was at first, whatever becomes of the real tensors, and all on the
-    meta device if a part of the model was there; `device` is that of all of them, if they share one. `slots` are all
-    parameters and buffers, `of` has them by the ids of stand-ins and of real tensors, which forward may reach past the
-    twins, as by a global variable. `version` counts how often other tensors than before were found in the model;
-    `shape` is another object once modules came or went.
+    - `roots`: these modules, by the prefix of their tensors' paths; shared submodules belong to the first.
+    - `stand_in`: makes the twins' tensors. They stay on the model's first devices, wherever the real tensors go, and
+      are all on the meta device if a part of the model was there.
+    - `slots`: all parameters and buffers.
+    - `of`: the slots by the ids of stand-ins and of real tensors (forward may reach those by a global variable).
+    - `device`: that of all stand-ins, if they share one; else None.
+    - `version`: counts how often tensors of the model were replaced.
+    - `shape`: an object that is replaced when modules are added or removed.
     """
 
     def __init__(self, roots: Roots, stand_in: StandIn = hollow_one) -> None:

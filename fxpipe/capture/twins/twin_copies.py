@@ -32,9 +32,12 @@ HEAP_TYPE = 1 << 9  # in the flags of a class that is written in Python
 
 
 class Copies:
-    """The copies made so far. `memo` has original and copy by the id of the original, `originals` the original by the
-    id of the copy. Copies of mutable objects that `last` has keep their identity and are filled anew; what `base` has
-    is never copied again."""
+    """The copies made so far.
+
+    - `memo`: (original, copy) by the id of the original; `originals`: the original by the id of the copy.
+    - `last`: earlier copies of mutable objects, which are filled again and so keep their identity.
+    - `base`: copies that are never made again.
+    """
 
     def __init__(self, base: Copies | None = None, last: Copies | None = None) -> None:
         self.base = base

@@ -1,5 +1,5 @@
-"""How windows slide over an image: what the arguments of convolutions and pools say, for who reads a model as operators
-and for who cuts those."""
+"""The sliding windows of convolutions and pools, from the arguments of the op: used where a model is read as operators
+and where operators are cut."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from .ops import MAX_POOLS
 
 
 class Windows(NamedTuple):
-    """For each dimension that is slid over: the size of the window, gaps included; how far apart windows are; how many
-    rows of padding there are before the image."""
+    """One number for each dimension that the windows slide over.
+
+    - `size`: elements from the first to the last of a window, dilation included.
+    - `stride`: elements from one window to the next.
+    - `before`: elements of padding before the image.
+    """
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -30,7 +34,7 @@ def of_convolution(op: Op, kernel: Sequence[int]) -> Windows:
 
 
 def of_pool(op: Op, rank: int) -> Windows:
-    """The windows of a pool over so many dimensions."""
+    """The windows of a pool over `rank` dimensions."""
     kernel = numbers(argument(op, 1, "kernel_size"), rank)
     dilation = argument(op, 4, "dilation", 1) if op_name(op) in MAX_POOLS else 1
     stride, before = argument(op, 2, "stride") or kernel, argument(op, 3, "padding", 0)
@@ -38,7 +42,7 @@ def of_pool(op: Op, rank: int) -> Windows:
 
 
 def wide(kernel: Sequence[int], dilation: Sequence[int]) -> tuple[int, ...]:
-    """The sizes of a window whose elements are so far apart.
+    """The sizes of windows of `kernel` elements, `dilation` apart.
 
     >>> wide((3, 3), (1, 2))
     (3, 5)
@@ -47,7 +51,7 @@ def wide(kernel: Sequence[int], dilation: Sequence[int]) -> tuple[int, ...]:
 
 
 def numbers(given: Any, rank: int) -> tuple[int, ...]:
-    """One number for each dimension, as they may be given.
+    """One number for each dimension, from one number, a sequence of one, or a sequence of `rank`.
 
     >>> numbers(3, 2), numbers((3,), 2), numbers([3, 1], 2)
     ((3, 3), (3, 3), (3, 1))

@@ -1,14 +1,13 @@
-"""Leaves out the ops whose results nobody uses.
+"""Removes the ops whose results are not used.
 
-    mask = ones(b, 8)        nobody reads it                    is left out
-    h = neg(x)               the next op alone reads it         is left out
-    h_1 = add_(h, 1)         writes memory that nobody reads    is left out
+    mask = ones(b, 8)        no op reads it                     removed
+    h = neg(x)               only the next op reads it          removed
+    h_1 = add_(h, 1)         writes memory that no op reads     removed
     count = add_(steps, 1)   writes a buffer                    stays
     y = linear(x, weight)    an output                          stays
-    _assert_async(ok)        for its effect                     stays
+    _assert_async(ok)        has an effect                      stays
 
-An op that is gone has no stage, moves nothing and draws no random number; the others keep their numbers, so they draw
-what they would have drawn.
+The random ops that stay keep their `draw` numbers, so they draw the same random numbers as before.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from .value_types import ObjectType
 
 
 def without_dead_ops(graph: Graph) -> Graph:
-    """The graph without ops that have no part in its outputs, in its states, or in anything else one could see, and
-    without states that then nobody uses; the same object if there are none."""
+    """The graph without the ops that affect no output, no state and nothing else outside, and without the states that
+    no remaining op uses; the same object if there are no such ops."""
     outputs = {output.value for output in graph.outputs}
     read = set(outputs)
-    seen = outputs | {state.name for state in graph.states}  # where a write is not lost
+    seen = outputs | {state.name for state in graph.states}  # a write to one of these is seen later
     kept: list[Op] = []
     for op in reversed(graph.ops):
         if op.name in read or _has_effects(op) or not seen.isdisjoint(op.writes):
@@ -39,9 +38,8 @@ def without_dead_ops(graph: Graph) -> Graph:
 
 
 def _has_effects(op: Op) -> bool:
-    """Whether the op may do more than give a result and write what it says. Of functions that are not torch's own,
-    nobody knows."""
-    if target_name(op.target) == "_log_api_usage_once":  # torch counts for itself who uses what
+    """Whether the op may do more than return a result and write `op.writes`. Functions that are not torch's own may."""
+    if target_name(op.target) == "_log_api_usage_once":  # usage statistics of torch
         return False
     module = getattr(op.target, "__module__", None) or ""
     registered = module.startswith(("torch._ops.", "torch.ops.", "torch._library.")) and module != "torch._ops.aten"

@@ -1,7 +1,7 @@
-"""What a graph means, in thirty lines: its ops run one after the other on real tensors.
+"""The meaning of a graph: its ops run one after the other on real tensors.
 
-The pipeline is right when it computes what the model computes; this is the middle term. It is slow and keeps every
-value, so it is for tests, and for readers who want to know what an op, a region or a size stands for.
+It is slow and keeps every value. It is for tests, which compare it with the model and with the pipeline, and for
+readers who want to know what an op, a region or a size means.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def evaluate(
 
 
 def with_totals(graph: Graph, inputs: Mapping[str, Any], states: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs of the whole batch, and with them what each micro-batch must know about all of it."""
+    """The inputs of the whole batch, together with the graph's totals."""
     if graph.totals is None:
         return dict(inputs)
     values = evaluate(graph.totals, inputs, states)
@@ -53,7 +53,7 @@ def with_totals(graph: Graph, inputs: Mapping[str, Any], states: Mapping[str, An
 
 
 def within(op: Op, values: Mapping[str, Any], draw: Draw) -> Any:
-    """What `call` gives in the regions that the op is in."""
+    """The op's result, computed in its regions; random ops inside `draw(op.draw)`."""
     with ExitStack() as contexts:
         for region in op.regions:
             contexts.enter_context(enter(region))
@@ -63,7 +63,7 @@ def within(op: Op, values: Mapping[str, Any], draw: Draw) -> Any:
 
 
 def call(op: Op, values: Mapping[str, Any]) -> Any:
-    """The op's result, given the values it reads. `x[i] = v` stands for the `x` that it changed."""
+    """The op's result, given the values it reads. The result of `x[i] = v` is the changed `x`."""
     args, kwargs = map_refs((op.args, dict(op.kwargs)), lambda ref: values[ref.name])
     if isinstance(op.target, str):
         return getattr(args[0], op.target)(*args[1:], **kwargs)

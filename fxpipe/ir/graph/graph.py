@@ -1,12 +1,12 @@
 """The captured model: a list of operations, each with its type, its effects and the user's line it came from.
 
-torch.fx has the right six ideas, but its graph is a mutable linked list with a dict that anyone may write. Passes that
-compare "before" and "after" need values that cannot change, so capture turns the fx graph into this: frozen, in static
-single assignment (every name is defined once), with the things that fx leaves implicit made explicit:
+A graph of torch.fx is a mutable linked list with a dict that any code may write. Passes that compare "before" and
+"after" need values that cannot change, so capture turns the fx graph into this one: frozen, in static single assignment
+(every name is defined once), with explicit facts where fx leaves them implicit:
 
 - an in-place op gives its result a name of its own, and later readers read that name (`writes` tells what it changed);
 - regions (`no_grad`, `autocast`) are a mark on each op, not a pair of enter and exit ops, so a cut cannot tear them;
-- sizes that depend on the batch are named values that come with every micro-batch.
+- sizes that depend on the batch are named values, with their own number for every micro-batch.
 
     UNet(image) -> y                                      b = image.shape[0]
       image            f32[b, 3, 64, 64]
@@ -72,10 +72,10 @@ class Region:
 class Op:
     """One operation: `name = target(*args, **kwargs)`.
 
-    A `target` that is a string is a method of the first argument. Arguments are nests of tuples, lists, dicts and
-    slices with `Ref` for values and literals else. `writes` names the values and states whose memory the op changes;
-    `random` says that it draws random numbers, and `draw` is its number among the random ops of the model, which
-    seeds it.
+    - `target`: a function, or a string: the name of a method of the first argument.
+    - `args`, `kwargs`: nests of tuples, lists, dicts and slices, with `Ref` for values; the other leaves are literals.
+    - `writes`: the values and states whose memory the op changes.
+    - `draw`: for an op that draws random numbers, its number among the random ops of the model, which seeds it.
     """
 
     name: str
@@ -100,8 +100,8 @@ class Op:
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor or number the caller passes. `batch_dim` is the dimension that is cut into micro-batches; None: every
-    micro-batch gets the whole value. `path` is how the user spells it: `image`, `batch['ids']`."""
+    """A tensor or number that the caller passes. `batch_dim` is the dimension that is cut into micro-batches; None:
+    every micro-batch gets the whole value. `path` is what the user writes for it: `image`, `batch['ids']`."""
 
     name: str
     path: str
@@ -111,7 +111,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Size:
-    """A number known from an input's shape: `name = input.shape[dim]`, of the micro-batch at hand."""
+    """A number known from an input's shape: `name = input.shape[dim]`, where `input` is that of one micro-batch."""
 
     name: str
     input: str
@@ -120,12 +120,15 @@ class Size:
 
 @dataclass(frozen=True)
 class State:
-    """A tensor that outlives the call. `kind` is "parameter", "buffer" or "constant".
+    """A tensor or object of the model that lives longer than the call.
 
-    `path` is the model's own key for parameters and buffers, `aliases` its other keys for the same tensor (tied
-    weights). A constant is anything else the model holds on to (a plain tensor attribute, a nested function): the
-    object itself is in `value`. `part`: it is only this region of the tensor, given by the first index and the one
-    after the last in each dimension.
+    - `path`: the model's own key for a parameter or buffer.
+    - `kind`: "parameter", "buffer" or "constant": anything else that the model keeps (a plain tensor attribute, a
+      nested function).
+    - `aliases`: the model's other keys for the same tensor (tied weights).
+    - `value`: the object itself, for a constant.
+    - `part`: if not empty, only this region of the tensor: in each dimension the first index and the one after the
+      last.
     """
 
     name: str
@@ -138,7 +141,7 @@ class State:
 
     @property
     def held(self) -> str:
-        """The path at which a stage holds it.
+        """The path under which a stage holds the state: `path`, with the bounds of its `part`.
 
         >>> State("w", "fc.weight", "parameter", NO_VALUE, part=((0, 4),)).held
         'fc.weight_0_4'
@@ -148,9 +151,9 @@ class State:
 
 @dataclass(frozen=True)
 class Output:
-    """A value that the call returns. `batch_dim` is the dimension along which micro-batches are concatenated; None with
-    `reduce` "mean" or "sum" (weighted by micro-batch size for "mean") for a number over the batch, or "same" for what
-    does not depend on the batch."""
+    """A value that the call returns. `batch_dim` is the dimension along which micro-batches are concatenated. If it is
+    None, `reduce` is "mean" (weighted by the sizes of micro-batches) or "sum" for a value over the batch, or "same" for
+    a value that does not depend on the batch."""
 
     value: str
     batch_dim: int | None
@@ -159,8 +162,13 @@ class Output:
 
 @dataclass(frozen=True)
 class Mixed:
-    """Samples meet in the op of that line, those of a micro-batch: `what` it does, the `outputs` that come of it, and
-    whether the user said that this is `meant`."""
+    """An op that mixes the samples of a micro-batch.
+
+    - `origin`: its line.
+    - `what`: what it does, in words.
+    - `outputs`: the outputs that depend on it.
+    - `meant`: whether the user said that this is meant.
+    """
 
     origin: Origin
     what: str
@@ -172,18 +180,15 @@ class Mixed:
 class Graph:
     """What a model computes, for one kind of call. Check with `check`, print with `str`.
 
-    `call` is (args, kwargs) and `result` the returned object, both as nests of tuples, lists, dicts and `Struct` with
-    `Ref` for the tensors. Every Ref in `result` is an output's value. `arguments` is what the model calls those of its
-    arguments that were passed by position.
-
-    A graph that is trained in one go names its `loss`, one of the outputs. `totals` is a graph of its own, or None: it
-    computes from the inputs of the whole batch what each micro-batch must know about all of it, such as how many labels
-    count. Its outputs are inputs of this graph that nobody cuts, and whose path is empty.
-
-    `mixed` tells where the outputs are not those of the whole batch, for each micro-batch is one of its own.
-
-    What else a call must have in common with the captured one: the `conditions` on sizes and numbers, as Python, such
-    as `seq > 4`, or UNKNOWN; and the `fingerprint` of the loss function.
+    - `call`, `result`: the (args, kwargs) of the call and the returned object, as nests of tuples, lists, dicts and
+      `Struct`, with `Ref` for the tensors. Every Ref in `result` is an output's value.
+    - `arguments`: the model's names of the arguments that were passed by position.
+    - `loss`: the output that a step trains; None for a call.
+    - `totals`: a graph that computes, from the inputs of the whole batch, what each micro-batch must know about it,
+      such as how many labels count; or None. Its outputs are inputs of this graph, uncut and with an empty path.
+    - `mixed`: the ops that mix the samples of a micro-batch, so that outputs are not those of the whole batch.
+    - `conditions`: conditions on sizes and numbers that a call must meet too, as Python, such as `seq > 4`, or UNKNOWN.
+    - `fingerprint`: that of the loss function, which must be the same.
     """
 
     model: str
@@ -243,8 +248,8 @@ def map_refs(nest: Any, change: Callable[[Ref], Any]) -> Any:
 
 
 def map_leaves(nest: Any, change: Callable[[Any], Any]) -> Any:
-    """The nest with `change(leaf)` in place of everything in it that is no tuple, list, dict, slice or `Struct`. The
-    immutable lists of torch.fx become plain ones."""
+    """The nest with `change(leaf)` in place of every leaf: everything but tuples, lists, dicts, slices and `Struct`.
+    The immutable lists of torch.fx become plain ones."""
     if isinstance(nest, tuple) and hasattr(nest, "_fields"):
         return type(nest)(*(map_leaves(item, change) for item in nest))
     if type(nest) is tuple:
@@ -261,7 +266,7 @@ def map_leaves(nest: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def rename(op: Op, names: Mapping[str, str]) -> Op:
-    """The op with every use of a name in `names` changed; its own name and what it writes too."""
+    """The op with the `names` changed: in its arguments, its own name and its `writes`."""
 
     def change(ref: Ref) -> Ref:
         return Ref(names.get(ref.name, ref.name))
@@ -280,12 +285,12 @@ def may_cross(type: ValueType) -> bool:
     return isinstance(type, (TensorType, ScalarType))
 
 
-UNKNOWN = "?"  # a condition on what has no name
+UNKNOWN = "?"  # a condition on a value without a name
 
 
 def check(graph: Graph) -> None:
-    """Raise ValueError, with the op and the user's line, where the graph is not well-formed: a name defined twice or
-    not at all, or used before it is defined."""
+    """Raise ValueError, with the op and the user's line, if the graph is not well-formed: a name is defined twice or
+    never, is used before it is defined, or is no identifier; or the loss or result is not made of outputs."""
     known: set[str] = set()
     given = [i.name for i in graph.inputs] + [s.name for s in graph.sizes] + [s.name for s in graph.states]
     for name in given:
@@ -317,7 +322,8 @@ def _define(name: str, known: set[str], where: str) -> None:
 
 
 def show(graph: Graph) -> str:
-    """The listing: one fact per line, the user's names, no ids and no paths of the machine."""
+    """The graph as text: one fact per line, with the user's names; without ids and absolute paths, so that it is the
+    same on every machine."""
     mode = "train" if graph.training else "eval"
     lines = [f"{graph.model}, {mode}"]
     lines += [f"  input   {i.name}: {i.type}" + _dim(i.batch_dim) for i in graph.inputs]
@@ -359,12 +365,12 @@ def is_opaque(op: Op) -> bool:
 
 
 def called(op: Op) -> str:
-    """The bare name of what an op calls, be it a function or a method."""
+    """The name of the function or method that an op calls, without a leading dot."""
     return target_name(op.target).lstrip(".")
 
 
 def op_name(op: Op) -> str:
-    """The same without the mark of an in-place op."""
+    """The name as in `called`, without the trailing `_` of an in-place op."""
     name = called(op)
     return name if name.startswith("__") else name.rstrip("_")
 

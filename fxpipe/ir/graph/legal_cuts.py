@@ -11,8 +11,8 @@ and last read at r crosses every cut p with d < p <= r.
     3  y = a + b
 
 Four things tie ops together: a value that cannot move (a tuple, an object); memory that has several live names and is
-written under one of them; a buffer that the model changes; and a vmap. A value with one live name may well be written
-in a later stage than the one that made it: there it is written in a copy.
+written under one of them; a buffer that the model changes; and a vmap. A value with one live name may be written in a
+later stage than the one that made it: that stage writes into a copy.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def glued(graph: Graph) -> tuple[tuple[int, int], ...]:
 def spans(graph: Graph) -> Spans:
     """For every input and every op's value: where it is defined (inputs at -1), and where an op last reads it.
 
-    What the caller reads does not count: an output goes straight from its stage to the caller."""
+    Outputs do not count as reads: an output goes straight from its stage to the caller."""
     defined = {item.name: -1 for item in graph.inputs} | {op.name: at for at, op in enumerate(graph.ops)}
     last = dict(defined)
     for at, op in enumerate(graph.ops):
@@ -92,7 +92,7 @@ def _shared_memory(graph: Graph, span: Spans) -> Iterator[Tie]:
     returned = {output.value for output in graph.outputs}
 
     def seen(name: str, at: int) -> bool:
-        return name not in span or name in returned or span[name][1] >= at  # a state lives for ever
+        return name not in span or name in returned or span[name][1] >= at  # a state outlives the call
 
     for at, op in enumerate(graph.ops):
         names = [name for name in op.writes if seen(name, at)]
@@ -100,17 +100,17 @@ def _shared_memory(graph: Graph, span: Spans) -> Iterator[Tie]:
         alone = len(names) == 1 and not seen(names[0], at + 1)  # later ops know it by the name of this op
         if alone or not values:
             continue
-        # Views on the way from one of the names to another are memory of the same stage, even if nobody sees them now.
+        # Views between one of the names and another must be in the same stage, even if no later op reads them.
         behind = [_views_behind(name, made) for name in names]
         linked = (behind[0].union(*behind) - behind[0].intersection(*behind)) | set(names)
         first = min((span[name][0] for name in linked if name in made), default=at)
-        # The caller's memory is not written: who reads an input after the write has to be where the written copy is.
+        # The stage writes a copy of the caller's memory: later readers of that input must be in the stage of the copy.
         last = max([at, *(read for defined, read in values if defined < 0)])
         yield Tie(first, last, names[0], f"{op.name} changes {', '.join(names)} in place, which others see")
 
 
 def _views_behind(name: str, made: Mapping[str, Op]) -> set[str]:
-    """The value, what it may be a view of, what that may be a view of, and so on."""
+    """The value and all values that it may be a view of, directly or through other views."""
     found, waiting = set[str](), [name]
     while waiting:
         name = waiting.pop()
@@ -135,7 +135,7 @@ def _changed_states(graph: Graph) -> Iterator[Tie]:
 
 
 def _vmaps(graph: Graph) -> Iterator[Tie]:
-    """What enters a vmap and what leaves it count on the thread that they run on."""
+    """Entering and leaving a vmap changes a counter of the thread, so both must run in one stage."""
     opened: list[int] = []
     for at, op in enumerate(graph.ops):
         if target_name(op.target) == ENTER_VMAP:

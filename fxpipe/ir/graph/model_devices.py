@@ -1,8 +1,8 @@
-"""Devices that a model names: the device of capture becomes the device that each op runs on.
+"""Devices in the arguments of ops: the device of capture becomes the device that each op runs on.
 
-A model written for one device says so in its factory calls: `torch.arange(n, device=x.device)` is captured with the
-device x had. Elsewhere that has to be the device there. So does the default device of a factory call that names none,
-the device type of an `autocast`, and `.cpu()` or `.cuda()` where they meant the device of capture. Other devices stay.
+`torch.arange(n, device=x.device)` is captured with the device that x had then; a stage on another device needs its own
+device there. The same holds for factory calls without a device, for the device type of `autocast`, and for `.cpu()` or
+`.cuda()` where they give the device of capture. Other devices stay.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from .value_types import TensorType
 
 
 def capture_device(graph: Graph) -> torch.device | None:
-    """Where the model was when it was captured: where its parameters are, or else its inputs, or else its values."""
+    """The device of the model at capture: that of its first parameter, else input, else state, else value; None if it
+    has no tensor."""
     parameters = tuple(state for state in graph.states if state.kind == "parameter")
     for values in (parameters, graph.inputs, graph.states, graph.ops):
         for value in values:
@@ -28,7 +29,7 @@ def capture_device(graph: Graph) -> torch.device | None:
 
 
 def relocate(op: Op, device: torch.device, own: Any, kind: str) -> Op:
-    """The op with `own`, a device or a mark for one, wherever it names `device`; `kind` is the type of that device."""
+    """The op with `own` wherever it names `device`. `own` is a device or a mark for one; `kind` is its device type."""
     here = isinstance(op.type, TensorType) and torch.device(op.type.device) == device
     regions = tuple(_relocate_region(region, device, kind) for region in op.regions)
     op = op if regions == op.regions else replace(op, regions=regions)
@@ -56,7 +57,7 @@ def _relocate_region(region: Region, device: torch.device, kind: str) -> Region:
 
 
 def _names(name: Any, device: torch.device) -> bool:
-    """Whether the text, or the number of a GPU, is a name of the device."""
+    """Whether `name`, a text or the number of a GPU, names the device."""
     if type(name) is int:
         return (device.type, device.index) == ("cuda", name)
     if not isinstance(name, str):
@@ -68,5 +69,5 @@ def _names(name: Any, device: torch.device) -> bool:
 
 
 def _equal(named: torch.device, device: torch.device) -> bool:
-    """`cuda` without a number is any of them."""
+    """Whether two devices are equal; a `named` one without an index equals any of its type."""
     return named.type == device.type and named.index in (None, device.index)

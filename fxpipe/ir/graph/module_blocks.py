@@ -1,4 +1,4 @@
-"""The blocks of a model: what its user would count if asked for the layers, in the order they run.
+"""The blocks of a model: its layers as a user would count them, in the order in which they run.
 
 A block is a run of consecutive ops of one module: the module's path is followed down to its first number, as in
 `encoder.layers.3` or `layer1.0`, or else to its first name (`head`). Ops that the model's own forward holds between

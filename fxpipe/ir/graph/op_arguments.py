@@ -23,12 +23,12 @@ def argument(op: Op, index: int, name: str, default: Any = None) -> Any:
 
 
 def by_name(op: Op, names: Sequence[str]) -> dict[str, Any]:
-    """The arguments that are given, by name; `names` are what the arguments by position are called."""
+    """The arguments that are given, by name; `names` are those of the arguments by position, in order."""
     return dict(zip(names, op.args, strict=False)) | dict(op.kwargs)
 
 
 def arguments(op: Op) -> dict[str, Any]:
-    """All arguments of a function whose signature Python knows, by name, defaults included."""
+    """All arguments of the op by name, defaults included. Its target must have a signature that `inspect` can read."""
     assert callable(op.target)
     bound = inspect.signature(op.target).bind(*op.args, **op.kwargs)
     bound.apply_defaults()

@@ -1,10 +1,11 @@
-"""The call of a submodule that is kept whole: an op whose inside nobody has traced, run as the plain model runs it.
+"""The call of a submodule that is kept whole: one op that is not traced inside and runs as plain Python.
 
     x = router(x)        one op of the graph, which reads the submodule's parameters and buffers
 
-Forward may do there what no graph can say: `if x.sum() > 0`, `.item()`, numpy, a lock. The op holds the model's own
-submodule. While it runs, that has the tensors it is given in place of its own: aliases in a step, scratch buffers in a
-recomputation. What it returns was learnt by running it before (`Promise`), and is checked against that in every run.
+The submodule's forward may do what a graph cannot express: `if x.sum() > 0`, `.item()`, numpy, a lock. The op holds the
+model's own submodule. While the op runs, the submodule's parameters and buffers are replaced by the tensors that the op
+is given: aliases in a step, scratch buffers in a recomputation. The types and shapes of the results were learnt in
+earlier runs (`Promise`), and every run is checked against them.
 """
 
 from __future__ import annotations
@@ -23,21 +24,25 @@ from torch.utils._pytree import tree_flatten
 
 from .graph import Graph, Op, Origin, called
 
-# Dimension `dim` of tensor `take`, times `times`, divided by `over`: a dimension along which the batch lies.
+# A dimension along the batch, as (take, dim, times, over): dimension `dim` of tensor `take`, times `times` // `over`.
 Scaled = tuple[int, int, int, int]
 ATOMS = (type(None), bool, int, float, complex, str, bytes)
 NOWHERE = Origin("", 0, "", "")
 LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()  # a module has one set of tensors at a time
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=LOCKS.clear)  # a thread that runs one in the parent is not there to leave it
+    os.register_at_fork(after_in_child=LOCKS.clear)  # the thread of the parent that holds a lock is not in the child
 
 
 @dataclass(frozen=True)
 class Promise:
-    """What one kind of call returns. `key` is how it is called, tensors left out; `takes` has element type and shape of
-    those, None along the batch; `wants` says which of its own and the given tensors needed a gradient. `gives` has a
-    `Gives` for each tensor that is returned; any other leaf is itself. `aliased`: it may return memory that it was
-    given."""
+    """What one kind of call of an opaque submodule returns.
+
+    - `key`: everything about the call but its tensors.
+    - `takes`: element type and shape of each tensor of the call, None for dimensions along the batch.
+    - `gives`: for each leaf of the result a `Gives` if it is a tensor, else the leaf itself.
+    - `aliased`: whether a result may be memory that the call was given.
+    - `wants`: for each of the submodule's own and the given tensors, whether it needed a gradient.
+    """
 
     key: Any
     takes: tuple[tuple[torch.dtype, tuple[int | None, ...]], ...]
@@ -46,7 +51,7 @@ class Promise:
     wants: tuple[bool, ...] = ()
 
     def fits(self, key: Any, tensors: Sequence[Tensor]) -> bool:
-        """Whether a call is of this kind. Symbolic sizes that are not along the batch become plain numbers."""
+        """Whether a call is of this kind. Comparing turns symbolic sizes that are not along the batch into numbers."""
         return (
             len(tensors) == len(self.takes)
             and alike(key, self.key)
@@ -61,8 +66,8 @@ class Promise:
 
 @dataclass(frozen=True)
 class Gives:
-    """Element type and shape of a tensor that is returned, its dimensions from the slowest to the quickest in `order`,
-    and whether it needed a gradient."""
+    """A tensor that is returned: element type, shape, its dimensions in the `order` of memory from the largest stride
+    to the smallest, and whether it needed a gradient."""
 
     dtype: torch.dtype
     shape: tuple[int | Scaled, ...]
@@ -77,7 +82,7 @@ class Gives:
 
 
 def alike(key: Any, other: Any) -> bool:
-    """Whether two calls are one, tensors left out; what does not say so, as arrays, is not."""
+    """Whether two keys of calls are equal. Values that cannot be compared as one truth, such as arrays, are not."""
     try:
         return bool(key == other)
     except Exception:
@@ -91,14 +96,17 @@ def _scaled(size: Any, by: Scaled) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Opaque:
-    """A submodule to be called whole: `opaque(tensors, args, kwargs)`, with its parameters and buffers in the order of
-    `names`, returns the tensors in what the submodule returns, in order; one alone as it is.
+    """A submodule that is kept whole. `opaque(tensors, args, kwargs)`, with its parameters and buffers in the order of
+    `names`, returns a tuple of the tensors in the submodule's result, in order; a single tensor without the tuple.
 
-    `path` is the model's own, "" for the model itself; `origin` is the line that cannot be traced, `reason` why.
-    `promises` grows while kinds of calls are captured; without any, what is returned is not checked. `written`: lines
-    that write into what it returns; `remembers`: attributes that forward sets, or random numbers that it takes from
-    elsewhere than torch, so that it may do another thing when it runs again. `deferred`: its norms leave running
-    statistics to the end of the mini-batch; how many calls in a forward have updated them before.
+    - `path`: the submodule's path in the model, "" for the model itself.
+    - `origin`, `reason`: the line that cannot be traced, and why.
+    - `promises`: the kinds of calls captured so far; if there are none, results are not checked.
+    - `written`: lines that write into its results.
+    - `remembers`: attributes that its forward sets, or sources of random numbers other than torch; with any, it may
+      behave differently when it runs again.
+    - `deferred`: None, or its norms update running statistics at the end of the mini-batch: how many calls in a forward
+      have updated them before this one.
     """
 
     path: str
@@ -125,12 +133,13 @@ class Opaque:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The paths of its parameters and buffers, from the submodule on."""
+        """The paths of its parameters and buffers, relative to the submodule."""
         return tuple(name for name, _, _ in slots(self.module))
 
     @property
     def unsure(self) -> bool:
-        """Whether something that it returns needed no gradient, and may need one on another way through its forward."""
+        """Whether a floating-point or complex result needed no gradient in the runs so far: it may need one when
+        forward takes another branch."""
         return any(
             isinstance(x, Gives) and not x.grad and (x.dtype.is_floating_point or x.dtype.is_complex)
             for promise in self.promises
@@ -140,21 +149,21 @@ class Opaque:
 
     @property
     def buffers(self) -> tuple[bool, ...]:
-        """Which of them are buffers: forward may write those."""
+        """For each of `names`, whether it is a buffer, which forward may write."""
         return tuple(key in module._buffers for _, module, key in slots(self.module))
 
     def promise(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Promise | None, list[Tensor]]:
-        """What was promised for such a call, and its tensors."""
+        """The first promise for such a call, or None, and the call's tensors."""
         promises, tensors = self.fitting(args, kwargs)
         return next(promises, None), tensors
 
     def fitting(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Iterator[Promise], list[Tensor]]:
-        """What was promised for such calls, that differ in what needs a gradient; and the call's tensors."""
+        """The promises for such a call, which differ in the tensors that need a gradient; and the call's tensors."""
         tensors, key = take_apart(self.module, args, kwargs)
         return (promise for promise in self.promises if promise.fits(key, tensors)), tensors
 
     def hold_for(self, promise: Promise, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Let the promise hold for all calls like this one, in which truths may be unknown."""
+        """Let the promise hold for all calls like this one, whose bool arguments may be symbolic."""
         _, key = take_apart(self.module, args, kwargs)
         self.promises[:] = [replace(one, key=key) if one is promise else one for one in self.promises]
 
@@ -175,7 +184,7 @@ class Opaque:
         return gives[0] if len(gives) == 1 else tuple(gives)
 
     def _own(self, x: Tensor, memory: set[int]) -> Tensor:
-        """The result in memory of its own."""
+        """The result, cloned if it is in `memory`. Raises RuntimeError if a later op would write into it."""
         if x.untyped_storage()._cdata not in memory:
             return x
         if self.written:
@@ -186,7 +195,7 @@ class Opaque:
         return x.clone()
 
     def _check(self, promise: Promise, found: Sequence[Any], given: Sequence[Tensor]) -> None:
-        """Raise RuntimeError where the call returned something else than was promised."""
+        """Raise RuntimeError if the call did not return what was promised."""
         wanted = [(x.dtype, tuple(x.sizes(given))) if isinstance(x, Gives) else x for x in promise.gives]
         got = [(x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else x for x in found]
         if wanted != got:
@@ -210,7 +219,7 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def take_apart(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], Any]:
-    """The tensors of a call, and everything else about it."""
+    """The tensors of a call, and the key: everything else about it (mode, autocast, nesting, other arguments)."""
     found, nest = tree_flatten((args, dict(kwargs)))
     others = [Tensor if isinstance(x, Tensor) else _known(x) for x in found]
     autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
@@ -218,7 +227,7 @@ def take_apart(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 class Truth:
-    """In the key of a call: a truth that depends on data, whichever it is."""
+    """In the key of a call, a bool that depends on data: it equals True and False."""
 
     def __eq__(self, other: object) -> bool:
         return type(other) in (bool, Truth)
@@ -232,13 +241,13 @@ def _known(x: Any) -> Any:
 
 
 def wanting(tensors: Iterable[Tensor]) -> tuple[bool, ...]:
-    """Which of these need a gradient now; nothing, if none does or gradients are switched off."""
+    """For each tensor whether it needs a gradient now; () if none does or gradients are switched off."""
     wants = tuple(x.requires_grad for x in tensors) if torch.is_grad_enabled() else ()
     return wants if any(wants) else ()
 
 
 def slots(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    """Where the parameters and buffers hang: the path of each, the module and the key."""
+    """For each parameter and buffer its path, the module that holds it, and its key there."""
     return [
         (f"{path}.{key}" if path else key, part, key)
         for path, part in module.named_modules()
@@ -254,9 +263,9 @@ def opaques(graph: Graph) -> tuple[Opaque, ...]:
 
 
 def unsure(ops: Iterable[Op]) -> set[str]:
-    """The names of ops of whose results only a run tells whether they need a gradient."""
+    """The names of ops whose results may or may not need a gradient: only a run tells."""
     found: set[str] = set()
-    touched: set[str] = set()  # and whatever they write into
+    touched: set[str] = set()  # these results, and the values that those ops write
     for op in ops:
         stopped = called(op) == "detach" or any(region.kind == "grad" and not region.args[0] for region in op.regions)
         opaque = isinstance(op.target, Opaque) and op.target.unsure
@@ -268,8 +277,8 @@ def unsure(ops: Iterable[Op]) -> set[str]:
 
 @contextmanager
 def holding(module: nn.Module, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """In this context the module has these tensors in place of its own; of buffers that forward sets to new tensors,
-    they get the contents."""
+    """A context in which the module has these tensors in place of its own. If forward sets a buffer to a new tensor,
+    the contents are copied into the given one."""
     with LOCKS.setdefault(module, threading.RLock()):
         places: list[tuple[dict[str, Any], str]] = []
         for _, part, key in slots(module):
@@ -298,7 +307,7 @@ def _copy(new: Any, buffer: Tensor, key: str) -> None:
 
 
 def apart(value: Any) -> tuple[Callable[[list[Any]], Any], list[Any]] | None:
-    """How to put such an object together, and its parts; None for what has none."""
+    """A function that builds such an object from its parts, and the parts; None for a leaf."""
     kind = type(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return lambda items: kind(*items), list(value)

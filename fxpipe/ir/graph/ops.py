@@ -1,8 +1,8 @@
-"""What the compiler knows of an op by the bare name of what it calls: whether it is a view, works on each number by
-itself, runs over a dimension, keeps something for backward. `graph.called` gives the name; `graph.op_name` without the
-mark of an op in place, as these tables have it.
+"""What the compiler knows of an op by the name of the function or method: whether it is a view, is elementwise, works
+along a dimension, keeps something for backward. `graph.op_name` gives the name as in these tables: without the trailing
+`_` of in-place ops.
 
-What takes code is asked elsewhere: FLOPs of `profiling/flops.py`, sharding of `passes/sharding/rules/`.
+Facts that need code are elsewhere: FLOPs in `profiling/flops.py`, sharding in `passes/sharding/rules/`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ def _names(text: str, *families: frozenset[str]) -> frozenset[str]:
 
 # Views ----------------------------------------------------------------------------------------------------------------
 
-# Another shape of the same elements, in the same order; memory that does not lie so is copied.
+# Another shape of the same elements, in the same order; copied if the memory layout does not allow a view.
 RESHAPES = _names("view view_as reshape reshape_as ravel flatten unflatten squeeze unsqueeze")
 PERMUTATIONS = _names("transpose swapaxes swapdims permute t")
 PIECES = _names("unbind chunk split split_with_sizes tensor_split")  # a tuple of them
-# What gives its argument back if that is as asked for, and else a copy.
+# These return their argument if it already has the requested type, device or layout, else a copy.
 CASTS = _names("""
     as_subclass as_tensor asarray contiguous resolve_conj resolve_neg to type type_as cpu cuda
     double float half bfloat16 long int short char byte bool cfloat cdouble chalf
 """)
-# The memory of the first argument, and no values of it are kept for backward.
+# Views of the first argument; backward needs none of its values.
 _OTHER_VIEWS = """
     T mT H mH real imag data alias adjoint as_strided broadcast_to conj detach diagonal dsplit expand expand_as getattr
     getitem hsplit linalg_diagonal matrix_H moveaxis movedim narrow numpy_T positive select slice slice_inverse unfold
@@ -38,9 +38,9 @@ ADD = _names("add sub iadd isub rsub subtract")
 MULTIPLY = _names("mul imul multiply")
 DIVIDE = _names("div truediv itruediv true_divide divide")
 ARITHMETIC = _names("pow ipow rpow floordiv ifloordiv rfloordiv floor_divide rtruediv", ADD, MULTIPLY, DIVIDE)
-CHANNEL_DROPOUTS = _names("dropout1d dropout2d dropout3d feature_dropout feature_alpha_dropout")  # drop them whole
+CHANNEL_DROPOUTS = _names("dropout1d dropout2d dropout3d feature_dropout feature_alpha_dropout")  # drop whole channels
 DROPOUTS = _names("dropout alpha_dropout", CHANNEL_DROPOUTS)
-# What is done to each number by itself.
+# Elementwise ops.
 _ELEMENTWISE = """
     abs alpha_dropout ceil celu clamp clip clone contiguous cos detach double dropout elu eq erf exp expm1 float floor
     ge gelu gt half hardsigmoid hardswish hardtanh invert le leaky_relu log log1p log2 logical_and logical_not
@@ -48,13 +48,13 @@ _ELEMENTWISE = """
     selu sigmoid sign silu sin softplus softsign sqrt square tan tanh threshold to type_as where
 """
 POINTWISE = _names(_ELEMENTWISE, ADD, MULTIPLY, DIVIDE)
-# Tensors made of numbers, on a device that may be named.
+# Functions that make a tensor of numbers, with an optional `device`.
 FACTORIES = _names("""
     arange as_tensor asarray bartlett_window blackman_window empty empty_permuted empty_strided eye fft_fftfreq
     fft_rfftfreq full hamming_window hann_window kaiser_window linspace logspace ones rand randint randn randperm range
     scalar_tensor tensor tril_indices triu_indices zeros
 """)
-# What reads a tensor for its sizes only.
+# Ops that use only the sizes of their tensor.
 LIKE = _names("""
     empty_like full_like new_empty new_empty_strided new_full new_ones new_zeros ones_like rand_like randint_like
     randn_like zeros_like
@@ -66,14 +66,14 @@ JOINS = _names("stack hstack vstack", CONCATENATIONS)
 MATMULS = _names("linear matmul mm bmm mv dot vdot inner __matmul__")
 RECURRENT = _names("lstm gru rnn_tanh rnn_relu")
 CELLS = frozenset(f"{name}_cell" for name in RECURRENT)
-MAX_POOLS = _names("max_pool1d max_pool2d fn")  # torch.nn.functional calls the one with or without indices `fn`
+MAX_POOLS = _names("max_pool1d max_pool2d fn")  # in torch.nn.functional, pools with optional indices are named `fn`
 
 # Losses ---------------------------------------------------------------------------------------------------------------
 
 LABEL_LOSSES = _names("cross_entropy nll_loss")
 PAIR_LOSSES = _names("mse_loss l1_loss smooth_l1_loss huber_loss kl_div")  # of two tensors of one shape
 LOSSES = LABEL_LOSSES | PAIR_LOSSES
-# Those that take samples apart: into elements, or into rows.
+# Losses in which samples do not meet: elementwise, or by rows.
 _ELEMENTWISE_LOSSES = """
     binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss hinge_embedding_loss soft_margin_loss
     margin_ranking_loss gaussian_nll_loss
@@ -86,26 +86,26 @@ WEIGHTED_LOSSES = _names("mse_loss l1_loss huber_loss")  # divide by their weigh
 
 # Dimensions -----------------------------------------------------------------------------------------------------------
 
-# Ops in which the places of a dimension meet: where in their arguments that dimension is, and its name.
+# Ops that combine the elements along a dimension: the position and name of the argument that gives the dimension.
 ALONG = {
     "softmax": (1, "dim"), "log_softmax": (1, "dim"), "softmin": (1, "dim"), "gumbel_softmax": (3, "dim"),
     "cumsum": (1, "dim"), "cumprod": (1, "dim"), "cummax": (1, "dim"), "cummin": (1, "dim"), "logcumsumexp": (1, "dim"),
     "sort": (1, "dim"), "argsort": (1, "dim"), "topk": (2, "dim"), "flip": (1, "dims"), "roll": (2, "dims"),
     "normalize": (2, "dim"), "diff": (2, "dim"), "glu": (1, "dim"), "renorm": (2, "dim"), "rot90": (2, "dims"),
 }  # fmt: skip
-# What is done to each sample by itself, if not over the dimension of the samples; and whatever the dimensions.
+# Ops that treat each sample by itself unless they run over the batch dimension; and ops that always do.
 _OVER_DIMS = _names("amax amin argmax cumsum flip log_softmax mean normalize roll select softmax stack sum")
 OVER_DIMS = {name: ALONG.get(name, (1, "dim")) for name in sorted(_OVER_DIMS)}
 _PER_SAMPLE = "conv_transpose1d conv_transpose2d group_norm instance_norm interpolate pad repeat rms_norm"
 PER_SAMPLE = _names(_PER_SAMPLE, _OVER_DIMS)
-# Ops that find their elements by number along a dimension: where that is in their arguments.
+# Ops that find their elements by index along a dimension: the position of the argument that gives the dimension.
 LOOKUP = {
     "index_select": 1, "gather": 1, "take_along_dim": 2, "scatter": 1, "scatter_add": 1, "scatter_reduce": 1,
     "index_add": 1, "index_copy": 1, "index_fill": 1,
 }  # fmt: skip
 INDEXING = _names("getitem index_select gather take_along_dim setitem scatter scatter_ index_put embedding")
-# What may be done to a sum as well after it was taken as before. The first argument is what counts, the others must be
-# the same for all samples.
+# Linear ops in the first argument: applied before or after a sum over samples they give the same, if the other
+# arguments are the same for all samples.
 _LINEAR = """
     neg negative positive clone contiguous detach alias requires_grad_ to type type_as float double half bfloat16 cpu
     cuda sym_float expand expand_as broadcast_to movedim getitem select narrow index_select sum mean cumsum trace

@@ -1,10 +1,10 @@
 """Which values may be the same memory.
 
-Capture knows exactly what each op writes, and names every value that a later op can still see (`Op.writes`). What it
-does not name is memory whose names are all dead, which matters as soon as a stage does not own it: a stage that takes x
-and writes a view of it would write into what its neighbour keeps for backward. So this is the cautious answer, by name
-of function: a result is fresh memory if it comes from a function of torch that is known to return fresh memory, and may
-be an argument's memory otherwise. A wrong "may be" costs a copy, and only where something is written.
+Capture knows exactly what each op writes, and `Op.writes` names every written value that a later op can still see. It
+does not name memory that no later op reads. This matters if the memory belongs to another stage: a stage that takes x
+and writes a view of x would write into what its neighbour keeps for backward. So this module answers cautiously, by the
+name of the function: a result is fresh memory if torch's function is known to return fresh memory; otherwise it may be
+an argument's memory. A wrong "may be" costs a copy, and only where something is written.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from .graph import Op, Ref, called, is_opaque, op_name, refs, target_name
 from .ops import CASTS, DROPOUTS, MERE_VIEWS, VIEWS
 from .value_types import ScalarType, TensorType, TupleType, ValueType
 
-# What else of torch may give back the memory of its first argument, but may also compute, and keep values of it; ...
+# Other functions of torch that may return the memory of their first argument, or compute and keep values of it; ...
 _AT_TIMES = """
     indices values row_indices col_indices crow_indices ccol_indices coalesce to_dense pin_memory lift_fresh
     pad interpolate upsample fold rot90 pixel_shuffle pixel_unshuffle channel_shuffle native_channel_shuffle
 """
-# ... or that of any of its arguments.
+# ... or the memory of any of their arguments.
 _OF_ALL = "broadcast_tensors meshgrid einsum atleast_1d atleast_2d atleast_3d apply tuple list dict max min"
 MAY_VIEW, MAY_VIEW_ALL = MERE_VIEWS | DROPOUTS | frozenset(_AT_TIMES.split()), frozenset(_OF_ALL.split())
 _KNOWN = ("torch", "_operator", "operator", "math", "builtins")
 
 
 def known(target: Callable[..., Any] | str) -> bool:
-    """Whether an op calls torch, or Python's own operators; anything else may do as it likes."""
+    """Whether an op calls torch, or Python's own operators; nothing is known about other functions."""
     if isinstance(target, str):
         return True  # a method of a tensor
     owner = getattr(target, "__objclass__", None) or type(getattr(target, "__self__", None))
@@ -37,8 +37,8 @@ def known(target: Callable[..., Any] | str) -> bool:
 
 
 def shares(op: Op) -> tuple[str, ...]:
-    """What the op reads whose memory its result may be, in-place results aside."""
-    if is_opaque(op):  # which sees to it
+    """The values read by the op whose memory its result may be; results of in-place ops are not considered."""
+    if is_opaque(op):  # it clones such results
         return ()
     name = called(op).partition(".")[0]
     if name in MAY_VIEW_ALL or not known(op.target):
@@ -49,8 +49,8 @@ def shares(op: Op) -> tuple[str, ...]:
 
 
 def viewed(op: Op, types: Mapping[str, ValueType]) -> str | None:
-    """The value that the op's result is a view of, as far as the types tell; memory that does not lie as asked for is
-    copied after all."""
+    """The value that the op's result is a view of, as far as the types tell, or None. At run time it may still be a
+    copy, if the memory layout requires one."""
     first = next((arg for arg in op.args if isinstance(arg, Ref)), None)
     if first is None or is_opaque(op) or not known(op.target):
         return None
@@ -65,7 +65,7 @@ def viewed(op: Op, types: Mapping[str, ValueType]) -> str | None:
 
 
 def trains(dropout: Op) -> bool:
-    """Whether a dropout drops: its third argument, True if not given."""
+    """Whether a dropout is active: its third argument, `training`, True if not given."""
     return bool(dropout.args[2] if len(dropout.args) > 2 else dropout.kwargs.get("training", True))
 
 

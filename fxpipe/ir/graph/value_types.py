@@ -1,4 +1,4 @@
-"""What a value of the model is: tensor, number, tuple, or an opaque Python object.
+"""The type of a value of the model: tensor, number, tuple, or another Python object.
 
 Shapes are symbolic where the model allows any size: a dimension is an int or an expression over size names, as in
 `f32[b, 3, h, 2*b]`. Expressions stay text, because they are printed far more often than computed; `dim_size` computes

@@ -1,4 +1,4 @@
-"""What `fxpipe.compile(model, strategy=...)` takes, and how it becomes a graph of which every op has a device."""
+"""The `strategy` of `fxpipe.compile`: its forms, and how it assigns a device to every op of a graph."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ RequestedCall = Searched | tuple[OperatorGraph, Strategy] | str | Path | Place
 
 @dataclass(frozen=True)
 class Sharding:
-    """Cuts the ops of a graph and places them as the `strategy` of its `operators` says, on so many `devices`."""
+    """Cuts the ops of a graph and places them on `devices` devices, as the `strategy` for `operators` says."""
 
     operators: OperatorGraph
     strategy: Strategy
     devices: int
 
     def __call__(self, graph: Graph, sizes: Mapping[str, int]) -> Placed:
-        """Raises PlanError where the strategy is not for this graph, or an op of it cannot be cut."""
+        """Raises PlanError if the strategy does not fit this graph, or an op cannot be cut."""
         reading = read(graph, sizes)
         try:
             fitted = fit(self.operators, self.strategy, reading.operators, self.devices)
@@ -40,7 +40,8 @@ class Sharding:
 
 
 def place_of(asked: RequestedCall) -> tuple[Place, int | None]:
-    """What places ops, and on how many devices; None where only the caller knows."""
+    """A function that places ops, and the number of devices it uses; None for the caller's own function. Raises
+    PlanError if `asked` is not a valid strategy."""
     if isinstance(asked, (str, Path)):
         asked = load(asked)
     if isinstance(asked, Searched):

@@ -1,10 +1,10 @@
-"""Norms that normalise by the statistics of their batch: what users are told.
+"""The warning about norms that normalise by the statistics of their batch.
 
     y = batch_norm(x, mean, var, w, b, training=True)      of the samples of a micro-batch, not of the batch
 
-A micro-batch has its own mean and variance. So what the pipe returns, and its gradients, are those of the plain model
-on each micro-batch by itself, and running statistics are updated once for each. A warning says it, once, unless the
-user has said what is meant (`deferred_batch_norm`); `pipe.explain()` always does.
+A micro-batch has its own mean and variance. So outputs and gradients of the pipe are those of the plain model on each
+micro-batch by itself, and running statistics are updated once for each micro-batch. A warning says so once, unless the
+user has set `deferred_batch_norm`; `pipe.explain()` always says it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def batch_norms(graph: Graph) -> tuple[BatchNorm, ...]:
 
 
 def tell(norms: Sequence[BatchNorm], batch: int, rows: Sequence[int]) -> None:
-    """Warn of norms that have the statistics of micro-batches."""
+    """Warn about norms that use the statistics of micro-batches of `rows` samples, from a batch of `batch` samples."""
     few = f"{rows[0]}" if rows[0] == rows[-1] else f"{rows[-1]} or {rows[0]}"
     warnings.warn(
         f"BatchNorm uses the statistics of micro-batches in {_names(norms)}: the mean and variance of {few} samples, "
@@ -72,7 +72,7 @@ def tell(norms: Sequence[BatchNorm], batch: int, rows: Sequence[int]) -> None:
 
 
 def line(norms: Sequence[BatchNorm], deferred: bool, replicas: bool) -> str:
-    """The same as one line of `pipe.explain()`."""
+    """The line of `pipe.explain()` about these norms."""
     running = "the whole batch, at its end" if deferred else "each micro-batch, in turn"
     part = "each slice of a micro-batch that a replica has" if replicas else "each micro-batch"
     return (

@@ -1,4 +1,4 @@
-"""The whole build: from a captured graph to generated files that run. Plain functions between frozen values.
+"""The whole build: from a captured graph to generated files that run, as functions between immutable values.
 
 Graph ─profile─▶ Profile ─plan─▶ Plan ─gpipe─▶ Schedule ─simulate─▶ Timeline
   └───────────lower───────────────┴─▶ Program ─emit─▶ files ─load─▶ package
@@ -52,8 +52,8 @@ from .state_write_order import check_write_order
 
 @dataclass(frozen=True)
 class Placement:
-    """What the first build of a pipe decides for the later ones: its plan, and the stage where each parameter and
-    buffer lives, by its path."""
+    """What the first build of a pipe decides for the later ones: its plan, and the stage of each parameter and buffer,
+    by its path."""
 
     plan: Plan
     stages: Mapping[str, int]
@@ -61,13 +61,12 @@ class Placement:
 
 @dataclass(frozen=True, eq=False)
 class Build:
-    """Everything made for one kind of call; no other is equal to it.
+    """Everything made for one kind of call; builds are compared by identity.
 
-    - `sizes`: the numbers of the micro-batch that profile and timeline speak of.
-    - `trail`: the program after each pass that changed it, by the pass's name, and before them the graph that a
-      strategy makes.
+    - `sizes`: the symbolic sizes of the micro-batch that profile and timeline are for.
+    - `trail`: the program after each pass that changed it, by the pass's name; with a strategy, the placed graph first.
     - `files`: the generated package.
-    - `totals`: what runs before the batch is cut.
+    - `totals`: the program that runs on the whole batch before it is cut.
     - `cuts`: how a strategy cuts each operator.
     """
 
@@ -96,9 +95,9 @@ SMALLER = "move these lines into the forward of a smaller submodule, and the res
 def build(
     graph: Graph, profile: Profile, sizes: Mapping[str, int], cluster: Cluster, options: Options, home: Placement | None
 ) -> Build:
-    """All the values from a graph and its profile on. With a `home`, ops go where their parameters live. Of several
-    schedules that may be had the fastest: a small model has not enough ops for several stages on each device. Raises
-    the PlanError of the first one if there is none."""
+    """The build for a graph and its profile. With a `home`, ops go to the stages of their parameters. If several
+    schedules may be used, the fastest is taken; schedules that are not possible (a small model may have too few ops for
+    several stages on each device) are left out. Raises the first PlanError if none is possible."""
     made: list[Build] = []
     refusals: list[PlanError] = []
     for choice in choices(graph, options, home):
@@ -123,8 +122,8 @@ def emitted(
     as_steps: bool,
     by_device: bool = False,
 ) -> dict[str, str]:
-    """The files of the package, one for each stage, or for each device. `as_steps`: by rows of a schedule, be it to
-    train or not."""
+    """The files of the package, one for each stage, or with `by_device` for each device. `as_steps`: the scheduler
+    follows the rows of a schedule, for training or not."""
     with timed("codegen"):
         notes = [note(profile, stage.ops) for stage in plan.stages]
         if as_steps:
@@ -135,8 +134,8 @@ def emitted(
 
 
 def choices(graph: Graph, options: Options, home: Placement | None) -> list[Options]:
-    """What is to be tried: all schedules that the stages allow, if none was asked for. A model that is kept whole has
-    one stage."""
+    """The options to try: one for each schedule that the stages allow, if the schedule is "auto". A model that is kept
+    whole gets one stage."""
     if options.plan is None and options.place is None and (whole := _whole_model(graph)) is not None:
         return [_on_one_device(options, whole)]
     if home is None and _may_have_fewer_stages(options):
@@ -150,20 +149,20 @@ def choices(graph: Graph, options: Options, home: Placement | None) -> list[Opti
 
 
 def _whole_model(graph: Graph) -> Opaque | None:
-    """The submodule that is kept whole and is as good as the model, since no cut leaves anything beside it."""
+    """The submodule that is kept whole if it is the model itself, or if no cut separates any op from it; else None."""
     kept = opaques(graph)
     together = bool(kept) and not inner_cuts(graph)
     return next((opaque for opaque in kept if together or not opaque.path), None)
 
 
 def _on_one_device(options: Options, whole: Opaque) -> Options:
-    """All in one stage, on the first device. Raises PlanError where there must be several."""
+    """The options for one stage, on the first device. Raises PlanError over ranks, where each rank needs a stage."""
     if options.ranks:
         raise PlanError(
             f"{whole.origin}\n{whole.reason}: {whole} is kept whole, as one op, and each rank is to have a stage; move "
             "these lines into the forward of a submodule"
         )
-    if whole.path and len(options.devices) > 1:  # of the model itself, capture has said it
+    if whole.path and len(options.devices) > 1:  # for the model itself, capture has warned already
         warnings.warn(
             f"nothing is pipelined: {whole} is kept whole, {whole.because}, and no cut "
             f"leaves anything beside it; {SMALLER}",
@@ -180,14 +179,14 @@ def _on_one_device(options: Options, whole: Opaque) -> Options:
 
 
 def _may_have_fewer_stages(options: Options) -> bool:
-    """Whether nothing that the user says is about a number of stages, but how many devices there are."""
+    """Whether no option but the number of devices depends on the number of stages."""
     said = options.ranks or options.warmup or options.offload or options.split_at or options.plan or options.place
     names = (options.schedule, options.checkpoint, options.balance)
     return not said and options.schedule in ("gpipe", "1f1b", AUTO) and all(isinstance(name, str) for name in names)
 
 
 def _on_as_many_as_can_be(options: Options, graph: Graph) -> Options:
-    """The first of the devices only, where submodules that are kept whole leave no more stages than that."""
+    """The options with only the first devices, if submodules that are kept whole do not allow a stage for each."""
     kept, most = opaques(graph), 1 + len(inner_cuts(graph))
     if not kept or most >= len(options.devices):
         return options
@@ -201,7 +200,7 @@ def _on_as_many_as_can_be(options: Options, graph: Graph) -> Options:
 def draft(
     graph: Graph, profile: Profile, sizes: Mapping[str, int], cluster: Cluster, options: Options, home: Placement | None
 ) -> Build:
-    """The plan and what follows from it, but for the files."""
+    """The build without its files."""
     samples = sample_dims(graph) if graph.loss is not None and any(options.replicas.values()) else None
     if samples is not None and graph.mixed:
         mixed = graph.mixed[0]
@@ -246,7 +245,7 @@ def _tell_of_slices(program: Program) -> None:
 
 
 def replica_groups(plan: Plan) -> dict[str, tuple[str, ...]]:
-    """All devices of the stages, by the first of each."""
+    """All devices of each stage, by the stage's first device."""
     return {stage.device: stage.devices for stage in plan.stages}
 
 
@@ -256,8 +255,8 @@ def without_replicas(plan: Plan) -> Plan:
 
 
 def predict(made: Build, chunks: int, times: Times | None = None) -> Timeline:
-    """The timeline that a timed step of so many micro-batches would have, as the profile has it, or from the times of
-    its actions. Memory is what such a step counts: all of a GPU's, and of a CPU worker's what backward needs."""
+    """The predicted timeline of a timed step of `chunks` micro-batches, from the profile, or from the `times` of its
+    actions. Memory is counted as in a timed step: on a GPU all of it, on a CPU worker only what backward needs."""
     program, sizes, schedule = made.program, made.sizes, only(made.schedule, chunks)
     labels = tuple(dict.fromkeys(program.devices))
     copies = 0 if all(label.startswith("cpu") for label in labels) else 2
@@ -271,13 +270,13 @@ def predict(made: Build, chunks: int, times: Times | None = None) -> Timeline:
 
 
 def rehearsed(made: Build, chunks: int, rounds: Sequence[Times]) -> Timeline:
-    """The middle one of the timelines that steps with the times of these rounds would have."""
+    """The median, by makespan, of the predicted timelines with the times of these rounds."""
     timelines = sorted((predict(made, chunks, times) for times in rounds), key=lambda one: one.makespan)
     return timelines[(len(timelines) - 1) // 2]
 
 
 def fastest(drafts: Sequence[Build]) -> Build:
-    """The one with the shortest step that fits into memory."""
+    """The build with the shortest step that fits into memory. Raises PlanError if none fits."""
     memory = {device.label: device.memory for device in drafts[0].cluster.devices}
     try:
         chosen, _ = auto([(made.schedule, made.timeline) for made in drafts], memory)
@@ -287,7 +286,8 @@ def fastest(drafts: Sequence[Build]) -> Build:
 
 
 def schedule_of(program: Program, plan: Plan, options: Options, limit: int) -> Schedule:
-    """The order of a step; what forward() alone runs is GPipe's. `limit` micro-batches fit into memory."""
+    """The schedule of a step; calls of the pipe run GPipe's, over ranks only its forwards. `limit` is how many
+    micro-batches fit into memory."""
     if program.graph.loss is None and options.ranks:
         return make("forward-only", program.devices, plan.chunks)
     if program.graph.loss is None:
@@ -310,8 +310,7 @@ def fitting(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> int:
 
 
 def lowered_totals(graph: Graph, plan: Plan) -> Program | None:
-    """What micro-batches must know of the whole batch, if anything: all in one stage, on the device where the pipeline
-    ends, for that is where the loss is."""
+    """The program of the graph's totals, or None: one stage, on the device of the last stage, where the loss is."""
     totals = graph.totals
     if totals is None:
         return None
@@ -320,7 +319,7 @@ def lowered_totals(graph: Graph, plan: Plan) -> Program | None:
 
 
 def schedule_text(options: Options) -> str:
-    """The schedule for the plan: its name, or all of it."""
+    """The schedule as the plan states it: its name, or the whole schedule if it is the user's or has a `warmup`."""
     if isinstance(options.schedule, str) and options.warmup is None:
         return options.schedule
     return str(make_schedule(options, options.devices, options.chunks))
@@ -339,8 +338,8 @@ def note(profile: Profile, ops: Sequence[str]) -> str:
 def decide(
     graph: Graph, profile: Profile, cluster: Cluster, options: Options, home: Placement | None, uncut: Sequence[str]
 ) -> Plan:
-    """The plan that was given, the one that follows the first build's, or a new one. `uncut` are the values that cannot
-    go between stages of different numbers of replicas."""
+    """The given plan, the one that follows the first build's, or a new one. `uncut` are the values that cannot move
+    between stages with different numbers of replicas. Raises PlanError if the given plan does not fit the graph."""
     if home is not None:
         return plan_like(graph, home.stages, home.plan, profile, cluster, uncut)
     if options.plan is not None:

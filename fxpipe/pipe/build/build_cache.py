@@ -1,4 +1,4 @@
-"""The builds of one model: made at the first call of each kind, and loaded and bound to its tensors when they run.
+"""The builds of one model: made at the first call of each kind; loaded, and bound to the model's tensors, to run.
 
 graph, inputs ─▶ of a kind seen before? ──yes──▶ its build ─▶ live: the package that runs
                           │no
@@ -43,13 +43,14 @@ from .phase_timing import timed
 
 
 class BuildCache:
-    """All that is made of a model, by kind of call.
+    """The builds of a model, by kind of call.
 
-    - `call_capture`, `step_capture`: what captures calls and steps.
-    - `builds`, `lives`: the builds, and what runs them; `last`: the build of the last call that was compiled or run.
+    - `call_capture`, `step_capture`: capture calls and steps.
+    - `builds`, `lives`: the builds, and the packages that run them.
+    - `last`: the build of the last call that was compiled or run.
     - `home`: what the first build decides for all others.
-    - `make`, `bind`: what makes a build of a graph, and what makes a scheduler of a package.
-    - `leads`: whether this process is the one to warn and to show a bar.
+    - `make`, `bind`: functions that make a build from a graph, and a scheduler from a package.
+    - `leads`: whether this process warns and shows progress.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class BuildCache:
         self.backend = backend_of(options.compile_stages)
         sizes = partial(split_sizes, chunks=options.chunks)
         whole = options.chunks == 1 and not any(options.replicas.values())
-        reduce = options.reduce or ("mean" if whole else None)  # of one value, any would do
+        reduce = options.reduce or ("mean" if whole else None)  # with one micro-batch, any reduction is right
         work = partial(begin, model, leads)
         self.call_capture = CallCapture(model, options.batch_dim, reduce=reduce, sizes=sizes, work=work)
         self.step_capture = StepCapture(model, options.batch_dim, reduce=reduce, sizes=sizes, work=work)
@@ -77,8 +78,7 @@ class BuildCache:
         self._told_statistics = False
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Run) -> Any:
-        """What the model returns, where `run` runs the captured graph. In one process a model that computes nothing is
-        called as it is."""
+        """The model's result; `run` runs the captured graph. In one process, a model without ops is called as it is."""
         try:
             return self.call_capture(args, kwargs, run)
         except NoOps:
@@ -87,7 +87,7 @@ class BuildCache:
             return self.model(*args, **kwargs)
 
     def agree(self, graph: Graph, inputs: Sequence[Any]) -> tuple[Build, int]:
-        """The build for a kind of call. In one process nobody has to agree on a number."""
+        """The build for a kind of call, and a number, which is 0 in one process (ranks must agree on it)."""
         return self.built(graph, inputs), 0
 
     def built(self, graph: Graph, inputs: Sequence[Any]) -> Build:
@@ -116,7 +116,7 @@ class BuildCache:
         return made
 
     def _tell_batch_norms(self, made: Build, batch: int) -> None:
-        """Warn once of norms that have the statistics of micro-batches."""
+        """Warn once about norms that use the statistics of micro-batches."""
         rows = split_sizes(batch, self.options.chunks)
         unsaid = self.options.deferred_batch_norm is None and not made.plan.deferred_batch_norm
         if unsaid and self.leads() and len(rows) > 1:
@@ -124,11 +124,13 @@ class BuildCache:
             batch_statistics.tell(made.batch_norms, batch, rows)
 
     def profile(self, graph: Graph, inputs: Sequence[Any], sizes: Mapping[str, int], cluster: Cluster) -> Profile:
-        """What the ops cost for one micro-batch, on the first device."""
+        """The profile of one micro-batch on the first device."""
         label = self.options.devices[0]
         if isinstance(self.options.profile, Profile) and self.home is None:
             return self.options.profile
-        if self.options.profile != "measure":  # or a profile that was given, which speaks of the first kind of call
+        if (
+            self.options.profile != "measure"
+        ):  # "estimate", or a given profile, which is for the first kind of call only
             return estimate(graph, sizes, cluster.device(label))
         tensors = tensors_of(self.model)
         if graph.loss is not None:
@@ -137,7 +139,7 @@ class BuildCache:
         return measured(graph, inputs, tensors, rows, str(worker_device(label)))
 
     def live(self, made: Build) -> RunningPackage:
-        """The build's package, imported, with the tensors that the model has now."""
+        """The build's package, imported and bound to the tensors that the model has now."""
         key = kind_of(made.graph, made.graph.training, None if self.options.place is None else made.sizes)
         others: Mapping[str, Tensor] = {}
         version = self.call_capture.twins.version
@@ -150,8 +152,8 @@ class BuildCache:
         return live
 
     def homes(self, tensors: Mapping[str, Tensor]) -> dict[int, int]:
-        """The stages of tensors of the model that a stage uses, by their ids. Raises FxpipeError before the first call,
-        which decides."""
+        """The stage of each of the model's `tensors` that a stage uses, by `id`. Raises FxpipeError before the first
+        call, which decides the stages."""
         if self.home is None:
             raise FxpipeError("it is not decided yet which stage has what: pass example_inputs to fxpipe.compile")
         return {id(tensors[key]): stage for key, stage in self.home.stages.items() if key in tensors}
@@ -169,8 +171,7 @@ Bind = Callable[[nn.Module, Build, Mapping[str, Tensor], ModuleType], Scheduler]
 
 
 def begin(model: nn.Module, leads: Callable[[], bool], what: str) -> AbstractContextManager[None]:
-    """A context for the time that a capture or a plan takes, which says so. Raises PlanError if there is a pipe in the
-    model by now."""
+    """A context that shows the progress of a capture or a plan. Raises PlanError if there is a pipe in the model."""
     check_no_pipe_in(model)
     return working(what, leads=leads())
 
@@ -188,7 +189,7 @@ def build_here(cache: BuildCache, graph: Graph, inputs: Sequence[Any]) -> Build:
 
 
 def bind_here(model: nn.Module, made: Build, others: Mapping[str, Tensor], package: ModuleType) -> Scheduler:
-    """The scheduler of a package, all of whose stages run in this process. `others`: tensors of a loss function."""
+    """The scheduler of a package with all stages in this process. `others`: the tensors of the loss function."""
     calls = {opaque.path: opaque for opaque in opaques(made.graph)}
     bound: Scheduler = bind(package, model, constants(made.program, made.totals), others, calls)
     return bound

@@ -1,4 +1,4 @@
-"""A build for people: the table of what each stage holds, costs and moves, and the folder of all that was made."""
+"""A build as text: the table of what each stage holds, costs and moves, and a folder with all intermediate results."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ HEADERS, DEVICE_HEADERS = ("stage", "device", *COSTS), ("device", "stages", *COS
 
 def explain(build: Build, backend: Backend | None = None) -> str:
     """One row per stage, for one micro-batch: parameters, predicted or measured time, bytes kept for backward, bytes
-    that arrive and leave; then the values that travel through portals. Where ops are placed one by one, stages are many
-    and small: how a strategy cuts each operator, then one row per device."""
+    that arrive and leave; then the values that move through portals. With a strategy, stages are many and small: the
+    text has the cut of each operator, then one row per device."""
     n, devices = len(build.program.stages), list(dict.fromkeys(build.program.devices))
     where = f" on {count(len(devices), 'device', 'devices')}" if build.program.pipeline else ""
     chunks = count(build.plan.chunks, "micro-batch", "micro-batches")
@@ -51,14 +51,15 @@ def explain(build: Build, backend: Backend | None = None) -> str:
 
 
 def stage_row(build: Build, index: int) -> tuple[str, ...]:
-    """What a stage holds, costs and moves."""
+    """The row of a stage, as in HEADERS."""
     stage, devices = build.program.stages[index], build.plan.stages[index].devices
     moved = _bytes(build, stage.takes), _bytes(build, stage.gives)
     return str(index), ", ".join(devices), *_costs(build, [index]), *moved, stage.checkpoint
 
 
 def device_row(build: Build, device: str) -> tuple[str, ...]:
-    """The same of all stages of a device, where takes and gives are what comes from other devices and goes there."""
+    """The row of a device: all its stages together. Takes and gives are the values that move from and to other
+    devices."""
     program = build.program
     own = [stage.index for stage in program.stages if stage.device == device]
     takes = {m.value for m in program.moves if m.target in own and m.source not in own}
@@ -69,7 +70,7 @@ def device_row(build: Build, device: str) -> tuple[str, ...]:
 
 
 def _costs(build: Build, stages: Collection[int]) -> tuple[str, ...]:
-    """Ops, parameters, forward, backward and bytes kept of some stages."""
+    """Ops, parameters, forward time, backward time and bytes kept, of these stages together."""
     planned = {name for index in stages for name in build.plan.stages[index].ops}
     cost = total([op for op in build.profile.ops if op.name in planned])
     own = [build.program.stages[index] for index in stages]
@@ -89,8 +90,8 @@ def _bytes(build: Build, values: Iterable[str]) -> str:
 
 
 def special_lines(build: Build) -> list[str]:
-    """What is out of the ordinary, one line each: portals, shared parameters, parts of parameters, submodules that are
-    kept whole, lines in which the samples of a micro-batch meet."""
+    """Special cases, one line each: portals, shared parameters, parts of parameters, submodules that are kept whole,
+    ops that mix the samples of a micro-batch, batch statistics."""
     program = build.program
     lines = [f"portal: {move.value}, from stage {move.source} to stage {move.target}" for move in program.portals]
     lines += [
@@ -131,8 +132,8 @@ def replica_lines(plan: Plan) -> list[str]:
 
 
 def dump(build: Build, folder: Path, number: int) -> None:
-    """Write all values of the build, numbered in the order they were made: `diff 01* 02*` shows what a pass did. The
-    second build of a pipe, and those after it, go into subfolders."""
+    """Write all values of the build; graphs and programs are numbered in the order they were made, so `diff 01* 02*`
+    shows what a pass did. The second and later builds of a pipe go into subfolders."""
     mode = "train" if build.graph.training else "eval"
     path = folder if number == 1 else folder / f"{number}-{mode}"
     path.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What a call gives to a graph: which kind of call it is, the batch, and the numbers that sizes have."""
+"""From a call to the values of a graph: its kind, inputs, batch size, and the numbers of symbolic sizes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .build import Build
 
 
 def kind_of(graph: Graph, training: bool, sizes: Mapping[str, int] | None) -> tuple[Any, ...]:
-    """What calls with one build have in common. Kinds that differ in constants alone, as in `model.mask = mask`, have
-    the same ops. `sizes` are given where the build is for these alone."""
+    """The key of the build for a call. Calls that differ only in constants, as after `model.mask = mask`, have the same
+    ops and so the same key. `sizes` are given if the build is for these sizes only."""
     return id(graph.ops), training, *(() if sizes is None else sizes.items())
 
 
@@ -37,7 +37,7 @@ def with_states(made: Build, graph: Graph) -> Build:
 
 
 def check_even(samples: int, chunks: int) -> None:
-    """Raise InputError where micro-batches would not be of one size, which is what a strategy is for."""
+    """Raise InputError if micro-batches would differ in size: a strategy is for one size."""
     if len(set(split_sizes(samples, chunks))) > 1:
         raise InputError(
             f"a batch of {samples} cannot be cut into {chunks} micro-batches of one size, as a strategy needs them: "
@@ -46,12 +46,12 @@ def check_even(samples: int, chunks: int) -> None:
 
 
 def real(graph: Graph, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The values of the graph's states, given the model's tensors by path."""
+    """The values of the graph's states by name; `tensors` are the model's, by path."""
     return {s.name: s.value if s.kind == "constant" else tensors[s.path] for s in graph.states}
 
 
 def micro_batch_sizes(graph: Graph, inputs: Sequence[Any], chunks: int) -> dict[str, int]:
-    """The numbers that the graph's sizes have for the first, largest micro-batch."""
+    """The number of each symbolic size for the first micro-batch, which is the largest."""
     rows = split_sizes(batch_size(graph, inputs), chunks)[0]
     known = {item.name: (item, value) for item, value in given(graph, inputs)}
     sizes = {}
@@ -62,25 +62,25 @@ def micro_batch_sizes(graph: Graph, inputs: Sequence[Any], chunks: int) -> dict[
 
 
 def batch_size(graph: Graph, inputs: Sequence[Any]) -> int:
-    """Samples in a batch; 1 where nothing is cut."""
+    """Samples in a batch; 1 if no input is cut."""
     cut = (value.shape[item.batch_dim] for item, value in given(graph, inputs) if item.batch_dim is not None)
     return next(map(int, cut), 1)
 
 
 def given(graph: Graph, inputs: Sequence[Any]) -> Iterator[tuple[Input, Any]]:
-    """The inputs that the caller gives, and their values."""
+    """The inputs that the caller gives (not those from totals), with their values."""
     return zip((item for item in graph.inputs if item.path), inputs, strict=True)
 
 
 def inputs_of(graph: Graph, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The flat inputs of a call."""
+    """The values of the graph's inputs in a call, in order."""
     found: dict[str, Any] = {}
     match(graph.call, (args, kwargs), found)
     return tuple(found[item.name] for item in graph.inputs if item.path)
 
 
 def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """The arguments of a call, which are given as a tuple, as a dict of keyword arguments, or as one tensor."""
+    """(args, kwargs) from a tuple of arguments, a dict of keyword arguments, or one tensor."""
     if isinstance(example_inputs, Mapping):
         return (), example_inputs
     return (example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)), {}
@@ -89,8 +89,8 @@ def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
 def measured(
     graph: Graph, inputs: Sequence[Any], tensors: Mapping[str, Tensor], rows: Sequence[int], device: str
 ) -> Profile:
-    """What the ops cost for the first micro-batch, as measured: `rows` are the samples of each; `tensors` are the
-    model's, by path."""
+    """The measured profile of the first micro-batch. `rows`: the samples of each micro-batch; `tensors`: the model's,
+    by path."""
     values = {item.name: value for item, value in given(graph, inputs)}
     with torch.no_grad():
         whole = with_totals(graph, values, {} if graph.totals is None else real(graph.totals, tensors))
@@ -99,7 +99,7 @@ def measured(
 
 
 def match(template: Any, value: Any, found: dict[str, Any]) -> None:
-    """Collect into `found` what stands in `value` where the template has a `Ref`."""
+    """Store in `found`, by name, the part of `value` at the place of each `Ref` in the template."""
     if isinstance(template, Ref):
         found.setdefault(template.name, value)
     elif isinstance(template, Struct):

@@ -1,4 +1,4 @@
-"""What was predicted of a step beside what was measured."""
+"""The predicted timeline of a step beside the measured one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class Timed:
 
 
 def beside_predicted(cache: BuildCache, timed: Timed, rehearsed: tuple[Build, Timeline] | None) -> str:
-    """The table of `Pipe.compare`."""
+    """The table of `Pipe.compare`: the rehearsed timeline, if it is for the same build and chunks, else the predicted
+    one, beside the measured one."""
     chunks = 1 + max(span.micro_batch for span in timed.timeline.spans)
     if rehearsed is not None:
         made, predicted = rehearsed
@@ -36,8 +37,8 @@ def beside_predicted(cache: BuildCache, timed: Timed, rehearsed: tuple[Build, Ti
 
 
 def with_memory(predicted: Timeline, cache: BuildCache, timed: Timed) -> tuple[Timeline, str]:
-    """The timeline with the memory of CPU workers as a step would have it, or a line that says why it has not.
-    Over ranks it is not counted."""
+    """The timeline with the memory of CPU workers from a dry run on the meta device, and ""; or the timeline as it is,
+    and a line that says why there was no dry run. Over ranks and on GPUs memory stays as predicted."""
     made = timed.made
     if cache.options.ranks or not all(label.startswith("cpu") for label in made.program.devices):
         return predicted, ""
@@ -46,13 +47,13 @@ def with_memory(predicted: Timeline, cache: BuildCache, timed: Timed) -> tuple[T
         try:
             found = memory_of_step(cache.live(made).step_scheduler, timed.inputs, cache.options.chunks)
             return replace(predicted, memory=found), ""
-        except Exception as error:  # the model looks at values, which are not there
+        except Exception as error:  # the model reads values, and meta tensors have none
             odd = str(error).partition("\n")[0]
     return predicted, f"\nmemory is estimated: {odd or 'stages have replicas'}"
 
 
 def unknown_memory(graph: Graph) -> str | None:
-    """The first op whose memory cannot be known without running it, in words."""
+    """A text that names the first op whose memory only a run can tell; None if there is no such op."""
     for op in graph.ops:
         if op_name(op) in RECURRENT or is_opaque(op):
             return f"what {op.name}, at {op.origin}, keeps is known once it runs"

@@ -1,5 +1,5 @@
-"""A graph that torch.compile hands over, as a pipeline: with its batch cut into micro-batches where that is right, in
-one micro-batch where it is not, and as it is where a pipeline is not worth it.
+"""A graph from torch.compile as a pipeline: in micro-batches where that is correct, else in one micro-batch; and
+without a pipeline where that is not worth it.
 
     called with a batch of 8 ─▶ seen before? ─yes─▶ run
                                      │no
@@ -8,8 +8,8 @@ one micro-batch where it is not, and as it is where a pipeline is not worth it.
       can be captured at all ────────────────▶ whole     what to write
       else ──────────────────────────────────▶ plain
 
-torch.compile guards where tensors are, so nothing moves: stages on other devices work on copies, and what is returned
-is where torch.compile expects it.
+torch.compile guards the devices of tensors, so the model's tensors do not move: stages on other devices work on copies,
+and results are returned on the device that torch.compile expects.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from .phase_timing import timed
 
 
 class Captured:
-    """A captured graph that runs: its build, and what runs that."""
+    """A captured graph with its build and the package that runs it."""
 
     def __init__(self, piece: Piece, flat: tuple[Any, ...], options: Options, number: int) -> None:
         inputs = piece.inputs(flat)
@@ -67,14 +67,14 @@ class Captured:
         self._bind(piece)
 
     def _bind(self, piece: Piece) -> None:
-        """To the constants that the graph has now."""
+        """Bind the package to the constants that the graph has now."""
         made = with_states(self.build, piece.graph)
         held = constants(made.program, made.totals)
         self._live.bind(lambda package: bind(package, nn.Module(), held, piece.lifted.held, move=False))
         self.piece = piece
 
     def hold(self, new: Mapping[str, Tensor]) -> None:
-        """Work with other tensors of the model from now on."""
+        """Replace tensors of the model, by path, in all stages."""
         scheduler = self._live.scheduler
         for stage in (*scheduler.stages, *([] if scheduler.whole is None else [scheduler.whole])):
             for path in new.keys() & set(stage.states):
@@ -92,21 +92,21 @@ class Captured:
 
 
 def at_home(result: Any, kind: ValueType) -> Any:
-    """The result on the device where the model would have it."""
+    """The result on the device that it has in the plain model."""
     return result.to(kind.device) if isinstance(result, Tensor) and isinstance(kind, TensorType) else result
 
 
 @dataclass(frozen=True)
 class Way:
-    """How calls of one batch size are run, and why not in a better way, or what is particular about it. Without `live`,
-    as they are."""
+    """How calls of one batch size are run: by `live`, or, if it is None, as the plain graph. `why`: the reason for no
+    better way, or a note about this one."""
 
     live: Captured | None
     why: str = ""
 
 
 class Compiled:
-    """What torch.compile calls in place of a graph that it has traced. `number` counts these."""
+    """The callable that replaces a graph traced by torch.compile. `number` counts these graphs."""
 
     def __init__(self, number: int, module: fx.GraphModule, options: Options) -> None:
         self.number = number
@@ -132,8 +132,7 @@ class Compiled:
         return result
 
     def _hold(self, flat: tuple[Any, ...]) -> None:
-        """Take over the model's tensors where they are others than before. Plain tensors of other shapes make other
-        graphs."""
+        """Use the model's current tensors. If plain tensors have other shapes than before, forget all captures."""
         new = self.lifted.hold(flat)
         for live in self._lives.values() if new else ():
             live.hold(new)
@@ -145,14 +144,14 @@ class Compiled:
             self._lives.clear()
 
     def sizes(self, flat: tuple[Any, ...]) -> tuple[int, ...]:
-        """The sizes of the inputs where they are cut; one, if they agree."""
+        """The different sizes of the inputs along their batch dimensions: one size, if all agree."""
         dim = self.options.batch_dim
         rows = zip(self.lifted.arguments, flat, strict=True)
         given = [(value, cut_along(dim, item.path, value)) for item, value in rows if item.kind == "input"]
         return tuple(dict.fromkeys(value.shape[cut] for value, cut in given if cut is not None))
 
     def _choose(self, flat: tuple[Any, ...], sizes: tuple[int, ...]) -> Way:
-        """The best way that is right."""
+        """The best way that is correct: micro-batches, else one micro-batch, else the plain graph."""
         ops, using = self.lifted.work
         stages = len(self.options.devices)
         if using < stages:
@@ -173,7 +172,7 @@ class Compiled:
         return way
 
     def _cut(self, flat: tuple[Any, ...]) -> Captured:
-        """In micro-batches. Raises CaptureError where the graph does not hold for them."""
+        """The graph in micro-batches. Raises CaptureError or InputError if that is not correct."""
         live = self._lives.get(True)
         if live is None:
             live = self._lives[True] = self._captured(flat)
@@ -192,14 +191,14 @@ class Compiled:
         return Captured(piece, flat, self.options, self.number)
 
     def _whole(self, flat: tuple[Any, ...]) -> Captured:
-        """In one micro-batch."""
+        """The graph in one micro-batch."""
         if False not in self._lives:
             piece = capture_lifted(self.name, self.lifted, flat, not_cut(self.lifted))
             self._lives[False] = Captured(piece, flat, replace(self.options, chunks=1), self.number)
         return self._lives[False]
 
     def _micro_batches(self, batch: int) -> Sequence[int]:
-        """The sizes that the graph must hold for: those of micro-batches, and the whole, which it was traced for."""
+        """The batch sizes that the graph must be valid for: those of micro-batches, and the whole batch, as traced."""
         return (*split_sizes(batch, self.options.chunks), batch)
 
     @property

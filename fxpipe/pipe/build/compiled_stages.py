@@ -2,10 +2,10 @@
 
     package.STAGES ──cut──▶ pieces ──torch.compile──▶ package.STAGES, compiled
 
-What autograd sees of a compiled piece is one node, so backward is compiled too, and runs whole: a schedule that splits
-it has all of it in the first half. Otherwise nothing changes for schedulers. Compilation happens at the first
-micro-batch of each kind, on the worker that runs it, one at a time, and not while anyone draws random numbers: when it
-is done it puts the state of torch's generators back.
+A compiled piece is one node of autograd, so its backward is compiled too, and is not split: a schedule that splits
+backward has all of it in the first half. Nothing else changes for schedulers. A piece is compiled at the first
+micro-batch of each kind, on the worker that runs it. Only one piece is compiled at a time, and never while another
+thread draws random numbers, because compilation resets torch's generators to their state before it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fxpipe.runtime.random import nobody_draws
 
 Backend = str | Callable[..., Any]
 
-# Kinds of calls of one piece: with gradients and without, autocast or not, sizes 1 and others, one that never changes.
+# The limits allow many kinds of calls of one piece: with and without gradients or autocast, sizes 1 and others.
 SETTINGS: dict[str, object] = {"allow_rnn": True, "recompile_limit": 64, "accumulated_recompile_limit": 1024}
 
 
@@ -43,7 +43,7 @@ def compile_stages(package: ModuleType, backend: Backend) -> None:
 
 
 def compiled(kind: type[Stage], backend: Backend) -> type[Stage]:
-    """A stage like this one, compiled."""
+    """A subclass of the stage whose forward is compiled. Raises CompileError if forward cannot be cut."""
     file = inspect.getfile(kind)
     tree = ast.parse(Path(file).read_text(encoding="utf-8"), file)
     classes = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind.__name__)
@@ -54,7 +54,7 @@ def compiled(kind: type[Stage], backend: Backend) -> type[Stage]:
         *pieces, outer = cut(forward, (*kind.states, *kind.constants, ".device"), eager | {*kind.opaque})
     except EmitError as error:
         raise CompileError(f"{kind.__name__} cannot be compiled: {error}") from None
-    # Dynamo holds on to the globals of what it compiles: forward, which holds the pieces, has others.
+    # Dynamo keeps the globals of the code that it compiles alive. So `forward`, which holds the pieces, has its own.
     made = define(pieces, file, dict(known))
     compiled_pieces = {piece.name: Piece(kind, made[piece.name], backend) for piece in pieces}
     found = define([outer], file, known | compiled_pieces)
@@ -63,14 +63,14 @@ def compiled(kind: type[Stage], backend: Backend) -> type[Stage]:
 
 
 def define(functions: list[ast.FunctionDef], file: str, known: dict[str, Any]) -> dict[str, Any]:
-    """The functions, among the globals that they see."""
+    """Define the functions with `known` as their globals; returns the globals."""
     tree = ast.Module([*functions], [])
     exec(compile(tree, file, "exec"), known)
     return known
 
 
 def name_of(backend: Backend) -> str:
-    """What a message calls it."""
+    """The backend's name for messages."""
     return backend if isinstance(backend, str) else getattr(backend, "__name__", type(backend).__name__)
 
 
@@ -92,15 +92,15 @@ class Piece:
             raise
         except Exception as error:
             failure = error
-        # An error of the model's is raised here again, by itself and at its line. On copies: forward may write.
+        # An error of the model itself is raised again here, with its line. On copies, because forward may write.
         self.eager(*[arg.clone() if isinstance(arg, Tensor) else arg for arg in args])
         try:
             raise self.refusal(failure)
         finally:
-            del failure, args  # else the error holds this frame, and this frame the error
+            del failure, args  # otherwise error and frame form a reference cycle
 
     def refusal(self, error: Exception) -> CompileError:
-        """The CompileError for what the compiler raised, or its code."""
+        """The CompileError for an error of the compiler, or of the code that it made."""
         inner = getattr(error, "inner_exception", error)
         frames = [frame for frame in getattr(error, "real_stack", None) or () if frame.filename == self.file]
         line = user_line(self.kind, frames[-1].lineno or 0) if frames else None
@@ -118,7 +118,7 @@ class Piece:
 
 
 class _Alone:
-    """Dynamo's compiler, which is called for what is not compiled yet, under our settings."""
+    """Dynamo's callback for code that is not compiled yet, under our settings and while no thread draws."""
 
     def __init__(self, compile: Callable[..., Any]) -> None:
         self._torchdynamo_orig_backend = compile  # the name by which Dynamo finds the inner one
@@ -127,6 +127,6 @@ class _Alone:
         with ExitStack() as stack:
             stack.enter_context(nobody_draws())
             stack.enter_context(torch._dynamo.config.patch(SETTINGS))
-            # Backward too, now: later it would be compiled in the middle of others' draws.
+            # Compile backward now too: later, other threads may be drawing random numbers.
             stack.enter_context(torch._functorch.config.patch(force_non_lazy_backward_lowering=True))
             return self._torchdynamo_orig_backend(*args, **kwargs)

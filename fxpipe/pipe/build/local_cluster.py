@@ -1,5 +1,5 @@
-"""The machine at hand as a cluster: its real memory, and speeds that are assumed (`local_cluster`) or measured
-(`detect`, in about a second)."""
+"""This machine as a cluster: its real memory, and speeds that are assumed (`local_cluster`) or measured (`detect`, in
+about a second)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from fxpipe.codegen.package.load_package import worker_device
 from fxpipe.errors import PlanError
 from fxpipe.ir.cluster.cluster import ASSUMED_CPU_WORKER, Cluster, Device, Link, check
 
-BYTES = 2**25  # to copy: more than caches hold, and soon done
+BYTES = 2**25  # to copy: more than caches hold, but quick
 SIDE = 1024  # of the matrices on a CPU
 CUDA_SIDE = 8192
 
 
 def local_cluster(labels: Sequence[str]) -> Cluster:
-    """The devices with these labels. CPU workers share the machine's memory, so each may have all of it."""
+    """The devices with these labels. CPU workers share the machine's memory, so each is given all of it."""
     cpu = replace(ASSUMED_CPU_WORKER, memory=cpu_memory())
     cluster = Cluster.of(labels, cpu=cpu)
     present = {torch.device("cuda", index) for index in range(torch.cuda.device_count())}
@@ -42,11 +42,12 @@ def cpu_memory() -> int:
 
 
 def detect(workers: int | None = None) -> Cluster:
-    """What this machine has, as measured: its CUDA devices with the links between them, or, where there are none or
-    `workers` is given, that many CPU workers (one per core if not given), which share cores and memory evenly.
+    """This machine as a cluster, measured: its CUDA devices with the links between them. If there are none, or if
+    `workers` is given: that many CPU workers (one per core if not given), which share cores and memory evenly.
 
-    Floating-point operations per second are those of a product of float32 matrices, with the settings that torch has
-    now; bandwidths are those of copies. Also `Cluster.detect()`.
+    Floating-point operations per second are those of a product of float32 matrices, with torch's current settings;
+    bandwidths (bytes per second) are those of copies. Raises PlanError if `workers` is below 1. Also
+    `Cluster.detect()`.
     """
     if workers is not None and workers < 1:
         raise PlanError(f"workers is {workers}; a machine has at least one CPU worker")
@@ -67,19 +68,19 @@ def cores() -> int:
 
 
 def _cpu(workers: int) -> Cluster:
-    """Workers that are busy at the same time each have a share of what the whole machine does."""
+    """CPU workers that run at the same time: each has an equal share of the machine's memory and speed."""
     a = torch.ones(SIDE, SIDE)
     target, source = torch.empty(BYTES // 4), torch.ones(BYTES // 4)
     flops = 2 * SIDE**3 / least_seconds(lambda: torch.mm(a, a))
     bandwidth = 2 * BYTES / least_seconds(lambda: target.copy_(source))
     each = Device("cpu", cpu_memory() // workers, flops / workers, bandwidth / workers)
     devices = tuple(replace(each, label=f"cpu:{i}") for i in range(workers))
-    # A tensor that goes to another worker is not copied: who reads it fetches it from memory.
+    # A tensor that goes to another worker is not copied: its reader loads it from memory.
     return Cluster(devices, (Link(("local", "local"), bandwidth / 2, _handover()),))
 
 
 def least_seconds(run: Callable[[], object], budget: float = 0.2) -> float:
-    """The least of several runs."""
+    """The shortest of several runs, which end after `budget` seconds."""
     least, start = float("inf"), perf_counter()
     for turn in range(50):
         begun = perf_counter()
@@ -92,7 +93,7 @@ def least_seconds(run: Callable[[], object], budget: float = 0.2) -> float:
 
 
 def _handover(times: int = 200) -> float:
-    """Seconds until another thread has what was put into its queue."""
+    """Seconds until another thread gets an item that was put into its queue."""
     there: queue.SimpleQueue[bool] = queue.SimpleQueue()
     back: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
@@ -129,7 +130,8 @@ def _gpu(label: str) -> Device:
 
 
 def _link(a: str, b: str) -> Link:
-    """The slower of the two ways, for a large copy; what a copy of one number takes is the latency."""
+    """The link between two GPUs: bandwidth of a large copy, latency of a copy of one number, each in the slower
+    direction."""
     seconds, latency = 0.0, 0.0
     for source, target in ((a, b), (b, a)):
         large, there = torch.ones(BYTES, device=source), torch.empty(BYTES, device=target)
@@ -139,7 +141,7 @@ def _link(a: str, b: str) -> Link:
 
 
 def _cuda_seconds(label: str, run: Callable[[], object], times: int = 4) -> float:
-    """The least of several runs on the current stream of a device, as its own events tell."""
+    """Seconds of the shortest of several runs on the current stream of a device, by CUDA events."""
     least = float("inf")
     with torch.cuda.device(label):
         for turn in range(times):

@@ -1,4 +1,5 @@
-"""How long each room takes, in the log at debug level: `logging.getLogger("fxpipe").setLevel(logging.DEBUG)`."""
+"""How long each phase of a build ("room") takes, in the log at debug level:
+`logging.getLogger("fxpipe").setLevel(logging.DEBUG)`."""
 
 from __future__ import annotations
 
@@ -8,12 +9,12 @@ from contextlib import contextmanager
 from time import perf_counter
 
 log = logging.getLogger("fxpipe")
-rooms: list[str] = []  # those that work goes on in, from the outermost on
+rooms: list[str] = []  # the phases that are running, the outermost first
 
 
 @contextmanager
 def timed(room: str) -> Iterator[None]:
-    """Logs what the block took, if nothing went wrong."""
+    """A context that logs its time in milliseconds, unless it raises."""
     start = perf_counter()
     rooms.append(room)
     try:

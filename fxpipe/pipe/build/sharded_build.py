@@ -1,9 +1,9 @@
-"""From a graph of which every op has a device to generated files that run: the build for strategies.
+"""The build for strategies: from a graph with a device for every op to generated files that run.
 
 Placed ─segments─▶ Plan ─lower─▶ Program ─emit─▶ files
                      └───segmented──▶ Schedule
 
-A segment is a stage like any other: a device may have many, and values move from any to any later one.
+A segment is a stage: a device may have many of them, and values move from a segment to any later one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .state_write_order import check_write_order
 
 
 def build(graph: Graph, sizes: Mapping[str, int], cluster: Cluster, options: Options) -> Build:
-    """All the values from a graph and its sizes on."""
+    """The build for a graph and the numbers of its symbolic sizes."""
     assert options.place is not None
     trail: dict[str, Program | Placed] = {}
     with timed("sharding"):
@@ -58,7 +58,7 @@ def build(graph: Graph, sizes: Mapping[str, int], cluster: Cluster, options: Opt
 
 
 def _plan(placed: Placed, seconds: Mapping[str, float], options: Options) -> Plan:
-    """A stage for each segment. Of one micro-batch, nothing but the last is recomputed in no stage."""
+    """A plan with a stage for each segment. "except_last" with one micro-batch recomputes nothing: "never"."""
     checkpoint = "never" if (options.checkpoint, options.chunks) == ("except_last", 1) else str(options.checkpoint)
     stages = (
         StagePlan(segment.ops, options.devices[segment.device], checkpoint) for segment in segments(placed, seconds)
@@ -67,7 +67,8 @@ def _plan(placed: Placed, seconds: Mapping[str, float], options: Options) -> Pla
 
 
 def schedule_of(program: Program, options: Options) -> Schedule:
-    """The order of a step: that of the stages, each action being those of the stage's segments."""
+    """The schedule of a step: that of the pipeline's stages, with each action replaced by those of the stage's
+    segments."""
     chosen = options if program.graph.loss is not None else replace(options, schedule="gpipe")
     took_from, stages = sources(program), program.pipeline
     labels = dict(zip(stages, program.devices, strict=True))

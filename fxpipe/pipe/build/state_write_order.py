@@ -1,7 +1,7 @@
-"""Schedules that run the forwards of a stage out of order, where forward writes buffers or parameters.
+"""The order in which a schedule runs the forwards of a stage that writes buffers or parameters.
 
-What a model leaves in a running mean depends on the order of its calls. Our own schedules run the forwards of a stage
-in the order of the micro-batches; one that the user wrote may not.
+The final value of a running mean, for example, depends on the order of the calls. fxpipe's schedules run the forwards
+of a stage in the order of the micro-batches; a user's own schedule may not.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from fxpipe.ir.schedule.schedule import Schedule
 
 
 def check_write_order(schedule: Schedule, program: Program) -> None:
-    """Raise PlanError if a stage that writes buffers or parameters in forward runs the micro-batches in another order
-    than the model does, so that it would leave other values in them. Deferred norms are free: they add up."""
+    """Raise PlanError if a stage that writes buffers or parameters in forward runs its micro-batches out of order, so
+    that their final values would differ from the model's. Deferred norms may run in any order: they only add up."""
     for stage in program.stages:
         written = _writing_op(program, stage)
         order = [] if written is None else [a.micro_batch for row in schedule.devices for a in row
@@ -33,7 +33,8 @@ def check_write_order(schedule: Schedule, program: Program) -> None:
 
 
 def _writing_op(program: Program, stage: Stage) -> tuple[Op, str] | None:
-    """An op that writes a buffer or parameter at once, and its path; a counter of batches only if there is no other."""
+    """An op of the stage that writes a buffer or parameter directly, with its path, or None. `num_batches_tracked` is
+    given only if nothing else is written."""
     paths = {state.name: state.path for state in program.graph.states}
     found = [(op, paths[name]) for op in stage.ops if not _is_deferred(op) for name in op.writes if name in paths]
     kept = [(op, op.target) for op in stage.ops if isinstance(op.target, Opaque) and not _is_deferred(op)]

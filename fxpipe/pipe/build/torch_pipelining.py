@@ -1,8 +1,8 @@
 """Stages for the schedules of torch.distributed.pipelining.
 
-torch's stages are a chain: what stage 3 needs of stage 1 goes through stage 2, and only tensors go. That is the program
-as `cut` makes it, before portals and loans: every value is relayed, tied weights too, whose gradients come back the
-same way. Numbers travel as tensors of one element.
+torch's stages are a chain: a value that stage 3 needs from stage 1 goes through stage 2, and only tensors can be sent.
+That is the program as `cut` makes it, before portals and loans: every value is relayed, tied weights too, whose
+gradients come back the same way. Numbers are sent as tensors of one element.
 
     stage 0        takes the model's own arguments        gives x, skip
     stage 1        takes x, skip                          gives y, skip       skip passes through
@@ -44,7 +44,7 @@ NUMBERS = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
 
 @dataclass(frozen=True)
 class Link:
-    """What crosses from one stage to the next: the values, and sizes that the next cannot tell from their shapes."""
+    """What one stage sends the next: the values, and the sizes that cannot be read from the shapes of these values."""
 
     values: tuple[str, ...]
     sizes: tuple[str, ...]
@@ -55,8 +55,8 @@ class Link:
 
 
 class ChainStage(nn.Module):
-    """A generated stage, with the model's own keys, that takes tensors and gives tensors; the first one takes the
-    model's arguments. `takes` and `gives` are what crosses before and after it."""
+    """A generated stage, with the model's own keys, that takes and returns tensors; the first one takes the model's
+    arguments. `takes` and `gives` are the links before and after it."""
 
     stage: Stage
     device: torch.device
@@ -78,10 +78,10 @@ class ChainStage(nn.Module):
             "made": made, **{name: vars(stage)[name] for name in SHARED},
         }  # fmt: skip
         for name, value in own.items():
-            object.__setattr__(self, name, value)  # past nn.Module's: the model may have parts of these names
+            object.__setattr__(self, name, value)  # not nn.Module's: the model may have submodules of these names
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Keywords are the model's arguments, which torch passes to all stages; the first one has use for them."""
+        """Keywords are the model's arguments: torch passes them to all stages, but only the first one uses them."""
         known = self._first(args, kwargs) if self.takes is None else self._received(args)
         draw = [Draws(new_seed(), 0, self.device)] if any(op.random for op in self.plan.ops) else []
         found = self.stage(*(known[name] for name in self.plan.takes), *draw)
@@ -112,7 +112,7 @@ def torch_stages(
     device: str | torch.device | None = None,
     group: Any = None,
 ) -> list[PipelineStage]:
-    """Some stages of a model as those of torch.distributed.pipelining, generated in a new folder; see
+    """The given stages as PipelineStages of torch.distributed.pipelining, generated in `folder`; see
     `Pipe.torch_stages`."""
     n, device = len(made.plan.stages), torch.device("cpu" if device is None else device)
     found = []
@@ -128,7 +128,7 @@ def torch_stages(
 def chain_stages(
     model: nn.Module, made: Build, folder: Path, stages: Collection[int], device: torch.device
 ) -> Iterator[tuple[ChainStage, tuple[Tensor, ...], tuple[Tensor, ...]]]:
-    """These stages, each with tensors like those that it takes and gives for one micro-batch."""
+    """The given stages, each with examples of the tensors that it takes and gives for one micro-batch."""
     refuse(made.graph, made.plan.deferred_batch_norm)
     program = lower(made.graph, made.plan, passes=CHAIN)
     links = links_of(program)
@@ -152,7 +152,7 @@ def chain_stages(
 
 
 def refuse(graph: Graph, deferred: bool) -> None:
-    """Raise FxpipeError for what a chain of stages cannot do."""
+    """Raise FxpipeError if the graph cannot run as a chain: a loss, totals, deferred norms, or a size as output."""
     if graph.loss is not None:
         raise FxpipeError(
             "this pipe was compiled for step(), in which the loss is part of the last stage; torch's schedules compute "
@@ -171,8 +171,8 @@ def refuse(graph: Graph, deferred: bool) -> None:
 
 
 def check_torch(link: Link, values: Sequence[Tensor]) -> None:
-    """Raise FxpipeError for what torch's stages did not hand on before torch 2.12, when they asked for a gradient of
-    all that they received."""
+    """Raise FxpipeError before torch 2.12 if a value needs no gradient: torch's stages then wanted a gradient of
+    everything they received."""
     for name, value in zip(link.names, values, strict=True):
         if torch.__version__ < "2.12" and not value.requires_grad:
             raise FxpipeError(
@@ -182,7 +182,7 @@ def check_torch(link: Link, values: Sequence[Tensor]) -> None:
 
 
 def links_of(program: Program) -> list[Link]:
-    """What crosses into each stage, and, last, what the last one gives."""
+    """The link into each stage, and then the link out of the last one."""
     n, names = len(program.stages), {size.name for size in program.graph.sizes}
     inputs = tuple(item.name for item in program.graph.inputs if item.path)
     values = [inputs, *(stage.gives for stage in program.stages[:-1])]
@@ -207,7 +207,7 @@ def shapes_seen(program: Program, values: Sequence[str]) -> dict[str, tuple[str,
 
 
 def sendable(value: Any, device: torch.device) -> Tensor:
-    """A tensor that torch's stages can send: without gaps, and none that would be a leaf of the graph at both ends."""
+    """A tensor that torch's stages can send: contiguous, and not a leaf of autograd that needs a gradient."""
     if not isinstance(value, Tensor):
         return torch.tensor(value, dtype=NUMBERS[type(value).__name__], device=device)
     dense: Tensor = value.contiguous()
@@ -215,7 +215,7 @@ def sendable(value: Any, device: torch.device) -> Tensor:
 
 
 def examples(program: Program, sizes: Mapping[str, int], link: Link) -> tuple[Tensor, ...]:
-    """Tensors of the types and shapes that cross for one micro-batch."""
+    """Tensors on the meta device with the types and shapes of a link's values for one micro-batch."""
 
     def example(kind: Any) -> Tensor:
         if isinstance(kind, ScalarType):

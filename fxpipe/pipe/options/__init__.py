@@ -1,1 +1,1 @@
-"""What a user may ask for: the table of options, their forms, and what makes no sense together."""
+"""The options of the public functions: their table, the forms of their values, and which contradict each other."""

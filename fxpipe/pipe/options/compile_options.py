@@ -1,4 +1,4 @@
-"""What a user asks of `fxpipe.compile`, checked at the door."""
+"""The options of `fxpipe.compile`, and their checks."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Place = Callable[[Graph, Mapping[str, int]], Placed]  # what a strategy makes of
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of `fxpipe.compile`, each as given there but for these:
+    """The arguments of `fxpipe.compile`, as given there except for these:
 
     - `devices`: one label for each stage, or for each device of a strategy.
     - `replicas`: the further devices of a stage, by the label of its first.
-    - `cluster`: that of the devices, if `devices` was one.
-    - `place`: what a strategy does, which is to place ops.
-    - `ranks`: whether a device is a process of torch.distributed, `cpu:1` or `cuda:1` that of rank 1.
+    - `cluster`: the cluster, if `devices` was one.
+    - `place`: the function of a strategy that assigns devices to ops.
+    - `ranks`: whether each device is a process of torch.distributed: `cpu:1` or `cuda:1` is rank 1.
     """
 
     devices: tuple[str, ...]
@@ -57,7 +57,7 @@ class Options:
 
 
 def check(options: Options) -> Options:
-    """The options, if they make sense by themselves; raises PlanError where they do not."""
+    """The same options. Raises PlanError if they contradict each other, whatever the model."""
     n = len(options.devices)
     if not isinstance(options.checkpoint, str) and not options.checkpoint <= set(range(n)):
         unknown = sorted(options.checkpoint - set(range(n)))
@@ -83,7 +83,7 @@ def check(options: Options) -> Options:
 
 
 def check_placed(options: Options) -> None:
-    """Raise PlanError for what makes no sense where a strategy has placed all ops."""
+    """Raise PlanError for options that do not go with a strategy, which places all ops."""
     if isinstance(options.schedule, str) and options.schedule in {*SCHEDULES, AUTO} - {*STRAIGHT}:
         raise PlanError(
             f"schedule is {options.schedule!r}; with a strategy, write one of {', '.join(STRAIGHT)}, or a grid"
@@ -93,14 +93,15 @@ def check_placed(options: Options) -> None:
 
 
 def backend_of(asked: bool | str | Callable[..., Any]) -> str | Callable[..., Any] | None:
-    """The backend that stages are compiled with, None if they are not."""
+    """The backend that `compile_stages` asks for; None if stages are not compiled."""
     if isinstance(asked, bool):
         return "inductor" if asked else None
     return asked
 
 
 def stage_devices(labels: tuple[str, ...], schedule: Own, stages_per_device: int | None) -> tuple[str, ...]:
-    """The device of each stage, as the schedule deals them: `labels` are devices, or already those of the stages."""
+    """The device of each stage, as the schedule deals stages to devices. If `labels` has a device twice, it already has
+    one label for each stage."""
     if not isinstance(schedule, str) or schedule not in SCHEDULES:
         return labels * (stages_per_device or 1)
     if len(set(labels)) < len(labels) and stages_per_device is None:
@@ -112,7 +113,8 @@ def stage_devices(labels: tuple[str, ...], schedule: Own, stages_per_device: int
 
 
 def deal(labels: tuple[str, ...], replicas: Sequence[int] | None) -> dict[str, tuple[str, ...]]:
-    """The devices in their order, dealt to the stages: by the first one of each, the others.
+    """Deal the devices to the stages, in order: a dict from the first device of each stage to its other devices. Raises
+    PlanError if the counts do not add up or a device is named twice.
 
     >>> deal(("cpu:0", "cpu:1", "cpu:2"), (2, 1))
     {'cpu:0': ('cpu:1',), 'cpu:2': ()}
@@ -133,13 +135,13 @@ def deal(labels: tuple[str, ...], replicas: Sequence[int] | None) -> dict[str, t
 
 
 def every_device(options: Options) -> tuple[str, ...]:
-    """The labels of all devices, each as often as it has a stage."""
+    """The labels of the devices of all stages, stage by stage, replicas included."""
     return tuple(label for first in options.devices for label in (first, *options.replicas.get(first, ())))
 
 
 def candidates(devices: Sequence[str], dealt: Sequence[str] | None) -> list[tuple[str, tuple[str, ...]]]:
-    """The schedules to choose from over these devices, with the device of each stage; with `dealt`, the stages are on
-    these devices already."""
+    """The schedules that "auto" chooses from, each with the device of every stage. `dealt`: the devices of the stages,
+    if they are decided already."""
     found = []
     for name, form in SCHEDULES.items():
         shared = form.shape in ("in turn", "v") and len(set(devices)) < len(devices)
@@ -155,8 +157,8 @@ def candidates(devices: Sequence[str], dealt: Sequence[str] | None) -> list[tupl
 
 
 def make_schedule(options: Options, devices: Sequence[str], chunks: int, limit: int | None = None) -> Schedule:
-    """The schedule that was asked for, over stages on these devices. `limit` is how many micro-batches fit into the
-    memory of a device: what runs ahead by itself runs no further."""
+    """The requested schedule, over stages on these devices. `limit` is how many micro-batches fit into the memory of a
+    device: it bounds the default warm-up. Raises PlanError if there is no such schedule, or it has no backward."""
     limited = limit if options.schedule in WARM and options.warmup is None else None
     try:
         made = make(options.schedule, devices, chunks, options.warmup, limited)
@@ -168,10 +170,10 @@ def make_schedule(options: Options, devices: Sequence[str], chunks: int, limit: 
 
 
 def device_labels(devices: int | Sequence[str | torch.device] | Cluster) -> tuple[str, ...]:
-    """One label per stage. A count takes CUDA devices where there are that many, else CPU workers.
+    """One label per stage. A count means CUDA devices if there are enough, else CPU workers.
 
-    A bare "cpu" is a worker of its own each time; "cpu:0" twice is one worker with two stages. Raises PlanError for
-    what is no device, or a cluster that cannot be.
+    Each "cpu" without a number is a worker of its own; "cpu:0" twice is one worker with two stages. Raises PlanError if
+    a device or cluster is not valid.
 
     >>> device_labels(["cpu", "cpu"])
     ('cpu:0', 'cpu:1')

@@ -1,4 +1,4 @@
-"""Options that say what a plan or a strategy says already: they are refused, because only one of the two could hold."""
+"""Options beside a plan or a strategy that decides the same thing: they are refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SAID_BY_STRATEGY = (
 
 
 def refuse_beside_strategy(given: Mapping[str, Any]) -> None:
-    """Raise PlanError for an option that says what the strategy says already; `given` are those that were given."""
+    """Raise PlanError if one of the `given` options decides something that the strategy decides."""
     if told := [name for name in SAID_BY_STRATEGY if given.get(name)]:
         raise PlanError(
             f"{' and '.join(told)} beside strategy: the strategy says where everything runs; leave out one of them"
@@ -23,7 +23,7 @@ def refuse_beside_strategy(given: Mapping[str, Any]) -> None:
 
 
 def refuse_beside_plan(plan: Plan | PlanFile, given: Mapping[str, Any]) -> None:
-    """Raise PlanError for an option that says something else than the plan; `given` are those that were given."""
+    """Raise PlanError if one of the `given` options contradicts the plan."""
     for name, (holds, says) in _said_by(plan).items():
         asked = given.get(name)
         if asked is not None and asked not in (holds, (), frozenset()):
@@ -34,7 +34,8 @@ def refuse_beside_plan(plan: Plan | PlanFile, given: Mapping[str, Any]) -> None:
 
 
 def _said_by(plan: Plan | PlanFile) -> dict[str, tuple[Any, str]]:
-    """What the plan says in the place of each option: the one value that says the same, and words for an error."""
+    """For each option that the plan decides: the value that agrees with the plan (None: none does), and words for an
+    error."""
     placed: tuple[StagePlan | StagePlace, ...] = plan.stages
     modes = [stage.checkpoint for stage in placed]
     mode = modes[0] if len(set(modes)) == 1 else None
@@ -56,6 +57,6 @@ def _said_by(plan: Plan | PlanFile) -> dict[str, tuple[Any, str]]:
 
 
 def _shown(value: Any) -> str:
-    """A value in an error; a schedule that is a grid by its first line."""
+    """A value as an error shows it: at most 60 characters of its first line."""
     first = str(value).strip().partition("\n")[0][:60]
     return repr(first) if isinstance(value, str) else first

@@ -1,5 +1,5 @@
-"""The forms that the value of an option may have: how an error says them, how a value is checked, and how the command
-line reads one from text.
+"""The forms that the value of an option may have: how an error names them, how a value is checked, and how the command
+line reads a value from text.
 
     Option("checkpoint", "what to recompute", (one_of("never", "always"), many(whole(0), "a set of stages")), {0, 2})
 
@@ -22,8 +22,8 @@ WIDTH = 60  # characters of a value that an error shows
 
 
 class Default(str):
-    """The word that an option has if it is left out. Its type tells it from the same word written by the user, which
-    may contradict a plan."""
+    """The default word of an option. Its type tells it from the same word given by the user, which may contradict a
+    plan."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Form:
     """One form of a value.
 
     - `text`: completes "write ...".
-    - `take`: returns the value as the rest of fxpipe wants it; raises TypeError or ValueError for one of another form.
-    - `read`: makes a value of text; None if text cannot say it.
-    - `words`: those that a value may consist of.
+    - `take`: returns the value as the rest of fxpipe needs it; raises TypeError or ValueError if it has another form.
+    - `read`: parses a value from text; None if the command line has no text for this form.
+    - `words`: returns the words that a value may consist of.
     """
 
     text: str
@@ -44,8 +44,12 @@ class Form:
 
 @dataclass(frozen=True)
 class Option:
-    """What an option may be; `about` is a line for the command line, `example` a value. `unset`: None stands for an
-    option that was left out."""
+    """An option and the forms of its value.
+
+    - `about`: its line in the help of the command line.
+    - `example`: a value for errors and help.
+    - `unset`: whether None means that the option was left out.
+    """
 
     name: str
     about: str
@@ -54,7 +58,7 @@ class Option:
     unset: bool = False
 
     def take(self, value: Any) -> Any:
-        """The value, in the first form that it has. Raises PlanError if it has none of them."""
+        """The value, converted by the first form that accepts it. Raises PlanError if none does."""
         if value is None and self.unset:
             return None
         for form in self.forms:
@@ -66,7 +70,7 @@ class Option:
         raise PlanError(f"{self.name} is {shown(value)}: {_allowed(self.forms, value, example)}")
 
     def read(self, text: str) -> Any:
-        """The value that a text of the command line stands for. Raises PlanError if it stands for none."""
+        """The value of a text from the command line. Raises PlanError if no form accepts it."""
         readable = [form for form in self.forms if form.read is not None]
         for form in readable:
             try:
@@ -78,7 +82,7 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """What the command line calls it."""
+        """The option's name on the command line: `--stages-per-device`."""
         return "--" + self.name.replace("_", "-")
 
 
@@ -104,20 +108,20 @@ def table(*options: Option) -> dict[str, Option]:
 
 
 def check(options: Mapping[str, Option], values: Mapping[str, Any]) -> None:
-    """Raise PlanError for a value that its option cannot have. Values that are no options are not looked at."""
+    """Raise PlanError if a value has none of its option's forms. Values that belong to no option are ignored."""
     for name in options.keys() & values.keys():
         options[name].take(values[name])
 
 
 def refuse_unknown(function: str, unknown: Iterable[str], known: Collection[str]) -> None:
-    """Raise PlanError for an argument that a function does not have, with the nearest that it has."""
+    """Raise PlanError for the first unknown argument, with the most similar known one."""
     for name in unknown:
         near = did_you_mean(name, known)
         raise PlanError(f"{function} has no option {name!r}{near or '; it has ' + ', '.join(known)}")
 
 
 def shown(value: Any) -> str:
-    """A value for an error: as Python writes it, or by its type where that is long or says little.
+    """A value as an error shows it: its `repr`, or its type if the `repr` is long or says little.
 
     >>> shown("2"), shown([1, 2]), shown(object())
     ("'2'", '[1, 2]', 'of type object')
@@ -141,7 +145,7 @@ def either(texts: Sequence[str]) -> str:
 
 
 def whole(least: int, text: str = "", most: int | None = None) -> Form:
-    """Whole numbers, from `least` on, up to `most` if that is given."""
+    """Whole numbers of at least `least`, and at most `most` if given."""
 
     def take(value: Any) -> int:
         number = operator.index(value)
@@ -159,7 +163,7 @@ def where(
     read: Callable[[str], Any] | None = None,
     words: Callable[[], Collection[str]] = tuple,
 ) -> Form:
-    """Values of which this holds."""
+    """Values for which `holds` returns True."""
 
     def take(value: Any) -> Any:
         if not holds(value):
@@ -170,12 +174,12 @@ def where(
 
 
 def above_zero(text: str) -> Form:
-    """Numbers above zero."""
+    """Finite numbers above zero."""
     return where(lambda value: not isinstance(value, (bool, str)) and 0 < float(value) < math.inf, text, float)
 
 
 def one_of(*words: str, more: Callable[[], Collection[str]] = tuple, text: str = "") -> Form:
-    """These words; `more` is asked for others when there is a value to check."""
+    """These words, and those that `more()` returns when a value is checked."""
 
     def known() -> Collection[str]:
         return (*words, *more())
@@ -191,7 +195,7 @@ def flag() -> Form:
 
 
 def many(form: Form, text: str, kind: type[Any] = Sequence, make: Callable[[Any], Any] = tuple, least: int = 0) -> Form:
-    """Collections of values of one form: sequences, or of another `kind`; so many at `least`."""
+    """Collections of at least `least` values of one form; `kind` is the type of the collection, `make` converts it."""
 
     def take(value: Any) -> Any:
         if not isinstance(value, kind) or isinstance(value, (str, bytes, Mapping)):
@@ -209,7 +213,7 @@ def many(form: Form, text: str, kind: type[Any] = Sequence, make: Callable[[Any]
 
 
 def by_name(form: Form, text: str) -> Form:
-    """Values of one form by names; on the command line, `name=value,name=value`."""
+    """Dicts from names to values of one form; on the command line, `name=value,name=value`."""
 
     def take(value: Any) -> Any:
         if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
@@ -226,7 +230,7 @@ def by_name(form: Form, text: str) -> Form:
 
 
 def or_none(form: Form, text: str) -> Form:
-    """None, too."""
+    """Values of the form, or None."""
 
     def read(value: str) -> Any:
         if form.read is None:
@@ -237,7 +241,7 @@ def or_none(form: Form, text: str) -> Form:
 
 
 def instance(kinds: tuple[type, ...], text: str, read: Callable[[str], Any] | None = None) -> Form:
-    """Objects of some class."""
+    """Instances of one of these classes."""
     return where(lambda value: isinstance(value, kinds), text, read)
 
 
@@ -247,5 +251,5 @@ def path(text: str) -> Form:
 
 
 def function(text: str) -> Form:
-    """What can be called."""
+    """Callables that are not classes."""
     return where(lambda value: callable(value) and not isinstance(value, type), text)

@@ -1,7 +1,7 @@
-"""Every option of the public functions: what it may be, an example, and a line for the command line.
+"""Every option of the public functions: the forms of its value, an example, and a line for the command line.
 
-What makes no sense beside another option (a stage that is not there, a schedule for another placement) is for those who
-know both; see `check` in `compile_options.py`.
+Values that contradict another option (a stage that does not exist, a schedule for another placement) are found by
+`check` in `compile_options.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .option_forms import (
     whole,
 )
 
-HOW = ("mean", "sum", "cat")  # outputs of micro-batches become one
+HOW = ("mean", "sum", "cat")  # how the outputs of micro-batches are combined
 METHODS = ("leaps", "mcmc")  # of `fxpipe.search`
 
 
@@ -61,7 +61,7 @@ def backends() -> Collection[str]:
 
 
 def read_cluster(cluster: Cluster | str) -> Cluster:
-    """The cluster itself, or the published one of this name. Raises PlanError where there is none."""
+    """The cluster itself, or the published one of this name. Raises PlanError if the name is not known."""
     try:
         return preset(cluster) if isinstance(cluster, str) else cluster
     except ValueError as error:
@@ -162,12 +162,13 @@ STEP = table(
 
 
 def check_step(**values: Any) -> None:
-    """Raise PlanError for an option of a step that cannot be that. Steps are many: what is left out costs nothing."""
+    """Raise PlanError for an invalid option of a step. Options that are None or False are not checked, to save time in
+    every step."""
     for name, value in values.items():
         if value is not None and value is not False:
             STEP[name].take(value)
 
 
 def check_accumulate(count: Any) -> int:
-    """How many steps add up to one update. Raises PlanError for what is no such number."""
+    """The number of steps that add up to one update. Raises PlanError unless it is a whole number of at least 1."""
     return 1 if count == 1 else int(STEP["accumulate"].take(count))

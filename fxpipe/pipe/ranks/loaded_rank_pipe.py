@@ -1,6 +1,6 @@
-"""A saved package over ranks: each has the stages of its own device, and what moves between them is in `messages.json`.
+"""A saved package over ranks: each rank has the stages of its own device; the messages are in `messages.json`.
 
-Nothing is captured, planned or generated, so ranks agree once, on the files; after that all calls are of one kind.
+Nothing is captured, planned or generated, so ranks agree only once, on the files; then all calls are of one kind.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from .rank_consistency import agree
 from .rank_tensors import RankTensors
 from .ranks import Ranks, ranked, refuse_copy, refuse_pickle, weakly
 
-TEXT = (".py", ".json")  # files that are shown where they differ
+TEXT = (".py", ".json")  # files whose differences an error shows
 
 
 @dataclass(kw_only=True)
 class LoadedRanksState(LoadedState):
-    """What a `LoadedRanks` has beside the model."""
+    """What a `LoadedRanks` has besides the model."""
 
     processes: Ranks
 
@@ -56,19 +56,19 @@ class LoadedRanks(Loaded):
 
     @property
     def place(self) -> int:
-        """The number of this rank among all that train the model: what it passes to `collect_all` comes there."""
+        """The number of this rank among all that train the model: the index of its value in `collect_all`."""
         return self._state.processes.place
 
     def _refuse(self, _: Header, signatures: Given, error: BaseException) -> None:
-        """Take part in a call that has failed here, so that all ranks know."""
+        """Take part in a call that has failed on this rank, so that all ranks learn of the error."""
         args, kwargs, target = signatures
         inputs = self.package.inputs(*args, **self._named(kwargs, target))
         ranked(self._state.live).run(inputs, self.package.CHUNKS, error=error)
 
 
 def load_on_rank(folder: Path, model: nn.Module, world: World, backend: Backend | None = None) -> LoadedRanks:
-    """This rank's part of a package, once all ranks have the same files. Raises what failed here, and RankError for
-    what failed elsewhere."""
+    """This rank's part of a package. Raises the error if loading failed on this rank, and RankError if it failed on
+    another rank, a rank is lost, or files differ."""
     ranks = Ranks(world)
     error, made = None, None
     try:
@@ -104,7 +104,7 @@ def bind_on_rank(world: World, model: nn.Module, others: Mapping[str, Tensor], p
 
 
 def replica_groups(live: RunningPackage, tensors: Mapping[str, Tensor]) -> dict[int, Sequence[str]]:
-    """The devices of the stages that use these tensors, by the ids of these."""
+    """The devices of the stage that uses each tensor, by the tensor's `id`."""
     found: dict[int, Sequence[str]] = {}
     for kind, labels in zip(live.package.STAGES, ranked(live).table.replica_groups, strict=True):
         for path in kind.states:
@@ -113,7 +113,8 @@ def replica_groups(live: RunningPackage, tensors: Mapping[str, Tensor]) -> dict[
 
 
 def table_of(package: Any) -> MessageTable:
-    """What moves between the stages of a package. Raises PackageError where nobody knows."""
+    """The messages between the stages of a package. Raises PackageError if the package has no table of them, or it does
+    not fit the rows of the scheduler."""
     file = Path(next(iter(package.__path__))) / MESSAGES
     if not issubclass(package.Scheduler, StepScheduler):
         raise PackageError(
@@ -146,7 +147,7 @@ def check_ranks(table: MessageTable, world: World) -> None:
 
 
 def text_of(folder: Path) -> str:
-    """What ranks must have the same."""
+    """The text that must be the same on all ranks: all files, and a hash of the constants."""
     files = {path.name: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*")) if path.suffix in TEXT}
     constants = folder / CONSTANTS
     held = sha256(constants.read_bytes()).hexdigest() if constants.exists() else "none"

@@ -1,6 +1,6 @@
-"""Data or tensor parallelism beside a pipe, by torch's own means: what `RankPipe.parallelize` does.
+"""Data or tensor parallelism of pipes side by side, by torch's own modules: what `RankPipe.parallelize` does.
 
-A function of the user has made something of this rank's part of the model. What that is decides what goes on in a step:
+The user's function wraps or shards this rank's part of the model. What it returns decides what happens in a step:
 
                                    before                            after
     DistributedDataParallel        nothing                           gradients are averaged over the column
@@ -38,13 +38,13 @@ WHAT = "return DistributedDataParallel(part, ...), fully_shard(part, ...) or par
 
 
 class Parallel:
-    """What has been made of the part of the model on this rank.
+    """The parallel form of this rank's part of the model.
 
-    - `module`: what backward of a step goes through.
+    - `module`: the module that backward of a step goes through.
     - `beside`: the ranks in the same column of the mesh.
-    - `reduces`, `gathers`: whether there are collectives after a step, and before or in it.
-    - `cut`: the paths of the tensors of which ranks compute with parts.
-    - `owners`: during a step, the parameter of each tensor that a stage holds, by its id, and the layout it is part of.
+    - `reduces`: whether there are collectives after a step; `gathers`: before or in it.
+    - `cut`: the paths of the tensors of which each rank uses only a part.
+    - `owners`: during a step, the parameter and layout for each tensor that a stage holds, by the tensor's `id`.
     """
 
     def __init__(self, part: Part, world: World) -> None:
@@ -56,7 +56,8 @@ class Parallel:
         self.owners: dict[int, tuple[Tensor, Layout | None]] = {}
 
     def apply(self, mesh: Any, function: Function) -> nn.Module:
-        """Let the function make something of the part, over a mesh; gives what it has made."""
+        """Call the user's function with the part and the mesh; returns its result. Raises FxpipeError if the result is
+        of no known kind, or the part cannot be made parallel."""
         column = join(group_of(mesh), self.world.device, self.world.timeout)
         tensors = self.tensors()
         agree(column, "\n".join(f"{path}  {list(x.shape)} {x.dtype}" for path, x in tensors.items()))
@@ -83,15 +84,15 @@ class Parallel:
         return made
 
     def _made(self, mesh: Any, function: Function) -> nn.Module:
-        """What the function makes of the part, if there is anything in it."""
+        """The function's result for the part; an empty part is returned as it is."""
         if not list(self.part.parameters()):
             return self.part
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Parallelize plan key")  # which is for a stage on another rank
+            warnings.filterwarnings("ignore", "Parallelize plan key")  # the key is for a stage on another rank
             return function(self.part, mesh)
 
     def _kind(self, made: nn.Module) -> str:
-        """What the function has made. Raises FxpipeError if it is nothing that is known here."""
+        """The kind of the function's result: DDP, FSDP, TENSOR or NOTHING. Raises FxpipeError if it is another."""
         if isinstance(made, DistributedDataParallel) and made.module is self.part:
             if self.cut:
                 raise FxpipeError("DistributedDataParallel does not know DTensors: use fully_shard over the data")
@@ -103,7 +104,8 @@ class Parallel:
         return TENSOR if any(isinstance(p, DTensor) for p in made.parameters()) else NOTHING
 
     def _begin_fsdp(self, types: Mapping[str, torch.dtype]) -> None:
-        """Gather all once. Raises FxpipeError if parameters have other types then, for which no stage was made."""
+        """Gather all parameters once. Raises FxpipeError if a gathered parameter has another dtype than before: the
+        stages are not made for that."""
         self.reduces = self.gathers = True
         with torch.no_grad():
             self.part()  # FSDP2 learns that this is the root
@@ -126,7 +128,8 @@ class Parallel:
         return tensors_of(self.part)
 
     def check(self, scheduler: RankScheduler, others: Mapping[str, Tensor]) -> None:
-        """Raise FxpipeError for what cannot be right. `others`: tensors that are not the model's, by path."""
+        """Raise FxpipeError if the stages would not compute the right gradients in this form. `others`: tensors that
+        are not the model's, by path."""
         strange = next((path for path, tensor in others.items() if tensor.requires_grad), None)
         if strange is not None and self.reduces:
             raise FxpipeError(
@@ -157,8 +160,8 @@ class Parallel:
 
     @contextmanager
     def held(self, scheduler: RankScheduler, error: BaseException | None) -> Iterator[BaseException | None]:
-        """In this context the stages of this rank hold what they compute with. Gives what has failed so far, here or,
-        where the column is to work together next, in another row."""
+        """A context in which the stages of this rank hold the tensors that they compute with. Yields the error so far:
+        this rank's, or, if the column has collectives, another row's."""
         swapped: list[tuple[dict[str, Any], str, Tensor]] = []
         try:
             if self.gathers:
@@ -176,7 +179,7 @@ class Parallel:
                 module.reshard()
 
     def _gather(self) -> Exception | None:
-        """Gather the parameters; gives what has failed."""
+        """Gather the parameters; returns the error, if any."""
         try:
             for module in self._sharded():
                 module.unshard()
@@ -185,7 +188,7 @@ class Parallel:
         return None
 
     def _put(self, scheduler: RankScheduler) -> list[tuple[dict[str, Any], str, Tensor]]:
-        """Give the stages the tensors that there are now; gives where they were, and what was there."""
+        """Put the current tensors into the stages; returns for each replaced one its dict, key and old tensor."""
         now, swapped = self.tensors(), []
         parts = {id(x): part_of(x) for x in now.values()}
         self.owners = {id(part): (x, layout) for x in now.values() for part, layout in [parts[id(x)]]}
@@ -215,7 +218,7 @@ class Parallel:
             commit_gradients([(parameter, holding(parameter, grad)) for parameter, grad in graded])
 
     def _graded(self, pairs: Sequence[Pair]) -> list[Graded]:
-        """The parameters with the gradients of what stages have held of them."""
+        """The parameters, each with the sum of the gradients of the tensors that stages held for it."""
         found: dict[int, Graded] = {}
         for held, stand_in in pairs:
             if stand_in.grad is not None:
@@ -227,8 +230,8 @@ class Parallel:
 
 
 def tie_again(module: nn.Module, before: Mapping[str, Tensor]) -> None:
-    """What was one tensor is one again: the one that is cut, if there is. Raises FxpipeError if several are, in
-    different ways."""
+    """Restore tied weights: keys that shared a tensor in `before` share one again, the cut one if there is one. Raises
+    FxpipeError if several are cut in different ways."""
     now, chosen = tensors_of(module), dict[int, DTensor]()
     for path, tensor in before.items():
         made: Any = now[path]
@@ -245,34 +248,34 @@ def tie_again(module: nn.Module, before: Mapping[str, Tensor]) -> None:
 
 
 def group_of(mesh: Any) -> Any:
-    """The group of a column. Raises PlanError for what is no mesh of one dimension."""
+    """The process group of a column. Raises PlanError if `mesh` is not a DeviceMesh of one dimension."""
     if not isinstance(mesh, torch.distributed.device_mesh.DeviceMesh) or mesh.ndim != 1:
         raise PlanError("name one dimension of a DeviceMesh, beside that of the pipe, as in mesh['dp']")
     return mesh.get_group()
 
 
 def part_of(tensor: Tensor) -> tuple[Tensor, Layout | None]:
-    """What a stage computes with, and of what it is a part."""
+    """The tensor that a stage computes with, and the layout of the DTensor that it is a part of, or None."""
     if not isinstance(tensor, DTensor):
         return tensor, None
     return local(tensor).detach().requires_grad_(tensor.requires_grad), Layout.of(tensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What of it is on this rank."""
+    """The part of the tensor on this rank."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def holding(parameter: Tensor, grad: Tensor) -> Tensor:
-    """An alias with this gradient."""
+    """An alias of the parameter with this gradient."""
     stand_in = alias(parameter)
     stand_in.grad = grad
     return stand_in
 
 
 def fill(tensor: Tensor, value: Tensor) -> None:
-    """Copy a value, or what of it belongs here."""
+    """Copy a value into a tensor; into a DTensor, this rank's part of the value."""
     with torch.no_grad():
         if isinstance(tensor, DTensor) and not isinstance(value, DTensor):
             value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
@@ -280,7 +283,7 @@ def fill(tensor: Tensor, value: Tensor) -> None:
 
 
 def release(tensors: Iterable[Tensor], kept: Iterable[Tensor]) -> None:
-    """Free the memory of tensors, but for that in which any of the others lies. They keep their shapes."""
+    """Free the memory of `tensors`, except storages that `kept` tensors use. The tensors keep their shapes."""
     own = {local(tensor).untyped_storage().data_ptr() for tensor in kept}
     for tensor in tensors:
         if not tensor.is_meta and tensor.untyped_storage().data_ptr() not in own:

@@ -1,4 +1,4 @@
-"""Which processes a pipe is to run in: the ranks of torch.distributed, where there are several."""
+"""The processes that a pipe runs in: the ranks of torch.distributed, or only this process."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def find_world(
     devices: int | Sequence[str | torch.device] | Cluster | None, group: Any = None, timeout: float = 300.0
 ) -> World | None:
-    """The ranks that are the devices of a pipe; None if all of it runs in this process. Raises PlanError if there are
-    not as many ranks as devices."""
+    """The ranks that are the devices of a pipe; None if the whole pipe runs in this process. `timeout` in seconds.
+    Raises PlanError if the number of ranks is not that of the devices, or there is no valid group."""
     if not timeout > 0:
         raise PlanError(f"timeout is {timeout}: write a number of seconds, such as 60")
     if group is None and (isinstance(devices, Sequence) or not in_world(timeout)):
@@ -47,7 +47,7 @@ def find_world(
 
 
 def in_world(timeout: float) -> bool:
-    """Whether there are several ranks. The process group is initialized here if torchrun started this process."""
+    """Whether there are several ranks. Initializes the process group if torchrun started this process."""
     if not dist.is_available():
         return False
     if not dist.is_initialized():
@@ -62,7 +62,7 @@ def in_world(timeout: float) -> bool:
 
 
 def process_group(group: Any) -> Any:
-    """The group itself, or that of a mesh."""
+    """The group itself, or that of a mesh. Raises PlanError if the mesh has several dimensions."""
     if not isinstance(group, dist.device_mesh.DeviceMesh):
         return group
     if group.ndim != 1:
@@ -73,7 +73,7 @@ def process_group(group: Any) -> Any:
 
 
 def own_device(group: Any) -> torch.device:
-    """The device of this rank: a GPU if the group speaks NCCL."""
+    """The device of this rank: a GPU if the group uses NCCL, else the CPU."""
     if "nccl" not in dist.get_backend_config(group):
         return torch.device("cpu")
     index = int(os.environ.get("LOCAL_RANK", dist.get_rank() % torch.cuda.device_count()))
@@ -82,7 +82,7 @@ def own_device(group: Any) -> torch.device:
 
 
 def for_ranks(options: Options) -> Options:
-    """The options of a pipe whose devices are ranks. Raises PlanError for what it cannot do."""
+    """The options of a pipe over ranks. Raises PlanError if there is a strategy."""
     if options.place is not None:
         raise PlanError(
             "a strategy is for the devices of one process: name them in a list, as in devices=['cpu', 'cpu']"

@@ -1,4 +1,4 @@
-"""The arguments of a call over ranks: what a rank leaves out becomes meta tensors with the shapes of the leader's."""
+"""The arguments of a call over ranks: arguments that a rank leaves out become meta tensors of the leader's shapes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Given = tuple[tuple[Any, ...], dict[str, Any], Any]  # args, kwargs, target
 
 
 def on_meta(path: str, tensor: Tensor) -> Tensor:
-    """The shape of a tensor, as it is told to other ranks."""
+    """A meta tensor like `tensor` (shape, strides, dtype), as it is sent to other ranks."""
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return made.requires_grad_(tensor.requires_grad)
 
 
 def glance(given: Given) -> tuple[Any, ...] | None:
-    """The shapes, types and plain values among the arguments, which are ten times as fast to compare as to pickle; None
-    if there are other things among them."""
+    """A summary of the arguments: shapes, types and plain values; None if there are other kinds of arguments. Comparing
+    summaries is ten times as fast as pickling."""
     args, kwargs, target = given
     found: list[Any] = [len(args), *kwargs]
     for value in (*args, *kwargs.values(), target):
@@ -37,7 +37,7 @@ def glance(given: Given) -> tuple[Any, ...] | None:
 
 
 def filled(signatures: Given, given: Given) -> Given:
-    """The arguments of this rank, where what it has left out or passed as None is as the leader's."""
+    """The arguments of this rank; those that are left out or None are the leader's, from `signatures`."""
 
     def stand_in(value: Any, theirs: Any) -> Any:
         return theirs if value is None else value
@@ -54,7 +54,7 @@ def filled(signatures: Given, given: Given) -> Given:
 
 
 def check_same(given: Given, signatures: Given, rank: int) -> None:
-    """Raise RankError where a tensor has another shape or type than the leader's."""
+    """Raise RankError if a tensor's shape, type or need of a gradient differs from the leader's."""
     ours, theirs = tensors_in(given), tensors_in(signatures)
     for path in ours.keys() & theirs.keys():
         here, there = ((x.dtype, list(x.shape), x.requires_grad) for x in (ours[path], theirs[path]))
@@ -68,7 +68,7 @@ def check_same(given: Given, signatures: Given, rank: int) -> None:
 
 
 def tensors_in(given: Given) -> dict[str, Tensor]:
-    """The tensors among the arguments, by where they are."""
+    """The tensors among the arguments, by path."""
     args, kwargs, target = given
     named = {**{f"argument {at}": arg for at, arg in enumerate(args)}, **kwargs, "target": target}
     found: dict[str, Tensor] = {}

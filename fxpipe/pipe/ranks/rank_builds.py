@@ -1,6 +1,6 @@
-"""The kinds of calls that the ranks of a pipe know by the same numbers, and what each has built for them.
+"""The kinds of calls of a pipe over ranks, with the same number on every rank, and the builds of this rank.
 
-How ranks make a call together is in `rank_calls`; here is which kind of call it is, and what is made for it: all
+`rank_calls` has how ranks make a call together. This module finds the kind of a call and makes its build: all ranks
 capture, compare their graphs, and follow the leader's plan.
 """
 
@@ -41,7 +41,7 @@ from .ranks import Ranks, ranked, weakly
 
 @dataclass(frozen=True)
 class Decided:
-    """What the leader has decided for a kind of call."""
+    """The leader's decisions for a kind of call, which all ranks follow."""
 
     plan: Plan
     schedule: Schedule
@@ -52,8 +52,10 @@ class Decided:
 class RankBuilds:
     """The kinds of calls that all ranks have agreed on, in the order of their first calls.
 
-    - `cache`: what this rank has made for them.
-    - `keys`: by which it finds them; `texts`: their graphs; `known`: their numbers, by all keys of this rank.
+    - `cache`: the builds of this rank.
+    - `keys`: for each kind, its first key in `cache`.
+    - `texts`: for each kind, its graph as text.
+    - `known`: the number of each kind, by all of this rank's keys for it.
     """
 
     def __init__(self, model: nn.Module, options: Options, ranks: Ranks) -> None:
@@ -66,7 +68,8 @@ class RankBuilds:
     # One call ---------------------------------------------------------------------------------------------------------
 
     def live(self, made: Build) -> RunningPackage:
-        """What runs a build on this rank; of a new one all ranks have loaded theirs, and replicas the same values."""
+        """The running package of a build on this rank. For a new build, waits until all ranks have loaded theirs, and
+        gives replicas the same values."""
 
         def load() -> None:
             self.cache.live(made)
@@ -80,7 +83,7 @@ class RankBuilds:
         return live
 
     def refuse(self, header: Header, signatures: Given, error: BaseException) -> None:
-        """Take part in a call that has failed here, so that all ranks know."""
+        """Take part in a call that has failed on this rank, so that all ranks learn of the error."""
         if header.kind == NEW:
             agree(self.world, None, error)
         if header.kind == NEW or not header.runs:
@@ -94,7 +97,8 @@ class RankBuilds:
         ranked(self.cache.live(made)).run(inputs, self.cache.options.chunks, error=error)  # raises it
 
     def agree(self, graph: Graph, inputs: Sequence[Any]) -> tuple[Build, int]:
-        """The build for a kind of call, the same on all ranks, and its number; a new one if it is new to all."""
+        """The build for a kind of call, and the kind's number, which is the same on all ranks. A new kind is built.
+        Raises RankError if the kind is new on some ranks only."""
         new = not self._knows(graph)
         if self.world.leads and new:
             self.calls.tell()
@@ -113,8 +117,8 @@ class RankBuilds:
         return made, self.known[key]
 
     def _knows(self, graph: Graph) -> bool:
-        """Whether there is a build for this kind of call: ranks do not capture equally often, so one that was captured
-        again is the same if its graph looks the same."""
+        """Whether there is a build for this kind of call. Ranks may recapture at different calls, so a new graph counts
+        as known if its text is that of a known one."""
         training, builds = self.cache.model.training, self.cache.builds
         key = kind_of(graph, training, None)
         if key in self.known:
@@ -131,7 +135,7 @@ class RankBuilds:
     # What is made for it ----------------------------------------------------------------------------------------------
 
     def make(self, cache: BuildCache, graph: Graph, inputs: Sequence[Any]) -> Build:
-        """The build of a graph: the leader decides, the other ranks follow."""
+        """The build of a graph: the leader plans, the other ranks follow. Raises RankError if ranks do not agree."""
         self.calls.joined = True
         agree(self.world, f"{described(cache.options)}\n{graph}")
         if self.world.leads:
@@ -167,7 +171,7 @@ class RankBuilds:
 
 
 def build_like(options: Options, graph: Graph, inputs: Sequence[Any], decided: Decided) -> Build:
-    """The build of a graph whose decisions are taken."""
+    """The build of a graph with the leader's decisions."""
     sizes = micro_batch_sizes(graph, inputs, options.chunks)
     devices = tuple(stage.device for stage in decided.plan.stages)
     options = replace(options, plan=decided.plan, schedule=decided.schedule, devices=devices)

@@ -1,14 +1,14 @@
-"""A call that all ranks make together: what the leader says before it, and how the others go along.
+"""A call that all ranks make together: the leader sends a header, and the other ranks follow it.
 
     rank 0, the leader                         every other rank
-    call(given)                                call(given); what was left out has the shapes of the leader's last call
+    call(given)                                call(given); left-out arguments have the shapes of the leader's last call
       │                                          │
-      ├─ header: kind, seed, new shapes ────────▶├─ other shapes than in the last call? once more, with these
+      ├─ header: kind, seed, new shapes ────────▶├─ other shapes than in the last call? repeat the call with these
       ▼                                          ▼
     its part of the work, the consensus        its part of the work, the consensus
 
-If the leader fails before the others know of the call, it says why instead. If another rank fails before, it takes part
-all the same, and refuses there.
+If the leader fails before it has sent the header of a call, it sends the error instead. If another rank fails before
+its part of the work, it still takes part in the call, and reports the error in the consensus.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fxpipe.runtime.random import new_seed
 
 from .rank_arguments import Given, check_same, filled, glance, on_meta
 
-NEW = -1  # the number of a kind of call that nobody has seen yet
+NEW = -1  # the number of a kind of call that is new
 
 
 class Outdated(Exception):
@@ -37,12 +37,15 @@ class Outdated(Exception):
 
 @dataclass(frozen=True)
 class Header:
-    """What the leader says before each call.
+    """What the leader sends before each call.
 
-    - `kind`: its number, in the order of their first calls; `runs`: whether anything runs.
-    - `seed` of the random ops; `scale` of the gradients; `timeline`: whether the step is timed.
-    - `given`: the arguments, if they have other shapes than in the last call, pickled, with tensors on the meta device.
-    - `failed`: why the leader makes no call.
+    - `kind`: the number of the kind of call, in the order of first calls, or NEW.
+    - `seed`: of the random ops.
+    - `scale`: factor of the gradients.
+    - `timeline`: whether the step is timed.
+    - `runs`: whether anything runs.
+    - `given`: None, or, if shapes differ from the last call, the pickled arguments, with tensors on the meta device.
+    - `failed`: the error, if the leader makes no call.
     """
 
     kind: int = NEW
@@ -54,10 +57,10 @@ class Header:
     failed: str | None = None
 
 
-UNHEARD = Header(failed="interrupted")  # Ctrl-C while waiting for it: it may already be consumed
+UNHEARD = Header(failed="interrupted")  # Ctrl-C while waiting for the header, which may already be received
 
 Call = Callable[[Given], Any]
-Refuse = Callable[[Header, Given, BaseException], object]  # takes part in the call, and says why it fails here
+Refuse = Callable[[Header, Given, BaseException], object]  # takes part in the call, and reports this rank's error
 
 
 class RankCalls:
@@ -65,12 +68,12 @@ class RankCalls:
 
     Of the current call:
 
-    - `header`: what the leader says of it; `waits`: whether this rank has yet to receive that.
-    - `joined`: whether this rank takes part, so that all ranks learn of what fails here.
+    - `header`: the leader's header; `waits`: whether this rank has not received it yet.
+    - `joined`: whether this rank has begun its part, so that all ranks learn of an error here.
 
     From one call to the next:
 
-    - `signatures`: meta tensors with the shapes of the leader's arguments; `told`: these as the leader sent them.
+    - `signatures`: meta tensors with the shapes of the leader's arguments; `told`: the same, pickled, on the leader.
     - `seen`: a summary of this rank's own arguments.
     """
 
@@ -82,7 +85,7 @@ class RankCalls:
         self.seen: tuple[Any, ...] | None = None
 
     def make(self, call: Call, given: Given, refuse: Refuse) -> Any:
-        """What the call returns, made by all ranks together."""
+        """Make a call together with all ranks; returns its result."""
         self.joined = False
         return self._lead(call, given) if self.world.leads else self._follow(call, given, refuse)
 
@@ -95,22 +98,23 @@ class RankCalls:
         scale: float | None = None,
         timeline: bool = False,
     ) -> tuple[tuple[Any, ...], Timeline | None]:
-        """This rank's part of the work of a call, in which all are from here on: the outputs, and the timeline if there
-        is one. The leader's `scale` and `timeline` count. Raises RankError if the call is of another kind there."""
+        """Run this rank's part of a call; from here on all ranks take part. Returns the outputs, and the timeline if
+        there is one. The leader's `scale` and `timeline` are used. Raises RankError if the leader's call is of another
+        kind."""
         if self.world.leads:
             self.header = replace(self.header, scale=scale, timeline=timeline)
         header = self._join(kind, scheduler.random)
         return take_step(scheduler, inputs, chunks, header.scale, header.seed, header.timeline)
 
     def tell(self, kind: int = NEW, seed: int = 0, runs: bool = True) -> Header:
-        """The leader's: say what is known of the call, and of a new kind more when there is more."""
+        """On the leader: send the header with what is known so far. For a new kind, a second header follows later."""
         header = replace(self.header, kind=kind, seed=seed, runs=runs)
         self.header, self.joined = replace(header, given=None), True
         self.world.tell_all(pickle.dumps(header))
         return header
 
     def heard(self) -> Header:
-        """What the leader has said. Raises Outdated if its arguments have other shapes than in the last call."""
+        """The leader's header. Raises Outdated if its arguments have other shapes than in the last call."""
         if self.waits and self._listen().given is not None:
             raise Outdated
         return self.header
@@ -133,13 +137,13 @@ class RankCalls:
         try:
             return call(given)
         except BaseException as error:
-            if not self.joined:  # nobody else knows yet
+            if not self.joined:  # no header was sent yet
                 self.told = self.seen = None
                 self.world.tell_all(pickle.dumps(Header(failed=describe(error))))
             raise
 
     def _news(self, given: Given) -> bytes | None:
-        """The shapes of the leader's arguments, pickled, if they are not those of the last call."""
+        """The shapes of the leader's arguments, pickled; None if they are those of the last call."""
         seen = glance(given)
         if seen is not None and seen == self.seen:
             return None
@@ -148,8 +152,9 @@ class RankCalls:
         return None if signatures == before else signatures
 
     def _follow(self, call: Call, given: Given, refuse: Refuse) -> Any:
-        """If this rank's arguments have the shapes of the last call, the call begins with the leader's shapes of then,
-        without waiting for the header, which is heard later. It is made again if the header says that they changed."""
+        """Make the call on a rank that is not the leader. If this rank's arguments have the shapes of the last call, it
+        begins at once with the leader's shapes of the last call, and the header is received later. If the header says
+        that the leader's shapes have changed, the call is repeated with the new ones."""
         before, self.seen = self.seen, glance(given)
         self.waits = True
         if self.seen is None or self.seen != before:

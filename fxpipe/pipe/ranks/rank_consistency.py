@@ -1,4 +1,4 @@
-"""What ranks must have the same, or else an error that shows the difference on every one of them."""
+"""Checks that all ranks have the same; if not, every rank raises an error that shows the difference."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fxpipe.pipe.options.compile_options import Options, every_device
 
 
 def agree(world: World, text: str | None, error: BaseException | None = None) -> None:
-    """Raise, on every rank, if one of them has failed, or has another text: then with the lines that differ. A rank
-    that has failed gives its error, and has to raise it itself."""
+    """Raise RankError on every rank if one of them has failed or has another text, with the lines that differ. A rank
+    that has failed passes its `error`; there `agree` returns, and the caller must raise the error."""
     heard = world.collect((digest(text), describe(error) if error is not None else None))
     if error is not None:
         return
@@ -31,7 +31,8 @@ def agree(world: World, text: str | None, error: BaseException | None = None) ->
 
 
 def on_each(collect: Callable[[Any], list[Any]], do: Callable[[], Any]) -> list[Any]:
-    """What each rank gets from it, by rank. A rank on which it fails raises its error, and all others RankError."""
+    """Call `do` on each rank; returns the results by rank. A rank where it fails raises its error, all others
+    RankError."""
     found, error = None, None
     try:
         found = do()
@@ -57,7 +58,7 @@ def digest(value: Any) -> str:
 
 
 def described(options: Options) -> str:
-    """What of the options every rank must have the same, a line each."""
+    """The options that must be the same on every rank, a line each."""
     schedule = options.schedule if isinstance(options.schedule, str) else str(type(options.schedule).__name__)
     return "\n".join(
         [

@@ -1,15 +1,15 @@
 """The pipe in a world of torch.distributed: each rank has the stages of its own device, and all make the same calls.
 
     rank 0, the leader                        every other rank
-    step(x, target=y)                         step(x, target=y), or what of it is used there, or step()
+    step(x, target=y)                         step(x, target=y), or only the arguments that its stages use
       │ capture: which kind of call?            │ capture, with meta tensors for what was left out
       ├─ header: number of the kind, seed ─────▶│
       │  a new one? all capture, compare graphs, and follow the leader's plan
       ▼                                         ▼
     its part of the step, the consensus       its part of the step, the consensus
 
-How ranks make a call together is in `rank_calls`, and which kind of call it is in `rank_builds`. A pipe may be a row of
-a mesh, beside others like it:
+`rank_calls` has how ranks make a call together, `rank_builds` the kinds of calls. A pipe may be a row of a mesh, side
+by side with others:
 
     mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "pp"))
     pipe = fxpipe.compile(model, chunks=8, group=mesh["pp"], example_inputs=batch)
@@ -41,7 +41,7 @@ from .stage_module import Part
 
 @dataclass(kw_only=True)
 class RankPipeState(PipeState):
-    """What a `RankPipe` has beside the model."""
+    """What a `RankPipe` has besides the model."""
 
     processes: Ranks
     tensors: RankTensors
@@ -50,17 +50,17 @@ class RankPipeState(PipeState):
 class RankPipe(Pipe):
     """What `fxpipe.compile` returns inside a torch.distributed world; see there, and `Pipe`.
 
-    Every rank makes every call. The leader, rank 0, passes all arguments; any other rank passes what its stages use,
-    and may leave out the rest, or pass None for it: `pipe.step(target=y, loss_fn=loss_fn)` on the last one. `loss_fn`
-    and `outputs` are the same on all; `scaler`, `accumulate` and `timeline` are the leader's.
+    Every rank makes every call. The leader, rank 0, passes all arguments; another rank passes those that its stages
+    use, and may leave out the others or pass None: `pipe.step(target=y, loss_fn=loss_fn)` on the last rank. `loss_fn`
+    and `outputs` are the same on all ranks; `scaler`, `accumulate` and `timeline` are the leader's.
 
     Every rank gets the loss of the batch, and with `outputs` what the model returns; `pipe.timeline` is that of all
-    ranks, by the leader's clock. Gradients are added to those of this rank's parameters, and an input that needs one
-    gets it on every rank that passes it. A call of the pipe computes no gradients; where rows of a mesh have parts of
-    the parameters, all rows make it together.
+    ranks, by the leader's clock. Gradients are added to those of this rank's parameters; an input that needs a gradient
+    gets it on every rank that passes the input. A call of the pipe computes no gradients. If rows of a mesh have parts
+    of the parameters, all rows must make the call together.
 
-    If anything fails on any rank, no gradient is added on any: what failed here is raised, and RankError for what
-    failed elsewhere, or if a rank is lost.
+    If anything fails on any rank, no gradient is added on any rank. The rank that failed raises its error; the others
+    raise RankError, also if a rank is lost.
     """
 
     _state: RankPipeState
@@ -82,46 +82,46 @@ class RankPipe(Pipe):
 
     @property
     def place(self) -> int:
-        """The number of this rank among all that train the model: what it passes to `collect_all` comes there."""
+        """The number of this rank among all that train the model: the index of its value in `collect_all`."""
         return self._state.processes.place
 
     def keys_here(self) -> Collection[str]:
-        """The keys of `held_tensors`. Raises FxpipeError before the first call, which decides."""
+        """The keys of `held_tensors`. Raises FxpipeError before the first call, which decides the stages."""
         if self._state.cache.home is None:
             raise FxpipeError("it is not decided yet which rank has which stage: pass example_inputs to fxpipe.compile")
         return self.held_tensors().keys()
 
     def drop_others(self) -> None:
-        """Free the memory of the parameters and buffers that belong to other ranks. They keep their shapes, for
-        captures to come; nobody may look at their values. Raises FxpipeError before the first call."""
-        self.keys_here()  # decided?
+        """Free the memory of the parameters and buffers that belong to other ranks. They keep their shapes for later
+        captures; their values must not be read. Raises FxpipeError before the first call."""
+        self.keys_here()  # raises if the stages are not decided
         self._state.tensors.drop_others()
 
     def parallelize(self, mesh: Any, function: Function) -> nn.Module:
-        """Train this pipe beside others like it, by torch's own data and tensor parallelism: `function(part, mesh)` is
-        called once with this rank's part of the model, a module with the model's own submodules and names; what it
-        makes of it is returned.
+        """Train several pipes side by side, by torch's own data and tensor parallelism: `function(part, mesh)` is
+        called once with this rank's part of the model, a module with the model's own submodules and names. Returns the
+        function's result.
 
             pipe.parallelize(mesh["dp"], lambda part, dp: DistributedDataParallel(part, device_mesh=dp))
             pipe.parallelize(mesh["dp"], lambda part, dp: fully_shard(part, mesh=dp))            # or this
             pipe.parallelize(mesh["tp"], lambda part, tp: parallelize_module(part, tp, plan))    # or this; or it first
 
-        Over data, each row of the mesh has a batch of its own, as large as those of the others. Gradients are averaged
-        over the rows, once a step: where the loss is a mean, they are those of its mean over the whole batch. With
-        tensor parallelism all rows have the same batch. What counts of a plan are the placements of parameters: values
-        in between are cut as follows from these, and whole between stages.
+        With data parallelism, each row of the mesh has its own batch, all of the same size. Gradients are averaged over
+        the rows once a step: if the loss is a mean, they are those of the mean over all batches. With tensor
+        parallelism, all rows have the same batch. Of the user's plan only the placements of parameters are used:
+        the cuts of other values follow from them, and values between stages are whole.
 
-        With FSDP2 and tensor parallelism, parameters are DTensors afterwards, and the model's own have no memory any
-        more: make the optimizer of `pipe.parameters()` then. All ranks call it, after `example_inputs` or `prepare`.
-        If anything fails in a row, no gradient is added in any. Collectives that have begun wait for a lost rank for as
-        long as the mesh's process groups do.
+        With FSDP2 and tensor parallelism, parameters become DTensors, and the model's own lose their memory: make the
+        optimizer from `pipe.parameters()` afterwards. All ranks call this, after `example_inputs` or `prepare`. If
+        anything fails in a row, no gradient is added in any row. Collectives that have begun wait for a lost rank for
+        as long as the mesh's process groups do.
 
-        Raises FxpipeError before there is a plan, if the function returns something else, and where stages cannot
-        compute with parts of tensors; RankError if the rows have not the same parts.
+        Raises FxpipeError before there is a plan, if the function returns something else, and if stages cannot compute
+        with parts of tensors; RankError if the rows do not have the same parts.
         """
         cache, ranks = self._state.cache, self._state.processes
         with ranks.together():
-            self.keys_here()  # decided?
+            self.keys_here()  # raises if the stages are not decided
             tensors = tensors_of(self.model)
             made = ranks.parallel
             if made is None:
@@ -140,8 +140,8 @@ class RankPipe(Pipe):
 
 
 def replica_groups(cache: BuildCache, tensors: Mapping[str, Tensor]) -> Mapping[int, Sequence[str]] | None:
-    """The devices of the stages that use these tensors, by the ids of these; None before the first call, which
-    decides."""
+    """The devices of the stage that uses each tensor, by the tensor's `id`; None before the first call, which decides
+    the stages."""
     if cache.home is None:
         return None
     stages = cache.home.plan.stages

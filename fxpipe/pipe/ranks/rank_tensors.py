@@ -1,7 +1,7 @@
-"""What is on this rank of a model that is spread over several.
+"""The tensors of this rank, of a model that is spread over several ranks.
 
-Each rank has the model's own module with all of its keys, and the values of its own stages: what looks at parameters,
-buffers or the state sees those, and what all ranks see together is the model's.
+Each rank has the model's own module with all its keys, but only the values of its own stages. The parameters, buffers
+and state_dict of a pipe show only these; all ranks together have the whole model.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ FindReplicaGroups = Callable[[Mapping[str, Tensor]], Mapping[int, Sequence[str]]
 
 
 class RankTensors(Tensors):
-    """Which of the model's tensors this rank holds.
+    """The model's tensors that this rank holds.
 
-    `replica_groups` returns, by the id of each tensor, the devices of the stage that owns it, or None before the model
-    has been cut. The leader holds those that no stage uses.
+    `replica_groups` returns, by the `id` of each tensor, the devices of the stage that owns it, or None before the
+    model is cut. The leader holds the tensors that no stage uses.
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks, replica_groups: FindReplicaGroups) -> None:
@@ -40,7 +40,7 @@ class RankTensors(Tensors):
         return self._on(lambda replica_group: self.ranks.world.label == replica_group[0])
 
     def _on(self, wanted: Callable[[Sequence[str]], bool]) -> dict[str, Tensor]:
-        """As they are now; all before it is decided which is where."""
+        """The current tensors whose devices are `wanted`, by path; all tensors before the model is cut."""
         tensors, now = tensors_of(self.model), self._now()
         replica_groups, leader = self.replica_groups(tensors), (self.ranks.world.labels[LEADER],)
         return {
@@ -50,7 +50,7 @@ class RankTensors(Tensors):
         }
 
     def _now(self) -> dict[str, Tensor]:
-        """What is in the place of the model's own tensors, by path."""
+        """The tensors that replace the model's own after `parallelize`, by path."""
         return {} if self.ranks.parallel is None else self.ranks.parallel.tensors()
 
     def only_held(self, pairs: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
@@ -82,5 +82,5 @@ class RankTensors(Tensors):
         return type(found)(missing, found.unexpected_keys)
 
     def drop_others(self) -> None:
-        """Free the memory of what belongs to other ranks. It keeps its shapes."""
+        """Free the memory of tensors that belong to other ranks. They keep their shapes."""
         release(tensors_of(self.model).values(), self.held().values())

@@ -1,4 +1,4 @@
-"""The ranks of a pipe, as one of them sees them: what they do together, and how they agree on it."""
+"""The ranks of a pipe, seen from one of them: their calls, collectives and checks."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ R = TypeVar("R")
 class Ranks(Processes):
     """The ranks of a pipe, which make its calls together.
 
-    - `world`: the ranks; `calls`: what they say of each call.
-    - `parallel`: pipes beside it.
-    - `refuse`: takes part in a call that has failed on this rank, so that all ranks know.
+    - `world`: the ranks.
+    - `calls`: how they make calls together.
+    - `parallel`: the parallelism with pipes side by side, or None.
+    - `refuse`: takes part in a call that has failed on this rank, so that all ranks learn of the error.
     """
 
     refuse: Refuse
@@ -60,7 +61,7 @@ class Ranks(Processes):
             self.calls.tell(kind, runs=False)
 
     def write(self, do: Callable[[], None]) -> None:
-        """On the leader, while all others wait. Raises RankError on these if it fails there."""
+        """Call `do` on the leader while all others wait. If it fails, the others raise RankError."""
         with self.together():
             on_each(self.world.collect, lambda: do() if self.leads else None)
 
@@ -85,7 +86,8 @@ class Ranks(Processes):
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """In this context is what all ranks do at once. Raises RankError if one is lost, now or before."""
+        """A context for work that all ranks do together. Raises RankError if a rank is lost, or was before, and in a
+        forked process."""
         if os.getpid() != self.world.process:
             raise RankError(
                 f"this process was forked from rank {self.world.rank}, to which the connections belong: call the pipe "
@@ -101,7 +103,7 @@ class Ranks(Processes):
 
     @property
     def leads(self) -> bool:
-        """Whether this is the leader, rank 0; of pipes side by side, that of the first."""
+        """Whether this is the leader, rank 0; with pipes side by side, the leader of the first pipe."""
         return self.world.leads and (self.parallel is None or self.parallel.beside.leads)
 
     @property
@@ -122,8 +124,8 @@ class Ranks(Processes):
 
 
 def weakly(method: Callable[..., R]) -> Callable[..., R]:
-    """A function that calls the method and does not keep its object, which holds the one that gets the function: in a
-    cycle, a pipe that is dropped would stay until Python collects garbage."""
+    """A function that calls the method without keeping its object alive. The object itself holds this function: a
+    strong reference would make a cycle, and a dropped pipe would stay until Python collects garbage."""
     found = WeakMethod(method)
 
     def call(*args: Any) -> R:
@@ -135,7 +137,7 @@ def weakly(method: Callable[..., R]) -> Callable[..., R]:
 
 
 def ranked(live: RunningPackage) -> RankScheduler:
-    """The scheduler of this rank."""
+    """The package's scheduler, which must be that of a rank."""
     assert isinstance(live.scheduler, RankScheduler)
     return live.scheduler
 

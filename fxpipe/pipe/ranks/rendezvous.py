@@ -1,12 +1,11 @@
-"""Where the ranks of one start find each other, and none of an earlier start.
+"""A rendezvous for the ranks of one start of torchrun, without ranks of an earlier start.
 
-torchrun keeps its store over restarts (torch 2.13), so a rank that has been started again may read there the address of
-one that is gone. It does so or not as it happens to be faster. Here ranks first agree on a part of the store that
-nobody has used:
+torchrun keeps its store over restarts (torch 2.13), so a restarted rank may read the address of a rank that is gone; it
+is a race. Here ranks first agree on a part of the store that was never used:
 
-    rank 1 ── hello/1 = a number nobody had ──▶ rank 0
-    rank 1 ◀── answer/that number = where ───── rank 0, which goes on answering until all are there
-    rank 1 ── where/here/1 ───────────────────▶ all, who wait for each other
+    rank 1 ── hello/1 = a new random number ──▶ rank 0
+    rank 1 ◀── answer/number = place ────────── rank 0, which keeps answering until all ranks are there
+    rank 1 ── place/here/1 ───────────────────▶ all ranks, which wait for each other
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ PAUSE = 0.01  # seconds
 
 
 def fresh_store(store: Any, rank: int, size: int, timeout: float) -> Any:
-    """A part of the store that these ranks of this start have for themselves, once all of them have come. Raises
-    RankError, on all others, for those that do not in so many seconds."""
+    """A part of the store that only the ranks of this start use; returns when all of them have come. Raises RankError,
+    which names the missing ranks, after `timeout` seconds."""
     own, end = uuid4().hex, time.monotonic() + timeout
     store.set(f"hello/{rank}", own)
     place = own
@@ -46,7 +45,7 @@ def fresh_store(store: Any, rank: int, size: int, timeout: float) -> Any:
 
 
 def answer(store: Any, place: str, size: int, answered: dict[int, bytes]) -> None:
-    """Tell those who have said hello since where to meet."""
+    """Send the meeting place to the ranks with a new hello; `answered` has the last hello answered, by rank."""
     for peer in range(1, size):
         if store.check([f"hello/{peer}"]) and answered.get(peer) != (hello := store.get(f"hello/{peer}")):
             store.set(f"answer/{hello.decode()}", place)
@@ -54,7 +53,7 @@ def answer(store: Any, place: str, size: int, answered: dict[int, bytes]) -> Non
 
 
 def wait(done: Callable[[], bool], end: float, missing: Callable[[], list[int]], timeout: float) -> None:
-    """Until it is done. Raises RankError that names those who are missing in the end."""
+    """Wait until `done()`, at most until `end`. Raises RankError that names the ranks in `missing()`."""
     while not done():
         if time.monotonic() > end:
             ranks = ", ".join(f"rank {rank}" for rank in missing())

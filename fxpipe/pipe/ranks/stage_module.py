@@ -1,14 +1,14 @@
-"""A rank's part of the model as a module by itself, for those who parallelise modules.
+"""A rank's part of the model as a module of its own, for functions that parallelise modules.
 
     model                part of rank 1            modules of the model's own classes, with the model's own names and
-      layers               layers                  tensors, but only those that are at home in the stages of the rank;
-        0  Linear            2  Linear             hooks, and whatever is put in a tensor's place, stay in the part
+      layers               layers                  tensors, but only the tensors of this rank's stages; hooks and
+        0  Linear            2  Linear             tensors that are set on the part do not change the model
         1  Linear            3  Linear
         2  Linear
         3  Linear
 
-Its forward is not the model's: the stages compute. It has the gradients of a step, and is what backward of these is to
-go through, so that hooks of DistributedDataParallel and FSDP2 see each of them once, as in any other backward.
+Its forward is not the model's: the stages compute. After a step, its backward gives the parameters the gradients of the
+stages, so that the hooks of DistributedDataParallel and FSDP2 see each gradient once, as in any other backward.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class Part(nn.Module):
 
     def set_graded(self, graded: Sequence[Graded]) -> None:
         """The gradients of the next backward."""
-        object.__setattr__(self, "_graded", graded)  # past nn.Module's: the model may have a part of any other name
+        object.__setattr__(self, "_graded", graded)  # not nn.Module's: the model may have a submodule of any name
 
     def forward(self) -> Tensor:
-        """A number whose backward gives the parameters the gradients that are here."""
+        """A number whose backward gives the parameters the gradients of `set_graded`."""
         graded = self._graded
         found: Tensor = Carrier.apply([grad for _, grad in graded], *[p for p, _ in graded])  # type: ignore[no-untyped-call]
         return found
 
 
 class Carrier(torch.autograd.Function):
-    """A function of parameters that has these gradients."""
+    """An autograd function whose gradients by its parameters are given."""
 
     @staticmethod
     def forward(ctx: Any, grads: Sequence[Tensor], *parameters: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class Carrier(torch.autograd.Function):
 
 
 def add_through(module: nn.Module, part: Part, graded: Sequence[Graded]) -> None:
-    """Add gradients to those of parameters of the part, through the module that has been made of it."""
+    """Add gradients to those of the part's parameters, by a backward of `module`, which wraps the part."""
     part.set_graded(graded)
     try:
         loss = module()
@@ -69,7 +69,7 @@ def add_through(module: nn.Module, part: Part, graded: Sequence[Graded]) -> None
 
 
 def take(module: nn.Module, made: nn.Module, own: Collection[int], known: dict[nn.Module, nn.Module]) -> None:
-    """Put what is there of a module, and of those in it, into another."""
+    """Put the tensors of `module` whose ids are in `own`, and submodules that have such tensors, into `made`."""
     made._parameters.update({name: p for name, p in module._parameters.items() if id(p) in own})
     made._buffers.update({name: b for name, b in module._buffers.items() if id(b) in own})
     made._non_persistent_buffers_set.update(module._non_persistent_buffers_set & made._buffers.keys())

@@ -1,4 +1,4 @@
-"""Why this plan: what a step would take with others, and on other hardware.
+"""Why this plan: the time of a step with other plans, and on other hardware.
 
 why
   optimal        1.72 s            proven optimal: no plan takes less
@@ -29,14 +29,14 @@ Row = tuple[str, str, str, str]
 
 
 def explain(planner: str, request: Request, chosen: Answer, timeline: Timeline) -> str:
-    """The rivals of the plan that this planner has chosen, and what more hardware would be worth."""
+    """A text: the plans of other planners beside the chosen one, and the time of a step on more hardware."""
     rivals = [_rival(name, request, chosen) for name in OTHERS if name != planner]
     lines = [_pace(timeline), "", "why", *_table([_own(planner, chosen), *rivals])]
     return "\n".join([*lines, "", "what if", *_table(_what_if(planner, request, chosen))])
 
 
 def _pace(line: Timeline) -> str:
-    """What a faster step would have to change."""
+    """A line on what limits the step: the slowest stage, and the time of adding up gradients."""
     slowest = max(range(len(line.busy)), key=line.busy.__getitem__)
     last = max((span.end for span in line.spans if span.kind != "A"), default=0.0)
     facts = [f"stage {slowest} sets the pace: it computes {line.busy[slowest] / line.makespan:.0%} of the time"]
@@ -51,8 +51,8 @@ def _own(planner: str, chosen: Answer) -> Row:
 
 
 def _rival(name: str, request: Request, chosen: Answer) -> Row:
-    """The best that another planner finds, with the micro-batches and warm-up that suit it; of DAPPLE, whose search
-    takes a while, with the plan's micro-batches."""
+    """The best plan of another planner, with its own choice of micro-batches and warm-up; for DAPPLE, whose search is
+    slow, with the micro-batches of the chosen plan."""
     devices = len(request.cluster.devices)
     if name == "dapple" and devices >= SLOW_DEVICES:
         return name, "", "", f"not tried: its search takes long for {devices} devices"

@@ -1,8 +1,8 @@
-"""What `fxpipe.plan` returns: the plan, with all that it was made for, so that it can be simulated, explained, compared
-and kept as one JSON file, which `fxpipe.compile(model, plan="plan.json")` runs.
+"""What `fxpipe.plan` returns: the plan with the planner's input, so that it can be simulated, explained, compared and
+saved as one JSON file, which `fxpipe.compile(model, plan="plan.json")` runs.
 
     {"model": "UNet", "chunks": 8, "schedule": "1f1b", "stages": [...],     a plan of ops, as any other
-     "planned": {"planner": "optimal", "layers": ..., "chains": ..., "cluster": ...}}    what it was made for
+     "planned": {"planner": "optimal", "layers": ..., "chains": ..., "cluster": ...}}    the planner's input
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from . import plan_alternatives
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan for a step of `batch` samples, by `planner`, with all that it was made for. Print with `str`.
+    """A plan for a step of `batch` samples, by `planner`, with the planner's input. Print with `str`.
 
-    - `plan`: which ops and devices form which stage; it has no ops where a chain was planned.
-    - `layers`: the same of the layers of `chains` and the positions in `cluster`.
+    - `plan`: the ops and devices of each stage; it has no ops if a chain was planned.
+    - `layers`: the same plan, with the layers of `chains` and positions in `cluster`.
     - `chains`: the same layers at one or several sizes of micro-batches.
     - `copies`: bytes in memory for each byte of parameters.
-    - `certificate`: how far from the optimum the plan may be, where the planner says it.
+    - `certificate`: how far from the optimum the plan may be, if the planner proves it.
     """
 
     plan: Plan
@@ -74,7 +74,7 @@ class Planned:
 
     @property
     def _title(self) -> str:
-        """Of its pictures."""
+        """The title of pictures."""
         return f"{self.plan.model}, {shape(self.layers.stages)}, {self.plan.schedule}"
 
     @cached_property
@@ -84,7 +84,7 @@ class Planned:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """What each stage does when."""
+        """The order of each stage's actions."""
         return self.order(self.plan.schedule)
 
     @cached_property
@@ -94,7 +94,7 @@ class Planned:
 
     @property
     def seconds(self) -> float:
-        """What a step takes, as simulated."""
+        """The simulated time of a step."""
         return self.timeline.makespan
 
     @property
@@ -105,7 +105,7 @@ class Planned:
 
     @property
     def request(self) -> Request:
-        """What was asked of the planner."""
+        """The request to search for alternatives: the same input, with 3 seconds for each search."""
         return Request(
             self.chains, self.cluster, self.batch, all_reduce=self.layers.all_reduce, copies=self.copies, seconds=3
         )
@@ -119,12 +119,12 @@ class Planned:
             raise PlanError(str(error)) from None
 
     def simulate(self, schedule: str | None = None) -> Timeline:
-        """The step in the order of another schedule."""
+        """The simulated step, in the order of another schedule if one is given. Raises PlanError if there is none."""
         order = self.schedule if schedule is None else self.order(schedule)
         return simulate_hybrid(self.chain, self.cluster, self.layers, order, self.copies)
 
     def explain(self) -> str:
-        """The stages, what other plans would take, and what more hardware would be worth; plans a few seconds."""
+        """The stages, and the times of other plans and on more hardware; the search takes a few seconds."""
         chosen = Answer(self.layers, self.seconds, self.certificate)
         return f"{self}\n\n{plan_alternatives.explain(self.planner, self.request, chosen, self.timeline)}"
 
@@ -137,7 +137,7 @@ class Planned:
         return svg.draw(self.timeline, self._title)
 
     def html(self) -> str:
-        """The timeline, the stages and the plan as the text of an HTML file, which needs nothing besides."""
+        """The timeline, the stages and the plan as the text of an HTML file, which needs no other file."""
         return html.draw(self.timeline, self._title, str(self))
 
     def trace(self) -> str:
@@ -145,7 +145,7 @@ class Planned:
         return trace.trace(self.timeline)
 
     def save(self, path: str | Path) -> None:
-        """Write all of it to a JSON file, for `fxpipe.compile(model, plan=path)` and
+        """Write the plan and the planner's input to a JSON file, for `fxpipe.compile(model, plan=path)` and
         `fxpipe.pipe.results.planned.load`."""
         facts = to_plain(self)
         del facts["plan"]
@@ -194,8 +194,7 @@ def _names(chain: Chain, stage: HybridStage) -> str:
 
 
 def compare(names: Sequence[str], several: Sequence[Planned]) -> str:
-    """A table with a row for each plan; `slower` is how much longer a step of as many samples takes than with the
-    fastest."""
+    """A table with a row for each plan. `slower`: how much more time per sample a step takes than with the fastest."""
     least = min(one.seconds / one.batch for one in several)
     rows = [
         (
@@ -217,7 +216,7 @@ def compare(names: Sequence[str], several: Sequence[Planned]) -> str:
 
 
 def load(path: str | Path) -> Planned:
-    """The plan in a file that `Planned.save` wrote. Raises PlanError where there is none."""
+    """The plan in a file that `Planned.save` wrote. Raises PlanError if there is none."""
     try:
         data = parse(Path(path).read_text(encoding="utf-8"))
         if not isinstance(data, dict) or "planned" not in data:

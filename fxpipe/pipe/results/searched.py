@@ -1,5 +1,5 @@
-"""What `fxpipe.search` returns: the strategy, with all that it was found for, so that it can be simulated, drawn and
-kept as one JSON file.
+"""What `fxpipe.search` returns: the strategy with its graph and cluster, so that it can be simulated, drawn and saved
+as one JSON file.
 
     {"graph": {"name": "NMT", ...}, "cluster": {"devices": ...}, "strategy": {"embed.0": {"degrees": ...}, ...}}
 """
@@ -34,9 +34,11 @@ from .strategy_table import table
 
 @dataclass(frozen=True)
 class Searched:
-    """A `strategy` of a `graph` on a `cluster`; its times are estimated from FLOPs and bytes. `trace` tells after how
-    many seconds of searching the best step known took how long, and `tried` how many strategies were. Print with
-    `str`."""
+    """A `strategy` of a `graph` on a `cluster`, with times estimated from FLOPs and bytes. Print with `str`.
+
+    - `trace`: the progress of the search, as pairs: seconds of searching, and seconds of the best step found by then.
+    - `tried`: how many strategies were tried.
+    """
 
     graph: OperatorGraph
     cluster: Cluster
@@ -55,7 +57,7 @@ class Searched:
 
     @cached_property
     def cost(self) -> Cost:
-        """How long parts of operators take."""
+        """The estimated time of a part of an operator."""
         return once(roofline())
 
     @cached_property
@@ -65,7 +67,7 @@ class Searched:
 
     @cached_property
     def seconds(self) -> float:
-        """What a step takes, as simulated: by the compiled core where numba is there, or else in plain Python."""
+        """The simulated time of a step; by the compiled core if numba is installed, else in plain Python."""
         if "timeline" not in self.__dict__:
             try:
                 from fxpipe.planning.operators.compiled_core import Core
@@ -93,19 +95,19 @@ class Searched:
         return svg.draw(self.timeline, self.graph.name)
 
     def dump(self) -> str:
-        """All of it as JSON text; `parse` reads it back."""
+        """Graph, cluster and strategy as JSON text; `parse` reads it back."""
         return write(StrategyFile(self.graph, self.cluster, strategy.by_name(self.graph, self.strategy)), 3)
 
 
 def facts(found: Searched) -> str:
-    """What the strategy is worth, in a line."""
+    """A line: the time of a step, and the speed-up over data parallelism."""
     times = found.data_parallel.seconds / found.seconds if found.seconds else 1.0
     devices = len(found.cluster.devices)
     return f"{show_seconds(found.seconds)} a step on {devices} devices, {times:.2f} times as fast as data parallel"
 
 
 def history(found: Searched) -> str:
-    """How the search went: the best step known at four moments, and how many strategies were tried."""
+    """A line: how many strategies were tried, and the best step at up to four moments of the search."""
     chosen = sorted({round(at * (len(found.trace) - 1) / 3) for at in range(4)})
     moments = [f"{show_seconds(best)} after {show_seconds(at)}" for at, best in (found.trace[i] for i in chosen)]
     return f"{found.tried:,} strategies tried; {', '.join(moments)}"
@@ -122,7 +124,7 @@ def beside(found: Searched) -> str:
 
 @dataclass(frozen=True)
 class StrategyFile:
-    """What the file has: the config of each operator by its name."""
+    """The contents of the JSON file; `strategy` has the config of each operator by its name."""
 
     graph: OperatorGraph
     cluster: Cluster
@@ -130,7 +132,7 @@ class StrategyFile:
 
 
 def parse(text: str) -> Searched:
-    """What `Searched.dump` wrote. Raises ValueError for text that is not that."""
+    """The strategy in text that `Searched.dump` wrote. Raises ValueError for other text."""
     file = read(StrategyFile, text)
     operators.check(file.graph)
     clusters.check(file.cluster)
@@ -139,7 +141,7 @@ def parse(text: str) -> Searched:
 
 
 def load(path: str | Path) -> Searched:
-    """The strategy in a file. Raises PlanError where there is none."""
+    """The strategy in a file. Raises PlanError if there is none."""
     try:
         return parse(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -17,8 +17,8 @@ from fxpipe.ir.operators.strategy import Config
 
 
 def table(cuts: Iterable[tuple[Operator, Config]]) -> str:
-    """How each operator is cut in its sample, attribute and parameter dimensions, and on which devices it is. Steps of
-    a layer that are cut alike, and on the same devices, are one row."""
+    """How each operator is cut in its sample, attribute and parameter dimensions (S, A, P), and its devices. Steps of a
+    layer with the same cuts and devices are one row."""
     alike: dict[tuple[str, Config], list[Operator]] = {}
     for operator, config in cuts:
         if operator.kind != "input":

@@ -1,9 +1,9 @@
 """Whether a call is of the kind that a package was saved for.
 
-    INPUTS = (("x", ("b", "x_1", 6), "float32"), ("scale", "float"))     as the files have it
-    x: float32[8, 4, 6], scale: 0.5                                      as it comes
+    INPUTS = (("x", ("b", "x_1", 6), "float32"), ("scale", "float"))     in the files
+    x: float32[8, 4, 6], scale: 0.5                                      a call
 
-Numbers are fixed sizes; names are sizes that vary, each the same wherever it stands, `b` that of a micro-batch.
+Numbers are fixed sizes. Names are sizes that may vary, but a name is the same size at all its places; `b` is the batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BATCH = "b"
 
 
 def check_call(package: ModuleType, values: Sequence[Any]) -> None:
-    """Raise InputError, with what the package was saved for, if these inputs of its scheduler are others."""
+    """Raise InputError, which says what the package was saved for, if the inputs of a call do not fit it."""
     sizes: dict[str, Any] = {}
     for row, value in zip(package.INPUTS, values, strict=True):
         if len(row) == 3:
@@ -42,7 +42,7 @@ def check_call(package: ModuleType, values: Sequence[Any]) -> None:
 
 
 def _sizes_of(row: tuple[Any, ...], value: Any, sizes: dict[str, Any]) -> None:
-    """Note the sizes that a tensor tells; what is no tensor of such a type is refused."""
+    """Store in `sizes` the sizes in a tensor's shape. Raises InputError if `value` is no tensor of the saved type."""
     _, shape, dtype = row
     if not isinstance(value, Tensor) or str(value.dtype) != f"torch.{dtype}" or value.dim() != len(shape):
         raise _refused(row, value)

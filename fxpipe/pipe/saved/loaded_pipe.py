@@ -1,4 +1,4 @@
-"""A saved package that runs, without capture or planning: what is in the files is what happens."""
+"""A saved package that runs exactly what its files say, without capture or planning."""
 
 from __future__ import annotations
 
@@ -36,11 +36,13 @@ BindLoaded = Callable[[nn.Module, Mapping[str, Tensor], ModuleType], Scheduler]
 
 @dataclass(kw_only=True)
 class LoadedState(State):
-    """What a `Loaded` has beside the model.
+    """What a `Loaded` has besides the model.
 
-    - `live`: what runs; `bind`: what makes its scheduler.
-    - `root`: what the keys of the loss function's own tensors begin with; `others`: these tensors.
-    - `timeline`: of the last step, if that was timed.
+    - `live`: the running package.
+    - `bind`: the function that makes its scheduler.
+    - `root`: the prefix of the keys of the loss function's own tensors; None if it has none.
+    - `others`: these tensors, by key.
+    - `timeline`: that of the last step, if it was timed.
     """
 
     live: RunningPackage
@@ -67,17 +69,17 @@ class Loaded(DropInModule):
 
     @property
     def package(self) -> ModuleType:
-        """The files, imported."""
+        """The imported package."""
         return self._state.live.package
 
     @property
     def scheduler(self) -> Scheduler:
-        """The scheduler that runs; `.source` is the text of the file it came from."""
+        """The scheduler that runs the stages; `.source` is the text of its file."""
         return self._state.live.scheduler
 
     @property
     def timeline(self) -> Timeline | None:
-        """What each device did in the last call of `step`, if that was timed, and when."""
+        """When each action of the last `step` ran, if it was timed; else None."""
         return self._state.timeline
 
     @Forward
@@ -102,9 +104,9 @@ class Loaded(DropInModule):
         timeline: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Forward and backward of a whole batch, as `pipe.step(...)` does it, for the kind of step that it was saved
-        for. The loss is in the files; `loss_fn` has to be the same function with the same values, or may be left out,
-        if it has no parameters or buffers of its own."""
+        """Forward and backward of a whole batch, as `pipe.step(...)`, for the kind of step that was saved. The loss is
+        in the files. `loss_fn` must be the same function with the same values; it may be left out if it has no
+        parameters or buffers of its own."""
         processes = self._state.processes
 
         def call(given: Given) -> tuple[Any, ...]:
@@ -124,8 +126,8 @@ class Loaded(DropInModule):
         return found
 
     def _call_inputs(self, given: Given) -> Any:
-        """The flat inputs of a call. Raises InputError for one that the package is not for, and
-        FxpipeError in a mode that would reach some stages only."""
+        """The flat inputs of a call. Raises InputError if the package is not for such a call, and FxpipeError under a
+        mode of torch that would reach only some stages."""
         check_modes()
         if self._outputs is not None:
             raise InputError("this package was saved after a step: call .step(...), or save one after calling the pipe")
@@ -137,7 +139,7 @@ class Loaded(DropInModule):
         return self._inputs(given[0], given[1])
 
     def _step_inputs(self, given: Given, loss_fn: Callable[..., Any] | None, outputs: bool) -> Any:
-        """Those of a step."""
+        """The flat inputs of a step. Raises as `_call_inputs`, and InputError for another loss function."""
         check_modes()
         args, kwargs, target = given
         if self._outputs is None:
@@ -150,7 +152,7 @@ class Loaded(DropInModule):
         return self._inputs(args, self._named(kwargs, target))
 
     def _named(self, kwargs: Mapping[str, Any], target: Any) -> Mapping[str, Any]:
-        """The target among the keyword arguments of the package's own call."""
+        """The keyword arguments of the package's `inputs` function: the model's, and the target."""
         name = "loss_target" if "loss_target" in signature(self.package.inputs).parameters else "target"
         return kwargs if target is NO_TARGET else {**kwargs, name: target}
 
@@ -167,7 +169,7 @@ class Loaded(DropInModule):
 
     @property
     def _outputs(self) -> bool | None:
-        """Whether a step returns the model's outputs; None if the package is not one of steps."""
+        """Whether a step returns the model's outputs; None if the package was not saved after a step."""
         found: bool | None = getattr(self.package, "OUTPUTS", None)
         return found
 
@@ -176,7 +178,7 @@ class Loaded(DropInModule):
         self._state.others = others
 
     def _bind_loss(self, loss_fn: Callable[..., Any] | None) -> None:
-        """Give the stages the tensors that the loss function has now."""
+        """Bind the stages to the loss function's current tensors."""
         root, bound, before = self._state.root, self._state.live.bound, self._state.others
         if root is None or (loss_fn is None and bound):
             return
@@ -207,13 +209,13 @@ def load_here(folder: Path, model: nn.Module, backend: Backend | None = None) ->
 
 
 def bind_here(model: nn.Module, others: Mapping[str, Tensor], package: ModuleType) -> Scheduler:
-    """The scheduler of a package, all of whose stages run in this process."""
+    """The scheduler of a package with all stages in this process."""
     made: Scheduler = bind(package, model, others=others)
     return made
 
 
 def loss_root(package: ModuleType, model: nn.Module) -> str | None:
-    """What the keys of the loss function's own tensors begin with; None if the package has none."""
+    """The prefix of the keys of the loss function's own tensors; None if the package has none."""
     if not hasattr(package, "OUTPUTS"):
         return None
     others = (key for key, *_ in package.TENSORS if key.startswith("loss_fn") and key not in tensors_of(model))

@@ -1,11 +1,12 @@
-"""What of a loss function decides its values, as rows of text: a saved package refuses another loss than its own.
+"""The fingerprint of a loss function: everything that decides its values, as rows of text. A saved package refuses a
+loss with another fingerprint.
 
-    ("loss_fn", "function smooth 3f2a9c01b6d4")         the code, by what Python made of it
-    ("loss_fn.alpha", "0.1")                            what it closes over, defaults, globals that it names
-    ("loss_fn.weight", "float32[10] 8be01f7a2c44")      for a tensor the digest of its values
+    ("loss_fn", "function smooth 3f2a9c01b6d4")         a digest of its bytecode
+    ("loss_fn.alpha", "0.1")                            its closure, defaults, and the globals that it names
+    ("loss_fn.weight", "float32[10] 8be01f7a2c44")      for a tensor a digest of its values
 
-Functions and classes of installed libraries count by their names. Of an object's attributes count those that its code
-names. Parameters and buffers of modules are the user's to change, and are left out.
+Functions and classes of installed libraries have only their names. Of an object's attributes, only those that its code
+names are included. Parameters and buffers of modules are not included: the user may change them.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ from fxpipe.pipe.drop_in_module import DropInModule
 
 Rows = tuple[tuple[str, str], ...]
 LOSS_FN = "loss_fn"
-MOST = 24  # rows that a reader may want to see
-_digests: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of code, and of a version of a tensor
+MOST = 24  # rows that are kept as text; the others become one digest
+_digests: WeakIdKeyDictionary = WeakIdKeyDictionary()  # (version, digest) of code objects and tensors
 LIBRARIES = frozenset(("site-packages", "dist-packages"))
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(...), type(NO_TARGET))
 
 
 def rows(loss_fn: Callable[..., Any] | None) -> Rows:
-    """The fingerprint of a loss function; of None, which lets the model return its loss, it has one row."""
+    """The fingerprint of a loss function; one row for None, when the model returns its loss."""
     found = tuple(dict(_rows(LOSS_FN, loss_fn, set())).items())
     some, more = found[:MOST], found[MOST:]
     return (*some, (f"{LOSS_FN}...", f"{len(more)} more {_digest(repr(more))}")) if more else some
 
 
 def difference(known: Rows, found: Rows) -> str | None:
-    """The first thing in which the second differs from the first, in words; None if nothing does."""
+    """The first difference between two fingerprints, in words; None if they are equal."""
     old, new = dict(known), dict(found)
     for name in (*new, *old):
         if old.get(name) != new.get(name):
@@ -54,8 +55,8 @@ def difference(known: Rows, found: Rows) -> str | None:
 
 
 def check_unchanged(captured: Rows, now: Rows) -> None:
-    """Raise PackageError where a loss function is not what it was when it was captured; the values of its tensors,
-    which are saved as they are, may be others."""
+    """Raise PackageError if a loss function has changed since its capture. The values of its tensors may have changed:
+    they are saved as they are."""
     then, tensor = dict(captured), re.compile(r"\w+\[[\d, ]*\]( \w+)?")
     changed = [name for name, text in now if then.get(name) != text and not tensor.fullmatch(text)]
     if changed or len(now) != len(captured):
@@ -78,7 +79,7 @@ def _rows(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, str]]:
 
 
 def _parts(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, str]]:
-    """The rows of what has parts."""
+    """The rows of an object that is neither plain nor a tensor, and of its parts."""
     held: Mapping[str, Any] = {}
     if isinstance(value, (tuple, list)):
         what, held = f"{type(value).__name__} of {len(value)}", {str(i): item for i, item in enumerate(value)}
@@ -100,7 +101,7 @@ def _parts(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, str]]:
 
 
 def _named(value: Any) -> str:
-    """A function or class by its name, and what is not a library's also by its code."""
+    """The row of a function or class: its name, and, if it is not a library's, a digest of its code."""
     kind = "class" if isinstance(value, type) else "function" if callable(value) else type(value).__qualname__
     if _installed(value):
         return f"{kind} {_module(value)}.{value.__qualname__}"
@@ -114,12 +115,12 @@ def _installed(value: Any) -> bool:
 
 
 def _module(value: Any) -> str:
-    """The module of a function or class; what is built in, such as a method of a tensor, may have none."""
+    """The module of a function or class; "builtins" if it has none, as a method of a tensor."""
     return str(getattr(value, "__module__", None) or "builtins")
 
 
 def _of_library(module: str) -> bool:
-    """Whether a module is Python's own, or lies where libraries are installed."""
+    """Whether a module is of Python's standard library, or in a folder of installed packages."""
     file = getattr(sys.modules.get(module), "__file__", None)
     installed = file is not None and not LIBRARIES.isdisjoint(PurePath(file).parts)
     return installed or module.partition(".")[0] in sys.stdlib_module_names
@@ -135,14 +136,14 @@ def _codes(value: Any) -> list[CodeType]:
 
 
 def _code(code: CodeType) -> str:
-    """What Python made of the source: the same wherever it stands."""
+    """A text for compiled code, which does not depend on its file and lines."""
     constants = [_code(item) if isinstance(item, CodeType) else _constant(item) for item in code.co_consts]
     version = ".".join(map(str, sys.version_info[:2]))
     return repr((version, code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars))
 
 
 def _constant(value: Any) -> str:
-    """The order of a set is another one in each process."""
+    """The text of a constant; sets are sorted, because their order differs between processes."""
     return str(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
 
 
@@ -151,7 +152,7 @@ def _digest(text: str | bytes) -> str:
 
 
 def _digest_once(value: Any, version: object, text: Callable[[], str | bytes]) -> str:
-    """The digest of a text that is known from an object as long as its version is the same."""
+    """The digest of `text()`, cached for `value` as long as its version stays the same."""
     known = _digests[value] if value in _digests else None  # noqa: SIM401
     if known is None or known[0] != version:
         known = _digests[value] = version, _digest(text())
@@ -172,7 +173,7 @@ def _set_by(code: CodeType) -> frozenset[str]:
 
 
 def _closed_over(function: FunctionType) -> dict[str, Any]:
-    """What a function of the user's holds on to: defaults, closure, and the globals that it names."""
+    """The values that a user's function uses, by name: defaults, closure, and the globals that it names."""
     if _installed(function):
         return {}
     code = function.__code__
@@ -201,7 +202,7 @@ def _attributes(value: Any) -> dict[str, Any]:
     """The attributes of an object that its class's code names; of a module without its parameters and buffers."""
     methods = [item for kind in type(value).__mro__[:-1] if kind is not nn.Module for item in vars(kind).values()]
     codes = [item.__code__ for item in methods if isinstance(item, FunctionType) and item.__name__ != "__init__"]
-    # An attribute that the loss itself sets, as a counter, does not count: else no package could be saved.
+    # Attributes that the loss itself sets, such as a counter, are left out: otherwise no package could be saved.
     read = {name for code in codes for name in _names(code)} - {name for code in codes for name in _set_by(code)}
     found = {name: item for name, item in vars(value).items() if name in read}
     if isinstance(value, nn.Module):
@@ -213,7 +214,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _tensor(tensor: Tensor) -> str:
-    """Its type, and a digest of its values."""
+    """The row of a tensor: its type, and a digest of its values unless it is a parameter or has none."""
     kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
     if tensor.is_meta or tensor.layout != torch.strided or isinstance(tensor, nn.Parameter):
         return kind

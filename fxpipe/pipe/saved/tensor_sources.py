@@ -1,11 +1,11 @@
-"""Where values of a model's tensors are read from, one of three forms, without running code that a file may hold.
+"""Readers of checkpoints in three forms, which never run code from a file.
 
-    a file with a state_dict         torch.load with weights_only, mapped into memory: only what is asked for is read
-    a .safetensors file              the same, by the library of that name
-    a torch.distributed.checkpoint   a folder; each tensor may lie in pieces, in the files of many ranks
+    a file with a state_dict         torch.load with weights_only, mapped into memory: only requested tensors are read
+    a .safetensors file              the same, by the library safetensors
+    a torch.distributed.checkpoint   a folder; a tensor may be in pieces, in the files of many ranks
 
-torch's own reader of such a folder unpickles its table of contents, which can run anything. Ours takes the classes that
-such a table is made of, and no others.
+torch's own reader of such a folder unpickles its table of contents, which can run any code. Our reader only accepts the
+classes that such a table is made of.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from fxpipe.errors import CheckpointError
 
-MODEL = "model."  # what the keys of a model begin with, in a folder that has more than a model
+MODEL = "model."  # the prefix of a model's keys in a folder that also has other things
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint to read: the shapes of its tensors by key. `fill` copies those of the keys given into the values."""
+    """A checkpoint to read: the shapes of its tensors by key. `fill` takes tensors by key and copies the values into
+    them."""
 
     name: str
     shapes: Mapping[str, tuple[int, ...]]
@@ -49,7 +50,7 @@ def open_source(path: str | Path) -> Source:
 
 
 def open_file(path: Path) -> Source:
-    """What `torch.save(model.state_dict(), path)` has written."""
+    """A file that `torch.save(model.state_dict(), path)` wrote. Raises CheckpointError for another file."""
     try:
         held = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (RuntimeError, ValueError, pickle.UnpicklingError, EOFError) as error:
@@ -73,7 +74,7 @@ def open_safetensors(path: Path) -> Source:
 
 
 def copy_from(get: Callable[[str], Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Copy what is got for each key into the tensor given."""
+    """Copy `get(key)` into the tensor of each key."""
     with torch.no_grad():
         for key, tensor in tensors.items():
             tensor.copy_(get(key))
@@ -86,8 +87,8 @@ def open_folder(path: Path) -> Source:
 
 
 def entries(path: Path) -> dict[str, TensorStorageMetadata]:
-    """The tensors in a folder of torch.distributed.checkpoint, by key. What else is there is pickled, and left alone.
-    Raises CheckpointError if it is none."""
+    """The tensors in a folder of torch.distributed.checkpoint, by key. Other entries are pickled, and are not read.
+    Raises CheckpointError if it is no such folder."""
     try:
         held = Reader(path).read_metadata().state_dict_metadata
     except (OSError, pickle.UnpicklingError, EOFError, AttributeError) as error:
@@ -96,7 +97,7 @@ def entries(path: Path) -> dict[str, TensorStorageMetadata]:
 
 
 def read(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Copy those with these keys in a folder into the tensors given. Each process reads what it needs."""
+    """Copy the values of these keys in a folder into the given tensors. Each process reads only what it needs."""
     if tensors:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -104,8 +105,8 @@ def read(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def within(source: Source, prefix: str) -> Source:
-    """The source, in which what has a key that begins with `prefix` can also be had without it: a folder may hold a
-    model, or a model among other things."""
+    """The source, where keys that begin with `prefix` also work without it: a folder may hold only a model, or a model
+    and other things."""
     names = {key: key for key in source.shapes}
     names |= {key.removeprefix(prefix): key for key in source.shapes if key.startswith(prefix)}
 
@@ -116,7 +117,7 @@ def within(source: Source, prefix: str) -> Source:
 
 
 class Reader(FileSystemReader):
-    """torch's reader of a folder, with a table of contents that can only be one."""
+    """torch's reader of a folder, which unpickles the table of contents safely."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
@@ -140,7 +141,7 @@ KNOWN = {
 
 
 class Contents(pickle.Unpickler):
-    """Unpickles what a table of contents is made of."""
+    """Unpickles a table of contents. Raises UnpicklingError for any class that is not in KNOWN."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in KNOWN.get(module, ()):

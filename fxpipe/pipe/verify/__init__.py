@@ -1,1 +1,1 @@
-"""Whether a pipe computes what the plain model does, and where the two part."""
+"""Whether a pipe computes the same as the plain model, and where they first differ."""

@@ -1,9 +1,10 @@
-"""Where a pipe and the plain model part: the first stage whose results are not those of its ops, and the op.
+"""Where a pipe and the plain model first differ: the first stage whose results are not those of its ops, and the op.
 
-    x ──▶ stage 0 ──▶ y ──▶ stage 1 ──▶ z      of each stage and micro-batch, what it took and gave is kept; the ops of
-          as its ops         not so            the captured graph say what it should have given
+    x ──▶ stage 0 ──▶ y ──▶ stage 1 ──▶ z      the inputs and results of each stage and micro-batch are recorded, and
+          as its ops         differs           compared with the results of the ops of the captured graph
 
-The stage runs again on what it took, beside its ops, one by one: the first call that returns something else is where.
+The stage runs again on its recorded inputs, beside its ops, one by one: the first call of torch with another result is
+the place.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from fxpipe.runtime.written_buffers import instead
 
 @dataclass(frozen=True)
 class Place:
-    """Where two runs part: the stage, the micro-batch, the op of the graph with the user's line, and the line of the
-    stage's file. `op` and `line` are "" where they are not known."""
+    """Where two runs first differ: stage, micro-batch, op of the graph with the user's line, and line of the stage's
+    file. `op` and `line` are "" if not known."""
 
     stage: int
     micro_batch: int
@@ -60,7 +61,7 @@ class Run:
 
 @contextmanager
 def watched(stages: Sequence[Stage]) -> Iterator[list[Run]]:
-    """In this context each forward of a stage is noted; recomputations, too."""
+    """A context that records each forward of a stage, recomputations included."""
     runs: list[Run] = []
 
     def watch(j: int, stage: Stage) -> Any:
@@ -85,7 +86,7 @@ def watched(stages: Sequence[Stage]) -> Iterator[list[Run]]:
 
 
 def find_forward(program: Program, stages: Sequence[Stage], runs: Sequence[Run]) -> Place | None:
-    """The first stage, and micro-batch in it, that gave something else than its ops do; None if there is none."""
+    """The first stage, and micro-batch in it, whose results are not those of its ops; None if there is none."""
     for j, stage in enumerate(stages):
         for i, run in enumerate(run for run in runs if run.stage == j):
             place = _compare(program, j, i, stage, run)
@@ -95,7 +96,8 @@ def find_forward(program: Program, stages: Sequence[Stage], runs: Sequence[Run])
 
 
 def find_backward(program: Program, wrong: Sequence[str]) -> Place | None:
-    """Backward begins at the end: the last op that uses a parameter whose gradient is wrong, given by path."""
+    """The last op that uses a parameter with a wrong gradient, since backward runs from the end; None if there is none.
+    `wrong`: the paths of these parameters."""
     names = {state.name for state in program.graph.states if {state.path, *state.aliases} & set(wrong)}
     for stage in reversed(program.stages):
         for op in reversed(stage.ops):
@@ -105,7 +107,7 @@ def find_backward(program: Program, wrong: Sequence[str]) -> Place | None:
 
 
 def _compare(program: Program, j: int, i: int, stage: Stage, run: Run) -> Place | None:
-    """Where the stage parts from its ops; None if it does not."""
+    """Where the results of the stage differ from those of its ops; None if they do not."""
     part = program.stages[j]
     names, draw = (*part.takes, *part.borrows), next((x for x in run.args if isinstance(x, Draws)), None)
     values: dict[str, Any] = {
@@ -136,7 +138,7 @@ def _compare(program: Program, j: int, i: int, stage: Stage, run: Run) -> Place 
 
 @contextmanager
 def _copies(stage: Stage) -> Iterator[None]:
-    """In this context the stage has copies of the buffers that it writes."""
+    """A context in which the stage writes copies of its buffers."""
     with instead(stage, {path: stage.tensor(path).detach().clone() for path in stage.mutates}):
         try:
             yield
@@ -168,7 +170,7 @@ class Called:
 
 
 class Calls(TorchFunctionMode):
-    """Notes what calls of torch return, with the line of `file` that they come from."""
+    """Records the results of calls of torch, with the line of `file` that made each call."""
 
     def __init__(self, file: str) -> None:
         super().__init__()
@@ -197,7 +199,7 @@ def _several(result: Any) -> tuple[Any, ...]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two results of one op on the same inputs are the same, but for the last digits."""
+    """Whether two results of one op on the same inputs are equal, up to the last digits."""
     if isinstance(one, tuple) or isinstance(other, tuple):
         pair = _several(one), _several(other)
         return len(pair[0]) == len(pair[1]) and all(map(same, *pair))

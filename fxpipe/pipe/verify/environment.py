@@ -1,4 +1,4 @@
-"""What of this machine and of a pipe matters to who reads a report: versions, devices, options, plan, schedule."""
+"""The facts of a report on a pipe and its machine: versions, devices, options, plan, schedule."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fxpipe.pipe.options.compile_options import Options
 
 
 def versions() -> str:
-    """Of fxpipe, torch and Python."""
+    """The versions of fxpipe, torch and Python."""
     return f"fxpipe {own_version()}, torch {torch.__version__}, Python {platform.python_version()}"
 
 
@@ -36,13 +36,13 @@ def cpu() -> str:
 
 
 def threads() -> str:
-    """How many each CPU worker has."""
+    """The number of threads of each CPU worker."""
     said = os.environ.get("OMP_NUM_THREADS", "not set")
     return f"{torch.get_num_threads()} for each CPU worker on {cores()} cores, OMP_NUM_THREADS is {said}"
 
 
 def gpus() -> dict[str, str]:
-    """Name and memory of each, by its label."""
+    """Name and memory of each GPU, by its label."""
     found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return {f"cuda:{index}": f"{one.name}, {show_bytes(one.total_memory)}" for index, one in enumerate(found)}
 

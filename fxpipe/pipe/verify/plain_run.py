@@ -1,8 +1,8 @@
-"""The plain model beside a pipe: the same calls and steps, on a copy, on one device, in the dtype asked for.
+"""The plain model, to compare a pipe with: the same calls and steps, on a copy, on one device, in a given dtype.
 
-A copy has its own parameters, buffers and attributes, so nothing of the user's model changes. Where micro-batches see
-something of their own (statistics, random numbers, counters, what the data decides), the copy runs one micro-batch
-after the other, with the random numbers that the pipe draws; elsewhere it runs the batch as it is.
+A copy has its own parameters, buffers and attributes, so the user's model does not change. If results depend on the
+micro-batch (statistics, random numbers, counters, branches on data), the copy runs one micro-batch after the other,
+with the random numbers that the pipe draws; otherwise it runs the whole batch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SEED = 0  # of all runs that are compared
 
 @dataclass(frozen=True)
 class Case:
-    """What is run: the arguments of a step or a call; `step`: whether there is a loss."""
+    """The arguments of a step or a call; `step`: whether there is a loss."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -44,12 +44,12 @@ class Case:
     step: bool
 
     def map(self, swap: Callable[[Tensor], Tensor]) -> Case:
-        """The same with other tensors, each of which is swapped once."""
+        """The case with `swap(tensor)` in place of each tensor; `swap` is called once for each."""
         made: dict[int, tuple[Tensor, Tensor]] = {}
 
         def once(_: str, tensor: Tensor) -> Tensor:
             if id(tensor) not in made:
-                made[id(tensor)] = tensor, swap(tensor)  # kept, or its id could be another's
+                made[id(tensor)] = tensor, swap(tensor)  # the tensor is kept, so that its id is not reused
             return made[id(tensor)][1]
 
         args, kwargs, target = change((self.args, dict(self.kwargs), self.target), once)
@@ -63,7 +63,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Results:
-    """All that a call or step shows, by what it is called: outputs or loss, gradients, buffers."""
+    """All results of a call or step, by name: outputs or loss, gradients, buffers."""
 
     outputs: Mapping[str, Any]
     gradients: Mapping[str, Tensor | None]
@@ -71,7 +71,7 @@ class Results:
 
 
 def roots(model: nn.Module, loss_fn: Any) -> dict[str, nn.Module]:
-    """The model and the modules of the loss function, by what the names of their tensors begin with."""
+    """The model and the modules of the loss function, by the prefix of their tensors' names."""
     return {"": model, **{f"{path}.": module for path, module in modules_in(loss_fn).items()}}
 
 
@@ -86,7 +86,7 @@ def buffers(model: nn.Module, loss_fn: Any) -> dict[str, Tensor]:
 
 
 def results(outputs: Mapping[str, Any], model: nn.Module, case: Case) -> Results:
-    """What there is to see after backward."""
+    """All results after backward."""
     gradients = {f"gradient of {name}": x.grad for name, x in parameters(model, case.loss_fn).items()}
     leaves = [x for x in case.tensors() if x.requires_grad]
     gradients |= {f"gradient of input {number}": x.grad for number, x in enumerate(leaves)}
@@ -99,7 +99,7 @@ def results(outputs: Mapping[str, Any], model: nn.Module, case: Case) -> Results
 
 
 def backward_from(outputs: Mapping[str, Any]) -> None:
-    """Backward of outputs that have no loss, from gradients that are the same at each call."""
+    """Backward of outputs without a loss, from fixed random gradients: the same at each call."""
     generator = torch.Generator().manual_seed(SEED)
     pairs = []
     for value in outputs.values():
@@ -114,8 +114,8 @@ def backward_from(outputs: Mapping[str, Any]) -> None:
 
 
 def copied(model: nn.Module, case: Case, device: torch.device, exact: bool) -> tuple[nn.Module, Case]:
-    """A copy of the model, the loss and the inputs on one device; `exact`: in float64. Raises FxpipeError where there
-    is no copy."""
+    """A copy of the model, the loss and the inputs on one device; `exact`: in float64. Raises FxpipeError if the model
+    cannot be copied."""
 
     def moved(tensor: Tensor) -> Tensor:
         made = tensor.detach().to(device, wide(tensor.dtype) if exact else tensor.dtype, copy=True)
@@ -165,9 +165,9 @@ class Cut:
     """How a batch is cut.
 
     - `rows`: the samples of each micro-batch; one micro-batch of all samples is not cut.
-    - `names`, `dims`: for each tensor of the case what the graph calls it, and its batch dimension; None for one that
-      all micro-batches get whole.
-    - `others`: the inputs of the graph that are no tensors.
+    - `names`, `dims`: for each tensor of the case its name in the graph, and its batch dimension; None if all
+      micro-batches get it whole.
+    - `others`: the inputs of the graph that are not tensors.
     - `deferred`: whether running statistics are those of the batch.
     """
 
@@ -191,7 +191,7 @@ class Cut:
 
 
 def by_micro_batch(graph: Graph) -> bool:
-    """Whether micro-batches see something of their own, so that the batch as a whole is no yardstick."""
+    """Whether results depend on the micro-batch, so that a run of the whole batch is no reference."""
     states = {state.name for state in graph.states}
     writes = any(name in states for op in graph.ops for name in op.writes)
     return bool(graph.mixed or batch_norms(graph) or opaques(graph) or writes or any(op.random for op in graph.ops))
@@ -230,8 +230,8 @@ OUTPUT = "what the model returns"
 
 
 def states_of(graph: Graph, model: nn.Module, case: Case, device: torch.device) -> dict[str, Any]:
-    """The states of a graph from a copy of the model: its parameters, copies of its buffers, and constants where and as
-    wide as they are."""
+    """The states of a graph from a copy of the model: its parameters, copies of its buffers, and constants on the same
+    device and in the same precision."""
     held = parameters(model, case.loss_fn)
     exact = all(x.dtype == wide(x.dtype) for x in held.values())
     held |= {name: x.detach().clone() for name, x in buffers(model, case.loss_fn).items()}
@@ -247,14 +247,14 @@ def states_of(graph: Graph, model: nn.Module, case: Case, device: torch.device) 
 def _shares(
     model: nn.Module, piece: Case, graph: Graph, cut: Cut, whole: Mapping[str, Any], draw: Draws
 ) -> dict[str, Any]:
-    """What a micro-batch adds to numbers that the model computes itself, and that are no mean or sum over samples, as a
-    loss that ignores some labels: the ops of the graph say that."""
+    """The micro-batch's part of numbers that the model computes and that are no plain mean or sum over samples, such as
+    a loss that ignores some labels: computed by the ops of the graph, which use the totals."""
     values = evaluate(graph, {**whole, **cut.inputs(piece)}, states_of(graph, model, piece, draw.device), draw)
     return {output.value: values[output.value] for output in graph.outputs if output.batch_dim is None}
 
 
 def outputs_of(model: nn.Module, case: Case, graph: Graph) -> dict[str, Any]:
-    """What comes of one run, by the names of the graph."""
+    """The outputs of one run, by the names of the graph."""
     if not case.step:
         found: dict[str, Any] = {}
         match(graph.result, model(*case.args, **case.kwargs), found)
@@ -265,7 +265,7 @@ def outputs_of(model: nn.Module, case: Case, graph: Graph) -> dict[str, Any]:
 
 
 def _loss_of_all(case: Case, outputs: Sequence[Any], rows: Sequence[int]) -> Any:
-    """The loss of the outputs of all micro-batches, joined."""
+    """The loss of the joined outputs of all micro-batches."""
     parts: list[list[Tensor]] = []
     for output in outputs:
         leaves: list[Tensor] = []
@@ -278,7 +278,7 @@ def _loss_of_all(case: Case, outputs: Sequence[Any], rows: Sequence[int]) -> Any
 
 
 def _join(parts: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
-    """Along the first dimension that has as many as there are samples, or a multiple."""
+    """The tensors, joined along the first dimension whose size is a multiple of the samples; their mean if none is."""
     for dim in range(parts[0].dim()):
         if all(x.shape[dim] * rows[0] == parts[0].shape[dim] * n for x, n in zip(parts, rows, strict=True)):
             return torch.cat(list(parts), dim)
@@ -287,8 +287,8 @@ def _join(parts: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
 
 
 class SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Seeds each op that draws random numbers as stages do: from the seed of the run, the micro-batch, and the number
-    of the op among those that draw."""
+    """A mode of torch that seeds each random op as stages do: from the seed of the run, the micro-batch, and the number
+    of the op among the random ops."""
 
     def __init__(self, seed: int, micro_batch: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,12 +1,12 @@
-"""`pipe.verify(...)`: whether a pipe computes what the plain model does, on this machine, with these inputs.
+"""`pipe.verify(...)`: whether a pipe computes the same as the plain model, on this machine, with these inputs.
 
     what               pipe      plain     may be          each is the largest distance from the plain model in float64
     loss               1.2e-07   0.9e-07   1.4e-06
     gradient of w      3.1e+00   2.0e-07   4.5e-06  differs
 
-Nobody is exact: the plain model, too, is off by what its dtype rounds. So both are held against the plain model in
-float64, and the pipe may be off by a few times as much. Where float64 is not to be had, the pipe is held against the
-plain model itself.
+The plain model has rounding errors too. So both are compared with the plain model in float64, and the error of the pipe
+may be a few times that of the plain model. If the model does not run in float64, the pipe is compared with the plain
+model itself.
 """
 
 from __future__ import annotations
@@ -50,16 +50,23 @@ from .plain_run import (
     without_autocast,
 )  # fmt: skip
 
-TIMES = 10  # as far off as the plain model is, so many times, a pipe may be: it adds up in another order
-DIGITS = 32  # or so many times the last digit of the largest value
-SMALL = 1e-3  # values this much smaller than the largest of their kind are held against that
-FLOAT64 = 1e-9  # relative to the values, where there is nothing more exact to compare with
+TIMES = 10  # a pipe's error may be this many times the plain model's, because it adds up in another order,
+DIGITS = 32  # plus this many times the last digit of the scale: the largest value
+SMALL = 1e-3  # plus this part of the largest value of all results of its kind
+FLOAT64 = 1e-9  # the bound relative to the scale, if there is no more exact reference
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One result of a call or a step. `off`: how far the pipe is from the reference, at most; `plain`: how far the
-    plain model is; `bound`: how far the pipe may be. `why`: what differs that is no distance."""
+    """One result of a call or a step.
+
+    - `way`: "call" or "step".
+    - `what`: the name of the result.
+    - `off`: the largest distance of the pipe from the reference.
+    - `plain`: the largest distance of the plain model from it.
+    - `bound`: the distance that the pipe may have.
+    - `why`: a difference that is not a distance, such as another shape.
+    """
 
     way: str
     what: str
@@ -108,8 +115,8 @@ class Verified:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def save(self, path: str | Path) -> None:
-        """Write all of it to a file, to attach to an issue: versions, devices, options, plan, schedule and what was
-        compared."""
+        """Write a report for an issue to a file: versions, devices, options, plan, schedule and all compared
+        results."""
         parts = [str(self), "", "all results", table(self.compared)]
         for title, text in self.facts.items():
             parts += ["", f"---- {title}", text]
@@ -117,7 +124,7 @@ class Verified:
 
 
 def table(compared: Sequence[Compared]) -> str:
-    """How far the pipe and the plain model are off, and how far the pipe may be."""
+    """A table of the results: the errors of the pipe and of the plain model, and the bound."""
     rows = [
         (one.way, one.what, f"{one.off:.1e}", f"{one.plain:.1e}", f"{one.bound:.1e}",
          "" if one.ok else one.why or "differs")
@@ -130,7 +137,7 @@ def table(compared: Sequence[Compared]) -> str:
 
 
 def compare(way: str, got: Results, plain: Results, exact: Results | None, digits: float) -> Iterator[Compared]:
-    """All results of one way, beside each other. `digits`: the relative size of the last digit."""
+    """Compare all results of one way ("call" or "step"). `digits`: the relative size of the last digit."""
     for kind in ("outputs", "gradients", "buffers"):
         pipe_s, plain_s = getattr(got, kind), getattr(plain, kind)
         exact_s = plain_s if exact is None else getattr(exact, kind)
@@ -188,8 +195,8 @@ def _shown(value: Any) -> str:
 
 @contextmanager
 def preserved(model: nn.Module, loss_fn: Any) -> Iterator[None]:
-    """What runs in this context leaves no trace: gradients, buffers, attributes and all random numbers are as they
-    were. Raises FxpipeError where that cannot be promised."""
+    """A context that restores gradients, buffers, attributes and random states at its end. Raises FxpipeError if a
+    parameter has a hook that may change something else."""
     modules = [part for root in roots(model, loss_fn).values() for part in root.modules()]
     held = list({id(x): x for part in modules for x in part.parameters(recurse=False)}.values())
     if any(getattr(x, "_post_accumulate_grad_hooks", None) for x in held):
@@ -353,7 +360,7 @@ def _autocast() -> list[torch.dtype]:
 
 
 def _check_memory(model: nn.Module, device: torch.device) -> None:
-    """Raise MemoryError where a copy in float64, with gradients, would not fit."""
+    """Raise MemoryError if a copy in float64, with gradients, would not fit."""
     need = 16 * sum(x.numel() for x in model.parameters())
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
@@ -364,7 +371,7 @@ def _check_memory(model: nn.Module, device: torch.device) -> None:
 
 
 def _find(cache: BuildCache, ran: Ran, found: Sequence[Compared]) -> Place | None:
-    """Where the pipe and the plain model part."""
+    """Where the pipe and the plain model first differ; None if it is not found."""
     stages = cache.live(ran.made).scheduler.stages
     place = find_forward(ran.made.program, stages, ran.runs)
     if place is None and all(one.ok for one in found if not one.what.startswith("gradient")):
