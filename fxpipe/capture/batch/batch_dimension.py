@@ -77,7 +77,7 @@ class Flow:
     - `outer`: the size of what stands before the batch in its dimension (1: the batch is the slowest part).
     - `mixed`: for values in which samples were mixed, the error.
     - `scaled`: for samples that were computed with the batch size, the error.
-    - `vmaps`: for values in a vmap over the batch, the level of the vmap.
+    - `vmaps`: for values in a vmap over the batch, the op that entered the vmap.
     - `beside`: for batched values in a vmap over something else, the op that took them there.
     - `sizes`: the numbers that depend on the batch size.
     """
