@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
@@ -65,14 +65,21 @@ def grown(before: Held) -> dict[str, int]:
     return {name: count for name, count in more.items() if count > 0}
 
 
-def left_over(garbage: Sequence[object]) -> list[str]:
-    """The types of tensors and of autograd's nodes among it; fake tensors apart, which torch caches when it traces."""
-    kinds = [type(one) for one in garbage]
-    return [kind.__name__ for kind in kinds if kind is not FakeTensor and _is_of_autograd(kind)]
-
-
-def _is_of_autograd(kind: type) -> bool:
-    return issubclass(kind, Tensor) or "Function" in kind.__name__
+def in_cycles(run: Callable[[], object]) -> list[str]:
+    """The types of the tensors and of autograd's nodes that a run leaves in cycles, which only Python's garbage
+    collection frees; fake tensors apart, which torch caches when it traces."""
+    gc.collect()
+    gc.disable()
+    try:
+        run()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        kinds = [type(one) for one in gc.garbage if type(one) is not FakeTensor]
+        return [kind.__name__ for kind in kinds if issubclass(kind, Tensor) or "Function" in kind.__name__]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
 
 
 class MallInfo(ctypes.Structure):
@@ -152,18 +159,7 @@ def test_steps_leave_no_cycles() -> None:
     make, x, y, loss = DEMOS["unet"]
     pipe = fxpipe.compile(make(), devices=4, chunks=4)
     train(pipe, x, y, loss, 3)
-    gc.collect()
-    gc.disable()
-    try:
-        train(pipe, x, y, loss, 3)
-        gc.set_debug(gc.DEBUG_SAVEALL)
-        gc.collect()
-        left = left_over(gc.garbage)
-    finally:
-        gc.set_debug(0)
-        gc.garbage.clear()
-        gc.enable()
-    assert left == []
+    assert in_cycles(lambda: train(pipe, x, y, loss, 3)) == []
     pipe.close()
 
 
@@ -213,18 +209,7 @@ def test_thousands_of_steps_leave_nothing(schedule: str, steps: int) -> None:
 def test_steps_in_one_go_leave_no_cycles(schedule: str) -> None:
     pipe, take = tiny(schedule, "except_last")
     take(3)
-    gc.collect()
-    gc.disable()
-    try:
-        take(4)
-        gc.set_debug(gc.DEBUG_SAVEALL)
-        gc.collect()
-        left = left_over(gc.garbage)
-    finally:
-        gc.set_debug(0)
-        gc.garbage.clear()
-        gc.enable()
-    assert left == []
+    assert in_cycles(lambda: take(4)) == []
     pipe.close()
 
 
