@@ -41,7 +41,7 @@ from fxpipe.schedules.auto_schedule import auto
 from fxpipe.schedules.make_schedule import AUTO, SCHEDULES, make
 from fxpipe.schedules.one_f_one_b import gpipe
 from fxpipe.schedules.simulate.action_costs import hops, stage_costs, taken_bytes, timed_hops
-from fxpipe.schedules.simulate.merge_backward_halves import rejoin
+from fxpipe.schedules.simulate.merge_backward_halves import merge_backward_halves
 from fxpipe.schedules.simulate.replica_costs import reductions, spread
 from fxpipe.schedules.simulate.simulate import StageCost, simulate
 
@@ -224,7 +224,7 @@ def draft(
         check_write_order(schedule, program)
         forwards = all(action.kind == "F" for action in schedule.place)
         if options.schedule in SCHEDULES and not forwards:  # not one that the user wrote
-            schedule = rejoin(schedule, costs, between)
+            schedule = merge_backward_halves(schedule, costs, between)
         labels = tuple(dict.fromkeys(program.devices))
         timeline = spread(simulate(schedule, costs, between, labels, sums), replica_groups(runs))
     return Build(graph, sizes, cluster, profile, decided, schedule, program, trail, timeline, {}, totals)

@@ -24,12 +24,12 @@ NEVER = float("inf")
 SLACK = 0.01  # share by which a step may get longer by the profile, in which splits cost nothing
 
 
-def rejoin(schedule: Schedule, costs: Sequence[StageCost], hops: Sequence[Hop] = ()) -> Schedule:
+def merge_backward_halves(schedule: Schedule, costs: Sequence[StageCost], hops: Sequence[Hop] = ()) -> Schedule:
     """A schedule that takes as long (to one part in a hundred), keeps no more in memory, and splits fewer backwards.
 
     >>> from fxpipe.ir.schedule.schedule import parse
     >>> split = parse("F0 F1 . I0 W0 I1 W1 \\n . F0 I0 F1 I1 W0 W1", name="zb-h1")
-    >>> print(rejoin(split, [StageCost(1, 2)] * 2))
+    >>> print(merge_backward_halves(split, [StageCost(1, 2)] * 2))
     zb-h1: 2 stages, 2 micro-batches
     clock      0   1   2   3   4   5   6
     device 0  F0  F1      B0      B1
