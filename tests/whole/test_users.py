@@ -126,6 +126,19 @@ def test_gradients_come_back_through_a_vmap(make: Make) -> None:
     same_gradients(pipe.model, plain)
 
 
+def test_a_vmap_beside_a_total_of_the_batch(make: Make) -> None:
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(y, target, weight=torch.arange(1.0, 9.0, dtype=y.dtype), label_smoothing=0.1)
+
+    pipe, plain = make(Mapped)
+    target = torch.arange(len(X)) % 8
+    expected = loss(plain(X), target)
+    expected.backward()
+    close(pipe.step(X, target=target, loss_fn=loss), expected)
+    same_gradients(pipe.model, plain)
+    assert "_vmap_increment_nesting" not in pipe.files["totals.py"]
+
+
 # Hooks inside the model -----------------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,7 @@ from math import prod
 from typing import Any
 
 from fxpipe.capture.capture_errors import refuse
-from fxpipe.capture.tracing.symbolic_sizes import BATCH, IN_VMAP
+from fxpipe.capture.tracing.symbolic_sizes import BATCH
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.graph import Graph, Op, Ref, called, op_name, refs
 from fxpipe.ir.graph.ops import (
@@ -41,6 +41,7 @@ from fxpipe.ir.graph.ops import (
     SIZES,
 )
 from fxpipe.ir.graph.value_types import (
+    IN_VMAP,
     Dim,
     ScalarType,
     TensorType,

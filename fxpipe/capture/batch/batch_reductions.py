@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-from fxpipe.capture.tracing.symbolic_sizes import BATCH, VMAP
+from fxpipe.capture.tracing.symbolic_sizes import BATCH
 from fxpipe.ir.graph.graph import Graph, Op, Ref, called, refs
 from fxpipe.ir.graph.op_arguments import arguments
 from fxpipe.ir.graph.ops import (
@@ -42,7 +42,7 @@ from fxpipe.ir.graph.ops import (
     WEIGHTED_LOSSES,
     ZEROS,
 )
-from fxpipe.ir.graph.value_types import ScalarType, TensorType, TupleType, ValueType, dim_names, tensors
+from fxpipe.ir.graph.value_types import VMAP, ScalarType, TensorType, TupleType, ValueType, dim_names, tensors
 
 from .batch_dimension import Flow, batch_dims, in_vmap, multiple
 

@@ -22,11 +22,12 @@ from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.graph import Graph, Op, Origin, Ref, map_leaves
 from fxpipe.ir.graph.legal_cuts import ENTER_VMAP, LEAVE_VMAP
 from fxpipe.ir.graph.opaque_call import Opaque
+from fxpipe.ir.graph.value_types import VMAP
 
 from .dynamo import Traced
 from .op_effects import Step, steps
 from .placeholders import Builder, add_inputs, add_states, define
-from .symbolic_sizes import VMAP, text, type_of
+from .symbolic_sizes import text, type_of
 
 # Which argument of these is the number of a vmap: it becomes what entered that vmap, so that they stay together.
 VMAP_LEVEL = {"_add_batch_dim": 2, "_remove_batch_dim": 1}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.ir.graph.dtypes import short_name
-from fxpipe.ir.graph.value_types import Dim, ObjectType, ScalarType, TensorType, TupleType, ValueType
+from fxpipe.ir.graph.value_types import IN_VMAP, Dim, ObjectType, ScalarType, TensorType, TupleType, ValueType
 
 BATCH = "b"
 
@@ -30,10 +30,6 @@ def symbol(size: Any) -> sympy.Symbol | None:
 def first_symbols(size: torch.SymInt) -> set[sympy.Symbol]:
     """The symbols of a size before it turned out to be equal to another: guards speak of these."""
     return set(size.node._expr.free_symbols)
-
-
-# What enters a vmap, and a tensor inside.
-VMAP, IN_VMAP = ObjectType("vmap"), ObjectType("tensor in a vmap")
 
 
 def text(value: Any, names: Mapping[sympy.Symbol, str]) -> Dim:

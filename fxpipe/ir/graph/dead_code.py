@@ -6,6 +6,7 @@
     count = add_(steps, 1)   writes a buffer                    stays
     y = linear(x, weight)    an output                          stays
     _assert_async(ok)        has an effect                      stays
+    enter vmap, leave vmap   no op is left between them         removed
 
 The random ops that stay keep their `draw` numbers, so they draw the same random numbers as before.
 """
@@ -14,9 +15,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .graph import Graph, Op, target_name
+from .graph import Graph, Op, called, target_name
+from .legal_cuts import ENTER_VMAP, LEAVE_VMAP
 from .shared_memory_values import known
-from .value_types import ObjectType
+from .value_types import IN_VMAP, ObjectType
 
 
 def without_dead_ops(graph: Graph) -> Graph:
@@ -27,7 +29,9 @@ def without_dead_ops(graph: Graph) -> Graph:
     seen = outputs | {state.name for state in graph.states}  # a write to one of these is seen later
     kept: list[Op] = []
     for op in reversed(graph.ops):
-        if op.name in read or _has_effects(op) or not seen.isdisjoint(op.writes):
+        if called(op) == ENTER_VMAP and kept and called(kept[-1]) == LEAVE_VMAP:
+            kept.pop()
+        elif op.name in read or _has_effects(op) or not seen.isdisjoint(op.writes):
             kept.append(op)
             read.update(op.reads, op.writes)
             seen.update(op.reads)
@@ -43,5 +47,5 @@ def _has_effects(op: Op) -> bool:
         return False
     module = getattr(op.target, "__module__", None) or ""
     registered = module.startswith(("torch._ops.", "torch.ops.", "torch._library.")) and module != "torch._ops.aten"
-    checks = "assert" in target_name(op.target) or isinstance(op.type, ObjectType)
+    checks = "assert" in target_name(op.target) or (isinstance(op.type, ObjectType) and op.type != IN_VMAP)
     return checks or registered or not known(op.target)

@@ -76,6 +76,8 @@ class ObjectType:
         return self.name
 
 
+VMAP, IN_VMAP = ObjectType("vmap"), ObjectType("tensor in a vmap")  # what enters a vmap, and a tensor inside
+
 ValueType = TensorType | ScalarType | TupleType | ObjectType
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.predispatch import _vmap_decrement_nesting, _vmap_increment_nesting
 
 from fxpipe.ir.graph.dead_code import without_dead_ops
 from fxpipe.ir.graph.graph import NO_VALUE, Graph, Input, Op, Origin, Output, Ref, State
-from fxpipe.ir.graph.value_types import TensorType, ValueType
+from fxpipe.ir.graph.value_types import IN_VMAP, VMAP, TensorType, ValueType
 
 ROW = TensorType("f32", ("b", 4), "cpu")
 Target = Callable[..., Any] | str
@@ -35,6 +36,14 @@ def left(whole: Graph) -> list[str]:
 def test_a_chain_that_nobody_reads_goes_whole() -> None:
     dead = graph(op("a", "neg", "x"), op("p", "neg", "x"), op("q", "neg", "p"), op("y", "neg", "a"))
     assert left(dead) == ["a", "y"]
+
+
+def test_a_vmap_of_nothing_goes() -> None:
+    outer, inner = (op(name, _vmap_increment_nesting, type=VMAP) for name in ("outer", "inner"))
+    end, close = (op(name, _vmap_decrement_nesting, type=VMAP) for name in ("end", "close"))
+    dead, last = op("dead", "neg", "x", type=IN_VMAP), op("y", "neg", "x")
+    assert left(graph(outer, inner, dead, end, close, last)) == ["y"]
+    assert left(graph(outer, last, inner, dead, end, close, outputs=("y",))) == ["outer", "y", "close"]
 
 
 def test_nothing_dead_is_the_same_graph() -> None:
