@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from fxpipe.errors import PlanError
 from fxpipe.ir.graph.graph import Graph, Op, may_cross
-from fxpipe.ir.graph.legal_cuts import ties
+from fxpipe.ir.graph.legal_cuts import ties, vmaps
 from fxpipe.ir.graph.shared_memory_values import memory
 from fxpipe.ir.plan import plan as plans
 from fxpipe.ir.plan.plan import Plan
@@ -90,6 +90,7 @@ def _ordered(graph: Graph, plan: Plan) -> Graph:
     ordered = replace(graph, ops=tuple(by_name[name] for name in planned))
     _refuse_early(ordered)
     _refuse_swapped_writes(graph, ordered)
+    _refuse_torn_vmaps(graph, ordered)
     return ordered
 
 
@@ -124,6 +125,19 @@ def _epochs(graph: Graph, ordered: Graph) -> dict[str, tuple[tuple[str, int], ..
         for name in {root(name) for name in op.writes}:
             written[name] += 1
     return epochs
+
+
+def _refuse_torn_vmaps(graph: Graph, ordered: Graph) -> None:
+    """Raise PlanError if the ops of a vmap do not follow each other as in the model: what runs between entering and
+    leaving a vmap is part of it."""
+    place = {op.name: at for at, op in enumerate(ordered.ops)}
+    for first, last in vmaps(graph):
+        for op, after in pairwise(graph.ops[first : last + 1]):
+            if place[after.name] != place[op.name] + 1:
+                raise PlanError(
+                    f"the plan does not place op {after.name}, at {after.origin}, right after op {op.name}, and both "
+                    f"are part of a vmap; keep the model's own order there"
+                )
 
 
 def _refuse_torn(graph: Graph, plan: Plan) -> None:

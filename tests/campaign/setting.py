@@ -11,7 +11,8 @@ from typing import Any
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.operators.placed_graph import Placed
 from fxpipe.ir.schedule.schedule import Action, Schedule, needs
-from fxpipe.planning.stages.device_segments import blocks, dependencies
+from fxpipe.planning.stages.device_segments import blocks
+from fxpipe.planning.stages.op_order import requirements
 from fxpipe.schedules.make_schedule import SCHEDULES
 
 CHECKPOINTS = ("never", "except_last", "always")
@@ -151,7 +152,7 @@ def anywhere(devices: int, seed: int) -> Any:
 
     def place(graph: Graph, sizes: Mapping[str, int]) -> Placed:
         rng = Random(seed)
-        drawn = ((rng.randrange(devices), block) for block in blocks(graph, dependencies(graph)))
+        drawn = ((rng.randrange(devices), block) for block in blocks(graph, requirements(graph)))
         return Placed(graph, {graph.ops[at].name: device for device, block in drawn for at in block})
 
     return place

@@ -12,13 +12,15 @@ import re
 from collections.abc import Mapping, Sequence
 
 from fxpipe.ir.graph.graph import Graph, Input, Op, Origin, Output, Ref, Size, State, check
-from fxpipe.ir.graph.value_types import ScalarType, TensorType, TupleType, ValueType
+from fxpipe.ir.graph.value_types import IN_VMAP, VMAP, ScalarType, TensorType, TupleType, ValueType
 from fxpipe.ir.plan.profile import OpCost, Profile
 
 ROW = TensorType("f32", ("batch", 2), "cpu", grad=True)
 WEIGHT = TensorType("f32", (2, 2), "cpu", grad=True)
 PLAIN = TensorType("f32", ("batch", 2), "cpu")
-KINDS: dict[str, ValueType] = {"": ROW, "tuple": TupleType((ROW, ROW)), "plain": PLAIN, "int": ScalarType("int")}
+KINDS: dict[str, ValueType] = {
+    "": ROW, "tuple": TupleType((ROW, ROW)), "plain": PLAIN, "int": ScalarType("int"), "vmap": VMAP, "inside": IN_VMAP,
+}  # fmt: skip
 LINE = re.compile(r"(\w+) = (\w+)\(([\w, ]*)\)([^:!@]*)(?:: (\w+) ?)?(?:! ([\w ]+?) ?)?(?:@ ([\w.]+))?")
 
 
@@ -57,3 +59,15 @@ def flat(made: Graph, **changes: Mapping[str, float]) -> Profile:
 
 def names(made: Graph) -> str:
     return " ".join(op.name for op in made.ops)
+
+
+def vmap(name: str, read: str, *inside: str) -> list[str]:
+    """The lines of a vmap over `read` whose result is `name`; `inside` are its ops between `in_name` and `out_name`."""
+    return [
+        f"enter_{name} = _vmap_increment_nesting(batch) : vmap",
+        f"in_{name} = _add_batch_dim({read}, enter_{name}) : inside",
+        *inside,
+        f"out_{name} = tanh(in_{name}) : inside",
+        f"{name} = _remove_batch_dim(out_{name}, enter_{name})",
+        f"leave_{name} = _vmap_decrement_nesting() : vmap",
+    ]

@@ -14,6 +14,7 @@ from fxpipe.ir.program.program import Move
 from fxpipe.passes import cut
 from tests.helpers.nets import Chain, Counting, InPlace, Parts, Skips, Tied, make, plan
 from tests.helpers.pass_graphs import trace
+from tests.helpers.planning_graphs import graph, vmap
 from tests.helpers.same_program import assert_same, of_graph, of_program
 
 
@@ -136,6 +137,15 @@ def test_refuses_to_move_a_reader_past_a_write() -> None:
     late = Plan("Overwriting", (StagePlan(("add", "mul_"), "a", "never"), StagePlan(("neg", "mul"), "b", "never")), 1)
     with pytest.raises(PlanError, match=r"moves op neg, at net.py:2  neg, past an op that changes in place what it"):
         cut(graph, late)
+
+
+def test_refuses_to_move_an_op_into_a_vmap() -> None:
+    mapped = graph(*vmap("v", "x"), "s = relu(x)", "y = add(v, s)")
+    torn = ("enter_v", "in_v", "s", "out_v", "v", "leave_v", "y")
+    with pytest.raises(
+        PlanError, match=r"does not place op out_v, at net.py:3 .*, right after op in_v, and both are part"
+    ):
+        cut(mapped, Plan("Net", (StagePlan(torn, "cpu:0", "never"),), 1))
 
 
 def test_refuses_an_input_that_is_changed_through_a_view_and_returned() -> None:

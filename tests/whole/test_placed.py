@@ -15,7 +15,8 @@ import fxpipe
 from fxpipe.errors import InputError, PlanError
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.operators.placed_graph import Placed
-from fxpipe.planning.stages.device_segments import blocks, dependencies
+from fxpipe.planning.stages.device_segments import blocks
+from fxpipe.planning.stages.op_order import requirements
 from tests.helpers.models import MODELS, Case
 from tests.helpers.transparency import Result, assert_same, build, inputs, plain, shown, step
 
@@ -37,7 +38,7 @@ def anywhere(devices: int, seed: int) -> Callable[[Graph, Mapping[str, int]], Pl
 
     def place(graph: Graph, sizes: Mapping[str, int]) -> Placed:
         rng = Random(seed)
-        drawn = ((rng.randrange(devices), block) for block in blocks(graph, dependencies(graph)))
+        drawn = ((rng.randrange(devices), block) for block in blocks(graph, requirements(graph)))
         return Placed(graph, {graph.ops[at].name: device for device, block in drawn for at in block})
 
     return place

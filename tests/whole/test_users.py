@@ -126,6 +126,20 @@ def test_gradients_come_back_through_a_vmap(make: Make) -> None:
     same_gradients(pipe.model, plain)
 
 
+def test_a_vmap_whose_result_is_needed_late(make: Make) -> None:
+    class Late(Mapped):
+        def forward(self, x: Tensor) -> Tensor:
+            early = torch.vmap(lambda row: row * row.exp())(self.first(x))
+            return self.second(torch.tanh(x * 2).sin().exp().sin()) + early
+
+    pipe, plain = make(Late, devices=2)
+    pipe(X).square().sum().backward()
+    plain(X).square().sum().backward()
+    same_gradients(pipe.model, plain)
+    entered = next(text for name, text in pipe.files.items() if "_vmap_increment_nesting" in text)
+    assert "_vmap_decrement_nesting" in entered
+
+
 def test_a_vmap_beside_a_total_of_the_batch(make: Make) -> None:
     def loss(y: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(y, target, weight=torch.arange(1.0, 9.0, dtype=y.dtype), label_smoothing=0.1)

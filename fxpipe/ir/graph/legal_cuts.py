@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-from .graph import Graph, Op, may_cross, target_name
+from .graph import Graph, Op, called, may_cross
 from .shared_memory_values import shares
 
 Spans = dict[str, tuple[int, int]]
@@ -136,10 +136,18 @@ def _changed_states(graph: Graph) -> Iterator[Tie]:
 
 def _vmaps(graph: Graph) -> Iterator[Tie]:
     """Entering and leaving a vmap changes a counter of the thread, so both must run in one stage."""
-    opened: list[int] = []
+    for first, last in vmaps(graph):
+        yield Tie(first, last, graph.ops[first].name, "a vmap is entered and left in one stage")
+
+
+def vmaps(graph: Graph) -> Iterator[tuple[int, int]]:
+    """The positions at which each vmap that is in no other one is entered and left."""
+    depth, first = 0, 0
     for at, op in enumerate(graph.ops):
-        if target_name(op.target) == ENTER_VMAP:
-            opened.append(at)
-        elif target_name(op.target) == LEAVE_VMAP and opened:
-            first = opened.pop()
-            yield Tie(first, at, graph.ops[first].name, "a vmap is entered and left in one stage")
+        if called(op) == ENTER_VMAP:
+            first = first if depth else at
+            depth += 1
+        elif called(op) == LEAVE_VMAP:
+            depth -= 1
+            if not depth:
+                yield first, at

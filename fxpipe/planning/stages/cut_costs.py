@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from fxpipe.ir.cluster.cluster import Cluster, link
+from fxpipe.ir.graph.cheap_ops import cheap_ops
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.graph.legal_cuts import spans
 from fxpipe.ir.graph.value_types import tensors
@@ -53,17 +54,6 @@ def traffic(graph: Graph, costs: Mapping[str, OpCost]) -> Traffic:
     count = len(graph.ops) + 1
     across = (tuple(accumulate(changes[p] for p in range(count))) for changes in (values, gradients))
     return Traffic(*across)
-
-
-def cheap_ops(graph: Graph) -> set[str]:
-    """Sizes, and ops that depend on sizes and literals alone: computing them again is cheaper than a transfer. Random
-    ops, and ops that write or are written, are not among them."""
-    cheap = {size.name for size in graph.sizes}
-    written = {name for op in graph.ops for name in op.writes}
-    for op in graph.ops:
-        if not op.random and not op.writes and op.name not in written and cheap.issuperset(op.reads):
-            cheap.add(op.name)
-    return cheap
 
 
 def stage_costs(

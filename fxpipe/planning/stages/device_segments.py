@@ -24,6 +24,8 @@ from fxpipe.ir.graph.legal_cuts import ENTER_VMAP, ties
 from fxpipe.ir.graph.shared_memory_values import memory
 from fxpipe.ir.operators.placed_graph import Placed
 
+from .op_order import Edges, requirements
+
 WORTH = 2e-4  # seconds: what it takes to end a segment, begin another, and wake up a worker
 
 
@@ -40,35 +42,18 @@ def segments(placed: Placed, seconds: Mapping[str, float] | None = None) -> tupl
     op takes, 0 if not given: then segments are as few as possible. Raises PlanError if ops that must run together are
     on several devices."""
     graph = placed.graph
-    before = dependencies(graph)
+    before = requirements(graph)
     whole = blocks(graph, before, _made_of_nothing(placed, before))
     _refuse_torn(graph, placed, whole)
     return _Turns(placed, before, whole, seconds or {}).taken()
 
 
-def dependencies(graph: Graph) -> list[set[int]]:
-    """For each op, by position, the ops that must run before it: those that make what it reads, and those that must not
-    change order with it because one of the two writes memory that both use."""
-    made = {op.name: at for at, op in enumerate(graph.ops)}
-    before = [{made[name] for name in (*op.reads, *op.writes) if name in made} for op in graph.ops]
-    root = memory(graph.ops, graph.types)
-    written = {root(name) for op in graph.ops for name in op.writes}
-    touched: dict[str, list[int]] = {name: [] for name in written}  # the last write, and uses since
-    for at, op in enumerate(graph.ops):
-        writes = {root(name) for name in op.writes}
-        for name in {root(name) for name in (*op.reads, *op.writes)} & written:
-            before[at].update(touched[name] if name in writes else touched[name][:1])
-            touched[name] = [at] if name in writes else [*(touched[name] or [at]), at]
-        before[at].discard(at)
-    return before
-
-
 # Ops that stay together -----------------------------------------------------------------------------------------------
 
 
-def blocks(graph: Graph, before: Sequence[set[int]], also: Iterable[tuple[int, int]] = ()) -> list[tuple[int, ...]]:
+def blocks(graph: Graph, before: Edges, also: Iterable[tuple[int, int]] = ()) -> list[tuple[int, ...]]:
     """All ops, by position, in blocks that run together on one device: tied ops, each pair of `also`, and ops between
-    them by dependency. `before` are the `dependencies` of the graph."""
+    them by dependency. `before` are the `requirements` of the graph."""
     block_of = {at: {at} for at in range(len(graph.ops))}
     root, known = memory(graph.ops, graph.types), graph.types
     for tie in ties(graph):
@@ -85,7 +70,7 @@ def blocks(graph: Graph, before: Sequence[set[int]], also: Iterable[tuple[int, i
     return [tuple(sorted(block)) for block in _distinct(block_of)]
 
 
-def _made_of_nothing(placed: Placed, before: Sequence[set[int]]) -> Iterator[tuple[int, int]]:
+def _made_of_nothing(placed: Placed, before: Edges) -> Iterator[tuple[int, int]]:
     """Pairs of an op that reads nothing, such as zeros for a first state, and its first reader, if both are on one
     device. By itself such an op would be a segment of its own, which is empty once stages compute such values again."""
     ops, devices = placed.graph.ops, placed.devices
@@ -108,7 +93,7 @@ def _touches(op: Op, wanted: str, root: Callable[[str], str], known: Container[s
     return any(name in known and root(name) == wanted for name in (op.name, *op.reads, *op.writes))
 
 
-def _between(block_of: Mapping[int, set[int]], block: set[int], before: Sequence[set[int]]) -> set[int]:
+def _between(block_of: Mapping[int, set[int]], block: set[int], before: Edges) -> set[int]:
     """The block, and the ops between: each depends on an op of the block, and another op of the block depends on it."""
     first, last = min(block), max(block)
     after = set(block)
@@ -149,7 +134,7 @@ class _Turns:
     """
 
     placed: Placed
-    before: Sequence[set[int]]
+    before: Edges
     blocks: Sequence[tuple[int, ...]]
     seconds: Mapping[str, float]
     free: dict[int, float] = field(default_factory=dict)

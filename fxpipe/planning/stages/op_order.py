@@ -9,8 +9,8 @@
     y = where(mask, a2, b2)
 
 "By demand" starts from the last op: an op runs just before its first user. An op without users (an update of a buffer)
-runs just before its next op in the captured order. A tuple is unpacked at once. The captured order is the user's own,
-and is kept unless another is better.
+runs just before its next op in the captured order. A tuple is unpacked at once. A vmap stays whole. The captured order
+is the user's own, and is kept unless another is better.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from fxpipe.ir.graph.cheap_ops import cheap_ops
 from fxpipe.ir.graph.graph import Graph, may_cross
-from fxpipe.ir.graph.legal_cuts import legal_cuts
+from fxpipe.ir.graph.legal_cuts import legal_cuts, vmaps
 from fxpipe.ir.graph.shared_memory_values import memory
 from fxpipe.ir.plan.profile import OpCost
 
-from .cut_costs import cheap_ops, traffic
+from .cut_costs import traffic
 
 Edges = Sequence[Sequence[int]]
 
@@ -48,7 +49,8 @@ def reorder(graph: Graph, order: Sequence[int]) -> Graph:
 
 def requirements(graph: Graph) -> list[list[int]]:
     """For each op, the ops that must run before it: those that make what it reads, and earlier ones that use the
-    same memory, under any name, if either writes it."""
+    same memory, under any name, if either writes it. In a vmap each op needs the one before; what the vmap needs must
+    run before it is entered, and what needs one of its ops runs after it is left."""
     made_at = {op.name: position for position, op in enumerate(graph.ops)}
     shared = _memory_names(graph)
     last_write: dict[str, int] = {}
@@ -68,7 +70,11 @@ def requirements(graph: Graph) -> list[list[int]]:
             else:
                 uses_since.setdefault(memory, []).append(position)
         needs.append(sorted(before - {position}))
-    return needs
+    inside = {p: last for first, last in vmaps(graph) for p in range(first, last)}
+    for first, last in vmaps(graph):
+        needs[first] = sorted({p for before in needs[first : last + 1] for p in before if p < first})
+        needs[first + 1 : last + 1] = [[p] for p in range(first, last)]
+    return [before if p - 1 in inside else sorted({inside.get(q, q) for q in before}) for p, before in enumerate(needs)]
 
 
 def _memory_names(graph: Graph) -> dict[str, str]:
@@ -122,4 +128,6 @@ def _by_demand(graph: Graph, needs: Edges, late: Callable[[str], bool]) -> list[
     for position, op in enumerate(graph.ops):
         if position == len(needs) - 1 or not late(op.name):
             put(position)
-    return order
+    whole = dict(vmaps(graph))
+    inner = {p for first, last in whole.items() for p in range(first + 1, last + 1)}
+    return [q for p in order if p not in inner for q in range(p, whole.get(p, p) + 1)]

@@ -13,13 +13,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from fxpipe.ir.cluster.cluster import Cluster
+from fxpipe.ir.graph.cheap_ops import cheap_ops
 from fxpipe.ir.graph.graph import Graph
+from fxpipe.ir.graph.legal_cuts import vmaps
 from fxpipe.ir.graph.value_types import nbytes
 from fxpipe.ir.plan.plan import Plan, StagePlan, stage_of
 from fxpipe.ir.plan.profile import Profile
 
 from .balance import Cuts, balance
-from .cut_costs import cheap_ops, stage_costs
+from .cut_costs import stage_costs
 from .op_order import Edges, arrange, reorder, requirements
 from .plan_stages import check_request, inner_cuts, stages
 from .sample_cuts import replica_cuts
@@ -87,10 +89,13 @@ def _places(graph: Graph, pins: Sequence[int | None]) -> tuple[list[int], list[b
     needs: Edges = requirements(graph)
     places: list[int] = []
     pinned: list[bool] = []
-    for before, pin in zip(needs, pins, strict=True):
+    ends = {last: first for first, last in vmaps(graph)}
+    for at, (before, pin) in enumerate(zip(needs, pins, strict=True)):
         earliest = max((places[p] for p in before), default=0)
         pinned.append(pin is not None and pin >= earliest)
         places.append(earliest if pin is None else max(pin, earliest))
+        if at in ends:  # each op of a vmap needs the one before, so the last one's place is the latest
+            places[ends[at] :] = [places[at]] * (at + 1 - ends[at])
     latest = [max(places)] * len(places)
     cheap = cheap_ops(graph)
     for at in reversed(range(len(places))):

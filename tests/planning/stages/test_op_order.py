@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpipe.ir.graph.graph import check
+from fxpipe.ir.graph.legal_cuts import vmaps
 from fxpipe.planning.stages.cut_costs import traffic
 from fxpipe.planning.stages.op_order import arrange, reorder, requirements
-from tests.helpers.planning_graphs import flat, graph, names
+from tests.helpers.planning_graphs import flat, graph, names, vmap
 
 
 def arranged(made):
@@ -82,6 +84,15 @@ def test_writes_of_a_state_keep_their_order():
     assert requirements(made)[:4] == [[], [0], [1], [1, 2]]
 
 
+def test_a_vmap_is_left_before_its_result_is_read_and_moves_whole():
+    chain = ["a0 = relu(x)", *(f"a{i} = relu(a{i - 1})" for i in range(1, 9))]
+    made = graph(*vmap("early", "z", "noise = rand(batch)"), *chain, "y = add(a8, early)", inputs=("x", "z"))
+    assert arranged(made).endswith(" a8 enter_early in_early noise out_early early leave_early y")
+    needs = requirements(made)
+    assert needs[:6] == [[], [0], [1], [2], [3], [4]]
+    assert needs[-1] == [5, 14]
+
+
 def test_a_very_deep_model():
     lines = ["early = relu(z)", "a0 = relu(x)", *(f"a{i} = relu(a{i - 1})" for i in range(1, 3000))]
     made = graph(*lines, "y = add(a2999, early)", inputs=("x", "z"))
@@ -99,17 +110,27 @@ def test_any_graph_stays_well_formed_and_never_gets_worse(seed, count):
     at = {op.name: position for position, op in enumerate(other.ops)}
     for op, before in zip(made.ops, requirements(made), strict=True):
         assert all(at[made.ops[p].name] < at[op.name] for p in before)
+    assert of_vmaps(other) == of_vmaps(made)
     assert sum(traffic(other, costs).values) <= sum(traffic(made, costs).values)
+
+
+def of_vmaps(made):
+    """The ops of each vmap, in order."""
+    return {made.ops[first].name: names(replace(made, ops=made.ops[first : last + 1])) for first, last in vmaps(made)}
 
 
 def some_graph(rng: random.Random, count: int):
     known, lines = ["x"], []
     for number in range(count):
         reads = rng.sample(known, min(len(known), rng.choice((1, 1, 2))))
-        kind = rng.choice(("relu", "relu", "view", "add_"))
+        kind = rng.choice(("relu", "relu", "view", "add_", "vmap"))
         if kind == "add_":
             lines.append(f"v{number} = add_({', '.join(reads)}) ! {reads[0]}")
             known.remove(reads[0])
+        elif kind == "vmap":
+            lines += vmap(
+                f"v{number}", *reads[:1], *(f"z{number} = add({read}, in_v{number}) : inside" for read in reads[1:])
+            )
         else:
             lines.append(f"v{number} = {kind}({', '.join(reads)})")
         known.append(f"v{number}")

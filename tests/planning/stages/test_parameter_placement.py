@@ -7,7 +7,7 @@ from fxpipe.ir.graph.graph import check as check_graph
 from fxpipe.ir.plan.plan import Plan, StagePlan, check, stage_of
 from fxpipe.planning import homes, plan, plan_like
 from fxpipe.planning.stages.op_order import reorder
-from tests.helpers.planning_graphs import flat, graph
+from tests.helpers.planning_graphs import flat, graph, vmap
 
 CPUS = Cluster.of(["cpu:0", "cpu:1", "cpu:2"])
 TRAIN = graph(
@@ -34,6 +34,18 @@ def test_homes_are_the_first_stages_that_use_them():
 
 def test_the_same_graph_again():
     assert [stage.ops for stage in like(TRAIN).stages] == [("a", "a1"), ("c", "c1"), ("d", "y")]
+
+
+def test_a_vmap_goes_whole_to_the_last_home_of_its_parameters():
+    inside = "i0 = linear(in_v, w0) : inside", "i1 = linear(in_v, w1) : inside"
+    made = graph(*vmap("v", "x", *inside), *vmap("u", "x"), "y = linear(v, w2)", "z = add(y, u)")
+    found = like(made)
+    stage = stage_of(found)
+    assert [stage[name] for name in ("enter_v", "in_v", "i0", "i1", "out_v", "v", "leave_v", "y")] == [1] * 7 + [2]
+    planned = [name for one in found.stages for name in one.ops]
+    for name, count in (("v", 7), ("u", 5)):
+        at = planned.index(f"enter_{name}")
+        assert planned[at + count - 1] == f"leave_{name}"
 
 
 def test_a_graph_with_other_ops():
