@@ -28,7 +28,7 @@ def read(path: Path | str, states: bool = False) -> Chain:
         raise PlanError(f"{path} is not a profile of the form {SCHEMA!r}")
     try:
         layers = _states(data["authors_states"]) if states else tuple(map(_layer, data["chain"]))
-        return Chain(data["model"], data["profile_batch_size"], layers)
+        return Chain(data["model"], data["profile_batch_size"], layers, ideal_shares=True)  # as in the paper
     except (KeyError, TypeError) as error:
         raise PlanError(f"the profile {path} lacks {error}") from None
 

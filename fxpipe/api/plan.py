@@ -60,8 +60,9 @@ def plan(
     - `planner`: "optimal" (with a proven bound on its distance from the optimum), "dapple", "pipedream", "gpipe",
       "straight" (a device for each stage), "data parallel".
     - `micro_batches`, `recompute` (all stages, or none): the planner's choice, if not given. It tries numbers that
-      divide the batch; for a model, the 8 numbers around four per device, with an estimate for each size. As in
-      DAPPLE's paper, a stage may have more replicas than a micro-batch has samples: each has an equal share on average.
+      divide the batch; for a model, the 8 numbers around four per device, with an estimate for each size. Replicas
+      share whole samples, as the engines deal them; those of a `Chain` with `ideal_shares` share as in DAPPLE's paper:
+      evenly, even if there are fewer samples than replicas.
     - `schedule`: "1f1b" or "1f1b-late" (both are tried if not given); "gpipe", "zb-h1", "zb-h2": the plan is made
       for 1F1B and runs in that order; "auto": the fastest of them all that fits, as simulated.
     - `all_reduce`: replicas add up gradients at the "end" of the step, or "overlap" that with the last backward.
@@ -75,7 +76,7 @@ def plan(
     >>> chain = Chain("VGG", 32, (Layer("convs", 9e-3, 18e-3, 80e6, 1e9, 3e6), Layer("fc", 1e-3, 2e-3, 480e6, 1e6)))
     >>> found = plan(chain, "B", 2048)
     >>> [(stage.device, len(stage.devices)) for stage in found.plan.stages], f"{found.seconds:.2f} s"
-    ([('V100:0', 9), ('V100:9', 1)], '0.24 s')
+    ([('V100:0', 11), ('V100:11', 1)], '0.24 s')
     """
     refuse_unknown("fxpipe.plan", unknown, (*PLAN, "example_inputs"))
     check_values(PLAN, locals())

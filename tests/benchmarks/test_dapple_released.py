@@ -77,7 +77,7 @@ def test_reads_a_profile(tmp_path):
     data = {"schema": "dapple-profile/1", "model": "m", "profile_batch_size": 8, "chain": [layer]}
     path = tmp_path / "p.json"
     path.write_text(json.dumps({**data, "authors_states": [state, more]}))
-    assert read(path) == Chain("m", 8, (Layer("a", 0.001, 0.002, 3, 4, 5),))
+    assert read(path) == Chain("m", 8, (Layer("a", 0.001, 0.002, 3, 4, 5),), ideal_shares=True)
     assert read(path, states=True).layers[1] == Layer("b, c", 0.0, 0.003, 0, 5, 5)
 
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from fxpipe.ir.replica_shares import in_common
+
 from .cluster import Cluster, Link, Switch, link, meeting
 
 Key = tuple[str, str, str]  # the switch or link, what is behind the port, the direction
@@ -30,16 +32,19 @@ class Rate(NamedTuple):
         return self.latency + count * self.per_byte if count else 0.0
 
 
-def split_concat(cluster: Cluster, senders: Sequence[int], receivers: Sequence[int]) -> Rate:
-    """The rate at which a micro-batch goes from the replicas of one stage to those of another. Devices are positions in
-    the cluster.
+def split_concat(
+    cluster: Cluster, senders: Sequence[int], receivers: Sequence[int], samples: int | None = None
+) -> Rate:
+    """The rate at which a micro-batch of `samples` samples goes from the replicas of one stage to those of another;
+    with None, shares are ideal. Devices are positions in the cluster.
 
-    Each sender has an equal slice of the samples and each receiver needs one, both in ascending order. A sender sends a
-    receiver what their slices have in common; within one device nothing moves.
+    Each sender has a slice of the samples and each receiver needs one, both in ascending order, as
+    `fxpipe.ir.replica_shares` deals them. A sender sends a receiver what their slices have in common; within one device
+    nothing moves.
     """
     shares: dict[Key, float] = {}
     latency = slowest = 0.0
-    for sender, receiver, share in slices(sorted(senders), sorted(receivers)):
+    for sender, receiver, share in slices(sorted(senders), sorted(receivers), samples):
         if sender == receiver:
             continue
         a, b = cluster.labels[sender], cluster.labels[receiver]
@@ -50,19 +55,20 @@ def split_concat(cluster: Cluster, senders: Sequence[int], receivers: Sequence[i
     return Rate(latency, slowest)
 
 
-def slices(senders: Sequence[int], receivers: Sequence[int]) -> Iterator[tuple[int, int, float]]:
-    """(sender, receiver, share of all samples that goes from one to the other).
+def slices(
+    senders: Sequence[int], receivers: Sequence[int], samples: int | None = None
+) -> Iterator[tuple[int, int, float]]:
+    """(sender, receiver, share of all samples that goes from one to the other); ideal shares if `samples` is None.
 
     >>> list(slices([0, 1], [2, 3, 4, 5]))
     [(0, 2, 0.25), (0, 3, 0.25), (1, 4, 0.25), (1, 5, 0.25)]
+    >>> list(slices([0, 1], [2, 3, 4, 5], samples=2))
+    [(0, 2, 0.5), (1, 3, 0.5)]
     """
     r, q = len(senders), len(receivers)
-    i = j = at = 0  # `at` in parts of 1 / (r * q)
-    while i < r and j < q:
-        end = min((i + 1) * q, (j + 1) * r)
-        yield senders[i], receivers[j], (end - at) / (r * q)
-        at = end
-        i, j = i + (end == (i + 1) * q), j + (end == (j + 1) * r)
+    dealt = r * q if samples is None else samples  # of r * q samples both sides have equal shares
+    for i, j, both in in_common(dealt, r, q):
+        yield senders[i], receivers[j], both / dealt
 
 
 def way(cluster: Cluster, a: str, b: str) -> Iterator[Use]:

@@ -1,6 +1,6 @@
 """A hybrid plan: pipeline stages, each of which may be several replicas that share its micro-batches.
 
-VGG-19: 2 stages 15:1, 32 micro-batches, early warm-up, all-reduce at the end
+VGG-19: 2 stages 15:1, 32 micro-batches, early warm-up, all-reduce at the end, ideal shares
 stage  layers    devices
 0      0 .. 17   0-14
 1      18 .. 24  15
@@ -17,6 +17,7 @@ from itertools import pairwise
 from tabulate import tabulate
 
 from fxpipe.ir.cluster.cluster import Cluster
+from fxpipe.ir.replica_shares import uneven
 
 # How many micro-batches a stage runs forward before its first backward, for stage s of n: n - s, which just fills the
 # pipe (DAPPLE's P_A), or 2 (n - s) - 1, which also hides transfers (its P_B).
@@ -29,8 +30,7 @@ ALL_REDUCES = ("end", "overlap")
 class HybridStage:
     """One stage: layers `first` to `end` - 1.
 
-    - `devices`: positions in the cluster, ascending, one for each replica; each takes an equal share of every
-      micro-batch.
+    - `devices`: positions in the cluster, ascending, one for each replica; each takes a share of every micro-batch.
     - `recompute`: whether only what the stage takes is kept, and forward runs again in backward.
     """
 
@@ -42,13 +42,18 @@ class HybridStage:
 
 @dataclass(frozen=True)
 class HybridPlan:
-    """The stages in order, for a step of `micro_batches` micro-batches. Check with `check`, print with `str`."""
+    """The stages in order, for a step of `micro_batches` micro-batches. Check with `check`, print with `str`.
+
+    - `samples`: those of a micro-batch, which replicas share as `fxpipe.ir.replica_shares` deals them; None if shares
+      are ideal.
+    """
 
     model: str
     stages: tuple[HybridStage, ...]
     micro_batches: int
     warmup: str = "early"
     all_reduce: str = "end"
+    samples: int | None = None
 
     def __str__(self) -> str:
         return show(self)
@@ -107,11 +112,19 @@ def show(plan: HybridPlan) -> str:
     when = "at the end" if plan.all_reduce == "end" else "overlapped"
     head = f"{plan.model}: {len(plan.stages)} stages {shape(plan.stages)}, {plan.micro_batches} micro-batches, "
     head += f"{plan.warmup} warm-up, all-reduce {when}"
+    if plan.samples is None and any(len(stage.devices) > 1 for stage in plan.stages):
+        head += ", ideal shares"
     rows = [
-        (index, f"{stage.first} .. {stage.end - 1}", ranges(stage.devices), "recomputes" if stage.recompute else "")
+        (
+            index,
+            f"{stage.first} .. {stage.end - 1}",
+            ranges(stage.devices),
+            "recomputes" if stage.recompute else "",
+            "" if plan.samples is None else uneven(plan.samples, len(stage.devices)),
+        )
         for index, stage in enumerate(plan.stages)
     ]
-    table = tabulate(rows, ("stage", "layers", "devices", ""), tablefmt="plain", disable_numparse=True)
+    table = tabulate(rows, ("stage", "layers", "devices", "", ""), tablefmt="plain", disable_numparse=True)
     return "\n".join([head, *(line.rstrip() for line in table.splitlines())])
 
 

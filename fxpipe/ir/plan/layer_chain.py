@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
-from math import log
+from math import ceil, log
 
 from tabulate import tabulate
 
@@ -43,19 +43,30 @@ class Layer:
 
 @dataclass(frozen=True)
 class Chain:
-    """The layers of `model` in order, with costs for micro-batches of `batch` samples. Check with `check`, print with
-    `str`. `forwards`, `backwards`, `parameters` and `saved` are running sums: the forward of a stage of layers a to
-    b - 1 takes `forwards[b] - forwards[a]`."""
+    """The layers of `model` in order. Check with `check`, print with `str`.
+
+    - `batch`: the samples of the micro-batch that costs are for.
+    - `ideal_shares`: whether replicas share a micro-batch evenly however many samples it has, as in papers whose
+      profiles know "a micro-batch" and no samples. If not, `batch` is a whole number, and replicas get whole samples.
+    - `forwards`, `backwards`, `parameters`, `saved`: running sums; the forward of a stage of layers a to b - 1 takes
+      `forwards[b] - forwards[a]`.
+    """
 
     model: str
     batch: float
     layers: tuple[Layer, ...]
+    ideal_shares: bool = False
 
     def __str__(self) -> str:
         return show(self)
 
     def __len__(self) -> int:
         return len(self.layers)
+
+    @property
+    def samples(self) -> int | None:
+        """The samples of a micro-batch that replicas share; None if shares are ideal."""
+        return None if self.ideal_shares else int(self.batch)
 
     @cached_property
     def forwards(self) -> tuple[float, ...]:
@@ -84,11 +95,17 @@ def _sums(values: Iterator[float]) -> tuple[float, ...]:
 
 
 def check(chain: Chain) -> None:
-    """Raise ValueError for a chain without layers, without samples, or with a cost that is negative or not finite."""
+    """Raise ValueError for a chain without layers, without whole samples, or with a cost that is negative or not
+    finite."""
     if not chain.layers:
         raise ValueError(f"{chain.model} has no layers")
     if not chain.batch > 0:
         raise ValueError(f"the costs of {chain.model} are for {chain.batch} samples; a micro-batch has some")
+    if not chain.ideal_shares and chain.batch != int(chain.batch):
+        raise ValueError(
+            f"the costs of {chain.model} are for {chain.batch} samples; replicas share whole ones: write a whole "
+            "number, or ideal_shares=True"
+        )
     for layer in chain.layers:
         if not all(0 <= value < float("inf") for value in astuple(layer)[1:]):
             raise ValueError(f"layer {layer.name!r} of {chain.model} has a cost that cannot be: {layer}")
@@ -121,11 +138,18 @@ def nearest(chains: Sequence[Chain], batch: float) -> Chain:
     return scaled(min(chains, key=lambda chain: abs(log(batch / chain.batch))), batch)
 
 
+def for_micro_batches(chains: Sequence[Chain], batch: int, micro_batches: int) -> Chain:
+    """The chain for `batch` samples in this many micro-batches, see `nearest`. If they do not divide the samples, the
+    engines make the first ones larger by a sample than the others; costs are those of the larger ones."""
+    each = batch / micro_batches
+    return nearest(chains, each if chains[0].ideal_shares else ceil(each))
+
+
 def show(chain: Chain) -> str:
     """A table, one layer per line."""
     rows = [
         (e.name, show_seconds(e.forward), show_seconds(e.backward), *map(show_bytes, (e.parameters, e.saved, e.cut)))
         for e in chain.layers
     ]
-    head = f"{chain.model}, {len(chain)} layers, batch {chain.batch:g}"
+    head = f"{chain.model}, {len(chain)} layers, batch {chain.batch:g}{', ideal shares' if chain.ideal_shares else ''}"
     return f"{head}\n" + tabulate(rows, ["layer", *(f.name for f in fields(Layer)[1:])], tablefmt="plain")

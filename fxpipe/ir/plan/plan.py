@@ -24,7 +24,7 @@ class StagePlan:
     - `device`: where it runs.
     - `checkpoint`: when it recomputes: "never", "except_last" (all micro-batches but the last) or "always".
     - `offload`: whether what it keeps for backward waits in host memory.
-    - `replicas`: further devices that run the same stage, each with an equal share of every micro-batch.
+    - `replicas`: further devices that run the same stage, each with a share of every micro-batch.
     """
 
     ops: tuple[str, ...]

@@ -21,6 +21,7 @@ from functools import lru_cache
 from math import lcm
 
 from fxpipe.ir.graph.value_types import tensors
+from fxpipe.ir.replica_shares import in_common
 from fxpipe.ir.schedule.schedule import Action, Costs, Schedule, starts
 from fxpipe.ir.schedule.schedule_check import check
 
@@ -105,15 +106,8 @@ def meetings(here: int, there: int) -> list[tuple[int, int]]:
     ([(0, 0), (0, 1)], [(0, 0), (0, 1), (1, 1), (1, 2), (1, 3)])
     """
 
-    def ends(rows: int, count: int) -> list[int]:
-        return [k * (rows // count) + min(k, rows % count) for k in range(count + 1)]
-
-    found: set[tuple[int, int]] = set()
-    for rows in range(1, lcm(here, there) * (max(here, there) // 4 + 2)):
-        ours, theirs = ends(rows, here), ends(rows, there)
-        pairs = ((a, b) for a in range(here) for b in range(there))
-        found |= {(a, b) for a, b in pairs if max(ours[a], theirs[b]) < min(ours[a + 1], theirs[b + 1])}
-    return sorted(found)
+    tried = range(1, lcm(here, there) * (max(here, there) // 4 + 2))
+    return sorted({(a, b) for rows in tried for a, b, _ in in_common(rows, here, there)})
 
 
 def _crosses(program: Program, message: Message) -> bool:

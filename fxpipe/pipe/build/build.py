@@ -219,7 +219,7 @@ def draft(
     with timed("simulator"):
         runs = decided if graph.loss is not None else without_replicas(decided)
         costs = stage_costs(runs, profile, taken_bytes(program, sizes), keeps_at_once=graph.loss is not None)
-        between, sums = hops(program, sizes, cluster), reductions(runs, profile, cluster)
+        between, sums = hops(program, sizes, cluster, profile.batch), reductions(runs, profile, cluster)
         schedule = schedule_of(program, decided, options, fitting(decided, costs, cluster))
         check_write_order(schedule, program)
         forwards = all(action.kind == "F" for action in schedule.place)
@@ -264,7 +264,8 @@ def predict(made: Build, chunks: int, times: Times | None = None) -> Timeline:
     if times is None:
         sums = reductions(made.plan, made.profile, made.cluster)
         return spread(
-            simulate(schedule, costs, hops(program, sizes, made.cluster), labels, sums), replica_groups(made.plan)
+            simulate(schedule, costs, hops(program, sizes, made.cluster, made.profile.batch), labels, sums),
+            replica_groups(made.plan),
         )
     return simulate(schedule, costs, timed_hops(program, times), labels, took=times.actions)
 

@@ -7,7 +7,7 @@ saved as one JSON file, which `fxpipe.compile(model, plan="plan.json")` runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,8 +22,9 @@ from fxpipe.ir.plan import hybrid_plan as hybrids
 from fxpipe.ir.plan import layer_chain as chains
 from fxpipe.ir.plan import plan as plans
 from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, replica_group, shape
-from fxpipe.ir.plan.layer_chain import Chain, nearest
+from fxpipe.ir.plan.layer_chain import Chain, for_micro_batches
 from fxpipe.ir.plan.plan import Plan
+from fxpipe.ir.replica_shares import largest_share, uneven
 from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.ir.timeline import Timeline
 from fxpipe.ir.units import show_bytes, show_seconds
@@ -61,16 +62,17 @@ class Planned:
         """A head with the figures of the step, and a row for each stage."""
         line, layers = self.timeline, self.layers
         counts = f"{layers.micro_batches} micro-batches of {self.chain.batch:g}"
+        shares = ", ideal shares" if self.chain.ideal_shares else ""
         head = [
             f"{self.plan.model}: {shape(layers.stages)} on {len(self.memory)} of {len(self.cluster.devices)} devices, "
-            f"{counts}, {self.plan.schedule}",
+            f"{counts}, {self.plan.schedule}{shares}",
             f"{show_seconds(line.makespan)} per step of {self.batch} samples, "
             f"{self.batch / line.makespan:,.3g} samples per second, bubble {line.bubble:.1%}",
         ]
         costs = ("forward", "backward", "busy", "parameters", "memory", "sends", "recompute")
         align = ("right", "left", "left", *["right"] * 6, "left")
         table = tabulate(_rows(self), ("stage", "layers", "devices", *costs), disable_numparse=True, colalign=align)
-        return "\n".join([*head, "", *(row.rstrip() for row in table.splitlines())])
+        return "\n".join([*head, *_uneven(self), "", *(row.rstrip() for row in table.splitlines())])
 
     @property
     def _title(self) -> str:
@@ -80,7 +82,7 @@ class Planned:
     @cached_property
     def chain(self) -> Chain:
         """The chain at the size of a micro-batch."""
-        return nearest(self.chains, self.batch / self.layers.micro_batches)
+        return for_micro_batches(self.chains, self.batch, self.layers.micro_batches)
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -165,19 +167,34 @@ def check(planned: Planned) -> None:
         raise ValueError("the stages of ops and the stages of layers are on different devices")
 
 
+def _uneven(planned: Planned) -> Iterator[str]:
+    """Lines on what does not share out evenly: the batch among micro-batches, a micro-batch among replicas."""
+    batch, m, samples = planned.batch, planned.layers.micro_batches, planned.chain.samples
+    if samples is None:
+        return
+    if batch % m:
+        yield (
+            f"{batch} samples do not share out evenly: {batch % m} micro-batches have {samples}, and {m - batch % m} "
+            f"have {samples - 1}; the times are for {samples}"
+        )
+    for s, stage in enumerate(planned.layers.stages):
+        if text := uneven(samples, len(stage.devices)):
+            yield f"stage {s} does not share out evenly: {text}"
+
+
 def _rows(planned: Planned) -> list[tuple[str, ...]]:
     micro, line = planned.chain, planned.timeline
     rows: list[tuple[str, ...]] = []
     for s, stage in enumerate(planned.layers.stages):
-        r = len(stage.devices)
+        share = largest_share(micro.samples, len(stage.devices))
         room = min(planned.cluster.devices[device].memory for device in stage.devices)
         rows.append(
             (
                 str(s),
                 _names(micro, stage),
                 replica_group(planned.cluster, stage),
-                show_seconds((micro.forwards[stage.end] - micro.forwards[stage.first]) / r),
-                show_seconds((micro.backwards[stage.end] - micro.backwards[stage.first]) / r),
+                show_seconds((micro.forwards[stage.end] - micro.forwards[stage.first]) * share),
+                show_seconds((micro.backwards[stage.end] - micro.backwards[stage.first]) * share),
                 f"{line.busy[s] / line.makespan:.0%}" if line.makespan else "",
                 show_bytes(micro.parameters[stage.end] - micro.parameters[stage.first]),
                 f"{show_bytes(line.high_water[s])} of {show_bytes(room)}",

@@ -27,7 +27,7 @@ from fxpipe.errors import PlanError
 from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage
 
 from .device_placement import Counts, minus, placements, plus, positions, servers
-from .event_time import Problem, fits
+from .event_time import Problem, fits, plan_of
 from .simple_plans import one_each, whole
 
 
@@ -116,7 +116,7 @@ def dapple(problem: Problem) -> HybridPlan:
     none fits."""
     search = _Search(problem)
     stages = search.run()
-    return HybridPlan(problem.chain.model, stages, problem.micro_batches, problem.warmup, problem.all_reduce)
+    return plan_of(problem, stages)
 
 
 class _Search:

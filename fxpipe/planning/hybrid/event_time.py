@@ -1,7 +1,8 @@
 """How long one training step of a hybrid plan takes, by following its events. A search calls this very often.
 
-Each stage is one resource: its replicas move in lock-step, and each takes an equal share of every micro-batch. It runs
-K forwards, then backwards and forwards in turns until the forwards run out, then the backwards that are left. Between
+Each stage is one resource: its replicas move in lock-step, so it takes as long as the replica with the most samples of
+a micro-batch (`fxpipe.ir.replica_shares`), or, if the chain says so, an ideal share, whole samples or not. It runs K
+forwards, then backwards and forwards in turns until the forwards run out, then the backwards that are left. Between
 neighbouring stages there is one resource for each direction, which carries one micro-batch at a time:
 
     round        0                        1
@@ -27,8 +28,9 @@ from typing import NamedTuple
 
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.cluster.network import Rate, all_reduce, split_concat
-from fxpipe.ir.plan.hybrid_plan import HybridStage, warmup_of
+from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, warmup_of
 from fxpipe.ir.plan.layer_chain import Chain
+from fxpipe.ir.replica_shares import largest_share
 
 Devices = tuple[int, ...]
 
@@ -81,6 +83,7 @@ class Problem:
         default_factory=dict, init=False, compare=False, repr=False
     )
     _between: dict[tuple[Devices, Devices], Rate] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _shares: dict[int, float] = field(default_factory=dict, init=False, compare=False, repr=False)
     _all_reduce: dict[Devices, Rate] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def stage(self, first: int, end: int, devices: Devices, recompute: bool = False) -> StageTimes:
@@ -96,8 +99,15 @@ class Problem:
         key = (senders, receivers)
         rate = self._between.get(key)
         if rate is None:
-            rate = self._between[key] = split_concat(self.cluster, senders, receivers)
+            rate = self._between[key] = split_concat(self.cluster, senders, receivers, self.chain.samples)
         return rate
+
+    def share(self, replicas: int) -> float:
+        """The largest share of a micro-batch that a replica has, remembered."""
+        share = self._shares.get(replicas)
+        if share is None:
+            share = self._shares[replicas] = largest_share(self.chain.samples, replicas)
+        return share
 
     def ring(self, devices: Devices) -> Rate:
         """The rate of an all-reduce, remembered."""
@@ -108,11 +118,11 @@ class Problem:
 
 
 def _stage_times(problem: Problem, first: int, end: int, devices: Devices, recompute: bool) -> StageTimes:
-    chain, r = problem.chain, len(devices)
-    forward = (chain.forwards[end] - chain.forwards[first]) / r
-    backward = (chain.backwards[end] - chain.backwards[first]) / r
-    saved = (chain.saved[end] - chain.saved[first]) / r
-    taken = chain.cuts[first] / r
+    chain, share = problem.chain, problem.share(len(devices))
+    forward = (chain.forwards[end] - chain.forwards[first]) * share
+    backward = (chain.backwards[end] - chain.backwards[first]) * share
+    saved = (chain.saved[end] - chain.saved[first]) * share
+    taken = chain.cuts[first] * share
     return StageTimes(
         forward,
         forward if recompute else 0.0,
@@ -127,17 +137,22 @@ def _stage_times(problem: Problem, first: int, end: int, devices: Devices, recom
 
 def _tail(problem: Problem, first: int, end: int, devices: Devices) -> float:
     """Seconds from the end of the last backward to the end of the all-reduce."""
-    r = len(devices)
-    if r == 1:
+    if len(devices) == 1:
         return 0.0
-    rate = problem.ring(devices)
+    rate, share = problem.ring(devices), problem.share(len(devices))
     if problem.all_reduce == "end":
-        return rate.latency + rate.per_byte * (problem.chain.parameters[end] - problem.chain.parameters[first])
+        return rate.seconds(problem.chain.parameters[end] - problem.chain.parameters[first])
     free = ready = 0.0  # from the start of the last backward
     for layer in reversed(problem.chain.layers[first:end]):
-        ready += layer.backward / r
-        free = max(free, ready) + rate.latency + rate.per_byte * layer.parameters
+        ready += layer.backward * share
+        free = max(free, ready) + rate.seconds(layer.parameters)
     return free - ready
+
+
+def plan_of(problem: Problem, stages: tuple[HybridStage, ...]) -> HybridPlan:
+    """The plan of these stages."""
+    chain, m = problem.chain, problem.micro_batches
+    return HybridPlan(chain.model, stages, m, problem.warmup, problem.all_reduce, chain.samples)
 
 
 def fits(problem: Problem, stages: Sequence[HybridStage]) -> bool:

@@ -55,7 +55,7 @@ class Request:
         return sorted(sorted(every, key=lambda m: max(m / wanted, wanted / m))[:most])
 
     def problem(self, micro_batches: int, warmup: str) -> Problem:
-        chain = chains.nearest(self.chains, self.batch / micro_batches)
+        chain = chains.for_micro_batches(self.chains, self.batch, micro_batches)
         return Problem(chain, self.cluster, micro_batches, warmup, self.all_reduce, self.copies, self.capped)
 
 
@@ -64,6 +64,8 @@ def check(request: Request) -> None:
     try:
         for chain in request.chains:
             chains.check(chain)
+            if chain.ideal_shares != request.chains[0].ideal_shares:
+                raise ValueError(f"some chains of {chain.model} have ideal shares, and some have not")
         clusters.check(request.cluster)
     except ValueError as error:
         raise PlanError(f"cannot plan: {error}") from None
@@ -91,6 +93,7 @@ class Certificate:
     - `simulated`: how many plans were simulated.
     - `branches`: how many branches were searched.
     - `seconds`: how long the search took.
+    - `ideal_shares`: whether the replicas of all plans share micro-batches evenly, whole samples or not.
     """
 
     bound: float
@@ -98,6 +101,7 @@ class Certificate:
     simulated: int
     branches: int
     seconds: float
+    ideal_shares: bool = False
 
     @property
     def proven(self) -> bool:
@@ -106,6 +110,8 @@ class Certificate:
 
     def __str__(self) -> str:
         known = "proven optimal" if self.proven else f"at most {self.gap:.2%} above the optimum"
+        if self.ideal_shares:
+            known += ", with ideal shares"
         return (
             f"{known}: no plan takes less than {show_seconds(self.bound)} "
             f"({self.simulated} plans simulated, {self.branches} branches, {show_seconds(self.seconds)})"

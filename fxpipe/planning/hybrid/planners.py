@@ -25,7 +25,7 @@ from fxpipe.planning.hybrid.exact.optimal_plan import optimal
 
 from .dapple import dapple
 from .device_placement import servers
-from .event_time import Problem, event_time
+from .event_time import Problem, event_time, plan_of
 from .pipedream import Level, pipedream
 from .plan_request import MOST_MICRO_BATCHES, Answer, Certificate, Request, check
 from .simple_plans import gpipe, one_each, whole
@@ -85,6 +85,7 @@ def _best(found: Sequence[Answer]) -> Answer:
         sum(proof.simulated for proof in proofs),
         sum(proof.branches for proof in proofs),
         sum(proof.seconds for proof in proofs),
+        best.plan.samples is None,
     )
     return replace(best, certificate=certificate)
 
@@ -100,7 +101,7 @@ def _tried(stages_of: Callable[[Problem], Stages], few: bool = False) -> Callabl
                 stages = recomputing(problem, stages_of(problem), request.recompute)
                 seconds = event_time(problem, stages)
                 if seconds < (best[0] if best else inf):
-                    best = seconds, HybridPlan(request.chains[0].model, stages, m, warmup, request.all_reduce)
+                    best = seconds, plan_of(problem, stages)
         if best is None:
             why = " without recomputation" if request.recompute is False else ""
             raise PlanError(f"{request.chains[0].model} does not fit in memory like that{why}")

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import ceil
 
 from fxpipe.ir.cluster.cluster import Cluster, link
 from fxpipe.ir.graph.cheap_ops import cheap_ops
@@ -21,6 +22,7 @@ from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.graph.legal_cuts import spans
 from fxpipe.ir.graph.value_types import tensors
 from fxpipe.ir.plan.profile import OpCost, Profile
+from fxpipe.ir.replica_shares import largest_share
 
 from .balance import StageCosts
 
@@ -82,16 +84,16 @@ def stage_costs(
     for s, (device, checkpoint, r) in enumerate(zip(devices, checkpoints, replicas or [1] * len(devices), strict=True)):
         recomputes = checkpoint != "never"
         live = 1 if recomputes else chunks
-        scale = _slowness(profile, cluster, device) * PICOSECONDS / r
+        share = largest_share(profile.batch, r)
+        scale = _slowness(profile, cluster, device) * PICOSECONDS * share
+        held = (parameter_copies * op.parameters + ceil(live * op.saved * share) for op in ops)
         stages.append(
             StageCosts(
                 work=list(accumulate((round(_seconds(op, recomputes) * scale) for op in ops), initial=0)),
                 enter=hops[s - 1] if s > 0 else nothing,
                 leave=hops[s] if s < len(hops) else nothing,
-                bytes=list(
-                    accumulate((parameter_copies * op.parameters + live * op.saved // r for op in ops), initial=0)
-                ),
-                hold=[chunks * came // r for came in crossing.values] if s > 0 else nothing,
+                bytes=list(accumulate(held, initial=0)),
+                hold=[ceil(chunks * came * share) for came in crossing.values] if s > 0 else nothing,
                 room=cluster.device(device).memory // crowd[device],
             )
         )

@@ -6,6 +6,7 @@ A tensor that several stages share (a loan) is sent once a step, not once per mi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import ceil
 
 from fxpipe.ir.cluster.cluster import Cluster, link
 from fxpipe.ir.cluster.network import split_concat
@@ -13,6 +14,7 @@ from fxpipe.ir.graph.value_types import nbytes, tensors
 from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.plan.profile import Profile, total
 from fxpipe.ir.program.program import Program
+from fxpipe.ir.replica_shares import largest_share
 from fxpipe.ir.schedule.action_times import Times
 
 from .replica_costs import positions
@@ -22,7 +24,8 @@ from .simulate import Hop, StageCost
 def stage_costs(
     plan: Plan, profile: Profile, taken: Sequence[int] = (), copies: int = 2, keeps_at_once: bool = False
 ) -> tuple[StageCost, ...]:
-    """A cost for each stage of `plan`, from a profile of one of its micro-batches, which the replicas of a stage share.
+    """A cost for each stage of `plan`, from a profile of one of its micro-batches, which the replicas of a stage share:
+    a stage costs what the replica with the most samples does.
 
     - `taken`: bytes that each stage takes per micro-batch, see `taken_bytes`; none if left out.
     - `copies`: how often a parameter is in memory: 2 for it and its gradient, more with the optimizer's state.
@@ -31,13 +34,13 @@ def stage_costs(
     at = {cost.name: cost for cost in profile.ops}
     costs = []
     for index, stage in enumerate(plan.stages):
-        own, r = total([at[op] for op in stage.ops]), len(stage.devices)
+        own, share = total([at[op] for op in stage.ops]), largest_share(profile.batch, len(stage.devices))
         costs.append(
             StageCost(
-                own.forward / r,
-                own.backward / r,
-                saved=-(-own.saved // r),
-                taken=-(-taken[index] // r) if taken else 0,
+                own.forward * share,
+                own.backward * share,
+                saved=ceil(own.saved * share),
+                taken=ceil(taken[index] * share) if taken else 0,
                 fixed=own.parameters * copies,
                 checkpoint=stage.checkpoint,
                 keeps_at_once=keeps_at_once,
@@ -51,10 +54,11 @@ def taken_bytes(program: Program, sizes: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(sum(nbytes(program.types[name], sizes) for name in stage.takes) for stage in program.stages)
 
 
-def hops(program: Program, sizes: Mapping[str, int], cluster: Cluster) -> tuple[Hop, ...]:
+def hops(program: Program, sizes: Mapping[str, int], cluster: Cluster, samples: int | None = None) -> tuple[Hop, ...]:
     """A hop for each pair of stages that values move between: all values one after the other over the pair's link, and
-    back the gradients of those that have one. The caller's inputs and outputs are not counted."""
-    return tuple(_hop(program, sizes, cluster, *ends, values) for ends, values in _moved(program))
+    back the gradients of those that have one. The caller's inputs and outputs are not counted. `samples`: those of a
+    micro-batch, which replicas share; with None, shares are ideal."""
+    return tuple(_hop(program, sizes, cluster, samples, *ends, values) for ends, values in _moved(program))
 
 
 def timed_hops(program: Program, times: Times) -> tuple[Hop, ...]:
@@ -76,7 +80,13 @@ def _moved(program: Program) -> list[tuple[tuple[int, int], list[str]]]:
 
 
 def _hop(
-    program: Program, sizes: Mapping[str, int], cluster: Cluster, source: int, target: int, values: Sequence[str]
+    program: Program,
+    sizes: Mapping[str, int],
+    cluster: Cluster,
+    samples: int | None,
+    source: int,
+    target: int,
+    values: Sequence[str],
 ) -> Hop:
     types = [tensor for value in values for tensor in tensors(program.types[value])]
     forward = sum(tensor.nbytes(sizes) for tensor in types)
@@ -87,7 +97,8 @@ def _hop(
         if not count or a.device == b.device:
             return 0.0
         if a.replicas or b.replicas:
-            return split_concat(cluster, positions(cluster, a.devices), positions(cluster, b.devices)).seconds(count)
+            ends = positions(cluster, a.devices), positions(cluster, b.devices)
+            return split_concat(cluster, *ends, samples).seconds(count)
         way = link(cluster, a.device, b.device)
         return way.latency + count / way.bandwidth
 

@@ -1,7 +1,7 @@
 """Simulates a hybrid plan: the input of `simulate` from the plan, a chain of layers and a cluster.
 
-Replicas of a stage share each micro-batch evenly, so a stage costs a share of its layers; its transfers split and join
-the samples between replicas, and its all-reduce is over its parameters.
+Replicas of a stage share each micro-batch, so a stage costs the largest share of its layers; its transfers split and
+join the samples between replicas, and its all-reduce is over its parameters.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.cluster.network import all_reduce, split_concat
 from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, replica_group
 from fxpipe.ir.plan.layer_chain import Chain
+from fxpipe.ir.replica_shares import largest_share
 from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.ir.timeline import Timeline
 
@@ -20,12 +21,12 @@ from .simulate import Hop, Reduction, StageCost, simulate
 
 
 def _cost(chain: Chain, stage: HybridStage, copies: float) -> StageCost:
-    r, layers = len(stage.devices), slice(stage.first, stage.end)
+    share, layers = largest_share(chain.samples, len(stage.devices)), slice(stage.first, stage.end)
     return StageCost(
-        sum(layer.forward for layer in chain.layers[layers]) / r,
-        sum(layer.backward for layer in chain.layers[layers]) / r,
-        saved=round(sum(layer.saved for layer in chain.layers[layers]) / r),
-        taken=round(chain.cuts[stage.first] / r),
+        sum(layer.forward for layer in chain.layers[layers]) * share,
+        sum(layer.backward for layer in chain.layers[layers]) * share,
+        saved=round(sum(layer.saved for layer in chain.layers[layers]) * share),
+        taken=round(chain.cuts[stage.first] * share),
         fixed=round(copies * sum(layer.parameters for layer in chain.layers[layers])),
         checkpoint="always" if stage.recompute else "never",
     )
@@ -34,17 +35,17 @@ def _cost(chain: Chain, stage: HybridStage, copies: float) -> StageCost:
 def _reductions(chain: Chain, cluster: Cluster, plan: HybridPlan, s: int) -> Iterator[Reduction]:
     """One for the stage, or one per layer from its last to its first."""
     stage = plan.stages[s]
-    r, layers = len(stage.devices), chain.layers[stage.first : stage.end]
-    if r == 1:
+    layers, share = chain.layers[stage.first : stage.end], largest_share(chain.samples, len(stage.devices))
+    if len(stage.devices) == 1:
         return
     rate = all_reduce(cluster, stage.devices)
     if plan.all_reduce == "end":
-        yield Reduction(s, rate.latency + rate.per_byte * sum(layer.parameters for layer in layers))
+        yield Reduction(s, rate.seconds(sum(layer.parameters for layer in layers)))
         return
-    early = sum(layer.backward for layer in layers) / r
+    early = sum(layer.backward for layer in layers) * share
     for layer in reversed(layers):
-        early -= layer.backward / r
-        yield Reduction(s, rate.latency + rate.per_byte * layer.parameters, max(early, 0.0), layer.name)
+        early -= layer.backward * share
+        yield Reduction(s, rate.seconds(layer.parameters), max(early, 0.0), layer.name)
 
 
 def simulate_hybrid(
@@ -61,8 +62,8 @@ def simulate_hybrid(
     hops = []
     for s, (a, b) in enumerate(pairwise(plan.stages)):
         count = chain.cuts[b.first]
-        there = split_concat(cluster, a.devices, b.devices).seconds(count)
-        back = split_concat(cluster, b.devices, a.devices).seconds(count)
+        there = split_concat(cluster, a.devices, b.devices, chain.samples).seconds(count)
+        back = split_concat(cluster, b.devices, a.devices, chain.samples).seconds(count)
         hops.append(Hop(s, s + 1, there, back))
     return simulate(
         schedule,

@@ -12,11 +12,20 @@ PLAN = HybridPlan("m", (HybridStage(0, 2, (0, 1, 3)), HybridStage(2, 5, (2,), re
 
 def test_print():
     assert str(PLAN) == (
-        "m: 2 stages 3:1, 8 micro-batches, late warm-up, all-reduce overlapped\n"
+        "m: 2 stages 3:1, 8 micro-batches, late warm-up, all-reduce overlapped, ideal shares\n"
         "stage    layers    devices\n"
         "0        0 .. 1    0-1, 3\n"
         "1        2 .. 4    2          recomputes"
     )
+
+
+def test_says_what_does_not_share_out_evenly():
+    """Whole samples: 8 on 3 replicas are 3, 3 and 2."""
+    assert str(replace(PLAN, samples=8)).splitlines()[::2] == [
+        "m: 2 stages 3:1, 8 micro-batches, late warm-up, all-reduce overlapped",
+        "0        0 .. 1    0-1, 3                 3 of 8 samples on 2 replicas, 2 on 1",
+    ]
+    assert "of 9 samples" not in str(replace(PLAN, samples=9))
 
 
 def test_json_round_trip():

@@ -29,16 +29,24 @@ def servers(count: int, each: int, intra: float, inter: float, latency: float, m
 # The definition, slowly ---------------------------------------------------------------------------------------------
 
 
-def transfer(count, senders, receivers, each, intra, inter, latency):
+def ends(samples, replicas):
+    """Where the slices of a micro-batch end: at whole samples, the first slices larger by one; with None all equal."""
+    if samples is None:
+        return [Fraction(k, replicas) for k in range(replicas + 1)]
+    each = [samples // replicas + (k < samples % replicas) for k in range(replicas)]
+    return [Fraction(sum(each[:k]), samples) for k in range(replicas + 1)]
+
+
+def transfer(samples, count, senders, receivers, each, intra, inter, latency):
     """Bytes per port, then the slowest port."""
     if count == 0:
         return Fraction(0)
     use: dict[tuple[str, int, str], Fraction] = {}
-    r, q = len(senders), len(receivers)
+    ours, theirs = ends(samples, len(senders)), ends(samples, len(receivers))
     for i, a in enumerate(sorted(senders)):
         for j, b in enumerate(sorted(receivers)):
-            low = max(Fraction(i, r), Fraction(j, q))
-            high = min(Fraction(i + 1, r), Fraction(j + 1, q))
+            low = max(ours[i], theirs[j])
+            high = min(ours[i + 1], theirs[j + 1])
             if high > low:
                 kind, x, y, pace = (
                     ("device", a, b, intra) if a // each == b // each else ("server", a // each, b // each, inter)
@@ -51,7 +59,7 @@ def transfer(count, senders, receivers, each, intra, inter, latency):
 def ring(count, devices, each, intra, inter, latency):
     r = len(devices)
     pace = intra if len({d // each for d in devices}) == 1 else inter
-    return Fraction(0) if r == 1 else Fraction(2 * (r - 1), r) * count / pace + 2 * (r - 1) * latency
+    return Fraction(0) if r == 1 or not count else Fraction(2 * (r - 1), r) * count / pace + 2 * (r - 1) * latency
 
 
 def slow_event_time(chain, stages, m, warmup, mode, network, copies, memory):
@@ -66,17 +74,17 @@ def slow_event_time(chain, stages, m, warmup, mode, network, copies, memory):
                 row.append(("F", s, ahead[s] + i))
         rows.append(row)
     layers = [chain.layers[e.first : e.end] for e in stages]
-    replicas = [len(e.devices) for e in stages]
+    shares = [max(b - a for a, b in pairwise(ends(chain.samples, len(e.devices)))) for e in stages]
     for s, own in enumerate(layers):
         held = (
             copies * sum(Fraction(e.parameters) for e in own)
-            + ahead[s] * sum(Fraction(e.saved) for e in own) / replicas[s]
+            + ahead[s] * sum(Fraction(e.saved) for e in own) * shares[s]
         )
         if held > memory:
             return inf
     seconds = {
-        "F": [sum(Fraction(e.forward) for e in own) / r for own, r in zip(layers, replicas, strict=True)],
-        "B": [sum(Fraction(e.backward) for e in own) / r for own, r in zip(layers, replicas, strict=True)],
+        "F": [sum(Fraction(e.forward) for e in own) * share for own, share in zip(layers, shares, strict=True)],
+        "B": [sum(Fraction(e.backward) for e in own) * share for own, share in zip(layers, shares, strict=True)],
     }
     end: dict[tuple[str, int, int], Fraction] = {}
     sent: dict[tuple[str, int, int], Fraction] = {}  # arrival of what a task has made
@@ -96,7 +104,7 @@ def slow_event_time(chain, stages, m, warmup, mode, network, copies, memory):
             target = s + 1 if kind == "F" else s - 1
             if 0 <= target < n:
                 count = Fraction(layers[min(s, target)][-1].cut)
-                time = transfer(count, stages[s].devices, stages[target].devices, *network)
+                time = transfer(chain.samples, count, stages[s].devices, stages[target].devices, *network)
                 before = sent.get((kind, s, i - 1), Fraction(0))
                 sent[kind, s, i] = max(end[kind, s, i], before) + time
     finish = []
@@ -107,7 +115,7 @@ def slow_event_time(chain, stages, m, warmup, mode, network, copies, memory):
         else:
             ready, free = at - seconds["B"][s], Fraction(0)
             for layer in reversed(own):
-                ready += Fraction(layer.backward) / replicas[s]
+                ready += Fraction(layer.backward) * shares[s]
                 free = max(free, ready) + ring(Fraction(layer.parameters), stages[s].devices, *network)
             at = max(at, free)
         finish.append(at)
@@ -129,7 +137,8 @@ def random_chain(rng: random.Random, n: int) -> Chain:
         )
         for i in range(n)
     )
-    return Chain("m", 8, tuple(layers))
+    made = tuple(layers)
+    return Chain("m", rng.choice([1, 2, 3, 4, 5, 7, 8]), made, ideal_shares=rng.random() < 0.3)
 
 
 def random_stages(rng: random.Random, n: int, devices: int) -> tuple[HybridStage, ...]:
@@ -187,7 +196,7 @@ def test_recompute_runs_before_the_gradient_arrives():
 
 
 def test_how_many_micro_batches_memory_lets_wait():
-    chain = Chain("m", 1, (Layer("a", 1, 2, 5, 10), Layer("b", 1, 2, 5, 10)))
+    chain = Chain("m", 2, (Layer("a", 1, 2, 5, 10), Layer("b", 1, 2, 5, 10)))
     problem = Problem(chain, servers(1, 2, 1, 1, 0, memory=75), 8, copies=2)
     cost, half = problem.stage(0, 2, (0,)), problem.stage(0, 2, (0, 1))
     assert cost.held(2) <= cost.room < cost.held(3)

@@ -40,7 +40,7 @@ def test_agrees_with_the_event_time(seed):
 
 
 def alike(layers: int) -> Chain:
-    return Chain("m", 1, tuple(Layer(str(i), 1, 2, 10, 8, 4) for i in range(layers)))
+    return Chain("m", 2, tuple(Layer(str(i), 1, 2, 10, 8, 4) for i in range(layers)))
 
 
 def test_early_backward_keeps_memory_that_does_not_grow_with_micro_batches():
@@ -67,7 +67,7 @@ def test_all_reduce_layer_by_layer_beside_the_last_backward():
     g0, g1         F0 F0 B0 B0
     all-reduce            3 3 3 2 2 2
     """
-    chain = Chain("m", 1, (Layer("a", 2, 2, 3), Layer("b", 2, 2, 3)))
+    chain = Chain("m", 2, (Layer("a", 2, 2, 3), Layer("b", 2, 2, 3)))
     plan = HybridPlan("m", (HybridStage(0, 2, (0, 1)),), 1, all_reduce="overlap")
     timeline = simulate_hybrid(chain, servers(1, 2, 1.0, 1.0, 0), plan, gpipe(1, 1))
     spans = [(span.label, span.start, span.end) for span in timeline.on("all-reduce of g0, g1")]

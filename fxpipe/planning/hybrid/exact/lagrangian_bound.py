@@ -15,7 +15,9 @@ no fewer devices.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, floor, inf, sqrt
+from math import floor, inf, sqrt
+
+from fxpipe.ir.replica_shares import fewest
 
 from .lower_bound import Sizes
 from .relaxed_cluster import Relaxed
@@ -54,11 +56,8 @@ def dual(relaxed: Relaxed, devices: int, limit: float, price: float, floors: lis
             if r > devices:
                 continue
             load = times * both + half[a] + half[b]
-            best = sqrt(load / price) if price else devices
-            least_r = min(devices, max(r, floor(best)))
-            more_r = min(devices, max(r, floor(best) + 1))
-            r = least_r if load / least_r + price * least_r <= load / more_r + price * more_r else more_r
-            seconds = least[a] + load / r + price * r + delay[a] + delay[b]
+            own, r = _cheapest(relaxed, r, devices, load, price)
+            seconds = least[a] + own + delay[a] + delay[b]
             if seconds < least[b]:
                 least[b], came[b] = seconds, (a, r)
     if least[n] == inf:
@@ -68,6 +67,22 @@ def dual(relaxed: Relaxed, devices: int, limit: float, price: float, floors: lis
         sizes.append((b, came[b][1]))
         b = came[b][0]
     return LagrangianBound(least[n] - price * devices, tuple(reversed(sizes)))
+
+
+def _cheapest(relaxed: Relaxed, least: int, devices: int, load: float, price: float) -> tuple[float, int]:
+    """The least share of `load` and price of at least `least` replicas, and their number. Of whole samples only numbers
+    are tried that leave the first replica fewer of them."""
+    problem, samples = relaxed.problem, relaxed.chain.samples
+    if samples is None:
+        best = sqrt(load / price) if price else devices
+        r, more = (min(devices, max(least, floor(best) + by)) for by in (0, 1))
+        return min((load / r + price * r, r), (load / more + price * more, more))
+    found, r = (load * problem.share(least) + price * least, least), least
+    while True:
+        r = fewest(samples, problem.share(r) - 0.5 / samples)
+        if not 0 < r <= devices or price * r >= found[0]:
+            return found
+        found = min(found, (load * problem.share(r) + price * r, r))
 
 
 def _fewest(relaxed: Relaxed, a: int, b: int, devices: int, limit: float, before: float) -> int:
@@ -80,12 +95,12 @@ def _fewest(relaxed: Relaxed, a: int, b: int, devices: int, limit: float, before
     overlaps = relaxed.problem.all_reduce == "overlap"
     r = _held(relaxed, a, b, devices)
     while r <= devices:  # more replicas take longer to add up: each round may ask for more
-        latency, per_byte = relaxed.ring(r)
-        tail = latency + per_byte * parameters if r > 1 else 0.0
+        tail = relaxed.ring(r).seconds(parameters)
         if overlaps:
-            tail = max(0.0, tail - backward / r)
+            tail = max(0.0, tail - backward * relaxed.problem.share(r))
         left = limit - max(before, tail)
-        needed = ceil(work / left * (1 - 1e-12)) if left > 0 else devices + 1
+        share = left / work * (1 + 1e-12) if work else left
+        needed = fewest(chain.samples, min(share, 1.0)) or devices + 1
         if needed <= r:
             break
         r = needed
@@ -99,7 +114,7 @@ def _held(relaxed: Relaxed, a: int, b: int, devices: int) -> int:
     saved = chain.saved[b] - chain.saved[a] + (chain.cuts[a] if relaxed.must else 0.0)
     if left == inf or saved <= left:
         return 1
-    return ceil(saved / left * (1 - 1e-9)) if left > 0 else devices + 1
+    return fewest(chain.samples, left / saved * (1 + 1e-9)) or devices + 1
 
 
 def search(relaxed: Relaxed, devices: int, low: float, high: float, steps: int = 12) -> tuple[float, list[Sizes]]:

@@ -82,16 +82,16 @@ def _parts(relaxed: Relaxed, b: int, r: int) -> Iterator[Part]:
     problem, chain = relaxed.problem, relaxed.chain
     m = problem.micro_batches
     ahead = 1 if b == len(chain) else warmup_of(problem.warmup, 0, 2, m)
-    latency, per_byte = relaxed.ring(r)
+    rate, share = relaxed.ring(r), problem.share(r)
     free = ready = 0.0
     for a in range(b - 1, -1, -1):
-        forward = (chain.forwards[b] - chain.forwards[a]) / r
-        both = forward + (chain.backwards[b] - chain.backwards[a]) / r
+        forward = (chain.forwards[b] - chain.forwards[a]) * share
+        both = forward + (chain.backwards[b] - chain.backwards[a]) * share
         if problem.all_reduce == "end" or r == 1:
-            tail = latency + per_byte * (chain.parameters[b] - chain.parameters[a])
+            tail = rate.seconds(chain.parameters[b] - chain.parameters[a])
         else:
-            ready += chain.layers[a].backward / r
-            free = max(free, ready) + latency + per_byte * chain.layers[a].parameters
+            ready += chain.layers[a].backward * share
+            free = max(free, ready) + rate.seconds(chain.layers[a].parameters)
             tail = free - ready
         again = relaxed.repeats(a, b, r, ahead)
         if again is not None:
@@ -157,7 +157,7 @@ def _cross(relaxed: Relaxed, made: Tables, b: int, devices: int, ends: list[list
         for g in range(1, devices - q + 1):
             least_arrive, least_through, least_own = arrive[g - 1][q], through[g - 1][q], own[g - 1][q]
             choice = made.before.get((b, g - 1, q))
-            after = rest / (devices - g)
+            after = rest * relaxed.problem.share(devices - g)
             for r in range(1, g + 1):
                 end = ends[g][r]
                 if end is None:

@@ -21,8 +21,8 @@ from __future__ import annotations
 from time import perf_counter
 
 from fxpipe.errors import PlanError
-from fxpipe.ir.plan.hybrid_plan import HybridPlan
 from fxpipe.ir.units import show_bytes
+from fxpipe.planning.hybrid.event_time import plan_of
 from fxpipe.planning.hybrid.plan_request import Answer, Certificate, Request, check
 
 from .search_phases import PlanSearch, ask_dapple, case_of, close_in, polish, prove, seed
@@ -49,13 +49,14 @@ def optimal(request: Request) -> Answer:
         raise PlanError(_too_large(request))
     problem, bound = hunt.case.problem, min(hunt.time, min(case.bound for case in cases))
     stages = hunt.case.shapes.stages(hunt.shape)
-    plan = HybridPlan(problem.chain.model, stages, problem.micro_batches, problem.warmup, problem.all_reduce)
+    plan = plan_of(problem, stages)
     certificate = Certificate(
         bound,
         1 - bound / hunt.time if hunt.time else 0.0,
         sum(case.shapes.simulated for case in cases),
         hunt.branches,
         perf_counter() - started,
+        plan.samples is None,
     )
     return Answer(plan, hunt.time, certificate)
 

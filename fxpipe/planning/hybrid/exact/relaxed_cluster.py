@@ -13,7 +13,7 @@ from itertools import combinations
 from math import inf
 
 from fxpipe.ir.cluster.cluster import Cluster
-from fxpipe.ir.cluster.network import ring, split_concat
+from fxpipe.ir.cluster.network import Rate, ring, split_concat
 from fxpipe.ir.plan.layer_chain import Chain
 from fxpipe.planning.hybrid.event_time import Problem
 
@@ -103,25 +103,26 @@ class Relaxed:
     def chain(self) -> Chain:
         return self.problem.chain
 
-    def ring(self, r: int) -> tuple[float, float]:
-        """Latency and seconds per byte of an all-reduce."""
+    def ring(self, r: int) -> Rate:
+        """The rate of an all-reduce."""
         if r == 1:
-            return 0.0, 0.0
-        return 2 * (r - 1) * self.rates.ring_latency, 2 * (r - 1) / r / self.rates.bandwidths[r]
+            return Rate(0.0, 0.0)
+        return Rate(2 * (r - 1) * self.rates.ring_latency, 2 * (r - 1) / r / self.rates.bandwidths[r])
 
     def crossing(self, cut: int, r: int, q: int) -> float:
         """Seconds of one transfer from r to q replicas."""
-        count = self.chain.cuts[cut]
-        return self.rates.latency + count * self.rates.share / min(r, q) if count else 0.0
+        count, share = self.chain.cuts[cut], self.problem.share(min(r, q))
+        return self.rates.latency + count * self.rates.share * share if count else 0.0
 
     def repeats(self, first: int, end: int, r: int, ahead: int) -> bool | None:
         """Whether a stage has to recompute; None if it does not fit in memory even so."""
         chain, problem = self.chain, self.problem
-        saved = (chain.saved[end] - chain.saved[first]) / r
+        share = problem.share(r)
+        saved = (chain.saved[end] - chain.saved[first]) * share
         left = self.rates.room[r] - problem.copies * (chain.parameters[end] - chain.parameters[first])
         slack = 1e-9 * self.rates.room[r] if self.rates.room[r] < inf else 0.0
         if not self.must and ahead * saved <= left + slack:
             return False
         if self.must is False:
             return None
-        return True if ahead * chain.cuts[first] / r + saved <= left + slack else None
+        return True if ahead * chain.cuts[first] * share + saved <= left + slack else None
