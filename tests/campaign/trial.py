@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import fxpipe
-from fxpipe.errors import FxpipeError, InputError, PlanError
+from fxpipe.errors import FxpipeError, InputError, PackageError, PlanError
 
 from . import faults
 from .ranks import Ranks
@@ -169,7 +169,7 @@ def same_error(index: int, run: Run, own: Exception, call: Callable[[], Any]) ->
 
 def failed(index: int, run: Run, error: BaseException) -> Outcome:
     text = f"{type(error).__name__}: {error}"
-    if isinstance(error, FxpipeError):
+    if isinstance(error, FxpipeError) and not isinstance(error, PackageError):  # it cannot import what it has written
         if LINE.search(str(error)):
             return Outcome("refused", index, run, text)
         return Outcome("option" if isinstance(error, (PlanError, InputError)) else "no line", index, run, text)
