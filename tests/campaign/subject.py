@@ -143,6 +143,7 @@ class Subject:
                 found,
                 self.wanted(run, replace(setting, options=setting.options | {"chunks": 1}), whole),
                 self.tolerance,
+                self.floor,
             )
         )
         if differ and (graph.mixed or "buffers" in self.module.FLAGS):  # those are written once for each micro-batch

@@ -254,6 +254,8 @@ def difference(got: Any, wanted: Any, tol: float, floor: float = 1e-5) -> str | 
         return f"{wrong} of {got.numel()} elements differ" if wrong else None
     got, wanted = got.to_dense(), wanted.to_dense()
     far = (got - wanted).abs().max().item() if got.numel() else 0.0
+    if not got.dim() and got.dtype == torch.bfloat16:
+        floor *= 20  # a number, such as a loss, is the sum of many, and rounded where the sums on the way were larger
     scale = max(wanted.abs().max().item() if got.numel() else 0.0, floor)
     return None if far <= tol * scale else f"{describe(got)}, off by {far / scale:.1e} (absolute {far:.1e})"
 
