@@ -264,24 +264,37 @@ class World:
 _worlds: dict[Any, World] = {}
 
 
+def backends(group: Any) -> dict[str, str]:
+    """The backend of a group for each type of device."""
+    return dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+
+
+def communicator(backend: str, store: Any, rank: int, size: int, limit: timedelta) -> Any:
+    """A process group of this backend, made directly (see `join`)."""
+    c10d: Any = dist.distributed_c10d
+    if backend.upper() in c10d.Backend._plugins:
+        return c10d.Backend._plugins[backend.upper()].creator_fn(store, rank, size, limit)
+    return getattr(c10d, f"ProcessGroup{backend.upper()}")(store, rank, size, limit)
+
+
 def join(group: Any, device: torch.device, timeout: float) -> World:
     """The world of the ranks of `group`. It has connections of its own, which all pipes on these ranks share. Raises
     RankError if a rank is lost meanwhile."""
-    ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
-    key = (*ranks, device, timeout, id(dist.group.WORLD))
+    ranks, rank, backend = dist.get_process_group_ranks(group), dist.get_rank(group), backends(group)[device.type]
+    key = (*ranks, device, timeout, backend, id(dist.group.WORLD))
     if key in _worlds:
         return _worlds[key]
     # Makes backends directly: torch.distributed.new_group requires all ranks of the whole world to take part, or else
     # (torch 2.13) that all ranks are in equally many groups, whose number gives the new group its name.
     c10d: Any = dist.distributed_c10d
-    store = c10d.PrefixStore(f"fxpipe/{'-'.join(map(str, ranks))}/{timeout}", c10d._get_default_store())
+    store = c10d.PrefixStore(f"fxpipe/{backend}/{'-'.join(map(str, ranks))}/{timeout}", c10d._get_default_store())
     limit = timedelta(seconds=timeout)
     control = c10d.ProcessGroupGloo(c10d.PrefixStore("control", store), rank, len(ranks), limit)
     lanes = control, control
-    if device.type == "cuda":
+    if backend != "gloo":
         # In NCCL, operations with a rank run one after the other in a group, so each direction has a group of its own.
         up, down = (c10d.PrefixStore(way, store) for way in ("up", "down"))
-        lanes = tuple(c10d.ProcessGroupNCCL(way, rank, len(ranks), limit) for way in (up, down))
+        lanes = tuple(communicator(backend, way, rank, len(ranks), limit) for way in (up, down))
     labels = tuple(f"{device.type}:{rank}" for rank in range(len(ranks)))
     made = World(group, rank, labels, device, lanes, control, timeout, store)
     try:

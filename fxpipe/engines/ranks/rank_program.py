@@ -55,7 +55,7 @@ class RankProgram:
         self.routes = Routes(map(len, self.ranks), cuts)
         programs = table.programs
         rows = dict(zip(programs.devices, programs.rows, strict=True))
-        self.lines = [(do, self._line(do, what)) for do, what in rows.get(world.label, ())]
+        self.lines = [(do, self._line(do, what)) for do, what, _ in rows.get(world.label, ())]
         self._sizes: dict[tuple[str, tuple[int, ...]], Size] = {}
         self._coming: dict[int, dict[int, list[RankMessage]]] = {}
 

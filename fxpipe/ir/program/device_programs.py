@@ -4,8 +4,8 @@ reduce or a gather.
     gpipe on 2 devices
     cuda:0
       run      0F0
-      receive  gradient of x[0]  1 -> 0
       send     x[0]  0 -> 1
+      receive  gradient of x[0]  1 -> 0
       run      0B0
     cuda:1
       receive  x[0]  0 -> 1
@@ -15,12 +15,15 @@ reduce or a gather.
 
 A receive is posted and does not wait: the message may arrive from then on, while the device goes on. A run waits for
 the messages that it takes.
+
+The programs run where nothing is buffered, as in NCCL: if each device takes its steps one after the other, and a send
+and its receive end only once both devices have come to them, no device waits for ever.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, takewhile
 from typing import NamedTuple
@@ -73,10 +76,14 @@ class Step(NamedTuple):
     - "send", "receive": send a message, or post its receive.
     - "reduce": add the gradient of a message to the device's own.
     - "gather": replace the device's own gradients by the sum in a message.
+
+    `round`: sends and receives that stand side by side and have the same round are begun in one call, a batch. All ends
+    of a batch's messages are in batches of this round. 0: a call of its own.
     """
 
     do: str
     what: Action | Message
+    round: int = 0
 
     def __str__(self) -> str:
         return f"{self.do:<7}  {self.what}"
@@ -106,7 +113,7 @@ def check(programs: DevicePrograms) -> None:
     - a message is sent but not received, or received but not sent;
     - messages are received in another order than they are sent;
     - a message is received after the action that takes it;
-    - devices deadlock, where a send waits until its receive has been reached.
+    - devices deadlock, where nothing is buffered.
     """
     faults = (_misplaced, _unmatched, _too_late, _stuck)
     fault = next(chain.from_iterable(find(programs) for find in faults), None)
@@ -189,7 +196,7 @@ def _too_late(programs: DevicePrograms) -> Iterator[Fault]:
     """Finds receives that stand after the action that takes their message."""
     for device, row in enumerate(programs.rows):
         taken: dict[_Take, Action] = {}
-        for position, (do, what) in enumerate(row):
+        for position, (do, what, _) in enumerate(row):
             if do == "run" and isinstance(what, Action):
                 taken |= dict.fromkeys(_takes(what), what)
             elif do == "receive" and isinstance(what, Message) and _take(what) in taken:
@@ -197,55 +204,72 @@ def _too_late(programs: DevicePrograms) -> Iterator[Fault]:
 
 
 def _stuck(programs: DevicePrograms) -> Iterator[Fault]:
-    """Finds devices that wait for ever, by running all programs. A send waits until its receive has been reached; a
-    run, reduce or gather waits until its message has been sent."""
-    brings = [_brings(row) for row in programs.rows]
-    position = [0] * len(programs.rows)
-    reached: set[Message] = set()
-    arrived: set[Message] = set()
-    waiting: dict[Message, list[int]] = {}
-    awake = deque(range(len(programs.rows)))
+    """Finds devices that wait for ever, by running all programs where nothing is buffered: each device takes its steps
+    one after the other, and ends a batch only when all ends of its messages are in the current batches of their
+    devices. So nothing has to arrive early, and one queue for all calls of a device is enough.
+
+    As each device waits only for what stands before in its own row, a program that passes does so, too, where messages
+    may arrive earlier, batches end one part after the other, or fewer messages are sent."""
+    rows = [[batch for batch in batches(row) if batch[0][1].do in ("send", "receive")] for row in programs.rows]
+    ends: dict[Message, list[tuple[int, int]]] = {}  # the device and batch of the two ends of each message
+    for device, row in enumerate(rows):
+        for at, batch in enumerate(row):
+            for _, step in batch:
+                assert isinstance(step.what, Message)
+                ends.setdefault(step.what, []).append((device, at))
+    current = [0] * len(rows)
+    awake = deque(range(len(rows)))
     while awake:
-        device = awake.popleft()
-        row = programs.rows[device]
-        while position[device] < len(row):
-            do, what = row[position[device]]
-            missing = _missing(do, what, brings[device], reached, arrived)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(device)
-                break
-            if isinstance(what, Message) and do in ("send", "receive"):
-                (reached if do == "receive" else arrived).add(what)
-                awake.extend(waiting.pop(what, ()))
-            position[device] += 1
-    for message, devices in waiting.items():
-        for device in devices:
-            yield device, position[device], f"waits for ever for {message}"
+        first = awake.popleft()
+        together = _meeting(rows, ends, current, first)
+        for device in together:
+            current[device] += 1
+        awake.extend(together)
+    for device, row in enumerate(rows):
+        if current[device] < len(row):
+            for position, step in row[current[device]]:
+                assert isinstance(step.what, Message)
+                if any(current[other] != at for other, at in ends[step.what]):
+                    yield device, position, f"waits for ever for {step.what}"
 
 
-def _brings(row: Sequence[Step]) -> dict[_Take, list[Message]]:
-    """The messages that a device receives, by the action that takes them."""
-    brings: dict[_Take, list[Message]] = {}
-    for _, message in _messages(row, "receive"):
-        brings.setdefault(_take(message), []).append(message)
-    return brings
+_Batch = list[tuple[int, Step]]  # steps, each after its position in the row
 
 
-def _missing(
-    do: str,
-    what: Action | Message,
-    brings: Mapping[_Take, Sequence[Message]],
-    reached: Container[Message],
-    arrived: Container[Message],
-) -> Message | None:
-    """The message that a step waits for, if any."""
-    if isinstance(what, Action):
-        needed = chain.from_iterable(brings.get(take, ()) for take in _takes(what))
-        return next((message for message in needed if message not in arrived), None)
-    if do == "send":
-        return None if what in reached else what
-    here = do in ("reduce", "gather") and what in brings.get(_take(what), ())
-    return what if here and what not in arrived else None
+def batches(row: Sequence[Step]) -> Iterator[_Batch]:
+    """The steps of a row, those that are one batch together."""
+    sends_or_receives = [step.round if step.do in ("send", "receive") else 0 for step in row]
+    batch: _Batch = []
+    for position, step in enumerate(row):
+        if batch and not (sends_or_receives[position] and sends_or_receives[position] == batch[-1][1].round):
+            yield batch
+            batch = []
+        batch.append((position, step))
+    if batch:
+        yield batch
+
+
+def _meeting(
+    rows: Sequence[Sequence[_Batch]],
+    ends: Mapping[Message, Sequence[tuple[int, int]]],
+    current: Sequence[int],
+    first: int,
+) -> set[int]:
+    """The devices whose current batches end together with that of device `first`; none if one of them has not come to
+    its batch yet."""
+    if current[first] == len(rows[first]):
+        return set()
+    found, new = {first}, [first]
+    while new:
+        device = new.pop()
+        for _, step in rows[device][current[device]]:
+            for other, at in ends[step.what]:  # type: ignore[index]
+                if current[other] != at:
+                    return set()
+                if other not in found:
+                    found.add(other)
+                    new.append(other)
+    return found
 
 
 # The printer ----------------------------------------------------------------------------------------------------

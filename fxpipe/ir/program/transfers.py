@@ -1,16 +1,17 @@
 """Adds transfers to a schedule: for each device all that it runs, sends and receives, in order.
 
 The schedule says which stage computes what and when; the program says which values move. Together they determine the
-transfers. A send stands after the action that makes the value. A receive stands at the position that its device has
-reached, by the clocks, when the value is made. Each pair of devices receives messages in the order in which they are
+transfers. A send or receive stands at the position that its device has reached, by the clocks, when the value is made:
+a send just after the action that makes it. Each pair of devices receives messages in the order in which they are
 sent, as channels require.
 
 Each replica of a stage runs the whole row. Samples are sent directly from the replicas that have them to those that
 need them; gradients are added up after the stage's last backward (`gradient_buckets.py`).
 
-There is no deadlock, even if a send waits until its receive has been reached. Give a run and the receives after it the
-time when the run starts, and a send the time when its value is made: then each step only waits for earlier ones. (A
-receive stands before the sends of the run that it follows.)
+There is no deadlock, even if each device does one thing after the other and a send waits for its receive. Give both
+ends of a message the time when its value is made, and a run the time when it starts. These times never fall along a row
+(at the same time, messages come first), so the earliest step that is not done can always be done. Messages of one time
+are sent and received together: they have the same round.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import chain
 from math import lcm
 
 from fxpipe.ir.graph.value_types import tensors
@@ -32,6 +34,7 @@ from .program import Program, recut
 START = -1  # a position before all actions of a row
 Sends = dict[int, list[Message]]  # the messages that a device sends after each position of its row
 Clocks = dict[Action, float]  # when each action starts, if each takes one clock
+Made = tuple[float, Message]  # a message, after the clock at which it is made
 
 
 def add_transfers(schedule: Schedule, program: Program) -> DevicePrograms:
@@ -43,11 +46,14 @@ def add_transfers(schedule: Schedule, program: Program) -> DevicePrograms:
     workers = [(label, k, row) for labels, row in replica_groups for k, label in enumerate(labels)]
     sends = [_of_replica(program, _sends(program, row), k) for _, k, row in workers]
     pairs = zip(workers, sends, strict=True)
-    made = [made for (_, _, row), leaving in pairs for made in _made(clock, row, leaving)]
+    made = [list(_made(clock, row, leaving)) for (_, _, row), leaving in pairs]
+    everything = sorted(chain.from_iterable(made), key=lambda one: one[0])  # stable: in the order of the sends
     rows = []
-    for (label, k, row), leaving in zip(workers, sends, strict=True):
-        arriving = [(at, m) for at, m in made if m.replicas[1] == k and label in program.stages[m.target].devices]
-        rows.append(tuple(_row(schedule, program, row, leaving, _receives(clock, row, arriving), k)))
+    for (label, k, row), leaving in zip(workers, made, strict=True):
+        arriving = [
+            one for one in everything if one[1].replicas[1] == k and label in program.stages[one[1].target].devices
+        ]
+        rows.append(tuple(_row(schedule, program, clock, row, leaving, arriving, k)))
     return DevicePrograms(schedule.name, tuple(label for label, _, _ in workers), tuple(rows))
 
 
@@ -124,41 +130,41 @@ def _has_gradient(program: Program, value: str) -> bool:
     return any(tensor.grad for tensor in tensors(program.types[value]))
 
 
-def _made(clock: Clocks, row: Sequence[Action], sends: Sends) -> Iterator[tuple[float, Message]]:
-    """The messages of a device in the order of its sends, each after the clock at which it is made."""
+def _made(clock: Clocks, row: Sequence[Action], sends: Sends) -> Iterator[Made]:
+    """The messages of a device in the order of its sends."""
     for position, messages in sends.items():
         at = 0.0 if position == START else clock[row[position]] + 1
         yield from ((at, message) for message in messages)
 
 
-def _receives(clock: Clocks, row: Sequence[Action], arriving: Sequence[tuple[float, Message]]) -> Sends:
-    """The messages to a device, by the position that it has reached when they are made. The stable sort keeps the order
-    between each pair of devices."""
-    begins = [clock[action] for action in row]
-    receives: Sends = {}
-    for at, message in sorted(arriving, key=lambda made: made[0]):
-        receives.setdefault(bisect_left(begins, at), []).append(message)
-    return receives
-
-
 def _row(
-    schedule: Schedule, program: Program, row: Sequence[Action], sends: Sends, receives: Sends, replica: int
+    schedule: Schedule,
+    program: Program,
+    clock: Clocks,
+    row: Sequence[Action],
+    leaving: Sequence[Made],
+    arriving: Sequence[Made],
+    replica: int,
 ) -> Iterator[Step]:
-    """The steps of a device that is replica number `replica` of its stages. A receive at a position stands before the
-    action there, and before the sends of the preceding action."""
+    """The steps of a device that is replica number `replica` of its stages. A message stands before the first action
+    that starts when the message is made, or later."""
     last, mine = _last(row), {action.stage for action in row}
     shared = [bucket for s in sorted(last, key=last.__getitem__) for bucket in buckets(program, s)]
     shared.sort(key=lambda bucket: bucket.late)
-    for position, action in enumerate([None, *row], start=START):
-        if action is not None:
-            if action.kind in "BI" and _recomputes(schedule, program, action):
-                yield Step("run", action._replace(kind="R"))
-            yield Step("run", action)
-        yield from (Step("receive", message) for message in receives.get(position + 1, ()))
-        yield from (Step("send", message) for message in sends[position])
-        for bucket in shared:
-            if not bucket.late and last[bucket.stage] == position:
-                yield from begun(bucket, replica)
+    early = [bucket for bucket in shared if not bucket.late]
+    timed = [(at, Step("receive", message)) for at, message in arriving]
+    timed += [(at, Step("send", message)) for at, message in leaving]
+    timed += [(clock[row[last[bucket.stage]]] + 1, step) for bucket in early for step in begun(bucket, replica)]
+    timed.sort(key=lambda one: one[0])
+    begins, gaps = [clock[action] for action in row], dict[int, list[Step]]()
+    for at, step in timed:
+        gaps.setdefault(bisect_left(begins, at), []).append(step._replace(round=int(at) + 1))
+    for position, action in enumerate(row):
+        yield from gaps.get(position, ())
+        if action.kind in "BI" and _recomputes(schedule, program, action):
+            yield Step("run", action._replace(kind="R"))
+        yield Step("run", action)
+    yield from gaps.get(len(row), ())
     if replica == 0 and last:
         yield from (
             Step("reduce", Message(loan.state, loan.user, loan.home, None, True, (k, 0)))
@@ -166,11 +172,11 @@ def _row(
             for k in range(len(program.stages[loan.user].devices))
             if loan.home in mine and _has_gradient(program, loan.state)
         )
-    for bucket in shared:
-        if bucket.late:
-            yield from begun(bucket, replica)
-    for bucket in shared:
-        yield from added(bucket, replica)
+    end = int(max(clock.values(), default=0)) + 3  # the first round after all others
+    for at, bucket in enumerate(bucket for bucket in shared if bucket.late):
+        yield from (step._replace(round=end + at) for step in begun(bucket, replica))
+    for at, bucket in enumerate(shared, end + len(shared)):
+        yield from (step._replace(round=at) for step in added(bucket, replica))
     for bucket in shared:
         yield from gathered(bucket, replica)
 

@@ -102,3 +102,39 @@ def test_deadlock_is_shown_in_the_list() -> None:
           run      0B0
     """).strip()
     )
+
+
+def crossing(*rounds: int) -> DevicePrograms:
+    """Two devices that each send, then receive, in these rounds: what is sent by the first, and by the second."""
+    one, two = Message("x", 0, 1, 1), Message("y", 1, 0, 1)
+    first, second = rounds
+    rows = (
+        (Step("run", Action("F", 0, 0)), Step("send", one, first), Step("receive", two, second)),
+        (Step("run", Action("F", 1, 0)), Step("send", two, second), Step("receive", one, first)),
+    )
+    return DevicePrograms("crossing", ("a", "b"), rows)
+
+
+def test_what_is_sent_and_received_together_does_not_wait_for_itself() -> None:
+    check(crossing(3, 3))
+    for rounds in ((3, 4), (0, 0)):
+        with pytest.raises(ValueError, match="waits for ever"):
+            check(crossing(*rounds))
+
+
+def test_a_batch_ends_as_a_whole() -> None:
+    """The first device's batch ends only after a message of the third, which waits for one that the second sends after
+    a batch with the first: the two ends of each message stand in good order, and yet nothing goes on."""
+    x, y, z = Message("x", 0, 1, 1), Message("y", 1, 2, 1), Message("z", 2, 0, 1)
+    runs = [Step("run", Action("F", s, 0)) for s in range(3)]
+    rows = (
+        (runs[0], Step("send", x, 1), Step("receive", z, 1)),
+        (runs[1], Step("receive", x, 1), Step("send", y, 2)),
+        (runs[2], Step("receive", y, 2), Step("send", z, 1)),
+    )
+    with pytest.raises(ValueError, match="waits for ever for z"):
+        check(DevicePrograms("chain", ("a", "b", "c"), rows))
+    apart = (rows[0][0], Step("send", x, 1), Step("receive", z, 3))
+    check(
+        DevicePrograms("chain", ("a", "b", "c"), (apart, rows[1], (runs[2], Step("receive", y, 2), Step("send", z, 3))))
+    )

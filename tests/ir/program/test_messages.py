@@ -11,8 +11,8 @@ from fxpipe.ir.schedule.schedule import Action
 
 X, DX = Message("x", 0, 1, 0), Message("x", 1, 0, 0, gradient=True)
 ROWS = (
-    (Step("run", Action("F", 0, 0)), Step("receive", DX), Step("send", X), Step("run", Action("B", 0, 0))),
-    (Step("receive", X), Step("run", Action("F", 1, 0)), Step("run", Action("B", 1, 0)), Step("send", DX)),
+    (Step("run", Action("F", 0, 0)), Step("send", X, 3), Step("receive", DX), Step("run", Action("B", 0, 0))),
+    (Step("receive", X, 3), Step("run", Action("F", 1, 0)), Step("run", Action("B", 1, 0)), Step("send", DX)),
 )
 MESSAGES = MessageTable(
     programs=DevicePrograms("gpipe", ("cpu:0", "cpu:1"), ROWS),
@@ -31,14 +31,14 @@ MESSAGES = MessageTable(
 def test_back_from_text() -> None:
     text = dump(MESSAGES)
     assert load(text) == MESSAGES
-    assert '    ["send", ["x", 0, 1, 0, false, [0, 0]]],\n' in text, "a line for each step"
+    assert '    ["send", ["x", 0, 1, 0, false, [0, 0]], 3],\n' in text, "a line for each step"
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
         ('"rows"', '"row"', "programs.row is no field here: did you mean 'rows'"),
-        ('["receive", ["x", 0, 1, 0, false, [0, 0]]],', "", r"the programs of 'gpipe' cannot run: cpu:\d"),
+        ('["receive", ["x", 0, 1, 0, false, [0, 0]], 3],', "", r"the programs of 'gpipe' cannot run: cpu:\d"),
         ('"float32"', "float32", "not JSON: Expecting value"),
     ],
 )

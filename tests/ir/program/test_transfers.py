@@ -28,9 +28,9 @@ LISTING = """
       send     x[0]  0 -> 1
       send     mask[0]  0 -> 1
       run      0F1
-      receive  gradient of x[0]  1 -> 0
       send     x[1]  0 -> 1
       send     mask[1]  0 -> 1
+      receive  gradient of x[0]  1 -> 0
       run      0R0
       run      0B0
       receive  gradient of x[1]  1 -> 0
@@ -72,7 +72,9 @@ def test_replicas_each_have_the_row_and_exchange_what_they_share(counts: tuple[i
     programs = add_transfers(EARLY, replicated(TWO, counts))
     check(programs)
     assert len(programs.devices) == sum(counts)
-    sent = {m.replicas for row in programs.rows for do, m in row if do == "send" and m.value == "x" and not m.gradient}
+    sent = {
+        m.replicas for row in programs.rows for do, m, _ in row if do == "send" and m.value == "x" and not m.gradient
+    }
     assert sent == {(a, b) for a in range(counts[0]) for b in range(counts[1]) if meet(a, counts[0], b, counts[1])}
     if counts == (1, 2):
         assert show(programs).startswith(dedent(REPLICAS).strip())
@@ -82,8 +84,8 @@ SUMS = """
     gpipe on 3 devices
     a
       run      0F0
-      receive  gradient of x[0]  1 -> 0
       send     x[0]  0 -> 1
+      receive  gradient of x[0]  1 -> 0
       run      0B0
       receive  gradient of weights 0 of stage 0, part 0  0.1 -> 0
       send     gradient of weights 0 of stage 0, part 1  0 -> 0.1
@@ -145,10 +147,10 @@ def test_portals_go_straight_and_come_back_straight() -> None:
     a, b, c = add_transfers(make("gpipe", "abc", 1), skip).rows
     assert [str(step) for step in a] == [
         "run      0F0",
-        "receive  gradient of skip[0]  2 -> 0",  # made before that of x, by the device after next
-        "receive  gradient of x[0]  1 -> 0",
         "send     x[0]  0 -> 1",
         "send     skip[0]  0 -> 2",
+        "receive  gradient of skip[0]  2 -> 0",  # made before that of x, by the device after next
+        "receive  gradient of x[0]  1 -> 0",
         "run      0B0",
     ]
     assert not any("skip" in str(step) for step in b)
