@@ -7,7 +7,8 @@ ever. So all messages go from one rank to another, and ranks agree through the l
     rank 2 ──▶        ──▶ rank 2
 
 Ranks on one machine exchange everything through shared memory (`same_machine.py`), in a third of the time. Values that
-do not fit there use torch.distributed, as do values between machines.
+do not fit there use torch.distributed, as do values between machines. Values on accelerators use the accelerator's own
+process groups (`communicators.py`); what hosts say goes as above.
 
 A wait that ends in an error means that a rank is lost: it has ended, or stands still for longer than the timeout.
 """
@@ -17,15 +18,18 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from time import monotonic, sleep
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxpipe.engines.transports.message_format import Size, blank
+from fxpipe.engines.transports.communicators import Call, Communicators, Watch
+from fxpipe.engines.transports.message_format import Size, as_bytes, blank
 from fxpipe.engines.transports.same_machine import LocalPeer, neighbours
 from fxpipe.engines.transports.shared_memory import BLOCK, Slot
 from fxpipe.errors import RankError
@@ -33,7 +37,7 @@ from fxpipe.errors import RankError
 from .failure_attribution import blame
 
 LEADER = 0
-UP, DOWN = 0, 1  # lanes: to ranks with larger numbers, and to those with smaller ones
+PAUSE = 2e-4  # seconds between two looks at a call on an accelerator
 VALUES, SAID = 0, 1  # tags: values and small messages may share a connection
 COUNT = 8  # bytes of the length that precedes a small message
 
@@ -52,21 +56,21 @@ class World:
 
     - `group`: their ProcessGroup, for collectives.
     - `labels`: the labels of the devices, by rank; `device`: this rank's device.
-    - `lanes`: the process groups for values: to larger ranks, and to smaller ones.
-    - `control`: the process group for everything else, in host memory.
+    - `control`: the process group for messages in host memory.
     - `timeout`: seconds after which a rank that does not answer counts as lost.
     - `store`: where ranks that notice a loss write it; `lost`: why no further step is possible, or None.
     - `listeners`: the posted receives of small messages, by sender.
     - `local_peers`: the ranks on the same machine, which share memory with this one.
     - `steps`: the number of steps begun, the same on every rank.
     - `process`: the id of this rank's process; a fork of it cannot use the connections.
+    - `communicators`: the process groups for values on accelerators, or None if values go through host memory; `watch`:
+      who notices meanwhile that a rank is lost.
     """
 
     group: Any
     rank: int
     labels: tuple[str, ...]
     device: torch.device
-    lanes: tuple[Any, Any]
     control: Any
     timeout: float
     store: Any
@@ -76,6 +80,8 @@ class World:
     local_peers: dict[int, LocalPeer] = field(default_factory=dict)
     steps: int = 0
     process: int = field(default_factory=os.getpid)
+    communicators: Communicators | None = None
+    watch: Watch | None = None
 
     def __post_init__(self) -> None:
         self.limit = timedelta(seconds=self.timeout)
@@ -104,14 +110,14 @@ class World:
     def slot(self, send: bool, peer: int, size: Size) -> Slot | None:
         """The place in shared memory of the next value to or from a rank. None if the two share no memory or no place
         is left: then the value is sent by torch.distributed."""
-        if peer not in self.local_peers or self.device.type != "cpu":
+        local_peer = self.local_peers.get(peer)
+        if local_peer is None:
             return None
-        local_peer = self.local_peers[peer]
         return (local_peer.out if send else local_peer.into).slot(size)
 
     def receive(self, peer: int, size: Size) -> Callable[[], Tensor]:
-        """Post the receive of a value. Returns a function that waits for the message and returns it. Both raise
-        Lost."""
+        """Post the receive of a value in host memory. Returns a function that waits for the message and returns it.
+        Both raise Lost."""
         slot = self.slot(False, peer, size)
         if slot is not None:
 
@@ -120,7 +126,7 @@ class World:
                 return slot.tensor(size).clone()  # the next step overwrites this place, and the value may live longer
 
             return left
-        buffer = blank(size, self.device)
+        buffer = blank(size)
         work = self.start(False, peer, buffer)
 
         def sent() -> Tensor:
@@ -141,34 +147,102 @@ class World:
         except RuntimeError as error:
             raise self.lose(peer, error) from None
 
-    def start(self, send: bool, peer: int, tensor: Tensor, group: Any = None) -> Any:
-        """Begin to send a tensor, or to receive into it. Raises Lost."""
-        tag = VALUES if group is None else SAID
-        if group is None:
-            group = self.lanes[UP if (peer > self.rank) == send else DOWN]
+    def start(self, send: bool, peer: int, tensor: Tensor, tag: int = VALUES) -> Any:
+        """Begin to send a tensor in host memory, or to receive into it. Raises Lost."""
         try:
-            return group.send([tensor], peer, tag) if send else group.recv([tensor], peer, tag)
+            return self.control.send([tensor], peer, tag) if send else self.control.recv([tensor], peer, tag)
         except RuntimeError as error:
             raise self.lose(peer, error) from None
 
     def finish(self, work: Any, peer: int) -> None:
-        """Wait until a send or receive is done. Raises Lost."""
+        """Wait until a send or receive of `start` is done. Raises Lost."""
         try:
             work.wait(self.limit)
         except RuntimeError as error:
             raise self.lose(peer, error) from None
 
-    def lose(self, peer: int, error: Exception) -> Lost:
-        """Find out which rank is lost, after an error with `peer`, and close the connections on this machine."""
+    def exchange(self, calls: Sequence[Call]) -> None:
+        """Begin sends and receives that go together, of tensors of bytes on this rank's device. Raises Lost."""
+        if self.communicators is None:
+            for call in calls:
+                call.work = self.start(call.send, call.peer, call.tensor)
+            return
+        if self.lost is not None:
+            raise self.lost
+        try:
+            self.communicators.exchange(calls)
+        except RuntimeError as error:
+            raise self.give_up(error) from None
+
+    def follow(self, call: Call) -> None:
+        """Let what this rank computes next wait for a call of `exchange`: on an accelerator its stream waits, not the
+        host. Raises Lost."""
+        if self.lost is not None:
+            raise self.lost
+        if self.communicators is None or self.device.type == "cpu":
+            self.settle(call)
+        elif call.work is not None:
+            call.work.wait()
+
+    def settle(self, call: Call) -> None:
+        """Wait on the host until a call of `exchange` is done. Raises Lost."""
+        if call.work is None:
+            return
+        if self.watch is None:
+            self.finish(call.work, call.peer)
+            return
+        end = monotonic() + self.limit.total_seconds()
+        while not call.work.is_completed():
+            for peer, (culprit, why) in self.watch.found.items():
+                raise self._close(Lost(culprit, why)) if why else self.lose(peer, "")
+            if monotonic() > end:
+                raise self.lose(call.peer, "timed out")
+            sleep(PAUSE)
+        try:
+            call.work.wait()
+        except RuntimeError as error:
+            raise self.give_up(error) from None
+
+    def pass_on(self, tensor: Tensor, first: int, others: Sequence[int]) -> None:
+        """Copy a tensor of rank `first` to the other ranks of a group. Raises Lost."""
+        send = self.rank == first
+        data = as_bytes(tensor) if send else torch.empty(tensor.nbytes, dtype=torch.uint8, device=self.device)
+        calls = [Call(send, peer, data) for peer in (others if send else [first])]
+        if data.numel():
+            self.exchange(calls)
+            for call in calls:
+                self.settle(call)
+        if not send:
+            with torch.no_grad():
+                tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
+
+    def lose(self, peer: int, error: Exception | str) -> Lost:
+        """Find out which rank is lost, after an error with `peer`, and close the connections."""
         if self.lost is not None:  # a later error may be a consequence of the first
             return self.lost
         late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
         reason = f"did not answer for {self.timeout:g} s" if late else "is gone: its connection is closed"
         rank, why = blame(self.store, self.rank, peer, reason, late, self.timeout / 4)
-        self.lost = Lost(rank, f"rank {rank} {why}")
+        return self._close(Lost(rank, f"rank {rank} {why}"))
+
+    def give_up(self, error: BaseException) -> Lost:
+        """Take part in no more messages, after an error of this rank's own device or memory; the others hear of it."""
+        if self.lost is not None:
+            return self.lost
+        why = f"cannot go on: {type(error).__name__}: {error}"
+        with suppress(RuntimeError):  # the store is gone
+            self.store.compare_set("lost", "", f"{self.rank} {why}")
+        return self._close(Lost(self.rank, f"rank {self.rank} {why}"))
+
+    def _close(self, lost: Lost) -> Lost:
+        """Close the connections for values, so that nobody waits for this rank."""
+        self.lost = lost
         for local_peer in self.local_peers.values():
             local_peer.close()
-        return self.lost
+        if self.watch is not None and self.communicators is not None:
+            self.watch.give_up(lost.rank, str(lost))
+            self.communicators.abort()
+        return lost
 
     # Small messages ---------------------------------------------------------------------------------------------------
 
@@ -189,7 +263,7 @@ class World:
         else:
             parts.insert(0, head.ljust(BLOCK, b"\0"))
         tensors = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts]
-        return [(self.start(True, peer, tensor, self.control), tensor) for tensor in tensors]
+        return [(self.start(True, peer, tensor, SAID), tensor) for tensor in tensors]
 
     def listen(self, *peers: int) -> None:
         """Post receives for the next small messages of these ranks, so that their sends need not wait for this rank.
@@ -197,7 +271,7 @@ class World:
         for peer in peers:
             if peer not in self.listeners and peer not in self.local_peers:
                 buffer = torch.empty(BLOCK, dtype=torch.uint8)
-                self.listeners[peer] = buffer, self.start(False, peer, buffer, self.control)
+                self.listeners[peer] = buffer, self.start(False, peer, buffer, SAID)
 
     def hear(self, peer: int) -> bytes:
         """Receive the bytes that a rank sent by `tell`. Raises Lost."""
@@ -206,7 +280,7 @@ class World:
         if length <= BLOCK - COUNT:
             return head[COUNT : COUNT + length]
         rest = torch.empty(length - (BLOCK - COUNT), dtype=torch.uint8)
-        self.finish(self.start(False, peer, rest, self.control), peer)
+        self.finish(self.start(False, peer, rest, SAID), peer)
         return head[COUNT:] + rest.numpy().tobytes()
 
     def _letter(self, peer: int) -> bytes:
@@ -269,18 +343,11 @@ def backends(group: Any) -> dict[str, str]:
     return dict(part.split(":") for part in dist.get_backend_config(group).split(","))
 
 
-def communicator(backend: str, store: Any, rank: int, size: int, limit: timedelta) -> Any:
-    """A process group of this backend, made directly (see `join`)."""
-    c10d: Any = dist.distributed_c10d
-    if backend.upper() in c10d.Backend._plugins:
-        return c10d.Backend._plugins[backend.upper()].creator_fn(store, rank, size, limit)
-    return getattr(c10d, f"ProcessGroup{backend.upper()}")(store, rank, size, limit)
-
-
 def join(group: Any, device: torch.device, timeout: float) -> World:
     """The world of the ranks of `group`. It has connections of its own, which all pipes on these ranks share. Raises
     RankError if a rank is lost meanwhile."""
-    ranks, rank, backend = dist.get_process_group_ranks(group), dist.get_rank(group), backends(group)[device.type]
+    ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
+    backend = backends(group).get(device.type, "gloo")
     key = (*ranks, device, timeout, backend, id(dist.group.WORLD))
     if key in _worlds:
         return _worlds[key]
@@ -290,15 +357,15 @@ def join(group: Any, device: torch.device, timeout: float) -> World:
     store = c10d.PrefixStore(f"fxpipe/{backend}/{'-'.join(map(str, ranks))}/{timeout}", c10d._get_default_store())
     limit = timedelta(seconds=timeout)
     control = c10d.ProcessGroupGloo(c10d.PrefixStore("control", store), rank, len(ranks), limit)
-    lanes = control, control
-    if backend != "gloo":
-        # In NCCL, operations with a rank run one after the other in a group, so each direction has a group of its own.
-        up, down = (c10d.PrefixStore(way, store) for way in ("up", "down"))
-        lanes = tuple(communicator(backend, way, rank, len(ranks), limit) for way in (up, down))
     labels = tuple(f"{device.type}:{rank}" for rank in range(len(ranks)))
-    made = World(group, rank, labels, device, lanes, control, timeout, store)
+    made = World(group, rank, labels, device, control, timeout, store)
     try:
         made.local_peers = neighbours(rank, made.collect)
+        if device.type != "cpu" or backend.upper() in c10d.Backend._plugins:
+            made.watch = Watch(c10d.PrefixStore("watch", store), rank, len(ranks), limit)
+            made.communicators = Communicators(backend, store, rank, len(ranks), device, limit)
+            for call in made.communicators.touch():
+                made.settle(call)
     except Lost as lost:
         raise RankError(str(lost)) from None
     _worlds[key] = made

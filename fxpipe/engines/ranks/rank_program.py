@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import torch
 
@@ -11,7 +13,7 @@ from fxpipe.engines.common.replica_routing import Cut, Route, Routes, gradient_k
 from fxpipe.engines.transports.mailbox import Key
 from fxpipe.engines.transports.message_format import Size
 from fxpipe.ir.graph.value_types import Dim, dim_size
-from fxpipe.ir.program.device_programs import Message
+from fxpipe.ir.program.device_programs import Message, Step, batches
 from fxpipe.ir.program.messages import MessageTable
 from fxpipe.ir.schedule.schedule import Action
 
@@ -37,13 +39,17 @@ class RankMessage:
     route: Route | None
 
 
+Batch = tuple[tuple[bool, RankMessage], ...]  # messages that go together, each after whether it is sent
+Line = tuple[str, Any]  # "run" and an action, "reduce" or "gather" and a message, "batch" and a Batch
+
+
 class RankProgram:
     """The program of one rank of `world`.
 
     - `ranks`: for each stage, the ranks of its replicas; `own`: the stages on this rank.
     - `replica_group`: the ranks that have the same stages as this one; `replica`: its number among them.
     - `routes`: how messages are cut between stages of different numbers of replicas.
-    - `lines`: its actions and messages, in order.
+    - `lines`: what it does, in order: each an action or reduction, or a batch of sends and receives.
     """
 
     def __init__(self, world: World, table: MessageTable, cuts: Iterable[Cut]) -> None:
@@ -55,7 +61,7 @@ class RankProgram:
         self.routes = Routes(map(len, self.ranks), cuts)
         programs = table.programs
         rows = dict(zip(programs.devices, programs.rows, strict=True))
-        self.lines = [(do, self._line(do, what)) for do, what, _ in rows.get(world.label, ())]
+        self.lines = [self._line([step for _, step in batch]) for batch in batches(rows.get(world.label, ()))]
         self._sizes: dict[tuple[str, tuple[int, ...]], Size] = {}
         self._coming: dict[int, dict[int, list[RankMessage]]] = {}
 
@@ -63,9 +69,15 @@ class RankProgram:
         """Whether stage j is on this rank."""
         return self.world.rank in self.ranks[j]
 
-    def _line(self, do: str, what: Action | Message) -> Action | Message | RankMessage:
+    def _line(self, steps: Sequence[Step]) -> Line:
+        do, what, _ = steps[0]
         if isinstance(what, Action) or do in ("reduce", "gather"):
-            return what
+            return do, what
+        return "batch", tuple(
+            [(do == "send", self._message(do, what)) for do, what, _ in steps if isinstance(what, Message)]
+        )
+
+    def _message(self, do: str, what: Message) -> RankMessage:
         form, end = self.table.forms[what.value], what.target if do == "send" else what.source
         dtype: torch.dtype = getattr(torch, form.dtype)
         peer = self.ranks[end][what.replicas[do == "send"]]
@@ -98,10 +110,10 @@ class RankProgram:
         """The messages from each other rank to this one, in order, in a step whose last micro-batch is `last`."""
         if last not in self._coming:
             coming: dict[int, list[RankMessage]] = {peer: [] for peer in self.world.others}
-            for do, what in self.lines:
-                if do == "receive" and isinstance(what, RankMessage):
-                    i = what.message.micro_batch
-                    coming[what.peer] += [what] if i is None or i <= last else []
+            for send, entry in chain.from_iterable(batch for do, batch in self.lines if do == "batch"):
+                i = entry.message.micro_batch
+                if not send and (i is None or i <= last):
+                    coming[entry.peer].append(entry)
             self._coming[last] = coming
         return self._coming[last]
 

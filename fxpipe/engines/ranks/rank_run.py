@@ -21,7 +21,7 @@ from fxpipe.runtime.microbatch import gather, scatter, split_sizes
 from fxpipe.runtime.streams import use_stream
 
 from .rank_group import LEADER, Lost
-from .rank_program import RankMessage, RankProgram
+from .rank_program import Batch, RankProgram
 from .rank_timer import RankTimer
 from .rank_transport import RankTransport
 from .step_consensus import Failure, Numbers, consensus, share_value
@@ -66,17 +66,9 @@ class RankRun:
         """Run all of this rank's program, until all ranks are done and the verdict is known."""
         m, transport, weights = self.m, self.transport, self.weights
         for do, what in self.program.lines:
-            i = what.message.micro_batch if isinstance(what, RankMessage) else what.micro_batch
-            if i is not None and i > m.last:
-                continue
-            if isinstance(what, RankMessage):
-                if do == "receive":
-                    transport.expect(what)
-                    continue
-                if i is None and what.message.gradient and not transport.broken:
-                    self._guarded(None, weights.send, what.message)
-                transport.dispatch(what)
-            elif transport.broken:
+            if do == "batch":
+                self._exchange(what)
+            elif transport.broken or (what.micro_batch is not None and what.micro_batch > m.last):
                 continue
             elif isinstance(what, Message):
                 self._guarded(None, weights.reduce, do, what)
@@ -85,6 +77,22 @@ class RankRun:
         for key in list(transport.posted):  # a rank that has failed still receives all messages to it
             self._guarded(None, transport.open_message, key)
         self._conclude()
+
+    def _exchange(self, batch: Batch) -> None:
+        """Send and receive the messages of a batch."""
+        transport, last = self.transport, self.m.last
+        for send, entry in batch:
+            i = entry.message.micro_batch
+            if i is not None and i > last:
+                continue
+            if not send:
+                self._guarded(None, transport.expect, entry)
+                continue
+            if i is None and entry.message.gradient and not transport.broken:
+                self._guarded(None, self.weights.send, entry.message)
+            self._guarded(None, transport.dispatch, entry)
+        if transport.calls:
+            self._guarded(None, transport.issue)
 
     def _act(self, action: Action) -> None:
         """Run an action, after it has got the tensors that its stage borrows."""
@@ -115,6 +123,8 @@ class RankRun:
         for peer, works in transport.sent.items():
             for work, _ in works:
                 self._guarded(None, self.world.finish, work, peer)
+        for call in transport.issued:
+            self._guarded(None, self.world.settle, call)
         if not transport.broken:
             self._guarded(None, self._settle)
         try:

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from math import prod
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from fxpipe.engines.common.step import Step
+from fxpipe.engines.transports.communicators import Call
 from fxpipe.engines.transports.mailbox import Key
-from fxpipe.engines.transports.message_format import Size, blank, failure, nbytes, read, seal
+from fxpipe.engines.transports.message_format import (
+    WORD,
+    Size,
+    apart,
+    blank,
+    failure,
+    nbytes,
+    read,
+    seal,
+    together,
+)
 from fxpipe.errors import RankError
 from fxpipe.ir.program.device_programs import Message
 
 from .rank_group import Lost
 from .rank_program import RankMessage, RankProgram
 
+T = TypeVar("T")
 AHEAD = 32  # the most unfinished sends to one rank; each keeps its buffer
 EARLY, SMALL = 16, 2**16  # how many receives from one rank may be posted early, and the most bytes of each
 
@@ -25,7 +41,10 @@ class RankTransport:
     """The messages of one step, as one rank sees them: the mailbox of all stages.
 
     - `arrived`: the values received for stages of this rank, and the values that these have sent to others.
-    - `posted`: the posted receives; `sent`: the unfinished sends, by rank.
+    - `posted`: the posted receives, each with the function that waits for its value; `sent`: the unfinished sends, by
+      rank.
+    - `calls`: what goes together with the next call of `issue`; `issued`: the calls that may not have ended. Both are
+      for values on accelerators.
     - `coming`: the messages from each rank, in order; `begun`: how many of them have a posted receive; `reached`: how
       many receives the program has reached.
     - `far`: the ranks from which receives are posted early.
@@ -38,11 +57,13 @@ class RankTransport:
         self.known = [tuple([getattr(one, source).shape[dim] for _, source, dim in program.table.sizes]) for one in m]
         self.coming = program.coming(m.last)
         self.arrived: dict[Key, Any] = {}
-        self.posted: dict[Key, tuple[RankMessage, Size, Callable[[], Tensor]]] = {}
+        self.posted: dict[Key, tuple[RankMessage, Callable[[], Any]]] = {}
         others = self.world.others
         self.sent: dict[int, deque[tuple[Any, Tensor]]] = {rank: deque() for rank in others}
-        # On GPUs nothing is received early: a posted NCCL receive delays the operations after it.
-        self.far = [peer for peer in others if peer not in self.world.local_peers] * (self.world.device.type == "cpu")
+        # Where calls are queued nothing is received early: it would delay the calls after it.
+        self.far = [peer for peer in others if peer not in self.world.local_peers] * (self.world.communicators is None)
+        self.calls, self.issued = list[Call](), deque[Call]()
+        self._step = weakref.proxy(m)  # it refers to this
         self.reached, self.begun = dict.fromkeys(others, 0), dict.fromkeys(others, 0)
         self.broken, self.error = error is not None, error
 
@@ -59,7 +80,10 @@ class RankTransport:
         self.arrived[key] = self.open_message(key)
 
     def expect(self, entry: RankMessage) -> None:
-        """Post the receive of a message, unless it is posted already."""
+        """Post the receive of a message, unless it is posted already. Raises Lost."""
+        if self.world.communicators is not None and entry.number is None:
+            self._expect_apart(entry)
+            return
         self.reached[entry.peer] += 1
         if self.begun[entry.peer] < self.reached[entry.peer]:
             self.begin_to_receive(entry.peer, 0)
@@ -76,31 +100,37 @@ class RankTransport:
             if begun >= reached and nbytes(size) > SMALL:
                 break
             try:
-                self.posted[entry.key] = entry, size, self.world.receive(peer, size)
+                receive = self.space(partial(self.world.receive, peer, size))
             except Lost as error:
                 self.fail(self.located(error, entry.message))
                 begun = len(coming)
                 break
+            self.posted[entry.key] = entry, partial(self._read, receive, size, entry.number)
             begun += 1
         self.begun[peer] = begun
 
+    def _read(self, receive: Callable[[], Tensor], size: Size, number: str | None) -> Any:
+        for peer in self.far:  # this rank is about to wait, so there is time
+            self.begin_to_receive(peer, EARLY)
+            self.world.listen(peer)  # for the verdict
+        return read(receive(), size, number)
+
     def dispatch(self, entry: RankMessage) -> None:
-        """Begin to send the value of a message, or, if this rank has failed, the message that says so."""
-        size, message, peer = self.size(entry), entry.message, entry.peer
+        """Begin to send the value of a message, or, if this rank has failed, the message that says so. Raises Lost."""
+        size, peer = self.size(entry), entry.peer
         if size is None:
             return
-        slot = self.world.slot(True, peer, size)
-        buffer = blank(size, self.world.device) if slot is None else slot.tensor(size)
-        if self.broken or entry.key not in self.arrived:
-            failure(buffer)
-        else:
-            value = self.arrived.pop(entry.key)
-            grad = isinstance(value, Tensor) and value.requires_grad
-            try:
-                seal(value.detach() if grad else value, grad, size, buffer)
-            except ValueError as error:
-                self.fail(self.program.located(error, message))
-                failure(buffer)
+        beside = self.world.communicators is not None and entry.number is None
+        slot = self.world.slot(True, peer, WORD if beside else size)
+        buffer = (
+            self.space(partial(blank, WORD if beside else size))
+            if slot is None
+            else slot.tensor(WORD if beside else size)
+        )
+        elements = self._written(entry, size, buffer, beside)
+        if beside:
+            elements = self.space(partial(self._rubbish, size)) if elements is None else elements
+            self.calls.append(Call(True, peer, elements))
         if slot is not None:
             self.world.put(slot, peer)
             return
@@ -109,20 +139,81 @@ class RankTransport:
             while len(self.sent[peer]) > AHEAD:
                 self.world.finish(self.sent[peer].popleft()[0], peer)
         except Lost as error:
-            self.fail(self.located(error, message))
+            self.fail(self.located(error, entry.message))
+
+    def _written(self, entry: RankMessage, size: Size, buffer: Tensor, beside: bool) -> Tensor | None:
+        """Write the message of a value, or only its word, into `buffer`; returns the elements that go beside it."""
+        if not self.broken and entry.key in self.arrived:
+            value = self.arrived.pop(entry.key)
+            grad = isinstance(value, Tensor) and value.requires_grad
+            value = value.detach() if grad else value
+            try:
+                if beside:
+                    return apart(value, grad, size, buffer)
+                seal(value, grad, size, buffer)
+                return None
+            except ValueError as error:
+                self.fail(self.program.located(error, entry.message))
+            except (RuntimeError, MemoryError) as error:  # no memory for a copy, or an error of the device
+                self.fail(error)
+        failure(buffer)
+        return None
 
     def open_message(self, key: Key) -> Any:
         """Wait for a message: its value. Raises FailedElsewhere if its sender has failed, RankError if a rank is
         lost."""
-        entry, size, receive = self.posted.pop(key)
+        entry, opened = self.posted.pop(key)
         try:
-            for peer in self.far:  # this rank is about to wait, so there is time
-                self.begin_to_receive(peer, EARLY)
-                self.world.listen(peer)  # for the verdict
-            message = receive()
+            return opened()
         except Lost as error:
             raise self.located(error, entry.message) from None
-        return read(message, size, entry.number)
+
+    # Values on accelerators -------------------------------------------------------------------------------------------
+
+    def _expect_apart(self, entry: RankMessage) -> None:
+        """Add the receive of a value to the batch; its word comes beside it. Raises Lost."""
+        size = self.size(entry)
+        if size is None:
+            return
+        word = self.space(partial(self.world.receive, entry.peer, WORD))
+        call = Call(False, entry.peer, self.space(partial(self._rubbish, size)))
+        self.calls.append(call)
+        self.posted[entry.key] = entry, partial(self._join, word, size, call)
+
+    def _rubbish(self, size: Size) -> Tensor:
+        """Memory for the elements of a value."""
+        return torch.empty(prod(size[1]) * size[0].itemsize, dtype=torch.uint8, device=self.world.device)
+
+    def _join(self, word: Callable[[], Tensor], size: Size, call: Call) -> Any:
+        """The value whose word and elements come apart. Raises Lost."""
+
+        def elements() -> Tensor:
+            self.world.follow(call)
+            return call.tensor
+
+        return together(word(), size, elements)
+
+    def issue(self) -> None:
+        """Begin the sends and receives of a batch. Raises Lost."""
+        calls, self.calls = self.calls, []
+        while self.issued and (self.issued[0].work is None or self.issued[0].work.is_completed()):
+            self.issued.popleft()
+        self.issued += calls
+        self.world.exchange(calls)
+
+    def space(self, make: Callable[[], T]) -> T:
+        """What `make` returns, which takes memory for a message. If there is none, this rank fails, and frees what its
+        step keeps, as messages go on all the same. Raises Lost if that is not enough."""
+        try:
+            return make()
+        except (RuntimeError, MemoryError) as error:
+            self.fail(error)
+            for kept in (self.arrived, self._step.kept, self._step.weights):
+                kept.clear()
+        try:
+            return make()
+        except (RuntimeError, MemoryError) as error:
+            raise self.world.give_up(error) from None
 
     def size(self, entry: RankMessage) -> Size | None:
         """The type and shape of a message's value; None if the two replicas have no samples in common."""

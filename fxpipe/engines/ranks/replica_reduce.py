@@ -103,17 +103,8 @@ class BucketReduce:
 def broadcast_values(world: World, replica_group: Sequence[int], tensors: Sequence[Tensor]) -> None:
     """Give these tensors the values that they have on the first rank of a group of replicas. Raises Lost."""
     first, *others = replica_group
-    if world.rank != first:
-        for tensor in tensors:
-            came = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
-            world.finish(world.start(False, first, came), first)
-            with torch.no_grad():
-                tensor.copy_(came)
-        return
     for tensor in tensors:
-        sent = tensor.detach().contiguous()
-        for peer, work in [(peer, world.start(True, peer, sent)) for peer in others]:
-            world.finish(work, peer)
+        world.pass_on(tensor, first, others)
 
 
 def commit_statistics(world: World, replica_group: Sequence[int], stages: Sequence[Stage]) -> None:

@@ -238,13 +238,14 @@ _Batch = list[tuple[int, Step]]  # steps, each after its position in the row
 
 def batches(row: Sequence[Step]) -> Iterator[_Batch]:
     """The steps of a row, those that are one batch together."""
-    sends_or_receives = [step.round if step.do in ("send", "receive") else 0 for step in row]
-    batch: _Batch = []
+    before, batch = 0, _Batch()
     for position, step in enumerate(row):
-        if batch and not (sends_or_receives[position] and sends_or_receives[position] == batch[-1][1].round):
+        own = step.round if step.do in ("send", "receive") else 0
+        if batch and not (own and own == before):
             yield batch
             batch = []
         batch.append((position, step))
+        before = own
     if batch:
         yield batch
 

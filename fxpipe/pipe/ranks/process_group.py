@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from fxpipe.engines.ranks.rank_group import World, join
+from fxpipe.engines.ranks.rank_group import World, backends, join
 from fxpipe.errors import PlanError
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.pipe.options.compile_options import Options
@@ -73,12 +73,14 @@ def process_group(group: Any) -> Any:
 
 
 def own_device(group: Any) -> torch.device:
-    """The device of this rank: a GPU if the group uses NCCL, else the CPU."""
-    if "nccl" not in dist.get_backend_config(group):
+    """The device of this rank: an accelerator if the group has a backend for one, else the CPU."""
+    kind = next((kind for kind, backend in backends(group).items() if kind != "cpu" and backend != "gloo"), "cpu")
+    if kind == "cpu" or not torch.get_device_module(kind).is_available():
         return torch.device("cpu")
-    index = int(os.environ.get("LOCAL_RANK", dist.get_rank() % torch.cuda.device_count()))
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    module = torch.get_device_module(kind)
+    index = int(os.environ.get("LOCAL_RANK", dist.get_rank() % module.device_count()))
+    module.set_device(index)
+    return torch.device(kind, index)
 
 
 def for_ranks(options: Options) -> Options:

@@ -25,7 +25,7 @@ VALUES = {
 def test_a_tensor(value: Tensor, grad: bool) -> None:
     grad = grad and value.is_floating_point()
     size = value.dtype, tuple(value.shape)
-    buffer = seal(value, grad, size, blank(size, CPU))
+    buffer = seal(value, grad, size, blank(size))
     found = read(buffer, size, None)
     assert buffer.nbytes == nbytes(size) == 64 + value.nbytes
     torch.testing.assert_close(found, value, rtol=0, atol=0)
@@ -36,14 +36,14 @@ def test_a_tensor(value: Tensor, grad: bool) -> None:
 
 def test_what_is_no_tensor() -> None:
     size = torch.int64, ()
-    assert read(seal(7, False, size, blank(size, CPU)), size, "int") == 7
-    assert read(seal(True, False, size, blank(size, CPU)), size, "bool") is True
-    assert read(seal(None, False, size, blank(size, CPU)), size, None) is None
+    assert read(seal(7, False, size, blank(size)), size, "int") == 7
+    assert read(seal(True, False, size, blank(size)), size, "bool") is True
+    assert read(seal(None, False, size, blank(size)), size, None) is None
     with pytest.raises(FailedElsewhere):
-        read(failure(blank(size, CPU)), size, None)
+        read(failure(blank(size)), size, None)
 
 
 def test_another_shape() -> None:
     size = torch.float32, (2, 3)
     with pytest.raises(ValueError, match=r"shape \[3, 2\] was to be sent .* torch.float32 and \[2, 3\] is expected"):
-        seal(torch.zeros(3, 2), False, size, blank(size, CPU))
+        seal(torch.zeros(3, 2), False, size, blank(size))

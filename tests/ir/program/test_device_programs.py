@@ -7,7 +7,7 @@ from textwrap import dedent
 
 import pytest
 
-from fxpipe.ir.program.device_programs import DevicePrograms, Message, Step, check, show
+from fxpipe.ir.program.device_programs import DevicePrograms, Message, Step, batches, check, show
 from fxpipe.ir.program.transfers import add_transfers
 from fxpipe.ir.schedule.schedule import Action
 from tests.helpers.pipes import EARLY, TWO
@@ -138,3 +138,10 @@ def test_a_batch_ends_as_a_whole() -> None:
     check(
         DevicePrograms("chain", ("a", "b", "c"), (apart, rows[1], (runs[2], Step("receive", y, 2), Step("send", z, 3))))
     )
+
+
+def test_only_sends_and_receives_are_batched() -> None:
+    """A reduction of the same round before them stands alone."""
+    one, two = Message("w", 0, 1), Message("v", 1, 0)
+    row = [Step("reduce", two, 5), Step("receive", two, 5), Step("send", one, 5), Step("send", one), Step("send", one)]
+    assert [[at for at, _ in batch] for batch in batches(row)] == [[0], [1, 2], [3], [4]]

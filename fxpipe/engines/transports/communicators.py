@@ -1,0 +1,149 @@
+"""Values between ranks over process groups whose calls are queued and meet, such as NCCL's.
+
+Such a group has a queue of calls, on the device. A call ends when the other rank's queue has come to its other end;
+nothing is buffered. So all ranks issue their calls in one order (`ir/program/transfers.py`), even if they are few:
+
+- Each direction has a group of its own, up (to ranks with larger numbers) and down, but the order holds over both.
+- What goes together is one batch. Even a single call is a batch: unbatched calls of a pair may be in another queue than
+  its batches, and would not meet them.
+- The first use of a group or pair blocks the host until the others come, so all are used once when ranks join.
+- Values go as bytes, as NCCL does not have all element types.
+
+A device that waits for a lost rank waits for ever, and so does a host that waits for this device. So hosts only look
+whether a call has ended, and listen to `Watch` meanwhile. `abort` ends the calls of a device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+LONG = timedelta(days=30)  # of a wait that only the end of the peer ends
+NOTE = 512  # the most bytes of what a rank says when it gives up
+# NCCL's watchdog ends the process when a call takes too long or fails. Here ranks find that out by themselves, say
+# which rank is lost, and may save what they have.
+SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """A send or receive. `work`: its batch, once it is issued; None if there are no bytes to move."""
+
+    send: bool
+    peer: int
+    tensor: Tensor
+    work: Any = None
+
+
+class Communicators:
+    """The groups of one rank, for `up` and for `down`."""
+
+    def __init__(self, backend: str, store: Any, rank: int, size: int, device: torch.device, limit: timedelta) -> None:
+        self.rank, self.size, self.device, self.limit = rank, size, device, limit
+        c10d: Any = dist.distributed_c10d
+        with settings():
+            self.groups = tuple(
+                new_group(backend, c10d.PrefixStore(way, store), rank, size, limit) for way in ("up", "down")
+            )
+
+    def exchange(self, calls: Sequence[Call]) -> None:
+        """Issue calls that go together. Raises RuntimeError."""
+        for group, up in zip(self.groups, (True, False), strict=True):
+            own = [call for call in calls if (call.peer > self.rank) == (call.send == up) and call.tensor.numel()]
+            if own:
+                group._start_coalescing()
+                try:
+                    for call in own:
+                        (group.send if call.send else group.recv)([call.tensor], call.peer, 0)
+                finally:
+                    work = group._end_coalescing()
+                for call in own:
+                    call.work = work
+
+    def touch(self) -> list[Call]:
+        """Use each pair once in each group; returns the calls to wait for. It is one batch of all ranks in a group: the
+        first batch of a group blocks the host until all ranks come, and then each pair until both do."""
+        peers = [peer for peer in range(self.size) if peer != self.rank]
+        empty = partial(torch.zeros, 1, dtype=torch.uint8, device=self.device)
+        calls = [Call(send, peer, empty()) for peer in peers for send in (False, True)]
+        self.exchange(calls)
+        return calls
+
+    def abort(self) -> None:
+        """End all calls with an error. The groups cannot be used again."""
+        for group in self.groups:
+            group.abort()
+
+
+def new_group(backend: str, store: Any, rank: int, size: int, limit: timedelta) -> Any:
+    """A process group of this backend, made directly (see `join` in `engines/ranks/rank_group.py`)."""
+    c10d: Any = dist.distributed_c10d
+    if backend.upper() in c10d.Backend._plugins:
+        return c10d.Backend._plugins[backend.upper()].creator_fn(store, rank, size, limit)
+    return getattr(c10d, f"ProcessGroup{backend.upper()}")(store, rank, size, limit)
+
+
+@contextmanager
+def settings() -> Iterator[None]:
+    """A context in which new groups of NCCL leave errors to us."""
+    before = {name: os.environ.get(name) for name in SETTINGS}
+    os.environ.update(SETTINGS)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+class Watch:
+    """Notices at once that another rank is gone, or has given up: for each a thread waits for its only message.
+
+    `found`: by rank, which rank it says is lost and why; without a reason if it is itself gone.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, limit: timedelta) -> None:
+        c10d: Any = dist.distributed_c10d
+        self.found: dict[int, tuple[int, str]] = {}
+        self._group = c10d.ProcessGroupGloo(store, rank, size, limit)
+        self._others = [peer for peer in range(size) if peer != rank]
+        self._sent = list[Any]()
+        for peer in self._others:
+            buffer = torch.zeros(NOTE, dtype=torch.uint8)
+            work = self._group.recv([buffer], peer, 0)
+            Thread(target=self._wait, args=(peer, buffer, work), daemon=True, name=f"fxpipe watch {peer}").start()
+
+    def _wait(self, peer: int, buffer: Tensor, work: Any) -> None:
+        try:
+            work.wait(LONG)
+            culprit, _, reason = buffer.numpy().tobytes().rstrip(b"\0").decode(errors="replace").partition(" ")
+            self.found[peer] = int(culprit), reason
+        except RuntimeError:
+            self.found[peer] = peer, ""
+
+    def give_up(self, culprit: int, reason: str) -> None:
+        """Tell all other ranks that this one sends no more values, as rank `culprit` is lost."""
+        if not self._sent:
+            text = f"{culprit} {reason}".encode()[:NOTE].ljust(NOTE, b"\0")
+            tensor = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            for peer in self._others:
+                try:
+                    self._sent.append((self._group.send([tensor], peer, 0), tensor))
+                except RuntimeError:  # it is gone
+                    continue
