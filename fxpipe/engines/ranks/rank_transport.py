@@ -26,6 +26,7 @@ from fxpipe.engines.transports.message_format import (
     seal,
     together,
 )
+from fxpipe.engines.transports.shared_memory import Slot
 from fxpipe.errors import RankError
 from fxpipe.ir.program.device_programs import Message
 
@@ -121,25 +122,27 @@ class RankTransport:
         if size is None:
             return
         beside = self.world.communicators is not None and entry.number is None
-        slot = self.world.slot(True, peer, WORD if beside else size)
-        buffer = (
-            self.space(partial(blank, WORD if beside else size))
-            if slot is None
-            else slot.tensor(WORD if beside else size)
-        )
+        form = WORD if beside else size
+        slot = self.world.slot(True, peer, form)
+        buffer = self.space(partial(blank, form)) if slot is None else slot.tensor(form)
         elements = self._written(entry, size, buffer, beside)
-        if beside:
-            elements = self.space(partial(self._rubbish, size)) if elements is None else elements
-            self.calls.append(Call(True, peer, elements))
+        try:
+            self._send(peer, slot, buffer)
+        except Lost as error:
+            self.fail(self.located(error, entry.message))
+        if beside:  # after the word, which tells of a failure even if there is no memory for the elements
+            self.calls.append(
+                Call(True, peer, self.space(partial(self._memory, size)) if elements is None else elements)
+            )
+
+    def _send(self, peer: int, slot: Slot | None, buffer: Tensor) -> None:
+        """Begin to send what is written in `buffer`. Raises Lost."""
         if slot is not None:
             self.world.put(slot, peer)
             return
-        try:
-            self.sent[peer].append((self.world.start(True, peer, buffer), buffer))
-            while len(self.sent[peer]) > AHEAD:
-                self.world.finish(self.sent[peer].popleft()[0], peer)
-        except Lost as error:
-            self.fail(self.located(error, entry.message))
+        self.sent[peer].append((self.world.start(True, peer, buffer), buffer))
+        while len(self.sent[peer]) > AHEAD:
+            self.world.finish(self.sent[peer].popleft()[0], peer)
 
     def _written(self, entry: RankMessage, size: Size, buffer: Tensor, beside: bool) -> Tensor | None:
         """Write the message of a value, or only its word, into `buffer`; returns the elements that go beside it."""
@@ -176,11 +179,11 @@ class RankTransport:
         if size is None:
             return
         word = self.space(partial(self.world.receive, entry.peer, WORD))
-        call = Call(False, entry.peer, self.space(partial(self._rubbish, size)))
+        call = Call(False, entry.peer, self.space(partial(self._memory, size)))
         self.calls.append(call)
         self.posted[entry.key] = entry, partial(self._join, word, size, call)
 
-    def _rubbish(self, size: Size) -> Tensor:
+    def _memory(self, size: Size) -> Tensor:
         """Memory for the elements of a value."""
         return torch.empty(prod(size[1]) * size[0].itemsize, dtype=torch.uint8, device=self.world.device)
 

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from itertools import count
+from typing import Any, NoReturn
 
+import pytest
+import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 import fxpipe
+from fxpipe import RankError
+from fxpipe.engines.ranks import rank_group, rank_transport
+from fxpipe.engines.ranks.rank_transport import RankTransport
+from fxpipe.engines.transports.communicators import Communicators
 from fxpipe.pipe.ranks.rank_pipe import RankPipe
 from tests.helpers.models import MODELS
 from tests.helpers.rendezvous_group import register
 from tests.helpers.transparency import build, inputs
-from tests.whole.ranks.cases import compare, step_over
+from tests.whole.ranks.cases import apart, chain, compare, fail_everywhere, lose, raises, step_over
 from tests.whole.test_steps import reference, stepped
 
 CHUNKS = 4
+SOON = 10  # seconds
 
 
 @cache
@@ -48,3 +59,91 @@ def is_the_model(
             compare(group, got, lambda batch=batch: reference(case, model, batch, CHUNKS), case.tol)
     finally:
         pipe.close()
+
+
+# Faults ---------------------------------------------------------------------------------------------------------------
+
+
+def no_memory(*_: Any) -> NoReturn:
+    raise torch.OutOfMemoryError("out of memory")
+
+
+def broken(*_: Any) -> NoReturn:
+    raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+FAULTS: Mapping[str, tuple[tuple[Any, str, Callable[..., NoReturn]], ...]] = {
+    "memory for what is received": ((RankTransport, "_memory", no_memory),),
+    "memory for what is sent": ((rank_transport, "apart", no_memory),),
+    "the device of a sender": ((rank_transport, "apart", broken),),
+}
+HOST_FAULTS: Mapping[str, tuple[tuple[Any, str, Callable[..., NoReturn]], ...]] = {
+    "memory for what is received": ((rank_group, "blank", no_memory),),
+    "memory for what is sent": ((rank_transport, "blank", no_memory),),
+}
+
+
+@contextmanager
+def failing(changes: Sequence[tuple[Any, str, Callable[..., NoReturn]]], once: bool) -> Iterator[None]:
+    """These functions fail: each once, in its second call, or ever after."""
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name, fail in changes:
+            kept, calls = getattr(owner, name), count()
+
+            def call(*args: Any, kept: Any = kept, calls: Any = calls, fail: Any = fail) -> Any:
+                number = next(calls)
+                return fail() if number == 1 or (number > 1 and not once) else kept(*args)
+
+            patch.setattr(owner, name, call)
+        yield
+
+
+def tell_of_faults(group: Any, mode: str | None) -> None:
+    """A fault of rank 1 while it sends or receives: all ranks hear of it at once, and the next step is exact."""
+    rank = dist.get_rank(group)
+    with apart(mode is None):
+        pipe, model, (x, y) = chain(like_nccl(group, mode) if mode else group, "1f1b", timeout=21)
+    loss = pipe.step(x, target=y, loss_fn=F.mse_loss)
+    wanted = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    for name, changes in (FAULTS if mode else HOST_FAULTS).items():
+        model.zero_grad()
+        began = time.monotonic()
+        with failing(changes if rank == 1 else (), True), pytest.raises((RuntimeError, RankError)) as caught:
+            pipe.step(x, target=y, loss_fn=F.mse_loss)
+        assert ("CUDA error" if "device" in name else "out of memory") in str(caught.value), name
+        assert rank == 1 or "rank 1: " in str(caught.value)
+        assert time.monotonic() - began < SOON, name
+        assert all(p.grad is None for p in model.parameters())
+        torch.testing.assert_close(pipe.step(x, target=y, loss_fn=F.mse_loss), loss, rtol=1e-9, atol=0)
+        for path, parameter in model.named_parameters():
+            if path in wanted:
+                torch.testing.assert_close(parameter.grad, wanted[path], rtol=1e-9, atol=0)
+    pipe.close()
+
+
+def give_up(group: Any, mode: str) -> None:
+    """The device of rank 1 fails for good: all ranks hear why at once, and that the pipe is lost."""
+    rank = dist.get_rank(group)
+    pipe, _, (x, y) = chain(like_nccl(group, mode), "1f1b", timeout=60)
+    pipe.step(x, target=y, loss_fn=F.mse_loss)
+    changes = (
+        (rank_transport, "apart", broken),
+        (RankTransport, "_memory", broken),
+        (Communicators, "exchange", broken),
+    )
+    began = time.monotonic()
+    with failing(changes if rank == 1 else (), False), pytest.raises((RuntimeError, RankError)) as caught:
+        pipe.step(x, target=y, loss_fn=F.mse_loss)
+    assert "CUDA error: device-side assert" in str(caught.value)
+    assert rank == 1 or "rank 1" in str(caught.value)
+    assert time.monotonic() - began < SOON
+    with raises("rank 1 cannot go on", "start all ranks again"):
+        pipe.step(x, target=y, loss_fn=F.mse_loss)
+
+
+def lose_one(group: Any, mode: str, end: str) -> None:
+    lose(like_nccl(group, mode), end)
+
+
+def fail_in_each_action(group: Any, mode: str) -> None:
+    fail_everywhere(like_nccl(group, mode), "1f1b")
