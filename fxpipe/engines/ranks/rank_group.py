@@ -193,7 +193,8 @@ class World:
             return
         end = monotonic() + self.limit.total_seconds()
         while not call.work.is_completed():
-            for peer, (culprit, why) in self.watch.found.items():
+            if (seen := self.watch.look()) is not None:
+                peer, culprit, why = seen
                 raise self._close(Lost(culprit, why)) if why else self.lose(peer, "")
             if monotonic() > end:
                 raise self.lose(call.peer, "timed out")
@@ -362,11 +363,14 @@ def join(group: Any, device: torch.device, timeout: float) -> World:
     try:
         made.local_peers = neighbours(rank, made.collect)
         if device.type != "cpu" or backend.upper() in c10d.Backend._plugins:
-            made.watch = Watch(c10d.PrefixStore("watch", store), rank, len(ranks), limit)
+            one_machine = len(made.local_peers) == len(ranks) - 1
+            made.watch = Watch(rank, len(ranks), made.collect, one_machine, limit)
             made.communicators = Communicators(backend, store, rank, len(ranks), device, limit)
             for call in made.communicators.touch():
                 made.settle(call)
     except Lost as lost:
         raise RankError(str(lost)) from None
+    except OSError as error:
+        raise RankError(f"rank {rank} cannot connect to the other ranks: {error}") from error
     _worlds[key] = made
     return made

@@ -16,19 +16,19 @@ whether a call has ended, and listen to `Watch` meanwhile. `abort` ends the call
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import select
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from threading import Thread
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-LONG = timedelta(days=30)  # of a wait that only the end of the peer ends
 NOTE = 512  # the most bytes of what a rank says when it gives up
 # NCCL's watchdog ends the process when a call takes too long or fails. Here ranks find that out by themselves, say
 # which rank is lost, and may save what they have.
@@ -113,37 +113,46 @@ def settings() -> Iterator[None]:
 
 
 class Watch:
-    """Notices at once that another rank is gone, or has given up: for each a thread waits for its only message.
+    """Connections of a rank to all others, which tell at once that one is gone or has given up. Nothing else goes over
+    them, so a look never waits."""
 
-    `found`: by rank, which rank it says is lost and why; without a reason if it is itself gone.
-    """
+    def __init__(
+        self, rank: int, size: int, collect: Callable[[Any], list[Any]], one_machine: bool, limit: timedelta
+    ) -> None:
+        """All ranks make this call; `collect` exchanges the values of all ranks. Raises OSError."""
+        self._peers: dict[int, socket.socket] = {}  # by file descriptor
+        self._ranks: dict[int, int] = {}
+        self._poll = select.poll()
+        with socket.create_server(("", 0), backlog=size) as server:
+            server.settimeout(limit.total_seconds())
+            host = "127.0.0.1" if one_machine else socket.gethostbyname(socket.gethostname())
+            addresses = collect((host, server.getsockname()[1]))
+            for peer in range(rank):
+                made = socket.create_connection(addresses[peer], limit.total_seconds())
+                made.sendall(rank.to_bytes(4, "little"))
+                self._add(peer, made)
+            for _ in range(rank + 1, size):
+                made, _ = server.accept()
+                self._add(int.from_bytes(made.recv(4, socket.MSG_WAITALL), "little"), made)
 
-    def __init__(self, store: Any, rank: int, size: int, limit: timedelta) -> None:
-        c10d: Any = dist.distributed_c10d
-        self.found: dict[int, tuple[int, str]] = {}
-        self._group = c10d.ProcessGroupGloo(store, rank, size, limit)
-        self._others = [peer for peer in range(size) if peer != rank]
-        self._sent = list[Any]()
-        for peer in self._others:
-            buffer = torch.zeros(NOTE, dtype=torch.uint8)
-            work = self._group.recv([buffer], peer, 0)
-            Thread(target=self._wait, args=(peer, buffer, work), daemon=True, name=f"fxpipe watch {peer}").start()
+    def _add(self, peer: int, made: socket.socket) -> None:
+        self._peers[made.fileno()], self._ranks[made.fileno()] = made, peer
+        self._poll.register(made, select.POLLIN)
 
-    def _wait(self, peer: int, buffer: Tensor, work: Any) -> None:
-        try:
-            work.wait(LONG)
-            culprit, _, reason = buffer.numpy().tobytes().rstrip(b"\0").decode(errors="replace").partition(" ")
-            self.found[peer] = int(culprit), reason
-        except RuntimeError:
-            self.found[peer] = peer, ""
+    def look(self) -> tuple[int, int, str] | None:
+        """A rank that is gone or has given up, which rank it says is lost, and why (empty: it is gone itself)."""
+        for file, _ in self._poll.poll(0):
+            peer = self._ranks[file]
+            try:
+                said = self._peers[file].recv(NOTE)
+            except OSError:
+                said = b""
+            culprit, _, reason = said.decode(errors="replace").partition(" ")
+            return peer, int(culprit) if said else peer, reason
+        return None
 
     def give_up(self, culprit: int, reason: str) -> None:
         """Tell all other ranks that this one sends no more values, as rank `culprit` is lost."""
-        if not self._sent:
-            text = f"{culprit} {reason}".encode()[:NOTE].ljust(NOTE, b"\0")
-            tensor = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-            for peer in self._others:
-                try:
-                    self._sent.append((self._group.send([tensor], peer, 0), tensor))
-                except RuntimeError:  # it is gone
-                    continue
+        for made in self._peers.values():
+            with suppress(OSError):
+                made.sendall(f"{culprit} {reason}".encode()[:NOTE])
