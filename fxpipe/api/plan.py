@@ -5,15 +5,17 @@ model ─profile─▶ ModelProfile ─layers─▶ Chain ─planner─▶ Hybri
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Never
 
 from torch import nn
 
 from fxpipe.errors import PlanError
-from fxpipe.ir.cluster.cluster import Cluster
+from fxpipe.ir.cluster.cluster import Cluster, Device
+from fxpipe.ir.cluster.device_kinds import other_kinds
 from fxpipe.ir.plan.hybrid_plan import HybridPlan
-from fxpipe.ir.plan.layer_chain import Chain
+from fxpipe.ir.plan.layer_chain import Chain, beside, scaled, slower
 from fxpipe.ir.plan.plan import Plan, StagePlan
 from fxpipe.ir.plan.profile import Profile
 from fxpipe.ir.units import count
@@ -24,7 +26,7 @@ from fxpipe.pipe.options.option_forms import refuse_unknown
 from fxpipe.pipe.options.option_table import PLAN, read_cluster
 from fxpipe.pipe.progress import working
 from fxpipe.pipe.results.planned import Planned
-from fxpipe.planning.hybrid.group_layers import MOST, as_plan, costed, layers
+from fxpipe.planning.hybrid.group_layers import MOST, Layers, as_plan, costed, layers
 from fxpipe.planning.hybrid.plan_request import Answer, Request, check
 from fxpipe.planning.hybrid.planners import search
 from fxpipe.schedules.make_schedule import AUTO, STRAIGHT
@@ -37,7 +39,7 @@ SIZES = 8  # of micro-batches that a model is profiled for
 
 
 def plan(
-    what: nn.Module | Profile | Chain,
+    what: nn.Module | Profile | Chain | Mapping[str, Profile | Chain],
     cluster: Cluster | str,
     batch_size: int,
     *,
@@ -55,7 +57,10 @@ def plan(
     """The plan for training steps of `batch_size` samples on `cluster`: stages, replicas, devices, micro-batches.
 
     - `what`: what `fxpipe.profile` returned; or a model (it may be on the meta device) with `example_inputs`, whose
-      profile is then estimated for the cluster's first device; or a `Chain` of layers of any origin.
+      profile is then estimated for each kind of device; or a `Chain` of layers of any origin. Where the cluster has
+      several kinds of devices, give what was measured, or a chain, for each: {"V100": ..., "K80": ...}, by the part of
+      labels before the colon, or by whole labels. Of one that was measured on a device of the cluster, or of a `Chain`
+      without `kinds`, which is for the first device, times on other kinds are scaled by `Device.flops`.
     - `cluster`: a `Cluster`, or the name of a published one: "A", "B", "C" (DAPPLE's), "p100", "k80", "p40", "h100".
     - `planner`: "optimal" (with a proven bound on its distance from the optimum), "dapple", "pipedream", "gpipe",
       "straight" (a device for each stage), "data parallel".
@@ -86,26 +91,58 @@ def plan(
         time_limit,
     )  # fmt: skip
     check(request)
-    known = _profiled(what, where, example_inputs)
+    first, others = _by_kind(what, where)
+    known = _profiled(first, where, example_inputs)
     with working(f"planning {known.model} for {count(len(where.devices), 'device', 'devices')}", time_limit):
-        found = _planned(known, planner, request, most_layers)
+        found = _planned(known, others, planner, request, most_layers)
         with timed("simulator"):
             return _ordered(found, schedule)
 
 
-def _planned(known: ModelProfile | Chain, planner: str, request: Request, most_layers: int) -> Planned:
-    """The planner's answer; the stages of its plan have ops, unless a `Chain` was planned."""
+def _planned(
+    known: ModelProfile | Chain, others: Mapping[str, ModelProfile | Chain], planner: str, request: Request, most: int
+) -> Planned:
+    """The planner's answer; the stages of its plan have ops, unless a `Chain` was planned. `others` are the costs on
+    kinds of devices where they are known; otherwise they are estimated."""
     where, about = request.cluster, (request.cluster, request.batch, planner, request.copies)
     if isinstance(known, Chain):
+        if others:
+            same = {kind: scaled(one, known.batch) for kind, one in others.items() if isinstance(one, Chain)}
+            known = beside(known, same)
+        elif not known.kinds:
+            known = _scaled(known, where, where.devices[0])
         answer = _searched(planner, replace(request, chains=(known,)))
         decided = _without_ops(answer.plan, where, _own_order(answer.plan))
         return Planned(decided, answer.plan, (known,), *about, answer.certificate)
     with timed("layers"):
-        made = layers(known.graph, known, most_layers)
-        chains = tuple(costed(known.graph, one, made) for one in _sizes(known, request))
+        made = layers(known.graph, known, most)
+        chains = tuple(_on_kinds(one, others, where, made) for one in _sizes(known, request))
     answer = _searched(planner, replace(request, chains=chains))
     decided = as_plan(known.graph, made, answer.plan, where.labels, _own_order(answer.plan))
     return Planned(decided, answer.plan, chains, *about, answer.certificate)
+
+
+def _on_kinds(known: ModelProfile, others: Mapping[str, ModelProfile | Chain], cluster: Cluster, made: Layers) -> Chain:
+    """The chain of a profile, with the times of each kind of device."""
+
+    def chain(one: ModelProfile) -> Chain:
+        return costed(known.graph, one, made)
+
+    if others:
+        found = {kind: chain(one) for kind, one in others.items() if isinstance(one, ModelProfile)}
+        return beside(chain(known), {kind: scaled(one, known.batch) for kind, one in found.items()})
+    if known.estimated_for is None:
+        return _scaled(chain(known), cluster, cluster.device(known.device) if known.device in cluster.labels else None)
+    kinds = other_kinds(cluster, known.estimated_for)
+    own = {kind: replace(known, estimated_for=device).at(known.batch) for kind, device in kinds.items()}
+    return beside(chain(known), {kind: chain(one) for kind, one in own.items()})
+
+
+def _scaled(chain: Chain, cluster: Cluster, known: Device | None) -> Chain:
+    """The chain with times on other kinds of devices than `known`, the one that it is for; None is the first one."""
+    known = known or cluster.devices[0]
+    kinds = other_kinds(cluster, known)
+    return beside(chain, {kind: slower(chain, known.flops / device.flops) for kind, device in kinds.items()})
 
 
 def _searched(planner: str, request: Request) -> Answer:
@@ -125,6 +162,32 @@ def _sizes(known: ModelProfile, request: Request) -> list[ModelProfile]:
         return [known]
     rows = {-(-request.batch // m) for m in request.counts(SIZES)}
     return [known.at(count) for count in sorted(rows)]
+
+
+def _by_kind(what: Any, cluster: Cluster) -> tuple[Any, dict[str, ModelProfile | Chain]]:
+    """What to plan with, and where there is one for each kind of device, all of them by kind."""
+    if not isinstance(what, Mapping):
+        return what, {}
+    found = dict(what)
+    if not found:
+        raise PlanError('nothing to plan: give a profile or a Chain for each kind of device, as in {"V100": ...}')
+    first = next(iter(found.values()))
+    for kind, one in found.items():
+        if not isinstance(one, (ModelProfile, Chain)) or isinstance(one, Chain) != isinstance(first, Chain):
+            raise PlanError(
+                f"for {kind!r} there is a {type(one).__name__}: give what fxpipe.profile returned for each kind of "
+                "device, or a Chain for each"
+            )
+        if _names(one) != _names(first):
+            raise PlanError(f"what is given for {kind!r} is not of the model that the others are of, {first.model}")
+    for label in cluster.labels:
+        if not {label, label.rpartition(":")[0]} & found.keys():
+            raise PlanError(f"no costs for {label}: they are given for {', '.join(found)}")
+    return first, found
+
+
+def _names(one: ModelProfile | Chain) -> list[str]:
+    return [part.name for part in (one.layers if isinstance(one, Chain) else one.ops)]
 
 
 def _profiled(what: Any, cluster: Cluster, example_inputs: Any) -> ModelProfile | Chain:

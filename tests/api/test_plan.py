@@ -208,3 +208,45 @@ def test_compare(hybrid: fxpipe.Planned) -> None:
     assert table[2].startswith("a")
     assert table[2].endswith("0.0%")
     assert not table[3].endswith(" 0.0%")
+
+
+V100S_AND_K80S = Cluster(
+    (
+        *(Device(f"V100:{i}", 16 * 10**9, 15e12, 9e11) for i in range(2)),
+        *(Device(f"K80:{i}", 12 * 10**9, 3e12, 2e11) for i in range(2)),
+    ),
+    (Link(("local", "local"), 1e10, 1e-5),),
+)
+
+
+def test_devices_that_are_not_alike() -> None:
+    """Estimated for each kind; a chain's times by the devices' speed, or as given; the same once saved."""
+    with torch.device("meta"):
+        model = UNet()
+    found = fxpipe.plan(
+        model, V100S_AND_K80S, 16, example_inputs=X.to("meta"), planner="straight", micro_batches=4, most_layers=8
+    )
+    (slow,) = found.chain.kinds
+    assert slow.kind == "K80"
+    assert all(k80 > layer.forward for k80, layer in zip(slow.forwards, found.chain.layers, strict=True))
+    chain = fxpipe.plan(CHAIN, V100S_AND_K80S, 128, micro_batches=4)
+    assert chain.chain.kinds[0].forwards == pytest.approx([5 * layer.forward for layer in chain.chain.layers])
+    alike = fxpipe.plan({"V100": CHAIN, "K80": CHAIN}, V100S_AND_K80S, 128, micro_batches=4)
+    assert alike.seconds < chain.seconds
+    assert len(alike.memory) == 4
+
+
+def test_costs_for_each_kind_of_device() -> None:
+    with pytest.raises(PlanError, match=r"no costs for K80:0: they are given for V100"):
+        fxpipe.plan({"V100": CHAIN}, V100S_AND_K80S, 128)
+    with pytest.raises(PlanError, match=r"for 'K80' there is a int: give what fxpipe.profile returned"):
+        fxpipe.plan({"V100": CHAIN, "K80": 3}, V100S_AND_K80S, 128)  # type: ignore[dict-item]
+    with pytest.raises(PlanError, match=r"for 'K80' is not of the model that the others are of, VGG"):
+        fxpipe.plan({"V100": CHAIN, "K80": replace(CHAIN, layers=CHAIN.layers[:1])}, V100S_AND_K80S, 128)
+
+
+def test_one_file_for_kinds_of_devices(tmp_path: Path) -> None:
+    found = fxpipe.plan(CHAIN, V100S_AND_K80S, 128, micro_batches=4)
+    found.save(tmp_path / "plan.json")
+    again = planned.load(tmp_path / "plan.json")
+    assert (again, again.seconds) == (found, found.seconds)

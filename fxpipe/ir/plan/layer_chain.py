@@ -11,7 +11,7 @@ Conv2d_1_2   7.2 ms   14.4 ms   141 kB      384 MB  384 MB
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
@@ -42,12 +42,26 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class KindTimes:
+    """Seconds of each layer of a chain on one kind of device.
+
+    - `kind`: the label of a device, or its part before the colon: "K80" stands for "K80:0", "K80:1" and so on.
+    - `forwards`, `backwards`: for each layer.
+    """
+
+    kind: str
+    forwards: tuple[float, ...]
+    backwards: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Chain:
     """The layers of `model` in order. Check with `check`, print with `str`.
 
     - `batch`: the samples of the micro-batch that costs are for.
     - `ideal_shares`: whether replicas share a micro-batch evenly however many samples it has, as in papers whose
       profiles know "a micro-batch" and no samples. If not, `batch` is a whole number, and replicas get whole samples.
+    - `kinds`: the times on kinds of devices where they are others than those of `layers`; see `on`.
     - `forwards`, `backwards`, `parameters`, `saved`: running sums; the forward of a stage of layers a to b - 1 takes
       `forwards[b] - forwards[a]`.
     """
@@ -56,6 +70,7 @@ class Chain:
     batch: float
     layers: tuple[Layer, ...]
     ideal_shares: bool = False
+    kinds: tuple[KindTimes, ...] = ()
 
     def __str__(self) -> str:
         return show(self)
@@ -67,6 +82,25 @@ class Chain:
     def samples(self) -> int | None:
         """The samples of a micro-batch that replicas share; None if shares are ideal."""
         return None if self.ideal_shares else int(self.batch)
+
+    def kind_of(self, label: str) -> str:
+        """The kind of `kinds` that a device is of; "" if its times are those of `layers`."""
+        known = {one.kind for one in self.kinds}
+        return next((name for name in (label, label.rpartition(":")[0]) if name in known), "")
+
+    def on(self, kind: str) -> Chain:
+        """The chain with the times of a kind, and no other kinds."""
+        if not self.kinds:
+            return self
+        return replace(self, layers=self._layers[kind], kinds=())
+
+    @cached_property
+    def _layers(self) -> dict[str, tuple[Layer, ...]]:
+        found = {"": self.layers}
+        for one in self.kinds:
+            times = zip(self.layers, one.forwards, one.backwards, strict=True)
+            found[one.kind] = tuple(replace(layer, forward=f, backward=b) for layer, f, b in times)
+        return found
 
     @cached_property
     def forwards(self) -> tuple[float, ...]:
@@ -109,6 +143,28 @@ def check(chain: Chain) -> None:
     for layer in chain.layers:
         if not all(0 <= value < float("inf") for value in astuple(layer)[1:]):
             raise ValueError(f"layer {layer.name!r} of {chain.model} has a cost that cannot be: {layer}")
+    for one in chain.kinds:
+        if not len(one.forwards) == len(one.backwards) == len(chain.layers):
+            raise ValueError(f"the times of {chain.model} on {one.kind} are not for its {len(chain.layers)} layers")
+        if not all(0 <= seconds < float("inf") for seconds in one.forwards + one.backwards):
+            raise ValueError(f"the times of {chain.model} on {one.kind} have one that cannot be: {one}")
+    if len({one.kind for one in chain.kinds} | {""}) <= len(chain.kinds):
+        raise ValueError(f"the kinds of {chain.model} are {[one.kind for one in chain.kinds]}: each has one name")
+
+
+def beside(chain: Chain, others: Mapping[str, Chain]) -> Chain:
+    """The chain with the times of the same layers on other kinds of devices."""
+    kinds = (
+        KindTimes(kind, tuple(e.forward for e in one.layers), tuple(e.backward for e in one.layers))
+        for kind, one in others.items()
+    )
+    return replace(chain, kinds=tuple(kinds))
+
+
+def slower(chain: Chain, by: float) -> Chain:
+    """The chain for a device on which every layer takes `by` times as long."""
+    layers = (replace(e, forward=e.forward * by, backward=e.backward * by) for e in chain.layers)
+    return replace(chain, layers=tuple(layers))
 
 
 def scaled(chain: Chain, batch: float) -> Chain:
@@ -127,7 +183,11 @@ def scaled(chain: Chain, batch: float) -> Chain:
         replace(e, forward=e.forward * by, backward=e.backward * by, saved=e.saved * by, cut=e.cut * by)
         for e in chain.layers
     )
-    return replace(chain, batch=batch, layers=tuple(layers))
+    kinds = (
+        KindTimes(one.kind, tuple(by * f for f in one.forwards), tuple(by * b for b in one.backwards))
+        for one in chain.kinds
+    )
+    return replace(chain, batch=batch, layers=tuple(layers), kinds=tuple(kinds))
 
 
 def nearest(chains: Sequence[Chain], batch: float) -> Chain:
@@ -148,8 +208,15 @@ def for_micro_batches(chains: Sequence[Chain], batch: int, micro_batches: int) -
 def show(chain: Chain) -> str:
     """A table, one layer per line."""
     rows = [
-        (e.name, show_seconds(e.forward), show_seconds(e.backward), *map(show_bytes, (e.parameters, e.saved, e.cut)))
-        for e in chain.layers
+        (
+            e.name,
+            show_seconds(e.forward),
+            show_seconds(e.backward),
+            *map(show_bytes, (e.parameters, e.saved, e.cut)),
+            *(show_seconds(times[at]) for one in chain.kinds for times in (one.forwards, one.backwards)),
+        )
+        for at, e in enumerate(chain.layers)
     ]
+    more = [f"{way} on {one.kind}" for one in chain.kinds for way in ("forward", "backward")]
     head = f"{chain.model}, {len(chain)} layers, batch {chain.batch:g}{', ideal shares' if chain.ideal_shares else ''}"
-    return f"{head}\n" + tabulate(rows, ["layer", *(f.name for f in fields(Layer)[1:])], tablefmt="plain")
+    return f"{head}\n" + tabulate(rows, ["layer", *(f.name for f in fields(Layer)[1:]), *more], tablefmt="plain")

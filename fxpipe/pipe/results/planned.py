@@ -24,13 +24,13 @@ from fxpipe.ir.plan import plan as plans
 from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, replica_group, shape
 from fxpipe.ir.plan.layer_chain import Chain, for_micro_batches
 from fxpipe.ir.plan.plan import Plan
-from fxpipe.ir.replica_shares import largest_share, uneven
+from fxpipe.ir.replica_shares import uneven
 from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.ir.timeline import Timeline
 from fxpipe.ir.units import show_bytes, show_seconds
 from fxpipe.planning.hybrid.plan_request import Answer, Certificate, Request
 from fxpipe.schedules.make_schedule import make
-from fxpipe.schedules.simulate.hybrid_costs import simulate_hybrid
+from fxpipe.schedules.simulate.hybrid_costs import simulate_hybrid, stage_cost
 from fxpipe.viz import chrome_trace as trace
 from fxpipe.viz import html, svg
 from fxpipe.viz import text_timeline as text
@@ -186,15 +186,15 @@ def _rows(planned: Planned) -> list[tuple[str, ...]]:
     micro, line = planned.chain, planned.timeline
     rows: list[tuple[str, ...]] = []
     for s, stage in enumerate(planned.layers.stages):
-        share = largest_share(micro.samples, len(stage.devices))
+        cost = stage_cost(micro, planned.cluster, stage)
         room = min(planned.cluster.devices[device].memory for device in stage.devices)
         rows.append(
             (
                 str(s),
                 _names(micro, stage),
                 replica_group(planned.cluster, stage),
-                show_seconds((micro.forwards[stage.end] - micro.forwards[stage.first]) * share),
-                show_seconds((micro.backwards[stage.end] - micro.backwards[stage.first]) * share),
+                show_seconds(cost.forward),
+                show_seconds(cost.backward),
                 f"{line.busy[s] / line.makespan:.0%}" if line.makespan else "",
                 show_bytes(micro.parameters[stage.end] - micro.parameters[stage.first]),
                 f"{show_bytes(line.high_water[s])} of {show_bytes(room)}",

@@ -127,7 +127,7 @@ class _Search:
         self.groups = servers(problem.cluster)
         self.sizes: Counts = tuple(len(group) for group in self.groups)
         self.layers = len(problem.chain)
-        self.work = [f + b for f, b in zip(problem.chain.forwards, problem.chain.backwards, strict=True)]
+        self.work = [f + b for f, b in zip(problem.fast.forwards, problem.fast.backwards, strict=True)]
         self.open: list[dict[Counts, _Prefix]] = [{} for _ in range(self.layers)]
         self.best: tuple[tuple[bool, float], tuple[HybridStage, ...]] = ((True, inf), ())
 

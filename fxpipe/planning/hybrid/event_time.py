@@ -1,9 +1,10 @@
 """How long one training step of a hybrid plan takes, by following its events. A search calls this very often.
 
-Each stage is one resource: its replicas move in lock-step, so it takes as long as the replica with the most samples of
-a micro-batch (`fxpipe.ir.replica_shares`), or, if the chain says so, an ideal share, whole samples or not. It runs K
-forwards, then backwards and forwards in turns until the forwards run out, then the backwards that are left. Between
-neighbouring stages there is one resource for each direction, which carries one micro-batch at a time:
+Each stage is one resource: its replicas move in lock-step, so it takes as long as its slowest replica. Replicas share
+whole samples (`fxpipe.ir.replica_shares`), or, if the chain says so, have ideal shares. Memory is counted for the
+largest share. A stage runs K forwards, then backwards and forwards in turns until the forwards run out, then the
+backwards that are left. Between neighbouring stages there is one resource for each direction, which carries one
+micro-batch at a time:
 
     round        0                        1
     stage 0      F0 F1 F2 F3          B0  F4      B1
@@ -20,8 +21,9 @@ with the last all-reduce.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from math import inf
 from typing import NamedTuple
@@ -29,10 +31,11 @@ from typing import NamedTuple
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.cluster.network import Rate, all_reduce, split_concat
 from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, warmup_of
-from fxpipe.ir.plan.layer_chain import Chain
-from fxpipe.ir.replica_shares import largest_share
+from fxpipe.ir.plan.layer_chain import Chain, Layer
+from fxpipe.ir.replica_shares import dealt, largest_share
 
 Devices = tuple[int, ...]
+Replica = tuple[Chain, float]  # the costs on its kind of device, and its share of a micro-batch
 
 
 class StageTimes(NamedTuple):
@@ -64,7 +67,7 @@ class StageTimes(NamedTuple):
 class Problem:
     """What plans are for. Costs of stages are remembered; `dataclasses.replace` starts with none.
 
-    - `chain`: the layers, with costs at the size of a micro-batch.
+    - `chain`: the layers, with costs at the size of a micro-batch, for each kind of device.
     - `cluster`: the devices.
     - `micro_batches`: their number in a step.
     - `warmup`, `all_reduce`: as in `HybridPlan`.
@@ -83,6 +86,7 @@ class Problem:
         default_factory=dict, init=False, compare=False, repr=False
     )
     _between: dict[tuple[Devices, Devices], Rate] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _replicas: dict[Devices, tuple[Replica, ...]] = field(default_factory=dict, init=False, compare=False, repr=False)
     _shares: dict[int, float] = field(default_factory=dict, init=False, compare=False, repr=False)
     _all_reduce: dict[Devices, Rate] = field(default_factory=dict, init=False, compare=False, repr=False)
 
@@ -102,6 +106,47 @@ class Problem:
             rate = self._between[key] = split_concat(self.cluster, senders, receivers, self.chain.samples)
         return rate
 
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of each device of the cluster, as `Chain.kind_of` has it; of kinds with the same times the first."""
+        found = [self.chain.kind_of(label) for label in self.cluster.labels]
+        first: dict[tuple[Layer, ...], str] = {}
+        same = {kind: first.setdefault(self.chain.on(kind).layers, kind) for kind in dict.fromkeys(found)}
+        return tuple(same[kind] for kind in found)
+
+    @cached_property
+    def by_kind(self) -> dict[str, Chain]:
+        """The costs on each kind of device that the cluster has."""
+        return {kind: self.chain.on(kind) for kind in dict.fromkeys(self.kinds)}
+
+    @cached_property
+    def fast(self) -> Chain:
+        """The least costs of each layer on any device."""
+        return _extreme(self, min)
+
+    @cached_property
+    def slow(self) -> Chain:
+        """The greatest costs of each layer on any device."""
+        return _extreme(self, max)
+
+    @cached_property
+    def capacity(self) -> float:
+        """How many of the fastest devices the cluster's devices are worth at most. No plan runs a micro-batch through
+        all layers in less than the seconds of `fast` divided by it: a stage that takes t seconds runs on each of its
+        devices at most t / (seconds of `fast`) x `_speed` of the samples, and all samples are run."""
+        if len(self.by_kind) == 1:
+            return len(self.kinds)
+        speeds = {kind: _speed(self.fast, chain) for kind, chain in self.by_kind.items()}
+        return sum(speeds[kind] for kind in self.kinds)
+
+    def replicas(self, devices: Devices) -> tuple[Replica, ...]:
+        """Of each kind of device the costs, and the largest share that one of `devices` has, remembered. A device
+        without samples counts as none."""
+        found = self._replicas.get(devices)
+        if found is None:
+            found = self._replicas[devices] = _replicas(self, devices)
+        return found
+
     def share(self, replicas: int) -> float:
         """The largest share of a micro-batch that a replica has, remembered."""
         share = self._shares.get(replicas)
@@ -117,10 +162,41 @@ class Problem:
         return rate
 
 
+def _extreme(problem: Problem, choose: Callable[[Iterable[float]], float]) -> Chain:
+    """The chain with the chosen one of each layer's times on all kinds of devices."""
+    chains = list(problem.by_kind.values())
+    if len(chains) == 1:
+        return chains[0]
+    layers = (
+        replace(same[0], forward=choose(e.forward for e in same), backward=choose(e.backward for e in same))
+        for same in zip(*(chain.layers for chain in chains), strict=True)
+    )
+    return replace(chains[0], layers=tuple(layers))
+
+
+def _speed(fast: Chain, chain: Chain) -> float:
+    """The speed of a kind of device, for the layer that suits it best: at most 1, that of the fastest."""
+    pairs = ((a.forward + a.backward, b.forward + b.backward) for a, b in zip(fast.layers, chain.layers, strict=True))
+    return max((least / own for least, own in pairs if own), default=1.0)
+
+
+def _replicas(problem: Problem, devices: Devices) -> tuple[Replica, ...]:
+    samples, r = problem.chain.samples, len(devices)
+    if len(problem.by_kind) == 1:
+        (chain,) = problem.by_kind.values()
+        return ((chain, problem.share(r)),)
+    shares = [1 / r] * r if samples is None else [count / samples for count in dealt(samples, r)]
+    largest: dict[str, float] = {}
+    for device, share in zip(devices, shares, strict=True):
+        kind = problem.kinds[device]
+        largest[kind] = max(share, largest.get(kind, 0.0))
+    return tuple((problem.by_kind[kind], share) for kind, share in largest.items() if share)
+
+
 def _stage_times(problem: Problem, first: int, end: int, devices: Devices, recompute: bool) -> StageTimes:
-    chain, share = problem.chain, problem.share(len(devices))
-    forward = (chain.forwards[end] - chain.forwards[first]) * share
-    backward = (chain.backwards[end] - chain.backwards[first]) * share
+    chain, share, replicas = problem.chain, problem.share(len(devices)), problem.replicas(devices)
+    forward = max((own.forwards[end] - own.forwards[first]) * part for own, part in replicas)
+    backward = max((own.backwards[end] - own.backwards[first]) * part for own, part in replicas)
     saved = (chain.saved[end] - chain.saved[first]) * share
     taken = chain.cuts[first] * share
     return StageTimes(
@@ -139,14 +215,19 @@ def _tail(problem: Problem, first: int, end: int, devices: Devices) -> float:
     """Seconds from the end of the last backward to the end of the all-reduce."""
     if len(devices) == 1:
         return 0.0
-    rate, share = problem.ring(devices), problem.share(len(devices))
+    rate, chain, replicas = problem.ring(devices), problem.chain, problem.replicas(devices)
     if problem.all_reduce == "end":
-        return rate.seconds(problem.chain.parameters[end] - problem.chain.parameters[first])
+        return rate.seconds(chain.parameters[end] - chain.parameters[first])
     free = ready = 0.0  # from the start of the last backward
-    for layer in reversed(problem.chain.layers[first:end]):
-        ready += layer.backward * share
-        free = max(free, ready) + rate.seconds(layer.parameters)
+    for at in range(end - 1, first - 1, -1):
+        ready = max((own.backwards[end] - own.backwards[at]) * share for own, share in replicas)
+        free = max(free, ready) + rate.seconds(chain.layers[at].parameters)
     return free - ready
+
+
+def least_work(problem: Problem) -> float:
+    """Seconds that no step takes less than: all of its work, shared by all devices without a loss."""
+    return problem.micro_batches * (problem.fast.forwards[-1] + problem.fast.backwards[-1]) / problem.capacity
 
 
 def plan_of(problem: Problem, stages: tuple[HybridStage, ...]) -> HybridPlan:

@@ -25,7 +25,7 @@ from fxpipe.planning.hybrid.exact.optimal_plan import optimal
 
 from .dapple import dapple
 from .device_placement import servers
-from .event_time import Problem, event_time, plan_of
+from .event_time import Problem, event_time, least_work, plan_of
 from .pipedream import Level, pipedream
 from .plan_request import MOST_MICRO_BATCHES, Answer, Certificate, Request, check
 from .simple_plans import gpipe, one_each, whole
@@ -54,11 +54,8 @@ def _each_optimal(request: Request) -> Answer:
     """The best plan if costs are known at several sizes of micro-batch: each number of micro-batches is searched by
     itself, that of the least work first. One whose work alone, evenly shared, takes longer than the best plan is left
     out."""
-    until, devices = perf_counter() + request.seconds, len(request.cluster.devices)
-    work = {}
-    for m in request.counts(len(request.chains)):
-        chain = request.problem(m, "early").chain
-        work[m] = m * (chain.forwards[-1] + chain.backwards[-1]) / devices
+    until = perf_counter() + request.seconds
+    work = {m: least_work(request.problem(m, "early")) for m in request.counts(len(request.chains))}
     found: list[Answer] = []
     refusals: list[PlanError] = []
     for left, m in zip(range(len(work), 0, -1), sorted(work, key=work.__getitem__), strict=True):
@@ -134,10 +131,11 @@ def _dapple(problem: Problem) -> Stages:
 
 
 def _pipedream(problem: Problem) -> Stages:
-    """PipeDream's stages, with its numbers of devices, server by server, turned into positions in the cluster."""
+    """PipeDream's stages, with its numbers of devices, server by server, turned into positions in the cluster. Its
+    devices are alike, so all are taken to be as slow as the slowest."""
     groups = servers(problem.cluster)
     order = [position for group in groups for position in group]
-    stages = pipedream(problem.chain, levels(problem.cluster))
+    stages = pipedream(problem.slow, levels(problem.cluster))
     return tuple(replace(e, devices=tuple(sorted(order[device] for device in e.devices))) for e in stages)
 
 

@@ -33,18 +33,24 @@ def whole(problem: Problem) -> tuple[HybridStage, ...]:
 
 def one_each(problem: Problem) -> tuple[HybridStage, ...]:
     """The plain pipeline with the fastest slowest stage. Raises PlanError for fewer layers than devices."""
-    chain, n, k = problem.chain, len(problem.chain), _enough(problem)
-    work = [round((f + b) * PICOSECONDS) for f, b in zip(chain.forwards, chain.backwards, strict=True)]
+    n, k = len(problem.chain), _enough(problem)
+    work = {
+        kind: [round((f + b) * PICOSECONDS) for f, b in zip(own.forwards, own.backwards, strict=True)]
+        for kind, own in problem.by_kind.items()
+    }
     none = [0] * (n + 1)
-    cuts = balance([StageCosts(work, none, none, none, none, 0)] * k, [range(1, n)] * (k - 1))
+    cuts = balance(
+        [StageCosts(work[kind], none, none, none, none, 0) for kind in problem.kinds], [range(1, n)] * (k - 1)
+    )
     if cuts is None:
         raise AssertionError("nothing bounds these cuts")
     return tuple(HybridStage(cuts[s], cuts[s + 1], (s,)) for s in range(k))
 
 
 def gpipe(problem: Problem) -> tuple[HybridStage, ...]:
-    """The plain pipeline with the least variance of stage times. Raises PlanError for fewer layers than devices."""
-    sizes = least_variance([layer.forward + layer.backward for layer in problem.chain.layers], _enough(problem))
+    """The plain pipeline with the least variance of stage times, if all devices were as slow as the slowest. Raises
+    PlanError for fewer layers than devices."""
+    sizes = least_variance([layer.forward + layer.backward for layer in problem.slow.layers], _enough(problem))
     ends = pairwise(accumulate(sizes, initial=0))
     return tuple(HybridStage(first, end, (s,)) for s, (first, end) in enumerate(ends))
 

@@ -1,7 +1,8 @@
 """Simulates a hybrid plan: the input of `simulate` from the plan, a chain of layers and a cluster.
 
-Replicas of a stage share each micro-batch, so a stage costs the largest share of its layers; its transfers split and
-join the samples between replicas, and its all-reduce is over its parameters.
+Replicas of a stage share each micro-batch and move in lock-step, so a stage takes as long as its slowest replica, and
+memory is counted for the largest share; its transfers split and join the samples between replicas, and its all-reduce
+is over its parameters.
 """
 
 from __future__ import annotations
@@ -12,19 +13,21 @@ from itertools import pairwise
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.cluster.network import all_reduce, split_concat
 from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, replica_group
-from fxpipe.ir.plan.layer_chain import Chain
-from fxpipe.ir.replica_shares import largest_share
+from fxpipe.ir.plan.layer_chain import Chain, Layer
+from fxpipe.ir.replica_shares import dealt, largest_share
 from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.ir.timeline import Timeline
 
 from .simulate import Hop, Reduction, StageCost, simulate
 
 
-def _cost(chain: Chain, stage: HybridStage, copies: float) -> StageCost:
+def stage_cost(chain: Chain, cluster: Cluster, stage: HybridStage, copies: float = 2) -> StageCost:
+    """What a stage costs for a micro-batch; `chain` and `copies` are as in `simulate_hybrid`."""
     share, layers = largest_share(chain.samples, len(stage.devices)), slice(stage.first, stage.end)
+    replicas = _replicas(chain, cluster, stage)
     return StageCost(
-        sum(layer.forward for layer in chain.layers[layers]) * share,
-        sum(layer.backward for layer in chain.layers[layers]) * share,
+        max(sum(layer.forward for layer in own) * part for own, part in replicas),
+        max(sum(layer.backward for layer in own) * part for own, part in replicas),
         saved=round(sum(layer.saved for layer in chain.layers[layers]) * share),
         taken=round(chain.cuts[stage.first] * share),
         fixed=round(copies * sum(layer.parameters for layer in chain.layers[layers])),
@@ -32,20 +35,30 @@ def _cost(chain: Chain, stage: HybridStage, copies: float) -> StageCost:
     )
 
 
+def _replicas(chain: Chain, cluster: Cluster, stage: HybridStage) -> list[tuple[tuple[Layer, ...], float]]:
+    """For each replica that has samples the layers with their times on its device, and its share of a micro-batch."""
+    r, samples = len(stage.devices), chain.samples
+    shares = [1 / r] * r if samples is None else [count / samples for count in dealt(samples, r)]
+    kinds = [chain.kind_of(cluster.labels[device]) for device in stage.devices]
+    different = dict.fromkeys((kind, share) for kind, share in zip(kinds, shares, strict=True) if share)
+    return [(chain.on(kind).layers[stage.first : stage.end], share) for kind, share in different]
+
+
 def _reductions(chain: Chain, cluster: Cluster, plan: HybridPlan, s: int) -> Iterator[Reduction]:
     """One for the stage, or one per layer from its last to its first."""
     stage = plan.stages[s]
-    layers, share = chain.layers[stage.first : stage.end], largest_share(chain.samples, len(stage.devices))
+    layers, replicas = chain.layers[stage.first : stage.end], _replicas(chain, cluster, stage)
     if len(stage.devices) == 1:
         return
     rate = all_reduce(cluster, stage.devices)
     if plan.all_reduce == "end":
         yield Reduction(s, rate.seconds(sum(layer.parameters for layer in layers)))
         return
-    early = sum(layer.backward for layer in layers) * share
-    for layer in reversed(layers):
-        early -= layer.backward * share
-        yield Reduction(s, rate.seconds(layer.parameters), max(early, 0.0), layer.name)
+    ends = [  # of each layer's backward, from the start of that of the stage
+        max(sum(layer.backward for layer in own[at:]) * part for own, part in replicas) for at in range(len(layers))
+    ]
+    for layer, end in zip(reversed(layers), reversed(ends), strict=True):
+        yield Reduction(s, rate.seconds(layer.parameters), ends[0] - end, layer.name)
 
 
 def simulate_hybrid(
@@ -67,7 +80,7 @@ def simulate_hybrid(
         hops.append(Hop(s, s + 1, there, back))
     return simulate(
         schedule,
-        [_cost(chain, stage, copies) for stage in plan.stages],
+        [stage_cost(chain, cluster, stage, copies) for stage in plan.stages],
         hops,
         [replica_group(cluster, stage) for stage in plan.stages],
         [one for s in range(len(plan.stages)) for one in _reductions(chain, cluster, plan, s)],

@@ -13,7 +13,7 @@ import pytest
 
 from fxpipe.ir.cluster.cluster import Cluster, Device, Switch
 from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, check
-from fxpipe.ir.plan.layer_chain import Chain, Layer
+from fxpipe.ir.plan.layer_chain import Chain, KindTimes, Layer
 from fxpipe.planning.hybrid.event_time import Problem, event_time
 
 
@@ -62,6 +62,17 @@ def ring(count, devices, each, intra, inter, latency):
     return Fraction(0) if r == 1 or not count else Fraction(2 * (r - 1), r) * count / pace + 2 * (r - 1) * latency
 
 
+def slowest(chain, way, stage, layers):
+    """Seconds of some layers of a stage for a micro-batch: those of the replica that takes longest for its share."""
+    own = {"forwards": [e.forward for e in chain.layers], "backwards": [e.backward for e in chain.layers]}[way]
+    kinds = {one.kind: getattr(one, way) for one in chain.kinds}
+    places = ends(chain.samples, len(stage.devices))
+    return max(
+        (b - a) * sum(Fraction(kinds.get(f"g{device}", own)[layer]) for layer in layers)
+        for device, (a, b) in zip(stage.devices, pairwise(places), strict=True)
+    )
+
+
 def slow_event_time(chain, stages, m, warmup, mode, network, copies, memory):
     n = len(stages)
     ahead = [min(m, n - s if warmup == "early" else 2 * (n - s) - 1) for s in range(n)]
@@ -83,8 +94,8 @@ def slow_event_time(chain, stages, m, warmup, mode, network, copies, memory):
         if held > memory:
             return inf
     seconds = {
-        "F": [sum(Fraction(e.forward) for e in own) * share for own, share in zip(layers, shares, strict=True)],
-        "B": [sum(Fraction(e.backward) for e in own) * share for own, share in zip(layers, shares, strict=True)],
+        "F": [slowest(chain, "forwards", e, range(e.first, e.end)) for e in stages],
+        "B": [slowest(chain, "backwards", e, range(e.first, e.end)) for e in stages],
     }
     end: dict[tuple[str, int, int], Fraction] = {}
     sent: dict[tuple[str, int, int], Fraction] = {}  # arrival of what a task has made
@@ -113,10 +124,11 @@ def slow_event_time(chain, stages, m, warmup, mode, network, copies, memory):
         if mode == "end":
             at += ring(sum(Fraction(e.parameters) for e in own), stages[s].devices, *network)
         else:
-            ready, free = at - seconds["B"][s], Fraction(0)
-            for layer in reversed(own):
-                ready += Fraction(layer.backward) * shares[s]
-                free = max(free, ready) + ring(Fraction(layer.parameters), stages[s].devices, *network)
+            begins, free = at - seconds["B"][s], Fraction(0)
+            for j in range(stages[s].end - 1, stages[s].first - 1, -1):
+                ready = begins + slowest(chain, "backwards", stages[s], range(j, stages[s].end))
+                size = Fraction(chain.layers[j].parameters)
+                free = max(free, ready) + ring(size, stages[s].devices, *network)
             at = max(at, free)
         finish.append(at)
     return max(finish)
@@ -141,6 +153,23 @@ def random_chain(rng: random.Random, n: int) -> Chain:
     return Chain("m", rng.choice([1, 2, 3, 4, 5, 7, 8]), made, ideal_shares=rng.random() < 0.3)
 
 
+def on_unequal(rng: random.Random, chain: Chain, devices: int) -> Chain:
+    """The chain with other times on some of the devices g0, g1 ..; some of them are alike."""
+    kinds = [
+        [(rng.choice([0.5, 2.0]) * rng.uniform(0.7, 1.3), rng.uniform(0.5, 3)) for _ in chain.layers] for _ in range(2)
+    ]
+    slow = {device: rng.choice(kinds) for device in range(devices) if rng.random() < 0.6}
+    found = (
+        KindTimes(
+            f"g{device}",
+            tuple(e.forward * f for e, (f, _) in zip(chain.layers, by, strict=True)),
+            tuple(e.backward * b for e, (_, b) in zip(chain.layers, by, strict=True)),
+        )
+        for device, by in slow.items()
+    )
+    return replace(chain, kinds=tuple(found))
+
+
 def random_stages(rng: random.Random, n: int, devices: int) -> tuple[HybridStage, ...]:
     k = rng.randint(1, min(n, devices))
     ends = [0, *sorted(rng.sample(range(1, n), k - 1)), n]
@@ -161,6 +190,8 @@ def test_equals_the_definition(seed):
     memory = rng.choice([10**18, 10**9])
     cluster = servers(count, each, *network, memory=memory)
     chain = random_chain(rng, rng.randint(2, 9))
+    if seed % 2:
+        chain = on_unequal(rng, chain, count * each)
     warmup, mode, copies = rng.choice(["early", "late"]), rng.choice(["end", "overlap"]), rng.choice([0, 1, 3])
     problem = Problem(chain, cluster, rng.choice([1, 2, 3, 7, 16]), warmup, mode, copies)
     for _ in range(3):

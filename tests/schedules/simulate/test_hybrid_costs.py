@@ -13,7 +13,7 @@ from fxpipe.ir.timeline import check
 from fxpipe.planning.hybrid.event_time import Problem, event_time
 from fxpipe.schedules.one_f_one_b import gpipe, one_f_one_b
 from fxpipe.schedules.simulate.hybrid_costs import simulate_hybrid
-from tests.planning.hybrid.test_event_time import random_chain, random_stages, servers
+from tests.planning.hybrid.test_event_time import on_unequal, random_chain, random_stages, servers
 
 
 def warmups(plan):
@@ -26,6 +26,8 @@ def warmups(plan):
 def test_agrees_with_the_event_time(seed):
     rng = random.Random(seed)
     chain = random_chain(rng, rng.randint(2, 9))
+    if seed % 2:
+        chain = on_unequal(rng, chain, 6)
     cluster = servers(2, 3, rng.uniform(1e9, 1e11), rng.uniform(2e8, 5e9), rng.choice([0.0, 1e-4]))
     stages = tuple(replace(e, recompute=rng.random() < 0.3) for e in random_stages(rng, len(chain), 6))
     m, warmup, mode = rng.choice([1, 2, 5, 16, 100]), rng.choice(["early", "late"]), rng.choice(["end", "overlap"])

@@ -1,9 +1,9 @@
 """Which devices of a cluster are interchangeable, so that a search counts devices instead of naming them.
 
 On 16 servers of one GPU each, a stage of 4 replicas can have 1820 sets of devices, which all take equally long. Two
-devices are alike if they have the same memory and share the same ports. Samples go to replicas in the order of devices,
-so only neighbours in that order are interchangeable: a *run* is a longest stretch of devices that are alike, and a
-stage has a count for each run.
+devices are alike if they are of the same kind, have the same memory and share the same ports. Samples go to replicas in
+the order of devices, so only neighbours in that order are interchangeable: a *run* is a longest stretch of devices that
+are alike, and a stage has a count for each run.
 
     1 server of 4        one run of 4
     4 servers of 1       one run of 4
@@ -22,8 +22,8 @@ Devices = tuple[int, ...]
 Counts = tuple[int, ...]
 
 
-def runs(cluster: Cluster) -> tuple[Devices, ...]:
-    """The positions of the devices of each run."""
+def runs(cluster: Cluster, kinds: Sequence[str] = ()) -> tuple[Devices, ...]:
+    """The positions of the devices of each run. `kinds` has the kind of each device, if there are several."""
     behind: Counter[tuple[str, str]] = Counter()
     for device in cluster.devices:
         behind.update((switch.name, member) for switch, member in cluster.ports[device.label])
@@ -40,7 +40,8 @@ def runs(cluster: Cluster) -> tuple[Devices, ...]:
             elif switch.through:
                 ports.append((f"{switch.bandwidth} {switch.receiving}", ""))
         own = device.label if device.label in linked else ""
-        return device.memory, tuple(ports), own, device.server if cluster.links else ""
+        kind = kinds[position] if kinds else ""
+        return kind, device.memory, tuple(ports), own, device.server if cluster.links else ""
 
     stretches = groupby(range(len(cluster.devices)), key=looks)
     return tuple(tuple(positions) for _, positions in stretches)

@@ -93,11 +93,13 @@ def _fewest(relaxed: Relaxed, a: int, b: int, devices: int, limit: float, before
     work = m * (chain.forwards[b] - chain.forwards[a] + backward)
     parameters = chain.parameters[b] - chain.parameters[a]
     overlaps = relaxed.problem.all_reduce == "overlap"
+    slow = relaxed.problem.slow
+    hides = slow.backwards[b] - slow.backwards[a]
     r = _held(relaxed, a, b, devices)
     while r <= devices:  # more replicas take longer to add up: each round may ask for more
         tail = relaxed.ring(r).seconds(parameters)
         if overlaps:
-            tail = max(0.0, tail - backward * relaxed.problem.share(r))
+            tail = max(0.0, tail - hides * relaxed.problem.share(r))
         left = limit - max(before, tail)
         share = left / work * (1 + 1e-12) if work else left
         needed = fewest(chain.samples, min(share, 1.0)) or devices + 1

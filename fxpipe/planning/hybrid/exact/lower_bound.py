@@ -82,15 +82,15 @@ def _parts(relaxed: Relaxed, b: int, r: int) -> Iterator[Part]:
     problem, chain = relaxed.problem, relaxed.chain
     m = problem.micro_batches
     ahead = 1 if b == len(chain) else warmup_of(problem.warmup, 0, 2, m)
-    rate, share = relaxed.ring(r), problem.share(r)
+    rate, share, slow = relaxed.ring(r), problem.share(r), problem.slow
     free = ready = 0.0
     for a in range(b - 1, -1, -1):
-        forward = (chain.forwards[b] - chain.forwards[a]) * share
-        both = forward + (chain.backwards[b] - chain.backwards[a]) * share
+        forward, backward = relaxed.times(a, b, r)
+        both = forward + backward
         if problem.all_reduce == "end" or r == 1:
             tail = rate.seconds(chain.parameters[b] - chain.parameters[a])
         else:
-            ready += chain.layers[a].backward * share
+            ready += slow.layers[a].backward * share  # the slower, the less of the all-reduce is left
             free = max(free, ready) + rate.seconds(chain.layers[a].parameters)
             tail = free - ready
         again = relaxed.repeats(a, b, r, ahead)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations
 from math import inf
 
@@ -90,6 +91,15 @@ def _out(cluster: Cluster, position: int) -> float:
     return total or inf
 
 
+def _ranked(seconds: list[tuple[float, int]], r: int) -> float:
+    """The seconds of the r-th fastest device, given those of each kind and how many devices are of it."""
+    for own, count in sorted(seconds):
+        r -= count
+        if r <= 0:
+            return own
+    raise AssertionError("a stage has no more replicas than there are devices")
+
+
 @dataclass
 class Relaxed:
     """The least costs of stages of a problem, by their replicas. `must`: whether stages must, must not (False) or may
@@ -101,7 +111,30 @@ class Relaxed:
 
     @property
     def chain(self) -> Chain:
-        return self.problem.chain
+        """The costs of each layer on its fastest device."""
+        return self.problem.fast
+
+    @cached_property
+    def _kinds(self) -> list[tuple[Chain, int]]:
+        """The costs on each kind of device, and how many devices are of it."""
+        return [(chain, self.problem.kinds.count(kind)) for kind, chain in self.problem.by_kind.items()]
+
+    def times(self, first: int, end: int, r: int) -> tuple[float, float]:
+        """Seconds of a stage forward and backward. The largest share is that of one of r replicas, and the smallest
+        that of another which is no faster than the r-th fastest device."""
+        share, chain = self.problem.share(r), self.chain
+        forward = (chain.forwards[end] - chain.forwards[first]) * share
+        backward = (chain.backwards[end] - chain.backwards[first]) * share
+        if len(self._kinds) == 1:
+            return forward, backward
+        smallest = self._smallest(r)
+        forwards = [(own.forwards[end] - own.forwards[first], count) for own, count in self._kinds]
+        backwards = [(own.backwards[end] - own.backwards[first], count) for own, count in self._kinds]
+        return max(forward, _ranked(forwards, r) * smallest), max(backward, _ranked(backwards, r) * smallest)
+
+    def _smallest(self, r: int) -> float:
+        samples = self.chain.samples
+        return 1 / r if samples is None else samples // r / samples
 
     def ring(self, r: int) -> Rate:
         """The rate of an all-reduce."""

@@ -17,8 +17,9 @@ from time import perf_counter
 from fxpipe.errors import PlanError
 from fxpipe.ir.plan.layer_chain import Chain
 from fxpipe.planning.hybrid.dapple import dapple
-from fxpipe.planning.hybrid.event_time import Problem
+from fxpipe.planning.hybrid.event_time import Problem, least_work
 from fxpipe.planning.hybrid.plan_request import EXACT, Request
+from fxpipe.planning.hybrid.simple_plans import one_each
 
 from . import lagrangian_bound as dual
 from . import lower_bound as bounds
@@ -68,7 +69,8 @@ class Case:
 
 
 def case_of(request: Request, micro_batches: int, warmup: str) -> Case:
-    problem, groups = request.problem(micro_batches, warmup), runs(request.cluster)
+    problem = request.problem(micro_batches, warmup)
+    groups = runs(request.cluster, problem.kinds)
     return Case(Shapes(problem, groups, request.recompute), Relaxed(problem, rates(problem, groups), request.recompute))
 
 
@@ -99,6 +101,8 @@ def seed(hunt: PlanSearch) -> None:
     for index, case in enumerate(hunt.cases):
         for sizes in _plain(case):
             hunt.offer(index, case.shapes.placed(sizes))
+        if len(case.problem.by_kind) > 1 and case.devices <= len(case.problem.chain):
+            hunt.offer(index, case.shapes.shape(one_each(case.problem)))
 
 
 def _plain(case: Case) -> Iterator[bounds.Sizes]:
@@ -130,10 +134,7 @@ def _shares(devices: int, k: int) -> list[int]:
 def close_in(hunt: PlanSearch) -> None:
     """Find a first bound for each case, and try the plans that come with it. Cases of the lowest bounds come first."""
     for case in hunt.cases:
-        problem = case.problem
-        chain = problem.chain
-        total = chain.forwards[-1] + chain.backwards[-1]
-        case.bound = problem.micro_batches * total / case.devices * (1 - EXACT / 10)
+        case.bound = least_work(case.problem) * (1 - EXACT / 10)
     order = sorted(range(len(hunt.cases)), key=lambda index: hunt.cases[index].bound)
     started = perf_counter()
     stop = started + (hunt.until - started) / 3
@@ -165,7 +166,7 @@ def _first_bound(case: Case, high: float) -> list[bounds.Sizes]:
 def _long(case: Case) -> float:
     """Seconds that most plans take less than: all of the work on one device, with a transfer at each cut."""
     problem = case.problem
-    chain = problem.chain
+    chain = problem.slow
     busy = 2 * chain.forwards[-1] + chain.backwards[-1]
     moved = sum(chain.cuts) * case.relaxed.rates.share + len(chain) * case.relaxed.rates.latency
     return problem.micro_batches * (busy + 2 * moved)
