@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import PurePath
+from typing import Any
 
 
 class FxpipeError(Exception):
@@ -67,3 +69,9 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
     """The end of an error about an unknown word: "; did you mean ...?", or "" if no known word is similar."""
     near = nearest(word, known)
     return "" if near is None else f"; did you mean {near!r}?"
+
+
+def of_user(function: Any) -> str:
+    """A function that the user has given, as errors name it: with its file and line."""
+    name, code = getattr(function, "__name__", type(function).__name__), getattr(function, "__code__", None)
+    return name if code is None else f"{name} ({PurePath(code.co_filename).name}:{code.co_firstlineno})"

@@ -12,6 +12,7 @@ from typing import Any, Never
 import torch
 from torch import nn
 
+from fxpipe.capture.tracing.rewriting.graph_view import Transform
 from fxpipe.errors import PlanError
 from fxpipe.ir import dataclass_json
 from fxpipe.ir.cluster.cluster import Cluster
@@ -20,6 +21,7 @@ from fxpipe.ir.plan import plan_file
 from fxpipe.ir.plan.plan import Plan, StagePlan
 from fxpipe.ir.plan.plan_file import PlanFile, StagePlace
 from fxpipe.ir.plan.profile import Profile
+from fxpipe.passes import Pass
 from fxpipe.pipe.build.apply_strategy import RequestedCall, place_of
 from fxpipe.pipe.build.call_binding import as_call
 from fxpipe.pipe.drop_in_module import check_model
@@ -60,6 +62,8 @@ def compile(
     reduce: str | Mapping[str, str] | None = None,
     deferred_batch_norm: bool | None = None,
     compile_stages: bool | str | Callable[..., Any] = False,
+    transforms: Sequence[Transform] = (),
+    passes: Sequence[Pass] = (),
     example_inputs: Any = None,
     dump: str | Path | None = None,
     group: Any = None,
@@ -112,6 +116,11 @@ def compile(
     - `compile_stages`: run each stage through `torch.compile`, with Inductor (True), or with a backend, by name or as a
       function. Random ops and the model's own autograd functions stay outside. In schedules that split backward, a
       compiled stage does its whole backward in the first half.
+    - `transforms`: functions of your own from `torch.fx.GraphModule` to `torch.fx.GraphModule`, run in this order on
+      each captured graph before it is cut: to fuse a pattern, or to quantise weights. The model's tensors are
+      attributes of the module. Inputs, outputs and parameters must stay; a new tensor is a buffer of the module.
+    - `passes`: functions of your own from (`Program`, `PassContext`) to `Program`, run in this order after fxpipe's.
+      Stages, their devices and parameters, the inputs and outputs must stay. `pipe.trail` has the program after each.
     - `dump`: a folder for all intermediate results; the environment variable FXPIPE_DUMP does the same.
     - `group`: the ranks that are the devices: a ProcessGroup, or a DeviceMesh of one dimension. Without it, in a script
       that torchrun started, or where a process group of several ranks is initialized, a count of `devices` means all
@@ -119,8 +128,8 @@ def compile(
       pipes side by side.
     - `timeout`: seconds after which a rank that does not answer counts as lost.
 
-    Raises PlanError for invalid options; at the first call CaptureError or InputError, or CompileError if a stage
-    cannot be compiled.
+    Raises PlanError for invalid options; at the first call CaptureError or InputError, CompileError if a stage cannot
+    be compiled, or PlanError, with the name of the function, if a transform or pass returns what it must not.
 
     >>> import torch
     >>> from torch import nn
@@ -172,7 +181,8 @@ def read_options(asked: Mapping[str, Any]) -> Options:
         labels = stage_devices(labels, schedule, given["stages_per_device"])
     folder = given["dump"] or os.environ.get("FXPIPE_DUMP")
     as_they_are = (
-        "warmup", "checkpoint", "balance", "profile", "batch_dim", "reduce", "deferred_batch_norm", "compile_stages"
+        "warmup", "checkpoint", "balance", "profile", "batch_dim", "reduce", "deferred_batch_norm", "compile_stages",
+        "transforms", "passes",
     )  # fmt: skip
     options = Options(
         devices=labels,

@@ -43,14 +43,16 @@ from fxpipe.capture.opaque.learn_outputs import learn, run_plainly
 from fxpipe.capture.opaque.opaque_submodules import Pieces, sized_by_data
 from fxpipe.capture.tracing.dynamo import Capture, Traced, dynamo
 from fxpipe.capture.tracing.fx_to_graph import Owner, draft
-from fxpipe.capture.tracing.inline_checkpoints import inline_checkpoints
 from fxpipe.capture.tracing.numpy_folding import made_of_floats
 from fxpipe.capture.tracing.placeholders import size_of
+from fxpipe.capture.tracing.rewriting.graph_view import Transform
+from fxpipe.capture.tracing.rewriting.inline_checkpoints import inline_checkpoints
+from fxpipe.capture.tracing.rewriting.transforms import transformed
 from fxpipe.capture.tracing.torch_modes import check_modes
 from fxpipe.capture.tracing.value_names import named_sizes
 from fxpipe.capture.twins.attribute_changes import Snapshot
 from fxpipe.capture.twins.twin import Twins
-from fxpipe.errors import CaptureError, FxpipeError
+from fxpipe.errors import CaptureError, FxpipeError, PlanError
 from fxpipe.ir.graph.graph import Graph, Mixed
 
 from .call_arguments import Arguments, BatchDim, Call, RequestedCall
@@ -80,6 +82,7 @@ class CallCapture:
     - `function`: the captured function: a plain function of the model, args, kwargs, and the other fields of a
       `RequestedCall`. It may only use its arguments and the globals of its module.
     - `loss`: whether the function returns a pair of a loss and something else.
+    - `transforms`: the user's functions that change what was traced.
     """
 
     def __init__(
@@ -93,9 +96,11 @@ class CallCapture:
         loss: bool = False,
         route: Route = dynamo,
         work: Work = lambda what: nullcontext(),
+        transforms: Sequence[Transform] = (),
     ) -> None:
         self.model = model
         self.reduce = reduce
+        self.transforms = transforms
         self.sizes = sizes
         self.loss = loss
         self.arguments = Arguments(model, batch_dim, sizes)
@@ -160,8 +165,12 @@ class CallCapture:
             return self._complete(request, run)
         except NoOps:
             raise
+        except PlanError as error:  # about a transform
+            wrong: PlanError | None = without_frames(error)
         except CaptureError as error:
-            refused = without_frames(error)
+            wrong, refused = None, without_frames(error)
+        if wrong is not None:
+            raise wrong
         if self.twins.shape is None:  # it has parameters without a shape
             raise refused
         call = self.arguments.call(request, self.twins.device)
@@ -352,6 +361,8 @@ class CallCapture:
             traced = kind.traced.module.graph
             if refused := written_by_dynamo(traced) or (made_of_floats(traced) if kind.traced.folded else None):
                 raise refused
+            if self.transforms:
+                kind.traced = transformed(kind.traced, flat, now.call, self.twins.slots, self.transforms)
             modules = {str(id(module)): path for path, module in self.twins.named()}
             name, sizes = type(self.model).__name__, named_sizes(self.model.forward)
             owner = Owner(name, self.model.training, self.twins.slots, modules, sizes)

@@ -7,13 +7,13 @@ import re
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tabulate import tabulate
 from torch import fx
 
-from fxpipe.errors import CaptureError
+from fxpipe.errors import CaptureError, FxpipeError
 from fxpipe.ir.graph.graph import Op, Origin
 from fxpipe.ir.graph.opaque_call import Opaque
 
@@ -95,6 +95,9 @@ OWN_ERRORS = r"(?:got|raised exception) (\w+)\((?:\[ConstantVariable\(str: )?(['
 
 # The source of each symbol in torch's messages, by Dynamo's name; (name, dim) for the size of a tensor.
 Sizes = Mapping[str, str | tuple[str, int]]
+
+
+Kind = TypeVar("Kind", bound=FxpipeError)
 
 
 class Refused(CaptureError):
@@ -282,7 +285,7 @@ def refuse(op: Op | None, problem: str, advice: str = "") -> CaptureError:
     )
 
 
-def without_frames(error: CaptureError) -> CaptureError:
+def without_frames(error: Kind) -> Kind:
     """The error without tracebacks, also of its causes and contexts. The frames of a capture hold tensors without
     memory; printing one, as pytest and debuggers do, crashes the process."""
     seen: set[BaseException] = set()

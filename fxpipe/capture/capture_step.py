@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from fxpipe.capture.batch.mixed_samples import Reduce
+from fxpipe.capture.tracing.rewriting.graph_view import Transform
 from fxpipe.errors import InputError
 from fxpipe.ir.graph.graph import Graph
 
@@ -57,6 +58,7 @@ class StepCapture:
         reduce: Reduce = None,
         sizes: Sizes = lambda batch: (batch,),
         work: Work = lambda what: nullcontext(),
+        transforms: Sequence[Transform] = (),
     ) -> None:
         self.model = model
         self.loss_fn: Callable[..., Any] | None = None  # of the last step
@@ -65,7 +67,14 @@ class StepCapture:
             self.prefix += "_"
         self._kept: dict[tuple[Any, ...], KeptLoss] = {}
         self.call_capture = CallCapture(
-            model, batch_dim, reduce=reduce, sizes=sizes, function=model_and_loss, loss=True, work=work
+            model,
+            batch_dim,
+            reduce=reduce,
+            sizes=sizes,
+            function=model_and_loss,
+            loss=True,
+            work=work,
+            transforms=transforms,
         )
 
     def step(

@@ -17,20 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from fxpipe.capture import NO_TARGET
+from fxpipe.codegen.graph_modules import graph_module, stage_module
 from fxpipe.codegen.package.load_package import tensors_of
-from fxpipe.codegen.package.package_files import save, with_loss
-from fxpipe.codegen.scheduler.message_table import message_table
 from fxpipe.engines.local.action_profiler import rehearse
 from fxpipe.engines.local.memory_dry_run import without_memory
-from fxpipe.errors import FxpipeError, PackageError
+from fxpipe.errors import FxpipeError
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.operators.placed_graph import Placed
 from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.program.device_programs import DevicePrograms
-from fxpipe.ir.program.messages import MessageTable
 from fxpipe.ir.program.program import Program
 from fxpipe.ir.program.transfers import add_transfers
 from fxpipe.ir.schedule.schedule import Schedule
@@ -43,7 +41,7 @@ from fxpipe.pipe.build.compare_timelines import Timed, beside_predicted
 from fxpipe.pipe.build.phase_timing import timed
 from fxpipe.pipe.options.compile_options import Options
 from fxpipe.pipe.options.option_table import check_accumulate, check_step
-from fxpipe.pipe.saved.loss_fingerprint import Rows, check_unchanged, rows
+from fxpipe.pipe.saved.save_package import save_package
 from fxpipe.pipe.verify.verification import Verified, verify
 from fxpipe.runtime import Stage
 from fxpipe.runtime.microbatch import split_sizes
@@ -275,7 +273,8 @@ class Pipe(DropInModule):
         from fxpipe.pipe.build.torch_pipelining import torch_stages
 
         with self._state.lock:
-            return torch_stages(self.model, self.build, self._state.cache.folder.new(), stages, device, group)
+            folder, passes = self._state.cache.folder.new(), self.options.passes
+            return torch_stages(self.model, self.build, folder, stages, device, group, passes)
 
     def close(self) -> None:
         """End the worker threads and remove the generated files. A pipe that is garbage collected closes itself."""
@@ -337,6 +336,18 @@ class Pipe(DropInModule):
         ops have devices."""
         return self.build.trail
 
+    @property
+    def graph_module(self) -> fx.GraphModule:
+        """The captured graph as a `torch.fx.GraphModule` with the model's own tensors, a new one each time: for tools
+        that read these. It runs a whole batch at once; of a step it returns (loss, output)."""
+        return graph_module(self.build.graph, self._state.cache.tensors(self.build.graph))
+
+    @property
+    def stage_modules(self) -> tuple[fx.GraphModule, ...]:
+        """Each stage as a `torch.fx.GraphModule`: a function of what the stage takes that returns what it gives."""
+        program, tensors = self.build.program, self._state.cache.tensors(self.build.graph)
+        return tuple(stage_module(program, index, tensors) for index in range(len(program.stages)))
+
     def explain(self) -> str:
         """A table: per stage its ops, parameters, time, memory and traffic; then the portals and shared parameters.
         With a strategy, how each operator is cut, and the table by devices."""
@@ -366,25 +377,8 @@ class Pipe(DropInModule):
         """Write the package of the last kind of call, to be read, edited, and run again by `fxpipe.load`. A package
         saved after a step can also be loaded over ranks, one for each device. Over ranks, all ranks call `save`, and
         the leader writes. Raises PackageError if the folder is not empty, unless `overwrite` is true."""
-        self._state.processes.write(lambda: self._save(folder, overwrite))
-
-    def _save(self, folder: str | Path, overwrite: bool) -> None:
-        made, path = self.build, Path(folder)
-        if path.exists() and any(path.iterdir()) and not overwrite:
-            raise PackageError(f"{path} is not empty; choose another folder, or save(..., overwrite=True)")
-        now: Rows = ()
-        if made.graph.loss is not None:
-            now = rows(self._state.cache.step_capture.loss_fn)
-            check_unchanged(made.program.graph.fingerprint, now)
-        save(made.program, with_loss(made.files, made.program.graph, now), path, made.totals, self._message_table(made))
-
-    def _message_table(self, made: Build) -> MessageTable | None:
-        """The messages of a step, if the package can be loaded over ranks; else None."""
-        if made.graph.loss is None and not self.options.ranks:
-            return None
-        if self.options.place is not None:
-            return None
-        return message_table(made.program, made.schedule)
+        cache, processes = self._state.cache, self._state.processes
+        processes.write(lambda: save_package(cache, self.build, Path(folder), overwrite))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipe:
         """A new pipe around a copy of the model; it compiles at its first call."""

@@ -34,8 +34,8 @@ from fxpipe.ir.graph.graph import Graph, Op, Origin, called
 
 from .dynamo import Traced, is_boxed, source_name
 from .fx_to_graph import Draft, Owner, draft, origin_of
-from .inline_checkpoints import inline_checkpoints
 from .placeholders import attributes
+from .rewriting.inline_checkpoints import inline_checkpoints
 from .storageless_tensors import dense, hollow
 
 Sizes = Callable[[int], Sequence[int]]

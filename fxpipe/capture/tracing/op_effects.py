@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import convert_frame
 from torch._guards import TracingContext, tracing
+from torch._subclasses import FakeTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -44,7 +45,7 @@ class Step:
 
     node: fx.Node
     value: Any
-    written: frozenset[int]
+    written: tuple[int, ...]
     random: bool
     regions: tuple[Region, ...]
 
@@ -54,7 +55,7 @@ class Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.written: set[int] = set()
+        self.written: dict[int, None] = {}  # in order of the writes
         self.random = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -65,15 +66,15 @@ class Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for position, argument in enumerate(schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
-        self.written.update(memory(writes))
+        self.written |= dict.fromkeys(memory(writes))
         if schema.name in SILENT_WRITES:
             stats, training = SILENT_WRITES[schema.name]
             if args[training]:
-                self.written |= {address for position in stats for address in memory(args[position])}
+                self.written |= dict.fromkeys(address for position in stats for address in memory(args[position]))
         if torch.Tag.nondeterministic_seeded in func.tags and not _idle(schema, args, kwargs):
             self.random = True
         result = func(*args, **kwargs)
-        self.written.update(memory(writes))  # `x.data = y` gives x other memory
+        self.written |= dict.fromkeys(memory(writes))  # `x.data = y` gives x other memory
         return result
 
 
@@ -116,7 +117,8 @@ def steps(traced: Traced) -> tuple[dict[fx.Node, Any], list[Step]]:
             if node.op == "placeholder":
                 env[node] = node.meta["example_value"]
             elif node.op == "get_attr":
-                env[node] = _attribute(traced.module, node.target)
+                value = _attribute(traced.module, node.target)
+                env[node] = traced.mode.from_tensor(value, static_shapes=True) if _is_real(value) else value
             elif node.op == "output":
                 env[node] = fx.map_arg(node.args[0], env.__getitem__)
             elif _name(node) in REGION_NAMES or node.target in ENTER_GRAD:
@@ -125,12 +127,12 @@ def steps(traced: Traced) -> tuple[dict[fx.Node, Any], list[Step]]:
                 env[node] = env[node.args[0]]
                 node.replace_all_uses_with(node.args[0])
             elif _name(node) not in ASSERTIONS and node not in dead:
-                effects.written, effects.random = set(), False
+                effects.written, effects.random = {}, False
                 _say_where(node)
                 env[node] = _run(node, env, traced)
                 inside = tuple(region for _, region in regions)
                 random = effects.random or drops(node)
-                found.append(Step(node, env[node], frozenset(effects.written), random, inside))
+                found.append(Step(node, env[node], tuple(effects.written), random, inside))
     return env, found
 
 
@@ -203,6 +205,11 @@ def _name(node: fx.Node) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return str(target._opname)
     return target if isinstance(target, str) else getattr(target, "__name__", "")
+
+
+def _is_real(value: Any) -> bool:
+    """Whether this is a tensor with values, which a transform has added."""
+    return isinstance(value, Tensor) and not isinstance(value, FakeTensor)
 
 
 def _attribute(module: Any, path: Any) -> Any:

@@ -33,7 +33,8 @@ from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.ir.schedule.sub_schedule import only, share
 from fxpipe.ir.timeline import Timeline
 from fxpipe.ir.units import show_bytes, show_seconds
-from fxpipe.passes import lower
+from fxpipe.passes import PASSES, Pass, lower
+from fxpipe.passes.user_passes import checked
 from fxpipe.pipe.options.compile_options import Options, candidates, make_schedule
 from fxpipe.planning import plan, plan_like, with_loss
 from fxpipe.planning.stages.plan_stages import inner_cuts
@@ -213,7 +214,7 @@ def draft(
         decided = decide(graph, profile, cluster, options, home, uncut)
     trail: dict[str, Program | Placed] = {}
     with timed("passes"):
-        program = lower(graph, decided, watch=trail.__setitem__, samples=samples)
+        program = lower(graph, decided, trail.__setitem__, passes_of(options), samples)
         _tell_of_slices(program)
         totals = lowered_totals(graph, decided)
     with timed("simulator"):
@@ -228,6 +229,18 @@ def draft(
         labels = tuple(dict.fromkeys(program.devices))
         timeline = spread(simulate(schedule, costs, between, labels, sums), replica_groups(runs))
     return Build(graph, sizes, cluster, profile, decided, schedule, program, trail, timeline, {}, totals)
+
+
+def passes_of(options: Options) -> tuple[Pass, ...]:
+    """fxpipe's passes, and after them the user's. Raises PlanError if two have one name."""
+    names = [run.__name__ for run in PASSES]
+    for name in (getattr(run, "__name__", type(run).__name__) for run in options.passes):
+        if name in names:
+            raise PlanError(
+                f"passes: there is another pass of the name {name!r}, by which pipe.trail shows it; rename it"
+            )
+        names.append(name)
+    return (*PASSES, *map(checked, options.passes))
 
 
 def _tell_of_slices(program: Program) -> None:

@@ -68,8 +68,9 @@ class BuildCache:
         whole = options.chunks == 1 and not any(options.replicas.values())
         reduce = options.reduce or ("mean" if whole else None)  # with one micro-batch, any reduction is right
         work = partial(begin, model, leads)
-        self.call_capture = CallCapture(model, options.batch_dim, reduce=reduce, sizes=sizes, work=work)
-        self.step_capture = StepCapture(model, options.batch_dim, reduce=reduce, sizes=sizes, work=work)
+        how: dict[str, Any] = {"reduce": reduce, "sizes": sizes, "work": work, "transforms": options.transforms}
+        self.call_capture = CallCapture(model, options.batch_dim, **how)
+        self.step_capture = StepCapture(model, options.batch_dim, **how)
         self.builds: dict[tuple[Any, ...], Build] = {}
         self.lives: dict[tuple[Any, ...], RunningPackage] = {}
         self.last: Build | None = None
@@ -132,11 +133,12 @@ class BuildCache:
             self.options.profile != "measure"
         ):  # "estimate", or a given profile, which is for the first kind of call only
             return estimate(graph, sizes, cluster.device(label))
-        tensors = tensors_of(self.model)
-        if graph.loss is not None:
-            tensors |= self.step_capture.tensors
         rows = split_sizes(batch_size(graph, inputs), self.options.chunks)
-        return measured(graph, inputs, tensors, rows, str(worker_device(label)))
+        return measured(graph, inputs, self.tensors(graph), rows, str(worker_device(label)))
+
+    def tensors(self, graph: Graph) -> dict[str, Tensor]:
+        """The tensors of the model, and of the loss function of the last step, by path."""
+        return tensors_of(self.model) | (self.step_capture.tensors if graph.loss is not None else {})
 
     def live(self, made: Build) -> RunningPackage:
         """The build's package, imported and bound to the tensors that the model has now."""

@@ -26,7 +26,7 @@ from fxpipe.schedules.simulate.action_costs import hops, stage_costs, taken_byte
 from fxpipe.schedules.simulate.simulate import simulate
 from fxpipe.schedules.stage_segments import segmented
 
-from .build import Build, emitted, lowered_totals
+from .build import Build, emitted, lowered_totals, passes_of
 from .phase_timing import timed
 from .state_write_order import check_write_order
 
@@ -43,7 +43,7 @@ def build(graph: Graph, sizes: Mapping[str, int], cluster: Cluster, options: Opt
         seconds = {cost.name: cost.forward for cost in profile.ops}
         decided = _plan(placed, seconds, options)
     with timed("passes"):
-        program = lower(placed.graph, decided, watch=trail.__setitem__, segmented=True)
+        program = lower(placed.graph, decided, trail.__setitem__, passes_of(options), segmented=True)
         totals = lowered_totals(graph, decided)
     with timed("simulator"):
         costs = stage_costs(decided, profile, taken_bytes(program, sizes), keeps_at_once=graph.loss is not None)

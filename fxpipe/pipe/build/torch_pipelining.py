@@ -30,7 +30,8 @@ from fxpipe.ir.graph.opaque_call import opaques
 from fxpipe.ir.graph.value_types import ScalarType, TensorType, dim_size
 from fxpipe.ir.program.program import Program
 from fxpipe.ir.program.program import Stage as StageOps
-from fxpipe.passes import PASSES, lower
+from fxpipe.passes import PASSES, Pass, lower
+from fxpipe.passes.user_passes import checked
 from fxpipe.pipe.drop_in_module import SHARED
 from fxpipe.runtime import Stage
 from fxpipe.runtime.random import Draws, new_seed
@@ -111,12 +112,14 @@ def torch_stages(
     stages: Collection[int],
     device: str | torch.device | None = None,
     group: Any = None,
+    passes: Sequence[Pass] = (),
 ) -> list[PipelineStage]:
     """The given stages as PipelineStages of torch.distributed.pipelining, generated in `folder`; see
     `Pipe.torch_stages`."""
     n, device = len(made.plan.stages), torch.device("cpu" if device is None else device)
     found = []
-    for index, (chained, before, after) in zip(stages, chain_stages(model, made, folder, stages, device), strict=True):
+    chain = chain_stages(model, made, folder, stages, device, passes)
+    for index, (chained, before, after) in zip(stages, chain, strict=True):
         if chained.takes is not None:
             check_torch(chained.takes, before)
         if not chained.last:
@@ -126,11 +129,17 @@ def torch_stages(
 
 
 def chain_stages(
-    model: nn.Module, made: Build, folder: Path, stages: Collection[int], device: torch.device
+    model: nn.Module,
+    made: Build,
+    folder: Path,
+    stages: Collection[int],
+    device: torch.device,
+    passes: Sequence[Pass] = (),
 ) -> Iterator[tuple[ChainStage, tuple[Tensor, ...], tuple[Tensor, ...]]]:
-    """The given stages, each with examples of the tensors that it takes and gives for one micro-batch."""
+    """The given stages, each with examples of the tensors that it takes and gives for one micro-batch. `passes`: the
+    user's."""
     refuse(made.graph, made.plan.deferred_batch_norm)
-    program = lower(made.graph, made.plan, passes=CHAIN)
+    program = lower(made.graph, made.plan, passes=(*CHAIN, *map(checked, passes)))
     links = links_of(program)
     package.write(package.package(program, made.plan, SCHEDULER), folder)
     loaded = load_package(folder)

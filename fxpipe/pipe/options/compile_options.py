@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fxpipe.capture.tracing.rewriting.graph_view import Transform
 from fxpipe.errors import PlanError, nearest
 from fxpipe.ir.cluster import cluster as clusters
 from fxpipe.ir.cluster.cluster import Cluster
@@ -19,6 +20,7 @@ from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.plan.plan_file import PlanFile
 from fxpipe.ir.plan.profile import Profile
 from fxpipe.ir.schedule.schedule import Schedule
+from fxpipe.passes import Pass
 from fxpipe.schedules.make_schedule import AUTO, SCHEDULES, STRAIGHT, WARM, Own, make, placement
 
 Place = Callable[[Graph, Mapping[str, int]], Placed]  # what a strategy makes of a graph with these sizes
@@ -54,6 +56,8 @@ class Options:
     replicas: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     place: Place | None = None
     ranks: bool = False
+    transforms: tuple[Transform, ...] = ()
+    passes: tuple[Pass, ...] = ()
 
 
 def check(options: Options) -> Options:

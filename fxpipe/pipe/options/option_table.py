@@ -114,6 +114,10 @@ COMPILE = table(
     Option("compile_stages", "run each stage through torch.compile, with this backend or Inductor",
            (flag(), one_of(more=backends, text="the name of a backend of torch.compile"), function("a function")),
            "inductor"),
+    Option("transforms", "functions that change the captured graph, a torch.fx.GraphModule",
+           (many(function("a function"), "a list of functions from GraphModule to GraphModule"),), ()),
+    Option("passes", "functions that change the program of the stages",
+           (many(function("a function"), "a list of functions of a Program and a PassContext"),), ()),
     Option("dump", "a folder for everything made on the way", (path("the path of a folder"),), "out", unset=True),
     Option("timeout", "seconds after which a rank that does not answer is lost", (SECONDS,), 60),
 )  # fmt: skip

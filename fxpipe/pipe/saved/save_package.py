@@ -1,0 +1,36 @@
+"""Writes the package of a build to a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fxpipe.codegen.package.package_files import save, with_loss
+from fxpipe.codegen.scheduler.message_table import message_table
+from fxpipe.errors import PackageError
+from fxpipe.ir.program.messages import MessageTable
+from fxpipe.pipe.build.build import Build
+from fxpipe.pipe.build.build_cache import BuildCache
+
+from .loss_fingerprint import Rows, check_unchanged, rows
+
+
+def save_package(cache: BuildCache, made: Build, path: Path, overwrite: bool) -> None:
+    """Write the package, with the fingerprint of the loss function. Raises PackageError if the folder is not empty,
+    unless `overwrite` is true, or if the loss function has changed since its capture."""
+    if path.exists() and any(path.iterdir()) and not overwrite:
+        raise PackageError(f"{path} is not empty; choose another folder, or save(..., overwrite=True)")
+    now: Rows = ()
+    if made.graph.loss is not None:
+        now = rows(cache.step_capture.loss_fn)
+        check_unchanged(made.program.graph.fingerprint, now)
+    files = with_loss(made.files, made.program.graph, now)
+    save(made.program, files, path, made.totals, _message_table(cache, made))
+
+
+def _message_table(cache: BuildCache, made: Build) -> MessageTable | None:
+    """The messages of a step, if the package can be loaded over ranks; else None."""
+    if made.graph.loss is None and not cache.options.ranks:
+        return None
+    if cache.options.place is not None:
+        return None
+    return message_table(made.program, made.schedule)

@@ -1,0 +1,57 @@
+"""Passes that a user adds: what they return is checked more than what ours return, and errors have their names."""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from fxpipe.errors import FxpipeError, PlanError, of_user
+from fxpipe.ir.program import program as programs
+from fxpipe.ir.program.program import Program
+from fxpipe.passes.pass_context import PassContext
+
+
+def checked(run: Any) -> Any:
+    """The pass, with PlanError, which names it, if it fails or its program cannot run, or has other inputs, outputs,
+    stages, devices, or parameters in a stage than before."""
+
+    @wraps(run)
+    def checked_run(program: Program, context: PassContext) -> Program:
+        try:
+            found = run(program, context)
+        except FxpipeError:
+            raise
+        except Exception as error:
+            raise PlanError(f"passes: {of_user(run)} raises {type(error).__name__}: {error}") from error
+        if not isinstance(found, Program):
+            raise PlanError(f"passes: {of_user(run)} returns {type(found).__name__}; return the Program")
+        if (fault := difference(program, found)) is not None:
+            raise PlanError(f"passes: {of_user(run)} {fault}")
+        return found
+
+    checked_run.__name__ = getattr(run, "__name__", type(run).__name__)
+    return checked_run
+
+
+def difference(old: Program, new: Program) -> str | None:
+    """What a pass has changed that must stay, in words; None if nothing."""
+    for name in ("inputs", "outputs", "result", "loss", "totals"):
+        if getattr(new.graph, name) != getattr(old.graph, name):
+            return f"changes the {name} of the graph, which must stay"
+    if new.devices != old.devices or [s.replicas for s in new.stages] != [s.replicas for s in old.stages]:
+        return f"puts the stages on {', '.join(new.devices)}, and the plan on {', '.join(old.devices)}"
+    known = {state.name for state in new.graph.states}
+    for before, after in zip(old.stages, new.stages, strict=True):
+        if unknown := [state for state in (*after.states, *after.borrows) if state not in known]:
+            return f"lets stage {after.index} own {unknown[0]}, which the model does not have"
+        kept = {*after.states, *after.borrows}
+        lost = [name for name in (*before.states, *before.borrows) if name not in kept]
+        unread = {name for op in before.ops for name in op.reads} - {name for op in after.ops for name in op.reads}
+        of_model = [s.name for s in old.graph.states if s.kind == "parameter" and s.name in unread and s.name in kept]
+        if lost or of_model:
+            return f"leaves out {(*lost, *of_model)[0]} of stage {after.index}, a tensor of the model"
+    try:
+        programs.check(new)
+    except ValueError as error:
+        return f"makes a program that cannot run: {error}"
+    return None
