@@ -22,7 +22,7 @@ from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 import fxpipe.runtime
 from fxpipe.codegen.scheduler.value_locations import torch_device
-from fxpipe.ir.graph.attribute_paths import attribute_path
+from fxpipe.ir.attribute_paths import attribute_path
 from fxpipe.ir.graph.graph import Graph, Op, Ref, Region, State, Struct, map_leaves
 from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.graph.value_types import TensorType, ValueType

@@ -166,11 +166,9 @@ class CallCapture:
         except NoOps:
             raise
         except PlanError as error:  # about a transform
-            wrong: PlanError | None = without_frames(error)
+            raise without_frames(error) from error.__cause__
         except CaptureError as error:
-            wrong, refused = None, without_frames(error)
-        if wrong is not None:
-            raise wrong
+            refused = without_frames(error)
         if self.twins.shape is None:  # it has parameters without a shape
             raise refused
         call = self.arguments.call(request, self.twins.device)

@@ -34,8 +34,8 @@ from fxpipe.ir.schedule.sub_schedule import only, share
 from fxpipe.ir.timeline import Timeline
 from fxpipe.ir.units import show_bytes, show_seconds
 from fxpipe.passes import PASSES, Pass, lower
-from fxpipe.passes.user_passes import checked
 from fxpipe.pipe.options.compile_options import Options, candidates, make_schedule
+from fxpipe.pipe.options.user_passes import checked
 from fxpipe.planning import plan, plan_like, with_loss
 from fxpipe.planning.stages.plan_stages import inner_cuts
 from fxpipe.schedules.auto_schedule import auto

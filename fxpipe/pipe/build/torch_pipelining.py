@@ -31,8 +31,8 @@ from fxpipe.ir.graph.value_types import ScalarType, TensorType, dim_size
 from fxpipe.ir.program.program import Program
 from fxpipe.ir.program.program import Stage as StageOps
 from fxpipe.passes import PASSES, Pass, lower
-from fxpipe.passes.user_passes import checked
 from fxpipe.pipe.drop_in_module import SHARED
+from fxpipe.pipe.options.user_passes import checked
 from fxpipe.runtime import Stage
 from fxpipe.runtime.random import Draws, new_seed
 
