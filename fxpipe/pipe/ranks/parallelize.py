@@ -29,7 +29,7 @@ from fxpipe.errors import FxpipeError, PlanError
 from fxpipe.runtime.dtensor_stage import Layout, compute_sharded
 from fxpipe.runtime.gradient_aliases import Pair, alias, commit_gradients
 
-from .rank_consistency import agree
+from .rank_consistency import agree, on_each
 from .stage_module import Graded, Part, add_through
 
 DDP, FSDP, TENSOR, NOTHING = "DistributedDataParallel", "fully_shard", "parallelize_module", "nothing"
@@ -65,9 +65,7 @@ class Parallel:
             raise FxpipeError("tensors of the part are on the meta device: call pipe.materialize() first")
         if self.reduces:
             raise FxpipeError("the part is parallel over its data already: call parallelize for that last, and once")
-        made = self._made(mesh, function)
-        kind = self._kind(made)
-        kinds = self.world.collect(kind)  # the plan of parallelize_module may have nothing for some ranks
+        made, kind, kinds = self._made_everywhere(column, mesh, function)
         if kind == NOTHING and TENSOR not in kinds and any(p.requires_grad for p in made.parameters()):
             raise FxpipeError(f"nothing was made of the part: {WHAT}")
         if kind == DDP:
@@ -82,6 +80,22 @@ class Parallel:
             self.cut = frozenset(path for path, x in now.items() if isinstance(x, DTensor) and Layout.of(x).cut)
         self.beside = MeshSync((*self.beside.worlds, column))
         return made
+
+    def _made_everywhere(self, column: World, mesh: Any, function: Function) -> tuple[nn.Module, str, list[str]]:
+        """The function's result on this rank, its kind, and the kinds of all ranks of the row. Raises the function's
+        error on the ranks where it fails, and RankError on all others of the mesh."""
+        found: list[nn.Module] = []
+
+        def make() -> str:
+            found.append(self._made(mesh, function))
+            return self._kind(found[0])
+
+        def collect(value: Any) -> list[Any]:
+            return [one for row in column.collect(self.world.collect(value)) for one in row]
+
+        count = len(self.world.labels)
+        kinds = on_each(collect, make)[column.rank * count :][:count]  # a plan may have nothing for some ranks
+        return found[0], kinds[self.world.rank], kinds
 
     def _made(self, mesh: Any, function: Function) -> nn.Module:
         """The function's result for the part; an empty part is returned as it is."""

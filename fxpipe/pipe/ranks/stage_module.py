@@ -69,9 +69,10 @@ def add_through(module: nn.Module, part: Part, graded: Sequence[Graded]) -> None
 
 
 def take(module: nn.Module, made: nn.Module, own: Collection[int], known: dict[nn.Module, nn.Module]) -> None:
-    """Put the tensors of `module` whose ids are in `own`, and submodules that have such tensors, into `made`."""
-    made._parameters.update({name: p for name, p in module._parameters.items() if id(p) in own})
-    made._buffers.update({name: b for name, b in module._buffers.items() if id(b) in own})
+    """Put the tensors of `module` whose ids are in `own`, and submodules that have such tensors, into `made`. What is
+    None in the model, such as the bias of a layer without one, is None in the part."""
+    made._parameters.update({name: p for name, p in module._parameters.items() if p is None or id(p) in own})
+    made._buffers.update({name: b for name, b in module._buffers.items() if b is None or id(b) in own})
     made._non_persistent_buffers_set.update(module._non_persistent_buffers_set & made._buffers.keys())
     for name, child in module._modules.items():
         if child is not None and any(id(x) in own for x in (*child.parameters(), *child.buffers())):

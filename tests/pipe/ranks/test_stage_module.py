@@ -31,6 +31,13 @@ def test_what_is_in_a_part() -> None:
     assert taken.weight is not second.weight
 
 
+def test_a_layer_without_bias_has_none_in_the_part() -> None:
+    layer = nn.Linear(2, 2, bias=False)
+    taken = Part(nn.Sequential(layer), ids(layer.weight)).get_submodule("0")
+    assert taken.bias is None
+    assert repr(taken) == repr(layer)
+
+
 def test_a_module_at_two_places_is_one() -> None:
     layer = nn.Linear(2, 2)
     part = Part(nn.Sequential(layer, nn.ReLU(), layer), ids(*layer.parameters()))

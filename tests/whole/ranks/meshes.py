@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -340,3 +341,36 @@ def script(group: Any) -> None:
     wanted = integration.losses("none", 2)
     for kind in ("ddp", "tp"):
         torch.testing.assert_close(integration.losses(kind, 2), wanted, rtol=1e-4, atol=0)
+
+
+# Functions of users ---------------------------------------------------------------------------------------------------
+
+
+def without_bias(group: Any) -> None:
+    """Tensor parallelism of layers without bias, of which each rank of a pipe has some; before, a function that fails
+    on the second ranks of the rows: all ranks hear of it at once."""
+    mesh = rows_of("tp", "pp")
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4))).double(), torch.randn(4, 8).double()
+    F.mse_loss(model(x), x).backward()
+    wanted = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    pipe = fxpipe.compile(model, chunks=2, schedule="gpipe", group=mesh["pp"], timeout=30, example_inputs=x)
+    plan, own = {"0": ColwiseParallel(), "1": RowwiseParallel(), "2": ColwiseParallel(), "3": RowwiseParallel()}, mesh
+    fails = own.get_local_rank("pp") == 1
+
+    def mistaken(part: nn.Module, _: Any) -> nn.Module:
+        if fails:
+            raise KeyError("a mistake")
+        return part
+
+    began = time.monotonic()
+    with pytest.raises(KeyError if fails else RankError, match="a mistake"):
+        pipe.parallelize(mesh["tp"], mistaken)
+    assert time.monotonic() - began < 10
+    pipe.parallelize(mesh["tp"], lambda part, tp: parallelize_module(part, tp, plan))
+    pipe.step(x, target=x, loss_fn=F.mse_loss)
+    for name, p in pipe.named_parameters():
+        grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        torch.testing.assert_close(grad, wanted[name], rtol=1e-9, atol=0)
+    pipe.close()

@@ -66,3 +66,7 @@ def test_saved_from_shards(pool: Pool, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_script(pool: Pool) -> None:
     pool.run(meshes.script)
+
+
+def test_layers_without_bias(pool: Pool) -> None:
+    pool.run(meshes.without_bias)
