@@ -155,14 +155,14 @@ class DropInModule(nn.Module):
         """Whether this process prints, logs and shows progress: one process in each world does."""
         return self._state.processes.leads
 
-    def collect(self, value: Any) -> list[Any]:
+    def collect(self, value: Any, call: str = "collect") -> list[Any]:
         """The values that all processes of the pipe pass, in the order of ranks. All must call it. Raises RankError if
-        a rank is lost."""
-        return self._state.processes.collect(value)
+        a rank is lost, or in another call; `call` is what errors call this one."""
+        return self._state.processes.collect(value, call)
 
-    def collect_all(self, value: Any) -> list[Any]:
+    def collect_all(self, value: Any, call: str = "collect_all") -> list[Any]:
         """As `collect`, for all processes that train the model: those of this pipe and of the pipes side by side."""
-        return self._state.processes.collect_all(value)
+        return self._state.processes.collect_all(value, call)
 
     def held_tensors(self) -> dict[str, Tensor]:
         """The parameters and buffers that this process keeps and trains, by path. Over ranks: those of its stages, on

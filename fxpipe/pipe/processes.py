@@ -49,11 +49,11 @@ class Processes:
     def leads(self) -> bool:
         return True
 
-    def collect(self, value: Any) -> list[Any]:
+    def collect(self, value: Any, call: str = "collect") -> list[Any]:
         return [value]
 
-    def collect_all(self, value: Any) -> list[Any]:
-        return self.collect(value)
+    def collect_all(self, value: Any, call: str = "collect_all") -> list[Any]:
+        return self.collect(value, call)
 
     def call(self, call: Callable[[Given], Any], given: Given, trains: bool | None = None) -> Any:
         with self.lock:

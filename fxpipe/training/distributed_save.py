@@ -8,6 +8,7 @@ of a pipe, so that all others get an error that names the rank.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ def write(path: Path, find: Callable[[], dict[str, Tensor]], pipe: OverRanks) ->
         writer.set_up_storage_writer(pipe.leads)
         return writer.prepare_local_plan(planner.create_local_plan())
 
-    plans, contents = planner.create_global_plan(on_each(pipe.collect_all, plan))
+    collect = partial(pipe.collect_all, call="save_checkpoint")
+    plans, contents = planner.create_global_plan(on_each(collect, plan))
     own = writer.prepare_global_plan(plans)[pipe.place]
-    written = on_each(pipe.collect_all, lambda: writer.write_data(planner.finish_plan(own), planner).wait())
-    on_each(pipe.collect_all, lambda: writer.finish(contents, written) if pipe.leads else None)
+    written = on_each(collect, lambda: writer.write_data(planner.finish_plan(own), planner).wait())
+    on_each(collect, lambda: writer.finish(contents, written) if pipe.leads else None)

@@ -43,7 +43,7 @@ def clip_grad_norm_(
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None and id(parameter) in counted]
     here = get_total_norm(gradients, norm_type, False, foreach)
     here = here.full_tensor() if isinstance(here, DTensor) else here
-    norms = pipe.collect((float(here), here.dtype if gradients else None))
+    norms = pipe.collect((float(here), here.dtype if gradients else None), "clip_grad_norm_")
     if len(norms) > 1:  # with the dtype that the norm of all gradients would have in one process
         dtypes = [dtype for _, dtype in norms if dtype is not None]
         dtype = reduce(torch.promote_types, dtypes) if dtypes else here.dtype
@@ -94,7 +94,7 @@ class GradScaler(torch.amp.GradScaler):
         """Unscale the gradients of this rank. Returns, by device, whether any rank has an infinity or NaN."""
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         found = found or {found_inf.device: found_inf}  # no gradient here: a rank whose stages are frozen
-        if any(self.pipe.collect_all(any(bool(each) for each in found.values()))):
+        if any(self.pipe.collect_all(any(map(bool, found.values())), "GradScaler.unscale_")):
             for each in found.values():
                 each.fill_(1.0)
         return found

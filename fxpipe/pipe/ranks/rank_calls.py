@@ -9,6 +9,10 @@
 
 If the leader fails before it has sent the header of a call, it sends the error instead. If another rank fails before
 its part of the work, it still takes part in the call, and reports the error in the consensus.
+
+Collecting values (`gather`), as in a checkpoint, begins with a header, too. So ranks that are in different calls, as
+with `if rank == 0: save_checkpoint(...)`, hear of it at once: the header tells which call the leader is in, and the
+answer which one the other rank is in.
 """
 
 from __future__ import annotations
@@ -46,6 +50,7 @@ class Header:
     - `runs`: whether anything runs.
     - `given`: None, or, if shapes differ from the last call, the pickled arguments, with tensors on the meta device.
     - `failed`: the error, if the leader makes no call.
+    - `call`: the name of the call in errors; `gathers`: whether values are collected, and nothing else.
     """
 
     kind: int = NEW
@@ -55,6 +60,8 @@ class Header:
     runs: bool = True
     given: bytes | None = None
     failed: str | None = None
+    call: str = "step"
+    gathers: bool = False
 
 
 UNHEARD = Header(failed="interrupted")  # Ctrl-C while waiting for the header, which may already be received
@@ -70,6 +77,7 @@ class RankCalls:
 
     - `header`: the leader's header; `waits`: whether this rank has not received it yet.
     - `joined`: whether this rank has begun its part, so that all ranks learn of an error here.
+    - `name`: the name of this rank's call in errors.
 
     From one call to the next:
 
@@ -79,15 +87,45 @@ class RankCalls:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.header, self.waits, self.joined = Header(), False, False
+        self.header, self.waits, self.joined, self.name = Header(), False, False, "step"
         self.signatures: Given = (), {}, None
         self.told: bytes | None = None
         self.seen: tuple[Any, ...] | None = None
 
-    def make(self, call: Call, given: Given, refuse: Refuse) -> Any:
+    def make(self, call: Call, given: Given, refuse: Refuse, name: str = "step") -> Any:
         """Make a call together with all ranks; returns its result."""
-        self.joined = False
+        self.joined, self.name = False, name
         return self._lead(call, given) if self.world.leads else self._follow(call, given, refuse)
+
+    def gather(self, value: Any, name: str, refuse: Refuse) -> list[Any]:
+        """The values of all ranks, in order, on all ranks. Raises RankError if some are in another call."""
+        world = self.world
+        self.name = name
+        if world.leads:
+            world.tell_all(pickle.dumps(Header(call=name, gathers=True, runs=False)))
+            answers = [(name, value), *(pickle.loads(world.hear(peer)) for peer in world.others)]
+            world.share(answers)
+            return values_of(answers)
+        header: Header = pickle.loads(world.hear(LEADER))
+        if header.gathers:
+            return self._answer(value)
+        self.header = header
+        if header.failed is not None:
+            raise RankError(f"rank {LEADER}, in {header.call}: {header.failed}")
+        if header.given is not None:
+            self.signatures = pickle.loads(header.given)
+        self.joined = False
+        error = self._elsewhere(header)
+        refuse(header, self.signatures, error)
+        raise error
+
+    def _answer(self, value: Any = None) -> list[Any]:
+        """Take part in the leader's `gather`."""
+        self.world.tell(LEADER, pickle.dumps((self.name, value)))
+        return values_of(self.world.share())
+
+    def _elsewhere(self, header: Header) -> RankError:
+        return RankError(in_calls([(LEADER, header.call), (self.world.rank, self.name)]))
 
     def take(
         self,
@@ -117,6 +155,8 @@ class RankCalls:
         """The leader's header. Raises Outdated if its arguments have other shapes than in the last call."""
         if self.waits and self._listen().given is not None:
             raise Outdated
+        if self.header.call != self.name:
+            raise self._elsewhere(self.header)
         return self.header
 
     def _join(self, kind: int, random: bool) -> Header:
@@ -133,13 +173,13 @@ class RankCalls:
         return header
 
     def _lead(self, call: Call, given: Given) -> Any:
-        self.header = Header(given=self._news(given))
+        self.header = Header(given=self._news(given), call=self.name)
         try:
             return call(given)
         except BaseException as error:
             if not self.joined:  # no header was sent yet
                 self.told = self.seen = None
-                self.world.tell_all(pickle.dumps(Header(failed=describe(error))))
+                self.world.tell_all(pickle.dumps(Header(failed=describe(error), call=self.name)))
             raise
 
     def _news(self, given: Given) -> bytes | None:
@@ -178,9 +218,28 @@ class RankCalls:
         """The leader's next header. Raises RankError if it makes no call."""
         self.waits, self.header = False, UNHEARD
         header: Header = pickle.loads(self.world.hear(LEADER))
+        if header.gathers:  # this rank is in another call; its answer says so
+            self._answer()
         self.header = header
         if header.failed is not None:
             raise RankError(f"rank {LEADER}: {header.failed}")
         if header.given is not None:
             self.signatures = pickle.loads(header.given)
         return header
+
+
+def values_of(answers: Sequence[tuple[str, Any]]) -> list[Any]:
+    """The values of ranks, each after the name of the call that it is in. Raises RankError if these differ."""
+    if len({name for name, _ in answers}) > 1:
+        raise RankError(in_calls([(rank, name) for rank, (name, _) in enumerate(answers)]))
+    return [value for _, value in answers]
+
+
+def in_calls(names: Sequence[tuple[int, str]]) -> str:
+    """The text of the error that ranks are in different calls.
+
+    >>> in_calls([(0, "save_checkpoint"), (1, "step")])
+    'rank 0 is in save_checkpoint, rank 1 is in step: all ranks make the same calls; no call is for one rank alone'
+    """
+    where = ", ".join(f"rank {rank} is in {name}" for rank, name in names)
+    return f"{where}: all ranks make the same calls; no call is for one rank alone"

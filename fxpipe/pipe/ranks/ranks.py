@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakMethod
 
@@ -23,6 +24,7 @@ from .rank_calls import Call, RankCalls, Refuse
 from .rank_consistency import on_each
 
 R = TypeVar("R")
+CALLS = {True: "step", False: "forward", None: "prepare"}  # names of calls in errors
 
 
 class Ranks(Processes):
@@ -44,7 +46,7 @@ class Ranks(Processes):
     def call(self, call: Call, given: Given, trains: bool | None = None) -> Any:
         beside = nullcontext() if self.parallel is None or trains is None else self.parallel.call(trains)
         with beside, self.together():
-            return self.calls.make(call, given, self.refuse)
+            return self.calls.make(call, given, self.refuse, CALLS[trains])
 
     def take(
         self, live: RunningPackage, inputs: Sequence[Any], chunks: int, step: StepOptions | None, kind: int = 0
@@ -62,8 +64,7 @@ class Ranks(Processes):
 
     def write(self, do: Callable[[], None]) -> None:
         """Call `do` on the leader while all others wait. If it fails, the others raise RankError."""
-        with self.together():
-            on_each(self.world.collect, lambda: do() if self.leads else None)
+        on_each(partial(self.collect, call="save"), lambda: do() if self.leads else None)
 
     def check_alone(self, method: str) -> None:
         raise FxpipeError(
@@ -111,12 +112,12 @@ class Ranks(Processes):
         own = self.world.rank
         return own if self.parallel is None else self.parallel.beside.place(own, len(self.world.labels))
 
-    def collect(self, value: Any) -> list[Any]:
+    def collect(self, value: Any, call: str = "collect") -> list[Any]:
         with self.together():
-            return self.world.collect(value)
+            return self.calls.gather(value, call, self.refuse)
 
-    def collect_all(self, value: Any) -> list[Any]:
-        values = self.collect(value)
+    def collect_all(self, value: Any, call: str = "collect_all") -> list[Any]:
+        values = self.collect(value, call)
         if self.parallel is None:
             return values
         with self.together():

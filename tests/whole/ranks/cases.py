@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -385,6 +387,36 @@ def mesh(group: Any) -> None:
     torch.testing.assert_close(loss, F.mse_loss(model(x[half]), y[half]).detach(), rtol=1e-9, atol=0)
     assert [stage.device for stage in pipe.plan.stages] == ["cpu:0", "cpu:1"]
     assert str(pipe.programs).startswith("1f1b on 2 devices\ncpu:0\n  run ")
+    pipe.close()
+
+
+def call_apart(group: Any, folder: Path) -> None:
+    """Calls that only some ranks make: each rank hears at once which call the others are in, and goes on."""
+    rank = dist.get_rank(group)
+    pipe, model, (x, y) = chain(group, "1f1b", timeout=60)
+    loss = pipe.step(x, target=y, loss_fn=F.mse_loss)
+    optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
+    calls: dict[str, Callable[[], Any]] = {
+        "save_checkpoint": lambda: fxpipe.save_checkpoint(folder, pipe, optimizer),
+        "clip_grad_norm_": lambda: fxpipe.clip_grad_norm_(pipe, 1.0),
+        "collect": lambda: pipe.collect(3),
+        "save": lambda: pipe.save(folder),
+        "step": lambda: pipe.step(x, target=y, loss_fn=F.mse_loss),
+        "forward": lambda: pipe.forward_only(x),
+    }
+    pipe.forward_only(x)
+    began = time.monotonic()
+    for alone in (0, 1):
+        for one in calls:
+            for other in ("step", "collect"):
+                if one != other:
+                    mine = one if rank == alone else other
+                    with raises(f"rank {rank} is in {mine}" if rank in (0, alone) else " is in "):
+                        calls[mine]()
+    assert time.monotonic() - began < 30
+    model.zero_grad()
+    torch.testing.assert_close(pipe.step(x, target=y, loss_fn=F.mse_loss), loss, rtol=1e-9, atol=0)
+    assert pipe.collect(rank) == list(range(dist.get_world_size(group)))
     pipe.close()
 
 

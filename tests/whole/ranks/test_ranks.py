@@ -32,3 +32,8 @@ def test_a_pipe_that_is_dropped(pool: Pool) -> None:
 def test_a_scaler_that_is_wrong_on_one_rank(pool: Pool, tmp_path: Path) -> None:
     """All ranks hear of it at once, whichever it is."""
     pool.run(replica_groups.refuse_scalers, tmp_path / "saved", ranks=(0, 1))
+
+
+def test_calls_that_only_some_ranks_make(pool: Pool, tmp_path: Path) -> None:
+    """As with `if rank == 0: save_checkpoint(...)`."""
+    pool.run(cases.call_apart, tmp_path / "saved", ranks=(0, 1, 2))
