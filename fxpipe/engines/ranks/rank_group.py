@@ -38,6 +38,7 @@ from .failure_attribution import blame
 
 LEADER = 0
 PAUSE = 2e-4  # seconds between two looks at a call on an accelerator
+COMPILING = timedelta(hours=1)  # how much longer a wait may take while ranks compile
 VALUES, SAID = 0, 1  # tags: values and small messages may share a connection
 COUNT = 8  # bytes of the length that precedes a small message
 
@@ -57,7 +58,8 @@ class World:
     - `group`: their ProcessGroup, for collectives.
     - `labels`: the labels of the devices, by rank; `device`: this rank's device.
     - `control`: the process group for messages in host memory.
-    - `timeout`: seconds after which a rank that does not answer counts as lost.
+    - `timeout`: seconds after which a rank that does not answer counts as lost; `limit`: the same as a timedelta;
+      `allowance`: how much longer a wait may take now, as ranks may be compiling.
     - `store`: where ranks that notice a loss write it; `lost`: why no further step is possible, or None.
     - `listeners`: the posted receives of small messages, by sender.
     - `local_peers`: the ranks on the same machine, which share memory with this one.
@@ -76,6 +78,7 @@ class World:
     store: Any
     lost: Lost | None = None
     limit: timedelta = field(init=False)
+    allowance: timedelta = timedelta(0)
     listeners: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)
     local_peers: dict[int, LocalPeer] = field(default_factory=dict)
     steps: int = 0
@@ -97,6 +100,11 @@ class World:
     @property
     def leads(self) -> bool:
         return self.rank == LEADER
+
+    @property
+    def patience(self) -> timedelta:
+        """How long a wait may take now."""
+        return self.limit + self.allowance
 
     # One message ------------------------------------------------------------------------------------------------------
 
@@ -143,7 +151,7 @@ class World:
     def wait(self, peer: int, there: Callable[[], bool]) -> None:
         """Wait for a rank on the same machine until `there()` is true. Raises Lost."""
         try:
-            self.local_peers[peer].wait(there, self.timeout if self.lost is None else 0.0)
+            self.local_peers[peer].wait(there, self.patience.total_seconds() if self.lost is None else 0.0)
         except RuntimeError as error:
             raise self.lose(peer, error) from None
 
@@ -157,7 +165,7 @@ class World:
     def finish(self, work: Any, peer: int) -> None:
         """Wait until a send or receive of `start` is done. Raises Lost."""
         try:
-            work.wait(self.limit)
+            work.wait(self.patience)
         except RuntimeError as error:
             raise self.lose(peer, error) from None
 
@@ -191,7 +199,7 @@ class World:
         if self.watch is None:
             self.finish(call.work, call.peer)
             return
-        end = monotonic() + self.limit.total_seconds()
+        end = monotonic() + self.patience.total_seconds()
         while not call.work.is_completed():
             if (seen := self.watch.look()) is not None:
                 peer, culprit, why = seen
@@ -222,7 +230,9 @@ class World:
         if self.lost is not None:  # a later error may be a consequence of the first
             return self.lost
         late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
-        reason = f"did not answer for {self.timeout:g} s" if late else "is gone: its connection is closed"
+        reason = (
+            f"did not answer for {self.patience.total_seconds():g} s" if late else "is gone: its connection is closed"
+        )
         rank, why = blame(self.store, self.rank, peer, reason, late, self.timeout / 4)
         return self._close(Lost(rank, f"rank {rank} {why}"))
 

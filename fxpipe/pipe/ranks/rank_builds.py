@@ -18,7 +18,7 @@ from fxpipe.codegen.package.load_package import bound_stages, tensors_of
 from fxpipe.codegen.package.package_files import constants
 from fxpipe.codegen.scheduler.message_table import message_table
 from fxpipe.engines.ranks.rank_engine import RankScheduler, on_rank
-from fxpipe.engines.ranks.rank_group import LEADER
+from fxpipe.engines.ranks.rank_group import COMPILING, LEADER
 from fxpipe.engines.ranks.step_consensus import describe
 from fxpipe.errors import RankError
 from fxpipe.ir.cluster.cluster import Cluster
@@ -100,6 +100,8 @@ class RankBuilds:
         """The build for a kind of call, and the kind's number, which is the same on all ranks. A new kind is built.
         Raises RankError if the kind is new on some ranks only."""
         new = not self._knows(graph)
+        if new:  # until the call has ended: stages may be compiled when they run first
+            self.world.allowance = COMPILING
         if self.world.leads and new:
             self.calls.tell()
         elif not self.world.leads and new != (self.calls.heard().kind == NEW):

@@ -20,11 +20,13 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
+from fxpipe.capture import NO_TARGET
 from fxpipe.capture.nested_values import change
 from fxpipe.engines.ranks.rank_engine import RankScheduler, take_step
-from fxpipe.engines.ranks.rank_group import LEADER, World
+from fxpipe.engines.ranks.rank_group import COMPILING, LEADER, World
 from fxpipe.engines.ranks.step_consensus import describe
 from fxpipe.errors import RankError
 from fxpipe.ir.timeline import Timeline
@@ -50,6 +52,7 @@ class Header:
     - `runs`: whether anything runs.
     - `given`: None, or, if shapes differ from the last call, the pickled arguments, with tensors on the meta device.
     - `failed`: the error, if the leader makes no call.
+    - `target`: whether the leader was given a target.
     - `call`: the name of the call in errors; `gathers`: whether values are collected, and nothing else.
     """
 
@@ -60,6 +63,7 @@ class Header:
     runs: bool = True
     given: bytes | None = None
     failed: str | None = None
+    target: bool = False
     call: str = "step"
     gathers: bool = False
 
@@ -77,7 +81,7 @@ class RankCalls:
 
     - `header`: the leader's header; `waits`: whether this rank has not received it yet.
     - `joined`: whether this rank has begun its part, so that all ranks learn of an error here.
-    - `name`: the name of this rank's call in errors.
+    - `name`: the name of this rank's call in errors; `target`: whether it was given a target.
 
     From one call to the next:
 
@@ -88,13 +92,14 @@ class RankCalls:
     def __init__(self, world: World) -> None:
         self.world = world
         self.header, self.waits, self.joined, self.name = Header(), False, False, "step"
+        self.target = False
         self.signatures: Given = (), {}, None
         self.told: bytes | None = None
         self.seen: tuple[Any, ...] | None = None
 
     def make(self, call: Call, given: Given, refuse: Refuse, name: str = "step") -> Any:
         """Make a call together with all ranks; returns its result."""
-        self.joined, self.name = False, name
+        self.joined, self.name, self.target = False, name, given[2] is not None and given[2] is not NO_TARGET
         return self._lead(call, given) if self.world.leads else self._follow(call, given, refuse)
 
     def gather(self, value: Any, name: str, refuse: Refuse) -> list[Any]:
@@ -157,6 +162,8 @@ class RankCalls:
             raise Outdated
         if self.header.call != self.name:
             raise self._elsewhere(self.header)
+        if self.target and not self.header.target:
+            raise RankError(self._alone())
         return self.header
 
     def _join(self, kind: int, random: bool) -> Header:
@@ -173,13 +180,13 @@ class RankCalls:
         return header
 
     def _lead(self, call: Call, given: Given) -> Any:
-        self.header = Header(given=self._news(given), call=self.name)
+        self.header = Header(given=self._news(given), target=self.target, call=self.name)
         try:
             return call(given)
         except BaseException as error:
             if not self.joined:  # no header was sent yet
                 self.told = self.seen = None
-                self.world.tell_all(pickle.dumps(Header(failed=describe(error), call=self.name)))
+                self.world.tell_all(pickle.dumps(replace(self.header, given=None, failed=describe(error))))
             raise
 
     def _news(self, given: Given) -> bytes | None:
@@ -198,7 +205,9 @@ class RankCalls:
         before, self.seen = self.seen, glance(given)
         self.waits = True
         if self.seen is None or self.seen != before:
+            self.world.allowance = COMPILING  # the leader may be
             self._listen()
+            self.world.allowance = timedelta(0)
         while True:
             signatures = self.signatures
             try:
@@ -222,10 +231,18 @@ class RankCalls:
             self._answer()
         self.header = header
         if header.failed is not None:
-            raise RankError(f"rank {LEADER}: {header.failed}")
+            raise RankError(
+                f"rank {LEADER}: {header.failed}" + f"\n{self._alone()}" * (self.target and not header.target)
+            )
         if header.given is not None:
             self.signatures = pickle.loads(header.given)
         return header
+
+    def _alone(self) -> str:
+        return (
+            f"target is given on rank {self.world.rank} and not on rank {LEADER}, which needs it, too: its call says "
+            "what all ranks compute"
+        )
 
 
 def values_of(answers: Sequence[tuple[str, Any]]) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakMethod
@@ -101,6 +102,8 @@ class Ranks(Processes):
                 yield
             except Lost as lost:
                 raise RankError(str(lost)) from None
+            finally:
+                self.world.allowance = timedelta(0)
 
     @property
     def leads(self) -> bool:

@@ -29,6 +29,7 @@ from fxpipe.engines.ranks.rank_group import World
 from fxpipe.engines.transports import shared_memory as board
 from fxpipe.engines.transports.same_machine import SWITCH
 from fxpipe.pipe.build import build as whole_build
+from fxpipe.pipe.ranks import rank_builds
 from fxpipe.pipe.ranks.process_group import find_world
 from fxpipe.pipe.ranks.rank_pipe import RankPipe
 from fxpipe.planning import homes
@@ -417,6 +418,35 @@ def call_apart(group: Any, folder: Path) -> None:
     model.zero_grad()
     torch.testing.assert_close(pipe.step(x, target=y, loss_fn=F.mse_loss), loss, rtol=1e-9, atol=0)
     assert pipe.collect(rank) == list(range(dist.get_world_size(group)))
+    pipe.close()
+
+
+def compile_slowly(group: Any) -> None:
+    """The leader takes longer to compile than a rank may be silent: no rank counts as lost; later ranks do."""
+    for timeout, far in ((4.0, False), (4.5, True)):
+        with apart(far), pytest.MonkeyPatch.context() as patch:
+            made = rank_builds.build_here
+            patch.setattr(rank_builds, "build_here", lambda *args, made=made: (time.sleep(8), made(*args))[1])
+            pipe, _, (x, y) = chain(group, "1f1b", timeout=timeout)
+            pipe.step(x, target=y, loss_fn=F.mse_loss)
+            assert pipe.world.patience.total_seconds() == timeout
+            pipe.close()
+
+
+def target_on_the_last(group: Any) -> None:
+    """A target that rank 0 is not given: all ranks hear that, whether the loss asks for one or not."""
+    pipe, _, (x, y) = chain(group, "1f1b", timeout=60)
+    rank = dist.get_rank(group)
+
+    def of_itself(output: Tensor, target: Tensor | None = None) -> Tensor:
+        return output.square().mean() if target is None else F.mse_loss(output, target)
+
+    needs = "target is given on rank 1 and not on rank 0, which needs it, too"
+    for loss_fn, text in ((F.mse_loss, "no target" if rank == 0 else needs), (of_itself, needs)):
+        for _ in range(2):
+            with raises(text) if rank or loss_fn is of_itself else pytest.raises(TypeError, match="missing"):
+                pipe.step(x, loss_fn=loss_fn, **({"target": y} if rank else {}))
+            pipe.step(x, target=y, loss_fn=loss_fn)
     pipe.close()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.whole.ranks import cases, replica_groups
 from tests.whole.ranks.pool import Pool
 
@@ -37,3 +39,12 @@ def test_a_scaler_that_is_wrong_on_one_rank(pool: Pool, tmp_path: Path) -> None:
 def test_calls_that_only_some_ranks_make(pool: Pool, tmp_path: Path) -> None:
     """As with `if rank == 0: save_checkpoint(...)`."""
     pool.run(cases.call_apart, tmp_path / "saved", ranks=(0, 1, 2))
+
+
+def test_a_target_on_the_last_rank_alone(pool: Pool) -> None:
+    pool.run(cases.target_on_the_last, ranks=(0, 1))
+
+
+@pytest.mark.slow
+def test_time_to_compile_is_no_silence(pool: Pool) -> None:
+    pool.run(cases.compile_slowly, ranks=(0, 1))
