@@ -44,7 +44,7 @@ from fxpipe.planning.operators.compiled.metropolis import has_room
 from fxpipe.planning.operators.compiled.numba_compiler import allocating, compiled, entry
 from fxpipe.planning.operators.compiled_core import Core
 from fxpipe.planning.operators.expert_strategies import data_parallel
-from fxpipe.planning.operators.operator_costs import Cost, roofline
+from fxpipe.planning.operators.operator_costs import Cost, estimated
 from fxpipe.planning.operators.strategy_search import Found
 
 MOST_PARTS = 6  # the bounds are about sets of parts
@@ -64,7 +64,7 @@ def best_of_all(
     device that has no other part of the operator. What is slower than `start` (data parallelism) is left out unseen, so
     that a good one makes it quick. To a 10^12th part: a strategy that is faster by less may be missed."""
     first = start or data_parallel(graph, len(cluster.devices))
-    core = Core(graph, cluster, cost or roofline(), (first,))
+    core = Core(graph, cluster, cost or estimated(), (first,))
     p = core.problem
     if p.parts > MOST_PARTS:
         raise ValueError(f"all strategies are searched for up to {MOST_PARTS} parts; here operators have {p.parts}")

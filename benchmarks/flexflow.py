@@ -26,7 +26,7 @@ from fxpipe.ir.units import show_seconds
 from fxpipe.planning.operators.compiled.flat_arrays import Ints
 from fxpipe.planning.operators.expert_strategies import scattered
 from fxpipe.planning.operators.models.published_models import MODELS
-from fxpipe.planning.operators.operator_costs import roofline
+from fxpipe.planning.operators.operator_costs import estimated
 from fxpipe.planning.operators.strategy_search import TEMPERATURE
 
 from .full_simulation import FullCore
@@ -58,7 +58,7 @@ def cell(name: str, devices: int, seconds: float, starts: int) -> Cell:
     """A cell of the table; the searches by delta from all starts together take about this many seconds."""
     graph = MODELS[name]()
     cluster = p100s(devices // 4) if devices <= 16 else k80s(devices // 4)
-    core = FullCore(graph, cluster, roofline(), capacity=1 << 23 if devices > 16 else 1 << 20)
+    core = FullCore(graph, cluster, estimated(), capacity=1 << 23 if devices > 16 else 1 << 20)
     search(core, scattered(graph, devices, Random(0)), 0, 0.0)  # compiled, or read from disk
     found = [search(core, scattered(graph, devices, Random(n)), n, seconds / starts) for n in range(1, starts + 1)]
     return Cell(

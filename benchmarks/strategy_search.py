@@ -39,7 +39,7 @@ from fxpipe.planning.operators.expert_strategies import data_parallel, expert
 from fxpipe.planning.operators.models.convolutional_networks import lenet
 from fxpipe.planning.operators.models.published_models import MODELS
 from fxpipe.planning.operators.models.recurrent_networks import rnnlm
-from fxpipe.planning.operators.operator_costs import once, roofline
+from fxpipe.planning.operators.operator_costs import estimated, once
 from fxpipe.planning.operators.strategy_search import search
 from fxpipe.planning.operators.task_graph import tasks
 
@@ -126,7 +126,7 @@ def least_computation(core: Core) -> float:
 def against_data_parallel(name: str, where: str, cluster: Cluster, seconds: float) -> Row:
     """What a search finds, beside data parallelism and the experts' strategy. Bytes are counted by the plain simulator:
     a minute for large ones."""
-    graph, cost, devices = MODELS[name](), once(roofline()), len(cluster.devices)
+    graph, cost, devices = MODELS[name](), once(estimated()), len(cluster.devices)
     found = search(graph, cluster, cost, budget=seconds, progress=False, finish=False)
     plain, skilled = data_parallel(graph, devices), expert(graph, devices)
     core = Core(graph, cluster, cost, (found.strategy, plain, skilled), capacity=1 << 18)
@@ -154,7 +154,7 @@ def against_all(name: str, where: str, anywhere: bool, seconds: float) -> Row:
     began = process_time()
     best = best_of_all(graph, cluster, start=found.strategy, anywhere=anywhere)
     took = process_time() - began
-    space = choices(problem(graph, cluster, once(roofline())), anywhere)
+    space = choices(problem(graph, cluster, once(estimated())), anywhere)
     count = prod(float(configs) for configs in np.diff(space.first))
     worth = verdict(found.seconds, best.seconds)
     on = "any" if anywhere else "runs"

@@ -22,6 +22,7 @@ from fxpipe.pipe.options.option_forms import check as check_values
 from fxpipe.pipe.options.option_table import PROFILE
 from fxpipe.pipe.progress import working
 from fxpipe.profiling import estimate
+from fxpipe.profiling.calibrate import calibrate
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,15 @@ class ModelProfile(Profile):
         sizes = {**self.sizes, **dict.fromkeys(_rows(self.graph), rows)}
         made = estimate(self.graph, sizes, self.estimated_for)
         return replace(self, batch=made.batch, ops=made.ops, sizes=sizes)
+
+    def calibrated(self, device: Device) -> Device:
+        """`device`, the one that this profile was measured on, with the shares of its peaks that the ops reached.
+        Estimates for it are then true of it. Raises ValueError if the profile was estimated."""
+        if self.source != "measured":
+            raise ValueError(
+                f"the profile is {self.source}; measure one, as in fxpipe.profile(model, x, device='cuda:0')"
+            )
+        return calibrate(self.graph, self.sizes, self, device)
 
 
 def _rows(graph: Graph) -> list[str]:
@@ -77,9 +87,9 @@ def profile(
     >>> print(profile(model, torch.zeros(64, 1024, device="meta"), device=V100))
     Sequential, estimated on V100, batch 64
     name     forward    backward    saved    output    parameters
-    input_1  13.5 us    13.5 us     262 kB   262 kB    4.2 MB
+    input_1  22.1 us    22.1 us     262 kB   262 kB    4.2 MB
     input_2  5.58 us    5.58 us     262 kB   262 kB    0 B
-    total    19.1 us    19.1 us     524 kB   524 kB    4.2 MB
+    total    27.7 us    27.7 us     524 kB   524 kB    4.2 MB
     """
     check_values(PROFILE, locals())
     check_model(model, "profile")

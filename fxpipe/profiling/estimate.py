@@ -1,7 +1,7 @@
 """Graph -> Profile, without running anything: from the types of the ops and the figures of a device.
 
-An op takes its operations at the device's speed, or its bytes at the memory's bandwidth, whichever takes longer, and
-the time to launch it. The backward of a product is one more product for each operand that needs a gradient; of any
+An op takes its time by the roofline model, and the time to launch it. A product's operations run at the speed of its
+element type. The backward of a product is one more product for each operand that needs a gradient; of any
 other op, about half as many bytes again. What autograd keeps depends on the kind of op: some keep their result, some
 nothing, most what they read. Each memory counts once, at the first op that keeps it; views and in-place results share
 the memory of what they view or write.
@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from fxpipe.ir.cluster.cluster import Device
+from fxpipe.ir.cluster.cluster import ASSUMED_GPU, Device
+from fxpipe.ir.cluster.roofline import roofline
 from fxpipe.ir.graph.graph import Graph, Op, Ref, is_opaque, op_name, refs
 from fxpipe.ir.graph.ops import CHANNEL_DROPOUTS, DROPOUTS, KEEP_NOTHING, KEEP_RESULT, MAX_POOLS
 from fxpipe.ir.graph.shared_memory_values import trains, viewed
@@ -27,9 +28,11 @@ POOLS = MAX_POOLS | {"adaptive_max_pool2d", "max_pool3d"}
 CELL = 5  # tensors of its result's size that a recurrent or opaque op also keeps: gates and cell
 
 
-def estimate(graph: Graph, sizes: Mapping[str, int], device: Device) -> Profile:
-    """The estimated costs of a micro-batch on `device`; `sizes` has a number for each of the graph's sizes."""
-    sized = _Sized(graph.types, frozenset(state.name for state in graph.states), sizes, device)
+def estimate(graph: Graph, sizes: Mapping[str, int], device: Device, products: str | None = None) -> Profile:
+    """The estimated costs of a micro-batch on `device`; `sizes` has a number for each of the graph's sizes. `products`
+    is the element type in which matrices are multiplied, such as "tf32", if not that of their result."""
+    states = frozenset(state.name for state in graph.states)
+    sized = _Sized(graph.types, states, sizes, device, products)
     unused = {state.name for state in graph.states if state.kind == "parameter"}
     memory = {name: name for name in sized.types}  # the value in whose memory each value stands
     kept: set[str] = set()
@@ -55,6 +58,12 @@ def estimate(graph: Graph, sizes: Mapping[str, int], device: Device) -> Profile:
     return Profile(graph.model, batch, device.label, "estimated", tuple(costs))
 
 
+def product_types(graph: Graph, sizes: Mapping[str, int]) -> dict[str, str]:
+    """The ops that multiply matrices, by name, each with the element type of its result."""
+    sized = _Sized(graph.types, frozenset(state.name for state in graph.states), sizes, ASSUMED_GPU)
+    return {op.name: _dtype(op) for op in graph.ops if any(True for _ in tensors(op.type)) and sized.products(op)}
+
+
 @dataclass(frozen=True)
 class _Sized:
     """The types of all values, with a number for each size; answers questions about single ops."""
@@ -63,6 +72,7 @@ class _Sized:
     states: frozenset[str]
     sizes: Mapping[str, int]
     device: Device
+    multiplied: str | None = None
 
     def bytes(self, names: Iterable[str]) -> int:
         return sum(nbytes(self.types[name], self.sizes) for name in names)
@@ -93,7 +103,10 @@ class _Sized:
         if op_name(op) == "embedding":
             read = result
         flops = self.products(op)
-        forward = self.roofline(flops or self.elements(op), read + result)
+        if flops:
+            forward = roofline(self.device, flops, read + result, self.multiplied or _dtype(op)) + LAUNCH
+        else:
+            forward = self.roofline(self.elements(op), read + result)
         if not differentiable:
             return forward, 0.0
         if flops:
@@ -102,7 +115,7 @@ class _Sized:
         return forward, self.roofline(self.elements(op), (read + result) // 2 + gradients)
 
     def roofline(self, flops: int, moved: int) -> float:
-        return max(flops / self.device.flops, moved / self.device.bandwidth) + LAUNCH
+        return roofline(self.device, flops, moved) + LAUNCH
 
     def elements(self, op: Op) -> int:
         found = [*tensors(op.type), *(type for _, type in self.operands(op))]
@@ -152,6 +165,11 @@ class _Sized:
         if name == "cross_entropy":
             return next((type.nbytes(self.sizes) for _, type in self.operands(op)), 0)  # the log-softmax
         return CELL * size if name in BY_ROWS or is_opaque(op) else 0
+
+
+def _dtype(op: Op) -> str:
+    """The element type of a product, as `matrix_speed.STORED` has it."""
+    return next(tensors(op.type)).dtype.partition("_")[0]
 
 
 def _first(op: Op) -> str:

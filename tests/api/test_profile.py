@@ -8,6 +8,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import InputError, PlanError
+from fxpipe.ir.cluster.cluster import Device
 from fxpipe.ir.cluster.published_clusters import V100, dapple_a
 
 
@@ -61,3 +62,17 @@ def test_refusals() -> None:
         fxpipe.profile(net(), torch.zeros(6, 8), batch=0)
     with pytest.raises(PlanError, match="'gpu' is not a device"):
         fxpipe.profile(net(), torch.zeros(6, 8), device="gpu")
+
+
+def test_measured_profiles_calibrate_a_device() -> None:
+    cpu = Device("cpu:0", 10**9, 1e15, 1e15)
+    model, x = nn.Sequential(nn.Linear(256, 256), nn.ReLU()), torch.zeros(64, 256)
+    measured = fxpipe.profile(model, x)
+    found = measured.calibrated(cpu)
+    guess = fxpipe.profile(model, x, device=found)
+    assert 0 < found.matrices[0].efficiency < 1
+    assert sum(op.forward + op.backward for op in guess.ops) == pytest.approx(
+        sum(op.forward + op.backward for op in measured.ops), rel=0.5, abs=1e-4
+    )
+    with pytest.raises(ValueError, match="the profile is estimated; measure one"):
+        guess.calibrated(cpu)

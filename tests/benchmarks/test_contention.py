@@ -14,7 +14,7 @@ from fxpipe.ir.operators.operators import OperatorGraph
 from fxpipe.ir.operators.strategy import Config, Strategy
 from fxpipe.planning.operators.expert_strategies import scattered
 from fxpipe.planning.operators.models.operator_kinds import elementwise, features
-from fxpipe.planning.operators.operator_costs import roofline
+from fxpipe.planning.operators.operator_costs import estimated
 from fxpipe.planning.operators.simulate_strategy import run as run_alone
 from fxpipe.planning.operators.simulate_strategy import simulate
 from fxpipe.planning.operators.task_graph import Task, tasks
@@ -59,7 +59,7 @@ def test_without_slowdown_all_times_are_those_of_the_plain_simulator(seed: int) 
     graph, random = network(seed).graph, Random(seed)
     todo = [
         replace(one, seconds=random.random() if one.seconds else 0.0)  # no two end at once but by what they are
-        for one in tasks(graph, cluster(3), scattered(graph, 3, random), roofline())
+        for one in tasks(graph, cluster(3), scattered(graph, 3, random), estimated())
     ]
     found, plain = run(todo, {one.key: one.seconds for one in todo}, 3), run_alone(todo)
     for key, times in plain.items():

@@ -11,7 +11,7 @@ from fxpipe.ir.operators.operators import OperatorGraph
 from fxpipe.ir.operators.strategy import Config, Strategy
 from fxpipe.planning.operators.compiled_core import Core
 from fxpipe.planning.operators.models.operator_kinds import elementwise, features, linear
-from fxpipe.planning.operators.operator_costs import once, roofline
+from fxpipe.planning.operators.operator_costs import estimated, once
 from fxpipe.planning.operators.simulate_strategy import simulate
 from fxpipe.planning.operators.strategy_space import configs
 from tests.helpers.operator_graphs import cluster, perceptron, rnnlm
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow  # the search takes half a minute to compile
 
 @pytest.mark.parametrize("bandwidth", [1e6, 1e8, 1e10])
 def test_exhaustive_search_finds_what_brute_force_finds(bandwidth):
-    graph, machine, cost = perceptron(), cluster(2, bandwidth=bandwidth), roofline(launch=1e-7)
+    graph, machine, cost = perceptron(), cluster(2, bandwidth=bandwidth), estimated(launch=1e-7)
     choices = [configs(operator, 2) for operator in graph]
     brute = min(simulate(graph, machine, Strategy(one), cost) for one in product(*choices))
     found = best_of_all(graph, machine, cost)
@@ -31,7 +31,7 @@ def test_exhaustive_search_finds_what_brute_force_finds(bandwidth):
 
 def test_pruning_leaves_most_strategies_out():
     graph = perceptron()
-    found = best_of_all(graph, cluster(4), roofline(launch=1e-7))
+    found = best_of_all(graph, cluster(4), estimated(launch=1e-7))
     everything = 1
     for operator in graph:
         everything *= len(configs(operator, 4))
@@ -64,7 +64,7 @@ def test_nothing_faster_is_left_out(graph, devices, anywhere):
     """Where ways part and meet, and where steps share weights; in a network slow enough to matter, of a start that all
     of the best have to beat."""
     for bandwidth in (1e6, 3e7):
-        machine, cost = cluster(devices, bandwidth=bandwidth, latency=1e-5), once(roofline(launch=1e-7))
+        machine, cost = cluster(devices, bandwidth=bandwidth, latency=1e-5), once(estimated(launch=1e-7))
         choices = [tuple(dict.fromkeys(every_config(operator, devices, anywhere))) for operator in graph]
         core = Core(graph, machine, cost)
         brute = min(core.begin(Strategy(one)) for one in product(*choices))

@@ -19,7 +19,7 @@ from fxpipe.planning.operators.models.operator_kinds import (
 )
 
 
-def cluster(devices, flops=1e9, bandwidth=1e9, latency=1e-6, servers=1):
+def cluster(devices, flops=5e8, bandwidth=1e9, latency=1e-6, servers=1):
     """Equal devices on `servers` servers; between servers links are four times as slow."""
     found = tuple(Device(f"d{i}", 10**9, flops, 1e12, f"s{i * servers // devices}") for i in range(devices))
     names = sorted({device.server for device in found})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxpipe.ir.cluster.cluster import Device
+from fxpipe.ir.cluster.matrix_speed import MatrixSpeed
 from fxpipe.ir.graph.graph import Graph, Input, Op, Origin, Output, Ref, Size, State
 from fxpipe.ir.graph.value_types import ScalarType, TensorType
 from fxpipe.ir.plan.profile import check, total
@@ -45,6 +47,15 @@ def test_times_by_hand():
     assert r.forward == pytest.approx(2 * 8 * 500 * 4 / 1e9 + LAUNCH)  # bound by memory
     assert [op.saved for op in (n, y, v, r)] == [0, 8 * 1000 * 4, 0, 8 * 500 * 4]
     assert [op.parameters for op in (n, y, v, r)] == [0, 500 * 1000 * 4, 0, 0]
+
+
+def test_products_run_at_the_speed_of_their_type():
+    fast = replace(CPU, matrices=(MatrixSpeed("f32", 1e10, 0.5), MatrixSpeed("tf32", 4e10)))
+    linear = net(Op("y", F.linear, (Ref("x"), Ref("w")), {}, tensor("b", 500), HERE))
+    products = 2 * 64 * 1000 * 500
+    seconds = [estimate(linear, {"b": 64}, fast, chosen).ops[0].forward - LAUNCH for chosen in (None, "tf32")]
+    assert seconds[0] == pytest.approx(products / 5e9)
+    assert seconds[1] == pytest.approx(max(products / 4e10, 4 * (64 * 1500 + 1000 * 500) / 1e9))
 
 
 def test_a_gradient_for_the_input_is_a_second_product():

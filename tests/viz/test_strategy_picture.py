@@ -14,7 +14,7 @@ from fxpipe.planning.operators.models.convolutional_networks import alexnet, inc
 from fxpipe.planning.operators.models.graph_builder import Draft
 from fxpipe.planning.operators.models.operator_kinds import concat, convolution, flatten, image, linear
 from fxpipe.planning.operators.models.recurrent_networks import nmt
-from fxpipe.planning.operators.operator_costs import roofline
+from fxpipe.planning.operators.operator_costs import estimated
 from fxpipe.planning.operators.simulate_strategy import timeline
 from fxpipe.viz import svg
 from fxpipe.viz.strategy_picture import draw
@@ -120,7 +120,7 @@ def test_a_timeline_names_the_operators() -> None:
     """There are no micro-batches to number."""
     cluster = preset("p100:1")
     graph = alexnet()
-    picture = svg.draw(timeline(graph, cluster, data_parallel(graph, 1), roofline()))
+    picture = svg.draw(timeline(graph, cluster, data_parallel(graph, 1), estimated()))
     told = ["".join(node.itertext()) for node in ET.fromstring(picture).iter(f"{SVG}text")]
     assert {"conv2 0", "conv5 0"} <= set(told)
     assert "<title>forward conv2 0</title>" in picture

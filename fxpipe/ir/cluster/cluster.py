@@ -28,17 +28,21 @@ from fxpipe.ir.dataclass_json import read, write
 from fxpipe.ir.units import show_bytes, show_seconds
 
 from .device_labels import Label
+from .matrix_speed import MatrixSpeed, check_speeds
 
 
 @dataclass(frozen=True)
 class Device:
-    """One device.
+    """One device. How long it takes for something is in `roofline.py`.
 
     - `label`: its name, such as "cuda:0"; "cpu:1" is the second CPU worker.
     - `memory`: in bytes.
-    - `flops`: floating-point operations per second.
-    - `bandwidth`: bytes of memory read or written per second.
+    - `flops`: peak floating-point operations per second, but for the products that `matrices` tells.
+    - `bandwidth`: peak bytes of memory read or written per second.
     - `server`: the server that the device is in.
+    - `matrices`: how fast it multiplies matrices, by element type.
+    - `memory_efficiency`: the share of `bandwidth` that ops reach.
+    - `source`: where the figures are from.
     """
 
     label: Label
@@ -46,6 +50,14 @@ class Device:
     flops: float
     bandwidth: float
     server: str = "local"
+    matrices: tuple[MatrixSpeed, ...] = ()
+    memory_efficiency: float = 1.0
+    source: str = ""
+
+    @cached_property
+    def speeds(self) -> tuple[float, float, tuple[MatrixSpeed, ...]]:
+        """All that times depend on: devices with the same speeds take equally long for everything."""
+        return self.flops, self.bandwidth * self.memory_efficiency, self.matrices
 
 
 @dataclass(frozen=True)
@@ -74,6 +86,8 @@ class Switch:
     - `through`: whether messages to places beyond the switch take the members' ports too: true of a tree of PCIe or
       Ethernet switches, not of NVLink beside a network card.
     - `all_reduce`: bytes per second that a ring of members reaches, if that is not the ports' rate.
+    - `card`: bytes per second that one device behind a member sends or receives, where each has a network card of its
+      own; a port's `bandwidth` is then that of all its cards.
     """
 
     name: str
@@ -83,6 +97,7 @@ class Switch:
     into: float | None = None
     through: bool = False
     all_reduce: float | None = None
+    card: float | None = None
 
     @property
     def receiving(self) -> float:
@@ -183,7 +198,13 @@ def link(cluster: Cluster, a: str, b: str) -> Link:
     if switch is None:
         raise KeyError(f"no link joins {a} and {b}, nor their servers {' and '.join(sorted(servers))}")
     below = [s for end in (a, b) for s in _below(cluster, end, switch)]
-    return Link((a, b), min(min(s.bandwidth, s.receiving) for s in (switch, *below)), switch.latency)
+    return Link((a, b), min(_narrowest(s) for s in (switch, *below)), switch.latency)
+
+
+def _narrowest(switch: Switch) -> float:
+    """The bytes per second that two devices alone reach through the ports of a switch."""
+    rates = (switch.bandwidth, switch.receiving)
+    return min(rates if switch.card is None else (*rates, switch.card))
 
 
 def _below(cluster: Cluster, label: str, top: Switch) -> list[Switch]:
@@ -205,6 +226,10 @@ def check(cluster: Cluster) -> None:
         known.add(device.label)
         if min(device.memory, device.flops, device.bandwidth) <= 0:
             raise ValueError(f"device {device.label} has a figure that is not positive: {device}")
+        if not 0 < device.memory_efficiency <= 1:
+            share = device.memory_efficiency
+            raise ValueError(f"device {device.label} reaches {share} of its bandwidth; write a share of at most 1")
+        check_speeds(device.label, device.matrices)
     for one in cluster.links:
         if not known.issuperset(one.ends):
             raise ValueError(f"the link {' - '.join(one.ends)} joins something that is not in the cluster")
@@ -234,6 +259,7 @@ def _check_switches(cluster: Cluster, known: set[str]) -> None:
             switch.bandwidth,
             switch.receiving,
             switch.bandwidth if switch.all_reduce is None else switch.all_reduce,
+            switch.bandwidth if switch.card is None else switch.card,
         )
         if not (min(rates) > 0 and switch.latency >= 0):
             raise ValueError(f"the switch {switch.name!r} has a figure that is not positive: {switch}")
@@ -257,8 +283,7 @@ def _check_switches(cluster: Cluster, known: set[str]) -> None:
 def show(cluster: Cluster) -> str:
     """A table of devices, one of links and one of switches."""
     devices = [
-        (d.label, d.server, show_bytes(d.memory), f"{d.flops / 1e12:.3g} Tflop/s", f"{show_bytes(d.bandwidth)}/s")
-        for d in cluster.devices
+        (d.label, d.server, show_bytes(d.memory), _compute(d), f"{show_bytes(d.bandwidth)}/s") for d in cluster.devices
     ]
     links = [(" - ".join(e.ends), f"{show_bytes(e.bandwidth)}/s", show_seconds(e.latency)) for e in cluster.links]
     switches = [
@@ -270,6 +295,12 @@ def show(cluster: Cluster) -> str:
     if switches:
         tables.append(tabulate(switches, ("switch", "joins", "bandwidth", "latency"), tablefmt="plain"))
     return "\n\n".join(tables)
+
+
+def _compute(device: Device) -> str:
+    """Teraflop/s, of products by element type where they are known."""
+    by_type = [f"{one.dtype} {one.peak / 1e12:.3g}" for one in device.matrices]
+    return f"{', '.join(by_type) or format(device.flops / 1e12, '.3g')} Tflop/s"
 
 
 def _members(switch: Switch) -> str:

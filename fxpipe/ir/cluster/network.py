@@ -11,7 +11,8 @@ link sets the pace.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from fxpipe.ir.replica_shares import in_common
@@ -81,8 +82,12 @@ def way(cluster: Cluster, a: str, b: str) -> Iterator[Use]:
     assert top is not None
     for switch, member in _up(cluster, a, top):
         yield (switch.name, member, "out"), switch.bandwidth
+        if switch.card is not None:
+            yield (switch.name, a, "out"), switch.card
     for switch, member in _up(cluster, b, top):
         yield (switch.name, member, "into"), switch.receiving
+        if switch.card is not None:
+            yield (switch.name, b, "into"), switch.card
 
 
 def _along(cluster: Cluster, between: Link, a: str, b: str) -> Iterator[Use]:
@@ -113,15 +118,28 @@ def all_reduce(cluster: Cluster, devices: Sequence[int]) -> Rate:
     return Rate(2 * (r - 1) * latency, 2 * (r - 1) / r / bandwidth)
 
 
-def ring(cluster: Cluster, devices: Sequence[int]) -> tuple[float, float]:
-    """The least bandwidth and the longest latency between neighbours in the ring of these devices."""
-    steps = [_step(cluster, a, b) for a, b in zip(devices, (*devices[1:], devices[0]), strict=True)]
+def ring(cluster: Cluster, devices: Sequence[int], among: Sequence[int] | None = None) -> tuple[float, float]:
+    """The least bandwidth and the longest latency between neighbours in the ring of these devices. Where devices have
+    network cards of their own, as many rings as a server has devices in it run beside each other, one over each card;
+    `among` are the devices whose cards they use, if not those of the ring."""
+    behind: Counter[tuple[str, str]] = Counter()
+    for device in devices if among is None else among:
+        behind.update((switch.name, member) for switch, member in cluster.ports[cluster.labels[device]])
+    steps = [_step(cluster, a, b, behind) for a, b in zip(devices, (*devices[1:], devices[0]), strict=True)]
     return min(bandwidth for bandwidth, _ in steps), max(latency for _, latency in steps)
 
 
-def _step(cluster: Cluster, i: int, j: int) -> tuple[float, float]:
+def _step(cluster: Cluster, i: int, j: int, behind: Mapping[tuple[str, str], int]) -> tuple[float, float]:
     a, b = cluster.labels[i], cluster.labels[j]
     between = link(cluster, a, b)
     top = None if between in cluster.links else meeting(cluster, a, b)
-    faster = top.all_reduce if top is not None else None
-    return between.bandwidth if faster is None else faster, between.latency
+    if top is None:
+        return between.bandwidth, between.latency
+    bandwidth = between.bandwidth if top.all_reduce is None else top.all_reduce
+    if top.card is not None:
+        rings = min(
+            behind[top.name, member] for end in (a, b) for s, member in cluster.ports[end] if s.name == top.name
+        )
+        ports = min(top.bandwidth, top.receiving) if top.all_reduce is None else top.all_reduce
+        bandwidth = min(ports, rings * top.card)
+    return bandwidth, between.latency

@@ -1,5 +1,6 @@
-"""Clusters of published experiments. Figures are nominal, each with its source. Programs reach less, so presets of
-several servers take the effective bandwidth between servers as an argument.
+"""Clusters of published experiments, and nodes of current GPUs. Figures are nominal, each with its source. Programs
+reach less, so devices have the share of their peak that products reach, and presets of several servers take the
+effective bandwidth between servers as an argument.
 
     preset   devices                        within a server   between servers
     dapple_a 2 servers of 8 V100            NVLink            25 Gb/s Ethernet
@@ -8,7 +9,9 @@ several servers take the effective bandwidth between servers as an argument.
     p100s    4 nodes of 4 P100              NVLink            100 Gb/s EDR InfiniBand
     k80s     16 nodes of 4 K80 (GPUs)       PCIe switches     56 Gb/s InfiniBand
     p40s     1 box of 8 P40                 PCIe              -
-    h100s    1 box of 8 H100                NVLink            -
+    a100s    nodes of 8 A100                NVLink            8 x 200 Gb/s InfiniBand
+    h100s    nodes of 8 H100                NVLink            8 x 400 Gb/s InfiniBand
+    b200s    nodes of 8 B200                NVLink            8 x 400 Gb/s InfiniBand
 """
 
 from __future__ import annotations
@@ -17,17 +20,37 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from .cluster import Cluster, Device, Switch, check
+from .matrix_speed import MatrixSpeed
 from .what_if import fewer
 
 GB = 10**9
 
-# Memory, single-precision FLOP/s and memory bandwidth, from NVIDIA's data sheets. A K80 is a board of two GPUs: this is
-# one of them. Of an H100 SXM the FLOP/s are those of TF32 on tensor cores without sparsity.
-V100 = Device("V100", memory=16 * GB, flops=15.7e12, bandwidth=900e9)
-P100 = Device("P100", memory=16 * GB, flops=10.6e12, bandwidth=732e9)
-K80 = Device("K80", memory=12 * GB, flops=4.37e12, bandwidth=240e9)
-P40 = Device("P40", memory=24 * GB, flops=11.8e12, bandwidth=346e9)
-H100 = Device("H100", memory=80 * GB, flops=494e12, bandwidth=3.35e12)
+OLD = 0.5  # assumed: the share of their peak that products of common sizes reach on GPUs before the A100
+# The A100's share reproduces the first row of table 1 of Narayanan et al., "Efficient large-scale language model
+# training on GPU clusters using Megatron-LM", 2021, see `benchmarks/megatron.py`. That of later GPUs is assumed to be
+# the same.
+A100_REACHES = 0.6
+MEMORY_REACHES = 0.85  # assumed: what large copies reach
+
+
+def _gpu(label: str, memory: int, bandwidth: float, reaches: float, copies: float, **teraflops: float) -> Device:
+    """A GPU with NVIDIA's own figures: `teraflops` of products by element type, without sparsity."""
+    speeds = tuple(MatrixSpeed(dtype, value * 1e12, reaches) for dtype, value in teraflops.items())
+    source = f"data sheet of the {label}; products reach {reaches:.0%} and memory {copies:.0%} of it"
+    return Device(label, memory * GB, teraflops["f32"] * 1e12, bandwidth, "local", speeds, copies, source)
+
+
+# A K80 is a board of two GPUs: this is one of them. The A100 and H100 are the SXM modules of 80 GB, the B200 that of a
+# DGX B200 at 1000 W.
+V100 = _gpu("V100", 16, 900e9, OLD, 1.0, f32=15.7, f16=125)
+P100 = _gpu("P100", 16, 732e9, OLD, 1.0, f32=10.6, f16=21.2)
+K80 = _gpu("K80", 12, 240e9, OLD, 1.0, f32=4.37)
+P40 = _gpu("P40", 24, 346e9, OLD, 1.0, f32=11.8)
+A100 = _gpu("A100", 80, 2.039e12, A100_REACHES, MEMORY_REACHES, f64=19.5, f32=19.5, tf32=156, bf16=312, f16=312)
+H100 = _gpu("H100", 80, 3.35e12, A100_REACHES, MEMORY_REACHES, f64=67, f32=67, tf32=494.7, bf16=989.4, f16=989.4,
+            f8=1978.9)  # fmt: skip
+B200 = _gpu("B200", 180, 8e12, A100_REACHES, MEMORY_REACHES, f64=40, f32=80, tf32=1100, bf16=2250, f16=2250, f8=4500)
+KNOWN = (V100, P100, K80, P40, A100, H100, B200)
 
 GBIT = 125e6  # bytes per second
 ETHERNET_LATENCY = 50e-6  # assumed: a kernel's TCP stack; none of the papers gives one
@@ -45,18 +68,25 @@ def servers(
     within_latency: float = 0.0,
     between_latency: float = 0.0,
     all_reduce: float | None = None,
+    card: float | None = None,
 ) -> Cluster:
     """`count` servers of `each` devices. Rates are in bytes per second:
 
     - `within`: of each device's port in its server.
-    - `between`: of each server's network card.
+    - `between`: of each server's network cards.
     - `all_reduce`: that a ring over the network cards reaches, if that is another rate.
+    - `card`: of each device's own network card, if it has one.
     """
     names = [[f"{kind.label}:{s * each + i}" for i in range(each)] for s in range(count)]
     devices = tuple(replace(kind, label=name, server=f"server {s}") for s in range(count) for name in names[s])
     inside = tuple(Switch(f"server {s}", tuple(names[s]), within, within_latency) for s in range(count) if each > 1)
     between_all = Switch(
-        "network", tuple(f"server {s}" for s in range(count)), between, between_latency, all_reduce=all_reduce
+        "network",
+        tuple(f"server {s}" for s in range(count)),
+        between,
+        between_latency,
+        all_reduce=all_reduce,
+        card=card,
     )
     cluster = Cluster(devices, switches=(*inside, *((between_all,) if count > 1 else ())))
     check(cluster)
@@ -109,9 +139,26 @@ def p40s(count: int = 8) -> Cluster:
     return servers(1, count, P40, 12e9, 1.0, PCIE_LATENCY)
 
 
-def h100s(count: int = 8) -> Cluster:
-    """A DGX H100: NVLink of the fourth generation through NVSwitch, 450 GB/s each way for each GPU."""
-    return servers(1, count, H100, 450e9, 1.0, NVLINK_LATENCY)
+def a100s(nodes: int = 1, card: float = 200 * GBIT) -> Cluster:
+    """DGX A100: 8 GPUs, NVLink of the third generation through NVSwitch, 300 GB/s each way for each GPU, and for each
+    GPU a network card of HDR InfiniBand."""
+    return _dgx(nodes, A100, 300e9, card)
+
+
+def h100s(nodes: int = 1, card: float = 400 * GBIT) -> Cluster:
+    """DGX H100: 8 GPUs, NVLink of the fourth generation through NVSwitch, 450 GB/s each way for each GPU, and for each
+    GPU a network card of NDR InfiniBand."""
+    return _dgx(nodes, H100, 450e9, card)
+
+
+def b200s(nodes: int = 1, card: float = 400 * GBIT) -> Cluster:
+    """DGX B200: 8 GPUs, NVLink of the fifth generation through NVSwitch, 900 GB/s each way for each GPU, and for each
+    GPU a network card of NDR InfiniBand."""
+    return _dgx(nodes, B200, 900e9, card)
+
+
+def _dgx(nodes: int, kind: Device, within: float, card: float) -> Cluster:
+    return servers(nodes, 8, kind, within, 8 * card, NVLINK_LATENCY, INFINIBAND_LATENCY, card=card)
 
 
 PRESETS: dict[str, Callable[[], Cluster]] = {
@@ -121,17 +168,25 @@ PRESETS: dict[str, Callable[[], Cluster]] = {
     "p100": p100s,
     "k80": k80s,
     "p40": p40s,
+    "a100": a100s,
     "h100": h100s,
+    "b200": b200s,
 }
 
 
 # Presets that take a number of nodes, and how many devices a node has.
-NODES: dict[str, tuple[Callable[[int], Cluster], int]] = {"p100": (p100s, 4), "k80": (k80s, 4)}
+NODES: dict[str, tuple[Callable[[int], Cluster], int]] = {
+    "p100": (p100s, 4),
+    "k80": (k80s, 4),
+    "a100": (a100s, 8),
+    "h100": (h100s, 8),
+    "b200": (b200s, 8),
+}
 
 
 def preset(name: str) -> Cluster:
-    """The preset of this name, optionally with a number of devices: "k80:8" is two of its nodes, "A:3" three of its
-    devices. Raises ValueError for another name or number.
+    """The preset of this name, optionally with a number of devices: "k80:8" is two of its nodes, "h100:64" eight nodes,
+    "A:3" three of its devices. Raises ValueError for another name or number.
 
     >>> len(preset("k80").devices), len(preset("k80:6").devices), len(preset("p100:64").devices)
     (64, 6, 64)

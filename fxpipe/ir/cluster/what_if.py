@@ -126,6 +126,7 @@ def widened(cluster: Cluster, by: float = 2.0) -> Cluster:
             bandwidth=e.bandwidth * by,
             into=None if e.into is None else e.into * by,
             all_reduce=None if e.all_reduce is None else e.all_reduce * by,
+            card=None if e.card is None else e.card * by,
         )
         for e in cluster.switches
     )

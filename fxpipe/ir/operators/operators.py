@@ -29,6 +29,21 @@ KINDS = frozenset(
     | {"lstm", "attention", "scaled_dot_product", "elementwise", "concat", "flatten", "softmax", "loss"}
     | {"projected_softmax", "samplewise"}
 )
+# Those that multiply matrices, which devices do at another speed than all else. What is "samplewise" multiplies
+# matrices, or is bound by memory, so that the speed does not matter.
+PRODUCTS = frozenset(
+    {
+        "linear",
+        "matmul",
+        "conv1d",
+        "conv2d",
+        "lstm",
+        "attention",
+        "scaled_dot_product",
+        "projected_softmax",
+        "samplewise",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -94,12 +109,16 @@ class Operator:
 
 @dataclass(frozen=True)
 class OperatorGraph:
-    """Operators in an order in which each comes after those it reads. `element` is the bytes of an element. Check with
-    `check`, print with `str`."""
+    """Operators in an order in which each comes after those it reads. Check with `check`, print with `str`.
+
+    - `element`: bytes of an element in memory.
+    - `dtype`: the element type in which matrices are multiplied, a key of `matrix_speed.STORED`.
+    """
 
     name: str
     operators: tuple[Operator, ...]
     element: int = 4
+    dtype: str = "f32"
 
     def __str__(self) -> str:
         return show(self)

@@ -1,10 +1,11 @@
 """This machine as a cluster: its real memory, and speeds that are assumed (`local_cluster`) or measured (`detect`, in
-about a second)."""
+some seconds)."""
 
 from __future__ import annotations
 
 import os
 import queue
+import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,10 +18,16 @@ import torch
 from fxpipe.codegen.package.load_package import worker_device
 from fxpipe.errors import PlanError
 from fxpipe.ir.cluster.cluster import ASSUMED_CPU_WORKER, Cluster, Device, Link, check
+from fxpipe.ir.cluster.matrix_speed import MatrixSpeed
+from fxpipe.ir.cluster.published_clusters import KNOWN
 
 BYTES = 2**25  # to copy: more than caches hold, but quick
 SIDE = 1024  # of the matrices on a CPU
 CUDA_SIDE = 8192
+CUDA_SIDE_F64 = 2048  # many GPUs are 30 times slower in f64
+CPU_DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16}
+CUDA_DTYPES = {**CPU_DTYPES, "tf32": torch.float32, "f16": torch.float16}
+F8_SINCE = (8, 9)  # the compute capability of the first GPUs that multiply f8
 
 
 def local_cluster(labels: Sequence[str]) -> Cluster:
@@ -45,9 +52,10 @@ def detect(workers: int | None = None) -> Cluster:
     """This machine as a cluster, measured: its CUDA devices with the links between them. If there are none, or if
     `workers` is given: that many CPU workers (one per core if not given), which share cores and memory evenly.
 
-    Floating-point operations per second are those of a product of float32 matrices, with torch's current settings;
-    bandwidths (bytes per second) are those of copies. Raises PlanError if `workers` is below 1. Also
-    `Cluster.detect()`.
+    Floating-point operations per second are those of products of large matrices, of each element type; bandwidths
+    (bytes per second) are those of copies. A GPU of which there is a preset gets the peaks of its data sheet, with the
+    shares of them that were reached; any other device counts what was reached as its peak. Raises PlanError if
+    `workers` is below 1. Also `Cluster.detect()`.
     """
     if workers is not None and workers < 1:
         raise PlanError(f"workers is {workers}; a machine has at least one CPU worker")
@@ -69,14 +77,22 @@ def cores() -> int:
 
 def _cpu(workers: int) -> Cluster:
     """CPU workers that run at the same time: each has an equal share of the machine's memory and speed."""
-    a = torch.ones(SIDE, SIDE)
     target, source = torch.empty(BYTES // 4), torch.ones(BYTES // 4)
-    flops = 2 * SIDE**3 / least_seconds(lambda: torch.mm(a, a))
     bandwidth = 2 * BYTES / least_seconds(lambda: target.copy_(source))
-    each = Device("cpu", cpu_memory() // workers, flops / workers, bandwidth / workers)
+    speeds = tuple(MatrixSpeed(name, _cpu_flops(dtype) / workers) for name, dtype in CPU_DTYPES.items())
+    flops = next(one.peak for one in speeds if one.dtype == "f32")
+    each = Device(
+        "cpu", cpu_memory() // workers, flops, bandwidth / workers, matrices=speeds, source="measured by detect"
+    )
     devices = tuple(replace(each, label=f"cpu:{i}") for i in range(workers))
     # A tensor that goes to another worker is not copied: its reader loads it from memory.
     return Cluster(devices, (Link(("local", "local"), bandwidth / 2, _handover()),))
+
+
+def _cpu_flops(dtype: torch.dtype) -> float:
+    """Floating-point operations per second of a product on all cores that torch uses."""
+    a = torch.ones(SIDE, SIDE, dtype=dtype)
+    return 2 * SIDE**3 / least_seconds(lambda: torch.mm(a, a))
 
 
 def least_seconds(run: Callable[[], object], budget: float = 0.2) -> float:
@@ -122,11 +138,66 @@ def _cuda() -> Cluster:
 
 def _gpu(label: str) -> Device:
     with torch.device(label):
-        a = torch.ones(CUDA_SIDE, CUDA_SIDE)
         target, source = torch.empty(BYTES), torch.ones(BYTES)
-    flops = 2 * CUDA_SIDE**3 / _cuda_seconds(label, lambda: torch.mm(a, a))
     bandwidth = 2 * 4 * BYTES / _cuda_seconds(label, lambda: target.copy_(source))
-    return Device(label, torch.cuda.get_device_properties(label).total_memory, flops, bandwidth)
+    reached = {dtype: _cuda_flops(label, dtype) for dtype in CUDA_DTYPES}
+    if torch.cuda.get_device_capability(label) >= F8_SINCE:
+        reached["f8"] = _cuda_flops_f8(label)
+    speeds = tuple(MatrixSpeed(dtype, flops) for dtype, flops in reached.items())
+    properties = torch.cuda.get_device_properties(label)
+    measured = Device(label, properties.total_memory, reached["f32"], bandwidth, "local", speeds, 1.0, "measured")
+    return with_peaks(measured, properties.name)
+
+
+def with_peaks(measured: Device, name: str) -> Device:
+    """The device with the peaks of the preset that its `name` tells, and the shares of them that were measured; as it
+    is if there is no such preset. Presets are of modules on NVLink; cards for PCIe have other peaks.
+
+    >>> from fxpipe.ir.cluster.published_clusters import V100
+    >>> measured = Device("cuda:0", 1, 9e12, 810e9, matrices=(MatrixSpeed("f32", 12.56e12),))
+    >>> found = with_peaks(measured, "Tesla V100-SXM2")
+    >>> found.matrices, found.flops == V100.flops, found.memory_efficiency
+    ((MatrixSpeed(dtype='f32', peak=15700000000000.0, efficiency=0.8),), True, 0.9)
+    """
+    words = set(re.split(r"[^A-Za-z0-9]", name))
+    known = None if words & {"PCIe", "PCIE", "NVL"} else next((one for one in KNOWN if one.label in words), None)
+    if known is None:
+        return replace(measured, source=f"{name}, measured by detect")
+    peaks = {one.dtype: one.peak for one in known.matrices}
+    speeds = tuple(_share(one, peaks.get(one.dtype, one.peak)) for one in measured.matrices)
+    whole = max(known.bandwidth, measured.bandwidth)
+    return replace(
+        measured,
+        flops=known.flops,
+        bandwidth=whole,
+        matrices=speeds,
+        memory_efficiency=measured.bandwidth / whole,
+        source=f"{name}, data sheet and shares of it measured by detect",
+    )
+
+
+def _share(measured: MatrixSpeed, peak: float) -> MatrixSpeed:
+    """The measured speed as a share of the peak; a device that is faster than its data sheet says has its own peak."""
+    return MatrixSpeed(measured.dtype, max(peak, measured.peak), min(1.0, measured.peak / peak))
+
+
+def _cuda_flops(label: str, dtype: str) -> float:
+    """Floating-point operations per second of a product; torch's setting of tf32 is as it was, afterwards."""
+    side, before = CUDA_SIDE_F64 if dtype == "f64" else CUDA_SIDE, torch.get_float32_matmul_precision()
+    a = torch.ones(side, side, dtype=CUDA_DTYPES[dtype], device=label)
+    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+    try:
+        return 2 * side**3 / _cuda_seconds(label, lambda: torch.mm(a, a))
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _cuda_flops_f8(label: str) -> float:
+    a = torch.ones(CUDA_SIDE, CUDA_SIDE, device=label).to(torch.float8_e4m3fn)
+    one = torch.ones((), device=label)
+    return (
+        2 * CUDA_SIDE**3 / _cuda_seconds(label, lambda: torch._scaled_mm(a, a.t(), one, one, out_dtype=torch.bfloat16))
+    )
 
 
 def _link(a: str, b: str) -> Link:

@@ -23,7 +23,7 @@ from fxpipe.ir.operators.strategy import Config, Strategy
 from fxpipe.ir.timeline import Timeline
 from fxpipe.ir.units import show_bytes, show_seconds
 from fxpipe.planning.operators.expert_strategies import data_parallel
-from fxpipe.planning.operators.operator_costs import Cost, once, roofline
+from fxpipe.planning.operators.operator_costs import Cost, estimated, once
 from fxpipe.planning.operators.simulate_strategy import timeline
 from fxpipe.planning.operators.task_graph import tasks
 from fxpipe.viz import strategy_picture as picture
@@ -58,7 +58,7 @@ class Searched:
     @cached_property
     def cost(self) -> Cost:
         """The estimated time of a part of an operator."""
-        return once(roofline())
+        return once(estimated())
 
     @cached_property
     def timeline(self) -> Timeline:

@@ -2,7 +2,7 @@
 lowest switch that joins it to the receiver (its own port, or its server's), or the link that joins the two.
 
     cuda:0 -> cuda:1, same server    port of cuda:0 in the server's switch
-    cuda:0 -> cuda:5, other server   the network card of the first server, which all its devices share
+    cuda:0 -> cuda:5, other server   the network card of the first server, which all its devices share, or cuda:0's own
 
 A message takes the latency and its bytes at the full bandwidth (the SOAP paper's assumption A2). Messages wait for the
 sender's port only: if the receiver's port is the bottleneck, the time is too short.
@@ -59,4 +59,4 @@ def _port(cluster: Cluster, a: str, b: str) -> str:
     switch = meeting(cluster, a, b)
     assert switch is not None, "checked with the cluster"
     member = next(member for one, member in cluster.ports[a] if one == switch)
-    return f"{member} into {switch.name}"
+    return f"{member if switch.card is None else a} into {switch.name}"

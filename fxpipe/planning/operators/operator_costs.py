@@ -1,9 +1,7 @@
 """Seconds that a part of an operator takes, forward and backward. A part's time depends on its kind and sizes, not on
 values (the SOAP paper's assumption A1), so each is computed once.
 
-The estimate is a roofline: a part takes its floating-point operations at a fraction of the device's peak, or its bytes
-read and written at the memory's bandwidth, whichever takes longer, and never less than the start of a kernel. Measured
-times take precedence.
+The estimate is by the roofline model, and never less than the start of a kernel. Measured times take precedence.
 """
 
 from __future__ import annotations
@@ -12,7 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from fxpipe.ir.cluster.cluster import Device
-from fxpipe.ir.operators.operators import Operator, OperatorGraph
+from fxpipe.ir.cluster.roofline import roofline
+from fxpipe.ir.operators.operators import PRODUCTS, Operator, OperatorGraph
 from fxpipe.ir.operators.strategy import Region
 
 from .input_regions import reads, volume
@@ -29,6 +28,7 @@ class Part:
     - `reads`: the sizes of what the part reads of each input.
     - `gradients`: whether the inputs need gradients.
     - `element`: bytes per element.
+    - `dtype`: the element type of products.
     """
 
     operator: Operator
@@ -36,6 +36,7 @@ class Part:
     reads: tuple[tuple[int, ...], ...]
     gradients: bool
     element: int = 4
+    dtype: str = "f32"
 
     @property
     def elements(self) -> int:
@@ -65,6 +66,7 @@ def part(graph: OperatorGraph, operator: Operator, region: Region) -> Part:
         tuple(map(_sizes, taken)),
         any(graph.operator(name).kind != "input" for name in operator.inputs),
         graph.element,
+        graph.dtype,
     )
 
 
@@ -72,18 +74,19 @@ def _sizes(region: Region) -> tuple[int, ...]:
     return tuple(after - first for first, after in region)
 
 
-def roofline(efficiency: float = 0.5, launch: float = 5e-6) -> Cost:
-    """Estimated times: `efficiency` is the fraction of its peak that a device reaches, `launch` the seconds to start a
-    kernel. Backward takes as long as forward for the gradients of the inputs, and again for those of the weights."""
+def estimated(launch: float = 5e-6) -> Cost:
+    """Estimated times; `launch` is the seconds to start a kernel. Backward takes as long as forward for the gradients
+    of the inputs, and again for those of the weights."""
 
     def cost(part: Part, device: Device) -> Seconds:
-        read = sum(volume(tuple((0, size) for size in sizes)) for sizes in part.reads)
-        moved = part.element * (part.elements + read + part.weights)
-        once = max(part.elements * part.operator.work / (efficiency * device.flops), moved / device.bandwidth)
         if not part.operator.work:  # a view, such as flatten
             return 0.0, 0.0
+        read = sum(volume(tuple((0, size) for size in sizes)) for sizes in part.reads)
+        moved = part.element * (part.elements + read + part.weights)
+        dtype = part.dtype if part.operator.kind in PRODUCTS else None
+        forward = roofline(device, part.elements * part.operator.work, moved, dtype)
         passes = part.gradients + (part.operator.weights > 0)
-        return max(once, launch), max(passes * once, launch)
+        return max(forward, launch), max(passes * forward, launch)
 
     return cost
 
@@ -100,10 +103,10 @@ def measured(table: Mapping[Part, Seconds], otherwise: Cost) -> Cost:
 
 def once(cost: Cost) -> Cost:
     """`cost` with a cache; devices of the same speed share it."""
-    known: dict[tuple[Part, float, float], Seconds] = {}
+    known: dict[object, Seconds] = {}
 
     def cached(part: Part, device: Device) -> Seconds:
-        key = (part, device.flops, device.bandwidth)
+        key = (part, device.speeds)
         if key not in known:
             known[key] = cost(part, device)
         return known[key]

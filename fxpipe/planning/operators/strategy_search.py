@@ -18,7 +18,7 @@ from fxpipe.ir.units import show_seconds
 
 from .compiled_core import Core
 from .expert_strategies import data_parallel, expert, model_parallel, one_device, scattered
-from .operator_costs import Cost, roofline
+from .operator_costs import Cost, estimated
 
 TEMPERATURE = 0.01  # of the start's seconds: a change that costs as much is kept with probability 1 / e
 COOLED = 0.01  # of the temperature, in the end
@@ -92,7 +92,7 @@ def search(
         given |= {"model parallel": model_parallel(graph, len(cluster.devices)), "one device": one_device(graph)}
     if not given:
         raise ValueError("there is no strategy to start from")
-    core = Core(graph, cluster, cost or roofline(), given.values(), roles, seed)
+    core = Core(graph, cluster, cost or estimated(), given.values(), roles, seed)
     _compile(core, next(iter(given.values())))
     costs = {name: core.begin(start) for name, start in given.items()}
     log = Log(costs.values())

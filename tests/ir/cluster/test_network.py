@@ -9,6 +9,7 @@ import pytest
 from fxpipe.ir.cluster.cluster import Cluster, Device, Link, Switch, link
 from fxpipe.ir.cluster.network import Rate, all_reduce, ring, split_concat
 from fxpipe.ir.cluster.published_clusters import dapple_a, k80s
+from fxpipe.planning.operators.message_links import links
 
 ONE = Device("0", 1, 1, 1, "a")
 
@@ -91,3 +92,27 @@ def test_the_narrowest_place_is_the_link_of_a_pair():
     assert link(dapple_a(), "V100:0", "V100:1").bandwidth == 130e9
     assert link(dapple_a(), "V100:0", "V100:8").bandwidth == 3.125e9
     assert link(k80s(), "K80:0", "K80:63").bandwidth == 7e9
+
+
+CARDS = Cluster(
+    devices("aabb"),
+    switches=(*TWO_BY_TWO.switches[:2], Switch("network", ("a", "b"), 10.0, 1.0, card=5.0)),
+)
+
+
+def test_each_device_has_a_network_card_of_its_own():
+    assert link(CARDS, "0", "2").bandwidth == 5.0
+    assert split_concat(CARDS, (0,), (2,)) == Rate(1.0, 0.2)
+    assert split_concat(CARDS, (0, 1), (2, 3)) == Rate(1.0, 0.1)  # two pairs, two cards
+    assert ring(CARDS, (0, 2)) == (5.0, 1.0)
+    assert ring(CARDS, (0, 1, 2, 3)) == (10.0, 1.0)  # two rings, one over each card
+    assert ring(CARDS, (0, 1, 2)) == (5.0, 1.0)  # b has one device in it
+    assert ring(CARDS, (0, 2), range(4)) == (10.0, 1.0)
+
+
+def test_messages_of_operators_wait_for_their_own_card():
+    wires = links(CARDS)
+    assert wires.number[0][2] == wires.number[0][3] != wires.number[1][2]
+    assert wires.bandwidth[0][2] == 5.0
+    shared = links(TWO_BY_TWO)
+    assert shared.number[0][2] == shared.number[1][2]

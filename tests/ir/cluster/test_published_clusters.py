@@ -5,9 +5,10 @@ from itertools import pairwise
 import pytest
 
 from fxpipe.ir.cluster.cluster import check, dump, link, load
+from fxpipe.ir.cluster.network import ring
 from fxpipe.ir.cluster.published_clusters import PRESETS, preset
 
-SIZES = {"A": 16, "B": 16, "C": 16, "p100": 16, "k80": 64, "p40": 8, "h100": 8}
+SIZES = {"A": 16, "B": 16, "C": 16, "p100": 16, "k80": 64, "p40": 8, "a100": 8, "h100": 8, "b200": 8}
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -45,3 +46,15 @@ def test_published_bandwidths():
     p100, k80 = preset("p100"), preset("k80")
     assert [link(p100, "P100:0", f"P100:{i}").bandwidth for i in (1, 3, 4, 15)] == [20e9, 20e9, 12.5e9, 12.5e9]
     assert [link(k80, "K80:0", f"K80:{i}").bandwidth for i in (1, 3, 4, 63)] == [12e9, 12e9, 7e9, 7e9]
+
+
+@pytest.mark.parametrize(
+    ("name", "card", "within"), [("a100", 25e9, 300e9), ("h100", 50e9, 450e9), ("b200", 50e9, 900e9)]
+)
+def test_nodes_of_eight(name, card, within):
+    cluster = preset(f"{name}:24")
+    check(cluster)
+    assert len({device.server for device in cluster.devices}) == 3
+    assert link(cluster, *cluster.labels[:2]).bandwidth == within
+    assert link(cluster, cluster.labels[0], cluster.labels[23]).bandwidth == card
+    assert ring(cluster, range(24))[0] == 8 * card

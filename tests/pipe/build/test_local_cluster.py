@@ -25,6 +25,8 @@ def test_cpu_workers_share_what_there_is() -> None:
     assert 1e8 < first.bandwidth < 1e13
     assert 0 < link(cluster, "cpu:0", "cpu:1").latency < 0.1
     assert load(dump(cluster)) == cluster
+    assert [one.dtype for one in first.matrices] == ["f64", "f32", "bf16"]
+    assert first.matrices[1].peak == first.flops
     with pytest.raises(PlanError, match="workers is 0"):
         fxpipe.detect(workers=0)
 
@@ -39,5 +41,6 @@ def test_cuda_devices_and_their_links() -> None:
     cluster = fxpipe.detect()
     count = torch.cuda.device_count()
     assert cluster.labels == tuple(f"cuda:{i}" for i in range(count))
+    assert all({"f32", "tf32", "bf16", "f16"} <= {one.dtype for one in device.matrices} for device in cluster.devices)
     assert all(device.flops > 1e12 and device.bandwidth > 1e11 for device in cluster.devices)
     assert len(cluster.links) == count * (count - 1) // 2

@@ -8,7 +8,7 @@ from benchmarks.exhaustive_search import best_of_all
 from fxpipe.ir.cluster.published_clusters import preset
 from fxpipe.planning.operators.compiled_core import Core
 from fxpipe.planning.operators.models.published_models import MODELS
-from fxpipe.planning.operators.operator_costs import once, roofline
+from fxpipe.planning.operators.operator_costs import estimated, once
 from fxpipe.planning.operators.simulate_strategy import simulate
 from fxpipe.planning.operators.strategy_search import METHODS, search
 from fxpipe.planning.operators.strategy_space import configs
@@ -19,8 +19,8 @@ from tests.helpers.operator_graphs import branches, cluster, lenet, perceptron, 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_optimum_of_a_small_space(method):
     graph, machine = perceptron(), cluster(4, bandwidth=1e8)
-    best = best_of_all(graph, machine, roofline(launch=1e-7))
-    found = search(graph, machine, roofline(launch=1e-7), budget=0.5, progress=False, method=method)
+    best = best_of_all(graph, machine, estimated(launch=1e-7))
+    found = search(graph, machine, estimated(launch=1e-7), budget=0.5, progress=False, method=method)
     assert found.seconds == best.seconds
 
 
@@ -37,7 +37,7 @@ def test_the_optimum(graph):
 
 @pytest.mark.parametrize("devices", [2, 4])
 def test_what_is_found_is_no_worse_than_its_starts(devices):
-    graph, machine, cost = rnnlm(), cluster(devices, bandwidth=1e8), roofline(launch=1e-7)
+    graph, machine, cost = rnnlm(), cluster(devices, bandwidth=1e8), estimated(launch=1e-7)
     for method in METHODS:
         found = search(graph, machine, cost, budget=0.5, seed=1, progress=False, method=method)
         core = Core(graph, machine, cost, (found.strategy,))
@@ -54,7 +54,7 @@ def test_what_is_found_is_no_worse_than_its_starts(devices):
 @pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize("graph", [branches(), lenet(), rnnlm()], ids=lambda graph: graph.name)
 def test_no_single_change_is_an_improvement_in_plain_simulation(graph, devices):
-    machine, cost = cluster(devices, bandwidth=1e8), once(roofline(launch=1e-7))
+    machine, cost = cluster(devices, bandwidth=1e8), once(estimated(launch=1e-7))
     found = search(graph, machine, cost, budget=0.1, progress=False)
     assert found.local_optimum
     changed = [found.strategy.replace(at, config) for at, o in enumerate(graph) for config in configs(o, devices)]
@@ -68,7 +68,7 @@ def test_no_single_change_is_an_improvement_in_plain_simulation(graph, devices):
 def test_the_six_models_end_in_local_optima(name, devices):
     graph, machine = MODELS[name](), preset(f"p100:{devices}")
     found = search(graph, machine, budget=2.0, progress=False)
-    core = Core(graph, machine, roofline(), capacity=1 << 18)
+    core = Core(graph, machine, estimated(), capacity=1 << 18)
     assert core.begin(found.strategy) == pytest.approx(found.seconds, rel=1e-12)
     assert found.local_optimum
     assert is_local_optimum(core)
@@ -90,7 +90,7 @@ def test_a_search_may_end_with_its_budget():
 
 def test_a_changed_strategy_that_is_worse_is_no_local_optimum():
     graph, machine = perceptron(), cluster(2, bandwidth=1e8)
-    cost = roofline(launch=1e-7)
+    cost = estimated(launch=1e-7)
     best = best_of_all(graph, machine, cost)
     core = Core(graph, machine, cost)
     for config in configs(graph.operators[1], 2):

@@ -43,8 +43,9 @@ def rates(problem: Problem, runs: Sequence[Devices]) -> Rates:
     cluster = problem.cluster
     pairs = [(x, y) for x, y in combinations(range(len(runs)), 2)]
     inner = [x for x, run in enumerate(runs) if len(run) > 1]
-    rings = {(x, y): ring(cluster, (runs[x][0], runs[y][0])) for x, y in pairs}
-    rings |= {(x, x): ring(cluster, runs[x][:2]) for x in inner}
+    everywhere = range(len(cluster.devices))  # a larger ring may use more network cards than one of two devices
+    rings = {(x, y): ring(cluster, (runs[x][0], runs[y][0]), everywhere) for x, y in pairs}
+    rings |= {(x, x): ring(cluster, runs[x][:2], everywhere) for x in inner}
     ends = [(runs[x][0], runs[y][0]) for x, y in pairs] + [(runs[x][0], runs[x][1]) for x in inner]
     latency = min((split_concat(cluster, [a], [b]).latency for a, b in ends), default=0.0)
     memory = sorted((device.memory for device in cluster.devices), reverse=True)

@@ -149,7 +149,7 @@ def problem(
     groups = [[number[at] for at in group] for group in weight_groups(graph).values()]
     group_of = {i: g for g, group in enumerate(groups) for i in group}
     wires = links(cluster)
-    kinds = list(dict.fromkeys((d.flops, d.bandwidth) for d in cluster.devices))
+    kinds = list(dict.fromkeys(d.speeds for d in cluster.devices))
     seconds_first, seconds = _seconds(graph, cluster, once(cost), operators, rows)
     out_first, out_edges = _grouped(len(placed), [i for i, _ in ends])
     in_first, in_edges = _grouped(len(placed), [j for _, j in ends])
@@ -187,7 +187,7 @@ def problem(
         seconds_first=seconds_first,
         seconds=seconds,
         choice_first=_ints(np.cumsum([0, *(max(0, devices + 1 - prod(row)) for own in rows for row in own)])),
-        device_kind=_ints([kinds.index((d.flops, d.bandwidth)) for d in cluster.devices]),
+        device_kind=_ints([kinds.index(d.speeds) for d in cluster.devices]),
     )
 
 
@@ -204,7 +204,7 @@ def _seconds(
     graph: OperatorGraph, cluster: Cluster, cost: Cost, operators: list[Operator], rows: list[list[tuple[int, ...]]]
 ) -> tuple[Ints, Floats]:
     """Where each row's seconds begin, and the seconds of each part (forward, backward) on each kind of device."""
-    kinds = list({(d.flops, d.bandwidth): d for d in cluster.devices}.values())
+    kinds = list({d.speeds: d for d in cluster.devices}.values())
     first, found = [], [[] for _ in kinds]  # type: ignore[var-annotated]
     known: dict[Any, list[list[tuple[float, float]]]] = {}
     for operator, own in zip(operators, rows, strict=True):

@@ -24,8 +24,8 @@ class Draft:
         self.operators.append(operator)
         return operator
 
-    def graph(self, name: str, element: int = 4) -> OperatorGraph:
-        """The operators as a graph, checked. `element` is the bytes of an element."""
-        graph = OperatorGraph(name, tuple(self.operators), element)
+    def graph(self, name: str, element: int = 4, dtype: str = "f32") -> OperatorGraph:
+        """The operators as a graph, checked; `element` and `dtype` are the graph's."""
+        graph = OperatorGraph(name, tuple(self.operators), element, dtype)
         check(graph)
         return graph

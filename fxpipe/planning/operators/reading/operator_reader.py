@@ -8,10 +8,11 @@ from math import prod
 from typing import Any
 
 from fxpipe.errors import PlanError
+from fxpipe.ir.cluster.matrix_speed import STORED
 from fxpipe.ir.graph.dtypes import DTYPES
 from fxpipe.ir.graph.graph import Graph, Op, refs, show_op
 from fxpipe.ir.graph.value_types import TensorType, dim_size, tensors
-from fxpipe.ir.operators.operators import Dimension, Operator
+from fxpipe.ir.operators.operators import PRODUCTS, Dimension, Operator
 from fxpipe.ir.operators.tensor_axes import Axes, axis, reshaped, whole
 from fxpipe.planning.operators.models import operator_kinds as kinds
 from fxpipe.planning.operators.models.graph_builder import Draft
@@ -50,6 +51,7 @@ class Reader:
         self.element = max(
             (DTYPES[t.dtype].size for name in self.parameters for t in tensors(self.types[name])), default=4
         )
+        self.dtype: str | None = None  # of products
         for state in graph.states:
             self.values[state.name] = Held((state.name,) if state.name in self.parameters else ())
         for item in graph.inputs:
@@ -100,6 +102,9 @@ class Reader:
         dimensions = tuple(replace(dimension, size=size) for dimension, size in named)
         states = list(self.known((op.args, dict(op.kwargs))))
         held = tuple(dict.fromkeys(name for value in states if isinstance(value, Held) for name in value.states))
+        dtype = next(tensors(op.type)).dtype.partition("_")[0]
+        if operator.kind in PRODUCTS and self.dtype is None and dtype in STORED:
+            self.dtype = dtype
         return self.new(
             replace(
                 operator,

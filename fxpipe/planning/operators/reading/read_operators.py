@@ -51,7 +51,7 @@ def read(graph: Graph, sizes: Mapping[str, int]) -> Reading:
     reader = Reader(graph, sizes)
     for op in graph.ops:
         _read(reader, op)
-    operators = reader.draft.graph(graph.model, reader.element)
+    operators = reader.draft.graph(graph.model, reader.element, reader.dtype or "f32")
     views = _seen(reader)
     ops: dict[str, list[str]] = {operator.name: [] for operator in operators}
     for name, view in views.items():

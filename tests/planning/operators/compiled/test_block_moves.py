@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.full_simulation import FullCore
 from fxpipe.planning.operators.cut_patterns import patterns
 from fxpipe.planning.operators.expert_strategies import data_parallel
-from fxpipe.planning.operators.operator_costs import roofline
+from fxpipe.planning.operators.operator_costs import estimated
 from tests.helpers.operator_graphs import branches, cluster, lenet, translation
 
 
@@ -23,7 +23,7 @@ def placed(graph):
     ids=lambda value: getattr(value, "name", value),
 )
 def test_all_times_after_each_leap_and_each_refused_one(graph, steps):
-    core = FullCore(graph, cluster(8, servers=2), roofline(), capacity=64)
+    core = FullCore(graph, cluster(8, servers=2), estimated(), capacity=64)
     core.begin(data_parallel(graph, 8))
     moved = 0
     for step in range(steps):
@@ -39,7 +39,7 @@ def test_leaps_find_what_single_changes_do_not():
     """The weights of a layer are exchanged unless all of its steps are on one device."""
     graph, machine, found = translation(steps=6), cluster(4, bandwidth=1e7), {}
     for share in (0.0, 0.5):
-        core = FullCore(graph, machine, roofline(launch=1e-7))
+        core = FullCore(graph, machine, estimated(launch=1e-7))
         core.begin(data_parallel(graph, 4))
         core.explore(1000, core.seconds * 1e-3, share)
         found[share] = core.best[1]
@@ -48,7 +48,7 @@ def test_leaps_find_what_single_changes_do_not():
 
 def test_patterns_of_one_operator_are_found_in_others():
     graph = lenet()
-    p = FullCore(graph, cluster(4), roofline()).problem
+    p = FullCore(graph, cluster(4), estimated()).problem
     q = patterns(p, placed(graph))
     at = {operator.name: i for i, operator in enumerate(placed(graph))}
 
@@ -68,7 +68,7 @@ def test_patterns_of_one_operator_are_found_in_others():
 
 def test_orders_have_all_operators_and_blocks_have_likes_together():
     graph = translation()
-    core = FullCore(graph, cluster(2), roofline())
+    core = FullCore(graph, cluster(2), estimated())
     q = patterns(core.problem, placed(graph))
     for order, first, after in zip(q.order, q.block_first, q.block_after, strict=True):
         assert sorted(order) == list(range(len(placed(graph))))

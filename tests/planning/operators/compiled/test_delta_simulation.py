@@ -13,7 +13,7 @@ from benchmarks.full_simulation import FullCore
 from fxpipe.ir.cluster.published_clusters import k80s, p100s
 from fxpipe.planning.operators.expert_strategies import data_parallel, scattered
 from fxpipe.planning.operators.models.published_models import MODELS
-from fxpipe.planning.operators.operator_costs import roofline
+from fxpipe.planning.operators.operator_costs import estimated
 from fxpipe.planning.operators.simulate_strategy import simulate
 from tests.helpers.marks import mostly_slow
 from tests.helpers.operator_graphs import branches, cluster, lenet, rnnlm, translation
@@ -38,7 +38,7 @@ def follow(core, proposals):
 @pytest.mark.parametrize("name", GRAPHS)
 def test_all_times_of_all_tasks_after_each_proposal(name, devices):
     graph = GRAPHS[name]()
-    core = FullCore(graph, cluster(devices, servers=2), roofline(), seed=devices)
+    core = FullCore(graph, cluster(devices, servers=2), estimated(), seed=devices)
     core.begin(scattered(graph, devices, Random(1)))
     assert follow(core, 100) > 20
 
@@ -48,7 +48,7 @@ def test_all_times_of_all_tasks_after_each_proposal(name, devices):
 def test_published_graphs(name, devices):
     """All in all more than 10,000 proposals, most of them where they are cheap."""
     graph = MODELS[name]()
-    core = FullCore(graph, p100s(devices // 4), roofline(), seed=devices, capacity=1 << 20)
+    core = FullCore(graph, p100s(devices // 4), estimated(), seed=devices, capacity=1 << 20)
     core.begin(scattered(graph, devices, Random(devices)))
     assert follow(core, PROPOSALS[name]) > PROPOSALS[name] // 4
 
@@ -61,14 +61,14 @@ def test_that_these_are_10_000_proposals():
 @pytest.mark.parametrize("name", MODELS)
 def test_published_graphs_on_64_devices(name):
     graph = MODELS[name]()
-    core = FullCore(graph, k80s(16), roofline(), capacity=1 << 22)
+    core = FullCore(graph, k80s(16), estimated(), capacity=1 << 22)
     core.begin(scattered(graph, 64, Random(1)))
     assert follow(core, 60) > 10
 
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_the_compiled_core_agrees_with_plain_python(name):
-    graph, machine, cost = GRAPHS[name](), cluster(4, servers=2), roofline()
+    graph, machine, cost = GRAPHS[name](), cluster(4, servers=2), estimated()
     core = FullCore(graph, machine, cost)
     for seed in range(5):
         strategy = scattered(graph, 4, Random(seed))
@@ -93,7 +93,7 @@ def test_tasks_that_take_no_time():
 
 def test_the_core_grows_when_messages_need_room():
     graph = branches()
-    core = FullCore(graph, cluster(4), roofline(), capacity=8)
+    core = FullCore(graph, cluster(4), estimated(), capacity=8)
     core.begin(scattered(graph, 4, Random(0)))
     assert follow(core, 100) > 10
     assert len(core.state.message) > 8
@@ -103,7 +103,7 @@ def test_the_chain_is_the_same_with_either_simulation():
     graph = rnnlm()
     found = []
     for walk in ("walk", "walk_from_nothing"):
-        core = FullCore(graph, cluster(4), roofline(), seed=3)
+        core = FullCore(graph, cluster(4), estimated(), seed=3)
         core.begin(data_parallel(graph, 4))
         getattr(core, walk)(500, core.seconds * 0.05)
         found.append((core.strategy, core.seconds))
@@ -114,7 +114,7 @@ def test_the_chain_is_the_same_with_either_simulation():
 @given(st.integers(0, 10**6), st.integers(2, 5))
 def test_random_networks_and_any_strategy(seed, devices):
     """Parts of any number on any devices, several on one; then what the chain makes of it."""
-    graph, machine, cost = network(seed).graph, cluster(devices, servers=2), roofline()
+    graph, machine, cost = network(seed).graph, cluster(devices, servers=2), estimated()
     start = strategy(graph, devices, Random(seed))
     core = FullCore(graph, machine, cost, (start,), seed=seed)
     assert core.begin(start) == pytest.approx(simulate(graph, machine, start, cost), rel=1e-12)
