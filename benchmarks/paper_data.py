@@ -32,3 +32,11 @@ def profile_path(name: str) -> Path:
 def expected() -> Any:
     """The tables of the DAPPLE paper."""
     return json.loads(profile_path("expected").read_text())
+
+
+def lines(name: str) -> list[str]:
+    """The lines of a page of figures, by the name of its file without ending."""
+    found = folder()
+    if found is None:
+        raise FileNotFoundError(MISSING)
+    return (found / f"{name}.md").read_text(encoding="utf-8").splitlines()

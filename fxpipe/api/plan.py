@@ -14,6 +14,8 @@ from torch import nn
 from fxpipe.errors import PlanError
 from fxpipe.ir.cluster.cluster import Cluster, Device
 from fxpipe.ir.cluster.device_kinds import other_kinds
+from fxpipe.ir.graph.graph import op_name
+from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.ir.plan.hybrid_plan import HybridPlan
 from fxpipe.ir.plan.layer_chain import Chain, beside, scaled, slower
 from fxpipe.ir.plan.plan import Plan, StagePlan
@@ -25,10 +27,11 @@ from fxpipe.pipe.options.option_forms import check as check_values
 from fxpipe.pipe.options.option_forms import refuse_unknown
 from fxpipe.pipe.options.option_table import PLAN, read_cluster
 from fxpipe.pipe.progress import working
-from fxpipe.pipe.results.planned import Planned
+from fxpipe.pipe.results.planned import Planned, SampleWork
 from fxpipe.planning.hybrid.group_layers import MOST, Layers, as_plan, costed, layers
 from fxpipe.planning.hybrid.plan_request import Answer, Request, check
 from fxpipe.planning.hybrid.planners import search
+from fxpipe.profiling.estimate import model_products
 from fxpipe.schedules.make_schedule import AUTO, STRAIGHT
 
 from .profile import ModelProfile, profile
@@ -50,6 +53,7 @@ def plan(
     recompute: bool | None = None,
     all_reduce: str = "end",
     parameter_copies: float = 4,
+    dtype: str | None = None,
     most_layers: int = MOST,
     time_limit: float = 30,
     **unknown: Never,
@@ -61,7 +65,8 @@ def plan(
       several kinds of devices, give what was measured, or a chain, for each: {"V100": ..., "K80": ...}, by the part of
       labels before the colon, or by whole labels. Of one that was measured on a device of the cluster, or of a `Chain`
       without `kinds`, which is for the first device, times on other kinds are scaled by `Device.flops`.
-    - `cluster`: a `Cluster`, or the name of a published one: "A", "B", "C" (DAPPLE's), "p100", "k80", "p40", "h100".
+    - `cluster`: a `Cluster`, or the name of a published one: "A", "B", "C" (DAPPLE's), "p100", "k80", "p40";
+      "a100", "h100", "b200" (nodes of 8; "h100:64" is eight of them).
     - `planner`: "optimal" (with a proven bound on its distance from the optimum), "dapple", "pipedream", "gpipe",
       "straight" (a device for each stage), "data parallel".
     - `micro_batches`, `recompute` (all stages, or none): the planner's choice, if not given. It tries numbers that
@@ -71,7 +76,9 @@ def plan(
     - `schedule`: "1f1b" or "1f1b-late" (both are tried if not given); "gpipe", "zb-h1", "zb-h2": the plan is made
       for 1F1B and runs in that order; "auto": the fastest of them all that fits, as simulated.
     - `all_reduce`: replicas add up gradients at the "end" of the step, or "overlap" that with the last backward.
-    - `parameter_copies`: bytes in memory for each byte of parameters: 4 for Adam, 3 for momentum, 2 for plain SGD.
+    - `parameter_copies`: bytes in memory for each byte of parameters: 4 for Adam, 3 for momentum, 2 for plain SGD; 8
+      for Adam on parameters in bf16 with a master copy and moments in f32.
+    - `dtype`: the element type in which a model is planned, as for `fxpipe.profile`.
     - `most_layers`: the largest number of layers that a model is divided into; stages are made of whole layers.
     - `time_limit`: seconds that "optimal" may search.
 
@@ -92,7 +99,7 @@ def plan(
     )  # fmt: skip
     check(request)
     first, others = _by_kind(what, where)
-    known = _profiled(first, where, example_inputs)
+    known = _profiled(first, where, example_inputs, dtype)
     with working(f"planning {known.model} for {count(len(where.devices), 'device', 'devices')}", time_limit):
         found = _planned(known, others, planner, request, most_layers)
         with timed("simulator"):
@@ -113,13 +120,13 @@ def _planned(
             known = _scaled(known, where, where.devices[0])
         answer = _searched(planner, replace(request, chains=(known,)))
         decided = _without_ops(answer.plan, where, _own_order(answer.plan))
-        return Planned(decided, answer.plan, (known,), *about, answer.certificate)
+        return Planned(decided, answer.plan, (known,), *about, certificate=answer.certificate)
     with timed("layers"):
         made = layers(known.graph, known, most)
         chains = tuple(_on_kinds(one, others, where, made) for one in _sizes(known, request))
     answer = _searched(planner, replace(request, chains=chains))
     decided = as_plan(known.graph, made, answer.plan, where.labels, _own_order(answer.plan))
-    return Planned(decided, answer.plan, chains, *about, answer.certificate)
+    return Planned(decided, answer.plan, chains, *about, _work(known), answer.certificate)
 
 
 def _on_kinds(known: ModelProfile, others: Mapping[str, ModelProfile | Chain], cluster: Cluster, made: Layers) -> Chain:
@@ -190,9 +197,25 @@ def _names(one: ModelProfile | Chain) -> list[str]:
     return [part.name for part in (one.layers if isinstance(one, Chain) else one.ops)]
 
 
-def _profiled(what: Any, cluster: Cluster, example_inputs: Any) -> ModelProfile | Chain:
+def _work(known: ModelProfile) -> SampleWork:
+    """What a sample of the model is: its floating-point operations, and its tokens if it is text."""
+    flops: dict[str, float] = {}
+    for one in model_products(known.graph, known.sizes, known.products).values():
+        flops[one.dtype] = flops.get(one.dtype, 0.0) + (one.forward + one.backward) / known.batch
+    looked_up = {name for op in known.graph.ops if op_name(op) == "embedding" for name in op.reads}
+    words = [
+        item.type.numel(known.sizes) // known.batch
+        for item in known.graph.inputs
+        if item.name in looked_up and isinstance(item.type, TensorType) and item.batch_dim is not None
+    ]
+    return SampleWork(tuple(sorted(flops.items())), max(words, default=0))
+
+
+def _profiled(what: Any, cluster: Cluster, example_inputs: Any, dtype: str | None) -> ModelProfile | Chain:
     """The profile or chain to plan; a model is profiled first."""
     if isinstance(what, (ModelProfile, Chain)):
+        if dtype is not None:
+            raise PlanError(f"dtype={dtype!r} is for models; a {type(what).__name__} has the times of its own type")
         return what
     if isinstance(what, Profile):
         raise PlanError(
@@ -206,7 +229,7 @@ def _profiled(what: Any, cluster: Cluster, example_inputs: Any) -> ModelProfile 
     if not cluster.devices:
         raise PlanError("cannot plan: the cluster has no devices")
     args, kwargs = as_call(example_inputs)
-    return profile(what, *args, device=cluster.devices[0], **kwargs)
+    return profile(what, *args, device=cluster, dtype=dtype, **kwargs)
 
 
 def _without_ops(hybrid: HybridPlan, cluster: Cluster, schedule: str) -> Plan:

@@ -13,6 +13,7 @@ from fxpipe.capture import CallCapture
 from fxpipe.codegen.package.load_package import tensors_of, worker_device
 from fxpipe.errors import InputError, PlanError
 from fxpipe.ir.cluster.cluster import Cluster, Device
+from fxpipe.ir.cluster.matrix_speed import STORED
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.plan.profile import Profile
 from fxpipe.pipe.build.call_binding import batch_size, inputs_of, measured, micro_batch_sizes
@@ -23,6 +24,7 @@ from fxpipe.pipe.options.option_table import PROFILE
 from fxpipe.pipe.progress import working
 from fxpipe.profiling import estimate
 from fxpipe.profiling.calibrate import calibrate
+from fxpipe.profiling.cast_types import cast
 
 
 @dataclass(frozen=True)
@@ -32,18 +34,20 @@ class ModelProfile(Profile):
     - `graph`: the captured model.
     - `sizes`: the numbers of its symbolic sizes.
     - `estimated_for`: the device, or None if the profile was measured.
+    - `products`: the element type in which matrices are multiplied, if not that of their result.
     """
 
     graph: Graph = field(repr=False)
     sizes: Mapping[str, int] = field(default_factory=dict, repr=False)
     estimated_for: Device | None = field(default=None, repr=False)
+    products: str | None = field(default=None, repr=False)
 
     def at(self, rows: int) -> ModelProfile:
         """The estimate for a micro-batch of `rows` samples. Raises ValueError if the profile was measured."""
         if self.estimated_for is None:
             raise ValueError(f"the profile was {self.source} at {self.batch} samples, and nowhere else")
         sizes = {**self.sizes, **dict.fromkeys(_rows(self.graph), rows)}
-        made = estimate(self.graph, sizes, self.estimated_for)
+        made = estimate(self.graph, sizes, self.estimated_for, self.products)
         return replace(self, batch=made.batch, ops=made.ops, sizes=sizes)
 
     def calibrated(self, device: Device) -> Device:
@@ -69,6 +73,7 @@ def profile(
     batch: int | None = None,
     batch_dim: int | Mapping[str, int | None] = 0,
     reduce: str | Mapping[str, str] | None = None,
+    dtype: str | None = None,
     **kwargs: Any,
 ) -> ModelProfile:
     """What each op of `model` costs in a call with these arguments: seconds forward and backward, bytes kept.
@@ -78,6 +83,8 @@ def profile(
       model), costs are measured, op by op.
     - `batch`: samples of a micro-batch, those of the arguments if not given; an estimate may be for more.
     - `batch_dim`, `reduce`: as for `fxpipe.compile`.
+    - `dtype`: the element type of an estimate, that of the model's tensors if not given: "f64", "f32", "bf16" or "f16"
+      for tensors and products; "tf32": f32 with products in TF32; "f8": bf16 with products in float8.
 
     Raises CaptureError if the model cannot be captured, PlanError or InputError for invalid arguments.
 
@@ -97,18 +104,35 @@ def profile(
         front = CallCapture(model, batch_dim, reduce=reduce, work=working)
         graph = replace(front.capture(inputs, kwargs), training=model.training)
     values = inputs_of(graph, inputs, kwargs)
+    there = device.devices[0] if isinstance(device, Cluster) else device if isinstance(device, Device) else None
+    products = None
+    if dtype is not None:
+        for one in device.devices if isinstance(device, Cluster) else (there,):
+            _check_speed(dtype, one)
+        graph, products = cast(graph, STORED[dtype]), None if STORED[dtype] == dtype else dtype
     whole = batch_size(graph, values)
     rows = whole if batch is None else batch
     sizes = micro_batch_sizes(graph, values, 1) | dict.fromkeys(_rows(graph), rows)
     with timed("profiling"):
-        if isinstance(device, (Device, Cluster)):
-            known = device.devices[0] if isinstance(device, Cluster) else device
-            there: Device | None = known
-            made = estimate(graph, sizes, known)
+        if there is not None:
+            made = estimate(graph, sizes, there, products)
         else:
+            assert not isinstance(device, (Device, Cluster))
             with working(f"measuring {graph.model}, op by op"):
-                there, made = None, _measured(model, graph, values, rows, whole, device)
-    return ModelProfile(made.model, made.batch, made.device, made.source, made.ops, graph, sizes, there)
+                made = _measured(model, graph, values, rows, whole, device)
+    return ModelProfile(made.model, made.batch, made.device, made.source, made.ops, graph, sizes, there, products)
+
+
+def _check_speed(dtype: str, device: Device | None) -> None:
+    """Raise PlanError if the device is not known to multiply this type; None stands for one that is measured."""
+    if device is None:
+        raise PlanError(f"dtype={dtype!r} is for estimates, and what runs here is measured as it is: convert the model")
+    known = {one.dtype for one in device.matrices} | {"f32"}
+    if dtype not in known:
+        raise PlanError(
+            f"dtype is {dtype!r}, and {device.label} has no speed for it; it has {', '.join(sorted(known))}: "
+            "add one to the device, as in matrices=(MatrixSpeed('bf16', 312e12),)"
+        )
 
 
 def _measured(

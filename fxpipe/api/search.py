@@ -6,12 +6,15 @@ model ─profile─▶ Graph ─read─▶ OperatorGraph ─search─▶ Strateg
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any, Never
 
 from torch import nn
 
 from fxpipe.errors import PlanError
 from fxpipe.ir.cluster.cluster import Cluster
+from fxpipe.ir.cluster.matrix_speed import STORED
+from fxpipe.ir.graph.dtypes import DTYPES
 from fxpipe.ir.operators.operators import OperatorGraph
 from fxpipe.ir.units import count
 from fxpipe.pipe.build.call_binding import as_call
@@ -36,6 +39,7 @@ def search(
     seed: int = 0,
     progress: bool | None = None,
     method: str = "leaps",
+    dtype: str | None = None,
     **unknown: Never,
 ) -> Searched:
     """The fastest strategy found for training steps of `what` on `cluster`, in simulation.
@@ -47,6 +51,7 @@ def search(
       place of any one operator makes the step no faster.
     - `method`: "leaps" (changes many operators at once), or "mcmc" (the search of the SOAP paper).
     - `seed`: of the search's random numbers.
+    - `dtype`: the element type, as for `fxpipe.profile`; of a graph of operators that of products.
     - `progress`: whether to show a bar; if not given, only where standard error is a terminal.
 
     Raises PlanError if the kind of an op of the model is not known, with the user's line, and if numba is missing.
@@ -60,7 +65,10 @@ def search(
     refuse_unknown("fxpipe.search", unknown, (*SEARCH, "example_inputs"))
     check_values(SEARCH, locals())
     where = read_cluster(cluster)
-    graph = what if isinstance(what, OperatorGraph) else operators_of(what, where, example_inputs, batch)
+    if isinstance(what, OperatorGraph):
+        graph = what if dtype is None else replace(what, dtype=dtype, element=DTYPES[STORED[dtype]].size)
+    else:
+        graph = operators_of(what, where, example_inputs, batch, dtype)
     try:
         from fxpipe.planning.operators.strategy_search import (
             search as fastest,  # imported here because it needs numba, which only the search does
@@ -77,13 +85,16 @@ def search(
     return Searched(graph, where, found.strategy, found.trace, found.proposals)
 
 
-def operators_of(model: nn.Module, cluster: Cluster, example_inputs: Any, batch: int | None) -> OperatorGraph:
+def operators_of(
+    model: nn.Module, cluster: Cluster, example_inputs: Any, batch: int | None, dtype: str | None = None
+) -> OperatorGraph:
     """The operators of a model, for a batch of `batch` samples (None: those of `example_inputs`)."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"cannot search for a {type(model).__name__}: give a model, or a graph of operators")
     if example_inputs is None:
         raise PlanError("a strategy is for a kind of call: say which, as in example_inputs=(x,)")
     args, kwargs = as_call(example_inputs)
-    known = profile(model, *args, device=cluster, batch=batch, reduce="mean", **kwargs)
+    known = profile(model, *args, device=cluster, batch=batch, reduce="mean", dtype=dtype, **kwargs)
     with timed("operators"):
-        return read(known.graph, known.sizes).operators
+        made = read(known.graph, known.sizes).operators
+        return made if known.products is None else replace(made, dtype=known.products)

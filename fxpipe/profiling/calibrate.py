@@ -17,13 +17,13 @@ from fxpipe.ir.cluster.roofline import peak
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.plan.profile import Profile
 
-from .estimate import LAUNCH, estimate, product_types
+from .estimate import LAUNCH, estimate, model_products
 
 
 def calibrate(graph: Graph, sizes: Mapping[str, int], measured: Profile, device: Device) -> Device:
     """The device with the efficiencies that `measured`, a profile of the graph at these `sizes`, shows. A device that
     was faster than its peak gets what was measured as its peak. What the profile has no ops of stays as it is."""
-    found = product_types(graph, sizes)
+    found = {name: one.dtype for name, one in model_products(graph, sizes).items()}
     types = {dtype for dtype in found.values() if dtype in STORED}
     others = tuple(one for one in device.matrices if one.dtype not in types)
     peaks = tuple(MatrixSpeed(dtype, peak(device, dtype)) for dtype in sorted(types))

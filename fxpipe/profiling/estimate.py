@@ -58,10 +58,25 @@ def estimate(graph: Graph, sizes: Mapping[str, int], device: Device, products: s
     return Profile(graph.model, batch, device.label, "estimated", tuple(costs))
 
 
-def product_types(graph: Graph, sizes: Mapping[str, int]) -> dict[str, str]:
-    """The ops that multiply matrices, by name, each with the element type of its result."""
+@dataclass(frozen=True)
+class Product:
+    """What an op that multiplies matrices computes: the element type, and the floating-point operations of its forward
+    and of its backward."""
+
+    dtype: str
+    forward: int
+    backward: int
+
+
+def model_products(graph: Graph, sizes: Mapping[str, int], dtype: str | None = None) -> dict[str, Product]:
+    """The ops that multiply matrices, by name. `dtype` is the element type of products, if not that of their result."""
     sized = _Sized(graph.types, frozenset(state.name for state in graph.states), sizes, ASSUMED_GPU)
-    return {op.name: _dtype(op) for op in graph.ops if any(True for _ in tensors(op.type)) and sized.products(op)}
+    found = {}
+    for op in graph.ops:
+        flops = sized.products(op) if any(True for _ in tensors(op.type)) else 0
+        if flops:
+            found[op.name] = Product(dtype or _dtype(op), flops, sized.passes(op) * flops)
+    return found
 
 
 @dataclass(frozen=True)
@@ -110,9 +125,16 @@ class _Sized:
         if not differentiable:
             return forward, 0.0
         if flops:
-            passes = sum(len(type.shape) > 1 for type in needing) or 1
-            return forward, passes * forward
+            return forward, self.passes(op) * forward
         return forward, self.roofline(self.elements(op), (read + result) // 2 + gradients)
+
+    def passes(self, op: Op) -> int:
+        """How many products like its forward the backward of a product has: one for each operand that needs a gradient;
+        those of a bias are none."""
+        needing = [type for _, type in self.operands(op) if type.grad]
+        if not needing or not any(type.grad for type in tensors(op.type)):
+            return 0
+        return sum(len(type.shape) > 1 for type in needing) or 1
 
     def roofline(self, flops: int, moved: int) -> float:
         return roofline(self.device, flops, moved) + LAUNCH

@@ -250,3 +250,69 @@ def test_one_file_for_kinds_of_devices(tmp_path: Path) -> None:
     found.save(tmp_path / "plan.json")
     again = planned.load(tmp_path / "plan.json")
     assert (again, again.seconds) == (found, found.seconds)
+
+
+class Words(nn.Module):
+    """A table of 100 words, and two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.first, self.second = nn.Embedding(100, 256), nn.Linear(256, 512), nn.Linear(512, 256)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(self.table(ids)).relu())
+
+
+IDS = torch.zeros(4, 32, dtype=torch.long)
+
+
+def test_tokens_utilization_and_memory_by_kind(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = Words()
+    found = fxpipe.plan(model, "h100:2", 64, example_inputs=(IDS.to("meta"),), dtype="bf16", planner="straight")
+    products = 3 * 2 * 32 * (256 * 512 + 512 * 256)  # forward, and two products backward, of 32 tokens
+    assert found.work == planned.SampleWork((("bf16", products),), 32)
+    assert found.tokens_per_second == pytest.approx(64 * 32 / found.seconds)
+    assert found.utilization == pytest.approx(64 * products / (2 * 989.4e12) / found.seconds)
+    assert "tokens per second" in str(found)
+    assert "MFU" in str(found)
+    for label, kinds in found.memory_kinds.items():
+        assert kinds.total == found.memory[label]
+        assert (kinds.gradients, kinds.optimizer) == (kinds.parameters, 2 * kinds.parameters)
+    weights = 100 * 256 + 256 * 512 + 512 + 512 * 256 + 256
+    assert sum(kinds.parameters for kinds in found.memory_kinds.values()) == 2 * weights
+    found.save(tmp_path / "plan.json")
+    assert planned.load(tmp_path / "plan.json") == found
+
+
+def test_a_chain_has_no_utilization(hybrid: fxpipe.Planned) -> None:
+    assert (hybrid.utilization, hybrid.tokens_per_second) == (None, None)
+    assert "MFU" not in str(hybrid)
+
+
+def test_narrow_types_take_less_time() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 4096))
+    x = torch.zeros(8, 4096, device="meta")
+    plans = [
+        fxpipe.plan(model, "h100:1", 65536, example_inputs=(x,), dtype=dtype, planner="straight", micro_batches=1)
+        for dtype in (None, "f32", "tf32", "bf16", "f8")
+    ]
+    seconds = [one.seconds for one in plans]
+    assert seconds[0] == seconds[1] > 4 * seconds[2] > 4 * seconds[3] > 4 * seconds[4]
+    parameters = [one.memory_kinds["H100:0"].parameters for one in plans]
+    assert parameters[1] == parameters[2] == 2 * parameters[3] == 2 * parameters[4]
+    assert plans[2].work.flops[0][0] == "tf32"
+
+
+@pytest.mark.parametrize(
+    ("what", "cluster", "told"),
+    [
+        (nn.Linear(8, 8), "p40", "dtype is 'bf16', and P40:0 has no speed for it; it has f32: add one to the device"),
+        (nn.Linear(8, 8), WORKERS, "dtype is 'bf16', and cpu:0 has no speed for it"),
+        (CHAIN, "A", "dtype='bf16' is for models; a Chain has the times of its own type"),
+    ],
+)
+def test_types_that_are_refused(what: nn.Module | Chain, cluster: Cluster | str, told: str) -> None:
+    with pytest.raises(PlanError, match=told):
+        fxpipe.plan(what, cluster, 8, example_inputs=(torch.zeros(8, 8),), dtype="bf16")

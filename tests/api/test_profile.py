@@ -76,3 +76,8 @@ def test_measured_profiles_calibrate_a_device() -> None:
     )
     with pytest.raises(ValueError, match="the profile is estimated; measure one"):
         guess.calibrated(cpu)
+
+
+def test_what_is_measured_has_its_own_type() -> None:
+    with pytest.raises(PlanError, match="dtype='bf16' is for estimates, and what runs here is measured as it is"):
+        fxpipe.profile(net(), torch.zeros(6, 8), dtype="bf16")

@@ -13,7 +13,7 @@ from fxpipe.ir.cluster.matrix_speed import MatrixSpeed
 from fxpipe.ir.cluster.roofline import reached
 from fxpipe.ir.plan.profile import Profile
 from fxpipe.profiling.calibrate import calibrate
-from fxpipe.profiling.estimate import LAUNCH, estimate, product_types
+from fxpipe.profiling.estimate import LAUNCH, estimate, model_products
 from tests.helpers.profiling_graphs import trace
 
 NOMINAL = Device("gpu", 10**9, 1e13, 1e11, matrices=(MatrixSpeed("f32", 4e11), MatrixSpeed("bf16", 8e11)))
@@ -44,4 +44,6 @@ def test_what_a_device_reaches_is_found(products: float, memory: float) -> None:
 
 
 def test_products_have_types() -> None:
-    assert list(product_types(GRAPH, {}).values()) == ["f32", "f32"]
+    first, second = model_products(GRAPH, {}).values()
+    assert (first.dtype, first.forward, first.backward) == ("f32", 2 * 64 * 512 * 512, 2 * 64 * 512 * 512)
+    assert second.backward == 2 * second.forward == 4 * 64 * 512 * 256  # the first one's input needs no gradient

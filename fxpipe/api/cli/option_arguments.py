@@ -33,7 +33,9 @@ def add_options(command: argparse.ArgumentParser, options: Mapping[str, Option],
     for name in names:
         option = options[name]
         only_flag = all(form.text == "True or False" for form in option.forms)
-        how: dict[str, Any] = {"action": "store_true"} if only_flag else {"type": reader(option), "metavar": "..."}
+        how: dict[str, Any] = {"type": reader(option), "metavar": "..."}
+        if only_flag:  # where nothing is a third choice, --no-... says False
+            how = {"action": argparse.BooleanOptionalAction if option.unset else "store_true"}
         if not only_flag and any(form.text == "True or False" for form in option.forms):
             how |= {"nargs": "?", "const": True}
         example = "" if only_flag else f": {as_text(option.example)}"

@@ -22,7 +22,7 @@ def add(commands: Any) -> None:
     """The command, among those of `fxpipe`."""
     find = commands.add_parser("search", help="how to cut and place each operator of a model")
     add_cluster(find)
-    add_options(find, SEARCH, "batch", "budget", "seed", "method")
+    add_options(find, SEARCH, *(name for name in SEARCH if name not in ("cluster", "progress")))
     find.add_argument(
         "--explain", action="store_true", help="search for changed clusters too: what would they be worth?"
     )

@@ -29,7 +29,7 @@ OLD = 0.5  # assumed: the share of their peak that products of common sizes reac
 # The A100's share reproduces the first row of table 1 of Narayanan et al., "Efficient large-scale language model
 # training on GPU clusters using Megatron-LM", 2021, see `benchmarks/megatron.py`. That of later GPUs is assumed to be
 # the same.
-A100_REACHES = 0.6
+A100_REACHES = 0.595
 MEMORY_REACHES = 0.85  # assumed: what large copies reach
 
 

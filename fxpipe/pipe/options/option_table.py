@@ -13,6 +13,7 @@ import torch
 
 from fxpipe.errors import PlanError
 from fxpipe.ir.cluster.cluster import Cluster, Device
+from fxpipe.ir.cluster.matrix_speed import STORED
 from fxpipe.ir.cluster.published_clusters import PRESETS, preset
 from fxpipe.ir.operators.operators import OperatorGraph
 from fxpipe.ir.plan.plan import CHECKPOINT_MODES, MOST_CHUNKS, Plan
@@ -76,6 +77,10 @@ STAGES = many(whole(0), "a set of stages", Collection, frozenset)
 REDUCE = (one_of(*HOW), by_name(one_of(*HOW), "a dict of these by output"))
 BATCH_DIM = (DIM, by_name(or_none(DIM, "a dimension or None"), "a dict of a dimension or None for each input"))
 NAMED_CLUSTER = where(_is_preset, ", ".join(map(repr, PRESETS)), str, lambda: tuple(PRESETS))
+DTYPE = Option(
+    "dtype", "the element type to estimate for, the model's if not given", (one_of(*STORED),), "bf16", unset=True
+)
+COPIES = Option("parameter_copies", "bytes in memory for each byte of parameters", (above_zero("a number above 0"),), 4)
 CLUSTER = Option("cluster", "", (NAMED_CLUSTER, instance((Cluster,), "a Cluster")), "k80:8")
 
 COMPILE = table(
@@ -132,7 +137,8 @@ PLAN = table(
     Option("schedule", "1f1b or 1f1b-late, if not given", (one_of(*STRAIGHT, AUTO),), "1f1b", unset=True),
     Option("recompute", "all stages or none; the planner's choice, if not given", (flag(),), True, unset=True),
     Option("all_reduce", "when replicas add up gradients", (one_of("end", "overlap"),), "overlap"),
-    Option("parameter_copies", "bytes in memory for each byte of parameters", (above_zero("a number above 0"),), 4),
+    COPIES,
+    DTYPE,
     Option("most_layers", "into how many layers a model is cut at most", (whole(1),), 64),
     Option("time_limit", "seconds that the search may take", (SECONDS,), 30),
 )
@@ -142,6 +148,7 @@ SEARCH = table(
     Option("batch", "samples in a training step, those of the inputs if not given", (whole(1),), 64, unset=True),
     Option("budget", "seconds that the search may take", (SECONDS,), 60),
     Option("seed", "of what the search draws", (whole(0),), 0),
+    DTYPE,
     Option("progress", "", (flag(),), True, unset=True),
     Option("method", "mcmc is the published search", (one_of(*METHODS),), "leaps"),
 )
@@ -153,6 +160,7 @@ PROFILE = table(
     Option("batch", "samples of a micro-batch", (whole(1),), 64, unset=True),
     COMPILE["batch_dim"],
     COMPILE["reduce"],
+    DTYPE,
 )
 
 STEP = table(

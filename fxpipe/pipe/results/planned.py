@@ -17,6 +17,7 @@ from tabulate import tabulate
 from fxpipe.errors import PlanError
 from fxpipe.ir.cluster import cluster as clusters
 from fxpipe.ir.cluster.cluster import Cluster
+from fxpipe.ir.cluster.roofline import peak
 from fxpipe.ir.dataclass_json import from_plain, parse, to_plain, write
 from fxpipe.ir.plan import hybrid_plan as hybrids
 from fxpipe.ir.plan import layer_chain as chains
@@ -36,6 +37,20 @@ from fxpipe.viz import html, svg
 from fxpipe.viz import text_timeline as text
 
 from . import plan_alternatives
+from .memory_kinds import KINDS, MemoryKinds, memory_kinds
+
+
+@dataclass(frozen=True)
+class SampleWork:
+    """What the training of a sample is.
+
+    - `flops`: floating-point operations of its products, forward and backward, without recomputation, by element type;
+      empty if they are not known.
+    - `tokens`: how many it has, 0 if it is no text.
+    """
+
+    flops: tuple[tuple[str, float], ...] = ()
+    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,6 +61,7 @@ class Planned:
     - `layers`: the same plan, with the layers of `chains` and positions in `cluster`.
     - `chains`: the same layers at one or several sizes of micro-batches.
     - `copies`: bytes in memory for each byte of parameters.
+    - `work`: what the training of a sample is.
     - `certificate`: how far from the optimum the plan may be, if the planner proves it.
     """
 
@@ -56,6 +72,7 @@ class Planned:
     batch: int
     planner: str
     copies: float
+    work: SampleWork = SampleWork()
     certificate: Certificate | None = None
 
     def __str__(self) -> str:
@@ -67,10 +84,10 @@ class Planned:
             f"{self.plan.model}: {shape(layers.stages)} on {len(self.memory)} of {len(self.cluster.devices)} devices, "
             f"{counts}, {self.plan.schedule}{shares}",
             f"{show_seconds(line.makespan)} per step of {self.batch} samples, "
-            f"{self.batch / line.makespan:,.3g} samples per second, bubble {line.bubble:.1%}",
+            f"{self.batch / line.makespan:,.3g} samples per second, bubble {line.bubble:.1%}{_use(self)}",
         ]
-        costs = ("forward", "backward", "busy", "parameters", "memory", "sends", "recompute")
-        align = ("right", "left", "left", *["right"] * 6, "left")
+        costs = ("forward", "backward", "busy", *KINDS, "memory", "sends", "recompute")
+        align = ("right", "left", "left", *["right"] * 9, "left")
         table = tabulate(_rows(self), ("stage", "layers", "devices", *costs), disable_numparse=True, colalign=align)
         return "\n".join([*head, *_uneven(self), "", *(row.rstrip() for row in table.splitlines())])
 
@@ -98,6 +115,31 @@ class Planned:
     def seconds(self) -> float:
         """The simulated time of a step."""
         return self.timeline.makespan
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens of text that are trained in a second; None if samples are no text."""
+        return self.batch * self.work.tokens / self.seconds if self.work.tokens else None
+
+    @property
+    def utilization(self) -> float | None:
+        """The model FLOPs utilization (MFU; Chowdhery et al., "PaLM", 2022, appendix B): the share of the peak of all
+        devices with a stage that the model's products take, without recomputation; None if these are not known."""
+        if not self.work.flops:
+            return None
+        used = [self.cluster.device(label) for label in self.memory]
+        best = sum(flops * self.batch / sum(peak(one, dtype) for one in used) for dtype, flops in self.work.flops)
+        return best / self.seconds
+
+    @property
+    def memory_kinds(self) -> dict[str, MemoryKinds]:
+        """What is in the memory of each device that has a stage, at the fullest moment of a step."""
+        found = {}
+        for stage, peak_bytes in zip(self.layers.stages, self.timeline.high_water, strict=True):
+            own = self.chain.parameters[stage.end] - self.chain.parameters[stage.first]
+            for device in stage.devices:
+                found[self.cluster.labels[device]] = memory_kinds(own, self.copies, peak_bytes)
+        return found
 
     @property
     def memory(self) -> dict[str, int]:
@@ -182,8 +224,14 @@ def _uneven(planned: Planned) -> Iterator[str]:
             yield f"stage {s} does not share out evenly: {text}"
 
 
+def _use(planned: Planned) -> str:
+    """Tokens per second and MFU, where they are known."""
+    tokens, use = planned.tokens_per_second, planned.utilization
+    return (f", {tokens:,.3g} tokens per second" if tokens else "") + (f", MFU {use:.1%}" if use else "")
+
+
 def _rows(planned: Planned) -> list[tuple[str, ...]]:
-    micro, line = planned.chain, planned.timeline
+    micro, line, kinds = planned.chain, planned.timeline, planned.memory_kinds
     rows: list[tuple[str, ...]] = []
     for s, stage in enumerate(planned.layers.stages):
         cost = stage_cost(micro, planned.cluster, stage)
@@ -196,7 +244,7 @@ def _rows(planned: Planned) -> list[tuple[str, ...]]:
                 show_seconds(cost.forward),
                 show_seconds(cost.backward),
                 f"{line.busy[s] / line.makespan:.0%}" if line.makespan else "",
-                show_bytes(micro.parameters[stage.end] - micro.parameters[stage.first]),
+                *kinds[planned.cluster.labels[stage.devices[0]]].cells(),
                 f"{show_bytes(line.high_water[s])} of {show_bytes(room)}",
                 show_bytes(micro.cuts[stage.end]) if stage.end < len(micro) else "",
                 "always" if stage.recompute else "never",

@@ -11,6 +11,7 @@ from torch import nn
 import fxpipe
 from fxpipe.api.cli.main import main
 from fxpipe.ir.cluster.cluster import Cluster, dump
+from fxpipe.pipe.results.planned import load
 
 MODEL = """
 import torch
@@ -81,3 +82,26 @@ def test_refusals(here: Path, capsys: pytest.CaptureFixture[str], arguments: tup
     err = capsys.readouterr().err
     assert err.startswith("fxpipe")
     assert says in err
+
+
+def test_options_of_the_function(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make = (
+        "plan",
+        "model.py:make",
+        "--cluster",
+        "h100:2",
+        "--batch",
+        "32",
+        "--planner",
+        "straight",
+        "--micro-batches",
+        "4",
+    )
+    more = ("--dtype", "bf16", "--parameter-copies", "8", "--all-reduce", "overlap")
+    assert run(*make, *more, "--recompute", "--out", "plan.json") == 0
+    assert "MFU" in capsys.readouterr().out
+    found = load("plan.json")
+    assert (found.copies, found.layers.all_reduce, found.work.flops[0][0]) == (8, "overlap", "bf16")
+    assert all(stage.recompute for stage in found.layers.stages)
+    assert run(*make, "--no-recompute", "--out", "plan.json") == 0
+    assert not any(stage.recompute for stage in load("plan.json").layers.stages)
