@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
+from time import perf_counter
 from typing import NamedTuple
 
 from fxpipe.errors import PlanError
@@ -111,10 +112,10 @@ class _Prefix:
     bound: float  # no plan that starts like this takes less
 
 
-def dapple(problem: Problem) -> HybridPlan:
-    """The plan on all devices that fits in memory and has the least estimate that the search finds. Raises PlanError if
-    none fits."""
-    search = _Search(problem)
+def dapple(problem: Problem, until: float = inf) -> HybridPlan:
+    """The plan on all devices that fits in memory and has the least estimate that the search finds; it ends at `until`
+    by `perf_counter`, with the best so far. Raises PlanError if none fits."""
+    search = _Search(problem, until)
     stages = search.run()
     return plan_of(problem, stages)
 
@@ -122,8 +123,9 @@ def dapple(problem: Problem) -> HybridPlan:
 class _Search:
     """The prefixes found so far, and the best plan."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, until: float = inf) -> None:
         self.problem = problem
+        self.until = until
         self.groups = servers(problem.cluster)
         self.sizes: Counts = tuple(len(group) for group in self.groups)
         self.layers = len(problem.chain)
@@ -156,6 +158,8 @@ class _Search:
         if self._hopeless(prefix.bound):
             return
         for need in range(1, sum(self.sizes) - sum(used)):
+            if perf_counter() > self.until:
+                return
             for counts in placements(self.sizes, used, need):
                 taken = plus(used, counts)
                 devices = positions(self.groups, used, counts)
@@ -180,7 +184,7 @@ class _Search:
         a longer steady phase than the pivot, and the work between the two makes up for that.
         """
         work, steady = self.work, self.problem.micro_batches - 1
-        own, left = (work[end] - work[first]) / r, (work[-1] - work[end]) / q
+        own, left = (work[end] - work[first]) * self.problem.share(r), (work[-1] - work[end]) / q
         head = prefix.head if prefix.stages else own
         return steady * own + head, steady * left + head
 

@@ -12,6 +12,7 @@ from fxpipe.ir.plan.hybrid_plan import HybridStage, check, shape
 from fxpipe.ir.plan.layer_chain import Chain, Layer
 from fxpipe.planning.hybrid.dapple import Part, _Search, dapple, latency, parts, pivot, plan_latency
 from fxpipe.planning.hybrid.event_time import Problem, event_time
+from fxpipe.planning.hybrid.simple_plans import one_each, whole
 from tests.planning.hybrid.test_event_time import random_chain, random_stages, servers
 
 
@@ -120,3 +121,12 @@ def test_plans_fit_in_memory():
     assert event_time(tight, dapple(tight).stages) < inf
     with pytest.raises(PlanError, match="no plan of m fits"):
         dapple(Problem(chain, servers(1, 2, 1e3, 1e3, 0, memory=150), 8, copies=2))
+
+
+def test_ends_when_it_is_told_to():
+    """With no time at all one of the plans that it begins with comes back."""
+    chain = random_chain(random.Random(0), 6)
+    problem = Problem(chain, servers(2, 2, 1e10, 1e9, 0), 8)
+    begun = dapple(problem, until=0.0)
+    assert begun.stages in (whole(problem), one_each(problem))
+    assert plan_latency(problem, dapple(problem).stages) <= plan_latency(problem, begun.stages)

@@ -26,15 +26,11 @@ from time import perf_counter
 from typing import NamedTuple
 
 from .device_symmetry import Counts
-from .lower_bound import Tables
+from .lower_bound import OutOfTime, Tables
 from .shape_costs import Shape, Shapes, before
 
 Three = tuple[float, float, float]
 Key = tuple[int, Counts, Counts, int]
-
-
-class OutOfTime(Exception):
-    """The search has used up its nodes or its time."""
 
 
 class Node(NamedTuple):

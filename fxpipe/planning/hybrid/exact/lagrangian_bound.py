@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import floor, inf, sqrt
+from time import perf_counter
 
 from fxpipe.ir.replica_shares import fewest
 
@@ -119,26 +120,30 @@ def _held(relaxed: Relaxed, a: int, b: int, devices: int) -> int:
     return fewest(chain.samples, left / saved * (1 + 1e-9)) or devices + 1
 
 
-def search(relaxed: Relaxed, devices: int, low: float, high: float, steps: int = 12) -> tuple[float, list[Sizes]]:
+def search(
+    relaxed: Relaxed, devices: int, low: float, high: float, steps: int = 12, until: float = inf
+) -> tuple[float, list[Sizes]]:
     """The highest limit between `low`, a known bound, and `high` that some price refutes, by bisection, and the plans
-    on the way that do not use too many devices."""
+    on the way that do not use too many devices. It ends at `until`, by `perf_counter`."""
     found: list[Sizes] = []
     for _ in range(steps):
-        if low >= high * (1 - 1e-3):
+        if low >= high * (1 - 1e-3) or perf_counter() > until:
             break
         middle = (low + high) / 2
-        if _refuted(relaxed, devices, middle, found):
+        if _refuted(relaxed, devices, middle, found, until):
             low = middle
         else:
             high = middle
     return low, found
 
 
-def _refuted(relaxed: Relaxed, devices: int, limit: float, found: list[Sizes]) -> bool:
+def _refuted(relaxed: Relaxed, devices: int, limit: float, found: list[Sizes], until: float) -> bool:
     """Whether some price refutes the limit. Raises the price until a plan uses no more devices than there are, then
     bisects: the bound is concave in the price."""
     few, many, floors = 0.0, limit / devices, [0.0] * len(relaxed.chain)
     for _ in range(30):
+        if perf_counter() > until:
+            return False
         made = dual(relaxed, devices, limit, many, floors)
         if made.seconds >= limit:
             return True
@@ -147,6 +152,8 @@ def _refuted(relaxed: Relaxed, devices: int, limit: float, found: list[Sizes]) -
             break
         few, many = many, 4 * many
     for _ in range(10):
+        if perf_counter() > until:
+            return False
         price = (few + many) / 2
         made = dual(relaxed, devices, limit, price, floors)
         if made.seconds >= limit:

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
+from time import perf_counter
 from typing import NamedTuple
 
 from fxpipe.ir.plan.hybrid_plan import warmup_of
@@ -98,11 +99,17 @@ def _parts(relaxed: Relaxed, b: int, r: int) -> Iterator[Part]:
             yield Part(a, forward, both, m * (both + (forward if again else 0.0)), tail)
 
 
-def tables(relaxed: Relaxed, parts: Parts, devices: int, limit: float) -> Tables:
-    """The tables for up to this many devices."""
+class OutOfTime(Exception):
+    """The search has used up its nodes or its time."""
+
+
+def tables(relaxed: Relaxed, parts: Parts, devices: int, limit: float, until: float) -> Tables:
+    """The tables for up to this many devices. Raises OutOfTime at `until`, by `perf_counter`."""
     n = len(relaxed.chain)
     made = Tables(limit, _column(n, devices), _column(n, devices), _column(n, devices))
     for b in range(1, n):
+        if perf_counter() > until:
+            raise OutOfTime
         ends = [
             [_end(made, parts[b][r], b, g, r) if 0 < r <= g else None for r in range(g + 1)] for g in range(devices)
         ]
@@ -191,16 +198,19 @@ def _sizes(made: Tables, n: int) -> Sizes:
 
 
 def root(
-    relaxed: Relaxed, parts: Parts, devices: int, low: float, high: float, steps: int
+    relaxed: Relaxed, parts: Parts, devices: int, low: float, high: float, steps: int, until: float
 ) -> tuple[float, list[Sizes]]:
     """A lower bound on all plans that take less than `high`, by bisection from the known bound `low`, and the plans met
-    on the way."""
+    on the way. It ends at `until`, by `perf_counter`."""
     found: list[Sizes] = []
     for _ in range(steps):
         if low >= high * (1 - 1e-4):
             break
         middle = (low + high) / 2
-        made = tables(relaxed, parts, devices, middle)
+        try:
+            made = tables(relaxed, parts, devices, middle, until)
+        except OutOfTime:
+            break
         if made.total == inf:
             low = middle
         else:

@@ -10,9 +10,10 @@ and, if they are not given, the number of micro-batches, the warm-up, and which 
                  the best plan's own time, that plan is proven to be optimal. A t that takes too long is lowered
                  half-way to the bound.
 
-If 3 does not end at once, DAPPLE's own plan is tried, too. If there are too many placements to try, as on eight servers
-of four, 3 tries those in the order of the devices, and proves nothing. If there are too many devices for tables, such
-as a thousand, 3 is left out, and the bound is that of lagrangian_bound.py. The bound holds whenever the search ends.
+If 3 does not end at once, DAPPLE's own plan is tried, too, as far as its planner gets. If there are too many placements
+to try, as on eight servers of four, 3 tries those in the order of the devices, and proves nothing. If there are too
+many devices for tables, such as a thousand, 3 and DAPPLE's plan are left out, and the bound is that of
+lagrangian_bound.py. The bound holds whenever the search ends.
 Costs of layers are scaled with the samples: see `fxpipe.ir.plan.layer_chain.scaled`.
 """
 
@@ -43,7 +44,9 @@ def optimal(request: Request) -> Answer:
     polish(hunt)
     now = perf_counter()
     prove(hunt, now + (until - now) / 3)
-    ask_dapple(hunt)
+    now = perf_counter()
+    ask_dapple(hunt, now + (until - now) / 2)
+    polish(hunt)
     prove(hunt, until)
     if hunt.case is None:
         raise PlanError(_too_large(request))

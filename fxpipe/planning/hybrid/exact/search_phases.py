@@ -31,7 +31,6 @@ from .shape_costs import Shape, Shapes
 
 TABLE = 5_000_000  # additions to fill the tables, at most
 PLACES = 1000  # choices of a count of devices for each run, at most
-SMALL = 2000  # layers x devices x runs, for which DAPPLE's planner takes some seconds at most
 
 
 @dataclass
@@ -137,28 +136,32 @@ def close_in(hunt: PlanSearch) -> None:
         case.bound = least_work(case.problem) * (1 - EXACT / 10)
     order = sorted(range(len(hunt.cases)), key=lambda index: hunt.cases[index].bound)
     started = perf_counter()
-    stop = started + (hunt.until - started) / 3
+    part = 1 / 3 if any(case.tabled for case in hunt.cases) else 2 / 3  # without tables nothing else raises bounds
+    stop = started + (hunt.until - started) * part
     for index in order:
         case = hunt.cases[index]
         if perf_counter() > stop:
             break
-        found = _first_bound(case, hunt.time)
+        found = _first_bound(case, hunt.time, stop)
         for sizes in dict.fromkeys(found):
             if sum(r for _, r in sizes) <= case.devices:
                 hunt.offer(index, case.shapes.placed(sizes))
 
 
-def _first_bound(case: Case, high: float) -> list[bounds.Sizes]:
+def _first_bound(case: Case, high: float, until: float) -> list[bounds.Sizes]:
     """Raise the bound of a case, and return the plans met on the way. `high` is the time of the best plan."""
     if not case.tabled:
-        low, found = dual.search(case.relaxed, case.devices, case.bound, min(high, _long(case)))
+        low, found = dual.search(case.relaxed, case.devices, case.bound, min(high, _long(case)), until=until)
         case.bound = max(case.bound, low * (1 - EXACT))
         return found
-    made = bounds.tables(case.relaxed, case.parts, case.devices, high * (1 + EXACT))
+    try:
+        made = bounds.tables(case.relaxed, case.parts, case.devices, high * (1 + EXACT), until)
+    except bounds.OutOfTime:
+        return []
     case.bound = max(case.bound, min(made.total, high))
     found = [made.sizes] if made.sizes else []
     if case.bound < high < inf:
-        low, more = bounds.root(case.relaxed, case.parts, case.devices, case.bound, high, 5)
+        low, more = bounds.root(case.relaxed, case.parts, case.devices, case.bound, high, 5, until)
         case.bound, found = max(case.bound, low), found + more
     return found
 
@@ -189,14 +192,15 @@ def polish(hunt: PlanSearch) -> None:
         hunt.keep(index, better, time)
 
 
-def ask_dapple(hunt: PlanSearch) -> None:
-    """Try the plan of DAPPLE's planner, if the case is small, because that planner is slow; with more than two cases,
-    only in the best so far."""
-    for index, case in enumerate(hunt.cases):
-        small = len(case.problem.chain) * case.devices * len(case.shapes.runs) <= SMALL and case.countable
-        if small and case.bound < hunt.time * (1 - EXACT) and (len(hunt.cases) <= 2 or case is hunt.case):
+def ask_dapple(hunt: PlanSearch, until: float) -> None:
+    """Try the plans of DAPPLE's planner for the cases that may have a faster one, the best case first: that planner is
+    slow, so for later cases there may be no time left. If there are too many devices for tables it gets nowhere."""
+    order = sorted(range(len(hunt.cases)), key=lambda index: (hunt.cases[index] is not hunt.case, index))
+    for index in order:
+        case = hunt.cases[index]
+        if case.tabled and case.bound < hunt.time * (1 - EXACT) and perf_counter() < until:
             with suppress(PlanError):
-                hunt.offer(index, case.shapes.shape(dapple(case.problem).stages))
+                hunt.offer(index, case.shapes.shape(dapple(case.problem, until).stages))
 
 
 def prove(hunt: PlanSearch, until: float) -> None:
@@ -213,7 +217,10 @@ def prove(hunt: PlanSearch, until: float) -> None:
             target, budget = hunt.time, case.budget
         else:
             target, budget = case.bound + case.share * (hunt.time - case.bound), case.budget
-        made = bounds.tables(case.relaxed, case.parts, case.devices, target * (1 + EXACT))
+        try:
+            made = bounds.tables(case.relaxed, case.parts, case.devices, target * (1 + EXACT), until)
+        except bounds.OutOfTime:
+            break
         search = Refutation(case.shapes, made, target, until, budget, not case.countable)
         whole = refute(search)
         hunt.branches += search.nodes
