@@ -213,6 +213,17 @@ def test_any_replicas(data: st.DataObject, name: str, n: int, chunks: int) -> No
     check(add_transfers(make(name, devices, chunks), several))
 
 
+@pytest.mark.slow
+@given(data=st.data(), name=st.sampled_from(sorted(SCHEDULES)), n=st.integers(1, 4), chunks=st.integers(1, 8))
+@settings(max_examples=300, deadline=None)
+def test_more_programs_are_free_of_deadlock(data: st.DataObject, name: str, n: int, chunks: int) -> None:
+    """`check` runs them where nothing is buffered, with one queue a device."""
+    devices = placement(name, [f"cuda:{d}" for d in range(n)])
+    counts = {device: data.draw(st.integers(1, 3)) for device in dict.fromkeys(devices)}
+    several = replicated(data.draw(programs_of(devices)), [counts[device] for device in devices])
+    check(add_transfers(make(name, devices, chunks), several))
+
+
 @given(data=st.data(), name=st.sampled_from(["gpipe", "1f1b", "1f1b-late", "zb-h1", "zb-h2"]))
 @settings(max_examples=30, deadline=None)
 def test_any_placement(data: st.DataObject, name: str) -> None:

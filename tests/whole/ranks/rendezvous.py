@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache
 from itertools import count
 from typing import Any, NoReturn
@@ -147,3 +148,27 @@ def lose_one(group: Any, mode: str, end: str) -> None:
 
 def fail_in_each_action(group: Any, mode: str) -> None:
     fail_everywhere(like_nccl(group, mode), "1f1b")
+
+
+# The group itself -----------------------------------------------------------------------------------------------------
+
+
+def keeps_the_rules(group: Any, mode: str) -> None:
+    """Two ranks that both receive before they send wait for ever; as a batch, the same calls end. Types that NCCL has
+    not are refused; `abort` ends what waits."""
+    made, peer = like_nccl(group, mode), 1 - dist.get_rank(group)
+    here, there = torch.full((3,), float(peer)), torch.zeros(3)
+    with pytest.raises(RuntimeError, match="is not a type that NCCL has"):
+        made.send([here.to(torch.int16)], peer)
+    made._start_coalescing()
+    made.recv([there], peer)
+    made.send([here], peer)
+    made._end_coalescing().wait()
+    assert there.tolist() == [1 - peer] * 3
+    works = [made.recv([there], peer), made.send([here], peer)]
+    with pytest.raises(RuntimeError, match=r"timed out|receives \[12\], while that"):
+        works[0].wait(timedelta(seconds=1))
+    dist.barrier(group)
+    made.abort()
+    with pytest.raises(RuntimeError):
+        works[1].wait(timedelta(seconds=5))

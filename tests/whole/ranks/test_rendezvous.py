@@ -29,6 +29,15 @@ def test_steps(pool: Pool, name: str, schedule: str, count: int, replicas: tuple
     pool.run(rendezvous.is_the_model, mode, name, schedule, "except_last", replicas, ranks=over(count))
 
 
+@pytest.mark.parametrize("mode", [LAZY, EAGER])
+def test_the_group_keeps_the_rules(mode: str) -> None:
+    ranks = Pool(2)
+    try:
+        ranks.run(rendezvous.keeps_the_rules, mode, ranks=over(2))
+    finally:
+        ranks.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize(("index", "schedule"), list(enumerate(NAMES)), ids=NAMES)
