@@ -13,7 +13,7 @@ import fxpipe
 from fxpipe.demo.run import demo
 from fxpipe.demo.transformer import PixelTransformer
 from fxpipe.demo.unet import UNet
-from tests.helpers import program_picture as picture
+from fxpipe.viz import program_picture as picture
 
 IMAGES = torch.zeros(64, 1, 16, 16)
 PIXELS = torch.zeros(64, 63, dtype=torch.int64)

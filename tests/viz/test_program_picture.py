@@ -10,7 +10,7 @@ from collections.abc import Callable
 from fxpipe.ir.graph.graph import Graph, Op, Origin, State
 from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.ir.program.program import Loan, Move, Program, Stage
-from tests.helpers.program_picture import draw
+from fxpipe.viz.program_picture import draw
 
 SVG = "{http://www.w3.org/2000/svg}"
 
