@@ -13,7 +13,6 @@ import fxpipe
 from fxpipe.demo.run import demo
 from fxpipe.demo.transformer import PixelTransformer
 from fxpipe.demo.unet import UNet
-from fxpipe.viz import program_picture as picture
 
 IMAGES = torch.zeros(64, 1, 16, 16)
 PIXELS = torch.zeros(64, 63, dtype=torch.int64)
@@ -31,13 +30,12 @@ def test_the_generated_package(unet: fxpipe.Pipe, golden: Callable[[str, str], N
         golden(f"demo/unet/{name}", text)
 
 
-def test_what_the_front_page_shows(unet: fxpipe.Pipe, golden: Callable[[str, str], None]) -> None:
+def test_what_the_pages_show(unet: fxpipe.Pipe, golden: Callable[[str, str], None]) -> None:
     golden("demo/explain.txt", unet.explain() + "\n")
-    golden("demo/stages.svg", picture.draw(unet.build.program))
     golden("demo/timeline.svg", unet.picture())
 
 
-def test_the_schedule_that_the_front_page_shows(golden: Callable[[str, str], None]) -> None:
+def test_the_schedule_that_the_pages_show(golden: Callable[[str, str], None]) -> None:
     pipe = fxpipe.compile(UNet(), devices=4, chunks=8, schedule="1f1b")
     pipe.step(IMAGES, target=IMAGES, loss_fn=torch.nn.functional.mse_loss)
     golden("demo/schedule.txt", f"{pipe.schedule}\n")

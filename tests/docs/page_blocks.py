@@ -5,7 +5,8 @@ A block is run, or says why not, by its language:
 - `python`: run; the blocks of a page share their names.
 - `sh`: run, line by line; lines that set up a machine (`pip`, `git` and the like) are not.
 - `output`: what the block before prints; `...` stands for anything. `measured`: the same, but numbers may differ.
-- `py`: Python that is not run; the paragraph before says why ("Not run here: it needs two machines").
+- `py`: Python that is not run; the paragraph before says why ("Not run here: it needs two machines"), or the page does
+  for all of its own ("Not run on this page: ...").
 - `json`: parsed. `text`: anything else.
 """
 
@@ -65,11 +66,11 @@ def blocks(page: str) -> list[Block]:
     return found
 
 
-def check(block: Block) -> None:
-    """Raise AssertionError or SyntaxError for a block that is neither run nor says why."""
+def check(block: Block, page: str) -> None:
+    """Raise AssertionError or SyntaxError for a block of a page that is neither run nor says why."""
     where = f"line {block.line}"
     assert block.language in LANGUAGES, f"{where}: ```{block.language} is none of {', '.join(LANGUAGES)}"
-    if block.language == "py":
+    if block.language == "py" and "Not run on this page: " not in page:
         assert "Not run here: " in block.before, f"{where}: say before the block why it is not run ('Not run here: ')"
         ast.parse(block.text)
     if block.language == "json":

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 NEW = {"passes/skip_empty_dropout.py", "tests/passes/test_skip_empty_dropout.py"}  # of a worked example
 
 
