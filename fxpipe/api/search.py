@@ -39,10 +39,11 @@ def search(
     seed: int = 0,
     progress: bool | None = None,
     method: str = "leaps",
+    parameter_copies: float = 4,
     dtype: str | None = None,
     **unknown: Never,
 ) -> Searched:
-    """The fastest strategy found for training steps of `what` on `cluster`, in simulation.
+    """The fastest strategy found for training steps of `what` on `cluster`, in simulation, that fits in memory.
 
     - `what`: a model, with `example_inputs` (it may be on the meta device), or a graph of operators.
     - `cluster`: a `Cluster`, or the name of a published one: "p100:4" is four devices of the "p100".
@@ -51,10 +52,12 @@ def search(
       place of any one operator makes the step no faster.
     - `method`: "leaps" (changes many operators at once), or "mcmc" (the search of the SOAP paper).
     - `seed`: of the search's random numbers.
+    - `parameter_copies`: bytes in memory for each byte of parameters, as for `fxpipe.plan`.
     - `dtype`: the element type, as for `fxpipe.profile`; of a graph of operators that of products.
     - `progress`: whether to show a bar; if not given, only where standard error is a terminal.
 
-    Raises PlanError if the kind of an op of the model is not known, with the user's line, and if numba is missing.
+    Raises PlanError if the kind of an op of the model is not known, with the user's line, if numba is missing, and
+    if no strategy was found that fits in the memory of all devices.
 
     >>> from torch import ones
     >>> model = nn.Sequential(nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 4096))
@@ -79,10 +82,12 @@ def search(
     what_for = f"{graph.name} for {count(len(where.devices), 'device', 'devices')}"
     with timed("searching"), working(f"searching a strategy of {what_for}, for {budget:g} s"):
         try:
-            found = fastest(graph, where, budget=budget, seed=seed, progress=shown, method=method)
+            found = fastest(
+                graph, where, budget=budget, seed=seed, progress=shown, method=method, copies=parameter_copies
+            )
         except ValueError as error:
             raise PlanError(str(error)) from None
-    return Searched(graph, where, found.strategy, found.trace, found.proposals)
+    return Searched(graph, where, found.strategy, found.trace, found.proposals, parameter_copies)
 
 
 def operators_of(
@@ -97,4 +102,6 @@ def operators_of(
     known = profile(model, *args, device=cluster, batch=batch, reduce="mean", dtype=dtype, **kwargs)
     with timed("operators"):
         made = read(known.graph, known.sizes).operators
-        return made if known.products is None else replace(made, dtype=known.products)
+        put_out = sum(operator.elements for operator in made if operator.kind != "input") * made.element
+        kept = sum(op.saved for op in known.ops) / put_out if put_out else 1.0
+        return replace(made, dtype=known.products or made.dtype, kept=kept)

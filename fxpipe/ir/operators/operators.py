@@ -113,12 +113,14 @@ class OperatorGraph:
 
     - `element`: bytes of an element in memory.
     - `dtype`: the element type in which matrices are multiplied, a key of `matrix_speed.STORED`.
+    - `kept`: how many numbers are kept for backward for each number that an operator puts out, on average.
     """
 
     name: str
     operators: tuple[Operator, ...]
     element: int = 4
     dtype: str = "f32"
+    kept: float = 1.0
 
     def __str__(self) -> str:
         return show(self)

@@ -148,6 +148,7 @@ SEARCH = table(
     Option("batch", "samples in a training step, those of the inputs if not given", (whole(1),), 64, unset=True),
     Option("budget", "seconds that the search may take", (SECONDS,), 60),
     Option("seed", "of what the search draws", (whole(0),), 0),
+    COPIES,
     DTYPE,
     Option("progress", "", (flag(),), True, unset=True),
     Option("method", "mcmc is the published search", (one_of(*METHODS),), "leaps"),

@@ -25,6 +25,7 @@ from fxpipe.ir.units import show_bytes, show_seconds
 from fxpipe.planning.operators.expert_strategies import data_parallel
 from fxpipe.planning.operators.operator_costs import Cost, estimated, once
 from fxpipe.planning.operators.simulate_strategy import timeline
+from fxpipe.planning.operators.strategy_memory import held
 from fxpipe.planning.operators.task_graph import tasks
 from fxpipe.viz import strategy_picture as picture
 from fxpipe.viz import svg
@@ -38,6 +39,7 @@ class Searched:
 
     - `trace`: the progress of the search, as pairs: seconds of searching, and seconds of the best step found by then.
     - `tried`: how many strategies were tried.
+    - `copies`: bytes in memory for each byte of parameters.
     """
 
     graph: OperatorGraph
@@ -45,6 +47,7 @@ class Searched:
     strategy: Strategy
     trace: tuple[tuple[float, float], ...] = field(default=(), compare=False)
     tried: int = field(default=0, compare=False)
+    copies: float = 4
 
     def __str__(self) -> str:
         """The facts, the strategy beside data parallelism, and how each operator is cut."""
@@ -81,10 +84,23 @@ class Searched:
         """Bytes that are sent over links in a step."""
         return sum(task.size for task in tasks(self.graph, self.cluster, self.strategy, self.cost))
 
+    @property
+    def memory(self) -> dict[str, float]:
+        """Bytes in use on each device: parameters with their copies, and activations."""
+        sizes = held(self.graph, self.strategy, len(self.cluster.devices), self.copies)
+        return dict(zip(self.cluster.labels, sizes, strict=True))
+
+    @property
+    def fits(self) -> bool:
+        """Whether the strategy fits in the memory of all devices."""
+        return all(size <= self.cluster.device(label).memory for label, size in self.memory.items())
+
     @cached_property
     def data_parallel(self) -> Searched:
         """Every operator cut by sample over all devices, for comparison."""
-        return Searched(self.graph, self.cluster, data_parallel(self.graph, len(self.cluster.devices)))
+        return Searched(
+            self.graph, self.cluster, data_parallel(self.graph, len(self.cluster.devices)), copies=self.copies
+        )
 
     def picture(self) -> str:
         """The strategy as the text of an SVG file: a box for each operator, in the colours of its devices."""
@@ -96,7 +112,9 @@ class Searched:
 
     def dump(self) -> str:
         """Graph, cluster and strategy as JSON text; `parse` reads it back."""
-        return write(StrategyFile(self.graph, self.cluster, strategy.by_name(self.graph, self.strategy)), 3)
+        return write(
+            StrategyFile(self.graph, self.cluster, strategy.by_name(self.graph, self.strategy), self.copies), 3
+        )
 
 
 def facts(found: Searched) -> str:
@@ -114,12 +132,19 @@ def history(found: Searched) -> str:
 
 
 def beside(found: Searched) -> str:
-    """Time, computation (all devices together) and bytes sent, of the strategy and of data parallelism."""
+    """Time, computation (all devices together), bytes sent and most memory of a device, of the strategy and of data
+    parallelism."""
     rows = [
-        (name, show_seconds(one.seconds), show_seconds(sum(one.timeline.busy)), show_bytes(int(one.transferred)))
+        (
+            name,
+            show_seconds(one.seconds),
+            show_seconds(sum(one.timeline.busy)),
+            show_bytes(int(one.transferred)),
+            show_bytes(max(one.memory.values())) + ("" if one.fits else ", too much"),
+        )
         for name, one in (("this strategy", found), ("data parallel", found.data_parallel))
     ]
-    return tabulate(rows, ("", "step", "computation", "transferred"), tablefmt="plain", disable_numparse=True)
+    return tabulate(rows, ("", "step", "computation", "transferred", "memory"), tablefmt="plain", disable_numparse=True)
 
 
 @dataclass(frozen=True)
@@ -129,6 +154,7 @@ class StrategyFile:
     graph: OperatorGraph
     cluster: Cluster
     strategy: Mapping[str, Config]
+    copies: float = 4
 
 
 def parse(text: str) -> Searched:
@@ -137,7 +163,7 @@ def parse(text: str) -> Searched:
     operators.check(file.graph)
     clusters.check(file.cluster)
     configs = strategy.of_names(file.graph, file.strategy, len(file.cluster.devices))
-    return Searched(file.graph, file.cluster, configs)
+    return Searched(file.graph, file.cluster, configs, copies=file.copies)
 
 
 def load(path: str | Path) -> Searched:

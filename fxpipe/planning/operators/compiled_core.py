@@ -13,14 +13,15 @@ from fxpipe.planning.operators.compiled.block_moves import explore, leap
 from fxpipe.planning.operators.compiled.flat_arrays import RANK, Floats, Ints, problem, state
 from fxpipe.planning.operators.compiled.metropolis import begin, improve, walk
 
-from .cut_patterns import patterns
+from .compiled.cut_patterns import patterns
 from .operator_costs import Cost
 from .strategy_space import fixed
 
 
 class Core:
     """A strategy of one graph on one cluster, to be changed and simulated. `random` is the state of the random numbers,
-    `best` the best strategy of all walks. `capacity` is the room for messages to begin with."""
+    `best` the best strategy of all walks. `capacity` is the room for messages to begin with, `copies` how many bytes
+    are in memory for each byte of weights."""
 
     def __init__(
         self,
@@ -31,10 +32,11 @@ class Core:
         roles: str = "SAP",
         seed: int = 0,
         capacity: int = 1 << 16,
+        copies: float = 0.0,
     ) -> None:
         self.graph, self.devices = graph, len(cluster.devices)
         self.placed = tuple(at for at, operator in enumerate(graph) if operator.kind != "input")
-        self.problem = problem(graph, cluster, cost, tuple(starts), roles)
+        self.problem = problem(graph, cluster, cost, tuple(starts), roles, copies)
         self.state = state(self.problem, capacity)
         self.random: Ints = np.array([(seed * 0x9E3779B97F4A7C15 + 0x1234567) % (1 << 63) or 1], np.int64)
         self._devices = np.zeros(self.problem.parts, np.int64)
@@ -43,9 +45,20 @@ class Core:
         n, parts = self.problem.n, self.problem.parts
         self.best_arrays = np.array([np.inf]), np.zeros(n, np.int64), np.zeros((n, parts), np.int64)
 
+    def hold_in_memory(self, room: Iterable[float], overfull: float) -> None:
+        """From now on, count `overfull` seconds and more for a strategy that needs more than `room` bytes on a device.
+        Until the next `begin`, the current strategy is as it was."""
+        self.problem.room[:] = list(room)
+        self.problem.overfull[0] = overfull
+
+    @property
+    def held(self) -> list[float]:
+        """Bytes that the current strategy needs on each device."""
+        return [float(size) for size in self.state.device["held"]]
+
     @property
     def seconds(self) -> float:
-        """Seconds of a step with the current strategy."""
+        """Seconds of a step with the current strategy; with those that count for it if it does not fit in memory."""
         return float(self.state.cost[0])
 
     @property

@@ -14,15 +14,18 @@ from tqdm import tqdm
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.operators.operators import OperatorGraph
 from fxpipe.ir.operators.strategy import Strategy
-from fxpipe.ir.units import show_seconds
+from fxpipe.ir.units import show_bytes, show_seconds
 
 from .compiled_core import Core
 from .expert_strategies import data_parallel, expert, model_parallel, one_device, scattered
 from .operator_costs import Cost, estimated
+from .strategy_memory import held
 
 TEMPERATURE = 0.01  # of the start's seconds: a change that costs as much is kept with probability 1 / e
 COOLED = 0.01  # of the temperature, in the end
 MOST_LEAPS = 0.8  # of the steps in the beginning
+OVERFULL = 10.0  # times the slowest start's seconds count for a strategy that does not fit in memory
+ROUNDED = 1 - 1e-6  # of the memory is used: sums of bytes have rounding errors
 SLICE = 0.1  # seconds between two looks at the clock
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}{postfix}"
 
@@ -68,6 +71,7 @@ def search(
     progress: bool = True,
     method: str = "leaps",
     finish: bool = True,
+    copies: float | None = None,
 ) -> Found:
     """The best strategy found in `budget` seconds. Two thirds of them go to exploring, by `method`:
 
@@ -81,7 +85,9 @@ def search(
     until the budget is spent.
 
     `cost` gives the seconds of parts, by default estimates; `temperature` is relative to the start's seconds; `roles`
-    are those of dimensions that may be cut. Raises ValueError for a budget, method or starts that cannot be.
+    are those of dimensions that may be cut. With `copies`, bytes in memory for each byte of weights, only strategies
+    that fit in the memory of all devices are found. Raises ValueError for a budget, method or starts that cannot be,
+    and if no strategy was found that fits.
     """
     if budget <= 0:
         raise ValueError(f"a search of {budget} seconds finds nothing; give it a budget above 0")
@@ -92,15 +98,34 @@ def search(
         given |= {"model parallel": model_parallel(graph, len(cluster.devices)), "one device": one_device(graph)}
     if not given:
         raise ValueError("there is no strategy to start from")
-    core = Core(graph, cluster, cost or estimated(), given.values(), roles, seed)
+    core = Core(graph, cluster, cost or estimated(), given.values(), roles, seed, copies=copies or 0.0)
     _compile(core, next(iter(given.values())))
     costs = {name: core.begin(start) for name, start in given.items()}
+    overfull = OVERFULL * max(costs.values())
+    if copies is not None:
+        core.hold_in_memory((ROUNDED * device.memory for device in cluster.devices), overfull)
+        costs = {name: core.begin(start) for name, start in given.items()}
     log = Log(costs.values())
     with tqdm(total=budget, desc="search", unit="s", disable=not progress, bar_format=BAR) as log.bar:
         best, explored = METHODS[method](core, given, costs, budget * 2 / 3, temperature, log)
         core.begin(best)
         tried, optimum = polish(core, inf if finish else budget - log.passed, log)
-    return Found(core.strategy, core.seconds, optimum, explored + tried, tuple(log.trace), tuple(costs.items()))
+    if copies is not None:
+        _check_memory(graph, cluster, core.strategy, copies, explored + tried)
+    trace = tuple(one for one in log.trace if copies is None or one[1] < overfull)
+    return Found(core.strategy, core.seconds, optimum, explored + tried, trace, tuple(costs.items()))
+
+
+def _check_memory(graph: OperatorGraph, cluster: Cluster, best: Strategy, copies: float, tried: int) -> None:
+    """Raise ValueError if the best strategy does not fit in the memory of a device."""
+    needs = zip(held(graph, best, len(cluster.devices), copies), cluster.devices, strict=True)
+    need, device = max(needs, key=lambda one: one[0] / one[1].memory)
+    if need > device.memory:
+        raise ValueError(
+            f"no strategy for {graph.name} was found that fits in memory, of {tried:,} tried: the one that lacks least "
+            f"needs {show_bytes(need)} on {device.label}, which has {show_bytes(device.memory)}, with {copies:g} bytes "
+            "for each byte of parameters; use more devices, or a smaller batch, parameter_copies or dtype"
+        )
 
 
 class Log:

@@ -68,6 +68,21 @@ def test_what_is_transferred() -> None:
     assert Searched(graph, FOUR, krizhevsky(graph, 4)).transferred < found.transferred
 
 
+def test_only_what_fits_in_memory() -> None:
+    """Two layers of 4.3 GB, four times with gradients and Adam's moments, on devices of 12 GB."""
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(32768, 32768), nn.Linear(32768, 32768)), torch.zeros(8, 32768)
+    found = search(model, "k80:4", example_inputs=x, budget=1)
+    assert found.fits
+    assert max(found.memory.values()) <= 12e9
+    assert not found.data_parallel.fits
+    assert "too much" in str(found)
+    assert parse(found.dump()) == found
+    with pytest.raises(PlanError, match=r"no strategy for Sequential was found that fits in memory.* which has 12 GB"):
+        search(model, "k80:2", example_inputs=x, budget=1)
+    assert search(model, "k80:2", example_inputs=x, budget=1, parameter_copies=2).fits
+
+
 def test_a_file() -> None:
     found = search(rnnlm(8, 3, vocab=11, width=8), FOUR, budget=1)
     assert parse(found.dump()) == found

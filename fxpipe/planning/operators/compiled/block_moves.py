@@ -19,12 +19,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fxpipe.planning.operators.cut_patterns import Patterns
-
+from .cut_patterns import Patterns
 from .delta_simulation import MARGIN, attempt, keep, run
 from .edge_messages import count_waits, exchange, hold, join, unload
 from .flat_arrays import Floats, Ints, Problem, State
-from .graph_update import compact, copy, is_jam, put
+from .graph_update import compact, copy, excess, is_jam, put
 from .metropolis import below, choose, has_room, propose, threshold, uniform
 from .numba_compiler import compiled, entry
 from .restart_state import restart
@@ -174,6 +173,7 @@ def take(p: Problem, s: State, to: Leap, members: Ints) -> None:
     M = p.parts
     for d in range(p.devices):
         s.device[d].load_ = s.device[d].load
+        s.device[d].held_ = s.device[d].held
     copy(s.link_load_, s.link_load)
     edges = to.edges[: to.counts[0]]
     for e in edges:
@@ -187,6 +187,7 @@ def take(p: Problem, s: State, to: Leap, members: Ints) -> None:
         forward, backward = i * M, (2 * p.n - 1 - i) * M
         for k in range(p.row_parts[s.row[i]]):
             s.device[s.task[forward + k].place].load -= s.task[forward + k].span + s.task[backward + k].span
+            s.device[s.task[forward + k].place].held -= p.kept[p.seconds_first[s.row[i]] + k]
         row = s.row[i]
         for k in range(M):
             to.old_spans[i, k] = s.task[forward + k].span
@@ -231,6 +232,7 @@ def go_back(p: Problem, s: State, to: Leap, members: Ints, top: int) -> None:
     _hold_again(p, s, to, members)
     for d in range(p.devices):
         s.device[d].load = s.device[d].load_
+        s.device[d].held = s.device[d].held_
     copy(s.link_load, s.link_load_)
     s.top[0] = top
 
@@ -241,9 +243,9 @@ def attempt_leap(p: Problem, s: State, to: Leap, members: Ints, limit: float) ->
     seconds; returns whether it does. Afterwards `to` is the strategy of the state in any case."""
     top = s.top[0]
     take(p, s, to, members)
-    cost = np.inf
-    if not is_jam(p, s, limit * MARGIN):
-        cost = run(p, s, restart(p, s, -1, 0.0), limit)
+    cost, more = np.inf, excess(p, s)
+    if not is_jam(p, s, (limit - more) * MARGIN):
+        cost = run(p, s, restart(p, s, -1, 0.0), limit - more) + more
     if cost <= limit:
         keep(p, s, -1, 0.0, cost)
         for i in members:

@@ -25,7 +25,7 @@ import numpy as np
 
 from .event_queue import arrive, pop, push
 from .flat_arrays import Floats, Ints, Problem, Records, State
-from .graph_update import change, is_jam, is_overload, take_back
+from .graph_update import change, excess, is_jam, is_overload, take_back
 from .numba_compiler import compiled
 from .restart_state import restart
 
@@ -65,10 +65,10 @@ def attempt(p: Problem, s: State, i: int, row: int, devices: Ints, limit: float)
         return False
     top, old = s.top[0], s.row[i]
     since = change(p, s, i, row, devices)
-    cost = np.inf
-    if not is_jam(p, s, limit * MARGIN):
+    cost, more = np.inf, excess(p, s)
+    if not is_jam(p, s, (limit - more) * MARGIN):
         for _ in range(p.simulations):
-            cost = run(p, s, restart(p, s, i, since), limit)
+            cost = run(p, s, restart(p, s, i, since), limit - more) + more
     if cost <= limit:
         keep(p, s, i, since, cost)
         return True
@@ -196,6 +196,6 @@ def simulate_all(p: Problem, s: State) -> float:
         s.task[t].ready = 0.0
         s.task[t].end = 0.0
     size = restart(p, s, -1, 0.0)
-    cost = run(p, s, size, np.inf)
+    cost = run(p, s, size, np.inf) + excess(p, s)
     keep(p, s, -1, 0.0, cost)
     return cost

@@ -207,7 +207,9 @@ def hold(p: Problem, s: State, i: int, sign: int) -> None:
         for u in range(shard * each, (shard + 1) * each):
             was = cover[d, u] > 0
             cover[d, u] += sign
-            held[u] += (cover[d, u] > 0) - was
+            now = (cover[d, u] > 0) - was
+            held[u] += now
+            s.device[d].held += now * p.held_bytes[g]
 
 
 @compiled

@@ -35,6 +35,7 @@ from fxpipe.ir.operators.strategy import Config, Strategy, regions
 from fxpipe.planning.operators.input_regions import needs
 from fxpipe.planning.operators.message_links import links
 from fxpipe.planning.operators.operator_costs import Cost, once, part
+from fxpipe.planning.operators.strategy_memory import activations
 from fxpipe.planning.operators.strategy_space import configs
 from fxpipe.planning.operators.task_graph import weight_groups
 
@@ -79,6 +80,10 @@ class Problem(NamedTuple):
     seconds_first: Ints  # [rows] into `seconds`
     seconds: Floats  # [kinds of devices, all parts of all rows, 2]
     device_kind: Ints  # [D]
+    kept: Floats  # [all parts of all rows] bytes of activations, as `seconds`
+    held_bytes: Floats  # [G] bytes that a share of the group's weights takes on a device that holds it
+    room: Floats  # [D] bytes of memory
+    overfull: Floats  # [1] seconds that count for a strategy that does not fit in memory
     choice_first: Ints  # [rows + 1] number of the row's first choice: one for each device that it can begin on
     simulations: int = 1  # of each proposal; more than one to measure their time
 
@@ -94,7 +99,8 @@ ARRIVAL = _record("pending", "latest")  # what a task still waits for, and when 
 MESSAGE = _record("peer wire", "lasts begin begin_")  # wire: the link, -1 within a device; lasts: its seconds
 EXTENT = _record("", "first_ready last_ready first_end last_end")
 SYNC = _record("wire", "lasts begin begin_")  # lasts: 0 where nothing is passed on
-DEVICE = _record("", "load load_ left free")  # load: seconds of all its tasks; left: of those not yet begun
+# load: seconds of all its tasks; left: of those not yet begun; held: bytes of its parts and weights
+DEVICE = _record("", "load load_ left free held held_")
 EVENT = np.dtype([("time", np.float64), ("key", np.int64)])
 
 
@@ -129,10 +135,16 @@ class State(NamedTuple):
 
 
 def problem(
-    graph: OperatorGraph, cluster: Cluster, cost: Cost, starts: Sequence[Strategy] = (), roles: str = "SAP"
+    graph: OperatorGraph,
+    cluster: Cluster,
+    cost: Cost,
+    starts: Sequence[Strategy] = (),
+    roles: str = "SAP",
+    copies: float = 0.0,
 ) -> Problem:
     """The search as arrays. Dimensions of these `roles` may be cut. Degrees of the strategies `starts` are added to
-    those of `strategy_space.configs`. Raises ValueError for an operator of more than four dimensions."""
+    those of `strategy_space.configs`. `copies` is how many bytes are in memory for each byte of weights. Raises
+    ValueError for an operator of more than four dimensions."""
     placed = [at for at, operator in enumerate(graph) if operator.kind != "input"]
     number = {at: i for i, at in enumerate(placed)}
     operators = [graph.operators[at] for at in placed]
@@ -188,6 +200,11 @@ def problem(
         seconds=seconds,
         choice_first=_ints(np.cumsum([0, *(max(0, devices + 1 - prod(row)) for own in rows for row in own)])),
         device_kind=_ints([kinds.index(d.speeds) for d in cluster.devices]),
+        kept=_kept(graph, operators, rows),
+        held_bytes=np.array([copies * operators[group[0]].weights * graph.element for group in groups], np.float64)
+        / lcm(*shards),
+        room=np.full(devices, np.inf),
+        overfull=np.zeros(1),
     )
 
 
@@ -217,6 +234,12 @@ def _seconds(
             for kind, seconds in zip(found, known[likeness], strict=True):
                 kind.extend(seconds)
     return _ints(first), np.array(found, np.float64)
+
+
+def _kept(graph: OperatorGraph, operators: list[Operator], rows: list[list[tuple[int, ...]]]) -> Floats:
+    """The bytes of activations of each part of each row."""
+    pairs = ((operator, Config(row, ())) for operator, own in zip(operators, rows, strict=True) for row in own)
+    return np.array([size for pair in pairs for size in activations(graph, *pair)], np.float64)
 
 
 def _need(graph: OperatorGraph, consumer: int, which: int) -> list[tuple[int, ...]]:

@@ -30,6 +30,7 @@ def put(p: Problem, s: State, i: int, row: int, devices: Ints) -> None:
         s.task[forward + k].span = p.seconds[p.device_kind[d], first + k, 0]
         s.task[backward + k].span = p.seconds[p.device_kind[d], first + k, 1]
         s.device[d].load += s.task[forward + k].span + s.task[backward + k].span
+        s.device[d].held += p.kept[first + k]
 
 
 @compiled
@@ -38,6 +39,7 @@ def build(p: Problem, s: State, rows: Ints, devices: Ints) -> bool:
     s.top[0] = 0
     for d in range(p.devices):
         s.device[d].load = 0.0
+        s.device[d].held = 0.0
     for t in range(2 * p.n * p.parts):
         s.task[t].waits = 0
     s.cover.fill(0)
@@ -114,6 +116,16 @@ def is_jam(p: Problem, s: State, limit: float) -> bool:
 
 
 @compiled
+def excess(p: Problem, s: State) -> float:
+    """The seconds that count, beside those of the step, for a strategy that does not fit in memory: more than any that
+    fits takes, and more the more memory it lacks. 0 if it fits."""
+    lacks = 0.0
+    for d in range(p.devices):
+        lacks += max(0.0, s.device[d].held / p.room[d] - 1.0)
+    return float(p.overfull[0] * (1.0 + lacks)) if lacks > 0 else 0.0
+
+
+@compiled
 def change(p: Problem, s: State, i: int, row: int, devices: Ints) -> float:
     """Give operator i the row `row` on `devices`, and remember the old ones. Returns the time of the first event that
     this touches."""
@@ -144,6 +156,7 @@ def _remember(p: Problem, s: State, i: int, around: Ints) -> float:
     forward, backward = i * M, (2 * p.n - 1 - i) * M
     for d in range(p.devices):
         s.device[d].load_ = s.device[d].load
+        s.device[d].held_ = s.device[d].held
         if p.group[i] >= 0:
             s.old_sync[d] = s.sync[p.group[i], d]
     copy(s.link_load_, s.link_load)
@@ -158,6 +171,7 @@ def _remember(p: Problem, s: State, i: int, around: Ints) -> float:
         s.old_span[k] = s.task[forward + k].span
         s.old_span[M + k] = s.task[backward + k].span
         s.device[s.old_place[k]].load -= s.old_span[k] + s.old_span[M + k]
+        s.device[s.old_place[k]].held -= p.kept[p.seconds_first[s.row[i]] + k]
         touched = min(touched, s.task[forward + k].ready)
     return touched
 
@@ -185,6 +199,7 @@ def take_back(p: Problem, s: State, i: int, row: int, top: int) -> None:
         hold(p, s, i, 1)
     for d in range(p.devices):
         s.device[d].load = s.device[d].load_
+        s.device[d].held = s.device[d].held_
         if g >= 0:
             s.sync[g, d] = s.old_sync[d]
     copy(s.link_load, s.link_load_)

@@ -7,7 +7,7 @@ pytest.importorskip("numba")
 import numpy as np
 
 from benchmarks.full_simulation import FullCore
-from fxpipe.planning.operators.cut_patterns import patterns
+from fxpipe.planning.operators.compiled.cut_patterns import patterns
 from fxpipe.planning.operators.expert_strategies import data_parallel
 from fxpipe.planning.operators.operator_costs import estimated
 from tests.helpers.operator_graphs import branches, cluster, lenet, translation

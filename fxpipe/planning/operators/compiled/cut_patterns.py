@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from fxpipe.ir.operators.operators import Operator
-from fxpipe.planning.operators.compiled.flat_arrays import Ints, Problem
+
+from .flat_arrays import Ints, Problem
 
 Pattern = tuple[tuple[str, int], ...]  # names and degrees of the dimensions that are cut
 
