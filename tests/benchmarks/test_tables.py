@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import compile_time, one_gpu, overhead
+from benchmarks import compile_time, first_call, one_gpu, overhead
 from benchmarks.timing import in_turn, median_difference
 from tests.helpers.marks import mostly_slow
 
@@ -37,6 +37,24 @@ def test_overhead_prints_parts_of_torchgpipes() -> None:
         "plain loop                   1.0",
         "torchgpipe, never            3.0         2.0",
         "fxpipe, never                1.5         0.5               0.25",
+    ]
+
+
+def test_first_call_prints_our_part_beside_dynamos() -> None:
+    last = first_call.table({12: first_call.First(300, 3.0, 2.0, (0.5, 0.1, 0.4, 0.3))}).splitlines()[-1]
+    assert last.split() == [
+        "12",
+        "300",
+        "3.00",
+        "2.00",
+        "1.00",
+        "0.50",
+        "10.00",
+        "3.33",
+        "0.50",
+        "0.10",
+        "0.40",
+        "0.30",
     ]
 
 

@@ -111,6 +111,7 @@ def _parse(expression: str) -> ast.expr:
     return ast.parse(expression, mode="eval").body
 
 
+@lru_cache(maxsize=4096)
 def dim_names(dim: Dim) -> tuple[str, ...]:
     """The size names a dimension depends on, sorted.
 
