@@ -9,7 +9,6 @@ from pygments.lexers.special import TextLexer
 from sphinx.application import Sphinx
 
 project = "fxpipe"
-author = "the authors of fxpipe"
 release = version = version_of("fxpipe")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
@@ -19,6 +18,8 @@ myst_heading_anchors = 3
 
 html_theme = "furo"
 html_title = "fxpipe"
+html_show_copyright = False
+pygments_dark_style = "monokai"  # Furo's own underlines names of modules
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
