@@ -26,6 +26,7 @@ from fxpipe.codegen.package.package_files import CONSTANTS, FORMAT, PUBLIC
 from fxpipe.codegen.scheduler.value_locations import torch_device
 from fxpipe.errors import PackageError, PlanError
 from fxpipe.ir.graph.opaque_call import Opaque
+from fxpipe.runtime.accelerator import count, has_streams
 
 _numbers = itertools.count()
 
@@ -191,9 +192,10 @@ def worker_device(label: str) -> torch.device:
 
 
 def _check_device(stage: int, device: torch.device) -> None:
-    count = torch.cuda.device_count() if device.type == "cuda" else 0
-    if device.type == "cuda" and (device.index or 0) >= count:
-        there = "no CUDA device" if count == 0 else f"{count} CUDA device{'s' if count > 1 else ''}"
+    found = count(device.type)
+    if has_streams(device) and (device.index or 0) >= found:
+        kind = device.type.upper()
+        there = f"no {kind} device" if found == 0 else f"{found} {kind} device{'s' if found > 1 else ''}"
         raise PlanError(f"stage {stage} is planned on {device}, and this machine has {there}")
 
 
@@ -239,7 +241,15 @@ def _load_constants(module: ModuleType) -> dict[str, Any]:
 
 def _move(tensor: Tensor, device: torch.device) -> None:
     """Move a tensor in place: optimizers, hooks and the user's variables refer to the same object as before."""
-    if tensor.device != device:
-        tensor.data = tensor.data.to(device)
-        if tensor.grad is not None:
-            tensor.grad.data = tensor.grad.data.to(device)
+    if tensor.device == device:
+        return
+    data, grad = tensor.data.to(device), tensor.grad
+    if torch._has_compatible_shallow_copy_type(tensor, data):
+        tensor.data = data
+        if grad is not None:
+            grad.data = grad.data.to(device)
+        return
+    # To and from devices that are not torch's own, two tensor objects exchange what they hold.
+    other = nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
+    torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
+    tensor.grad = None if grad is None else grad.to(device)

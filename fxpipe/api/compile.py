@@ -16,7 +16,6 @@ from fxpipe.capture.tracing.rewriting.graph_view import Transform
 from fxpipe.errors import PlanError
 from fxpipe.ir import dataclass_json
 from fxpipe.ir.cluster.cluster import Cluster
-from fxpipe.ir.cluster.device_labels import is_local
 from fxpipe.ir.plan import plan_file
 from fxpipe.ir.plan.plan import Plan, StagePlan
 from fxpipe.ir.plan.plan_file import PlanFile, StagePlace
@@ -25,7 +24,7 @@ from fxpipe.passes import Pass
 from fxpipe.pipe.build.apply_strategy import RequestedCall, place_of
 from fxpipe.pipe.build.call_binding import as_call
 from fxpipe.pipe.drop_in_module import check_model
-from fxpipe.pipe.options.compile_options import Options, backend_of, check, deal, device_labels, stage_devices
+from fxpipe.pipe.options.compile_options import Options, backend_of, check, deal, device_labels, is_local, stage_devices
 from fxpipe.pipe.options.option_conflicts import refuse_beside_plan, refuse_beside_strategy
 from fxpipe.pipe.options.option_forms import Default, refuse_unknown
 from fxpipe.pipe.options.option_forms import check as check_values
@@ -44,7 +43,7 @@ CHECKPOINT, SCHEDULE, BALANCE, PROFILE = map(Default, ("except_last", "gpipe", "
 
 def compile(
     model: nn.Module,
-    devices: int | Sequence[str | torch.device] | Cluster | None = None,
+    devices: int | str | torch.device | Sequence[str | torch.device] | Cluster | None = None,
     chunks: int | None = None,
     *,
     checkpoint: str | Collection[int] = CHECKPOINT,
@@ -75,14 +74,15 @@ def compile(
     The model is captured, planned and turned into code at the first call of each kind, or at once for `example_inputs`
     (a tuple of arguments, a dict of keyword arguments, or one tensor).
 
-    - `devices`: a count (CUDA devices if there are enough, else CPU workers); or a list with a device for each stage,
-      where a device that is listed twice has two stages; or a `Cluster`, with a stage for each of its devices.
+    - `devices`: a count (accelerators, such as CUDA devices, if there are enough, else CPU workers); or a kind, such as
+      "cuda": all of its devices; or a list with a device for each stage, where a device that is listed twice has two
+      stages; or a `Cluster`, with a stage for each of its devices.
       Inputs may be on any device; an output is on the device of the stage that makes it.
     - `chunks`: the largest number of micro-batches that a batch is cut into; a batch with fewer samples makes fewer.
     - `checkpoint`: which micro-batches are recomputed in backward instead of kept: "never", "except_last",
       "always"; or a set of stages that recompute all but the last, the others never. In `step()`, a forward that
       is followed by its backward at once is never recomputed: there is nothing to gain.
-    - `offload`: the stages on CUDA devices whose activations wait in host memory, in `step()`.
+    - `offload`: the stages on accelerators whose activations wait in host memory, in `step()`.
     - `balance`: "time" (makes the slowest stage as fast as possible), "memory", or the number of layers of each stage.
     - `split_at`: in place of `balance`, the modules that begin a stage, as in `["encoder.3", "head"]`.
     - `schedule`: the order of `step()`: "gpipe", "1f1b" (early backward; "1f1b-late" runs further
@@ -201,7 +201,7 @@ def read_options(asked: Mapping[str, Any]) -> Options:
 
 
 def _strategy_devices(
-    devices: int | Sequence[str | torch.device] | Cluster | None, count: int | None
+    devices: int | str | Sequence[str | torch.device] | Cluster | None, count: int | None
 ) -> tuple[str, ...]:
     """The labels of at least `count` different devices, for the devices that a strategy numbers."""
     asked = count if devices is None else devices
@@ -232,7 +232,9 @@ def read_plan(plan: Plan | Planned | str | Path | None) -> Plan | PlanFile | Non
     return found
 
 
-def runnable(plan: Plan | PlanFile, devices: int | Sequence[str | torch.device] | Cluster | None) -> Plan | PlanFile:
+def runnable(
+    plan: Plan | PlanFile, devices: int | str | Sequence[str | torch.device] | Cluster | None
+) -> Plan | PlanFile:
     """The plan on devices of this machine. Raises PlanError if it cannot run."""
     replica_groups: dict[str, tuple[str, ...]] = {}
     stages: tuple[StagePlan | StagePlace, ...] = plan.stages

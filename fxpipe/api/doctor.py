@@ -33,6 +33,8 @@ from fxpipe.errors import FxpipeError
 from fxpipe.ir.units import show_bytes
 from fxpipe.pipe.build.local_cluster import least_seconds
 from fxpipe.pipe.verify import environment
+from fxpipe.runtime.accelerator import present
+from fxpipe.runtime.random import fork_rng
 
 from .compile import compile
 
@@ -67,7 +69,7 @@ def look() -> Iterator[Finding]:
 
 def run() -> Iterator[Finding]:
     """A small model, verified on every device and backend there is."""
-    workers, gpus = ["cpu", "cpu"], [f"cuda:{k}" for k in range(torch.cuda.device_count())]
+    workers, gpus = ["cpu", "cpu"], list(map(str, present()))
     pipes = {"pipe on CPU workers": (workers, "")} | {f"pipe on {gpu}": ([gpu, gpu], "") for gpu in gpus}
     if len(gpus) > 1:
         pipes["pipe over all GPUs"] = gpus, ""
@@ -262,7 +264,7 @@ def ranks(kind: str, text: str) -> Finding:
 
 
 def small_model() -> nn.Sequential:
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    with fork_rng():
         torch.manual_seed(0)
         return nn.Sequential(
             nn.Linear(32, 64),

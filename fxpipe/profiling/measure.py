@@ -33,6 +33,8 @@ from fxpipe.ir.graph.evaluate_graph import call, enter
 from fxpipe.ir.graph.graph import Graph, Op
 from fxpipe.ir.graph.model_devices import capture_device, relocate
 from fxpipe.ir.plan.profile import OpCost, Profile
+from fxpipe.runtime.accelerator import has_streams
+from fxpipe.runtime.random import fork_rng
 
 Values = dict[str, Any]
 T = TypeVar("T")
@@ -57,8 +59,7 @@ def measure(
     graph = _on(graph, here)
     share = budget / max(1, len(graph.ops))
     costs: list[OpCost] = []
-    devices = [here] if here.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.inference_mode(False), torch.enable_grad():
+    with fork_rng([here] if has_streams(here) else []), torch.inference_mode(False), torch.enable_grad():
         run = _Run.start(graph, inputs, states, here)
         for position in range(len(graph.ops)):
             forward, backward = run.timing(position, warmup, repeats, share)
@@ -201,12 +202,11 @@ def _forward(op: Op, values: Values) -> None:
 
 def _timed(here: torch.device, work: Callable[[], T]) -> tuple[T, float]:
     """The result of the work and the seconds it took, on the device's own clock."""
-    if here.type != "cuda":
+    if not has_streams(here):
         started = time.perf_counter()
         return work(), time.perf_counter() - started
-    with torch.cuda.device(here):
-        event: Any = torch.cuda.Event
-        start, end = event(enable_timing=True), event(enable_timing=True)
+    with torch.accelerator.device_index(here.index):
+        start, end = (torch.Event(here, enable_timing=True) for _ in range(2))
         start.record()
         result = work()
         end.record()

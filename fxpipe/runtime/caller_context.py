@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .accelerator import kinds
+
 
 @dataclass(frozen=True)
 class Autocast:
@@ -48,7 +50,7 @@ class Context:
         cast weights is off: a recomputation could find a cast that was made without grad, and its weight would get no
         gradient."""
         stack = ExitStack()
-        for device in ("cpu", "cuda"):
+        for device in kinds():
             cast = next((cast for cast in self.autocasts if cast.device == device), None)
             if cast is not None:
                 stack.enter_context(torch.autocast(device, cast.dtype, cache_enabled=False))
@@ -61,7 +63,7 @@ def current_context() -> Context:
     """The modes of this thread."""
     casts = [
         Autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled())
-        for device in ("cpu", "cuda")
+        for device in kinds()
         if torch.is_autocast_enabled(device)
     ]
     return Context(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), tuple(casts))

@@ -9,11 +9,13 @@ numbers are the same for every number of stages and workers, and again in recomp
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from threading import Lock
 
 import torch
+
+from .accelerator import WITHOUT_STREAMS, kind, present
 
 _MASK = (1 << 64) - 1
 _locks: dict[torch.device, Lock] = {}
@@ -87,16 +89,21 @@ class Draw:
 @contextmanager
 def nobody_draws() -> Iterator[None]:
     """In this context no other thread draws: all locks of generators are held."""
-    devices = [torch.device("cpu"), *(torch.device("cuda", k) for k in range(torch.cuda.device_count()))]
     with ExitStack() as locks:
-        for device in devices:
+        for device in (torch.device("cpu"), *present()):
             locks.enter_context(_locks.setdefault(device, Lock()))
         yield
 
 
 def generator_of(device: torch.device) -> torch.Generator:
     """The default generator of a device."""
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return torch.cuda.default_generators[index]
-    return torch.default_generator
+    if device.type in WITHOUT_STREAMS:
+        return torch.default_generator
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    found: torch.Generator = torch.get_device_module(device).default_generators[index]
+    return found
+
+
+def fork_rng(devices: Sequence[torch.device] | None = None) -> AbstractContextManager[None]:
+    """A context after which the default generators of the CPU and these accelerators, or all, are as before."""
+    return torch.random.fork_rng(present() if devices is None else devices, device_type=kind() or "cuda")

@@ -8,12 +8,15 @@ The CPU has none: None stands in for its stream.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
-Stream = torch.cuda.Stream | None
+from .accelerator import has_streams
+
+Stream = torch.Stream | None
 
 
 class Streams:
@@ -31,30 +34,39 @@ class Streams:
 
 
 def new_stream(device: torch.device) -> Stream:
-    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    return torch.Stream(device=device) if has_streams(device) else None
 
 
 def current_stream(device: torch.device) -> Stream:
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+    return torch.accelerator.current_stream(device) if has_streams(device) else None
 
 
 def use_stream(stream: Stream) -> AbstractContextManager[object]:
-    """A context in which GPU work goes to the stream, on its device."""
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
+    """A context in which the stream's device is the current one, and its work goes to the stream."""
+    return nullcontext() if stream is None else _used(stream)
+
+
+@contextmanager
+def _used(stream: torch.Stream) -> Iterator[None]:
+    # A torch.Stream is a context itself, but keeps what was current before in itself: only one thread could enter it.
+    device, before = torch.accelerator.current_device_index(), torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+        torch.accelerator.set_device_index(device)
 
 
 def wait_stream(waiting: Stream, done: Stream) -> None:
-    """Later work on `waiting` starts after the present work on `done`. If `waiting` is the CPU (None), this call
-    blocks."""
-    if done is None:
-        return  # the CPU works in the order of the program: its work is done
-    if waiting is None:
-        done.synchronize()
-    else:
+    """Later work on `waiting` starts after the present work on `done`. Both are streams of one device, or None for the
+    CPU, which works in the order of the program. The host does not wait."""
+    if done is not None:
+        assert waiting is not None
         waiting.wait_stream(done)
 
 
 def record_stream(tensor: Tensor, stream: Stream) -> None:
     """Keep the tensor's memory from being reused before the present work on `stream` is done."""
-    if stream is not None and tensor.is_cuda:
+    if stream is not None and has_streams(tensor.device):
         tensor.record_stream(stream)

@@ -68,6 +68,7 @@ class Twins:
     - `roots`: these modules, by the prefix of their tensors' paths; shared submodules belong to the first.
     - `stand_in`: makes the twins' tensors. They stay on the model's first devices, wherever the real tensors go, and
       are all on the meta device if a part of the model was there.
+    - `first_devices`: these devices, by the paths of the tensors.
     - `slots`: all parameters and buffers.
     - `of`: the slots by the ids of stand-ins and of real tensors (forward may reach those by a global variable).
     - `device`: that of all stand-ins, if they share one; else None.
@@ -87,7 +88,7 @@ class Twins:
         self.shape: object = None
         self.copies = Copies()
         self._beside = Copies(self.copies)  # of what is no part of the modules: of the last loss function
-        self._devices: dict[str, torch.device] = {}
+        self.first_devices: dict[str, torch.device] = {}
         self._forwards: dict[int, tuple[Any, Callable[..., Any]]] = {}  # by the id of the twin, with the twin
         self._structure: set[int] = set()  # the ids of the dicts that a module hangs its parts in
         self._hook_dicts: dict[int, list[Any]] = {}  # all of its module, by the id of each
@@ -136,7 +137,7 @@ class Twins:
     def with_stand_ins(self, stand_in: StandIn) -> Twins:
         """Other twins of the same modules, with tensors of another kind."""
         made = Twins(self.roots, stand_in)
-        made._devices = self._devices
+        made.first_devices = self.first_devices
         made.sync()
         return made
 
@@ -220,7 +221,7 @@ class Twins:
                 for key, real in tensors.items():
                     path = f"{prefix}.{key}" if prefix else key
                     here = meta or (real.device if real is not None else torch.device("cpu"))
-                    device = self._devices.setdefault(path, here)
+                    device = self.first_devices.setdefault(path, here)
                     known = before.get((id(tensors), key, path))
                     self.slots.append(known or Slot(tensors, key, path, kind, device, own))
 

@@ -58,7 +58,7 @@ class Batches(list[MicroBatch]):
 
     def lend(self, j: int, tensor: Tensor) -> Tensor:
         """A tensor that another stage owns, for stage j: the tensor itself, or its copy on the device of stage j, which
-        all stages there share. Copies to a GPU are asynchronous; a copy to the CPU blocks."""
+        all stages there share. Copies to an accelerator are asynchronous; a copy to the CPU blocks."""
         device = self.stages[j].device
         if tensor.device == device:
             return tensor

@@ -247,7 +247,8 @@ class StepScheduler(SchedulerBase):
 
 
 def _sum(grads: Sequence[Tensor | None], like: Tensor) -> Tensor:
-    found = [grad for grad in grads if grad is not None]
+    """The sum of the gradients of an input's users, which may be on several devices."""
+    found = [grad.to(like.device) for grad in grads if grad is not None]
     return torch.stack(found).sum(0) if found else torch.zeros_like(like)
 
 

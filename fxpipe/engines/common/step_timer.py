@@ -1,7 +1,7 @@
 """Records when each action of a step began and ended: the timeline of a real run, in the form of a simulated one.
 
-On the CPU the worker reads its clock. A GPU works asynchronously, so events are recorded in its stream and read after
-the step; their times count from an event that is recorded on every GPU when the step begins.
+On the CPU the worker reads its clock. An accelerator works asynchronously, so events are recorded in its stream and
+read after the step; their times count from an event that is recorded on each when the step begins.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.ir.timeline import Span, Steps, Timeline
+from fxpipe.runtime.accelerator import has_streams
 from fxpipe.runtime.autograd.offload import Offload
 from fxpipe.runtime.autograd.saved_tensors import Saved
 from fxpipe.runtime.autograd.transfer import Transfer
@@ -23,7 +24,7 @@ from fxpipe.runtime.streams import use_stream, wait_stream
 from .step import Scale, Step, wrap
 from .step_engine import StepScheduler
 
-Moment = float | torch.cuda.Event
+Moment = float | torch.Event
 ACTIONS = {
     "forward": "F",
     "forward_to_recompute": "F",
@@ -60,7 +61,8 @@ class StepTimer:
 
     - `homes`: the torch device of each worker; `saved`: the bytes that autograd and recomputations keep there.
     - `takes`: the tensors kept for recomputations, by worker, stage and micro-batch.
-    - `anchors`: for each GPU the event at which the step begins; `started`: the same moment by the host's clock.
+    - `anchors`: for each accelerator the event at which the step begins; `started`: the same moment by the
+      host's clock.
     """
 
     def __init__(self) -> None:
@@ -80,9 +82,9 @@ class StepTimer:
                 m.hooks[j] = saved
         actions = {name: partial(self.action, kind) for name, kind in ACTIONS.items()}
         wrap(m, {**actions, "pack": self.pack, "open": self.open})
-        for device in {device for device in self.homes.values() if device.type == "cuda"} - self.anchors.keys():
-            torch.cuda.synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
+        for device in set(filter(has_streams, self.homes.values())) - self.anchors.keys():
+            torch.accelerator.synchronize(device)
+            torch.accelerator.reset_peak_memory_stats(device)
             self.anchors[device] = moment(device)
         self.started = perf_counter()
 
@@ -112,13 +114,13 @@ class StepTimer:
         grad: bool,
         there: Step,
     ) -> Transfer:
-        """Send a tensor to another device; note the times of a copy to a GPU."""
+        """Send a tensor to another device; note the times of a copy to an accelerator."""
         here, goal = value.device, there.stages[target].device
         if goal.type == "cpu":
             return pack(m, value, j, i, target, name, grad, there)
-        # Between GPUs the copy runs on a stream of the sender.
-        stream, device = (m.streams[j, i], here) if here.type == "cuda" else (there.streams[target, i], goal)
-        if here.type == "cuda":
+        # Between accelerators the copy runs on a stream of the sender.
+        stream, device = (m.streams[j, i], here) if has_streams(here) else (there.streams[target, i], goal)
+        if has_streams(here):
             wait_stream(stream, m.compute[j])
         with use_stream(stream):
             start = moment(device)
@@ -142,7 +144,7 @@ class StepTimer:
         """The timeline of the step, in seconds from its beginning."""
         labels = tuple(self.homes)
         for device in self.anchors:
-            torch.cuda.synchronize(device)
+            torch.accelerator.synchronize(device)
 
         def seconds(device: torch.device, at: Moment) -> float:
             return at - self.started if isinstance(at, float) else self.anchors[device].elapsed_time(at) / 1e3
@@ -155,16 +157,17 @@ class StepTimer:
         return Timeline(name, labels, spans, links, tuple(self.memory(label) for label in labels))
 
     def memory(self, label: str) -> Steps:
-        """The peak memory in bytes: a GPU's allocated memory, or the most that a CPU worker kept for backward."""
+        """The peak memory in bytes: an accelerator's allocated memory, or the most a CPU worker kept for backward."""
         device = self.homes[label]
-        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else self.saved[label].peak
-        return ((0.0, peak),)
+        if has_streams(device):
+            return ((0.0, torch.accelerator.max_memory_allocated(device)),)
+        return ((0.0, self.saved[label].peak),)
 
 
 def moment(device: torch.device) -> Any:
-    """The present moment: seconds of the host's clock on the CPU, an event on a GPU's current stream."""
-    if device.type != "cuda":
+    """The present moment: seconds of the host's clock on the CPU, an event on an accelerator's current stream."""
+    if not has_streams(device):
         return perf_counter()
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
+    event = torch.Event(device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
     return event

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 from fxpipe.ir.dataclass_json import Rule
 
 _LABEL = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,31}(:(0|[1-9][0-9]{0,5}))?")
-_HERE = ("cpu", "cuda")  # the kinds that a plan can run on
 
 
 def is_label(text: Any) -> bool:
@@ -22,15 +21,6 @@ def is_label(text: Any) -> bool:
     [True, True, True, False, False, False, False]
     """
     return isinstance(text, str) and _LABEL.fullmatch(text) is not None
-
-
-def is_local(label: str) -> bool:
-    """Whether the label is of a kind that plans can run on. Whether the device exists is found out when something runs.
-
-    >>> is_local("cuda:3"), is_local("V100:3")
-    (True, False)
-    """
-    return is_label(label) and label.partition(":")[0] in _HERE
 
 
 Label = Annotated[str, Rule(is_label, "a device label, such as 'cpu:0' or 'cuda:1'")]

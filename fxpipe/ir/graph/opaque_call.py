@@ -222,7 +222,9 @@ def take_apart(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     """The tensors of a call, and the key: everything else about it (mode, autocast, nesting, other arguments)."""
     found, nest = tree_flatten((args, dict(kwargs)))
     others = [Tensor if isinstance(x, Tensor) else _known(x) for x in found]
-    autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    here = torch.accelerator.current_accelerator()
+    kinds = ("cpu",) if here is None else ("cpu", here.type)
+    autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
     return [x for x in found if isinstance(x, Tensor)], (module.training, autocast, nest, others)
 
 

@@ -71,6 +71,8 @@ class BuildCache:
         how: dict[str, Any] = {"reduce": reduce, "sizes": sizes, "work": work, "transforms": options.transforms}
         self.call_capture = CallCapture(model, options.batch_dim, **how)
         self.step_capture = StepCapture(model, options.batch_dim, **how)
+        # The first build spreads the tensors over the devices of the stages, whichever of the two has captured it.
+        self.step_capture.call_capture.twins.first_devices = self.call_capture.twins.first_devices
         self.builds: dict[tuple[Any, ...], Build] = {}
         self.lives: dict[tuple[Any, ...], RunningPackage] = {}
         self.last: Build | None = None

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import combinations
 from time import perf_counter
-from typing import Any
 
 import torch
 
@@ -20,13 +19,14 @@ from fxpipe.errors import PlanError
 from fxpipe.ir.cluster.cluster import ASSUMED_CPU_WORKER, Cluster, Device, Link, check
 from fxpipe.ir.cluster.matrix_speed import MatrixSpeed
 from fxpipe.ir.cluster.published_clusters import KNOWN
+from fxpipe.runtime.accelerator import count, present, properties
 
 BYTES = 2**25  # to copy: more than caches hold, but quick
 SIDE = 1024  # of the matrices on a CPU
-CUDA_SIDE = 8192
-CUDA_SIDE_F64 = 2048  # many GPUs are 30 times slower in f64
+FAST_SIDE = 8192
+FAST_SIDE_F64 = 2048  # many GPUs are 30 times slower in f64
 CPU_DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16}
-CUDA_DTYPES = {**CPU_DTYPES, "tf32": torch.float32, "f16": torch.float16}
+FAST_DTYPES = {**CPU_DTYPES, "tf32": torch.float32, "f16": torch.float16}
 F8_SINCE = (8, 9)  # the compute capability of the first GPUs that multiply f8
 
 
@@ -34,14 +34,10 @@ def local_cluster(labels: Sequence[str]) -> Cluster:
     """The devices with these labels. CPU workers share the machine's memory, so each is given all of it."""
     cpu = replace(ASSUMED_CPU_WORKER, memory=cpu_memory())
     cluster = Cluster.of(labels, cpu=cpu)
-    present = {torch.device("cuda", index) for index in range(torch.cuda.device_count())}
-    devices = (
-        replace(device, memory=torch.cuda.get_device_properties(device.label).total_memory)
-        if worker_device(device.label) in present
-        else device
-        for device in cluster.devices
-    )
-    return replace(cluster, devices=tuple(devices))
+    here = {device: properties(device).total_memory for device in present()}
+    known = [(device, here.get(worker_device(device.label))) for device in cluster.devices]
+    devices = tuple(device if memory is None else replace(device, memory=memory) for device, memory in known)
+    return replace(cluster, devices=devices)
 
 
 def cpu_memory() -> int:
@@ -49,7 +45,7 @@ def cpu_memory() -> int:
 
 
 def detect(workers: int | None = None) -> Cluster:
-    """This machine as a cluster, measured: its CUDA devices with the links between them. If there are none, or if
+    """This machine as a cluster, measured: its accelerators with the links between them. If there are none, or if
     `workers` is given: that many CPU workers (one per core if not given), which share cores and memory evenly.
 
     Floating-point operations per second are those of products of large matrices, of each element type; bandwidths
@@ -59,7 +55,7 @@ def detect(workers: int | None = None) -> Cluster:
     """
     if workers is not None and workers < 1:
         raise PlanError(f"workers is {workers}; a machine has at least one CPU worker")
-    cluster = _cuda() if workers is None and torch.cuda.is_available() else _cpu(workers or cores())
+    cluster = _accelerators() if workers is None and count() else _cpu(workers or cores())
     check(cluster)
     return cluster
 
@@ -128,25 +124,27 @@ def _handover(times: int = 200) -> float:
     return seconds / (2 * times)
 
 
-# CUDA ---------------------------------------------------------------------------------------------------------------
+# Accelerators ---------------------------------------------------------------------------------------------------------
 
 
-def _cuda() -> Cluster:
-    labels = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-    return Cluster(tuple(_gpu(label) for label in labels), tuple(_link(a, b) for a, b in combinations(labels, 2)))
+def _accelerators() -> Cluster:
+    labels = list(map(str, present()))
+    return Cluster(
+        tuple(_accelerator(label) for label in labels), tuple(_link(a, b) for a, b in combinations(labels, 2))
+    )
 
 
-def _gpu(label: str) -> Device:
+def _accelerator(label: str) -> Device:
     with torch.device(label):
         target, source = torch.empty(BYTES), torch.ones(BYTES)
-    bandwidth = 2 * 4 * BYTES / _cuda_seconds(label, lambda: target.copy_(source))
-    reached = {dtype: _cuda_flops(label, dtype) for dtype in CUDA_DTYPES}
-    if torch.cuda.get_device_capability(label) >= F8_SINCE:
-        reached["f8"] = _cuda_flops_f8(label)
+    bandwidth = 2 * 4 * BYTES / _device_seconds(label, lambda: target.copy_(source))
+    reached = {dtype: _flops(label, dtype) for dtype in FAST_DTYPES}
+    found = properties(torch.device(label))
+    if label.startswith("cuda") and (found.major, found.minor) >= F8_SINCE:
+        reached["f8"] = _flops_f8(label)
     speeds = tuple(MatrixSpeed(dtype, flops) for dtype, flops in reached.items())
-    properties = torch.cuda.get_device_properties(label)
-    measured = Device(label, properties.total_memory, reached["f32"], bandwidth, "local", speeds, 1.0, "measured")
-    return with_peaks(measured, properties.name)
+    measured = Device(label, found.total_memory, reached["f32"], bandwidth, "local", speeds, 1.0, "measured")
+    return with_peaks(measured, found.name)
 
 
 def with_peaks(measured: Device, name: str) -> Device:
@@ -181,43 +179,44 @@ def _share(measured: MatrixSpeed, peak: float) -> MatrixSpeed:
     return MatrixSpeed(measured.dtype, max(peak, measured.peak), min(1.0, measured.peak / peak))
 
 
-def _cuda_flops(label: str, dtype: str) -> float:
+def _flops(label: str, dtype: str) -> float:
     """Floating-point operations per second of a product; torch's setting of tf32 is as it was, afterwards."""
-    side, before = CUDA_SIDE_F64 if dtype == "f64" else CUDA_SIDE, torch.get_float32_matmul_precision()
-    a = torch.ones(side, side, dtype=CUDA_DTYPES[dtype], device=label)
+    side, before = FAST_SIDE_F64 if dtype == "f64" else FAST_SIDE, torch.get_float32_matmul_precision()
+    a = torch.ones(side, side, dtype=FAST_DTYPES[dtype], device=label)
     torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
     try:
-        return 2 * side**3 / _cuda_seconds(label, lambda: torch.mm(a, a))
+        return 2 * side**3 / _device_seconds(label, lambda: torch.mm(a, a))
     finally:
         torch.set_float32_matmul_precision(before)
 
 
-def _cuda_flops_f8(label: str) -> float:
-    a = torch.ones(CUDA_SIDE, CUDA_SIDE, device=label).to(torch.float8_e4m3fn)
+def _flops_f8(label: str) -> float:
+    a = torch.ones(FAST_SIDE, FAST_SIDE, device=label).to(torch.float8_e4m3fn)
     one = torch.ones((), device=label)
     return (
-        2 * CUDA_SIDE**3 / _cuda_seconds(label, lambda: torch._scaled_mm(a, a.t(), one, one, out_dtype=torch.bfloat16))
+        2
+        * FAST_SIDE**3
+        / _device_seconds(label, lambda: torch._scaled_mm(a, a.t(), one, one, out_dtype=torch.bfloat16))
     )
 
 
 def _link(a: str, b: str) -> Link:
-    """The link between two GPUs: bandwidth of a large copy, latency of a copy of one number, each in the slower
+    """The link between two accelerators: bandwidth of a large copy, latency of a copy of one number, each in the slower
     direction."""
     seconds, latency = 0.0, 0.0
     for source, target in ((a, b), (b, a)):
         large, there = torch.ones(BYTES, device=source), torch.empty(BYTES, device=target)
-        seconds = max(seconds, _cuda_seconds(source, lambda: there.copy_(large)))  # noqa: B023
-        latency = max(latency, _cuda_seconds(source, lambda: there[:1].copy_(large[:1])))  # noqa: B023
+        seconds = max(seconds, _device_seconds(source, lambda: there.copy_(large)))  # noqa: B023
+        latency = max(latency, _device_seconds(source, lambda: there[:1].copy_(large[:1])))  # noqa: B023
     return Link((a, b), 4 * BYTES / max(seconds - latency, 1e-9), latency)
 
 
-def _cuda_seconds(label: str, run: Callable[[], object], times: int = 4) -> float:
-    """Seconds of the shortest of several runs on the current stream of a device, by CUDA events."""
-    least = float("inf")
-    with torch.cuda.device(label):
+def _device_seconds(label: str, run: Callable[[], object], times: int = 4) -> float:
+    """Seconds of the shortest of several runs on the current stream of a device, by its events."""
+    least, device = float("inf"), torch.device(label)
+    with torch.accelerator.device_index(device.index):
         for turn in range(times):
-            start: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            start, end = (torch.Event(device, enable_timing=True) for _ in range(2))
             start.record()
             run()
             end.record()

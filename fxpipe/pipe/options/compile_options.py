@@ -21,6 +21,8 @@ from fxpipe.ir.plan.plan_file import PlanFile
 from fxpipe.ir.plan.profile import Profile
 from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.passes import Pass
+from fxpipe.runtime import accelerator
+from fxpipe.runtime.accelerator import has_streams
 from fxpipe.schedules.make_schedule import AUTO, SCHEDULES, STRAIGHT, WARM, Own, make, placement
 
 Place = Callable[[Graph, Mapping[str, int]], Placed]  # what a strategy makes of a graph with these sizes
@@ -69,10 +71,10 @@ def check(options: Options) -> Options:
     for s in sorted(options.offload):
         if not 0 <= s < n:
             raise PlanError(f"offload names stage {s}: there are stages 0 to {n - 1}")
-        if not options.devices[s].startswith("cuda"):
+        if not has_streams(torch.device(options.devices[s].partition(":")[0])):
             raise PlanError(
-                f"offload names stage {s}, which is on {options.devices[s]}: what a stage keeps is moved from a CUDA "
-                "device to host memory; leave it out, or recompute with checkpoint="
+                f"offload names stage {s}, which is on {options.devices[s]}: what a stage keeps is moved from an "
+                "accelerator to host memory; leave it out, or recompute with checkpoint="
             )
     if options.split_at and len(options.split_at) != n - 1:
         raise PlanError(
@@ -173,8 +175,9 @@ def make_schedule(options: Options, devices: Sequence[str], chunks: int, limit: 
     return made
 
 
-def device_labels(devices: int | Sequence[str | torch.device] | Cluster) -> tuple[str, ...]:
-    """One label per stage. A count means CUDA devices if there are enough, else CPU workers.
+def device_labels(devices: int | str | Sequence[str | torch.device] | Cluster) -> tuple[str, ...]:
+    """One label per stage. A count means accelerators, such as CUDA devices, if there are enough, else CPU workers; a
+    kind, such as "cuda", all accelerators of that kind.
 
     Each "cpu" without a number is a worker of its own; "cpu:0" twice is one worker with two stages. Raises PlanError if
     a device or cluster is not valid.
@@ -193,27 +196,61 @@ def device_labels(devices: int | Sequence[str | torch.device] | Cluster) -> tupl
             f"devices is {devices}: write a count of at least 1, or a list, as in devices=['cuda:0', 'cuda:1']"
         )
     if isinstance(devices, int):
-        kind = "cuda" if torch.cuda.device_count() >= devices else "cpu"
-        return tuple(f"{kind}:{i}" for i in range(devices))
-    if isinstance(devices, str) or not devices:
+        enough = accelerator.count() >= devices
+        return tuple([str(device) for device in accelerator.present()[:devices]] if enough else _workers(devices))
+    if isinstance(devices, str) and devices:
+        label = _label(devices)
+        return _all_of(devices) if ":" not in devices and devices != "cpu" else (label,)
+    if not devices:
         raise PlanError(f"devices is {devices!r}: write a count, or a list, as in devices=['cuda:0', 'cuda:1']")
     return tuple(_labels([str(device) for device in devices]))
 
 
+def _workers(count: int) -> list[str]:
+    return [f"cpu:{i}" for i in range(count)]
+
+
+def _all_of(kind: str) -> tuple[str, ...]:
+    """The labels of all accelerators of a kind."""
+    found = tuple(str(device) for device in accelerator.present() if device.type == kind)
+    if not found:
+        raise PlanError(
+            f"devices is {kind!r}, and this machine has no {kind.upper()} device: write devices=4 for CPU workers"
+        )
+    return found
+
+
+def is_local(label: str) -> bool:
+    """Whether the label is of a kind that plans can run on. Whether the device exists is found out when something runs.
+
+    >>> is_local("cuda:3"), is_local("V100:3")
+    (True, False)
+    """
+    try:
+        torch.device(label)
+    except RuntimeError:
+        return False
+    return True
+
+
 def _labels(names: list[str]) -> list[str]:
     taken = {name for name in names if ":" in name}
-    free = (f"cpu:{i}" for i in range(2 * len(names)) if f"cpu:{i}" not in taken)
+    free = (label for label in _workers(2 * len(names)) if label not in taken)
     return [next(free) if name == "cpu" else _label(name) for name in names]
 
 
 def _label(name: str) -> str:
+    if name == "cpu":
+        return "cpu:0"
+    kinds = sorted({*accelerator.kinds(), "cuda"})
     try:
         device = torch.device(name)
     except RuntimeError:
         kind, colon, index = name.partition(":")
-        near = nearest(kind, ("cpu", "cuda"))
+        near = nearest(kind, kinds)
         hint = "" if near is None else f"; did you mean {near + colon + index!r}?"
         raise PlanError(f"{name!r} in devices is not a device: write 'cpu', 'cpu:1', 'cuda:0'{hint}") from None
-    if device.type == "cuda" and device.index is None:
-        return f"cuda:{torch.cuda.current_device() if torch.cuda.is_available() else 0}"
+    if has_streams(device) and device.index is None:
+        here = accelerator.count(device.type) > 0
+        return f"{device.type}:{torch.accelerator.current_device_index() if here else 0}"
     return str(device)

@@ -85,7 +85,7 @@ CLUSTER = Option("cluster", "", (NAMED_CLUSTER, instance((Cluster,), "a Cluster"
 
 COMPILE = table(
     Option("devices", "how many, or one for each stage",
-           (whole(1, "a count of at least 1"), many(DEVICE, "a list of devices", least=1),
+           (whole(1, "a count of at least 1"), many(DEVICE, "a list of devices", least=1), DEVICE,
             instance((Cluster,), "a Cluster")), ["cuda:0", "cuda:1"], unset=True),
     Option("chunks", "how many micro-batches a batch is cut into, at most", (CHUNKS,), 8, unset=True),
     Option("checkpoint", "which micro-batches are recomputed in backward",
@@ -99,7 +99,7 @@ COMPILE = table(
            (many(whole(1), "a list of counts of at least 1", least=1),), (2, 1), unset=True),
     Option("warmup", "how many forwards each stage runs ahead, for '1f1b'", (many(whole(0), "a list of counts"),),
            (3, 1), unset=True),
-    Option("offload", "stages on CUDA devices whose activations wait in host memory", (STAGES,), {0}),
+    Option("offload", "stages on accelerators whose activations wait in host memory", (STAGES,), {0}),
     Option("balance", "what is made even, or how many layers each stage has",
            (one_of("time", "memory"), many(whole(0), "a list with the number of layers of each stage")), [5, 3]),
     Option("split_at", "the modules that begin a stage",

@@ -23,7 +23,9 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def find_world(
-    devices: int | Sequence[str | torch.device] | Cluster | None, group: Any = None, timeout: float = 300.0
+    devices: int | str | torch.device | Sequence[str | torch.device] | Cluster | None,
+    group: Any = None,
+    timeout: float = 300.0,
 ) -> World | None:
     """The ranks that are the devices of a pipe; None if the whole pipe runs in this process. `timeout` in seconds.
     Raises PlanError if the number of ranks is not that of the devices, or there is no valid group."""

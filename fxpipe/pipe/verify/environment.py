@@ -16,6 +16,7 @@ from fxpipe.pipe.build.build_report import explain
 from fxpipe.pipe.build.compiled_stages import Backend
 from fxpipe.pipe.build.local_cluster import cores, cpu_memory
 from fxpipe.pipe.options.compile_options import Options
+from fxpipe.runtime.accelerator import present, properties
 
 
 def versions() -> str:
@@ -42,9 +43,9 @@ def threads() -> str:
 
 
 def gpus() -> dict[str, str]:
-    """Name and memory of each GPU, by its label."""
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return {f"cuda:{index}": f"{one.name}, {show_bytes(one.total_memory)}" for index, one in enumerate(found)}
+    """Name and memory of each accelerator, by its label."""
+    found = {str(device): properties(device) for device in present()}
+    return {label: f"{one.name}, {show_bytes(one.total_memory)}" for label, one in found.items()}
 
 
 def describe(options: Options, made: Build, backend: Backend | None) -> dict[str, str]:

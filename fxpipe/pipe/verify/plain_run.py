@@ -26,6 +26,7 @@ from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.graph.opaque_call import opaques
 from fxpipe.pipe.build.batch_statistics import batch_norms
 from fxpipe.pipe.build.call_binding import match
+from fxpipe.runtime.accelerator import kinds
 from fxpipe.runtime.deferred_norms import deferring
 from fxpipe.runtime.microbatch import gather, scatter
 from fxpipe.runtime.random import Draws, generator_of, mix, new_seed
@@ -151,7 +152,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 @contextmanager
 def without_autocast() -> Iterator[None]:
     with ExitStack() as contexts:
-        for kind in ("cpu", "cuda"):
+        for kind in kinds():
             if torch.is_autocast_enabled(kind):
                 contexts.enter_context(torch.autocast(kind, enabled=False))
         yield

@@ -31,7 +31,9 @@ from fxpipe.ir.graph.graph import Graph
 from fxpipe.pipe.build.build import Build
 from fxpipe.pipe.build.build_cache import BuildCache
 from fxpipe.pipe.build.call_binding import batch_size, given
+from fxpipe.runtime.accelerator import has_streams, kinds
 from fxpipe.runtime.microbatch import split_sizes
+from fxpipe.runtime.random import fork_rng
 
 from .divergence import Place, Run, find_backward, find_forward, watched
 from .environment import describe
@@ -210,7 +212,7 @@ def preserved(model: nn.Module, loss_fn: Any) -> Iterator[None]:
     numpy = sys.modules.get("numpy")
     states = random.getstate(), None if numpy is None else numpy.random.get_state()
     try:
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        with fork_rng():
             yield
     finally:
         snapshot.restore()
@@ -356,14 +358,14 @@ def _plain(cache: BuildCache, case: Case, graph: Graph, cut: Cut, device: torch.
 
 
 def _autocast() -> list[torch.dtype]:
-    return [torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return [torch.get_autocast_dtype(kind) for kind in kinds() if torch.is_autocast_enabled(kind)]
 
 
 def _check_memory(model: nn.Module, device: torch.device) -> None:
     """Raise MemoryError if a copy in float64, with gradients, would not fit."""
     need = 16 * sum(x.numel() for x in model.parameters())
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
+    if has_streams(device):
+        free = torch.accelerator.get_memory_info(device)[0]
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if need > free:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from fxpipe.runtime.accelerator import kinds
 from fxpipe.runtime.caller_context import Context
 from fxpipe.runtime.error_notes import add_note
 from fxpipe.runtime.stage import Stage
@@ -55,7 +56,7 @@ class Task:
         args = self.others.copy()
         for place, tensor in zip(self.places, takes, strict=True):
             args[place] = tensor
-        if self.context.autocasts or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        if self.context.autocasts or any(map(torch.is_autocast_enabled, kinds())):
             with self.context.enter_autocast():
                 outputs = self.stage.forward(*args)
         else:

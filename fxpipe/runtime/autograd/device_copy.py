@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from fxpipe.runtime.accelerator import has_streams
 from fxpipe.runtime.streams import Stream, current_stream, record_stream, use_stream, wait_stream
 
 
@@ -114,6 +115,6 @@ def move(
 
 def may_run_on(x: Tensor, device: torch.device) -> bool:
     """Whether the copy may be asynchronous. A copy to the CPU may not: its contents could be read too early. A copy
-    from pinned memory may not: the GPU reads it later, and the caller may have put the next batch there by then. From
-    other CPU memory the driver has taken a copy before it returns."""
-    return device.type == "cuda" and (x.is_cuda or not x.is_pinned())
+    from pinned memory may not: the device reads it later, and the caller may have put the next batch there by then.
+    From other CPU memory the driver has taken a copy before it returns."""
+    return has_streams(device) and (has_streams(x.device) or not x.is_pinned())

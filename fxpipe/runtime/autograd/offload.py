@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from fxpipe.runtime.accelerator import has_streams
 from fxpipe.runtime.streams import Stream, current_stream, new_stream, record_stream, use_stream, wait_stream
 
 SMALL = 1 << 16  # bytes; to move a smaller tensor saves too little memory for its time
@@ -30,10 +31,10 @@ SMALL = 1 << 16  # bytes; to move a smaller tensor saves too little memory for i
 
 def offload(device: torch.device, without: Iterable[Tensor] = ()) -> Offload:
     """The hooks for a stage on `device`. Tensors in the memory of `without`, its parameters, are not moved. Raises
-    ValueError if the device is not a CUDA device."""
-    if device.type != "cuda":
+    ValueError if the device has no memory of its own, as the CPU."""
+    if not has_streams(device):
         raise ValueError(
-            f"saved activations can be offloaded from a CUDA device to host memory, and this stage is on {device}: "
+            f"saved activations can be offloaded from an accelerator to host memory, and this stage is on {device}: "
             "leave offload out there, or recompute instead with checkpoint="
         )
     return Offload(device, new_stream(device), without)
@@ -83,7 +84,9 @@ class Moved:
         self.device, self.side, self.before = tensor.device, side, before
         wait_stream(side, current_stream(tensor.device))
         with use_stream(side):
-            self.host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, requires_grad=False)
+            self.host = torch.empty_like(
+                tensor, device="cpu", pin_memory=has_streams(tensor.device), requires_grad=False
+            )
             self.host.copy_(tensor.detach(), non_blocking=True)
             record_stream(tensor, side)
         self.here: Tensor | None = None

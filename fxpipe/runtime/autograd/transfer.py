@@ -15,15 +15,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fxpipe.runtime.streams import Stream, current_stream, record_stream, use_stream, wait_stream
+from fxpipe.runtime.streams import Stream, current_stream, use_stream, wait_stream
 
 from .device_copy import move
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A tensor that must not be used before `stream` is done with it, or that is still on a GPU and goes to the CPU.
-    `grad`: whether the received leaf needs a gradient."""
+    """A tensor that must not be used before `stream` is done with it, or that is still on an accelerator and goes to
+    the CPU. `grad`: whether the received leaf needs a gradient."""
 
     tensor: Tensor
     stream: Stream
@@ -36,8 +36,8 @@ def pack(x: Tensor, source: Stream, target: Stream, device: torch.device, user: 
     stream of its own device."""
     here = current_stream(x.device)
     if device.type == "cpu":
+        # The transfer keeps the tensor until the copy that `unpack` makes, which blocks, so its memory needs no more.
         wait_stream(source, here)
-        record_stream(x, source)
         return Transfer(x, source, device, grad)
     if source is not None:
         wait_stream(source, here)

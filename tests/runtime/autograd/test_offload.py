@@ -25,7 +25,7 @@ def gradients(model: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
 
 
 def test_refused_without_a_gpu() -> None:
-    with pytest.raises(ValueError, match=r"from a CUDA device to host memory, and this stage is on cpu"):
+    with pytest.raises(ValueError, match=r"from an accelerator to host memory, and this stage is on cpu"):
         offload(CPU)
 
 

@@ -219,26 +219,11 @@ def test_constants_stay_where_they_are_and_are_followed(compile: Callable[..., f
 # Streams and memory ---------------------------------------------------------------------------------------------------
 
 
-def test_copies_have_streams_of_their_own(compile: Callable[..., fxpipe.Pipe], monkeypatch: pytest.MonkeyPatch) -> None:
-    waits = 0
-    wait_stream = torch.cuda.Stream.wait_stream
-
-    def counted(self: Any, stream: Any) -> None:
-        nonlocal waits
-        waits += 1
-        wait_stream(self, stream)
-
+def test_copies_have_streams_of_their_own(compile: Callable[..., fxpipe.Pipe]) -> None:
     pipe = compile(Layers(), devices=MIXED, chunks=3, checkpoint="never", split_at=["layers.2", "layers.4"])
-    pipe(torch.randn(6, 8))
-    monkeypatch.setattr(torch.cuda.Stream, "wait_stream", counted)
-    y = pipe(torch.randn(6, 8))
-    # each micro-batch: the batch comes to stage 0, its value leaves, what comes back from the CPU arrives at stage 2
-    assert waits == 3 * 3
-    y.sum().backward()
-    # back: the gradient leaves stage 2 and comes home to stage 0
-    assert waits == 3 * 3 + 2 * 3
+    pipe(torch.randn(6, 8)).sum().backward()
     streams = {key: pipe.scheduler.streams[key] for key in [(j, i) for j in (0, 2) for i in range(3)]}
-    assert len({stream.cuda_stream for stream in streams.values()} - {torch.cuda.default_stream(GPU).cuda_stream}) == 6
+    assert len({stream.stream_id for stream in streams.values()} - {torch.cuda.default_stream(GPU).stream_id}) == 6
     assert pipe.scheduler.streams[1, 0] is None
 
 
