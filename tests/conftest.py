@@ -18,6 +18,7 @@ GOLDEN = Path(__file__).parent / "golden"
 # share a process. Those of None share nothing.
 SEARCHES = ("planning/operators/", "/search.py", "/searched.py", "/test_searched.py", "/test_strategy_search.py")
 GROUPS = {"/test_product.py": None} | dict.fromkeys(SEARCHES, "compiled by numba") | {"whole/ranks/": "over ranks"}
+GROUPS |= {"tests/accelerator/": "on the test device"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

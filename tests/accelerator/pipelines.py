@@ -1,0 +1,87 @@
+"""Calls and steps of pipes on the test device, compared with the plain model, and checked for their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import fxpipe
+from tests.helpers.models import MODELS, Case
+from tests.helpers.transparency import Result, assert_same, build, inputs, plain, shown
+from tests.whole.test_steps import one_step, reference, stepped
+
+from .simulated_device import checked
+
+THREE = ["sim:0", "sim:1", "sim:2"]
+ALONE = ["sim:0"] * 3
+MIXED = ["sim:0", "cpu:0", "sim:1"]
+ENDS = ["cpu:0", "sim:0", "cpu:1"]
+PLACES = {"three": THREE, "alone": ALONE, "mixed": MIXED, "ends": ENDS}
+MODES = ("never", "except_last", "always")
+TOL = 1e-7
+# What breaks pipelines in different ways, and draws no random numbers: on each device other ones come.
+NAMES = (
+    "linear chain", "long skip", "skip ladder", "branches", "densenet", "tied weight", "tied module",
+    "tied transformer", "frozen", "weight norm", "batch norm", "other norms", "in place", "views", "indices",
+    "complex", "masked", "constants", "own loss", "lstm", "encoder-decoder", "counter",
+)  # fmt: skip
+
+
+def on_cpu(nest: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda x: x.cpu(), nest)
+
+
+def on_host(result: Result) -> Result:
+    return Result(on_cpu(result.output), on_cpu(result.gradients), on_cpu(result.buffers))
+
+
+@contextmanager
+def compiled(case: Case, devices: Sequence[str], **options: Any) -> Iterator[tuple[nn.Module, fxpipe.Pipe]]:
+    """The model, and a pipe of it."""
+    model = build(case)
+    pipe = fxpipe.compile(model, **{"devices": devices, "chunks": 3, **case.options, **options})
+    with closing(pipe):
+        yield model, pipe
+
+
+def check_calls(name: str, devices: Sequence[str], batches: Sequence[int] = (8, 7, 2), **options: Any) -> None:
+    """Calls of a pipe with backward are the plain model's, and all accesses are ordered."""
+    case = MODELS[name]
+    model, deferred = build(case), "deferred_batch_norm" in case.options
+    with compiled(case, devices, **options) as (twin, pipe):
+        for batch in batches:
+            wanted = plain(case, model, *inputs(case, batch), 3, deferred=deferred)
+            args, kwargs = inputs(case, batch)
+            with checked():
+                output = on_cpu(pipe(*args, **kwargs))
+                pipe.zero_grad()
+                case.loss(output).backward()
+                found = on_host(shown(twin, args, kwargs, output))
+            assert_same(found, wanted, TOL)
+
+
+def check_steps(name: str, devices: Sequence[str], batches: Sequence[int] = (8, 7, 2), **options: Any) -> None:
+    """The same for steps."""
+    case = stepped(MODELS[name])
+    model = build(case)
+    chunks = options.get("chunks", 3)
+    with compiled(case, devices, **options) as (twin, pipe):
+
+        def step(args: Any, kwargs: Any) -> Any:
+            return pipe.step(*args, loss_fn=case.loss, outputs=True, **kwargs)
+
+        for batch in batches:
+            check_step(case, model, twin, step, batch, chunks)
+
+
+def check_step(
+    case: Case, model: nn.Module, twin: nn.Module, step: Callable[..., Any], batch: int, chunks: int
+) -> None:
+    wanted = reference(case, model, batch, chunks)
+    with checked():
+        found = one_step(case, twin, batch, step)
+    assert_same(on_host(found), wanted, TOL)

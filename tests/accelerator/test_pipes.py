@@ -1,0 +1,197 @@
+"""A pipe on the test device: the plain model's outputs and gradients, and no access that nothing orders."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import cycle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.errors import PlanError
+from fxpipe.pipe.options.compile_options import Options, deal, device_labels, stage_devices
+from tests.helpers.marks import mostly_slow
+from tests.helpers.models import MODELS
+from tests.helpers.transparency import build, inputs
+from tests.whole.test_steps import NAMES as SCHEDULES
+from tests.whole.test_steps import captured, stepped, steps_of
+
+from .child_process import on_device
+from .pipelines import MODES, NAMES, PLACES, THREE, check_calls, check_step, check_steps
+from .simulated_device import KIND, checked, waits
+
+pytestmark = pytest.mark.accelerator
+
+QUICK = "long skip"
+
+
+@pytest.mark.parametrize("places", mostly_slow(PLACES, lambda places: places in ("three", "mixed")))
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("name", mostly_slow(NAMES, lambda name: name == QUICK))
+@on_device
+def test_calls(name: str, checkpoint: str, places: str) -> None:
+    check_calls(name, PLACES[places], (8, 7), checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize("places", mostly_slow(PLACES, lambda places: places in ("three", "mixed")))
+@pytest.mark.parametrize("name", mostly_slow(NAMES, lambda name: name == QUICK))
+@on_device
+def test_steps(name: str, places: str) -> None:
+    check_steps(name, PLACES[places], (8, 7), schedule="1f1b")
+
+
+@pytest.mark.parametrize("name", mostly_slow(NAMES, lambda name: name == QUICK))
+@on_device
+def test_all_schedules(name: str) -> None:
+    """On one capture."""
+    case = stepped(MODELS[name])
+    model = build(case)
+    graph = captured(case, build(case), 8, 4)
+    ran = 0
+    for schedule, checkpoint in zip(SCHEDULES, cycle(MODES), strict=False):
+        labels = stage_devices(("sim:0", "sim:1"), schedule, None)
+        if len(labels) > len(graph.ops):
+            continue
+        twin, options = build(case), Options(labels, 4, schedule=schedule, checkpoint=checkpoint)
+        with steps_of(graph, twin, options, inputs(case, 8)) as step:
+            check_step(case, model, twin, step, 8, 4)
+        ran += 1
+    assert ran >= len(SCHEDULES) - 3
+
+
+@pytest.mark.parametrize("replicas", mostly_slow([[2, 1], [1, 2], [2, 2]], lambda counts: counts != [2, 2]), ids=str)
+@pytest.mark.parametrize("name", mostly_slow(("long skip", "constants", "weight norm"), lambda name: name == QUICK))
+@on_device
+def test_replicas(name: str, replicas: Sequence[int]) -> None:
+    devices = [f"{KIND}:{index}" for index in range(sum(replicas))]
+    check_steps(name, devices, chunks=4, schedule="1f1b", replicas=replicas)
+
+
+@pytest.mark.parametrize("replicas", [(1, 2), (3, 1)], ids=str)
+@pytest.mark.slow
+@on_device
+def test_replicas_under_all_schedules(replicas: tuple[int, ...]) -> None:
+    case = stepped(MODELS["long skip"])
+    model, ran = build(case), 0
+    graph = captured(case, build(case), 8, 4)
+    for schedule in SCHEDULES:
+        groups = deal(tuple(f"{KIND}:{index}" for index in range(sum(replicas))), replicas)
+        labels = stage_devices(tuple(groups), schedule, None)
+        twin, options = build(case), Options(labels, 4, schedule=schedule, replicas=groups)
+        with steps_of(graph, twin, options, inputs(case, 8)) as step:
+            check_step(case, model, twin, step, 8, 4)
+        ran += 1
+    assert ran == len(SCHEDULES)
+
+
+class Wide(nn.Module):
+    """Its activations are large enough to be moved to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@on_device
+def test_offload(schedule: str) -> None:
+    torch.manual_seed(0)
+    model = Wide().double()
+    pipe = fxpipe.compile(Wide().double(), THREE, 2, schedule=schedule, checkpoint="never", offload=range(3))
+    pipe.load_state_dict(model.state_dict())
+    x, y = torch.randn(512, 64, dtype=torch.float64), torch.randn(512, 64, dtype=torch.float64)
+    for _ in range(2):
+        model.zero_grad()
+        pipe.zero_grad()
+        wanted = F.mse_loss(model(x), y)
+        wanted.backward()
+        with checked():
+            loss = pipe.step(x, target=y, loss_fn=F.mse_loss)
+        torch.testing.assert_close(loss.cpu(), wanted)
+        for (name, mine), own in zip(pipe.named_parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.cpu(), own.grad, msg=lambda text, name=name: f"{name}: {text}")
+    pipe.close()
+
+
+@on_device
+def test_a_step_and_then_a_call() -> None:
+    """The step has spread the tensors over devices; the call is captured as the model first was."""
+    model, x = Wide(), torch.randn(8, 64)
+    pipe = fxpipe.compile(Wide(), THREE, 2)
+    pipe.load_state_dict(model.state_dict())
+    with checked():
+        pipe.step(x, loss_fn=lambda out: out.sum())
+        torch.testing.assert_close(pipe(x).cpu(), model(x))
+    pipe.close()
+
+
+@on_device
+def test_a_step_does_not_wait() -> None:
+    """The host runs ahead of the device through the whole step."""
+    pipe = fxpipe.compile(Wide(), THREE, 4, schedule="1f1b")
+    x = torch.randn(32, 64)
+    pipe.step(x, loss_fn=lambda out: out.sum())  # moves the parameters
+    for _ in range(2):
+        with checked():
+            loss = pipe.step(x, loss_fn=lambda out: out.sum())
+            assert waits() == [], waits()
+            float(loss)
+            assert len(waits()) == 1
+    pipe.close()
+
+
+@on_device
+def test_dropout_is_the_same_again() -> None:
+    torch.manual_seed(0)
+    x, found = torch.randn(8, 64), []
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)) for _ in range(4)))
+    for checkpoint in MODES:
+        pipe = fxpipe.compile(copy.deepcopy(model), ["sim:0", "sim:1"], 4, checkpoint=checkpoint)
+        torch.manual_seed(3)
+        before = torch.sim.get_rng_state("sim:1")
+        pipe.zero_grad()
+        with checked():
+            pipe.step(x, loss_fn=lambda out: out.square().sum())
+        assert torch.equal(torch.sim.get_rng_state("sim:1"), before)
+        found.append([parameter.grad.cpu() for parameter in pipe.parameters()])
+        pipe.close()
+    assert found[0][0].abs().sum() > 0
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0])
+
+
+@on_device
+def test_autocast_of_the_caller() -> None:
+    model, x = Wide(), torch.randn(8, 64)
+    pipe = fxpipe.compile(model, ["sim:0", "sim:1"], 2)
+    with checked(), torch.autocast(KIND, torch.bfloat16):
+        y = pipe(x)
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert model.layers[0].weight.grad is not None
+    pipe.close()
+
+
+@on_device
+def test_which_devices_are_meant() -> None:
+    four = tuple(f"{KIND}:{index}" for index in range(4))
+    assert device_labels(KIND) == device_labels(4) == four
+    assert device_labels("sim:2") == ("sim:2",)
+    assert device_labels(2) == four[:2]
+    assert device_labels(5) == tuple(f"cpu:{index}" for index in range(5))
+    with pytest.raises(PlanError, match="this machine has no CUDA device"):
+        device_labels("cuda")
+    pipe = fxpipe.compile(Wide(), 2, 2)
+    assert pipe(torch.randn(4, 64)).device == torch.device("sim:1")
+    pipe.close()
+    with pytest.raises(PlanError, match=r"planned on sim:7, and this machine has 4 SIM devices"):
+        fxpipe.compile(Wide(), ["sim:0", "sim:7"], 2)(torch.randn(4, 64))
