@@ -22,6 +22,7 @@ from fxpipe.ir.operators.placed_graph import Placed
 from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.program import program as programs
 from fxpipe.ir.program.program import Program
+from fxpipe.passes.backward.lower_backward import lower_backward
 from fxpipe.passes.copy_on_write import copy_on_write
 from fxpipe.passes.cut import cut
 from fxpipe.passes.defer_batch_norm import defer_batch_norm
@@ -54,6 +55,7 @@ PASSES: tuple[Pass, ...] = (
     defer_batch_norm,
     replicate,
     group_segments,
+    lower_backward,
 )
 
 log = logging.getLogger("fxpipe")
@@ -66,10 +68,12 @@ def lower(
     passes: tuple[Pass, ...] = PASSES,
     samples: Mapping[str, int | None] | None = None,
     segmented: bool = False,
+    backward: str = "autograd",
 ) -> Program:
     """The program for a graph and a plan. `watch(name, program)` sees it after `cut` and after each pass that changed
-    it; `samples` and `segmented` as in `PassContext`. Raises PlanError where the model cannot be cut as planned."""
-    context = PassContext(plan, samples, segmented)
+    it; `samples`, `segmented` and `backward` as in `PassContext`. Raises PlanError where the model cannot be cut as
+    planned."""
+    context = PassContext(plan, samples, segmented, backward)
     program = _step("cut", lambda: cut(graph, plan), None, programs.check, watch)
     for run in passes:
         program = _step(run.__name__, partial(run, program, context), program, programs.check, watch)

@@ -24,8 +24,8 @@ from fxpipe.ir.graph.graph import Op, Ref, called, refs, rename
 from fxpipe.ir.graph.ops import MERE_VIEWS
 from fxpipe.ir.graph.shared_memory_values import memory
 from fxpipe.ir.graph.value_types import TensorType, ValueType, tensors
+from fxpipe.ir.operators.batch_norm_ops import training_batch_norm
 from fxpipe.ir.program.program import Program, Stage
-from fxpipe.passes.batch_norm_ops import training_batch_norm
 from fxpipe.passes.connect_stages import changed_program, fresh
 from fxpipe.passes.pass_context import PassContext
 

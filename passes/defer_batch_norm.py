@@ -24,8 +24,8 @@ import torch
 from fxpipe.errors import PlanError
 from fxpipe.ir.graph.graph import Op, Ref, refs
 from fxpipe.ir.graph.opaque_call import Opaque
+from fxpipe.ir.operators.batch_norm_ops import training_batch_norm, training_instance_norm
 from fxpipe.ir.program.program import Program, RuntimeCall, Stage
-from fxpipe.passes.batch_norm_ops import training_batch_norm, training_instance_norm
 from fxpipe.passes.connect_stages import changed_program
 from fxpipe.passes.pass_context import PassContext
 

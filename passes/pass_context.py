@@ -17,8 +17,10 @@ class PassContext:
       samples. None altogether if no step runs on replicas.
     - `segmented`: whether ops were placed one by one; then a device has many stages, which are segments of the stages
       of the pipeline.
+    - `backward`: who computes gradients: "autograd", or generated "code".
     """
 
     plan: Plan
     samples: Mapping[str, int | None] | None = None
     segmented: bool = False
+    backward: str = "autograd"

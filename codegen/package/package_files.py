@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +62,14 @@ def package(
     notes: Sequence[str] = (),
     totals: Program | None = None,
     by_device: bool = False,
+    kinds: Collection[str] = (),
 ) -> dict[str, str]:
     """The files of the package, by name.
 
     - `notes`: facts for the header of each stage.
     - `totals`: a program of one stage that computes the totals of the whole batch.
     - `by_device`: whether the stages of a device are in one file.
+    - `kinds`: the kinds of actions that the schedule has.
     """
     notes = notes or [""] * len(program.stages)
     homes = _homes(program, by_device)
@@ -75,7 +77,7 @@ def package(
         pairs = dict(zip(program.devices, homes, strict=True))
         stages = {f"{home}.py": emit_device(program, device, notes) for device, home in pairs.items()}
     else:
-        stages = {f"{home}.py": emit_stage(program, j, notes[j]) for j, home in enumerate(homes)}
+        stages = {f"{home}.py": emit_stage(program, j, notes[j], kinds) for j, home in enumerate(homes)}
     others = {"scheduler.py": scheduler_source, "plan.json": dump_plan(plan)}
     others |= {} if totals is None else {"totals.py": emit_totals(totals)}
     return {"__init__.py": _init(program, plan, totals, homes), **stages, **others}

@@ -11,6 +11,7 @@ from fxpipe.codegen.text.line_layout import INDENT, WIDTH, Brackets, Doc, flat, 
 from fxpipe.codegen.text.object_text import Names, nest
 from fxpipe.codegen.text.op_text import IN_PLACE_METHODS, expression, in_place_sign, subscript
 from fxpipe.codegen.text.source_names import identifier
+from fxpipe.codegen.text.statements import Assign
 from fxpipe.ir.graph.graph import Op, Ref
 from fxpipe.ir.graph.opaque_call import Opaque
 
@@ -18,7 +19,7 @@ LONG_PATH = 80  # a path of the model with more characters is written in two sta
 _OWNER = re.compile(r"(self\..*\]\.\w+|self\..*)((?:\.\w+)+)")  # up to the last index, if there is one; the rest
 
 
-def assignments(op: Op, variables: Variables, taken: Collection[str]) -> Iterator[Doc]:
+def assignments(op: Op, variables: Variables, taken: Collection[str]) -> Iterator[Doc | Assign]:
     """`x = f(y)`, or Python's statement for an op that changes its first argument. If a path of the model is too long,
     the module that holds the tensor gets a variable first, with a name that is not in `taken`."""
     modules: dict[str, str] = {}
@@ -45,12 +46,12 @@ def _long_paths(op: Op, variables: Variables) -> list[str]:
     first = variables.of[op.args[0].name] if op.args and isinstance(op.args[0], Ref) else ""
     if first in paths and "[" in first and (isinstance(op.target, str) or op.target is operator.getitem):
         statement = _statement(op, variables, variables.of.__getitem__)
-        if any(len(flat(doc)) > WIDTH - 3 * len(INDENT) for doc in statement):
+        if any(not isinstance(doc, Assign) and len(flat(doc)) > WIDTH - 3 * len(INDENT) for doc in statement):
             return paths
     return [path for path in paths if len(path) > LONG_PATH]
 
 
-def _statement(op: Op, variables: Variables, names: Names) -> Iterator[Doc]:
+def _statement(op: Op, variables: Variables, names: Names) -> Iterator[Doc | Assign]:
     if not rebinds(op):
         yield _assignment(op, variables, names)
         return
@@ -67,9 +68,12 @@ def _statement(op: Op, variables: Variables, names: Names) -> Iterator[Doc]:
         yield f"{names(op.name)} = {owner}"
 
 
-def _assignment(op: Op, variables: Variables, names: Names) -> Doc:
+def _assignment(op: Op, variables: Variables, names: Names) -> Doc | Assign:
     written = expression(op, names)
-    targets = [names(name) for name in variables.unpacked.get(op.name, (op.name,)) if name in variables.of]
+    items = variables.unpacked.get(op.name, (op.name,))
+    targets = [names(name) if name else "_" for name in items if not name or name in variables.of]
+    if len(targets) > 1:
+        return Assign(tuple(targets), written)
     if targets:
         return prefix(f"{', '.join(targets)} = ", written)
     is_call = isinstance(written, Brackets) and written.kind == "call"

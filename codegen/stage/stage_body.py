@@ -9,7 +9,7 @@ longer needed is deleted with `del`. fx prints one flat list instead, with a rel
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise, takewhile
 from pathlib import PurePath
@@ -20,7 +20,7 @@ from fxpipe.codegen.text.line_layout import Brackets, Doc, Infix, prefix
 from fxpipe.codegen.text.object_text import literal
 from fxpipe.codegen.text.op_text import EmitError
 from fxpipe.codegen.text.source_names import code_comment, prose
-from fxpipe.codegen.text.statements import BLANK, Block, Comment, Delete, Statement
+from fxpipe.codegen.text.statements import BLANK, Assign, Block, Comment, Delete, Statement
 from fxpipe.ir.graph.graph import Op, Origin, Region, called, op_name
 from fxpipe.ir.graph.legal_cuts import ENTER_VMAP, LEAVE_VMAP
 from fxpipe.ir.graph.opaque_call import Opaque
@@ -33,15 +33,32 @@ class _Step:
     that the op comes from, counted along the stage."""
 
     op: Op
-    statements: tuple[Doc, ...]
+    statements: tuple[Doc | Assign, ...]
     releases: tuple[str, ...]
     group: int
 
 
-def body(program: Program, stage: Stage, variables: Variables) -> tuple[Statement, ...]:
-    """The statements of the stage's `forward`."""
-    steps = _steps(program, stage, variables)
-    statements = _Writer(_comments(steps)).all(steps, True)
+def body(
+    program: Program,
+    stage: Stage,
+    variables: Variables,
+    *,
+    returns: Doc | None = None,
+    about: str = "",
+    owned: Collection[str] = (),
+) -> tuple[Statement, ...]:
+    """The statements of the stage's `forward`.
+
+    - `returns`: what it returns; if not given, the values that the stage gives.
+    - `about`: what comments say before the user's line.
+    - `owned`: the takes that nobody else holds, so that they may be deleted.
+    """
+    steps = _steps(program, stage, variables, owned)
+    statements = _Writer([f"{about}{text or 'the loss function'}" if about else text for text in _comments(steps)]).all(
+        steps, True
+    )
+    if returns is not None:
+        return (*statements, prefix("return ", returns))
     given = tuple(variables.of[name] for name in stage.gives)
     if not given:
         return (*statements, *(() if stage.ops else ("pass",)))
@@ -104,9 +121,18 @@ class _Writer:
         return found
 
     def each(self, steps: Sequence[_Step], top: bool) -> list[Statement]:
+        """The statements of these steps; those that draw from one seed in a block that sets it."""
         found: list[Statement] = []
-        for step in steps:
-            found += self.step(step, top and not found)
+        for draw, run in groupby(steps, key=lambda step: step.op.draw):
+            block = list(run)
+            if draw is None:
+                for step in block:
+                    found += self.step(step, top and not found)
+                continue
+            found += self.comment(block[0].group, top and not found)
+            inside = [statement for step in block for statement in _statements(step, gone=step is not block[-1])]
+            found.append(Block(f"with draw({draw}):", tuple(inside)))
+            found += [Delete(block[-1].releases)] if block[-1].releases else []
         return found
 
     def step(self, step: _Step, top: bool) -> list[Statement]:
@@ -120,20 +146,17 @@ class _Writer:
         return [*([] if top else [BLANK]), *([Comment(text)] if text else [])]
 
 
-def _statements(step: _Step) -> Iterator[Statement]:
-    """The statements; those that draw random numbers in a block that seeds them."""
+def _statements(step: _Step, gone: bool = True) -> Iterator[Statement]:
+    """The statements of a step; `gone`: with the deletion of what it needs last."""
     if isinstance(step.op.target, Opaque):
         yield Comment(f"opaque: {_origin(step.op.target.origin, '')}")
-    if step.op.random:
-        yield Block(f"with draw({step.op.draw}):", step.statements)
-    else:
-        yield from step.statements
-    if step.releases:
+    yield from step.statements
+    if step.releases and gone:
         yield Delete(step.releases)
 
 
-def _steps(program: Program, stage: Stage, variables: Variables) -> list[_Step]:
-    gone = releases(stage, variables, program.types)
+def _steps(program: Program, stage: Stage, variables: Variables, owned: Collection[str]) -> list[_Step]:
+    gone = releases(stage, variables, program.types, owned)
     ops = [op for op in stage.ops if op.name not in variables.folded]
     lines = [(op.origin.file, op.origin.line, op.origin.code) for op in ops]
     groups = list(accumulate((new != old for old, new in pairwise(lines)), initial=0))

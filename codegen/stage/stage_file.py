@@ -3,9 +3,11 @@ its `forward` (`stage_body.py`)."""
 
 from __future__ import annotations
 
+import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
+from fxpipe.codegen.stage.backward_methods import backward_methods, forward_result, forward_stage, weight_places
 from fxpipe.codegen.stage.stage_body import body
 from fxpipe.codegen.stage.stage_constants import constant_names, state_paths
 from fxpipe.codegen.stage.stage_header import header
@@ -41,11 +43,12 @@ def emit_totals(program: Program) -> str:
     return _emit(program, program.stages[0], "Totals", title, "")
 
 
-def emit_stage(program: Program, index: int, notes: str = "") -> str:
-    """The source of `stage<index>.py`. `notes` are facts for its header, such as measured times."""
+def emit_stage(program: Program, index: int, notes: str = "", kinds: Collection[str] = ()) -> str:
+    """The source of `stage<index>.py`. `notes` are facts for its header, such as measured times; `kinds` are the kinds
+    of actions that the schedule has."""
     stage = program.stages[index]
     title = f"Stage {index} of {len(program.stages)} on {doc_prose(stage.device)}."
-    return _emit(program, stage, f"Stage{index}", title, notes)
+    return _emit(program, stage, f"Stage{index}", title, notes, kinds)
 
 
 def emit_device(program: Program, device: str, notes: Sequence[str]) -> str:
@@ -73,20 +76,29 @@ def _modules(stage: Stage) -> str:
     return (f": {some}" + (f" and {more} more" if more > 0 else "")) if found else ""
 
 
-def _emit(program: Program, stage: Stage, name: str, title: str, notes: str) -> str:
-    docstring, code = _parts(program, stage, name, title, notes)
+def _emit(program: Program, stage: Stage, name: str, title: str, notes: str, kinds: Collection[str] = ()) -> str:
+    docstring, code = _parts(program, stage, name, title, notes, kinds=kinds)
     lines = text_of([Block(f"class {name}(Stage):", code)])
     return "\n".join([*docstring, "", *_imports(program, [stage]), "", "", *lines]) + "\n"
 
 
 def _parts(
-    program: Program, stage: Stage, name: str, title: str, notes: str, width: int = WIDTH
+    program: Program,
+    stage: Stage,
+    name: str,
+    title: str,
+    notes: str,
+    width: int = WIDTH,
+    kinds: Collection[str] = (),
 ) -> tuple[list[str], tuple[Statement, ...]]:
     """The docstring of a stage, in lines of up to `width` characters, and the body of its class."""
     taken = {module.partition(".")[0] for module in _needed(stage)} | {name, *_runtime_names(stage)}
-    variables = assign(stage, program.types, state_paths(program, stage), taken)
-    forward = Block(_signature(program, stage, variables), body(program, stage, variables))
-    code = apart([_attributes(program, stage), [forward]])
+    states, wider = state_paths(program, stage), forward_stage(stage)
+    variables = assign(wider, program.types, states, taken, wider.gives[len(stage.gives) :])
+    statements = body(program, wider, variables, returns=forward_result(stage, variables))
+    forward = Block(_signature(program, stage, variables), statements)
+    backward = backward_methods(program, stage, states, taken, kinds)
+    code = apart([_attributes(program, stage), [forward], *([method] for method in backward)])
     return header(program, stage, variables.of, title, notes, width), code
 
 
@@ -100,12 +112,17 @@ def _imports(program: Program, stages: Sequence[Stage]) -> list[str]:
         {name for stage in stages for name in _runtime_names(stage)}, key=lambda name: (name.islower(), name)
     )
     needed = {module for stage in stages for module in _needed(stage)}
-    return import_blocks(needed, tensor, [f"from fxpipe.runtime import {', '.join(names)}"])
+    lines = import_blocks(needed, tensor, [f"from fxpipe.runtime import {', '.join(names)}"])
+    if not any(stage.backward for stage in stages):
+        return lines
+    standard = lines.index("") if lines[0].removeprefix("import ") in sys.stdlib_module_names else 0
+    return [*lines[:standard], "from typing import Any", *([""] if not standard else []), *lines[standard:]]
 
 
 def _needed(stage: Stage) -> set[str]:
     """The modules that the code of a stage names."""
-    return {module for op in stage.ops for module in modules(op)} | {"torch" for op in stage.ops if op.regions}
+    ops = (*stage.ops, *(stage.backward.ops if stage.backward else ()))
+    return {module for op in ops for module in modules(op)} | {"torch" for op in ops if op.regions}
 
 
 def _runtime_names(stage: Stage) -> list[str]:
@@ -133,6 +150,15 @@ def _attributes(program: Program, stage: Stage) -> list[Statement]:
         found += rows_of("parts", (tuple_of((string(s.held), string(s.path), literal(s.part))) for s in parts))
     if not unsure(op for each in program.stages for op in each.ops).isdisjoint(op.name for op in stage.ops):
         found.append(Assign(("unsure",), "True", "whether what it gives needs a gradient is known once it has run"))
+    if stage.backward is not None:
+        paths = {name: string(constants[name] if name in constants else states[name].held) for name in stage.states}
+        found.append(Assign(("graded",), tuple_of(weight_places(stage, paths)), "of which backward returns gradients"))
+        if not all(gradient for _, gradient in stage.backward.roots):
+            arrives = tuple_of(str(bool(gradient)) for _, gradient in stage.backward.roots)
+            found.append(Assign(("arrives",), arrives, "for which of its results a gradient comes back"))
+        if stage.backward.reaches:
+            found.append(Comment("for each gradient that backward returns, those that arrive and that it depends on"))
+            found += rows_of("reaches", (tuple_of(map(str, places)) for places in stage.backward.reaches))
     return found
 
 
@@ -143,6 +169,7 @@ def _signature(program: Program, stage: Stage, variables: Variables) -> Doc:
     arguments = ["self", *map(typed, stage.takes), *map(typed, stage.borrows)]
     arguments += ["draw: Draws"] if any(op.random for op in stage.ops) else []
     given = [_annotation(program.types[name]) for name in stage.gives]
+    given += ["list[Any]"] if stage.backward is not None else []
     result = f"tuple[{', '.join(given)}]" if len(given) > 1 else given[0] if given else "None"
     if len(result) > WIDTH // 2:
         result = f"tuple[{' | '.join(sorted(set(given)))}, ...]"

@@ -31,6 +31,7 @@ def header(
 ) -> list[str]:
     """The lines of the docstring, of up to `width` characters. `notes`: measured or estimated facts."""
     rows = [*_takes(program, stage, variables), *_gives(program, stage, variables), *_updates(program, stage)]
+    rows += _keeps(program, stage, variables)
     facts = textwrap.wrap(doc_prose(_facts(program, stage, notes)), width)  # not indented, or formatters dedent all
     table = [*_table(rows, width), ""] if rows else []
     return [f'"""{title}', "", *table, *facts, '"""']
@@ -75,6 +76,12 @@ def _targets(moves: list[Move], n: int) -> str:
     return "to " + " and ".join(places) if places else ""
 
 
+def _keeps(program: Program, stage: Stage, variables: Mapping[str, str]) -> Iterator[_Row]:
+    for name in stage.backward.keeps if stage.backward is not None else ():
+        if name not in (*stage.takes, *stage.borrows, *stage.gives):
+            yield _Row("keeps", variables[name], str(program.types[name]), "for backward")
+
+
 def _updates(program: Program, stage: Stage) -> Iterator[_Row]:
     for name in stage.mutates:
         yield _Row("updates", program.state(name).path, str(program.types[name]), "in place, once per micro-batch")
@@ -103,4 +110,6 @@ def _facts(program: Program, stage: Stage, notes: str) -> str:
     count = sum(kind.numel({}) for kind in types if isinstance(kind, TensorType))
     ops = f"{len(stage.ops)} op{'' if len(stage.ops) == 1 else 's'}"
     facts = [f"{ops}, {count:,} parameter{'' if count == 1 else 's'}", _RECOMPUTE.get(stage.checkpoint, ""), notes]
+    if stage.autograd_because:
+        facts.append(f"backward by autograd: {stage.autograd_because}")
     return "; ".join(fact for fact in facts if fact)

@@ -19,9 +19,10 @@ from fxpipe.codegen.text.op_text import in_place_sign
 from fxpipe.codegen.text.source_names import RESERVED, identifier
 from fxpipe.ir.graph.graph import Op, Ref
 from fxpipe.ir.graph.shared_memory_values import viewed
-from fxpipe.ir.graph.value_types import TupleType, ValueType, tensors
+from fxpipe.ir.graph.value_types import ObjectType, TupleType, ValueType, tensors
 from fxpipe.ir.program.program import Stage
 
+NONE = ObjectType("None")
 MOST_TARGETS = 8  # a line `a, b, c = ...` with more names is no longer easy to read
 
 
@@ -30,7 +31,7 @@ class Variables:
     """The variables of a stage.
 
     - `of`: the source text of each value.
-    - `unpacked`: for an op whose result is unpacked at once, the values that are its items.
+    - `unpacked`: for an op whose result is unpacked at once, the values that are its items; "" for None.
     - `folded`: the getitem ops that are not needed because of that.
     - `last_use`: the position of the last op that reads a value; `math.inf` for gives and borrows.
     """
@@ -42,17 +43,33 @@ class Variables:
 
 
 def assign(
-    stage: Stage, types: Mapping[str, ValueType], states: Mapping[str, str], taken: Collection[str]
+    stage: Stage,
+    types: Mapping[str, ValueType],
+    states: Mapping[str, str],
+    taken: Collection[str],
+    rebound: Collection[str] = (),
 ) -> Variables:
-    """Variables for a stage. `states` is the source of each tensor it owns, `taken` are names that the file uses."""
+    """Variables for a stage. `states` is the source of each tensor it owns, `taken` are names that the file uses. The
+    values in `rebound`, if they are results of in-place ops, have one variable from where their memory is made."""
     last_use = _last_use(stage)
     unpacked = _unpackable(stage, types, last_use)
-    folded = {item for items in unpacked.values() for item in items}
+    folded = {item for items in unpacked.values() for item in items if item}
     names = _Names(RESERVED | set(taken), last_use)
     of = dict(states)
     of |= {name: names.pin(name) for name in (*stage.takes, *stage.borrows)}
     here = {op.name for op in stage.ops}
     pinned = {name: names.pin(name) for name in stage.gives if name in here}
+    following = set(rebound)
+    for position, op in reversed(list(enumerate(stage.ops))):
+        if (
+            op.name in following
+            and op.name in pinned
+            and rebinds(op)
+            and last_use.get(_written(op)) == position
+            and _written(op) in here
+        ):
+            pinned.setdefault(_written(op), pinned[op.name])
+            following.add(_written(op))
     for position, op in enumerate(stage.ops):
         if op.name in folded:
             continue
@@ -142,13 +159,13 @@ def _unpackable(
     for op in stage.ops:
         kind = types[op.name]
         if isinstance(kind, TupleType) and 2 <= len(kind.items) <= MOST_TARGETS:
-            items = _items(op, readers[op.name], len(kind.items))
-            if items and all(item in last_use for item in items):
+            items = _items(op, readers[op.name], kind)
+            if items and all(item in last_use for item in items if item):
                 found[op.name] = items
     return found
 
 
-def _items(op: Op, readers: Sequence[Op], count: int) -> tuple[str, ...] | None:
+def _items(op: Op, readers: Sequence[Op], kind: TupleType) -> tuple[str, ...] | None:
     place: dict[int, str] = {}
     for reader in readers:
         if reader.target is not operator.getitem or type(reader.args[1]) is not int or reader.args[0] != Ref(op.name):
@@ -156,7 +173,10 @@ def _items(op: Op, readers: Sequence[Op], count: int) -> tuple[str, ...] | None:
         if reader.origin != op.origin or reader.args[1] in place:
             return None
         place[reader.args[1]] = reader.name
-    return tuple(place[index] for index in range(count)) if place.keys() == set(range(count)) else None
+    needed = {index for index, item in enumerate(kind.items) if item != NONE}
+    if not place or not needed <= place.keys():
+        return None
+    return tuple(place.get(index, "") for index in range(len(kind.items)))
 
 
 # Letting go ----------------------------------------------------------------------------------------------------------
@@ -164,10 +184,12 @@ def _items(op: Op, readers: Sequence[Op], count: int) -> tuple[str, ...] | None:
 LARGE = 1 << 16  # elements; a smaller tensor is not worth a `del`
 
 
-def releases(stage: Stage, variables: Variables, types: Mapping[str, ValueType]) -> dict[str, tuple[str, ...]]:
+def releases(
+    stage: Stage, variables: Variables, types: Mapping[str, ValueType], owned: Collection[str] = ()
+) -> dict[str, tuple[str, ...]]:
     """The variables to delete after each op: those of large tensors that are no longer needed, unless one of the next
     statements rebinds the variable. A view keeps its base's memory alive, so both are deleted together. Takes are not
-    deleted: the caller holds them.
+    deleted, as the caller holds them, unless they are `owned`.
 
         y = h.view(8, -1)
         z = y + 1
@@ -178,7 +200,7 @@ def releases(stage: Stage, variables: Variables, types: Mapping[str, ValueType])
         dying[position].append(name)
     bound = {position: _bound(op, variables) for position, op in enumerate(stage.ops)}
     made = defaultdict(int, {op.name: position for position, op in enumerate(stage.ops)})
-    holder: dict[str, str] = {}  # the value that each variable holds
+    holder = {variables.of[name]: name for name in owned if name in variables.of}  # the value of each variable
     shared: dict[str, list[str]] = defaultdict(list)  # for a view, the values whose memory it keeps alive
     found = {}
     for position, op in enumerate(stage.ops):

@@ -60,6 +60,7 @@ def compile(
     batch_dim: int | Mapping[str, int | None] = 0,
     reduce: str | Mapping[str, str] | None = None,
     deferred_batch_norm: bool | None = None,
+    backward: str = "autograd",
     compile_stages: bool | str | Callable[..., Any] = False,
     transforms: Sequence[Transform] = (),
     passes: Sequence[Pass] = (),
@@ -113,6 +114,10 @@ def compile(
     - `deferred_batch_norm`: True: running statistics are those of whole batches instead of micro-batches, but each
       micro-batch is still normalised by its own mean and variance. False: as without this option, but there is no
       BatchStatisticsWarning.
+    - `backward`: what computes the gradients in `step()`: "autograd"; or "code" (experimental): each stage's file has
+      its backward as code that can be read, with the user's lines, and split in two where the schedule wants it. A
+      stage that cannot be traced keeps autograd; `explain()` and its file say why. Not together with `compile_stages`,
+      `strategy` or `offload`.
     - `compile_stages`: run each stage through `torch.compile`, with Inductor (True), or with a backend, by name or as a
       function. Random ops and the model's own autograd functions stay outside. In schedules that split backward, a
       compiled stage does its whole backward in the first half.
@@ -182,7 +187,7 @@ def read_options(asked: Mapping[str, Any]) -> Options:
     folder = given["dump"] or os.environ.get("FXPIPE_DUMP")
     as_they_are = (
         "warmup", "checkpoint", "balance", "profile", "batch_dim", "reduce", "deferred_batch_norm", "compile_stages",
-        "transforms", "passes",
+        "transforms", "passes", "backward",
     )  # fmt: skip
     options = Options(
         devices=labels,

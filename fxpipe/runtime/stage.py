@@ -125,6 +125,11 @@ class Stage(Scope):
     - `parts`: for each path that stands for a part of a tensor: that path, the tensor's path, and the part's ranges.
     - `unsure`: only a run with gradients shows which results need a gradient.
     - `compiled`: its backward is one piece and cannot be split into halves.
+    - `graded`: the tensors of which its own backward returns gradients: paths, names of constants, or places among the
+      arguments of forward; None if it has no backward, and autograd runs.
+    - `arrives`: for each result that can have a gradient, whether one comes back; empty: for all.
+    - `reaches`: for each gradient that backward returns, the places of the results that it depends on among those that
+      can have a gradient; empty: each depends on all.
     - `copies`: the originals of constants on other devices, by name, with the version that was copied.
     - `elsewhere`: the originals of states on other devices or held in part, by path; each run makes a new copy or view.
     """
@@ -137,6 +142,9 @@ class Stage(Scope):
     parts: tuple[tuple[str, str, tuple[tuple[int, int], ...]], ...] = ()
     unsure: bool = False
     compiled: bool = False
+    graded: tuple[str | int, ...] | None = None
+    arrives: tuple[bool, ...] = ()
+    reaches: tuple[tuple[int, ...], ...] = ()
 
     def __init__(
         self,
@@ -162,6 +170,18 @@ class Stage(Scope):
 
     def forward(self, *args: Any) -> Any:
         raise NotImplementedError("generated stages say what they compute")
+
+    def backward(self, kept: list[Any], *grads: Tensor | None) -> tuple[list[Any], list[Any]]:
+        """The gradients of the arguments, and of the tensors in `graded`."""
+        raise NotImplementedError("generated stages say how, where code computes gradients")
+
+    def input_gradient(self, kept: list[Any], *grads: Tensor | None) -> tuple[list[Any], list[Any]]:
+        """The gradients of the arguments, and what `weight_gradient` needs."""
+        raise NotImplementedError("generated stages say how, where code computes gradients")
+
+    def weight_gradient(self, kept: list[Any]) -> list[Any]:
+        """The gradients of the tensors in `graded`."""
+        raise NotImplementedError("generated stages say how, where code computes gradients")
 
     @property
     def whole_model(self) -> Any:

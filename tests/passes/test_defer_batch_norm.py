@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fxpipe.errors import PlanError
 from fxpipe.ir.graph.graph import Ref
+from fxpipe.ir.operators.batch_norm_ops import training_batch_norm
 from fxpipe.ir.program.program import Program, RuntimeCall
 from fxpipe.passes import cut, lower
-from fxpipe.passes.batch_norm_ops import training_batch_norm
 from fxpipe.passes.defer_batch_norm import defer_batch_norm
 from fxpipe.passes.pass_context import PassContext
 from tests.helpers.nets import Chain, Normed, make, plan

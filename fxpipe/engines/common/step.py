@@ -8,10 +8,10 @@ the schedule's order. Generated schedulers call the methods of `Step`; `step_eng
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,65 +29,19 @@ from fxpipe.runtime.gradient_aliases import Pair, alias
 from fxpipe.runtime.random import replica_seed
 from fxpipe.runtime.written_buffers import instead, keep, scratch
 
+from . import generated_backward
+from .generated_backward import Later
+from .kept_values import Kept
 from .replica_routing import Routes, cut, gradient_key, joined, piece_name
 from .scheduler_base import Batches
+from .step_contract import StepEngine
 
 Scale = Tensor | float | None  # the factor of all gradients
-
-
-class Kept:
-    """What forward of one stage and micro-batch keeps: its arguments, its results with their graph (None until they are
-    recomputed), and the contents of its buffers before forward."""
-
-    __slots__ = ("args", "buffers", "results")
-
-    def __init__(
-        self, args: tuple[Any, ...], results: tuple[Any, ...] | None, buffers: dict[str, Tensor] | None = None
-    ) -> None:
-        self.args, self.results, self.buffers = args, results, buffers or {}
-
-    def roots(
-        self, grads: Sequence[Tensor | None], places: Iterable[int]
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """The results that need a gradient and got one, and these gradients."""
-        results = self.results
-        assert results is not None
-        pairs = [
-            (results[place], grad)
-            for place, grad in zip(places, grads, strict=True)
-            if grad is not None and results[place].requires_grad
-        ]
-        return tuple([y for y, _ in pairs]), tuple([grad for _, grad in pairs])
 
 
 Method = Callable[[Any, "Step", int], None]  # a method of a generated scheduler; takes it, the step, the micro-batch
 Row = tuple[tuple[Action, Method], ...]
 Rows = Mapping[str, Row]  # the actions of each worker, by its label
-
-
-class Gradients(NamedTuple):
-    """The arguments (`takes`) and results (`gives`) of a stage that have a gradient: their names and places."""
-
-    takes: Mapping[str, int]
-    gives: Mapping[str, int]
-
-
-class StepEngine(Protocol):
-    """What a step needs from its scheduler (see `StepScheduler`).
-
-    `at_once`: stages and micro-batches whose backward immediately follows their forward; `splits`: whether any backward
-    is in two halves.
-    """
-
-    devices: tuple[str, ...]
-    feeds: tuple[tuple[str, int], ...]
-    gradients: tuple[Gradients, ...]
-    offloaded: tuple[int, ...]
-    loss_reduce: str | None
-    at_once: set[tuple[int, int]]
-    splits: bool
-
-    def lend(self, m: Any) -> None: ...
 
 
 class Observer(Protocol):
@@ -143,6 +97,7 @@ class Step(Batches):
         self.rows, self.mailboxes, self.own = rows, mailboxes, own
         self.kept: dict[tuple[int, int], Kept] = {}
         self.weights: dict[tuple[int, int], Weights] = {}
+        self.later: dict[tuple[int, int], Later] = {}
         self.done: list[str] = []
         self.failed: list[BaseException] = []
         self.fresh: list[list[Tensor]] = [[] for _ in self.stages]
@@ -166,7 +121,8 @@ class Step(Batches):
             held = [stand_in for _, stand_in in self.pairs[j]]
             if j in self.engine.offloaded:
                 return offload(stage.device, held)
-            return Saved(held) if self.engine.splits and not stage.compiled else None
+            split = self.engine.splits and not stage.compiled and stage.graded is None
+            return Saved(held) if split else None
 
         return [hooks(j, stage) for j, stage in enumerate(self.stages)]
 
@@ -301,17 +257,19 @@ class Step(Batches):
 
     def forward(self, j: int, i: int, *args: Any) -> Any:
         """Run stage j on micro-batch i, and keep its graph for backward."""
-        results = self._with_graph(j, args)
-        self.kept[j, i] = Kept(args, results if isinstance(results, tuple) else (results,))
-        return results
+        kept = self.kept[j, i] = Kept(args, None)
+        return self._run_kept(j, kept)
 
-    def _with_graph(self, j: int, args: tuple[Any, ...]) -> Any:
-        """Run stage j under its hooks for saved tensors, if it has any."""
-        hooks = self.hooks[j]
-        if hooks is None:
-            return self.stages[j].forward(*args)
-        with hooks:
-            return self.stages[j].forward(*args)
+    def _run_kept(self, j: int, kept: Kept) -> Any:
+        """Run stage j on the arguments that are kept, and keep its results too."""
+        stage, hooks = self.stages[j], self.hooks[j]
+        if stage.graded is not None:
+            results = self.marked(j, kept.args, generated_backward.forward(stage, kept, self.context, hooks))
+        else:  # under its hooks for saved tensors, if it has any
+            with hooks or nullcontext():
+                results = stage.forward(*kept.args)
+        kept.results = results if isinstance(results, tuple) else (results,)
+        return results
 
     def forward_to_recompute(self, j: int, i: int, *args: Any) -> Any:
         """Run stage j on micro-batch i and keep only its arguments. If its backward runs next, keep its graph too."""
@@ -319,12 +277,20 @@ class Step(Batches):
             return Step.forward(self, j, i, *args)  # not self.forward: an observer must not see the action twice
         stage = self.stages[j]
         kept = Kept(args, None, keep(stage) if stage.rereads else {})
-        with torch.no_grad():
-            results = stage.forward(*args)
+        if stage.graded is not None:
+            results = generated_backward.forward(stage, kept, self.context, None)
+            kept.values = None
+        else:
+            with torch.no_grad():
+                results = stage.forward(*args)
         self.kept[j, i] = kept
-        gives = self.engine.gradients[j].gives.values()
-        if not (any(isinstance(x, Tensor) and x.requires_grad for x in args) or stage.trainable()):
+        return self.marked(j, args, results)
+
+    def marked(self, j: int, args: Sequence[Any], results: Any) -> Any:
+        """The results of stage j, as values that need a gradient, if any of what it computes with does."""
+        if not (any(isinstance(x, Tensor) and x.requires_grad for x in args) or self.stages[j].trainable()):
             return results
+        gives = self.engine.gradients[j].gives.values()
         several = results if isinstance(results, tuple) else (results,)
         marked = tuple([alias(y) if place in gives else y for place, y in enumerate(several)])
         return marked if isinstance(results, tuple) else marked[0]
@@ -335,8 +301,7 @@ class Step(Batches):
         if kept.results is not None:
             return
         with recomputing(), instead(stage, scratch(stage, kept.buffers)) if stage.mutates else nullcontext():
-            results = self._with_graph(j, kept.args)
-        kept.results = results if isinstance(results, tuple) else (results,)
+            self._run_kept(j, kept)
 
     def root(self, j: int, i: int, name: str) -> Tensor:
         """The gradient of the loss, a result of stage j, with which backward begins: its share of the batch, scaled."""
@@ -352,6 +317,10 @@ class Step(Batches):
     def backward(self, j: int, i: int, *grads: Tensor | None) -> Any:
         """Backward of stage j and micro-batch i: from the gradients of its results to those of its arguments."""
         kept = self.kept.pop((j, i))
+        if kept.values is not None:
+            gives = self.engine.gradients[j].gives.values()
+            found = generated_backward.backward(self.stages[j], kept, grads, gives, self.context)
+            return self._given(j, kept, found)
         roots, given = kept.roots(grads, self.engine.gradients[j].gives.values())
         if roots:
             # torch.autograd.backward without its checks, which take as long as the rest for a small stage.
@@ -362,11 +331,27 @@ class Step(Batches):
         found = [kept.args[place].grad for place in self.engine.gradients[j].takes.values()]
         return found[0] if len(found) == 1 else found
 
+    def _given(self, j: int, kept: Kept, found: list[Any] | None) -> Any:
+        """The gradients of stage j's arguments, as backward returns them; those of inputs are put where they wait."""
+        if self.fresh[j]:
+            self.settle(j)
+        takes = self.engine.gradients[j].takes.values()
+        found = [None] * len(takes) if found is None else found
+        if self.leaves:
+            for place, grad in zip(takes, found, strict=True):
+                if kept.args[place].requires_grad:
+                    kept.args[place].grad = grad
+        return found[0] if len(found) == 1 else found
+
     def input_gradient(self, j: int, i: int, *grads: Tensor | None) -> Any:
         """The half of backward that other stages wait for: the gradients of stage j's arguments."""
         if self.stages[j].compiled:
             return Step.backward(self, j, i, *grads)  # not self.backward, for the same reason
         kept, (takes, gives) = self.kept.pop((j, i)), self.engine.gradients[j]
+        if kept.values is not None:
+            stage = self.stages[j]
+            some, self.later[j, i] = generated_backward.input_gradient(stage, kept, grads, gives.values(), self.context)
+            return self._given(j, kept, some)
         assert kept.results is not None
         results = [kept.results[place] for place in gives.values()]
         leaves = [kept.args[place] for place in takes.values()]
@@ -382,7 +367,11 @@ class Step(Batches):
         """The other half of backward: the gradients of the parameters of stage j."""
         if self.stages[j].compiled:
             return
-        weight_gradient(self.weights.pop((j, i)))
+        if (j, i) in self.later:
+            takes = len(self.engine.gradients[j].takes)
+            generated_backward.weight_gradient(self.stages[j], self.later.pop((j, i)), takes, self.context)
+        else:
+            weight_gradient(self.weights.pop((j, i)))
         if self.fresh[j]:
             self.settle(j)
 

@@ -33,7 +33,8 @@ from fxpipe.runtime.worker import Report
 
 from .replica_routing import Cut
 from .scheduler_base import SchedulerBase
-from .step import Gradients, Observer, Rows, Scale, Step
+from .step import Observer, Rows, Scale, Step
+from .step_contract import Gradients
 from .thread_autotune import ThreadAutotune
 
 __all__ = ["Gradients", "Step", "StepScheduler"]

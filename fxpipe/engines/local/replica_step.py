@@ -20,7 +20,8 @@ from torch import Tensor
 
 from fxpipe.engines.common.replica_routing import Routes, sliced
 from fxpipe.engines.common.scheduler_base import Batches, Place
-from fxpipe.engines.common.step import Gradients, Observer, Rows, Scale, Step
+from fxpipe.engines.common.step import Observer, Rows, Scale, Step
+from fxpipe.engines.common.step_contract import Gradients
 from fxpipe.engines.common.step_engine import StepScheduler
 from fxpipe.runtime import Stage
 from fxpipe.runtime.deferred_norms import absorb, sums_of

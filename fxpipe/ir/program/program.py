@@ -21,6 +21,8 @@ from typing import Any
 
 from fxpipe.ir.graph.graph import Graph, Op, State, may_cross, show_op
 from fxpipe.ir.graph.value_types import ValueType
+from fxpipe.ir.program import backward as backwards
+from fxpipe.ir.program.backward import Backward
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ class Stage:
     - `states`: the names of the model's tensors that it owns; `borrows`: those that other stages lend it.
     - `mutates`: the buffers it writes; `rereads`: those of them whose old contents a recomputation needs.
     - `checkpoint`, `replicas`: as in `StagePlan`.
+    - `backward`: how it computes gradients; None: autograd does.
+    - `autograd_because`: why autograd does although code was asked for.
     """
 
     index: int
@@ -101,6 +105,8 @@ class Stage:
     rereads: tuple[str, ...] = ()
     checkpoint: str = "never"
     replicas: tuple[str, ...] = ()
+    backward: Backward | None = None
+    autograd_because: str = ""
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -205,6 +211,23 @@ def _check_stage(program: Program, stage: Stage) -> None:
     for name in stage.gives:
         if name not in known:
             raise _fault(program, stage, f"gives {name!r}, which it does not have")
+    if stage.backward is not None:
+        _check_backward(program, stage, stage.backward, known)
+
+
+def _check_backward(program: Program, stage: Stage, backward: Backward, known: set[str]) -> None:
+    for name in backward.keeps:
+        if name not in known:
+            raise _fault(program, stage, f"keeps {name!r} for backward, which it does not have")
+    there = {*backward.keeps, *backward.arriving, *stage.states}
+    for op in backward.ops:
+        for name in (*op.reads, *op.writes):
+            if name not in there:
+                raise _fault(program, stage, f"op {op.name} of backward uses {name!r}, which is not there")
+        there.add(op.name)
+    for _, gradient in (*backward.takes, *backward.weights):
+        if gradient and gradient not in there:
+            raise _fault(program, stage, f"backward returns {gradient!r}, which it does not have")
 
 
 def _fault(program: Program, stage: Stage, reason: str) -> ValueError:
@@ -228,4 +251,8 @@ def show_stage(program: Program, stage: Stage) -> str:
     lines += [f"  mutates  {name}" + ("  (read again)" if name in stage.rereads else "") for name in stage.mutates]
     lines += [f"  {show_op(op)}" for op in stage.ops]
     lines += [f"  gives    {name}: {program.types[name]}" for name in stage.gives]
+    lines += [f"  backward by autograd: {stage.autograd_because}"] if stage.autograd_because else []
+    lines += (
+        [] if stage.backward is None else ["  backward", *(f"    {line}" for line in backwards.show(stage.backward))]
+    )
     return "\n".join(lines)

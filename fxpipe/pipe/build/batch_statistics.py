@@ -18,8 +18,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fxpipe.errors import BatchStatisticsWarning
 from fxpipe.ir.graph.graph import Graph, Origin, Ref
 from fxpipe.ir.graph.opaque_call import Opaque
+from fxpipe.ir.operators.batch_norm_ops import arguments
 from fxpipe.ir.units import count
-from fxpipe.passes.batch_norm_ops import arguments
 
 SHOWN = 3  # norms that a message names
 

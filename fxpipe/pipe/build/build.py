@@ -131,7 +131,8 @@ def emitted(
             scheduler = emit_steps(program, schedule, plan, totals)
         else:
             scheduler = emit_scheduler(program, plan.chunks, totals=totals)
-        return package(program, plan, scheduler, notes, totals, by_device)
+        kinds = {action.kind for action in schedule.place}
+        return package(program, plan, scheduler, notes, totals, by_device, kinds)
 
 
 def choices(graph: Graph, options: Options, home: Placement | None) -> list[Options]:
@@ -214,7 +215,8 @@ def draft(
         decided = decide(graph, profile, cluster, options, home, uncut)
     trail: dict[str, Program | Placed] = {}
     with timed("passes"):
-        program = lower(graph, decided, trail.__setitem__, passes_of(options), samples)
+        chosen = passes_of(options)
+        program = lower(graph, decided, trail.__setitem__, chosen, samples, backward=options.backward)
         _tell_of_slices(program)
         totals = lowered_totals(graph, decided)
     with timed("simulator"):
@@ -232,7 +234,8 @@ def draft(
 
 
 def passes_of(options: Options) -> tuple[Pass, ...]:
-    """fxpipe's passes, and after them the user's. Raises PlanError if two have one name."""
+    """fxpipe's passes, and after them the user's; only the gradients are written out later, as they are those of what
+    the user's passes have made. Raises PlanError if two have one name."""
     names = [run.__name__ for run in PASSES]
     for name in (getattr(run, "__name__", type(run).__name__) for run in options.passes):
         if name in names:
@@ -240,7 +243,8 @@ def passes_of(options: Options) -> tuple[Pass, ...]:
                 f"passes: there is another pass of the name {name!r}, by which pipe.trail shows it; rename it"
             )
         names.append(name)
-    return (*PASSES, *map(checked, options.passes))
+    *others, gradients = PASSES
+    return (*others, *map(checked, options.passes), gradients)
 
 
 def _tell_of_slices(program: Program) -> None:

@@ -11,6 +11,7 @@ from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.graph.value_types import TensorType, nbytes
 from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.plan.profile import total
+from fxpipe.ir.program.program import Program
 from fxpipe.ir.program.transfers import add_transfers
 from fxpipe.ir.units import count, show_bytes, show_seconds
 from fxpipe.pipe.results.strategy_table import table
@@ -109,6 +110,7 @@ def special_lines(build: Build) -> list[str]:
         for op in stage.ops
         if isinstance(op.target, Opaque)
     ]
+    lines += backward_lines(program)
     lines += [
         f"mixes samples, each micro-batch by itself: {mixed.origin} ({mixed.what}); seen in {', '.join(mixed.outputs)}"
         for mixed in build.graph.mixed
@@ -118,6 +120,18 @@ def special_lines(build: Build) -> list[str]:
     if build.batch_norms and (build.plan.chunks > 1 or replicas):
         lines.append(batch_statistics.line(build.batch_norms, build.plan.deferred_batch_norm, replicas))
     return ["", *lines] if lines else []
+
+
+def backward_lines(program: Program) -> list[str]:
+    """Which stages have their backward as code, and why others do not; nothing if no code was asked for."""
+    coded = [str(stage.index) for stage in program.stages if stage.backward is not None]
+    others = [
+        f"backward of stage {stage.index} by autograd: {stage.autograd_because}"
+        for stage in program.stages
+        if stage.autograd_because
+    ]
+    several = "s" if len(coded) > 1 else ""
+    return [*([f"backward of stage{several} {', '.join(coded)} as code"] if coded else []), *others]
 
 
 def replica_lines(plan: Plan) -> list[str]:

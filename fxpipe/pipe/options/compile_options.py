@@ -55,6 +55,7 @@ class Options:
     deferred_batch_norm: bool | None = None
     compile_stages: bool | str | Callable[..., Any] = False
     dump: Path | None = None
+    backward: str = "autograd"
     replicas: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     place: Place | None = None
     ranks: bool = False
@@ -81,11 +82,24 @@ def check(options: Options) -> Options:
             f"split_at names {len(options.split_at)} cuts, which make {len(options.split_at) + 1} stages, "
             f"but there are {n} devices: name {n - 1} modules"
         )
+    if options.backward == "code":
+        check_code(options)
     if options.place is not None:
         check_placed(options)
     elif options.schedule != AUTO:
         make_schedule(options, options.devices, options.chunks)
     return options
+
+
+def check_code(options: Options) -> None:
+    """Raise PlanError for options that backward as code does not have yet."""
+    for name, given in {
+        "compile_stages": backend_of(options.compile_stages) is not None,
+        "strategy": options.place is not None,
+        "offload": bool(options.offload),
+    }.items():
+        if given:
+            raise PlanError(f"backward='code' does not go with {name} yet: leave out one of them")
 
 
 def check_placed(options: Options) -> None:

@@ -41,6 +41,7 @@ from .option_forms import (
 )
 
 HOW = ("mean", "sum", "cat")  # how the outputs of micro-batches are combined
+BACKWARDS = ("autograd", "code")
 METHODS = ("leaps", "mcmc")  # of `fxpipe.search`
 
 
@@ -116,6 +117,8 @@ COMPILE = table(
     Option("batch_dim", "the dimension of the inputs that is cut", BATCH_DIM, {"mask": None}),
     Option("reduce", "how an output without batch dimension is put together", REDUCE, {"loss": "mean"}, unset=True),
     Option("deferred_batch_norm", "running statistics of whole batches", (flag(),), True, unset=True),
+    Option("backward", "what computes the gradients of a step: autograd, or generated code", (one_of(*BACKWARDS),),
+           "code"),
     Option("compile_stages", "run each stage through torch.compile, with this backend or Inductor",
            (flag(), one_of(more=backends, text="the name of a backend of torch.compile"), function("a function")),
            "inductor"),

@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from fxpipe.ir.graph.graph import Op, Ref
 from fxpipe.ir.graph.graph import Region as Context
 from fxpipe.ir.graph.op_arguments import argument
+from fxpipe.ir.operators.batch_norm_ops import arguments
 from fxpipe.ir.operators.strategy import Region
-from fxpipe.passes.batch_norm_ops import arguments
 from fxpipe.passes.sharding.graph_rewriter import GraphRewriter, Part
 from fxpipe.passes.sharding.part_regions import Place, Places, extent
 from fxpipe.passes.sharding.sharding_rule import Called, Rule, each, every, reading

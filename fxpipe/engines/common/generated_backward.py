@@ -1,0 +1,129 @@
+"""Runs the stages of a step whose gradients are computed by generated code instead of autograd.
+
+What autograd does for other stages is done here: a gradient that does not arrive counts as zero, and what depends on no
+gradient that arrived gets None; the gradients of the model's tensors are added to those of the step's aliases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.runtime import Stage
+from fxpipe.runtime.autograd import saved_tensors
+from fxpipe.runtime.caller_context import Context
+
+from .kept_values import Kept
+
+Grads = Sequence[Tensor | None]
+
+
+@dataclass
+class Later:
+    """What the second half of a backward needs.
+
+    - `args`: the arguments of forward.
+    - `values`: what the first half has handed on; None if no gradient arrived.
+    - `missing`: the results of the stage, by place, whose gradient did not arrive.
+    """
+
+    args: tuple[Any, ...]
+    values: list[Any] | None
+    missing: frozenset[int]
+
+
+def forward(stage: Stage, kept: Kept, context: Context, hooks: Any) -> Any:
+    """The results of forward; what backward needs goes to `kept.values`, counted by the step's hooks for saved tensors,
+    if it has any."""
+    with torch.no_grad(), _as_traced(context):
+        *results, values = stage.forward(*kept.args)
+    if isinstance(hooks, saved_tensors.Saved):
+        values = [hooks.keep(x) if isinstance(x, Tensor) else x for x in values]
+    kept.values = values
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _as_traced(context: Context) -> AbstractContextManager[Any]:
+    """The caller's autocast is written out in the code."""
+    return Context(False, False, ()).enter_autocast() if context.autocasts else nullcontext()
+
+
+def backward(stage: Stage, kept: Kept, grads: Grads, places: Collection[int], context: Context) -> list[Any] | None:
+    """The gradients of the arguments of stage; those of the weights are added to theirs. None if no gradient arrived.
+    `places`: the results that can have a gradient."""
+    given, missing = _arrived(stage, kept, grads, places)
+    if given is None:
+        return None
+    with torch.no_grad(), _as_traced(context):
+        takes, weights = stage.backward(_values(kept), *given)
+        _add(stage, kept.args, _reached(stage, weights, missing, len(takes)))
+    return _reached(stage, takes, missing)
+
+
+def input_gradient(
+    stage: Stage, kept: Kept, grads: Grads, places: Collection[int], context: Context
+) -> tuple[list[Any] | None, Later]:
+    """The gradients of the arguments of stage, None if no gradient arrived, and what `weight_gradient` needs."""
+    given, missing = _arrived(stage, kept, grads, places)
+    if given is None:
+        return None, Later(kept.args, None, missing)
+    with torch.no_grad(), _as_traced(context):
+        takes, handed = stage.input_gradient(_values(kept), *given)
+    return _reached(stage, takes, missing), Later(kept.args, handed, missing)
+
+
+def weight_gradient(stage: Stage, later: Later, takes: int, context: Context) -> None:
+    """Add the gradients of the weights. `takes`: how many arguments of the stage can have a gradient."""
+    if later.values is not None:
+        with torch.no_grad(), _as_traced(context):
+            found = stage.weight_gradient(later.values)
+            _add(stage, later.args, _reached(stage, found, later.missing, takes))
+
+
+def _arrived(
+    stage: Stage, kept: Kept, grads: Grads, places: Collection[int]
+) -> tuple[list[Tensor | None] | None, frozenset[int]]:
+    """The gradients that the stage's code expects, zeros for those that are missing, and which are. None if all are."""
+    arrives = stage.arrives or (True,) * len(grads)
+    missing = frozenset(k for k, grad in enumerate(grads) if arrives[k] and grad is None)
+    if len(missing) == sum(arrives):
+        return None, missing
+    if not missing:
+        return list(grads), missing
+    results = kept.results or ()
+    likes = [results[place] for place in places]
+    return [torch.zeros_like(likes[k]) if k in missing else grad for k, grad in enumerate(grads)], missing
+
+
+def _reached(stage: Stage, found: list[Any], missing: frozenset[int], start: int = 0) -> list[Any]:
+    """The gradients, with None in place of those that depend on missing ones only. `start`: the place of the first
+    among all that backward returns."""
+    if not missing or not stage.reaches:
+        return found
+    return [None if missing.issuperset(stage.reaches[start + k]) else grad for k, grad in enumerate(found)]
+
+
+def _values(kept: Kept) -> list[Any]:
+    """What backward needs. `kept` lets go of it."""
+    values, kept.values = kept.values or [], []
+    return [x.give() if isinstance(x, saved_tensors.Kept) else x for x in values]
+
+
+def _add(stage: Stage, args: Sequence[Any], found: Iterable[Tensor | None]) -> None:
+    """Add the gradients to those of the tensors in `stage.graded`."""
+    for where, grad in zip(stage.graded or (), found, strict=True):
+        if isinstance(where, int):
+            weight = args[where]
+        else:
+            weight = getattr(stage, where) if where in stage.constants else stage.tensor(where)
+        if grad is None or not weight.requires_grad:
+            continue
+        if weight.grad is not None:
+            weight.grad += grad
+        else:
+            weight.grad = grad if grad.stride() == weight.stride() else torch.empty_like(weight).copy_(grad)

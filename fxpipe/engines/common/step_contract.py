@@ -1,0 +1,31 @@
+"""What a step needs from its scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+
+class Gradients(NamedTuple):
+    """The arguments (`takes`) and results (`gives`) of a stage that have a gradient: their names and places."""
+
+    takes: Mapping[str, int]
+    gives: Mapping[str, int]
+
+
+class StepEngine(Protocol):
+    """What a step needs from its scheduler (see `StepScheduler`).
+
+    `at_once`: stages and micro-batches whose backward immediately follows their forward; `splits`: whether any backward
+    is in two halves.
+    """
+
+    devices: tuple[str, ...]
+    feeds: tuple[tuple[str, int], ...]
+    gradients: tuple[Gradients, ...]
+    offloaded: tuple[int, ...]
+    loss_reduce: str | None
+    at_once: set[tuple[int, int]]
+    splits: bool
+
+    def lend(self, m: Any) -> None: ...

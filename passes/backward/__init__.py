@@ -1,0 +1,1 @@
+"""Backward as ops: the pass, and what it traces with."""

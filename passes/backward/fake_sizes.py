@@ -1,0 +1,123 @@
+"""Sizes that stand for any number while a stage is traced.
+
+Each size of the program is a symbol, whose value while tracing is a large prime that divides no number of the stage. If
+torch turns a size into a plain number (some of its functions, such as `lstm`, know no symbols), it is still recognised:
+3027 is 3 times 1009, which is `3*b`. Whether the ops depend on that prime is found by tracing with another one.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterable, Mapping
+from itertools import product
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from fxpipe.ir.graph.value_types import Dim, TensorType, dim_size
+
+TRIED = (2, 3, 4, 5, 8, 17, 64)  # sizes for which a condition is checked
+SMALL = (3, 5, 7, 11, 13)
+PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069, 1087, 1091, 1093, 1097, 1103, 1109)
+
+
+class Sizes:
+    """The sizes of a program, by `names`.
+
+    - `numbers`: the plain numbers that occur in the stage; `turn`: which primes.
+    - `symbolic`: whether the sizes are symbols; else they are plain numbers from the beginning.
+    - `small`: whether the primes are small; sizes that become plain numbers are not recognised then.
+    """
+
+    def __init__(
+        self,
+        names: Iterable[str],
+        numbers: Collection[int],
+        turn: int = 0,
+        symbolic: bool = True,
+        small: bool = False,
+    ) -> None:
+        self.symbolic = symbolic
+        self._named: dict[sympy.Symbol, sympy.Symbol] = {}
+        self.env = ShapeEnv(specialize_zero_one=False, duck_shape=False)
+        primes, self.small = SMALL if small else PRIMES, small
+        free = [prime for prime in primes if not any(number and number % prime == 0 for number in numbers)]
+        wanted = list(names)
+        if len(free) < (turn + 1) * len(wanted):
+            raise ValueError(f"{len(wanted)} sizes vary, which is more than can be told apart")
+        self.primes = dict(zip(wanted, free[turn * len(wanted) :], strict=False))
+        self.values: dict[str, Any] = dict(self.primes)
+        if symbolic:
+            self.values = {name: self._symbol(name, prime) for name, prime in self.primes.items()}
+
+    def _symbol(self, name: str, prime: int) -> Any:
+        source = ConstantSource(name)
+        symbol = self.env.create_symbol(
+            prime, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None, positive=True,
+            do_not_specialize_zero_one=True,
+        )  # fmt: skip
+        self._named[symbol] = sympy.Symbol(name, integer=True)
+        return self.env.create_symintnode(symbol, hint=prime, source=source)
+
+    def shape(self, kind: TensorType) -> list[Any]:
+        """The shape of a type, with symbols."""
+        return [dim_size(dim, self.values) for dim in kind.shape]
+
+    def text(self, value: Any) -> Dim:
+        """A size as a type says it: a number, or an expression over the names."""
+        if isinstance(value, torch.SymInt):
+            expression = value.node.expr
+            if not expression.is_number:
+                return str(expression.xreplace(self._named))
+            value = int(expression)
+        return self._recognised(int(value))
+
+    def _recognised(self, number: int) -> Dim:
+        if self.small:
+            return number
+        found = sympy.Integer(1)
+        for name, prime in self.primes.items():
+            while number and number % prime == 0:
+                number, found = number // prime, found * sympy.Symbol(name, integer=True)
+        return number if found == 1 else str(number * found)
+
+    @property
+    def specialised(self) -> bool:
+        """Whether a size is a number, or torch has turned it into one."""
+        return not self.symbolic or bool(self.env.replacements)
+
+    def conditions(self) -> list[str]:
+        """What torch has found out about sizes on the way, and what does not hold for all of them. Sizes of 1 are left
+        out: torch asks for them because of strides and broadcasting, which change no value here."""
+        found = []
+        for guard in self.env.guards:
+            symbols = sorted(guard.expr.free_symbols, key=str)
+            tried = product(TRIED, repeat=len(symbols))
+            if not all(guard.expr.subs(dict(zip(symbols, sizes, strict=True))) == sympy.true for sizes in tried):
+                equal = isinstance(guard.expr, sympy.Eq) and guard.expr.atoms(sympy.Integer) & {*self.primes.values()}
+                if not equal:  # where the size has become a number, see `specialised`
+                    found.append(str(guard.expr.xreplace(self._named)))
+        return found
+
+
+def size_tree(text: str) -> ast.expr:
+    """An expression over sizes, parsed."""
+    return ast.parse(text, mode="eval").body
+
+
+def numbers_in(values: Iterable[Any]) -> set[int]:
+    """The plain numbers in a nest of arguments."""
+    found: set[int] = set()
+    for value in values:
+        if isinstance(value, int) and not isinstance(value, bool):
+            found.add(value)
+        elif isinstance(value, (tuple, list)):
+            found |= numbers_in(value)
+        elif isinstance(value, Mapping):
+            found |= numbers_in(value.values())
+        elif isinstance(value, slice):
+            found |= numbers_in((value.start, value.stop, value.step))
+    return found

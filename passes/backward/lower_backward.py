@@ -1,0 +1,264 @@
+"""Gives each stage its backward as ops, which generated code then shows and runs.
+
+Stages are traced from the last to the first: whether a gradient arrives at a stage is known from those that take its
+results. A stage that cannot be traced keeps autograd, and says why.
+
+What forward keeps is made small and readable: an op of the stage stays as it is, `F.linear(x, weight)`, unless backward
+needs something that it computes inside; views are made again in backward.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from fxpipe.ir.graph.graph import Op, Origin, Ref, Region, op_name, rename
+from fxpipe.ir.graph.ops import VIEWS
+from fxpipe.ir.graph.value_types import TensorType, ValueType
+from fxpipe.ir.program.backward import Backward
+from fxpipe.ir.program.program import Program, Stage
+from fxpipe.passes.backward.readable_ops import (
+    readable,
+    simplified,
+    with_reshapes,
+    with_same_sizes,
+    with_unknown_size,
+)
+from fxpipe.passes.backward.record_ops import Refused
+from fxpipe.passes.backward.trace_stage import Piece, Trace, trace
+from fxpipe.passes.pass_context import PassContext
+
+
+def lower_backward(program: Program, context: PassContext) -> Program:
+    """The program with the backward of each stage as ops, if code is to compute gradients."""
+    if context.backward != "code" or program.graph.loss is None:
+        return program
+    around = _autocasts()
+    made = list(program.stages)
+    types = dict(program.types)
+    for stage in reversed(program.stages):
+        arriving = [name for name in stage.gives if _arrives(program, made, stage, name)]
+        if not arriving:
+            continue
+        try:
+            made[stage.index], more = _lowered(
+                program, stage, trace(replace(program, types=types), stage, arriving, around), types
+            )
+            types |= more
+        except Refused as refused:
+            made[stage.index] = replace(stage, autograd_because=str(refused))
+    return replace(program, stages=tuple(made), types=types)
+
+
+def _autocasts() -> tuple[Region, ...]:
+    """Autocast as it is where the step is called."""
+    return tuple(
+        Region("autocast", (kind, torch.get_autocast_dtype(kind), True, None))
+        for kind in ("cpu", "cuda")
+        if torch.is_autocast_enabled(kind)
+    )
+
+
+def _arrives(program: Program, stages: Sequence[Stage], stage: Stage, name: str) -> bool:
+    """Whether a gradient of the value comes back to the stage that gives it."""
+    kind = program.types[name]
+    if not isinstance(kind, TensorType) or not kind.grad:
+        return False
+    if name == program.graph.loss:
+        return True
+    users = [stages[m.target] for m in program.moves if m.value == name and m.source == stage.index and
+             m.target < len(stages)]  # fmt: skip
+    return any(user.backward is None or dict(user.backward.takes).get(name) for user in users)
+
+
+def _lowered(
+    program: Program, stage: Stage, traced: Trace, known: Mapping[str, ValueType]
+) -> tuple[Stage, dict[str, ValueType]]:
+    """The stage with its backward, and the types of its new values."""
+    types = {**known, **traced.types}
+    named = _names(traced, known)
+    pieces = [_renamed(piece, named) for piece in traced.pieces]
+    types |= {named.get(name, name): kind for name, kind in traced.types.items()}
+    backward = with_reshapes([_written_well(rename(op, named), types) for op in traced.backward], types)
+    backward = _simplified_pieces(pieces, backward, types)
+    made = {op.name: op for piece in pieces for op in piece.ops}
+    own = {op.name for op in stage.ops}
+    inside = {name: op for name, op in made.items() if name not in own}
+    settled = with_reshapes([*stage.ops, *inside.values()], types)
+    views = {op.name: op for op in settled if op.name in inside and _is_view(op)}
+    backward = _with_views(backward, views, types)
+    backward, same = simplified(backward, types)
+    wished = {named[name] for name in traced.wishes if name in named}
+    here = {op.name for op in backward}
+    better: dict[str, str] = {}
+    for old, new in same.items():
+        if old in wished and new in here and new not in wished and new not in better:
+            better[new] = old
+    backward = [rename(op, better) for op in backward]
+
+    def final(name: str) -> str:
+        name = named.get(name, name)
+        name = same.get(name, name)
+        return better.get(name, name)
+
+    takes = tuple((name, final(gradient) if gradient else "") for name, gradient in traced.takes)
+    weights = tuple((name, final(gradient)) for name, gradient in traced.weights)
+    backward = _alive(backward, {gradient for _, gradient in (*takes, *weights) if gradient})
+    ops = _forward(stage, pieces, {name for op in backward for name in op.reads}, types)
+    made_here = {op.name for op in backward}
+    roots = tuple((name, gradient) for name, gradient in traced.roots)
+    begins = {gradient for _, gradient in roots}
+    held = {*stage.states}
+    order = (*stage.takes, *stage.borrows, *(op.name for op in ops))
+    read = {name for op in backward for name in op.reads}
+    read |= {gradient for _, gradient in (*takes, *weights) if gradient}
+    keeps = tuple(name for name in dict.fromkeys(order) if name in read - made_here - begins - held)
+    sizes = {size.name for size in program.graph.sizes}
+    lost = read - made_here - begins - held - set(keeps) - sizes
+    if lost:
+        raise Refused(f"backward reads {', '.join(sorted(lost))}, which forward does not have")
+    written = read & set(stage.mutates)
+    if written:
+        raise Refused(f"backward reads {', '.join(sorted(written))}, which forward writes")
+    needs = {name for op in (*ops, *backward) for name in op.reads if name in sizes}
+    stage_takes = (*stage.takes, *sorted(needs - set(stage.takes)))
+    keeps = (*keeps, *sorted(read & sizes - set(keeps)))
+    code = Backward(keeps, roots, tuple(backward), takes, weights)
+    used = {op.name for op in (*ops, *backward)} | begins
+    return (
+        replace(stage, ops=tuple(ops), takes=stage_takes, backward=code),
+        {name: types[name] for name in used if name and name not in known},
+    )
+
+
+def _simplified_pieces(pieces: Sequence[Piece], backward: Sequence[Op], types: Mapping[str, ValueType]) -> list[Op]:
+    """Backward, after the recorded ops of forward have been simplified too."""
+    now: dict[str, str] = {}
+    for piece in pieces:
+        ops = with_reshapes([_written_well(op, types) for op in piece.ops], types)
+        piece.ops, same = simplified(ops, types, {piece.op.name, *piece.results.values()})
+        now |= same
+    return [rename(op, now) for op in backward]
+
+
+def _renamed(piece: Piece, names: Mapping[str, str]) -> Piece:
+    ops = [rename(op, names) for op in piece.ops]
+    results = {place: names.get(name, name) for place, name in piece.results.items()}
+    return Piece(piece.op, ops, results, piece.grad)
+
+
+def _names(traced: Trace, known: Mapping[str, ValueType]) -> dict[str, str]:
+    """The final names of recorded values: those of the stage's ops, and of gradients. Another stage may have a gradient
+    of the same name and type: that of a value which moves between them."""
+    made = {op.name for piece in traced.pieces for op in piece.ops}
+    found: dict[str, str] = {}
+    items: dict[tuple[str, int], str] = {}
+    for piece in traced.pieces:
+        for place, name in piece.results.items():
+            if place is None and name in made and name not in found:
+                found[name] = piece.op.name
+            elif place is not None:
+                items[piece.op.name, place] = name
+        op = piece.op
+        if op.target is operator.getitem and isinstance(op.args[0], Ref) and type(op.args[1]) is int:
+            item = items.get((op.args[0].name, op.args[1]))
+            if item in made and item not in found:
+                found[item] = op.name
+    taken = {*traced.types, *found.values()}
+    for name, wish in traced.wishes.items():
+        if name in found:
+            continue
+        free, number, kind = wish, 0, traced.types[name]
+        while free in taken or known.get(free, kind) != kind:
+            number += 1
+            free = f"{wish}_{number}"
+        taken.add(free)
+        found[name] = free
+    return found
+
+
+def _written_well(op: Op, types: Mapping[str, ValueType]) -> Op:
+    made = readable(op)
+    return with_same_sizes(with_unknown_size(made, made.type), types)
+
+
+def _is_view(op: Op) -> bool:
+    return op_name(op) in VIEWS and op.target is not operator.getitem and not op.writes and not op.random
+
+
+def _with_views(backward: Sequence[Op], views: Mapping[str, Op], types: dict[str, ValueType]) -> list[Op]:
+    """Backward, with the views of forward that it reads made again, just before they are read first."""
+    found: list[Op] = []
+    again: dict[str, str] = {}
+
+    def bring(name: str, origin: Origin) -> None:
+        op = views.get(name)
+        if op is None or name in again:
+            return
+        for read in op.reads:
+            bring(read, origin)
+        again[name] = f"{name}_"
+        while again[name] in types:
+            again[name] += "_"
+        types[again[name]] = types[name]
+        found.append(replace(op, origin=origin, regions=(), draw=None))
+
+    for op in backward:
+        for name in op.reads:
+            bring(name, op.origin)
+        found.append(op)
+    return [rename(op, again) for op in found]
+
+
+def _alive(ops: Sequence[Op], wanted: Iterable[str]) -> list[Op]:
+    """The ops that something needs. The parts of a tuple stay, if one is needed: it is unpacked at once."""
+    needed = set(wanted)
+    kept = []
+    for op in reversed(ops):
+        if op.name in needed or op.writes or op.random:
+            kept.append(op)
+            needed |= {*op.reads, *op.writes}
+    return kept[::-1]
+
+
+def _forward(stage: Stage, pieces: Sequence[Piece], read: set[str], types: dict[str, ValueType]) -> list[Op]:
+    """The ops of forward: those of the stage, except that an op is replaced by what it runs where backward reads what
+    is made inside."""
+    found: list[Op] = []
+    inside: set[str] = set()  # tuples that are not made any more
+    for piece in pieces:
+        op, results = piece.op, set(piece.results.values())
+        here = {part.name for part in piece.ops}
+        if op.target is operator.getitem and isinstance(op.args[0], Ref) and op.args[0].name in inside:
+            if not any(op.name == other.name for other in found):
+                raise Refused(f"{op.name} is read twice, at {op.origin}")
+            continue
+        if not piece.grad or not (read & here) - results - {op.name}:
+            found.append(op)
+            users = {other.op.name for other in pieces}
+            for place, name in piece.results.items():
+                if place is not None and name in read and name in here and name not in users:
+                    found.append(Op(name, operator.getitem, (Ref(op.name), place), {}, types[name], op.origin))
+            continue
+        ops = piece.ops
+        if None in piece.results and op.name not in here:
+            raise Refused(f"{op.name} is what another value is, at {op.origin}")
+        if None not in piece.results:
+            inside.add(op.name)
+        found += ops
+    wanted = {*stage.gives, *read}
+    return _alive_forward(stage, found, wanted)
+
+
+def _alive_forward(stage: Stage, ops: Sequence[Op], wanted: set[str]) -> list[Op]:
+    """The ops without recorded ones that nothing needs. Ops of the stage stay."""
+    own = {op.name for op in stage.ops}
+    kept, needed = [], set(wanted)
+    for op in reversed(ops):
+        if op.name in needed or op.name in own or op.writes or op.random:
+            kept.append(op)
+            needed |= {*op.reads, *op.writes}
+    return kept[::-1]

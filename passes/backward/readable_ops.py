@@ -1,0 +1,162 @@
+"""Recorded ops as one writes them: `torch.ops.aten.mul.Tensor(x, y)` as `x * y`, and what changes nothing left out."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fxpipe.ir.graph.graph import Op, Ref, rename
+from fxpipe.ir.graph.shared_memory_values import memory
+from fxpipe.ir.graph.value_types import TensorType, ValueType
+
+aten = torch.ops.aten
+_OPERATORS: dict[Any, Callable[..., Any]] = {
+    aten.add.Tensor: operator.add, aten.sub.Tensor: operator.sub, aten.mul.Tensor: operator.mul,
+    aten.div.Tensor: operator.truediv, aten.add.Scalar: operator.add, aten.sub.Scalar: operator.sub,
+    aten.mul.Scalar: operator.mul, aten.div.Scalar: operator.truediv, aten.neg.default: operator.neg,
+    aten.pow.Tensor_Scalar: operator.pow,
+}  # fmt: skip
+# Methods of a tensor with the same arguments.
+_METHODS = {
+    aten.t.default: "t",
+    aten.permute.default: "permute", aten.transpose.int: "transpose", aten.expand.default: "expand",
+    aten.view.default: "view", aten._unsafe_view.default: "reshape", aten.reshape.default: "reshape",
+    aten.unsqueeze.default: "unsqueeze", aten.squeeze.dim: "squeeze", aten.sum.dim_IntList: "sum",
+    aten.sum.default: "sum", aten.mean.dim: "mean", aten.mean.default: "mean", aten.select.int: "select",
+    aten.clone.default: "clone", aten.new_zeros.default: "new_zeros", aten.div_.Scalar: "div_",
+    aten.div_.Tensor: "div_", aten.mul_.Scalar: "mul_", aten.mul_.Tensor: "mul_", aten.add_.Scalar: "add_",
+    aten.bernoulli_.float: "bernoulli_", aten.zero_.default: "zero_", aten.copy_.default: "copy_",
+    aten.masked_fill.Scalar: "masked_fill", aten.diagonal.default: "diagonal", aten.fill_.Scalar: "fill_",
+}  # fmt: skip
+_RESHAPES = ("view", "reshape")
+
+
+def readable(op: Op) -> Op:
+    """The op by a name from torch's documentation, if it has one; it calls the same function of the dispatcher."""
+    func = op.target
+    if not isinstance(func, torch._ops.OpOverload):
+        return op
+    plain = _without_defaults(func, op.kwargs)
+    if func in _OPERATORS and not plain and len(op.args) <= 2 and isinstance(op.args[0], Ref):
+        return replace(op, target=_OPERATORS[func], kwargs={})
+    if func in _METHODS:
+        method = _METHODS[func]
+        made = replace(op, target=method, kwargs=plain)
+        return _spread(made) if method in (*_RESHAPES, "permute", "expand") else made
+    if func is aten._to_copy.default and set(plain) == {"dtype"}:
+        return replace(op, target="to", args=(op.args[0], plain["dtype"]), kwargs={})
+    if func is aten.slice.Tensor and len(op.args) in (4, 5) and op.args[1] >= 0 and not plain:
+        start, stop, *step = op.args[2:]
+        cut = slice(start or None, None if stop == sys.maxsize else stop, *(step if step != [1] else ()))
+        return replace(op, target=operator.getitem, args=(op.args[0], (*[slice(None)] * op.args[1], cut)), kwargs={})
+    name = func._schema.name.partition("::")[2]
+    if func.namespace == "aten" and not name.startswith("_") and hasattr(torch._C._VariableFunctions, name):
+        return replace(op, target=getattr(torch, name), kwargs=plain)
+    if func._overloadname == "default":
+        return replace(op, target=func.overloadpacket, kwargs=plain)
+    return replace(op, kwargs=plain)
+
+
+def _without_defaults(func: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The keyword arguments but those that say what is so anyway."""
+    idle = {"pin_memory": (False, None), "layout": (torch.strided, None)}
+    defaults = {argument.name: argument.default_value for argument in func._schema.arguments}
+    return {
+        key: value
+        for key, value in kwargs.items()
+        if value is not None or defaults.get(key) is not None
+        if value not in idle.get(key, ())
+    }
+
+
+def _spread(op: Op) -> Op:
+    """`x.view([2, 3])` as `x.view(2, 3)`."""
+    first, dims, *rest = op.args
+    return replace(op, args=(first, *dims, *rest))
+
+
+def with_reshapes(ops: Sequence[Op], types: Mapping[str, ValueType]) -> list[Op]:
+    """The ops with `reshape` in place of `view`, where nobody writes the memory: the strides that were traced may not
+    be those of a run."""
+    root = memory(ops, types)
+    written = {root(name) for op in ops for name in op.writes}
+    return [replace(op, target="reshape") if op.target == "view" and root(op.name) not in written else op for op in ops]
+
+
+def with_unknown_size(op: Op, kind: ValueType) -> Op:
+    """A reshape with -1 for its one size that varies: `x.view(-1, 8)`."""
+    if op.target not in _RESHAPES or not isinstance(kind, TensorType) or 0 in kind.shape or -1 in op.args:
+        return op
+    varying = [place for place, dim in enumerate(kind.shape) if isinstance(dim, str)]
+    if len(varying) != 1:
+        return op
+    dims = [-1 if place == varying[0] else dim for place, dim in enumerate(op.args[1:])]
+    return replace(op, args=(op.args[0], *dims))
+
+
+def with_same_sizes(op: Op, types: Mapping[str, ValueType]) -> Op:
+    """An expand with -1 for the sizes that stay."""
+    if op.target != "expand":
+        return op
+    source, kind = types[op.args[0].name], op.type
+    if not isinstance(source, TensorType) or not isinstance(kind, TensorType):
+        return op
+    ahead = len(kind.shape) - len(source.shape)
+    same = [place >= ahead and kind.shape[place] == source.shape[place - ahead] for place in range(len(kind.shape))]
+    return replace(op, args=(op.args[0], *(-1 if stays else dim for stays, dim in zip(same, op.args[1:], strict=True))))
+
+
+def simplified(
+    ops: Sequence[Op], types: Mapping[str, ValueType], keep: Collection[str] = ()
+) -> tuple[list[Op], dict[str, str]]:
+    """The ops without those that undo each other (`x.t().t()`) or do nothing (an `expand` to the same shape, a reshape
+    to it), where no memory is written; and what the names of these are now. The values in `keep` stay."""
+    if any(op.writes for op in ops):
+        return list(ops), {}
+    made: dict[str, Op] = {}
+    same: dict[str, str] = {}
+    found = []
+    for op in ops:
+        op = rename(op, same)
+        source = op.args[0].name if op.args and isinstance(op.args[0], Ref) else ""
+        before = made.get(source)
+        if op.name in keep:
+            made[op.name] = op
+            found.append(op)
+        elif op.target in ("expand", *_RESHAPES) and _alike(types.get(source), op.type):
+            same[op.name] = source
+        elif before is not None and _undoes(op, before):
+            same[op.name] = before.args[0].name
+        else:
+            if op.target in _RESHAPES and before is not None and before.target in _RESHAPES:
+                op = replace(op, target="reshape", args=(before.args[0], *op.args[1:]))
+                if _alike(types.get(before.args[0].name), op.type):
+                    same[op.name] = before.args[0].name
+                    continue
+            made[op.name] = op
+            found.append(op)
+    return found, same
+
+
+def _alike(one: ValueType | None, other: ValueType) -> bool:
+    """Whether both are tensors of one element type and shape."""
+    return (
+        isinstance(one, TensorType)
+        and isinstance(other, TensorType)
+        and (one.dtype, one.shape) == (other.dtype, other.shape)
+    )
+
+
+def _undoes(op: Op, before: Op) -> bool:
+    if op.target == before.target == "t":
+        return True
+    if op.target == before.target == "transpose":
+        return set(op.args[1:]) == set(before.args[1:])
+    if op.target == before.target == "permute":
+        return [before.args[1:][dim] for dim in op.args[1:]] == list(range(len(op.args) - 1))
+    return False

@@ -1,0 +1,217 @@
+"""Records what torch's dispatcher runs, as ops with names of their own.
+
+Autograd runs above the dispatcher, so what arrives here are the functions that eager mode runs too, in the same order:
+nothing is decomposed, no op is turned into one without side effects. So the recorded ops draw the same random numbers
+and write the same memory as the model itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxpipe.ir.graph.dtypes import short_name
+from fxpipe.ir.graph.graph import Op, Origin, Ref, map_leaves
+from fxpipe.ir.graph.value_types import ObjectType, ScalarType, TensorType, TupleType, ValueType
+from fxpipe.passes.backward.fake_sizes import Sizes, size_tree
+
+aten = torch.ops.aten
+SAME = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}  # of which the result is the argument
+# What the results of functions with several are called.
+RESULTS = {
+    "native_layer_norm": ("layer_norm", "mean", "rstd"),
+    "native_group_norm": ("group_norm", "mean", "rstd"),
+    "native_batch_norm": ("batch_norm", "mean", "invstd"),
+    "native_dropout": ("dropout", "mask"),
+    "max_pool2d_with_indices": ("max_pool2d", "indices"),
+    "nll_loss_forward": ("nll_loss", "total_weight"),
+    "nll_loss2d_forward": ("nll_loss", "total_weight"),
+    "log_sigmoid_forward": ("logsigmoid", "buffer"),
+    "_scaled_dot_product_flash_attention_for_cpu": ("attention", "logsumexp"),
+    "max": ("values", "indices"), "min": ("values", "indices"), "sort": ("values", "indices"),
+    "topk": ("values", "indices"), "cummax": ("values", "indices"), "cummin": ("values", "indices"),
+}  # fmt: skip
+_SIZE_OPERATORS: dict[type, Callable[..., Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod, ast.Pow: operator.pow,
+}  # fmt: skip
+UNKNOWN = {"mkldnn_rnn_layer"}  # their results on fake tensors are not those of a run
+NOWHERE = Origin("", 0, "", "")
+
+
+class Refused(Exception):
+    """The stage cannot be traced, for the reason that this says."""
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records ops into `ops`, which the owner replaces. Enter it inside of a FakeTensorMode.
+
+    - `names`: the name of each tensor, by id; `types`: the type of each name.
+    - `origin`: the origin of what is recorded now, or a function that gives it.
+    - `drew`: the recorded ops that draw random numbers.
+    """
+
+    def __init__(self, sizes: Sizes, taken: Collection[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes = sizes
+        self.taken = set(taken)
+        self.ops: list[Op] = []
+        self.names: dict[int, str] = {}
+        self.types: dict[str, ValueType] = {}
+        self.origin: Callable[[], Origin] = lambda: NOWHERE
+        self.drew: set[str] = set()
+        self._alive: list[Any] = []
+        self._size_ops: dict[str, str] = {}
+
+    def hold(self, tensor: Tensor, name: str) -> None:
+        """From now on the tensor is called this."""
+        self.names[id(tensor)] = name
+        self._alive.append(tensor)
+
+    def fresh(self, wish: str) -> str:
+        """A name that is not taken."""
+        name, number = wish, 0
+        while name in self.taken:
+            number += 1
+            name = f"{wish}_{number}"
+        self.taken.add(name)
+        return name
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.namespace != "prim":
+            self._record(func, args, kwargs, result)
+        return result
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        if func in SAME:
+            known = self.names.get(id(args[0]))
+            self.hold(result, self.fresh("constant") if known is None else known)  # a number that Python has made
+            return
+        tensors = [x for x in _flat(result) if isinstance(x, Tensor)]
+        written = [x for x in _written(func, args, kwargs) if isinstance(x, Tensor)]
+        if not tensors and not written:
+            return
+        writes = tuple(dict.fromkeys(self._name(x, func) for x in written))
+        args = _without_statistics(func, args)
+        given = map_leaves((args, dict(kwargs)), lambda leaf: self._leaf(leaf, func))
+        wish = func._schema.name.partition("::")[2].strip("_")
+        if wish in UNKNOWN:
+            raise Refused(f"{wish} has a result of a size that only a run tells")
+        if writes and written[0] is result and writes[0] in self.types:  # x.mul_(2) is x again
+            wish = re.sub(r"_\d+$", "", writes[0])
+        name = self.fresh(wish)
+        several = isinstance(result, (tuple, list))
+        kind = self.type_of(result)
+        self.types[name] = kind
+        op = Op(name, func, given[0], given[1], kind, self.origin(), (), writes)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.drew.add(name)
+        self.ops.append(op)
+        if not several:
+            self.hold(result, name)
+            return
+        titles = RESULTS.get(func._schema.name.partition("::")[2], ())
+        for place, item in enumerate(result):
+            if isinstance(item, Tensor):
+                part = self.fresh(titles[place] if place < len(titles) else f"{wish}_{place}")
+                self.types[part] = self.type_of(item)
+                getitem = Op(part, operator.getitem, (Ref(name), place), {}, self.types[part], op.origin)
+                self.ops.append(getitem)
+                self.hold(item, part)
+
+    def _name(self, tensor: Tensor, func: Any) -> str:
+        name = self.names.get(id(tensor))
+        if name is None:
+            raise Refused(f"{func} reads a tensor that is made outside of the stage")
+        return name
+
+    def _leaf(self, leaf: Any, func: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return Ref(self._name(leaf, func))
+        if isinstance(leaf, torch.SymInt) or type(leaf) is int:
+            return self.size(self.sizes.text(leaf))
+        if isinstance(leaf, (torch.SymFloat, torch.SymBool)):
+            raise Refused(f"{func} computes with a number that depends on sizes")
+        return leaf
+
+    def size(self, text: int | str) -> Any:
+        """A size as an argument: a number, or a reference to the size or to an op that computes it."""
+        if isinstance(text, int):
+            return text
+        return self._size(size_tree(text))
+
+    def _size(self, tree: ast.expr) -> Any:
+        match tree:
+            case ast.Constant(value=int(value)):
+                return value
+            case ast.Name(id=name):
+                return Ref(name)
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _SIZE_OPERATORS:
+                name = self.fresh("size")
+                args = (self._size(left), self._size(right))
+                self.types[name] = ScalarType("int")
+                self.ops.append(Op(name, _SIZE_OPERATORS[type(op)], args, {}, ScalarType("int"), self.origin()))
+                return Ref(name)
+        raise Refused(f"the size {ast.unparse(tree)} cannot be computed")
+
+    def type_of(self, value: Any) -> ValueType:
+        """The type of a traced value."""
+        if isinstance(value, Tensor):
+            if value.layout is not torch.strided:
+                raise Refused("there is a sparse tensor in it")
+            shape = tuple(self.sizes.text(size) for size in value.shape)
+            return TensorType(short_name(value.dtype), shape, str(value.device), False)
+        if isinstance(value, (tuple, list)):
+            return TupleType(tuple(map(self.type_of, value)))
+        for kinds, kind in (((bool,), "bool"), ((int, torch.SymInt), "int"), ((float,), "float")):
+            if isinstance(value, kinds):
+                return ScalarType(kind)
+        return ObjectType("None" if value is None else type(value).__name__)
+
+
+def _without_statistics(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of batch norm's backward without running statistics, which it ignores in training: forward has
+    changed them since."""
+    if func is aten.native_batch_norm_backward.default and args[7]:
+        return (*args[:3], None, None, *args[5:])
+    return args
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _flat(item)
+    else:
+        yield value
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """The arguments that the function writes."""
+    if func in (aten.native_batch_norm.default, aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default):
+        if args[5] and args[3] is not None:  # it does not say so
+            yield from args[3:5]
+        return
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from _flat(value)
+
+
+def marked_draws(ops: list[Op], drew: Collection[str], draw: int) -> list[Op]:
+    """The ops with the number `draw` on all from the first random one to the last: what one op of the model draws comes
+    from one seed."""
+    places = [place for place, op in enumerate(ops) if op.name in drew]
+    if not places:
+        return ops
+    first, last = places[0], places[-1]
+    return [replace(op, draw=draw) if first <= place <= last else op for place, op in enumerate(ops)]

@@ -1,0 +1,313 @@
+"""Traces a stage forward and backward: its ops run once on fake tensors, under autograd, and what torch runs below
+autograd is recorded.
+
+    y = linear(x, weight)       forward    t = weight.t(); y = addmm(bias, x, t)
+                                backward   dx = mm(dy, t.t()); dweight = mm(dy.t(), x); dbias = dy.sum([0])
+
+Each recorded op of forward belongs to the op of the stage that ran. Autograd numbers its nodes as forward makes them,
+so each recorded op of backward belongs to the op of the stage that made the node that runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fxpipe.ir.graph.dtypes import DTYPES
+from fxpipe.ir.graph.evaluate_graph import within
+from fxpipe.ir.graph.graph import Op, Origin, Region, called, map_leaves
+from fxpipe.ir.graph.legal_cuts import ENTER_VMAP
+from fxpipe.ir.graph.opaque_call import Opaque
+from fxpipe.ir.graph.shared_memory_values import known
+from fxpipe.ir.graph.value_types import ScalarType, TensorType, ValueType
+from fxpipe.ir.program.program import OWN_DEVICE, Program, RuntimeCall, Stage
+from fxpipe.passes.backward.fake_sizes import Sizes, numbers_in
+from fxpipe.passes.backward.record_ops import NOWHERE, Recorder, Refused, marked_draws
+
+AS_STRIDED = {"as_strided", "as_strided_scatter", "as_strided_"}
+
+
+@dataclass
+class Piece:
+    """What one op of the stage does: itself, with its own regions, and the `ops` that it ran.
+
+    - `results`: the recorded name of the op's result, or, with their places, of the tensors in its result.
+    - `grad`: whether a gradient flows through it.
+    """
+
+    op: Op
+    ops: list[Op]
+    results: dict[int | None, str]
+    grad: bool
+
+
+@dataclass
+class Trace:
+    """A stage, traced.
+
+    - `pieces`: forward, by the op of the stage.
+    - `backward`: the recorded ops of backward.
+    - `roots`, `takes`, `weights`: as in `Backward`.
+    - `wishes`: better names for recorded values.
+    - `types`: the types of all recorded values.
+    """
+
+    pieces: list[Piece] = field(default_factory=list)
+    backward: list[Op] = field(default_factory=list)
+    roots: list[tuple[str, str]] = field(default_factory=list)
+    takes: list[tuple[str, str]] = field(default_factory=list)
+    weights: list[tuple[str, str]] = field(default_factory=list)
+    wishes: dict[str, str] = field(default_factory=dict)
+    types: dict[str, ValueType] = field(default_factory=dict)
+
+
+def trace(program: Program, stage: Stage, arriving: Sequence[str], around: tuple[Region, ...]) -> Trace:
+    """The stage's forward and backward. `arriving`: the results for which a gradient arrives. `around`: autocast where
+    the step is called, which is around all ops. Raises Refused, with the reason."""
+    reason = untraceable(program, stage)
+    if reason:
+        raise Refused(reason)
+    try:
+        found, sizes = _traced(program, stage, arriving, around)
+    except Untraceable as error:  # some functions know no symbols
+        if not program.graph.sizes:
+            raise Refused(str(error)) from error
+        try:
+            found, sizes = _traced(program, stage, arriving, around, symbolic=False)
+        except Untraceable:
+            raise Refused(str(error)) from error
+    if sizes.specialised:  # some ops may hold for this size only
+        again, _ = _traced(program, stage, arriving, around, 1, sizes.symbolic)
+        if again != found:
+            raise Refused("its ops are not the same for every size")
+    conditions = sizes.conditions()
+    if conditions:  # what torch asks may be about strides only
+        try:
+            same = _traced(program, stage, arriving, around, small=True)[0] == found
+        except (Untraceable, Refused):
+            same = False
+        if not same:
+            raise Refused(f"its ops depend on sizes: {', '.join(conditions)}")
+    return found
+
+
+def untraceable(program: Program, stage: Stage) -> str:
+    """Why the stage cannot be traced, as far as its ops tell; "" if they do not."""
+    for op in stage.ops:
+        if isinstance(op.target, Opaque):
+            return f"{op.target} is kept whole, {op.target.because}"
+        if isinstance(op.target, RuntimeCall):
+            return f"{op.target.name} keeps state in Python"
+        if not isinstance(op.target, torch._ops.HigherOrderOperator) and not known(op.target):
+            return f"{called(op)} is not an operation of torch, at {op.origin}"
+        if called(op) == ENTER_VMAP:
+            return f"a vmap, at {op.origin}"
+        if called(op) in AS_STRIDED:
+            return f"as_strided depends on the layout of memory, at {op.origin}"
+    for name in stage.mutates:
+        if any(kind.grad for kind in [program.types[name]] if isinstance(kind, TensorType)):
+            return f"it writes into {program.state(name).path}, which has a gradient"
+    sizes = {size.name for size in program.graph.sizes}
+    for name in stage.takes:
+        if isinstance(program.types[name], ScalarType) and name not in sizes:
+            return f"it computes with the number {name}"
+    return ""
+
+
+def _traced(
+    program: Program,
+    stage: Stage,
+    arriving: Sequence[str],
+    around: tuple[Region, ...],
+    turn: int = 0,
+    symbolic: bool = True,
+    small: bool = False,
+) -> tuple[Trace, Sizes]:
+    """One trace. `turn`, `symbolic`, `small`: as in `Sizes`. Raises Refused, or Untraceable if torch cannot do it."""
+    numbers = numbers_in(value for op in stage.ops for value in (op.args, dict(op.kwargs)))
+    shapes = [kind.shape for name in _names(stage) if isinstance(kind := program.types[name], TensorType)]
+    try:
+        sizes = Sizes((size.name for size in program.graph.sizes), numbers | numbers_in(shapes), turn, symbolic, small)
+    except ValueError as error:
+        raise Refused(str(error)) from None
+    recorder = Recorder(sizes, {*program.types, *(f"d{name}" for name in _names(stage))})
+    try:
+        with _silent():
+            return _Tracing(program, stage, sizes, recorder, around).run(arriving), sizes
+    except Refused:
+        raise
+    except Exception as error:  # whatever torch cannot do with fake tensors
+        said = str(error).strip().split("\n")[0]
+        raise Untraceable(f"{type(error).__name__} while it was traced: {said}") from error
+
+
+class Untraceable(Exception):
+    """Torch cannot run the stage on fake tensors, or not with symbols for sizes."""
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Torch does not log what it cannot do with fake tensors: it is an error here."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def _names(stage: Stage) -> tuple[str, ...]:
+    return (*stage.takes, *stage.states, *stage.borrows, *(op.name for op in stage.ops))
+
+
+class _Tracing:
+    """One trace under way. `values`: the fake value of each name of the stage."""
+
+    def __init__(
+        self, program: Program, stage: Stage, sizes: Sizes, recorder: Recorder, around: tuple[Region, ...]
+    ) -> None:
+        self.program, self.stage, self.sizes, self.recorder = program, stage, sizes, recorder
+        self.around = around
+        self.device = torch.device("cpu" if stage.device.startswith("cpu") else stage.device)
+        self.values: dict[str, Any] = {}
+        self.found = Trace()
+        self.starts: list[int] = []  # the number of autograd's next node before each op
+
+    def run(self, arriving: Sequence[str]) -> Trace:
+        mode = FakeTensorMode(shape_env=self.sizes.env, allow_non_fake_inputs=True)
+        with ExitStack() as contexts:
+            contexts.enter_context(torch.inference_mode(False))
+            contexts.enter_context(torch.enable_grad())
+            for kind in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(kind):
+                    contexts.enter_context(torch.autocast(kind, enabled=False))
+            contexts.enter_context(torch.autograd.set_multithreading_enabled(False))
+            contexts.enter_context(mode)
+            self.place()
+            for op in self.stage.ops:
+                self.forward(op)
+            self.backward(arriving)
+        self.found.types = self.recorder.types
+        return self.found
+
+    def place(self) -> None:
+        """Fake values for what the stage takes and holds."""
+        for name in (*self.stage.takes, *self.stage.borrows, *self.stage.states):
+            kind = self.program.types[name]
+            if name in self.sizes.values:
+                self.values[name] = self.sizes.values[name]
+            elif isinstance(kind, TensorType):
+                dtype = getattr(torch, DTYPES[kind.dtype].torch)
+                made = torch.empty(self.sizes.shape(kind), dtype=dtype, device=self.device, requires_grad=kind.grad)
+                self.values[name] = made
+                self.recorder.hold(made, name)
+                self.watch(made, name)
+            else:
+                self.values[name] = self.program.state(name).value
+        self.leaves = {
+            name: self.values[name]
+            for name in (*self.stage.takes, *self.stage.states, *self.stage.borrows)
+            if isinstance(self.values[name], Tensor) and self.values[name].requires_grad
+        }
+
+    def watch(self, tensor: Tensor, name: str) -> None:
+        """Call the tensor's gradient d and its name."""
+        if tensor.requires_grad:
+            tensor.register_hook(lambda grad: self.called(grad, f"d{name}"))  # type: ignore[no-untyped-call]
+
+    def called(self, grad: Tensor, wish: str) -> None:
+        own = self.recorder.names.get(id(grad))
+        if own is not None and own in self.recorder.types and own not in dict(self.found.roots).values():
+            self.found.wishes.setdefault(own, wish)
+
+    def forward(self, op: Op) -> None:
+        """Run an op, and record what it runs."""
+        self.starts.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+        self.recorder.ops, self.recorder.origin = [], lambda: op.origin
+        placed = map_leaves((op.args, dict(op.kwargs)), lambda leaf: self.device if leaf is OWN_DEVICE else leaf)
+        alone = replace(op, args=placed[0], kwargs=placed[1], regions=(*self.around, *op.regions), draw=None)
+        with self.recorder:
+            value = within(alone, self.values, lambda number: nullcontext())
+        self.values[op.name] = value
+        ops = self.recorder.ops
+        if op.draw is not None:
+            ops = marked_draws(ops, self.recorder.drew, op.draw)
+        several = isinstance(value, (tuple, list))
+        items: dict[int | None, Any] = dict(enumerate(value)) if several else {None: value}
+        results = {
+            place: self.recorder.names[id(item)]
+            for place, item in items.items()
+            if isinstance(item, Tensor) and id(item) in self.recorder.names
+        }
+        grad = any(isinstance(item, Tensor) and item.requires_grad for item in items.values())
+        grad = grad or any(isinstance(x := self.values[name], Tensor) and x.requires_grad for name in op.writes)
+        self.found.pieces.append(Piece(replace(op, regions=(*self.around, *op.regions)), ops, results, grad))
+        if isinstance(value, Tensor):
+            self.recorder.hold(value, op.name)
+            self.watch(value, op.name)
+        elif several and not all(item is None or not isinstance(item, Tensor) or place in results
+                                 for place, item in items.items()):  # fmt: skip
+            raise Refused(f"{called(op)} returns a nest of tensors, at {op.origin}")
+        for name in op.writes:  # later readers of the memory may still say the old name
+            written = self.values[name]
+            if isinstance(written, Tensor) and written is not value and name not in self.stage.states:
+                self.recorder.hold(written, name)
+
+    def backward(self, arriving: Sequence[str]) -> None:
+        """Run backward from the gradients of the results, and record what it runs."""
+        recorder, outputs, grads = self.recorder, [], []
+        graded = [
+            name for name in self.stage.gives if isinstance(kind := self.program.types[name], TensorType) and kind.grad
+        ]
+        for name in graded:
+            value = self.values[name]
+            if name not in arriving or not value.requires_grad:
+                self.found.roots.append((name, ""))
+                continue
+            tangent = torch.empty_like(value)
+            gradient, kind = f"d{name}", recorder.type_of(tangent)
+            if gradient in self.values or self.program.types.get(gradient, kind) != kind:
+                gradient = recorder.fresh(gradient)
+            recorder.types[gradient] = kind
+            recorder.hold(tangent, gradient)
+            self.found.roots.append((name, gradient))
+            outputs.append(value)
+            grads.append(tangent)
+        recorder.ops, recorder.origin = [], self.origin
+        found: Sequence[Tensor | None] = [None] * len(self.leaves)
+        if outputs and self.leaves:
+            with recorder:
+                found = torch.autograd.grad(outputs, list(self.leaves.values()), grads, allow_unused=True)
+        named = {
+            name: "" if grad is None else recorder._name(grad, "backward")
+            for name, grad in zip(self.leaves, found, strict=True)
+        }
+        self.found.backward = recorder.ops
+        for name, gradient in named.items():
+            if gradient and gradient not in dict(self.found.roots).values():
+                self.found.wishes.setdefault(gradient, f"d{name}")
+        self.found.takes = [
+            (name, named.get(name, ""))
+            for name in self.stage.takes
+            if isinstance(kind := self.program.types[name], TensorType) and kind.grad
+        ]
+        self.found.weights = [
+            (name, gradient) for name, gradient in named.items() if gradient and name not in self.stage.takes
+        ]
+
+    def origin(self) -> Origin:
+        """The origin of the op whose node of autograd runs now."""
+        node = torch._C._current_autograd_node()
+        number = -1 if node is None else node._sequence_nr()
+        place = bisect_right(self.starts, number) - 1 if 0 <= number < 1 << 62 else -1
+        if place >= 0:
+            self.last = self.stage.ops[place].origin
+        return getattr(self, "last", NOWHERE)

@@ -1,0 +1,79 @@
+"""What a stage's backward looks like as ops; that it computes the right gradients is tested in tests/whole."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fxpipe.ir.graph.graph import called
+from fxpipe.ir.program.backward import Backward, halves
+from fxpipe.ir.program.program import Program
+from tests.helpers.coded_programs import coded
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+class Vmapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(lambda row: F.linear(row, self.fc.weight))(x)
+
+
+def backward_of(program: Program, stage: int = 0) -> Backward:
+    found = program.stages[stage].backward
+    assert found is not None, program.stages[stage].autograd_because
+    return found
+
+
+def test_forward_stays_as_it_was_written_and_keeps_what_backward_reads() -> None:
+    program = coded(Chain(), torch.randn(6, 4))
+    stage, backward = program.stages[0], backward_of(program)
+    assert [called(op) for op in stage.ops] == ["linear", "tanh", "linear", "mse_loss"]
+    assert set(backward.keeps) == {"x", "tanh", "output", "target"}
+    assert dict(backward.weights).keys() == {"first_weight", "first_bias", "second_weight", "second_bias"}
+
+
+def test_gradients_are_called_by_their_values() -> None:
+    program = coded(Chain(), torch.randn(6, 4), cut=2)
+    later = backward_of(program, 1)
+    assert later.takes == (("tanh", "dtanh"),)
+    assert later.roots == (("loss", "dloss"),)
+    assert dict(later.weights)["second_bias"] == "dsecond_bias"
+    assert backward_of(program).roots == (("tanh", "dtanh"),)
+
+
+def test_each_op_of_backward_has_the_line_of_its_op_of_forward() -> None:
+    program = coded(Chain(), torch.randn(6, 4))
+    codes = {op.origin.code for op in backward_of(program).ops if op.origin.line}
+    assert codes == {"return self.second(torch.tanh(self.first(x)))"}
+
+
+def test_the_halves_split_what_takes_wait_for_from_what_weights_wait_for() -> None:
+    program = coded(Chain(), torch.randn(6, 4), cut=2)
+    backward = backward_of(program, 1)
+    parts = halves(backward, program.types)
+    assert sorted(op.name for op in (*parts.first, *parts.second)) == sorted(op.name for op in backward.ops)
+    assert "dtanh" in {op.name for op in parts.first}
+    assert {"dsecond_weight", "dsecond_bias"} <= {op.name for op in parts.second}
+    known = {*parts.hands, *(state for state in program.stages[1].states)}
+    for op in parts.second:
+        assert set(op.reads) <= known
+        known.add(op.name)
+
+
+def test_what_cannot_be_traced_keeps_autograd_and_says_why() -> None:
+    stage = coded(Vmapped(), torch.randn(6, 4)).stages[0]
+    assert stage.backward is None
+    assert "vmap" in stage.autograd_because
+    assert "test_lower_backward.py" in stage.autograd_because

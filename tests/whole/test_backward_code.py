@@ -1,0 +1,183 @@
+"""Gradients by generated code are the model's: under every schedule and checkpoint mode, with all else that a step
+promises."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.errors import PlanError
+from fxpipe.pipe.options.compile_options import Options, device_labels, stage_devices
+from tests.helpers.models import MODELS
+from tests.helpers.transparency import assert_same, build, inputs
+from tests.whole.test_steps import (
+    BATCHES,
+    CHECKPOINTS,
+    DEVICES,
+    NAMES,
+    captured,
+    one_step,
+    reference,
+    stepped,
+    steps_of,
+)
+
+CHUNKS = 3
+
+
+def check(name: str, devices: int, schedules: tuple[tuple[str, str], ...]) -> None:
+    """Steps of the model with backward as code are the plain model's, in each of these schedules and modes."""
+    case = stepped(MODELS[name])
+    wanted = {batch: reference(case, build(case), batch, CHUNKS) for batch in BATCHES}
+    graph = captured(case, build(case), BATCHES[0], CHUNKS)
+    for schedule, checkpoint in schedules:
+        twin, labels = build(case), stage_devices(device_labels(devices), schedule, None)
+        if len(labels) > len(graph.ops):
+            continue
+        options = Options(labels, CHUNKS, schedule=schedule, checkpoint=checkpoint, backward="code")
+        with steps_of(graph, twin, options, inputs(case, BATCHES[0])) as step:
+            for batch in BATCHES:
+                assert_same(one_step(case, twin, batch, step), wanted[batch])
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "checkpoint"),
+    [("dropout", "1f1b", "always"), ("skip ladder", "gpipe", "never"), ("tied weight", "zb-h1", "except_last")],
+)
+def test_a_step_is_the_models(name: str, schedule: str, checkpoint: str) -> None:
+    check(name, 2, ((schedule, checkpoint),))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("index", "name"), list(enumerate(MODELS)), ids=MODELS)
+def test_every_schedule_and_mode_is_the_model(index: int, name: str) -> None:
+    for turn, chosen in enumerate(product(NAMES, CHECKPOINTS)):
+        check(name, DEVICES[(index + turn) % len(DEVICES)], (chosen,))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.gelu(self.middle(torch.relu(self.first(x)))))
+
+
+def made(**options: Any) -> tuple[nn.Module, fxpipe.Pipe]:
+    torch.manual_seed(0)
+    model = Net().double()
+    return model, fxpipe.compile(model, 2, 4, backward="code", **options)
+
+
+def data(rows: int = 9) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(rows, 8, dtype=torch.float64), torch.randn(rows, 3, dtype=torch.float64)
+
+
+def gradients(model: nn.Module) -> list[Tensor | None]:
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def assert_equal(got: nn.Module, wanted: nn.Module) -> None:
+    for one, other in zip(gradients(got), gradients(wanted), strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_freezing_takes_effect_at_the_next_step() -> None:
+    model, pipe = made(schedule="zb-h1")
+    twin, (x, y) = made()[0], data()
+    for frozen in ((), ("first",), ("middle",), ()):
+        for net in (model, twin):
+            for name, part in net.named_children():
+                part.requires_grad_(name not in frozen)
+            net.zero_grad()
+        pipe.step(x, target=y, loss_fn=F.mse_loss)
+        F.mse_loss(twin(x), y).backward()
+        assert_equal(model, twin)
+    pipe.close()
+
+
+@pytest.mark.slow
+def test_hooks_scaler_and_accumulation() -> None:
+    model, pipe = made(schedule="1f1b")
+    twin, (x, y) = made()[0], data()
+    seen: list[Tensor] = []
+    for net in (model, twin):
+        net.first.weight.register_hook(lambda grad: grad * 2)  # type: ignore[union-attr]
+    model.first.bias.register_hook(seen.append)  # type: ignore[union-attr]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for _ in range(2):
+        pipe.step(x, target=y, loss_fn=F.mse_loss, scaler=scaler)
+        (F.mse_loss(twin(x), y) * 8).backward()
+    assert_equal(model, twin)
+    assert len(seen) == 2
+    pipe.close()
+
+
+@pytest.mark.slow
+def test_autocast_around_the_step() -> None:
+    model, twin = made()[0].float(), made()[0].float()
+    pipe, other = fxpipe.compile(model, 2, 4, backward="code"), fxpipe.compile(twin, 2, 4)
+    x, y = (tensor.float() for tensor in data())
+    for inside in (True, False, True):
+        for one in (pipe, other):
+            one.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+                one.step(x, target=y, loss_fn=F.mse_loss)
+        for got, wanted in zip(gradients(model), gradients(twin), strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-7)
+    assert "as code" in pipe.explain()
+    pipe.close()
+    other.close()
+
+
+@pytest.mark.slow
+def test_replicas_inputs_and_saved_packages(tmp_path: Any) -> None:
+    (x, y), twin = data(), made()[0]
+    F.mse_loss(twin(x), y).backward()
+    torch.manual_seed(0)
+    model = Net().double()
+    pipe = fxpipe.compile(model, 3, 4, replicas=(2, 1), backward="code")
+    pipe.step(x, target=y, loss_fn=F.mse_loss)
+    assert_equal(model, twin)
+    pipe.close()
+    model, pipe = made(schedule="zb-h1")
+    leaf = x.clone().requires_grad_()
+    pipe.step(leaf, target=y, loss_fn=F.mse_loss)
+    other = x.clone().requires_grad_()
+    F.mse_loss(made()[0](other), y).backward()
+    torch.testing.assert_close(leaf.grad, other.grad, rtol=1e-9, atol=1e-12)
+    pipe.save(tmp_path)
+    pipe.close()
+    fresh = made()[0]
+    loaded = fxpipe.load(tmp_path, fresh)
+    leaf = x.clone().requires_grad_()
+    loaded.step(leaf, target=y, loss_fn=F.mse_loss)
+    assert_equal(fresh, twin)
+    loaded.close()
+
+
+def test_explain_says_which_stages_have_code() -> None:
+    pipe = made()[1]
+    x, y = data()
+    pipe.step(x, target=y, loss_fn=F.mse_loss)
+    assert "backward of stages 0, 1 as code" in pipe.explain()
+    assert "def backward(" in pipe.files["stage0.py"]
+    pipe.close()
+
+
+@pytest.mark.parametrize(("option", "value"), [("compile_stages", True), ("strategy", lambda graph, sizes: None)])
+def test_what_does_not_go_with_code_is_refused(option: str, value: Any) -> None:
+    devices = {"chunks": None} if option == "strategy" else {"chunks": 4}
+    with pytest.raises(PlanError, match=f"does not go with {option} yet"):
+        fxpipe.compile(Net(), 2, backward="code", **devices, **{option: value})
