@@ -209,7 +209,7 @@ def many(form: Form, text: str, kind: type[Any] = Sequence, make: Callable[[Any]
             raise ValueError
         return [form.read(one.strip()) for one in value.split(",") if one.strip()]
 
-    return Form(text, take, read, form.words)
+    return Form(text, take, form.read and read, form.words)
 
 
 def by_name(form: Form, text: str) -> Form:
@@ -226,7 +226,7 @@ def by_name(form: Form, text: str) -> Form:
             raise ValueError
         return {name.strip(): form.read(one.strip()) for name, _, one in pairs}
 
-    return Form(text, take, read, form.words)
+    return Form(text, take, form.read and read, form.words)
 
 
 def or_none(form: Form, text: str) -> Form:
@@ -237,7 +237,7 @@ def or_none(form: Form, text: str) -> Form:
             raise ValueError
         return None if value.lower() == "none" else form.read(value)
 
-    return Form(text, lambda value: None if value is None else form.take(value), read)
+    return Form(text, lambda value: None if value is None else form.take(value), form.read and read)
 
 
 def instance(kinds: tuple[type, ...], text: str, read: Callable[[str], Any] | None = None) -> Form:
