@@ -55,6 +55,14 @@ def watchdog() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C raises, also where the tests run in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whether the workers share a step is not left to what was faster."""
     monkeypatch.setattr(ThreadAutotune, "choose", lambda pace: fuse.alone)
