@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks import overhead, throughput
 from benchmarks.trainers import BARE, PIPELINING, PLAIN, TORCHGPIPE, Trainer, Workload, check, outcome, trainers
-from tests.helpers.marks import mostly_slow
 
 SMALL = Workload(stages=3, chunks=4, rows=2, width=8, depth=2)
 THREADS = [name for name in trainers(SMALL) if not name.startswith(PIPELINING)]
@@ -28,7 +27,8 @@ def test_a_trainer_computes_what_the_plain_loop_does(name: str) -> None:
         pair[name].close()
 
 
-@pytest.mark.parametrize("name", mostly_slow(PROCESSES, lambda name: name == next(iter(PROCESSES))))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROCESSES)
 def test_processes_compute_what_the_plain_loop_does(name: str) -> None:
     work = replace(SMALL, stages=2)
     makers = trainers(work)

@@ -6,7 +6,6 @@ import pytest
 
 from benchmarks import strategies
 from benchmarks.strategies import Result, table, trials, verdict
-from tests.helpers.marks import mostly_slow
 
 SMALL = {
     "alexnet": lambda: strategies.alexnet(width=2, hidden=8, size=63, rows=4),
@@ -15,7 +14,8 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("model", mostly_slow(SMALL, lambda model: model == "alexnet"))
+@pytest.mark.slow
+@pytest.mark.parametrize("model", SMALL)
 def test_every_strategy_is_simulated_and_measured(model: str) -> None:
     assert set(SMALL) == set(strategies.cases())
     results = trials(SMALL[model](), rounds=1, drawn=0)

@@ -35,6 +35,7 @@ def test_beside_the_published_chain() -> None:
     assert last.startswith("leaps: worse in 0 of 1 cells")
 
 
+@pytest.mark.slow
 def test_beside_data_parallelism() -> None:
     row = against_data_parallel("alexnet", "p100:4", published("p100:4", effective=True), seconds=40)
     assert len(row) == len(HEADS)

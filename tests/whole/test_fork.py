@@ -21,6 +21,7 @@ import fxpipe
 from fxpipe.errors import FxpipeError
 from fxpipe.pipe.fork_lock import Lock
 from fxpipe.pipe.temporary_folder import Folder
+from tests.helpers.marks import mostly_slow
 
 X = torch.randn(4, 6)
 
@@ -58,7 +59,7 @@ def pipe_of(net: nn.Module, **options: object) -> fxpipe.Pipe:
     return pipe
 
 
-@pytest.mark.parametrize("end", ["collects", "closes"])
+@pytest.mark.parametrize("end", mostly_slow(["collects", "closes"], lambda end: end == "closes"))
 def test_a_child_leaves_the_parents_files_alone(end: str) -> None:
     pipes = [pipe_of(model())]
     file = Path(inspect.getfile(type(pipes[0].stages[0])))
@@ -75,6 +76,7 @@ def test_a_child_leaves_the_parents_files_alone(end: str) -> None:
     assert not file.exists()
 
 
+@pytest.mark.slow
 def test_a_child_that_ends_leaves_them_too() -> None:
     """With all that Python does at the end of a process; the parent, at its own, removes them."""
     script = "\n".join((

@@ -135,7 +135,8 @@ def check(take: Callable[[int], None], warm: int, steps: int) -> None:
     assert sys.getallocatedblocks() - blocks < 1000 + steps / 10  # numbers and strings are no objects of gc's
 
 
-@pytest.mark.parametrize("name", mostly_slow(DEMOS, lambda name: name == "transformer"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DEMOS)
 def test_steps_leave_nothing(name: str) -> None:
     make, x, y, loss = DEMOS[name]
     pipe = fxpipe.compile(make(), devices=4, chunks=4)
@@ -260,7 +261,8 @@ def test_pipes_leave_nothing(closed: bool) -> None:
     assert grown(before) == {}
 
 
-@pytest.mark.parametrize("closed", mostly_slow([True, False], lambda closed: not closed), ids=["closed", "dropped"])
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "dropped"])
 def test_loaded_packages_leave_nothing(tmp_path: Path, closed: bool) -> None:
     def once(x: Tensor) -> None:
         loaded = fxpipe.load(tmp_path / "out", Net())

@@ -37,6 +37,7 @@ from fxpipe.pipe.options.compile_options import Options, device_labels, every_de
 from fxpipe.profiling import estimate
 from fxpipe.runtime.microbatch import split_sizes
 from fxpipe.schedules.make_schedule import SCHEDULES, Own
+from tests.helpers.marks import mostly_slow
 from tests.helpers.models import MODELS, Case
 from tests.helpers.transparency import Result, assert_same, build, inputs, plain, shown
 
@@ -98,7 +99,9 @@ def one_step(case: Case, model: nn.Module, batch: int, step: Step) -> Result:
 
 
 @pytest.mark.parametrize(
-    ("index", "name"), list(enumerate(MODELS)), ids=[f"{name}: {configuration(i)}" for i, name in enumerate(MODELS)]
+    ("index", "name"),
+    mostly_slow(enumerate(MODELS), lambda one: one[1] != "amoebanet"),
+    ids=[f"{name}: {configuration(i)}" for i, name in enumerate(MODELS)],
 )
 def test_a_step_is_the_models(index: int, name: str) -> None:
     case = stepped(MODELS[name])

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 import fxpipe
 from fxpipe.errors import CompileError, PlanError
+from tests.helpers.marks import mostly_slow
 from tests.helpers.models import MODELS
 from tests.helpers.transparency import assert_same, build, inputs, plain, step
 from tests.whole.test_steps import one_step, reference, stepped
@@ -61,7 +62,9 @@ def check_steps(
         pipe.close()
 
 
-@pytest.mark.parametrize(("name", "schedule"), list(zip(NAMES[3:], SCHEDULES, strict=True)))
+@pytest.mark.parametrize(
+    ("name", "schedule"), mostly_slow(zip(NAMES[3:], SCHEDULES, strict=True), lambda one: one[1] == SCHEDULES[-1])
+)
 def test_compiled_steps_are_the_models(name: str, schedule: str) -> None:
     check_steps(name, schedule, "aot_eager")
 
@@ -256,6 +259,7 @@ def test_a_name_that_torch_does_not_know_is_refused() -> None:
         fxpipe.compile(Net(), 2, 2, compile_stages="inducer")
 
 
+@pytest.mark.slow
 def test_a_pipe_that_is_gone_leaves_nothing() -> None:
     graphs = []
 

@@ -33,7 +33,7 @@ def test_an_error_in_any_action_of_replicas(pool: Pool) -> None:
     ("end", "action", "replicas", "far"),
     [
         ("kill", "1F2", None, ()),
-        ("stop", "1F2", None, ()),
+        pytest.param("stop", "1F2", None, (), marks=pytest.mark.slow),
         ("kill", "0B1", (2, 1), (0, 1, 2)),
         pytest.param("kill", "0B1", (2, 1), (), marks=pytest.mark.slow),
         pytest.param("kill", "1F2", None, (0, 1, 2), marks=pytest.mark.slow),

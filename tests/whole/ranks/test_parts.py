@@ -21,6 +21,7 @@ def test_each_rank_makes_its_own_stages(pool: Pool) -> None:
     assert sum(found) == parts.bytes_of(Net())  # nothing twice, nothing left out
 
 
+@pytest.mark.slow
 def test_saved_on_four_ranks(pool: Pool, tmp_path: Path) -> None:
     """Goes on over two ranks, in the plain model, over ranks whose model begins on the meta device; saved again from
     two, over four. Parameters, buffers and what the optimizer keeps are the same to the last bit, and so are the next
