@@ -249,7 +249,7 @@ def _move(tensor: Tensor, device: torch.device) -> None:
         if grad is not None:
             grad.data = grad.data.to(device)
         return
-    # To and from devices that are not torch's own, two tensor objects exchange what they hold.
-    other = nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
-    torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
+    # To and from devices that are not torch's own, two tensor objects exchange what they hold. `swap_tensors` refuses
+    # tensors with weak references, as nn.LSTM has to its weights; here these shall refer to what has moved.
+    torch._C._swap_tensor_impl(tensor, data.requires_grad_(tensor.requires_grad))
     tensor.grad = None if grad is None else grad.to(device)

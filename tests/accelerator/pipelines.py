@@ -24,11 +24,11 @@ PLACES = {"three": THREE, "alone": ALONE, "mixed": MIXED, "ends": ENDS}
 MODES = ("never", "except_last", "always")
 TOL = 1e-7
 # What breaks pipelines in different ways, and draws no random numbers (on each device other ones come); no complex
-# numbers, which the test device does not compute yet.
+# numbers, which the test device does not compute yet, and no LSTM, for which torch has a kernel on accelerators alone.
 NAMES = (
     "linear chain", "long skip", "skip ladder", "branches", "densenet", "tied weight", "tied module",
     "tied transformer", "frozen", "weight norm", "batch norm", "other norms", "in place", "views", "indices",
-    "masked", "constants", "own loss", "lstm", "encoder-decoder", "counter",
+    "masked", "constants", "own loss", "encoder-decoder", "counter",
 )  # fmt: skip
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Sequence
+from contextlib import closing
 from itertools import cycle
 
 import pytest
@@ -60,6 +62,17 @@ def test_all_schedules(name: str) -> None:
             check_step(case, build(case), twin, step, 8, 4)
         ran += 1
     assert ran >= len(SCHEDULES) - 3
+
+
+@on_device
+def test_weak_references_follow_what_has_moved() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(4, 4)
+    weight = model[0].weight
+    held, y = weakref.ref(weight), model(x)
+    with closing(fxpipe.compile(model, devices=["sim:0", "sim:1"], chunks=2)) as pipe:
+        torch.testing.assert_close(pipe(x).cpu(), y)
+        assert held() is weight is model[0].weight
+        assert (weight.device.type, weight.requires_grad) == (KIND, True)
 
 
 @pytest.mark.parametrize("replicas", mostly_slow([[2, 1], [1, 2], [2, 2]], lambda counts: counts != [2, 2]), ids=str)
