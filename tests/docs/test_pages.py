@@ -4,6 +4,7 @@ pictures."""
 from __future__ import annotations
 
 import re
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,9 @@ def test_code_runs_and_prints_what_is_shown(
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     if "fxpipe" not in torch.compiler.list_backends():  # where it is not installed
         torch._dynamo.register_backend(backend.backend, name="fxpipe")
+    torch._dynamo.reset()  # what earlier tests have compiled is not in the reports of a page
+    backend.living.clear()
+    monkeypatch.setattr(backend, "numbers", count())
     torch.manual_seed(0)
     text = PAGES[name].read_text()
     page = blocks(text)
