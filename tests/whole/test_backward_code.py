@@ -34,7 +34,8 @@ CHUNKS = 3
 def check(name: str, devices: int, schedules: tuple[tuple[str, str], ...]) -> None:
     """Steps of the model with backward as code are the plain model's, in each of these schedules and modes."""
     case = stepped(MODELS[name])
-    wanted = {batch: reference(case, build(case), batch, CHUNKS) for batch in BATCHES}
+    model = build(case)  # one for all batches, as each writes its buffers
+    wanted = {batch: reference(case, model, batch, CHUNKS) for batch in BATCHES}
     graph = captured(case, build(case), BATCHES[0], CHUNKS)
     for schedule, checkpoint in schedules:
         twin, labels = build(case), stage_devices(device_labels(devices), schedule, None)
@@ -57,7 +58,7 @@ def test_a_step_is_the_models(name: str, schedule: str, checkpoint: str) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize(("index", "name"), list(enumerate(MODELS)), ids=MODELS)
 def test_every_schedule_and_mode_is_the_model(index: int, name: str) -> None:
-    for turn, chosen in enumerate(product(NAMES, CHECKPOINTS)):
+    for turn, chosen in enumerate([*product(NAMES, CHECKPOINTS)][index % 4 :: 4]):  # four models see them all
         check(name, DEVICES[(index + turn) % len(DEVICES)], (chosen,))
 
 
