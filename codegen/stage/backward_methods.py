@@ -18,8 +18,7 @@ from dataclasses import replace
 from fxpipe.codegen.stage.stage_body import body
 from fxpipe.codegen.stage.variables import Variables, assign
 from fxpipe.codegen.text.line_layout import Brackets, Doc
-from fxpipe.codegen.text.source_names import doc_prose
-from fxpipe.codegen.text.statements import Assign, Block, Lines, Statement
+from fxpipe.codegen.text.statements import Assign, Block, Statement
 from fxpipe.ir.graph.graph import Op
 from fxpipe.ir.program.backward import Backward, halves
 from fxpipe.ir.program.program import Program, Stage
@@ -98,10 +97,7 @@ class _Maker:
         )  # fmt: skip
         result = "tuple[list[Any], list[Any]]" if len(lists) > 1 else "list[Any]"
         head = Brackets(f"def {name}(", tuple(arguments), f") -> {result}:")
-        return Block(head, (*self.docstring(takes, weights), *unpack, *statements))
-
-    def docstring(self, takes: Sequence[str] | None, weights: Sequence[str]) -> tuple[Statement, ...]:
-        return ()
+        return Block(head, (*unpack, *statements))
 
 
 def weight_places(stage: Stage, held: Mapping[str, str]) -> list[str]:
@@ -113,9 +109,4 @@ def weight_places(stage: Stage, held: Mapping[str, str]) -> list[str]:
             backward.weights]  # fmt: skip
 
 
-def prose_type(program: Program, name: str) -> str:
-    """A type, for a docstring."""
-    return doc_prose(str(program.types[name]))
-
-
-__all__ = ["KINDS", "Lines", "backward_methods", "forward_result", "forward_stage", "weight_places"]
+__all__ = ["KINDS", "backward_methods", "forward_result", "forward_stage", "weight_places"]

@@ -19,8 +19,8 @@ from heapq import heappop, heappush
 from math import inf
 
 from fxpipe.errors import PlanError
-from fxpipe.ir.graph.graph import Graph, Op, target_name
-from fxpipe.ir.graph.legal_cuts import ENTER_VMAP, ties
+from fxpipe.ir.graph.graph import Graph, Op
+from fxpipe.ir.graph.legal_cuts import ties
 from fxpipe.ir.graph.shared_memory_values import memory
 from fxpipe.ir.operators.placed_graph import Placed
 
@@ -58,9 +58,6 @@ def blocks(graph: Graph, before: Edges, also: Iterable[tuple[int, int]] = ()) ->
     root, known = memory(graph.ops, graph.types), graph.types
     for tie in ties(graph):
         span = graph.ops[tie.first : tie.last + 1]
-        if target_name(span[0].target) == ENTER_VMAP:
-            _join(block_of, set(range(tie.first, tie.last + 1)))
-            continue
         touching = {at for at, op in enumerate(span, tie.first) if _touches(op, root(tie.name), root, known)}
         _join(block_of, {tie.first, tie.last} | touching)
     for pair in also:

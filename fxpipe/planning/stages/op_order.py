@@ -70,8 +70,9 @@ def requirements(graph: Graph) -> list[list[int]]:
             else:
                 uses_since.setdefault(memory, []).append(position)
         needs.append(sorted(before - {position}))
-    inside = {p: last for first, last in vmaps(graph) for p in range(first, last)}
-    for first, last in vmaps(graph):
+    whole = tuple(vmaps(graph))
+    inside = {p: last for first, last in whole for p in range(first, last)}
+    for first, last in whole:
         needs[first] = sorted({p for before in needs[first : last + 1] for p in before if p < first})
         needs[first + 1 : last + 1] = [[p] for p in range(first, last)]
     return [before if p - 1 in inside else sorted({inside.get(q, q) for q in before}) for p, before in enumerate(needs)]

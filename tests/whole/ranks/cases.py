@@ -34,7 +34,7 @@ from fxpipe.pipe.ranks.process_group import find_world
 from fxpipe.pipe.ranks.rank_pipe import RankPipe
 from fxpipe.planning import homes
 from fxpipe.runtime.random import new_seed
-from tests.helpers.models import MODELS
+from tests.helpers.models import MODELS, Case
 from tests.helpers.transparency import Result, assert_same, build, inputs
 from tests.whole.test_steps import reference, stepped
 
@@ -117,6 +117,22 @@ def compare(group: Any, got: Result | None, wanted: Callable[[], Result], tol: f
 # The whole way, from the user's call ----------------------------------------------------------------------------------
 
 
+def step_is_the_models(
+    group: Any, pipe: RankPipe, case: Case, models: tuple[nn.Module, nn.Module], batch: int, chunks: int,
+    passes: bool = True,
+) -> None:  # fmt: skip
+    """A step of so many samples. `models`: the plain one, and its twin in the pipe; `passes`: whether this rank passes
+    the batch."""
+    model, twin = models
+
+    def step(args: Any, kwargs: Any) -> Any:
+        args, kwargs = (args, kwargs) if passes else ((), {})
+        return pipe.step(*args, loss_fn=case.loss, outputs=True, **kwargs)
+
+    got = step_over(group, twin, pipe.own_tensors, inputs(case, batch), batch, step)
+    compare(group, got, lambda: reference(case, model, batch, chunks), case.tol)
+
+
 def pipe_is_the_model(group: Any, name: str, schedule: str, checkpoint: str, chunks: int, given: str) -> None:
     """Steps of a few batch sizes through `fxpipe.compile`. `given`: "everywhere", or "used" where each rank passes only
     what it cannot do without, from the second step on."""
@@ -128,14 +144,8 @@ def pipe_is_the_model(group: Any, name: str, schedule: str, checkpoint: str, chu
     assert isinstance(pipe, RankPipe)
     try:
         for batch in (8, 7, 2):
-            some = given == "used" and rank > 0 and not any(item in used(pipe) for item in range(9))
-
-            def step(args: Any, kwargs: Any, some: bool = some) -> Any:
-                args, kwargs = ((), {}) if some else (args, kwargs)
-                return pipe.step(*args, loss_fn=case.loss, outputs=True, **kwargs)
-
-            got = step_over(group, twin, pipe.own_tensors, inputs(case, batch), batch, step)
-            compare(group, got, lambda batch=batch: reference(case, model, batch, chunks), case.tol)
+            passes = given == "everywhere" or rank == 0 or any(item in used(pipe) for item in range(9))
+            step_is_the_models(group, pipe, case, (model, twin), batch, chunks, passes)
         keys: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(keys, list(pipe.state_dict()), group)
         assert sorted(key for some in keys for key in some) == sorted(model.state_dict())

@@ -23,9 +23,9 @@ from fxpipe.engines.transports.communicators import Communicators
 from fxpipe.pipe.ranks.rank_pipe import RankPipe
 from tests.helpers.models import MODELS
 from tests.helpers.rendezvous_group import register
-from tests.helpers.transparency import build, inputs
-from tests.whole.ranks.cases import apart, chain, compare, fail_everywhere, lose, raises, step_over
-from tests.whole.test_steps import reference, stepped
+from tests.helpers.transparency import build
+from tests.whole.ranks.cases import apart, chain, fail_everywhere, lose, raises, step_is_the_models
+from tests.whole.test_steps import stepped
 
 CHUNKS = 4
 SOON = 10  # seconds
@@ -52,12 +52,7 @@ def is_the_model(
     assert isinstance(pipe, RankPipe)
     try:
         for batch in (8, 7, 2):
-
-            def step(args: Any, kwargs: Any) -> Any:
-                return pipe.step(*args, loss_fn=case.loss, outputs=True, **kwargs)
-
-            got = step_over(group, twin, pipe.own_tensors, inputs(case, batch), batch, step)
-            compare(group, got, lambda batch=batch: reference(case, model, batch, CHUNKS), case.tol)
+            step_is_the_models(group, pipe, case, (model, twin), batch, CHUNKS)
     finally:
         pipe.close()
 

@@ -16,12 +16,12 @@ import fxpipe
 from fxpipe.errors import PlanError
 from fxpipe.pipe.ranks.rank_pipe import RankPipe
 from tests.helpers.models import MODELS
-from tests.helpers.transparency import build, inputs
+from tests.helpers.transparency import build
 from tests.training.test_checkpoint import Net, adam, batch, train
-from tests.whole.ranks.cases import compare, raises, step_over
+from tests.whole.ranks.cases import raises, step_is_the_models
 from tests.whole.ranks.parts import clip_plain, loop, on_meta, piped
 from tests.whole.test_numbers import assert_same, steps_are_the_models, twins
-from tests.whole.test_steps import reference, stepped
+from tests.whole.test_steps import stepped
 
 CHUNKS = 4  # of 7 samples: 2, 2, 2, 1; of 2 samples: 1, 1, so that most replicas have nothing to do
 
@@ -38,12 +38,7 @@ def is_the_model(group: Any, name: str, counts: Sequence[int], schedule: str, ch
     assert isinstance(pipe, RankPipe)
     try:
         for batch in (8, 7, 2):
-
-            def step(args: Any, kwargs: Any) -> Any:
-                return pipe.step(*args, loss_fn=case.loss, outputs=True, **kwargs)
-
-            got = step_over(group, twin, pipe.own_tensors, inputs(case, batch), batch, step)
-            compare(group, got, lambda batch=batch: reference(case, model, batch, CHUNKS), case.tol)
+            step_is_the_models(group, pipe, case, (model, twin), batch, CHUNKS)
             same(group, pipe)
     except PlanError as error:
         if "cannot be cut between samples" not in str(error):

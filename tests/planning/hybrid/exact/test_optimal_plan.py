@@ -78,8 +78,8 @@ def plan_for(problem: Problem, **choices) -> Answer:
     return ask(problem.chain, problem.cluster, batch, **{**fixed, **choices})
 
 
-def compare(seed: int, layers: int, devices: int) -> None:
-    problem, network, memory = instance(seed, layers, devices)
+def compare(problem: Problem, network: tuple[int | Fraction, ...], memory: int) -> None:
+    """The plan found is as fast as the fastest of all plans; its time is that of a second simulation."""
     n, g = len(problem.chain), len(problem.cluster.devices)
     best = inf
     for stages in all_stages(n, g):
@@ -91,7 +91,7 @@ def compare(seed: int, layers: int, devices: int) -> None:
     found = plan_for(problem)
     check(found.plan, n, g)
     assert found.seconds == pytest.approx(best, rel=1e-9)
-    assert found.certificate.proven, (seed, found)
+    assert found.certificate.proven, found
     assert event_time(problem, found.plan.stages) == pytest.approx(found.seconds, rel=1e-12)
     m = problem.micro_batches
     fixed = (m, problem.warmup, problem.all_reduce, network, problem.copies, memory if problem.capped else inf)
@@ -101,7 +101,7 @@ def compare(seed: int, layers: int, devices: int) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_equals_brute_force(seed):
-    compare(seed, layers=6, devices=4)
+    compare(*instance(seed, layers=6, devices=4))
 
 
 def odd_cluster(rng: random.Random) -> Cluster:
@@ -137,7 +137,7 @@ def test_equals_brute_force_on_odd_clusters(seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1000, 1500))
 def test_equals_brute_force_on_larger_problems(seed):
-    compare(seed, layers=8, devices=5)
+    compare(*instance(seed, layers=8, devices=5))
 
 
 @pytest.mark.parametrize("seed", range(15))

@@ -5,11 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import permutations
-from math import inf
 
 import pytest
 
-from fxpipe.errors import PlanError
 from fxpipe.ir.plan.hybrid_plan import check
 from fxpipe.ir.plan.layer_chain import Chain, Layer, beside, slower
 from fxpipe.planning.hybrid.event_time import Problem, event_time, least_work
@@ -19,8 +17,8 @@ from fxpipe.planning.hybrid.exact.relaxed_cluster import Relaxed, rates
 from fxpipe.planning.hybrid.plan_request import Request
 from fxpipe.planning.hybrid.planners import PLANNERS, search
 from tests.helpers.marks import mostly_slow
-from tests.planning.hybrid.exact.test_optimal_plan import LAYOUTS, all_stages, instance, plan_for
-from tests.planning.hybrid.test_event_time import on_unequal, random_chain, servers, slow_event_time
+from tests.planning.hybrid.exact.test_optimal_plan import LAYOUTS, all_stages, compare, instance, plan_for
+from tests.planning.hybrid.test_event_time import on_unequal, random_chain, servers
 
 
 def unequal(seed: int, layers: int, devices: int):
@@ -32,22 +30,7 @@ def unequal(seed: int, layers: int, devices: int):
 
 @pytest.mark.parametrize("seed", mostly_slow(range(200), lambda seed: seed < 6))
 def test_equals_brute_force(seed):
-    problem, network, memory = unequal(seed, layers=6, devices=4)
-    n, g = len(problem.chain), len(problem.cluster.devices)
-    best = inf
-    for stages in all_stages(n, g):
-        best = min(best, event_time(problem, stages, best))
-    if best == inf:
-        with pytest.raises(PlanError, match="no plan found that fits in memory"):
-            plan_for(problem)
-        return
-    found = plan_for(problem)
-    check(found.plan, n, g)
-    assert found.seconds == pytest.approx(best, rel=1e-9)
-    assert found.certificate.proven
-    fixed = (problem.micro_batches, problem.warmup, problem.all_reduce, network, problem.copies)
-    slow = slow_event_time(problem.chain, found.plan.stages, *fixed, memory if problem.capped else inf)
-    assert found.seconds == pytest.approx(float(slow), rel=1e-6)
+    compare(*unequal(seed, layers=6, devices=4))
 
 
 @pytest.mark.parametrize("seed", mostly_slow(range(60), lambda seed: seed < 4))
