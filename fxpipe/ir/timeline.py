@@ -63,6 +63,8 @@ class Timeline:
     - `spans`: what `devices`, and `links` between them, did, in any order.
     - `memory`: per device the bytes in use over time: one step if only the high-water mark is known; empty if nothing
       is known.
+    - `call`: when the call of the step began and ended, if it was measured: before the first span its batch is cut,
+      after the last one its gradients are added to the model's.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Timeline:
     spans: tuple[Span, ...]
     links: tuple[str, ...] = ()
     memory: tuple[Steps, ...] = ()
+    call: tuple[float, float] | None = None
 
     def __str__(self) -> str:
         return show(self)
@@ -86,6 +89,12 @@ class Timeline:
     def makespan(self) -> float:
         """Seconds from the first start to the last end."""
         return self.end - self.start
+
+    @property
+    def window(self) -> tuple[float, float]:
+        """The start and end of the whole step: of its call, if that was measured, else of its spans."""
+        start, end = self.call or (self.start, self.end)
+        return min(start, self.start), max(end, self.end)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:

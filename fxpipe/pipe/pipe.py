@@ -37,10 +37,11 @@ from fxpipe.pipe.build.build import Build, rehearsed
 from fxpipe.pipe.build.build_cache import BuildCache
 from fxpipe.pipe.build.build_report import explain
 from fxpipe.pipe.build.call_binding import batch_size, inputs_of
-from fxpipe.pipe.build.compare_timelines import Timed, beside_predicted
+from fxpipe.pipe.build.compare_timelines import Timed, beside_predicted, check_rehearsal, diagnosed
 from fxpipe.pipe.build.phase_timing import timed
 from fxpipe.pipe.options.compile_options import Options
 from fxpipe.pipe.options.option_table import check_accumulate, check_step
+from fxpipe.pipe.results.diagnosis import Diagnosis
 from fxpipe.pipe.saved.save_package import save_package
 from fxpipe.pipe.verify.verification import Verified, verify
 from fxpipe.runtime import Stage
@@ -184,10 +185,7 @@ class Pipe(DropInModule):
 
         def run(graph: Graph, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             made = cache.built(graph, inputs)
-            if not all(label.startswith("cpu") for label in made.program.devices):
-                raise FxpipeError("rehearse is for CPU workers; what a GPU takes is measured by profile='measure'")
-            if any(stage.replicas for stage in made.plan.stages):
-                raise FxpipeError("rehearse is for stages without replicas; see step(..., timeline=True)")
+            check_rehearsal(made)
             times, outputs, memory = rehearse(cache.live(made).step_scheduler, inputs, self.options.chunks, rounds)
             chunks = len(split_sizes(batch_size(graph, inputs), self.options.chunks))
             predicted.append(replace(rehearsed(made, chunks, times), memory=memory))
@@ -361,11 +359,22 @@ class Pipe(DropInModule):
         recomputation, keeps for it, each storage counted once, without parameters. It is predicted by a run of the step
         on meta tensors, exact to the byte. If that is not possible, the table shows the estimate of the profile, and a
         line says why."""
+        timed = self._timed()
+        with self._state.lock:
+            return beside_predicted(self._state.cache, timed, self._state.rehearsed)
+
+    def diagnose(self) -> Diagnosis:
+        """Where the time of the last step with `timeline=True` went, on each device: computing, recomputation, bubble,
+        imbalance, transfers that were waited for, host, stragglers. Prints as a table, with the prediction that
+        `compare` takes, then what costs most and what to change. Over ranks any rank may call it."""
+        return diagnosed(self._timed(), self._state.rehearsed)
+
+    def _timed(self) -> Timed:
+        """The last step with a timeline. Raises FxpipeError if there is none."""
         self.check_open()
         if self._state.timed is None:
             raise FxpipeError("no step was timed yet: call pipe.step(..., timeline=True) first")
-        with self._state.lock:
-            return beside_predicted(self._state.cache, self._state.timed, self._state.rehearsed)
+        return self._state.timed
 
     def picture(self) -> str:
         """The simulated timeline of one step as SVG text."""

@@ -348,8 +348,17 @@ def test_predicted_beside_measured(model: nn.Module) -> None:
     pipe = fxpipe.compile(model, devices=2, chunks=4, checkpoint="always", schedule="1f1b", split_at=["middle"])
     with pytest.raises(fxpipe.FxpipeError, match=r"call pipe.step\(..., timeline=True\) first"):
         pipe.compare()
+    with pytest.raises(fxpipe.FxpipeError, match=r"call pipe.step\(..., timeline=True\) first"):
+        pipe.diagnose()
     pipe.step(X, target=X, loss_fn=nn.functional.mse_loss, timeline=True)
     estimated = pipe.compare()
+    found = pipe.diagnose()
+    assert found.measured.seconds > pipe.timeline.makespan
+    for parts in found.measured.parts.values():
+        assert sum(parts.values()) == pytest.approx(found.measured.seconds)
+        assert all(parts[part] > 0 for part in ("computing", "host"))
+    assert found.measured.parts["cpu:0"]["recomputation"] > 0  # the last stage has its backward at once
+    assert found.advice in str(found)
     titles = [line.split("  ")[0] for line in estimated.splitlines()[1:]]
     assert titles == ["step", "bubble", "cpu:0 busy", "cpu:1 busy", "cpu:0 peak memory", "cpu:1 peak memory"]
     predicted = pipe.rehearse(X, target=X, loss_fn=nn.functional.mse_loss, rounds=1)

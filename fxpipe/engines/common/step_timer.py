@@ -62,10 +62,11 @@ class StepTimer:
     - `homes`: the torch device of each worker; `saved`: the bytes that autograd and recomputations keep there.
     - `takes`: the tensors kept for recomputations, by worker, stage and micro-batch.
     - `anchors`: for each accelerator the event at which the step begins; `started`: the same moment by the
-      host's clock.
+      host's clock; `called`: when the timer was made, at the beginning of the call.
     """
 
     def __init__(self) -> None:
+        self.called = perf_counter()
         self.notes: list[Note] = []
         self.homes: dict[str, torch.device] = {}
         self.saved: dict[str, Saved] = {}
@@ -141,10 +142,11 @@ class StepTimer:
         return value
 
     def timeline(self, name: str) -> Timeline:
-        """The timeline of the step, in seconds from its beginning."""
+        """The timeline of the step, whose call ends now, in seconds from its beginning."""
         labels = tuple(self.homes)
         for device in self.anchors:
             torch.accelerator.synchronize(device)
+        call = self.called - self.started, perf_counter() - self.started
 
         def seconds(device: torch.device, at: Moment) -> float:
             return at - self.started if isinstance(at, float) else self.anchors[device].elapsed_time(at) / 1e3
@@ -154,7 +156,7 @@ class StepTimer:
             for where, device, kind, j, i, start, end, text in self.notes
         )
         links = tuple(sorted({span.where for span in spans} - set(labels)))
-        return Timeline(name, labels, spans, links, tuple(self.memory(label) for label in labels))
+        return Timeline(name, labels, spans, links, tuple(self.memory(label) for label in labels), call)
 
     def memory(self, label: str) -> Steps:
         """The peak memory in bytes: an accelerator's allocated memory, or the most a CPU worker kept for backward."""

@@ -33,13 +33,14 @@ from .rank_transport import RankTransport
 class Notes:
     """The notes of one rank for a step. All times are in seconds of the leader's clock.
 
-    - `begun`: when the step began.
+    - `begun`: when the step began; `call`: when its call began and ended.
     - `spans`: its actions.
     - `sent`, `taken`: when it sent and took each message.
     - `memory`: the peak memory of its device, in bytes.
     """
 
     begun: float
+    call: tuple[float, float]
     spans: tuple[Span, ...]
     sent: Mapping[Message, float]
     taken: Mapping[Message, float]
@@ -74,15 +75,23 @@ class RankTimer:
 
     def report(self) -> None:
         """Exchange the notes with the other ranks. Raises Lost."""
+        own = self.timer.timeline("")
         later = ahead(self.world)
-        own, begun = self.timer.timeline(""), self.timer.started - later
+        begun = self.timer.started - later
+        start, end = own.window
         spans = tuple(shifted(span, begun) for span in own.spans)
         sent, taken = (
-            {message: at - later for message, at in noted.items() if message.micro_batch is not None}
+            {
+                message: at - later
+                for message, at in noted.items()
+                if message.micro_batch is not None or message.gradient
+            }
             for noted in (self.sending, self.taking)
         )
         memory = dict(zip(own.devices, own.memory, strict=True))
-        self.notes_of_all: list[Notes] = self.world.collect(Notes(begun, spans, sent, taken, memory))
+        self.notes_of_all: list[Notes] = self.world.collect(
+            Notes(begun, (begun + start, begun + end), spans, sent, taken, memory)
+        )
 
     def timeline(self, name: str, replica_groups: Sequence[Sequence[str]]) -> Timeline:
         """The timeline of all ranks, in seconds since the first of them began."""
@@ -109,6 +118,7 @@ def together(name: str, replica_groups: Sequence[Sequence[str]], notes: Sequence
         tuple(shifted(span, -begun) for span in spans),
         tuple(sorted(links)),
         tuple(memory.get(label, ()) for label in labels),
+        (min(one.call[0] for one in notes) - begun, max(one.call[1] for one in notes) - begun),
     )
 
 
@@ -121,7 +131,10 @@ def carried(link: str, messages: Sequence[tuple[float, float, Message]]) -> Iter
         start, end = max(sent, free), max(sent, free, arrived)
         free = end
         label = f"{'gradient of ' * message.gradient}{message.value}"
-        yield Span(link, start, end, "T", message.source, message.micro_batch or 0, label)
+        kind = (
+            "A" if message.micro_batch is None else "T"
+        )  # once a step: replicas or users of one weight add up gradients
+        yield Span(link, start, end, kind, message.source, message.micro_batch or 0, label)
 
 
 def shifted(span: Span, seconds: float) -> Span:

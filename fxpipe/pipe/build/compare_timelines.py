@@ -1,4 +1,4 @@
-"""The predicted timeline of a step beside the measured one."""
+"""The predicted timeline of a step beside the measured one, and where the time went."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fxpipe.engines.local.memory_dry_run import memory_of_step
+from fxpipe.errors import FxpipeError
 from fxpipe.ir.graph.graph import Graph, is_opaque, op_name
 from fxpipe.ir.graph.ops import RECURRENT
+from fxpipe.ir.program.program import Program
+from fxpipe.ir.schedule.sub_schedule import only
 from fxpipe.ir.timeline import Timeline, compare
+from fxpipe.pipe.results.diagnosis import Diagnosis
+from fxpipe.schedules.diagnosis.time_split import split
 
 from .build import Build, predict
 from .build_cache import BuildCache
@@ -23,17 +28,60 @@ class Timed:
     timeline: Timeline
     inputs: Sequence[Any]
 
+    @property
+    def chunks(self) -> int:
+        """The number of micro-batches."""
+        return chunks_of(self.timeline)
 
-def beside_predicted(cache: BuildCache, timed: Timed, rehearsed: tuple[Build, Timeline] | None) -> str:
+
+Rehearsed = tuple[Build, Timeline] | None
+
+
+def beside_predicted(cache: BuildCache, timed: Timed, rehearsed: Rehearsed) -> str:
     """The table of `Pipe.compare`: the rehearsed timeline, if it is for the same build and chunks, else the predicted
     one, beside the measured one."""
-    chunks = 1 + max(span.micro_batch for span in timed.timeline.spans)
-    if rehearsed is not None:
-        made, predicted = rehearsed
-        if made is timed.made and chunks == 1 + max(span.micro_batch for span in predicted.spans):
-            return compare(predicted, timed.timeline)
-    predicted, note = with_memory(predict(timed.made, chunks), cache, timed)
+    found = _of_same_step(timed, rehearsed)
+    if found is not None:
+        return compare(found, timed.timeline)
+    predicted, note = with_memory(predict(timed.made, timed.chunks), cache, timed)
     return compare(predicted, timed.timeline) + note
+
+
+def diagnosed(timed: Timed, rehearsed: Rehearsed) -> Diagnosis:
+    """Where the time of a step went, beside the rehearsed timeline, if it is for the same step, else the predicted."""
+    made, chunks = timed.made, timed.chunks
+    schedule = replace(only(made.schedule, chunks), sources=sources(made.program))
+    predicted = _of_same_step(timed, rehearsed) or predict(made, chunks)
+    measured = split(timed.timeline, schedule, predicted)
+    return Diagnosis(made.plan, schedule.name, chunks, measured, split(predicted, schedule), timed.timeline)
+
+
+def sources(program: Program) -> tuple[tuple[int, ...], ...]:
+    """For each stage those that it takes from."""
+    found: list[set[int]] = [set() for _ in program.stages]
+    for move in program.moves:
+        if move.source >= 0 and move.target < len(found):
+            found[move.target].add(move.source)
+    return tuple(tuple(sorted(stages)) for stages in found)
+
+
+def _of_same_step(timed: Timed, rehearsed: Rehearsed) -> Timeline | None:
+    """The rehearsed timeline, if there is one for the same build and number of micro-batches."""
+    same = rehearsed is not None and rehearsed[0] is timed.made and timed.chunks == chunks_of(rehearsed[1])
+    return rehearsed[1] if rehearsed is not None and same else None
+
+
+def chunks_of(timeline: Timeline) -> int:
+    """The number of micro-batches of a timeline."""
+    return 1 + max(span.micro_batch for span in timeline.spans)
+
+
+def check_rehearsal(made: Build) -> None:
+    """Raise FxpipeError if steps of this build cannot be rehearsed."""
+    if not all(label.startswith("cpu") for label in made.program.devices):
+        raise FxpipeError("rehearse is for CPU workers; what a GPU takes is measured by profile='measure'")
+    if any(stage.replicas for stage in made.plan.stages):
+        raise FxpipeError("rehearse is for stages without replicas; see step(..., timeline=True)")
 
 
 def with_memory(predicted: Timeline, cache: BuildCache, timed: Timed) -> tuple[Timeline, str]:

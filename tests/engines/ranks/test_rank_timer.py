@@ -16,8 +16,8 @@ def test_a_link_carries_one_message_after_the_other() -> None:
 
 def test_notes_are_put_together() -> None:
     x, dx = Message("x", 0, 1, 0), Message("x", 1, 0, 0, gradient=True)
-    first = Notes(10.0, (Span("cpu:0", 11, 12, "F", 0, 0),), {x: 12.0}, {dx: 16.0}, {"cpu:0": ((0.0, 8),)})
-    second = Notes(9.0, (Span("cpu:1", 14, 15, "B", 1, 0),), {dx: 15.0}, {x: 13.5}, {"cpu:1": ((0.0, 4),)})
+    first = Notes(10.0, (9.5, 17.0), (Span("cpu:0", 11, 12, "F", 0, 0),), {x: 12.0}, {dx: 16.0}, {"cpu:0": ((0.0, 8),)})
+    second = Notes(9.0, (8.5, 15.5), (Span("cpu:1", 14, 15, "B", 1, 0),), {dx: 15.0}, {x: 13.5}, {"cpu:1": ((0.0, 4),)})
     found = together("by hand", (("cpu:0",), ("cpu:1",)), (first, second))
     assert [(s.where, s.start, s.end, s.label) for s in found.spans] == [
         ("cpu:0", 2, 3, ""),
@@ -27,3 +27,4 @@ def test_notes_are_put_together() -> None:
     ]
     assert found.links == ("cpu:0 -> cpu:1", "cpu:1 -> cpu:0")
     assert found.high_water == (8, 4)
+    assert found.window == found.call == (-0.5, 8)

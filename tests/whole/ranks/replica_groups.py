@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,10 @@ def is_as_in_one_process(group: Any, folder: Path, counts: Sequence[int], schedu
         again.append(run.step(x, target=y, loss_fn=loss_of, timeline=True))
         assert run.timeline is not None
         assert len(run.timeline.devices) == sum(counts)
+        assert {span.kind for span in run.timeline.spans} >= {"F", "B", "T", "A"}
     torch.testing.assert_close(*again, rtol=1e-9, atol=0)
+    split = pipe.diagnose().measured
+    assert all(isclose(sum(parts.values()), split.seconds) for parts in split.parts.values())
     loaded.close()
     pipe.close()
 

@@ -7,6 +7,7 @@ from time import perf_counter
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -39,6 +40,13 @@ def spread(group: Any, schedule: str) -> None:
     assert all(other == found for other in pipe.collect(found))
     is_of(pipe, found)
     assert pipe.compare().splitlines()[-1].startswith("cpu:3 peak memory")
+    split = pipe.diagnose().measured
+    start, end = found.window
+    assert start <= found.start <= found.end <= end == start + split.seconds
+    assert tuple(split.parts) == found.devices
+    for parts in split.parts.values():
+        assert sum(parts.values()) == pytest.approx(split.seconds)
+        assert parts["computing"] > 0
     for drawn in (text.bars(found), svg.draw(found), trace.trace(found)):
         assert "cpu:3" in drawn
     pipe.close()
