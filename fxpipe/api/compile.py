@@ -37,7 +37,14 @@ from fxpipe.pipe.results.planned import Planned
 from fxpipe.pipe.saved.loaded_pipe import Loaded, load_here
 from fxpipe.schedules.make_schedule import Own
 
-ASIDE = ("model", "example_inputs", "group", "timeout", "unknown")  # parameters of `compile` that are not in Options
+ASIDE = (
+    "model",
+    "example_inputs",
+    "group",
+    "timeout",
+    "check_inputs",
+    "unknown",
+)  # parameters of `compile` that are not in Options
 CHECKPOINT, SCHEDULE, BALANCE, PROFILE = map(Default, ("except_last", "gpipe", "time", "estimate"))
 
 
@@ -68,6 +75,7 @@ def compile(
     dump: str | Path | None = None,
     group: Any = None,
     timeout: float = 300.0,
+    check_inputs: bool = True,
     **unknown: Never,
 ) -> Pipe:
     """A module that computes what `model` computes, as a pipeline over `devices`, with the model's own gradients.
@@ -132,6 +140,7 @@ def compile(
       ranks; a list of devices means devices of this process. See `RankPipe`, and `RankPipe.parallelize` for several
       pipes side by side.
     - `timeout`: seconds after which a rank that does not answer counts as lost.
+    - `check_inputs`: over ranks, raise an error if ranks that are given the same argument are given different values.
 
     Raises PlanError for invalid options; at the first call CaptureError or InputError, CompileError if a stage cannot
     be compiled, or PlanError, with the name of the function, if a transform or pass returns what it must not.
@@ -146,12 +155,12 @@ def compile(
     >>> pipe.close()
     """
     asked = {name: value for name, value in locals().items() if name not in ASIDE}
-    refuse_unknown("fxpipe.compile", unknown, (*asked, "example_inputs", "group", "timeout"))
-    check_values(COMPILE, {"timeout": timeout})
+    refuse_unknown("fxpipe.compile", unknown, (*asked, "example_inputs", "group", "timeout", "check_inputs"))
+    check_values(COMPILE, {"timeout": timeout, "check_inputs": check_inputs})
     check_model(model, "compile")
     world = find_world(devices, group, timeout)
     options = read_options(asked if world is None else asked | {"devices": world.labels})
-    pipe = Pipe(model, options) if world is None else RankPipe(model, for_ranks(options), world)
+    pipe = Pipe(model, options) if world is None else RankPipe(model, for_ranks(options), world, check_inputs)
     if example_inputs is not None:
         args, kwargs = as_call(example_inputs)
         pipe.prepare(*args, **kwargs)
@@ -281,20 +290,21 @@ def load(
     compile_stages: bool | str | Callable[..., Any] = False,
     group: Any = None,
     timeout: float = 300.0,
+    check_inputs: bool = True,
 ) -> Loaded:
     """The pipe in a folder that `pipe.save` wrote, edits included, with the tensors of `model`.
 
-    The pipe takes the kind of call that it was saved for; nothing is captured. `compile_stages`, `group` and `timeout`
-    are those of `fxpipe.compile`. Several ranks are the devices of the package: each runs its own stages, and all must
-    have the same files. Raises:
+    The pipe takes the kind of call that it was saved for; nothing is captured. `compile_stages`, `group`, `timeout` and
+    `check_inputs` are those of `fxpipe.compile`. Several ranks are the devices of the package: each runs its own
+    stages, and all must have the same files. Raises:
 
     - PackageError if the folder is not a package, or is for other devices, or does not fit the model;
     - CompileError if a stage that was edited cannot be compiled;
     - RankError on every rank if one of them has failed or has other files.
     """
-    check_values(LOAD, {"compile_stages": compile_stages, "timeout": timeout})
+    check_values(LOAD, {"compile_stages": compile_stages, "timeout": timeout, "check_inputs": check_inputs})
     check_model(model, "load")
     world, backend = find_world(None, group, timeout), backend_of(compile_stages)
     if world is None:
         return load_here(Path(folder), model, backend)
-    return load_on_rank(Path(folder), model, world, backend)
+    return load_on_rank(Path(folder), model, world, backend, check_inputs)

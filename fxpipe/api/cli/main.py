@@ -50,7 +50,9 @@ def parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=run_demo)
     show = commands.add_parser("show", help="plan and generated code of any model")
     add_model(show)
-    add_options(show, COMPILE, *(name for name in COMPILE if name not in ("timeout", "transforms", "passes")))
+    add_options(
+        show, COMPILE, *(name for name in COMPILE if name not in ("timeout", "check_inputs", "transforms", "passes"))
+    )
     show.add_argument("--save", type=Path, help="write the package to this folder instead of printing it")
     show.set_defaults(run=run_show)
     cli_plans.add(commands)

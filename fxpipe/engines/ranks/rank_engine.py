@@ -14,9 +14,10 @@ cause. If a rank is lost, the ranks that need its messages fail in the same way,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -76,16 +77,18 @@ class RankScheduler:
         seed: int = 0,
         error: BaseException | None = None,
         timer: RankTimer | None = None,
+        given: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> tuple[Any, ...]:
         """Run a step: the outputs of the whole batch, on every rank. A rank must have the inputs that its stages use,
         and gets the gradients of its own stages and of the inputs that it has. `seed`: of the random ops. With an
-        `error`, this rank only takes part in the messages, and raises it. Raises RankError if a rank is lost."""
+        `error`, this rank only takes part in the messages, and raises it. `given`: checksums of this rank's arguments,
+        which must not differ from those of other ranks. Raises RankError if they do, or if a rank is lost."""
         self.world.begin()
         seen = [self._seen(name, value) for (name, _), value in zip(self.steps.inputs, batch, strict=True)]
         with nullcontext(error) if self.parallel is None else self.parallel.held(self, error) as error:
             try:
                 self._even_out()  # other calls may have changed the buffers
-                run = self._begin(seen, chunks, seed, error or self._check(batch))
+                run = self._begin(seen, chunks, seed, error or self._check(batch), given)
                 run.take(scale, timer)
                 self._commit()
                 outputs, pairs = run.outputs(), run.pairs(batch)
@@ -99,7 +102,9 @@ class RankScheduler:
                 self.parallel.add(pairs)
         return outputs
 
-    def _begin(self, batch: Sequence[Any], chunks: int, seed: int, error: BaseException | None) -> RankRun:
+    def _begin(
+        self, batch: Sequence[Any], chunks: int, seed: int, error: BaseException | None, given: Mapping[str, Tensor]
+    ) -> RankRun:
         """Prepare a step, with this rank's slices of the batch."""
         self.steps.refresh()
         m = whole = self.steps.scatter(batch, chunks, lambda sizes, *_: Step(sizes, self.place, False))
@@ -109,7 +114,7 @@ class RankScheduler:
             m = Step(sizes, self.place, False)
             m[:] = slices
         m.slice_of(whole, self.program.replica, self.program.routes)
-        return RankRun(self.steps, self.program, m, whole, error)
+        return RankRun(self.steps, self.program, m, whole, error, given)
 
     def share_values(self) -> None:
         """Copy the states of the first replica of each stage to the others. Raises Lost."""
@@ -171,14 +176,20 @@ def elsewhere(j: int, world: World, table: MessageTable) -> Stage:
 
 
 def take_step(
-    scheduler: RankScheduler, batch: Sequence[Any], chunks: int, scale: Scale, seed: int, timeline: bool
+    scheduler: RankScheduler,
+    batch: Sequence[Any],
+    chunks: int,
+    scale: Scale,
+    seed: int,
+    timeline: bool,
+    given: Mapping[str, Tensor],
 ) -> tuple[tuple[Any, ...], Timeline | None]:
     """Run a step: the outputs, and the timeline of all ranks if `timeline` is set, else None. `timeline` must be the
-    same on all ranks."""
+    same on all ranks. `given`: the checksums of this rank's arguments."""
     if not timeline:
-        return scheduler.run(batch, chunks, scale, seed), None
+        return scheduler.run(batch, chunks, scale, seed, given=given), None
     timer = RankTimer(scheduler.world)
-    outputs = scheduler.run(batch, chunks, scale, seed, timer=timer)
+    outputs = scheduler.run(batch, chunks, scale, seed, timer=timer, given=given)
     return outputs, timer.timeline(scheduler.steps.schedule, scheduler.table.replica_groups)
 
 

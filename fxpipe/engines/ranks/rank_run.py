@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,16 +33,24 @@ class RankRun:
 
     - `m`: the step, with the rank's slices; `whole`: the whole micro-batches.
     - `error`: an earlier failure of this rank; then it only takes part in the messages.
+    - `given`: the checksums of the arguments of this rank, on their devices; `inputs`: the same, read.
     - `numbers`: the outputs that are one number, by index.
     """
 
     def __init__(
-        self, steps: StepScheduler, program: RankProgram, m: Step, whole: Batches, error: BaseException | None
+        self,
+        steps: StepScheduler,
+        program: RankProgram,
+        m: Step,
+        whole: Batches,
+        error: BaseException | None,
+        given: Mapping[str, Tensor],
     ) -> None:
         self.steps, self.program, self.world, self.m, self.whole = steps, program, program.world, m, whole
         self.transport = RankTransport(program, m, error)
         self.weights = WeightExchange(m, self.transport)
         self.numbers: Numbers = {}
+        self.given, self.inputs = given, dict[str, int]()
 
     def take(self, scale: Scale, timer: RankTimer | None) -> None:
         """Run the step, observed by `timer`. Raises its first error."""
@@ -128,7 +136,9 @@ class RankRun:
         if not transport.broken:
             self._guarded(None, self._settle)
         try:
-            found = consensus(self.world, Failure.of(transport.error) if transport.broken else self.numbers)
+            found = consensus(
+                self.world, Failure.of(transport.error) if transport.broken else self.numbers, self.inputs
+            )
         except Lost as error:
             found = str(error)
         if isinstance(found, str):
@@ -181,7 +191,8 @@ class RankRun:
 
     def _settle(self) -> None:
         """Put this rank's outputs that are tensors of one number, such as the loss, into `numbers`; with replicas, its
-        share of each."""
+        share of each; and read the checksums."""
+        self.inputs = {name: int(value) for name, value in self.given.items()}
         for at, (_, dim, reduce) in enumerate(self.steps.outputs):
             replica_group = self._home(at)
             if dim is not None or self.world.rank not in replica_group or not (values := self._values(at)):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fxpipe.errors import FxpipeError, RankError
 
+from .input_checksums import Checksums, differing
 from .rank_group import Lost, World
 
 Numbers = dict[int, tuple[Any, torch.dtype]]  # by output index, an output that is one number, or a share of it
@@ -39,11 +40,12 @@ class Failure:
         return Failure(describe(error), error is not None and not isinstance(error, RankError))
 
 
-def consensus(world: World, found: Failure | Numbers) -> str | Numbers:
+def consensus(world: World, found: Failure | Numbers, inputs: Checksums | None = None) -> str | Numbers:
     """What has failed on any rank, or, if nothing has, the sums of the numbers of all ranks. `found`: the failure or
-    the numbers of this rank. Each rank sends its own to all others, so none waits for another's conclusion, and all
-    reach the same one."""
-    heard, begun, data = {world.rank: found}, list[tuple[int, Any, Tensor]](), pickle.dumps(found)
+    the numbers of this rank; `inputs`: the checksums of what it was given, which must not differ. Each rank sends its
+    own to all others, so none waits for another's conclusion, and all reach the same one."""
+    heard, begun, data = {world.rank: found}, list[tuple[int, Any, Tensor]](), pickle.dumps((found, inputs or {}))
+    given = {world.rank: inputs or {}}
     for peer in world.others:
         try:
             begun += [(peer, *one) for one in world.begin_to_tell(peer, data)]
@@ -51,7 +53,7 @@ def consensus(world: World, found: Failure | Numbers) -> str | Numbers:
             heard[peer] = Failure(str(error), False)
     for peer in world.others:
         try:
-            heard[peer] = pickle.loads(world.hear(peer))
+            heard[peer], given[peer] = pickle.loads(world.hear(peer))
         except Lost as error:
             heard[peer] = Failure(str(error), False)
     for peer, work, _ in begun:  # ranks receive before they finish their sends, so this does not hang
@@ -68,7 +70,7 @@ def consensus(world: World, found: Failure | Numbers) -> str | Numbers:
     causes += [failure.text for _, failure in failures if failure.text and not failure.own]
     if failures:
         return next(iter(causes), "a rank has failed")
-    return added(numbers for numbers in heard.values() if isinstance(numbers, dict))
+    return differing(given) or added(numbers for numbers in heard.values() if isinstance(numbers, dict))
 
 
 def added(shares: Iterable[Numbers]) -> Numbers:

@@ -128,9 +128,10 @@ COMPILE = table(
            (many(function("a function"), "a list of functions of a Program and a PassContext"),), ()),
     Option("dump", "a folder for everything made on the way", (path("the path of a folder"),), "out", unset=True),
     Option("timeout", "seconds after which a rank that does not answer is lost", (SECONDS,), 60),
+    Option("check_inputs", "whether ranks compare the values of the arguments that they are given", (flag(),), False),
 )  # fmt: skip
 
-LOAD = {name: COMPILE[name] for name in ("compile_stages", "timeout")}
+LOAD = {name: COMPILE[name] for name in ("compile_stages", "timeout", "check_inputs")}
 
 PLAN = table(
     CLUSTER,

@@ -66,10 +66,12 @@ class LoadedRanks(Loaded):
         ranked(self._state.live).run(inputs, self.package.CHUNKS, error=error)
 
 
-def load_on_rank(folder: Path, model: nn.Module, world: World, backend: Backend | None = None) -> LoadedRanks:
+def load_on_rank(
+    folder: Path, model: nn.Module, world: World, backend: Backend | None = None, check_inputs: bool = True
+) -> LoadedRanks:
     """This rank's part of a package. Raises the error if loading failed on this rank, and RankError if it failed on
     another rank, a rank is lost, or files differ."""
-    ranks = Ranks(world)
+    ranks = Ranks(world, check_inputs)
     error, made = None, None
     try:
         live = RunningPackage(folder, backend=backend)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fxpipe.capture import NO_TARGET
 from fxpipe.capture.nested_values import change
+from fxpipe.engines.ranks.input_checksums import checksum
 from fxpipe.engines.ranks.rank_group import LEADER
 from fxpipe.errors import RankError
 
@@ -65,6 +66,12 @@ def check_same(given: Given, signatures: Given, rank: int) -> None:
                 f"rank {rank} was given {path} of type {here[0]} and shape {here[1]}, and rank {LEADER} {there[0]} "
                 f"{there[1]}: all ranks work on the same batch"
             )
+
+
+def checksums(given: Given) -> dict[str, Tensor]:
+    """The checksum of each tensor that this rank was given, by path, on the tensor's device."""
+    found = {path: checksum(tensor) for path, tensor in tensors_in(given).items()}
+    return {path: value for path, value in found.items() if value is not None}
 
 
 def tensors_in(given: Given) -> dict[str, Tensor]:

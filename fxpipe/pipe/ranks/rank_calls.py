@@ -18,10 +18,12 @@ answer which one the other rank is in.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
+
+from torch import Tensor
 
 from fxpipe.capture import NO_TARGET
 from fxpipe.capture.nested_values import change
@@ -32,7 +34,7 @@ from fxpipe.errors import RankError
 from fxpipe.ir.timeline import Timeline
 from fxpipe.runtime.random import new_seed
 
-from .rank_arguments import Given, check_same, filled, glance, on_meta
+from .rank_arguments import Given, check_same, checksums, filled, glance, on_meta
 
 NEW = -1  # the number of a kind of call that is new
 
@@ -82,6 +84,7 @@ class RankCalls:
     - `header`: the leader's header; `waits`: whether this rank has not received it yet.
     - `joined`: whether this rank has begun its part, so that all ranks learn of an error here.
     - `name`: the name of this rank's call in errors; `target`: whether it was given a target.
+    - `given`: the checksums of this rank's own arguments, if `check_inputs`.
 
     From one call to the next:
 
@@ -89,8 +92,9 @@ class RankCalls:
     - `seen`: a summary of this rank's own arguments.
     """
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, world: World, check_inputs: bool = True) -> None:
+        self.world, self.check_inputs = world, check_inputs
+        self.given: Mapping[str, Tensor] = {}
         self.header, self.waits, self.joined, self.name = Header(), False, False, "step"
         self.target = False
         self.signatures: Given = (), {}, None
@@ -100,6 +104,7 @@ class RankCalls:
     def make(self, call: Call, given: Given, refuse: Refuse, name: str = "step") -> Any:
         """Make a call together with all ranks; returns its result."""
         self.joined, self.name, self.target = False, name, given[2] is not None and given[2] is not NO_TARGET
+        self.given = checksums(given) if self.check_inputs and name != "prepare" else {}
         return self._lead(call, given) if self.world.leads else self._follow(call, given, refuse)
 
     def gather(self, value: Any, name: str, refuse: Refuse) -> list[Any]:
@@ -147,7 +152,7 @@ class RankCalls:
         if self.world.leads:
             self.header = replace(self.header, scale=scale, timeline=timeline)
         header = self._join(kind, scheduler.random)
-        return take_step(scheduler, inputs, chunks, header.scale, header.seed, header.timeline)
+        return take_step(scheduler, inputs, chunks, header.scale, header.seed, header.timeline, self.given)
 
     def tell(self, kind: int = NEW, seed: int = 0, runs: bool = True) -> Header:
         """On the leader: send the header with what is known so far. For a new kind, a second header follows later."""

@@ -52,7 +52,8 @@ class RankPipe(Pipe):
 
     Every rank makes every call. The leader, rank 0, passes all arguments; another rank passes those that its stages
     use, and may leave out the others or pass None: `pipe.step(target=y, loss_fn=loss_fn)` on the last rank. `loss_fn`
-    and `outputs` are the same on all ranks; `scaler`, `accumulate` and `timeline` are the leader's.
+    and `outputs` are the same on all ranks; `scaler`, `accumulate` and `timeline` are the leader's. Tensors that
+    several ranks are given must have the same values: checksums are compared, unless `check_inputs=False`.
 
     Every rank gets the loss of the batch, and with `outputs` what the model returns; `pipe.timeline` is that of all
     ranks, by the leader's clock. Gradients are added to those of this rank's parameters; an input that needs a gradient
@@ -66,8 +67,8 @@ class RankPipe(Pipe):
     _state: RankPipeState
     __deepcopy__, __reduce__ = refuse_copy, refuse_pickle
 
-    def __init__(self, model: nn.Module, options: Options, world: World) -> None:
-        ranks = Ranks(world)
+    def __init__(self, model: nn.Module, options: Options, world: World, check_inputs: bool = True) -> None:
+        ranks = Ranks(world, check_inputs)
         kinds = RankBuilds(model, options, ranks)
         ranks.refuse = weakly(kinds.refuse)
         tensors = RankTensors(model, ranks, partial(replica_groups, kinds.cache))

@@ -39,9 +39,9 @@ class Ranks(Processes):
 
     refuse: Refuse
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, check_inputs: bool = True) -> None:
         super().__init__()
-        self.world, self.calls = world, RankCalls(world)
+        self.world, self.calls = world, RankCalls(world, check_inputs)
         self.parallel: Parallel | None = None
 
     def call(self, call: Call, given: Given, trains: bool | None = None) -> Any:

@@ -37,8 +37,8 @@ def run(*arguments: str) -> int:
 
 
 def test_show_has_every_option_of_compile(capsys: pytest.CaptureFixture[str]) -> None:
-    """But the timeout, which is for ranks, and functions, which a command line cannot say."""
-    absent = {"timeout", "transforms", "passes"}
+    """But the timeout and the check of inputs, which are for ranks, and functions, which a command line cannot say."""
+    absent = {"timeout", "check_inputs", "transforms", "passes"}
     assert run("show", "--help") == 0
     shown = capsys.readouterr().out
     for name, option in COMPILE.items():

@@ -53,7 +53,7 @@ class Two:
     def take(self, rank: int, given: Given, kind: int) -> Any:
         if given[1]:
             raise ValueError("not this one")
-        scheduler = SimpleNamespace(random=False, run=lambda batch, chunks, scale, seed: (batch, chunks, seed))
+        scheduler = SimpleNamespace(random=False, run=lambda batch, chunks, scale, seed, given: (batch, chunks, seed))
         return self.ranks[rank].take(scheduler, given[0], 4, kind)[0]
 
     def refuse(self, header: Header, looks: Given, error: BaseException) -> None:

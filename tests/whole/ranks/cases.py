@@ -460,6 +460,29 @@ def target_on_the_last(group: Any) -> None:
     pipe.close()
 
 
+def different_batches(group: Any) -> None:
+    """The argument and the ranks are named on all, no gradient is added, and the next step is right; what a rank is not
+    given is not compared."""
+    pipe, model, (x, y) = chain(group, "1f1b", timeout=60)
+    rank = dist.get_rank(group)
+    shuffled = x.flip(0) if rank == 2 else x
+    for args, target, text in (
+        (shuffled, y, "argument 0 has other values on rank 2 than on rank 0: all ranks of a pipe work on one batch"),
+        (x, y + rank, "target has other values on ranks 1, 2 than on rank 0: "),
+    ):
+        with raises(text):
+            pipe.step(args, target=target, loss_fn=F.mse_loss)
+        assert all(p.grad is None for p in model.parameters())
+    with raises("argument 0 has other values on rank 2 than on rank 0: "):
+        pipe.forward_only(shuffled)
+    unused = () if rank else (x,)
+    loss = pipe.step(*unused, target=None if rank == 1 else y, loss_fn=F.mse_loss)
+    pipe.close()
+    again = fxpipe.compile(model, chunks=4, schedule="1f1b", group=group, timeout=60, check_inputs=False)
+    torch.testing.assert_close(again.step(shuffled, target=y, loss_fn=F.mse_loss), loss)  # rank 2 uses the target alone
+    again.close()
+
+
 def fork(group: Any) -> None:
     """A child that each rank forks has no connections; those of its parent are as before."""
     torch.manual_seed(0)

@@ -45,6 +45,10 @@ def test_a_target_on_the_last_rank_alone(pool: Pool) -> None:
     pool.run(cases.target_on_the_last, ranks=(0, 1))
 
 
+def test_ranks_that_are_given_different_batches(pool: Pool) -> None:
+    pool.run(cases.different_batches, ranks=(0, 1, 2))
+
+
 @pytest.mark.slow
 def test_time_to_compile_is_no_silence(pool: Pool) -> None:
     pool.run(cases.compile_slowly, ranks=(0, 1))

@@ -1,0 +1,72 @@
+"""Finds out whether ranks that are given the same argument are given the same values, as all work on one batch.
+
+    rank 0   x: 17  target: 5 ─┐
+    rank 1   x: 17             ├─ in the message that ends the step: target differs on ranks 0 and 2
+    rank 2          target: 6 ─┘
+
+Data loaders that shuffle with different seeds would else give the inputs of one batch and the targets of another, and
+the training would fail without an error. A checksum is computed on the tensor's device, and read when the step ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
+ROWS = 4096  # how many sums a checksum is made of
+FACTOR = 0x5851F42D4C957F2D  # odd, with bits in all places
+
+Checksums = Mapping[str, int]  # by argument
+
+
+def checksum(tensor: Tensor) -> Tensor | None:
+    """A number that depends on all bits of the elements, and on their order: the tensor is cut into at most 4096 rows,
+    whose sums have factors as if drawn at random. On the tensor's device. None for tensors whose bits cannot be read,
+    such as sparse ones and those of the meta device.
+
+    >>> x = torch.arange(6.0)
+    >>> [bool(checksum(x) == checksum(y)) for y in (x.clone(), x.flip(0), x + 1)]
+    [True, False, False]
+    """
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta or tensor.layout is not torch.strided:
+        return None
+    with torch.no_grad():
+        plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg()
+        if plain.is_quantized or plain.element_size() not in WORDS:
+            return None
+        words = plain.detach().reshape(-1).view(WORDS[plain.element_size()])
+        width = -(-words.numel() // ROWS)
+        rest = words.numel() % width if width else 0
+        rows = words[: words.numel() - rest].view(-1, max(width, 1)).sum(1, dtype=torch.int64)
+        numbers = torch.arange(1, len(rows) + 1, device=rows.device) * FACTOR
+        factors = (numbers ^ (numbers >> 31)) * FACTOR
+        return (rows * factors).sum() + words[words.numel() - rest :].sum(dtype=torch.int64)
+
+
+def differing(given: Mapping[int, Checksums]) -> str | None:
+    """The text of the error that an argument differs, from the checksums of each rank; None if none does.
+
+    >>> differing({0: {"x": 17, "target": 5}, 1: {"x": 17}, 2: {"target": 6}}).partition(":")[0]
+    'target has other values on rank 2 than on rank 0'
+    """
+    first: dict[str, tuple[int, int]] = {}
+    odd: dict[str, list[int]] = {}
+    for rank in sorted(given):
+        for name, value in given[rank].items():
+            if first.setdefault(name, (rank, value))[1] != value:
+                odd.setdefault(name, []).append(rank)
+    if not odd:
+        return None
+    told = [
+        f"{name} has other values on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} than on rank "
+        f"{first[name][0]}"
+        for name, ranks in odd.items()
+    ]
+    return (
+        f"{'; '.join(told)}: all ranks of a pipe work on one batch. Load it in the same order on each (with the same "
+        "seed), or pass an argument only where stages use it, and None elsewhere. fxpipe.compile(..., "
+        "check_inputs=False) does not compare."
+    )

@@ -1,0 +1,57 @@
+"""Checksums of arguments."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fxpipe.engines.ranks.input_checksums import checksum, differing
+
+TYPES = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.int32,
+    torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
+)  # fmt: skip
+
+
+def number(tensor: Tensor) -> int:
+    found = checksum(tensor)
+    assert found is not None
+    return int(found)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (3, 5), (9001, 2)], ids=str)
+def test_all_bits_count(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x = torch.arange(torch.Size(shape).numel()).remainder(50).view(shape).to(dtype)
+    assert number(x) == number(x.clone()) == number(torch.stack([x, x], -1)[..., 0])  # with strides
+    if x.numel():
+        changed = x.clone()
+        changed.view(-1)[-1] = not changed.view(-1)[-1] if dtype is torch.bool else 77
+        assert number(changed) != number(x)
+
+
+def test_the_order_counts() -> None:
+    """Labels are small numbers: of a thousand shuffled batches, no two agree by chance."""
+    torch.manual_seed(0)
+    labels = torch.randint(10, (64,))
+    assert len({number(labels[torch.randperm(64)]) for _ in range(1000)}) == 1000
+    images = torch.randn(600, 3, 5)
+    assert len({number(images[torch.randperm(600)]) for _ in range(100)}) == 100
+
+
+def test_what_has_no_bits_to_read() -> None:
+    assert checksum(torch.empty(3, device="meta")) is None
+    assert checksum(torch.eye(3).to_sparse()) is None
+    assert number(torch.ones(3, requires_grad=True)) == number(torch.ones(3))
+    z = torch.complex(torch.ones(2), torch.ones(2))
+    assert number(z.conj()) == number(z.conj().resolve_conj()) != number(z)
+
+
+def test_each_argument_and_rank_is_named() -> None:
+    found = differing({2: {"x": 1, "mask": 4}, 0: {"x": 1, "target": 3}, 1: {"x": 2}, 3: {"mask": 5, "target": 3}})
+    assert found is not None
+    assert found.startswith(
+        "x has other values on rank 1 than on rank 0; mask has other values on rank 3 than on rank 2: "
+    )
+    assert differing({0: {"x": 1}, 1: {}, 2: {"x": 1, "y": 2}}) is None
