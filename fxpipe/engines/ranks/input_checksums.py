@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes; sums of int64 alone are fast
 ROWS = 4096  # how many sums a checksum is made of
 FACTOR = 0x5851F42D4C957F2D  # odd, with bits in all places
 
@@ -23,7 +23,7 @@ Checksums = Mapping[str, int]  # by argument
 
 
 def checksum(tensor: Tensor) -> Tensor | None:
-    """A number that depends on all bits of the elements, and on their order: the tensor is cut into at most 4096 rows,
+    """A number that depends on all bits of the elements, and on their order: the tensor is cut into about 4096 rows,
     whose sums have factors as if drawn at random. On the tensor's device. None for tensors whose bits cannot be read,
     such as sparse ones and those of the meta device.
 
@@ -37,13 +37,16 @@ def checksum(tensor: Tensor) -> Tensor | None:
         plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg()
         if plain.is_quantized or plain.element_size() not in WORDS:
             return None
-        words = plain.detach().reshape(-1).view(WORDS[plain.element_size()])
-        width = -(-words.numel() // ROWS)
-        rest = words.numel() % width if width else 0
-        rows = words[: words.numel() - rest].view(-1, max(width, 1)).sum(1, dtype=torch.int64)
+        flat, each = plain.detach().reshape(-1).contiguous(), 8 // plain.element_size()
+        if flat.storage_offset() % each:
+            flat = flat.clone()
+        whole = flat.numel() // each * each
+        words, rest = flat[:whole].view(torch.int64), flat[whole:].view(WORDS[flat.element_size()]).long()
+        width = max(1, -(-words.numel() // ROWS))
+        even = words.numel() // width * width
+        rows = torch.cat([words[:even].view(-1, width).sum(1), words[even:].sum().view(1), rest])
         numbers = torch.arange(1, len(rows) + 1, device=rows.device) * FACTOR
-        factors = (numbers ^ (numbers >> 31)) * FACTOR
-        return (rows * factors).sum() + words[words.numel() - rest :].sum(dtype=torch.int64)
+        return (rows * ((numbers ^ (numbers >> 31)) * FACTOR)).sum()
 
 
 def differing(given: Mapping[int, Checksums]) -> str | None:

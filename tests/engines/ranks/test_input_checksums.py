@@ -25,7 +25,9 @@ def number(tensor: Tensor) -> int:
 def test_all_bits_count(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     x = torch.arange(torch.Size(shape).numel()).remainder(50).view(shape).to(dtype)
     assert number(x) == number(x.clone()) == number(torch.stack([x, x], -1)[..., 0])  # with strides
+    flat = x.reshape(-1)
     if x.numel():
+        assert number(flat) == number(torch.cat([flat[:1], flat])[1:])  # in memory that begins elsewhere
         changed = x.clone()
         changed.view(-1)[-1] = not changed.view(-1)[-1] if dtype is torch.bool else 77
         assert number(changed) != number(x)
@@ -36,6 +38,8 @@ def test_the_order_counts() -> None:
     torch.manual_seed(0)
     labels = torch.randint(10, (64,))
     assert len({number(labels[torch.randperm(64)]) for _ in range(1000)}) == 1000
+    flags = torch.arange(7) < 3
+    assert len({number(flags.roll(by)) for by in range(7)}) == 7
     images = torch.randn(600, 3, 5)
     assert len({number(images[torch.randperm(600)]) for _ in range(100)}) == 100
 
