@@ -42,11 +42,11 @@ def checksum(tensor: Tensor) -> Tensor | None:
             flat = flat.clone()
         whole = flat.numel() // each * each
         words, rest = flat[:whole].view(torch.int64), flat[whole:].view(WORDS[flat.element_size()]).long()
-        width = max(1, -(-words.numel() // ROWS))
+        width = -(-words.numel() // ROWS) | 1  # odd, as in a sum each two changed signs of float64 cancel out
         even = words.numel() // width * width
         rows = torch.cat([words[:even].view(-1, width).sum(1), words[even:].sum().view(1), rest])
         numbers = torch.arange(1, len(rows) + 1, device=rows.device) * FACTOR
-        return (rows * ((numbers ^ (numbers >> 31)) * FACTOR)).sum()
+        return ((rows ^ (rows >> 31)) * ((numbers ^ (numbers >> 31)) * FACTOR)).sum()
 
 
 def differing(given: Mapping[int, Checksums]) -> str | None:

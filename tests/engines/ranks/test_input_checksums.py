@@ -38,6 +38,10 @@ def test_the_order_counts() -> None:
     torch.manual_seed(0)
     labels = torch.randint(10, (64,))
     assert len({number(labels[torch.randperm(64)]) for _ in range(1000)}) == 1000
+    for rows in (2, 600, 10_000):
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            x = torch.randn(rows, 4, dtype=dtype)
+            assert number(-x) != number(x)
     flags = torch.arange(7) < 3
     assert len({number(flags.roll(by)) for by in range(7)}) == 7
     images = torch.randn(600, 3, 5)
