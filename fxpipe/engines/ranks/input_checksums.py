@@ -34,7 +34,7 @@ def checksum(tensor: Tensor) -> Tensor | None:
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta or tensor.layout is not torch.strided:
         return None
     with torch.no_grad():
-        plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg()
+        plain = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).resolve_neg()
         if plain.is_quantized or plain.element_size() not in WORDS:
             return None
         flat, each = plain.detach().reshape(-1).contiguous(), 8 // plain.element_size()

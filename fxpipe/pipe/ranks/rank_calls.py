@@ -104,8 +104,13 @@ class RankCalls:
     def make(self, call: Call, given: Given, refuse: Refuse, name: str = "step") -> Any:
         """Make a call together with all ranks; returns its result."""
         self.joined, self.name, self.target = False, name, given[2] is not None and given[2] is not NO_TARGET
-        self.given = checksums(given) if self.check_inputs and name != "prepare" else {}
-        return self._lead(call, given) if self.world.leads else self._follow(call, given, refuse)
+        compares = self.check_inputs and name != "prepare"
+
+        def checked(whole: Given) -> Any:
+            self.given = checksums(given) if compares else {}
+            return call(whole)
+
+        return self._lead(checked, given) if self.world.leads else self._follow(checked, given, refuse)
 
     def gather(self, value: Any, name: str, refuse: Refuse) -> list[Any]:
         """The values of all ranks, in order, on all ranks. Raises RankError if some are in another call."""
