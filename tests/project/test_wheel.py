@@ -14,6 +14,27 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKED = ("fxpipe", "passes", "codegen", "pyproject.toml", "README.md", "LICENSE")
+MODEL = """
+import torch
+from torch import nn
+
+
+def make():
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.ones(8, 8)
+"""
+TOUR = """
+import doctest
+import fxpipe
+from fxpipe.api.cli.main import main
+from model import make
+
+print(fxpipe.__file__)
+assert doctest.testmod(fxpipe).failed == 0
+plain, x = make()
+assert (fxpipe.load("package", plain)(x) - plain(x)).abs().max() < 1e-6
+assert main("plan model.py:make --cluster A --batch 64 --planner dapple --out plan.json".split()) == 0
+assert main(["simulate", "plan.json"]) == 0
+"""
 BUILD = "import setuptools.build_meta as build; print(build.build_{kind}({folder!r}))"
 
 
@@ -64,17 +85,28 @@ def python_files(folder: Path) -> list[Path]:
 
 @pytest.mark.slow
 def test_an_installed_wheel_runs_the_tour(tmp_path: Path) -> None:
-    """In an environment of its own, which has torch and what it needs from this one."""
+    """In an environment of its own, which has torch and what it needs from this one: the tour of the package, and its
+    commands, as a user starts them."""
     wheel = packed("wheel", tmp_path)
     environment = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
     site = next((environment / "lib").glob("python*/site-packages"))
-    zipfile.ZipFile(wheel).extractall(site)
-    others = [path for path in sys.path if path.endswith("site-packages")]
-    (site / "others.pth").write_text("\n".join(others))
-    script = "import doctest, fxpipe; print(fxpipe.__file__, doctest.testmod(fxpipe))"
-    python = environment / "bin" / "python"
-    run = subprocess.run([python, "-c", script], cwd=tmp_path, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.startswith(str(site)), run.stdout
-    assert "failed=0" in run.stdout
+    (site / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    python, work = environment / "bin" / "python", tmp_path / "work"
+    work.mkdir()
+
+    def run(*command: str | Path) -> str:
+        without = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run(command, cwd=work, env=without, capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    to = ("--no-deps", "--no-index", "--no-compile", "--ignore-installed", "--prefix", environment)
+    run(sys.executable, "-m", "pip", "install", "-q", *to, wheel)
+    (work / "model.py").write_text(MODEL)
+    command = environment / "bin" / "fxpipe"
+    assert "2 stages" in run(command, "show", "model.py:make", "--devices", "2", "--save", "package")
+    (work / "tour.py").write_text(TOUR)
+    shown = run(python, "tour.py")
+    assert shown.startswith(str(site)), shown
+    assert "bubble" in shown

@@ -1,0 +1,42 @@
+"""What a release needs agrees: one version in all files, and a changelog that tools and users can read."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+from fxpipe.api.doctor import TORCH
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+GROUPS = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")
+
+
+def test_one_version() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", PROJECT["version"])
+    assert f"\nversion: {PROJECT['version']}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_one_range_of_torch() -> None:
+    (lowest, highest), said = TORCH, (ROOT / "docs" / "reference" / "versions.md").read_text()
+    wanted = f"torch>={lowest[0]}.{lowest[1]},<{highest[0]}.{highest[1] + 1}"
+    assert wanted in PROJECT["dependencies"]
+    assert f"`{wanted}`" in said
+
+
+def test_the_changelog_is_in_groups() -> None:
+    """Versions, newest first; in each, every group at most once; in groups only entries, of at most four lines."""
+    _, *versions = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert versions[0].startswith("Unreleased\n")
+    for text in versions:
+        name, *groups = re.split(r"^### ", text, flags=re.MULTILINE)
+        assert re.fullmatch(r"Unreleased|\d+\.\d+\.\d+ - \d{4}-\d\d-\d\d", name.strip()), f"outside of a group: {name}"
+        titles = [group.split("\n")[0] for group in groups]
+        assert titles == [title for title in GROUPS if title in titles], titles
+        for group in groups:
+            body = group.partition("\n")[2].strip()
+            entries = re.split(r"^- ", body, flags=re.MULTILINE)
+            assert not entries[0], entries[0]
+            long = [entry for entry in entries if entry.strip().count("\n") >= 4]
+            assert not long, f"an entry is at most four lines: {long}"
