@@ -18,6 +18,7 @@ from fxpipe.pipe.processes import Tensors
 
 from .parallelize import fill, release
 from .ranks import Ranks
+from .torch_clipping import unless_clipped
 
 FindReplicaGroups = Callable[[Mapping[str, Tensor]], Mapping[int, Sequence[str]] | None]
 
@@ -56,7 +57,8 @@ class RankTensors(Tensors):
     def only_held(self, pairs: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         tensors = tensors_of(self.model)
         held = {id(tensors[path]): now for path, now in self.held().items()}
-        return iter([(key, held[id(tensor)]) for key, tensor in pairs if id(tensor) in held])
+        found = [(key, held[id(tensor)]) for key, tensor in pairs if id(tensor) in held]
+        return iter(found) if len(self.ranks.world.labels) == 1 else unless_clipped(found)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         found, own, prefix = self.model.state_dict(*args, **kwargs), self.own(), kwargs.get("prefix", "")

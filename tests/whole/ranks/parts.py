@@ -155,6 +155,11 @@ def looped(group: Any) -> None:
     mine = "layers.0.weight" in (pipe.keys_here() or ())
     with pytest.raises(FxpipeError, match=r"so ranks would skip other steps; use fxpipe.GradScaler\(pipe, ...\)"):
         pipe.step(batch(0), target=batch(0), loss_fn=F.cross_entropy, scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(FxpipeError, match=r"clip by different norms; use fxpipe.clip_grad_norm_\(pipe, max_norm\)"):
+        clip_plain(pipe, 1.0)
+    with pytest.raises(FxpipeError, match="clip by different norms"):
+        nn.utils.clip_grad_norm_((p for _, p in pipe.named_parameters() if p.requires_grad), 1.0)
+    nn.utils.clip_grad_norm_(plain.parameters(), 1.0)  # is no pipe's
     found = loop(
         model, pipe, fxpipe.GradScaler(pipe, "cpu", init_scale=1024.0), fxpipe.clip_grad_norm_,
         model.layers[0].weight if mine else None,
