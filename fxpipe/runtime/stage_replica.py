@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .gradient_aliases import Pair
+from .autograd.gradient_aliases import Pair
 from .stage import Stage
 
 

@@ -33,6 +33,7 @@ from fxpipe.ir.dataclass_json import from_plain, parse
 from fxpipe.pipe.drop_in_module import DropInModule
 from fxpipe.pipe.materialize import listed
 from fxpipe.pipe.saved.tensor_sources import entries, read
+from fxpipe.runtime.interrupts import Interrupts, ignore
 
 from .distributed_save import OverRanks, write
 from .optimizer_state import find_state, groups_of, kept, names_of
@@ -65,16 +66,18 @@ def save_checkpoint(
     With several processes, all of them call it, and each writes the tensors that it has. `extra` of the first process
     is saved too: tensors and JSON values, as in `step=100, schedule=scheduler.state_dict(), rng=torch.get_rng_state()`.
     A folder counts as a checkpoint only when it is complete. Raises CheckpointError if the folder already is one, or if
-    a value is neither tensor nor JSON; a failure on one rank of a pipe is a RankError on all others.
+    a value is neither tensor nor JSON; a failure on one rank of a pipe is a RankError on all others. Ctrl-C is raised
+    when all is written; a second one at once.
     """
     path = Path(folder)
     found = partial(contents, path, model, optimizer, extra)
-    if isinstance(model, OverRanks):
-        write(path, found, model)
-        return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        save(found(), checkpoint_id=path, no_dist=place_of(model)[1])
+    with Interrupts(ignore):  # torch's writer would raise another exception, or abort the process
+        if isinstance(model, OverRanks):
+            write(path, found, model)
+            return
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            save(found(), checkpoint_id=path, no_dist=place_of(model)[1])
 
 
 def contents(

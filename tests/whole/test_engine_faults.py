@@ -30,6 +30,7 @@ from fxpipe.engines.common.step import Step
 from fxpipe.engines.common.thread_autotune import ThreadAutotune
 from fxpipe.ir.schedule.schedule import Action
 from fxpipe.runtime import worker
+from fxpipe.runtime.random import Draw
 from tests.campaign.faults import Trap, watched
 
 CHUNKS = 5
@@ -358,6 +359,29 @@ def test_an_interrupt_at_any_time(subjects: Callable[..., Subject], config: Any)
         assert all(grad is None for grad in found) or all(grad is not None for grad in found)
     assert interrupted > 10  # Python drops one that comes in a `__del__`
     check_exact(subject)
+
+
+def test_an_interrupt_while_a_lock_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The action that draws random numbers ends before Ctrl-C is raised; else the next one would wait for ever."""
+    enter, pressed = Draw.__enter__, list[bool]()
+
+    def pressing(draw: Draw) -> None:
+        enter(draw)
+        if not pressed:
+            pressed.append(True)
+            _thread.interrupt_main()
+
+    monkeypatch.setattr(Draw, "__enter__", pressing)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)).double()
+    pipe = fxpipe.compile(model, ["cpu"], 3)
+    for run in (lambda: pipe.step(X, target=Y, loss_fn=F.mse_loss), lambda: pipe(X)):
+        pressed.clear()
+        with pytest.raises(KeyboardInterrupt):
+            run()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        run()
+        model.zero_grad()
+    pipe.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

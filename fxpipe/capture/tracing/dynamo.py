@@ -32,6 +32,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 
 from fxpipe.capture.capture_errors import Refused, Sizes, refusal
 from fxpipe.errors import CaptureError
+from fxpipe.runtime.interrupts import Interrupts
 
 from .composite_ops import composed_in_python, one_step
 from .context_variables import Contexts, context_variables
@@ -108,7 +109,8 @@ def dynamo(function: Callable[..., Any], capture: Capture, starts: Callable[[], 
         while True:
             configured.modules, configured.sizes = None, {}
             try:
-                return run(*given)
+                with Interrupts():  # Dynamo drops exceptions in guards
+                    return run(*given)
             except Exception as error:  # Dynamo may also fail with other exceptions, on code without source
                 if not isinstance(error, torch._dynamo.exc.TorchDynamoException) and configured.modules is None:
                     raise  # the pipeline's, which runs in here

@@ -19,13 +19,13 @@ from torch import Tensor
 from fxpipe.engines.transports.mailbox import Transport
 from fxpipe.ir.schedule.schedule import Action
 from fxpipe.runtime import Stage
+from fxpipe.runtime.autograd.gradient_aliases import Pair, alias
 from fxpipe.runtime.autograd.is_recomputing import recomputing
 from fxpipe.runtime.autograd.offload import Offload, offload
 from fxpipe.runtime.autograd.saved_tensors import Saved
 from fxpipe.runtime.autograd.split_backward import Weights, input_gradient, weight_gradient
 from fxpipe.runtime.autograd.transfer import Transfer, pack, unpack
 from fxpipe.runtime.autograd.unalias_gradients import unshare
-from fxpipe.runtime.gradient_aliases import Pair, alias
 from fxpipe.runtime.random import replica_seed
 from fxpipe.runtime.written_buffers import instead, keep, scratch
 
@@ -33,7 +33,7 @@ from . import generated_backward
 from .generated_backward import Later
 from .kept_values import Kept
 from .replica_routing import Routes, cut, gradient_key, joined, piece_name
-from .scheduler_base import Batches
+from .scheduler_base import Batches, Place
 from .step_contract import StepEngine
 
 Scale = Tensor | float | None  # the factor of all gradients
@@ -77,6 +77,12 @@ class Step(Batches):
     rows_of: tuple[int, ...] = ()
     views: Sequence[Sequence[Step]] | None = None
 
+    def __init__(self, sizes: tuple[int, ...], place: Place, draws: bool) -> None:
+        super().__init__(sizes, place, draws)
+        self.mailboxes: Sequence[Transport] = ()
+        self.done: list[str] = []
+        self.failed: list[BaseException] = []
+
     def slice_of(self, whole: Batches, replica: int, routes: Routes) -> None:
         """Set this step up as the slices that replica number `replica` has of the batch `whole`."""
         self.rows_of, self.total = whole.sizes, whole.total
@@ -98,8 +104,6 @@ class Step(Batches):
         self.kept: dict[tuple[int, int], Kept] = {}
         self.weights: dict[tuple[int, int], Weights] = {}
         self.later: dict[tuple[int, int], Later] = {}
-        self.done: list[str] = []
-        self.failed: list[BaseException] = []
         self.fresh: list[list[Tensor]] = [[] for _ in self.stages]
         self.leaves: dict[str, list[list[Tensor]]] = {}
         self.shares = tuple([size / self.total for size in self.sizes])

@@ -25,9 +25,10 @@ from torch import Tensor
 from fxpipe.engines.transports.mailbox import LOST, Mailbox, Stopped, Transport
 from fxpipe.ir.schedule.schedule import Action, Schedule, at_once, order, parse
 from fxpipe.runtime import Stage
+from fxpipe.runtime.autograd.gradient_aliases import Pair, alias, commit_gradients, put_together, standing_in
 from fxpipe.runtime.caller_context import Context
 from fxpipe.runtime.deferred_norms import commit, discard
-from fxpipe.runtime.gradient_aliases import Pair, alias, commit_gradients, put_together, standing_in
+from fxpipe.runtime.interrupts import Interrupts
 from fxpipe.runtime.streams import use_stream
 from fxpipe.runtime.worker import Report
 
@@ -120,9 +121,10 @@ class StepScheduler(SchedulerBase):
         """Run a step, without committing gradients and buffers to the model."""
         self.refresh()
         m = self.cut(batch, chunks)
-        with self.begun(m, scale, rows or self.timetable, observer):
-            self._run(m)
-        self.check(m)
+        with Interrupts(m.stop):
+            with self.begun(m, scale, rows or self.timetable, observer):
+                self._run(m)
+            self.check(m)
         return m
 
     def refresh(self) -> None:
@@ -178,7 +180,7 @@ class StepScheduler(SchedulerBase):
                 self._workers[label].orders.put((self._work, own, (j, j), HERE, None, reports))
                 begun.append(label)
             self._row(*replica_devices[ours])
-        except BaseException as error:  # Ctrl-C between two actions
+        except BaseException as error:  # the second Ctrl-C
             m.stop(error)
         self._await(begun, reports, m)
         if len(m.done) < len(begun):
@@ -201,7 +203,7 @@ class StepScheduler(SchedulerBase):
                 reports.get(timeout=LOST)
             except Empty:
                 continue
-            except BaseException as error:  # Ctrl-C
+            except BaseException as error:  # the second Ctrl-C
                 m.stop(error)
 
     def _work(self, m: Step, j: int) -> None:

@@ -31,8 +31,8 @@ from fxpipe.engines.transports.mailbox import Key
 from fxpipe.ir.schedule.action_times import Times
 from fxpipe.ir.schedule.schedule import Action
 from fxpipe.ir.timeline import Steps
+from fxpipe.runtime.autograd.gradient_aliases import Pair, alias, commit_gradients
 from fxpipe.runtime.deferred_norms import discard
-from fxpipe.runtime.gradient_aliases import Pair, alias, commit_gradients
 from fxpipe.runtime.written_buffers import instead
 
 Sent = Mapping[Key, tuple[Any, bool]]  # each value that was sent, and whether it needs a gradient

@@ -20,6 +20,7 @@ from fxpipe.engines.transports.mailbox import LOST
 from fxpipe.runtime.autograd.backward_notes import watching
 from fxpipe.runtime.deferred_norms import commit, discard
 from fxpipe.runtime.error_notes import add_note
+from fxpipe.runtime.interrupts import Interrupts, ignore
 from fxpipe.runtime.worker import Compute, Report, attempt
 
 __all__ = ["Batches", "Pipeline", "clock"]
@@ -38,12 +39,8 @@ class Pipeline(SchedulerBase):
         m = self.scatter(batch, chunks, Batches)
         self.lend(m)
         try:
-            ready = [getattr(self, f"ready_{j}", nothing) for j in range(len(self.stages))]
-            compute = [self.watched(j) if m.grad else getattr(self, f"compute_{j}") for j in range(len(self.stages))]
-            for tick in clock(len(m), len(self.stages)):
-                for i, j in tick:
-                    ready[j](m, i)
-                self.tick(m, tick, compute)
+            with Interrupts(ignore) as interrupts:
+                self.run_ticks(m, interrupts)
         except BaseException:
             discard(self.mutating)
             raise
@@ -51,6 +48,17 @@ class Pipeline(SchedulerBase):
         for stage in self._copying:
             stage.give_back()
         return self.gather(m)
+
+    def run_ticks(self, m: Batches, interrupts: Interrupts) -> None:
+        """Run all ticks. Ctrl-C ends this after a tick."""
+        ready = [getattr(self, f"ready_{j}", nothing) for j in range(len(self.stages))]
+        compute = [self.watched(j) if m.grad else getattr(self, f"compute_{j}") for j in range(len(self.stages))]
+        for tick in clock(len(m), len(self.stages)):
+            if interrupts.error is not None:
+                return
+            for i, j in tick:
+                ready[j](m, i)
+            self.tick(m, tick, compute)
 
     def tick(self, m: Batches, tick: Tick, compute: Sequence[Compute]) -> None:
         """Run the tasks of a tick, each on its worker, and wait for all. Raises the error of the lowest stage that

@@ -24,8 +24,8 @@ from fxpipe.engines.common.step import Observer, Rows, Scale, Step
 from fxpipe.engines.common.step_contract import Gradients
 from fxpipe.engines.common.step_engine import StepScheduler
 from fxpipe.runtime import Stage
+from fxpipe.runtime.autograd.gradient_aliases import Pair, standing_in
 from fxpipe.runtime.deferred_norms import absorb, sums_of
-from fxpipe.runtime.gradient_aliases import Pair, standing_in
 from fxpipe.runtime.microbatch import gather
 from fxpipe.runtime.stage_replica import empty, fill
 from fxpipe.runtime.streams import Streams

@@ -30,8 +30,9 @@ from fxpipe.errors import InputError, RankError
 from fxpipe.ir.program.messages import MessageTable
 from fxpipe.ir.timeline import Timeline
 from fxpipe.runtime import Stage
+from fxpipe.runtime.autograd.gradient_aliases import commit_gradients
 from fxpipe.runtime.deferred_norms import commit
-from fxpipe.runtime.gradient_aliases import commit_gradients
+from fxpipe.runtime.interrupts import Interrupts, ignore
 
 from .rank_group import Lost, World
 from .rank_program import RankProgram
@@ -85,11 +86,12 @@ class RankScheduler:
         which must not differ from those of other ranks. Raises RankError if they do, or if a rank is lost."""
         self.world.begin()
         seen = [self._seen(name, value) for (name, _), value in zip(self.steps.inputs, batch, strict=True)]
-        with nullcontext(error) if self.parallel is None else self.parallel.held(self, error) as error:
+        held = nullcontext(error) if self.parallel is None else self.parallel.held(self, error)
+        with Interrupts(ignore) as interrupts, held as error:
             try:
                 self._even_out()  # other calls may have changed the buffers
                 run = self._begin(seen, chunks, seed, error or self._check(batch), given)
-                run.take(scale, timer)
+                run.take(scale, timer, interrupts)
                 self._commit()
                 outputs, pairs = run.outputs(), run.pairs(batch)
                 if timer is not None:

@@ -16,7 +16,8 @@ from fxpipe.engines.transports.message_format import FailedElsewhere
 from fxpipe.errors import RankError
 from fxpipe.ir.program.device_programs import Message
 from fxpipe.ir.schedule.schedule import Action
-from fxpipe.runtime.gradient_aliases import Pair, alias, put_together, standing_in
+from fxpipe.runtime.autograd.gradient_aliases import Pair, alias, put_together, standing_in
+from fxpipe.runtime.interrupts import Interrupts
 from fxpipe.runtime.microbatch import gather, scatter, split_sizes
 from fxpipe.runtime.streams import use_stream
 
@@ -52,8 +53,8 @@ class RankRun:
         self.numbers: Numbers = {}
         self.given, self.inputs = given, dict[str, int]()
 
-    def take(self, scale: Scale, timer: RankTimer | None) -> None:
-        """Run the step, observed by `timer`. Raises its first error."""
+    def take(self, scale: Scale, timer: RankTimer | None, interrupts: Interrupts) -> None:
+        """Run the step, observed by `timer`. Raises its first error; Ctrl-C counts as one between two lines."""
         m, stages, broken = self.m, self.steps.stages, self.transport.broken
         if not m.grad:
             wrap(m, dict.fromkeys(("forward", "forward_to_recompute"), keep_nothing))
@@ -65,15 +66,17 @@ class RankRun:
                 timer.watch(self.transport)
             if not broken:
                 self.weights.lend()
-            self._run()
+            self._run(interrupts)
         self.steps.check(m)
 
     # The program ------------------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run(self, interrupts: Interrupts) -> None:
         """Run all of this rank's program, until all ranks are done and the verdict is known."""
         m, transport, weights = self.m, self.transport, self.weights
         for do, what in self.program.lines:
+            if interrupts.error is not None:
+                transport.fail(interrupts.error)
             if do == "batch":
                 self._exchange(what)
             elif transport.broken or (what.micro_batch is not None and what.micro_batch > m.last):

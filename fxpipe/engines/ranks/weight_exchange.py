@@ -13,7 +13,7 @@ from fxpipe.engines.transports.mailbox import Key
 from fxpipe.ir.program.device_programs import Message
 from fxpipe.ir.program.gradient_buckets import Bucket
 from fxpipe.ir.program.messages import LentTensor
-from fxpipe.runtime.gradient_aliases import alias
+from fxpipe.runtime.autograd.gradient_aliases import alias
 
 from .rank_transport import RankTransport
 from .replica_reduce import BucketReduce

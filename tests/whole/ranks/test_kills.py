@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from tests.whole.ranks.lives import SIZE, live
 
-SOON = 15  # seconds, until all know
+SOON = 40  # seconds, until all know
 PATIENCE = 200  # seconds, for whatever nothing stands in the way of
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}
 

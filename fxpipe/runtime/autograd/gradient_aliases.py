@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from .stage import Stage
+from fxpipe.runtime.stage import Stage
 
 Pair = tuple[Tensor, Tensor]  # a tensor of the model, and its alias
 
