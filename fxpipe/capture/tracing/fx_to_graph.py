@@ -25,7 +25,7 @@ from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.graph.value_types import VMAP
 
 from .dynamo import Traced
-from .op_effects import Step, steps
+from .effects.op_effects import Step, steps
 from .placeholders import Builder, add_inputs, add_states, define
 from .symbolic_sizes import text, type_of
 

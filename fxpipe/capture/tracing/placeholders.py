@@ -17,7 +17,7 @@ from fxpipe.ir.graph.graph import Input, Op, Size, State
 from fxpipe.ir.graph.value_types import ScalarType, TensorType, ValueType
 
 from .dynamo import Traced
-from .op_effects import memory
+from .effects.op_effects import memory
 from .symbolic_sizes import BATCH, first_symbols, symbol, type_of
 from .value_names import Names, usual_size
 

@@ -23,10 +23,11 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.capture.capture_errors import line_of, modules_around, refusal
+from fxpipe.capture.tracing.composite_ops import composed_in_python, drops, one_step
+from fxpipe.capture.tracing.dynamo import Traced
 from fxpipe.ir.graph.graph import Region
 
-from .composite_ops import composed_in_python, drops, one_step
-from .dynamo import Traced
+from .equal_ops import EqualOps
 
 # These write their running statistics without declaring it: the places of mean and variance, and of `training`.
 SILENT_WRITES = {
@@ -96,11 +97,13 @@ def memory(value: Any) -> Iterator[int]:
 
 
 def steps(traced: Traced) -> tuple[dict[fx.Node, Any], list[Step]]:
-    """The values of all nodes, and a step for each op; contexts that ops enter and exit are on the ops inside."""
+    """The values of all nodes, and a step for each op; contexts that ops enter and exit are on the ops inside. Of equal
+    ops that write nothing, one runs (`equal_ops.py`)."""
     env: dict[fx.Node, Any] = {}
     found: list[Step] = []
     regions: list[tuple[fx.Node | None, Region]] = []
     dead = _dead_numbers(traced.module.graph)
+    equal = EqualOps(traced.mode)
     grad = torch.is_grad_enabled()
     # What replaces functions of torch's does so for the whole process, so no other thread may capture meanwhile.
     with convert_frame.compile_lock, ExitStack() as contexts:
@@ -127,13 +130,29 @@ def steps(traced: Traced) -> tuple[dict[fx.Node, Any], list[Step]]:
                 env[node] = env[node.args[0]]
                 node.replace_all_uses_with(node.args[0])
             elif _name(node) not in ASSERTIONS and node not in dead:
-                effects.written, effects.random = {}, False
-                _say_where(node)
-                env[node] = _run(node, env, traced)
                 inside = tuple(region for _, region in regions)
-                random = effects.random or drops(node)
-                found.append(Step(node, env[node], tuple(effects.written), random, inside))
+                found.append(_step(node, env, inside, effects, equal))
+                env[node] = found[-1].value
+            if node in env:
+                equal.add(env[node])
     return env, found
+
+
+def _step(
+    node: fx.Node, env: dict[fx.Node, Any], regions: tuple[Region, ...], effects: Effects, equal: EqualOps
+) -> Step:
+    """One op: what is known from an equal one, or what its run shows."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+    key = equal.key(node, args, kwargs, regions)
+    if (known := equal.find(key, node, args, kwargs)) is not None:
+        return Step(node, node.meta["example_value"], (), known.random, regions)
+    effects.written, effects.random = {}, False
+    _say_where(node)
+    value = _run(node, args, kwargs)
+    random = effects.random or drops(node)
+    if not effects.written:
+        value = equal.learn(key, node, args, kwargs, value, random)
+    return Step(node, value, tuple(effects.written), random, regions)
 
 
 def _say_where(node: fx.Node) -> None:
@@ -160,9 +179,7 @@ def _changes_nothing(node: fx.Node, env: dict[fx.Node, Any]) -> bool:
     return node.target is torch.Tensor.set_ and len(node.args) == 2 and env[node.args[0]] is env[node.args[1]]  # type: ignore[index]
 
 
-def _run(node: fx.Node, env: dict[fx.Node, Any], traced: Traced) -> Any:
-    args = fx.map_arg(node.args, env.__getitem__)
-    kwargs = fx.map_arg(node.kwargs, env.__getitem__)
+def _run(node: fx.Node, args: Any, kwargs: Any) -> Any:
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     if isinstance(node.target, torch._ops.HigherOrderOperator) and "example_value" in node.meta:

@@ -1,0 +1,165 @@
+"""Values that are known from an equal op are those that a run of each op gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from fxpipe.capture.capture_call import capture
+from fxpipe.capture.tracing import fx_to_graph
+from fxpipe.capture.tracing.dynamo import Traced
+from fxpipe.capture.tracing.effects import op_effects
+from fxpipe.capture.tracing.effects.equal_ops import EqualOps
+from fxpipe.capture.tracing.effects.op_effects import Step, memory
+from tests.helpers.marks import mostly_slow
+from tests.helpers.models import MODELS
+
+Ran = tuple[dict[fx.Node, Any], list[Step]]
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Each graph is run in full, and then as always; the answers must be the same. Of each graph: how many ops ran, of
+    how many."""
+    always, run = op_effects.steps, op_effects._run
+    count, found = [0], []
+
+    def counted(node: fx.Node, *args: Any) -> Any:
+        count[0] += 1
+        return run(node, *args)
+
+    def both(traced: Traced) -> Ran:
+        with monkeypatch.context() as patch:
+            patch.setattr(EqualOps, "key", lambda *args: None)
+            full = always(traced)
+        count[0] = 0
+        fast = always(traced)
+        found.append((count[0], len(fast[1])))
+        assert _said(*fast) == _said(*full)
+        return fast
+
+    monkeypatch.setattr(op_effects, "_run", counted)
+    monkeypatch.setattr(fx_to_graph, "steps", both)
+    return found
+
+
+def _said(env: dict[fx.Node, Any], steps: list[Step]) -> list[Any]:
+    """All values, by their types, the first node with the same tensor and the first with the same memory; and for each
+    op what it writes."""
+    homes: dict[int, int] = {}
+    objects: dict[int, int] = {}
+    values = [_value(env[node], index, homes, objects) for index, node in enumerate(env)]
+    order = {node: index for index, node in enumerate(env)}
+    return [values, [(s.node, _written(s, order[s.node], homes), s.random, s.regions) for s in steps]]
+
+
+def _written(step: Step, index: int, homes: dict[int, int]) -> list[int]:
+    """The nodes whose memory the op writes; without memory that only the op had, which a later node may have now."""
+    return [home for address in step.written if (home := homes.get(address, index + 1)) <= index]
+
+
+def _value(value: Any, index: int, homes: dict[int, int], objects: dict[int, int]) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value), [_value(item, index, homes, objects) for item in value]
+    if not isinstance(value, Tensor):
+        return type(value), str(value) if isinstance(value, (int, float, torch.SymInt)) else None
+    places = [homes.setdefault(address, index) for address in memory(value)]
+    if not places:
+        return "in a vmap"
+    sizes = str((*value.shape, *value.stride(), value.storage_offset(), value.untyped_storage().nbytes()))
+    same = objects.setdefault(id(value), index)
+    return value.dtype, value.device, sizes, value.requires_grad, value.is_leaf, places, same
+
+
+QUICK = ("dropout", "in place", "complex")
+SLOW = ("lstm", "own function", "mixed precision")
+
+
+@pytest.mark.parametrize("name", mostly_slow(QUICK + SLOW, QUICK.__contains__))
+def test_models(name: str, compared: list[tuple[int, int]]) -> None:
+    case = MODELS[name]
+    args, kwargs = case.inputs(6)
+    capture(case.make().double(), args, kwargs, batch_dim=case.input_dim, reduce="mean")
+    assert compared
+
+
+Layer = Callable[[nn.Linear, Tensor], Tensor]
+SAME: dict[str, Layer] = {
+    "views": lambda fc, x: fc(x.t().t().reshape(-1, 2, 2).flatten(1)),
+    "split": lambda fc, x: torch.cat([piece.tanh() for piece in fc(x).split(2, dim=1)], dim=1),
+    "the tensor itself": lambda fc, x: fc(x.contiguous()),
+    "dropout": lambda fc, x: F.dropout(fc(x), 0.5),
+    "sizes": lambda fc, x: fc(x).view(x.shape[0] * 2, 2).view(x.shape[0], 4),
+}
+
+
+class Layers(nn.Module):
+    """Four equal layers, computed by `layer`."""
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.layers, self.layer = nn.ModuleList(nn.Linear(4, 4) for _ in range(4)), layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.layer(layer, x.sin())  # type: ignore[arg-type]
+        return x
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_of_equal_ops_one_runs(name: str, compared: list[tuple[int, int]]) -> None:
+    capture(Layers(SAME[name]), (torch.ones(6, 4),))
+    ((ran, ops),) = compared
+    lookups = ops // 4 if name == "split" else 0  # `getitem` of what `split` gives
+    assert ran <= ops // 4 + lookups + 8  # the first op may have an input without gradient
+
+
+def _scaled_in_place(fc: nn.Linear, x: Tensor) -> Tensor:
+    h = x.detach().clone()
+    before = h[:, :1]
+    h.mul_(fc.weight.sum())
+    return fc(h + before)
+
+
+def _turned_in_place(fc: nn.Linear, x: Tensor) -> Tensor:
+    h = x + 1
+    h.unsqueeze_(1)
+    return fc(h.squeeze(1))
+
+
+def _without_gradient(fc: nn.Linear, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = fc(x).exp()
+    return fc(x).exp() * scale
+
+
+def _in_half(fc: nn.Linear, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low = fc(x)
+    return fc(x) + low.float()
+
+
+def _random_or_not(fc: nn.Linear, x: Tensor) -> Tensor:
+    return fc(F.dropout(x, 0.5) + F.dropout(x, 0.0) + F.dropout(x, 0.5, training=False))
+
+
+OTHERS: dict[str, Layer] = {
+    "in place": _scaled_in_place,
+    "other sizes in place": _turned_in_place,
+    "gradient": _without_gradient,
+    "autocast": _in_half,
+    "probability": _random_or_not,
+    "one argument twice": lambda fc, x: fc(torch.add(x, x) + torch.add(x, x + 1)),
+    "a number's type": lambda fc, x: fc((x > 0) * 1 + (x > 0) * 1.0 + (x > 0) * True),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_ops_that_differ_in_little(name: str, compared: list[tuple[int, int]]) -> None:
+    capture(Layers(OTHERS[name]), (torch.ones(6, 4),))
+    assert compared
