@@ -164,6 +164,10 @@ class Cluster:
         return {member: switch for switch in self.switches for member in switch.members}
 
     @cached_property
+    def _between(self) -> dict[tuple[str, str], Link]:
+        return {}
+
+    @cached_property
     def ports(self) -> dict[str, tuple[tuple[Switch, str], ...]]:
         """For each device the ports above it, lowest first: (switch, the member of the switch that the device is
         behind)."""
@@ -189,7 +193,14 @@ def meeting(cluster: Cluster, a: str, b: str) -> Switch | None:
 
 def link(cluster: Cluster, a: str, b: str) -> Link:
     """The link between devices `a` and `b`: their own, or else that of their servers, or else the way through the
-    lowest switch that joins them. Raises KeyError if nothing joins them."""
+    lowest switch that joins them; remembered. Raises KeyError if nothing joins them."""
+    found = cluster._between.get((a, b))
+    if found is None:
+        found = cluster._between[a, b] = _link(cluster, a, b)
+    return found
+
+
+def _link(cluster: Cluster, a: str, b: str) -> Link:
     servers = {cluster.device(a).server, cluster.device(b).server}
     found = [e for e in cluster.links if set(e.ends) == {a, b}] or [e for e in cluster.links if set(e.ends) == servers]
     if found:

@@ -18,8 +18,8 @@ best depends on what follows. Prefixes that cannot lead to a plan better than th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import inf
 from time import perf_counter
 from typing import NamedTuple
@@ -112,28 +112,58 @@ class _Prefix:
     bound: float  # no plan that starts like this takes less
 
 
-def dapple(problem: Problem, until: float = inf) -> HybridPlan:
-    """The plan on all devices that fits in memory and has the least estimate that the search finds; it ends at `until`
-    by `perf_counter`, with the best so far. Raises PlanError if none fits."""
-    search = _Search(problem, until)
-    stages = search.run()
-    return plan_of(problem, stages)
+def dapple(problem: Problem) -> HybridPlan:
+    """The plan on all devices that fits in memory and has the least estimate that the search finds. Raises PlanError if
+    none fits."""
+    search = DappleSearch(problem)
+    search.run()
+    return plan_of(problem, search.stages)
 
 
-class _Search:
-    """The prefixes found so far, and the best plan."""
+class DappleSearch:
+    """The prefixes found so far, and the best plan. It can be interrupted.
 
-    def __init__(self, problem: Problem, until: float = inf) -> None:
-        self.problem = problem
-        self.until = until
+    - `recomputes`: whether it goes on to the stages for unlimited memory, which may fit if they recompute, if none fit.
+    - `lacked`: whether any plan on the way did not fit in memory.
+    - `ended`: whether all has been searched.
+    """
+
+    def __init__(self, problem: Problem, recomputes: bool = False) -> None:
+        self.problem, self.recomputes = problem, recomputes
         self.groups = servers(problem.cluster)
         self.sizes: Counts = tuple(len(group) for group in self.groups)
         self.layers = len(problem.chain)
         self.work = [f + b for f, b in zip(problem.fast.forwards, problem.fast.backwards, strict=True)]
+        self.lacked = self.ended = False
+        self._begin()
+        self._steps = self._search()
+
+    def _begin(self) -> None:
         self.open: list[dict[Counts, _Prefix]] = [{} for _ in range(self.layers)]
         self.best: tuple[tuple[bool, float], tuple[HybridStage, ...]] = ((True, inf), ())
 
-    def run(self) -> tuple[HybridStage, ...]:
+    def run(self, until: float = inf) -> bool:
+        """Go on with the search until it ends (True) or until `until`, by `perf_counter` (False)."""
+        self.ended = self.ended or all(perf_counter() <= until for _ in self._steps)
+        return self.ended
+
+    @property
+    def stages(self) -> tuple[HybridStage, ...]:
+        """Those of the best plan so far. Raises PlanError if none fits, and `recomputes` is False."""
+        (lacks, _), stages = self.best
+        if lacks:
+            raise PlanError(f"no plan of {self.problem.chain.model} fits in the memory of the devices")
+        return stages
+
+    def _search(self) -> Iterator[None]:
+        """Yields from time to time, so that the search can be interrupted."""
+        yield from self._all()
+        if self.best[0][0] and self.recomputes:
+            self.problem = replace(self.problem, capped=False)
+            self._begin()
+            yield from self._all()
+
+    def _all(self) -> Iterator[None]:
         none = (0,) * len(self.sizes)
         starts = [whole] if self.layers < sum(self.sizes) else [whole, one_each]
         for stages in (start(self.problem) for start in starts):
@@ -141,37 +171,46 @@ class _Search:
         self.open[0][none] = _Prefix((True, inf), (), (), 0.0, 0.0)
         for first in range(self.layers):
             for used, prefix in sorted(self.open[first].items()):
-                self._extend(first, used, prefix)
-        (lacks, _), stages = self.best
-        if lacks:
-            raise PlanError(f"no plan of {self.problem.chain.model} fits in the memory of the devices")
-        return stages
+                yield from self._extend(first, used, prefix)
 
     def _consider(self, stages: tuple[HybridStage, ...], seconds: float) -> tuple[bool, float]:
-        score = (self.problem.capped and not fits(self.problem, stages), seconds)
+        lacks = self.problem.capped and not fits(self.problem, stages)
+        self.lacked = self.lacked or lacks
+        score = (lacks, seconds)
         if score < self.best[0]:
             self.best = score, stages
         return score
 
-    def _extend(self, first: int, used: Counts, prefix: _Prefix) -> None:
+    def _extend(self, first: int, used: Counts, prefix: _Prefix) -> Iterator[None]:
         """Try one more stage after a prefix: every number of layers and devices, and every placement policy."""
         if self._hopeless(prefix.bound):
             return
-        for need in range(1, sum(self.sizes) - sum(used)):
-            if perf_counter() > self.until:
-                return
-            for counts in placements(self.sizes, used, need):
+        free = sum(self.sizes) - sum(used)
+        for need in range(1, free):
+            yield
+            ends = self._ends(prefix, first, need, free - need)
+            for counts in placements(self.sizes, used, need) if ends else ():
                 taken = plus(used, counts)
                 devices = positions(self.groups, used, counts)
                 rest = positions(self.groups, taken, minus(self.sizes, taken))
-                for end in range(first + 1, self.layers):
+                for end in ends:
                     own, left = self._bounds(prefix, first, end, need, len(rest))
-                    if self._hopeless(own):
-                        break  # the stage only grows
                     before = self.open[end].get(taken)
                     known = before is not None and not before.score[0] and left >= before.score[1]
-                    if not known and not self._hopeless(left):
+                    if not known and not self._hopeless(max(own, left)):
+                        yield
                         self._try(prefix, HybridStage(first, end, devices), rest, taken)
+
+    def _ends(self, prefix: _Prefix, first: int, need: int, rest: int) -> list[int]:
+        """Where a stage of `need` devices may end, by bounds alone, which need no placement."""
+        ends = []
+        for end in range(first + 1, self.layers):
+            own, left = self._bounds(prefix, first, end, need, rest)
+            if self._hopeless(own):
+                break  # the stage only grows
+            if not self._hopeless(left):
+                ends.append(end)
+        return ends
 
     def _hopeless(self, bound: float) -> bool:
         return not self.best[0][0] and bound >= self.best[0][1]

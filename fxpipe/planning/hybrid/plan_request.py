@@ -15,6 +15,7 @@ from fxpipe.ir.units import show_seconds
 from .event_time import Problem
 
 MOST_MICRO_BATCHES = 256  # if the planner chooses: more take time to simulate, and gain very little
+FEW = 4  # numbers of micro-batches that a slow planner tries
 EXACT = 1e-9  # a plan this little above the bound, relatively, is as good as optimal: sums have rounding errors
 
 
@@ -94,6 +95,8 @@ class Certificate:
     - `branches`: how many branches were searched.
     - `seconds`: how long the search took.
     - `ideal_shares`: whether the replicas of all plans share micro-batches evenly, whole samples or not.
+    - `unfinished`: for how many numbers of micro-batches and warm-ups DAPPLE's planner took too long. Its plan with one
+      of these may be faster; with all others it is not.
     """
 
     bound: float
@@ -102,6 +105,7 @@ class Certificate:
     branches: int
     seconds: float
     ideal_shares: bool = False
+    unfinished: int = 0
 
     @property
     def proven(self) -> bool:
@@ -112,6 +116,10 @@ class Certificate:
         known = "proven optimal" if self.proven else f"at most {self.gap:.2%} above the optimum"
         if self.ideal_shares:
             known += ", with ideal shares"
+        if self.unfinished:
+            known += (
+                f", and perhaps above DAPPLE's plan, whose planner did not end in time ({self.unfinished} searches)"
+            )
         return (
             f"{known}: no plan takes less than {show_seconds(self.bound)} "
             f"({self.simulated} plans simulated, {self.branches} branches, {show_seconds(self.seconds)})"

@@ -23,14 +23,13 @@ from fxpipe.ir.cluster.cluster import Cluster, link
 from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, warmup_of
 from fxpipe.planning.hybrid.exact.optimal_plan import optimal
 
-from .dapple import dapple
+from .dapple import DappleSearch
 from .device_placement import servers
 from .event_time import Problem, event_time, least_work, plan_of
 from .pipedream import Level, pipedream
-from .plan_request import MOST_MICRO_BATCHES, Answer, Certificate, Request, check
+from .plan_request import FEW, MOST_MICRO_BATCHES, Answer, Certificate, Request, check
 from .simple_plans import gpipe, one_each, whole
 
-FEW = 4  # numbers of micro-batches that a slow planner tries
 LEAST_SECONDS = 0.5  # for a search, whatever the others took
 SLOW_DEVICES = 32  # from here on DAPPLE's search takes too long to compare plans with it
 
@@ -55,7 +54,8 @@ def _each_optimal(request: Request) -> Answer:
     itself, that of the least work first. One whose work alone, evenly shared, takes longer than the best plan is left
     out."""
     until = perf_counter() + request.seconds
-    work = {m: least_work(request.problem(m, "early")) for m in request.counts(len(request.chains))}
+    counts = request.counts(max(len(request.chains), FEW))  # at least those that DAPPLE's planner tries
+    work = {m: least_work(request.problem(m, "early")) for m in counts}
     found: list[Answer] = []
     refusals: list[PlanError] = []
     for left, m in zip(range(len(work), 0, -1), sorted(work, key=work.__getitem__), strict=True):
@@ -83,6 +83,7 @@ def _best(found: Sequence[Answer]) -> Answer:
         sum(proof.branches for proof in proofs),
         sum(proof.seconds for proof in proofs),
         best.plan.samples is None,
+        sum(proof.unfinished for proof in proofs),
     )
     return replace(best, certificate=certificate)
 
@@ -123,11 +124,9 @@ def recomputing(problem: Problem, stages: Stages, recompute: bool | None) -> Sta
 
 
 def _dapple(problem: Problem) -> Stages:
-    """DAPPLE's stages; if none fit, those for unlimited memory, which may fit if they recompute."""
-    try:
-        return dapple(problem).stages
-    except PlanError:
-        return dapple(replace(problem, capped=False)).stages
+    search = DappleSearch(problem, recomputes=True)
+    search.run()
+    return search.stages
 
 
 def _pipedream(problem: Problem) -> Stages:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from fxpipe.errors import PlanError
 from fxpipe.ir.plan.hybrid_plan import HybridStage, check, shape
 from fxpipe.ir.plan.layer_chain import Chain, Layer
-from fxpipe.planning.hybrid.dapple import Part, _Search, dapple, latency, parts, pivot, plan_latency
+from fxpipe.planning.hybrid.dapple import DappleSearch, Part, dapple, latency, parts, pivot, plan_latency
 from fxpipe.planning.hybrid.event_time import Problem, event_time
 from fxpipe.planning.hybrid.simple_plans import one_each, whole
 from tests.planning.hybrid.test_event_time import random_chain, random_stages, servers
@@ -75,7 +76,7 @@ def _straight(problem: Problem, devices: int) -> float:
 def test_the_recursion(seed, monkeypatch):
     """Equal to the plain one where no prefix is given up. Giving up those that cannot win makes room for others, so
     that other plans may be found then, better or worse."""
-    monkeypatch.setattr(_Search, "_hopeless", lambda self, bound: False)
+    monkeypatch.setattr(DappleSearch, "_hopeless", lambda self, bound: False)
     rng = random.Random(seed)
     n, g = rng.randint(3, 9), rng.randint(2, 4)
     problem = Problem(random_chain(rng, n), servers(g, 1, 1.0, rng.uniform(2e8, 5e9), 0), rng.choice([1, 2, 8]))
@@ -95,7 +96,7 @@ def test_bounds_are_below_the_estimate(seed):
     for _ in range(20):
         stages = random_stages(rng, 9, 5)
         seconds, line, steady = plan_latency(problem, stages), parts(problem, stages), problem.micro_batches - 1
-        head, work = line[0].forward + line[0].backward, _Search(problem).work
+        head, work = line[0].forward + line[0].backward, DappleSearch(problem).work
         assert steady * max(part.forward + part.backward for part in line) + head <= seconds * (1 + 1e-12)
         for stage in stages:
             devices = sum(len(after.devices) for after in stages if after.first >= stage.first)
@@ -123,10 +124,28 @@ def test_plans_fit_in_memory():
         dapple(Problem(chain, servers(1, 2, 1e3, 1e3, 0, memory=150), 8, copies=2))
 
 
-def test_ends_when_it_is_told_to():
-    """With no time at all one of the plans that it begins with comes back."""
-    chain = random_chain(random.Random(0), 6)
-    problem = Problem(chain, servers(2, 2, 1e10, 1e9, 0), 8)
-    begun = dapple(problem, until=0.0)
-    assert begun.stages in (whole(problem), one_each(problem))
-    assert plan_latency(problem, dapple(problem).stages) <= plan_latency(problem, begun.stages)
+def test_goes_on_after_an_interruption():
+    """Stopped at every step, it begins with simple plans, and finds what it finds in one go."""
+    for seed in range(3):
+        rng = random.Random(seed)
+        problem = Problem(random_chain(rng, 7), servers(2, 2, 1e10, rng.uniform(1e8, 1e9), 0), 8)
+        search = DappleSearch(problem)
+        assert not search.run(until=0.0)
+        assert search.stages in (whole(problem), one_each(problem))
+        steps = 1
+        while not search.run(until=0.0):
+            steps += 1
+        assert steps > 10
+        assert search.stages == dapple(problem).stages
+
+
+def test_stages_that_fit_nowhere_may_recompute():
+    """Each layer keeps 100 bytes of a micro-batch, and takes 1: no device has room for more than one layer's 100."""
+    chain = Chain("m", 1, tuple(Layer(str(i), 1, 1, parameters=1, saved=100, cut=1) for i in range(4)))
+    problem = Problem(chain, servers(1, 2, 1e3, 1e3, 0, memory=150), 8, copies=2)
+    with pytest.raises(PlanError, match="no plan of m fits"):
+        dapple(problem)
+    search = DappleSearch(problem, recomputes=True)
+    assert search.run()
+    assert search.lacked
+    assert search.stages == dapple(replace(problem, capped=False)).stages

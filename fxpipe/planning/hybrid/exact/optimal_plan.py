@@ -10,10 +10,10 @@ and, if they are not given, the number of micro-batches, the warm-up, and which 
                  the best plan's own time, that plan is proven to be optimal. A t that takes too long is lowered
                  half-way to the bound.
 
-If 3 does not end at once, DAPPLE's own plan is tried, too, as far as its planner gets. If there are too many placements
-to try, as on eight servers of four, 3 tries those in the order of the devices, and proves nothing. If there are too
-many devices for tables, such as a thousand, 3 and DAPPLE's plan are left out, and the bound is that of
-lagrangian_bound.py. The bound holds whenever the search ends.
+If 3 does not end at once, DAPPLE's own planner is asked, too, so that its plan is never faster (dapple_rival.py). If
+there is not enough time for that, the certificate says so. If there are too many placements to try, as on eight servers
+of four, 3 tries those in the order of the devices, and proves nothing. If there are too many devices for tables, such
+as a thousand, 3 is left out, and the bound is that of lagrangian_bound.py. The bound holds whenever the search ends.
 Costs of layers are scaled with the samples: see `fxpipe.ir.plan.layer_chain.scaled`.
 """
 
@@ -26,7 +26,8 @@ from fxpipe.ir.units import show_bytes
 from fxpipe.planning.hybrid.event_time import plan_of
 from fxpipe.planning.hybrid.plan_request import Answer, Certificate, Request, check
 
-from .search_phases import PlanSearch, ask_dapple, case_of, close_in, polish, prove, seed
+from .dapple_rival import Rival
+from .search_phases import PlanSearch, case_of, close_in, polish, prove, seed
 
 
 def optimal(request: Request) -> Answer:
@@ -45,9 +46,11 @@ def optimal(request: Request) -> Answer:
     now = perf_counter()
     prove(hunt, now + (until - now) / 3)
     now = perf_counter()
-    ask_dapple(hunt, now + (until - now) / 2)
+    rival = Rival(hunt, request)
+    rival.ask(now + (until - now) * 3 / 4)
     polish(hunt)
     prove(hunt, until)
+    rival.ask(until)
     if hunt.case is None:
         raise PlanError(_too_large(request))
     problem, bound = hunt.case.problem, min(hunt.time, min(case.bound for case in cases))
@@ -60,6 +63,7 @@ def optimal(request: Request) -> Answer:
         hunt.branches,
         perf_counter() - started,
         plan.samples is None,
+        rival.unfinished,
     )
     return Answer(plan, hunt.time, certificate)
 

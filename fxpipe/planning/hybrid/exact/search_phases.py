@@ -7,16 +7,13 @@ beat in all, and a case whose bound is above its time is closed. `optimal` runs 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from math import inf, prod
 from time import perf_counter
 
-from fxpipe.errors import PlanError
 from fxpipe.ir.plan.layer_chain import Chain
-from fxpipe.planning.hybrid.dapple import dapple
 from fxpipe.planning.hybrid.event_time import Problem, least_work
 from fxpipe.planning.hybrid.plan_request import EXACT, Request
 from fxpipe.planning.hybrid.simple_plans import one_each
@@ -190,17 +187,6 @@ def polish(hunt: PlanSearch) -> None:
         search = Search(case.shapes, stop, in_order=not case.countable)
         better, time = improve(search, shape, 1500 if case.countable else 20_000)
         hunt.keep(index, better, time)
-
-
-def ask_dapple(hunt: PlanSearch, until: float) -> None:
-    """Try the plans of DAPPLE's planner for the cases that may have a faster one, the best case first: that planner is
-    slow, so for later cases there may be no time left. If there are too many devices for tables it gets nowhere."""
-    order = sorted(range(len(hunt.cases)), key=lambda index: (hunt.cases[index] is not hunt.case, index))
-    for index in order:
-        case = hunt.cases[index]
-        if case.tabled and case.bound < hunt.time * (1 - EXACT) and perf_counter() < until:
-            with suppress(PlanError):
-                hunt.offer(index, case.shapes.shape(dapple(case.problem, until).stages))
 
 
 def prove(hunt: PlanSearch, until: float) -> None:
