@@ -133,7 +133,7 @@ def test_random_models(net: Random, data: st.DataObject) -> None:
 
 
 @pytest.mark.slow
-@settings(relaxed, max_examples=3000)
+@settings(relaxed, max_examples=1500)
 @given(model, st.data())
 def test_many_random_models(net: Random, data: st.DataObject) -> None:
     check(net, data)

@@ -74,7 +74,7 @@ def test_compiled_steps_with_replicas_are_the_models() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["own function", *[name for name in NAMES if name != "own function"][::2]])
 def test_steps_by_inductor_are_the_models(name: str) -> None:
     """In one process: what it compiles for the first schedule, three seconds for each kernel, is there for the others.
     Single samples are kernels of their own, once."""
@@ -83,7 +83,7 @@ def test_steps_by_inductor_are_the_models(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in list(MODELS)[::2] if name != "amoebanet"])
+@pytest.mark.parametrize("name", [name for name in list(MODELS)[::4] if name != "amoebanet"])
 def test_models_can_be_compiled(name: str) -> None:
     check_steps(name, "zb-h1", "aot_eager")
 
