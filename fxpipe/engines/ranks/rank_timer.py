@@ -131,9 +131,8 @@ def carried(link: str, messages: Sequence[tuple[float, float, Message]]) -> Iter
         start, end = max(sent, free), max(sent, free, arrived)
         free = end
         label = f"{'gradient of ' * message.gradient}{message.value}"
-        kind = (
-            "A" if message.micro_batch is None else "T"
-        )  # once a step: replicas or users of one weight add up gradients
+        # What moves once a step adds up gradients, of replicas or of the users of one weight.
+        kind = "A" if message.micro_batch is None else "T"
         yield Span(link, start, end, kind, message.source, message.micro_batch or 0, label)
 
 
