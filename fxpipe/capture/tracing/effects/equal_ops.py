@@ -134,7 +134,10 @@ class EqualOps:
         plain = type(tensor) is FakeTensor and tensor.fake_mode is self.mode and tensor.layout == torch.strided
         if not plain or tensor.constant is not None:  # type: ignore[attr-defined]
             raise _Unknown
-        flags = tensor.requires_grad, tensor.is_leaf, tensor.is_conj(), tensor.is_neg(), tensor.is_inference()
+        try:
+            flags = tensor.requires_grad, tensor.is_leaf, tensor.is_conj(), tensor.is_neg(), tensor.is_inference()
+        except RuntimeError:  # a view made without gradients, of memory that was then written with them
+            raise _Unknown from None
         numbers = (*tensor.shape, *tensor.stride(), tensor.storage_offset(), tensor.untyped_storage().nbytes())
         return tensor.dtype, tensor.device, tensor.dim(), tuple(map(_size, numbers)), flags
 

@@ -73,7 +73,11 @@ def _value(value: Any, index: int, homes: dict[int, int], objects: dict[int, int
         return "in a vmap"
     sizes = str((*value.shape, *value.stride(), value.storage_offset(), value.untyped_storage().nbytes()))
     same = objects.setdefault(id(value), index)
-    return value.dtype, value.device, sizes, value.requires_grad, value.is_leaf, places, same
+    try:
+        is_leaf: bool | str = value.is_leaf
+    except RuntimeError as error:  # a view made without gradients, of memory that was then written with them
+        is_leaf = str(error)
+    return value.dtype, value.device, sizes, value.requires_grad, is_leaf, places, same
 
 
 QUICK = ("dropout", "in place", "complex")
@@ -148,10 +152,19 @@ def _random_or_not(fc: nn.Linear, x: Tensor) -> Tensor:
     return fc(F.dropout(x, 0.5) + F.dropout(x, 0.0) + F.dropout(x, 0.5, training=False))
 
 
+def _written_without_gradient(fc: nn.Linear, x: Tensor) -> Tensor:
+    rows = fc.weight.view(-1)
+    fc.weight.data[0].mul_(0.75)
+    with torch.no_grad():
+        fc.weight[1] += 0.25
+    return fc(x) + rows[:4]
+
+
 OTHERS: dict[str, Layer] = {
     "in place": _scaled_in_place,
     "other sizes in place": _turned_in_place,
     "gradient": _without_gradient,
+    "views of what is written without gradient": _written_without_gradient,
     "autocast": _in_half,
     "probability": _random_or_not,
     "one argument twice": lambda fc, x: fc(torch.add(x, x) + torch.add(x, x + 1)),
