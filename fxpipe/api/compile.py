@@ -37,14 +37,8 @@ from fxpipe.pipe.results.planned import Planned
 from fxpipe.pipe.saved.loaded_pipe import Loaded, load_here
 from fxpipe.schedules.make_schedule import Own
 
-ASIDE = (
-    "model",
-    "example_inputs",
-    "group",
-    "timeout",
-    "check_inputs",
-    "unknown",
-)  # parameters of `compile` that are not in Options
+# Parameters of `compile` that are not in Options.
+ASIDE = ("model", "example_inputs", "group", "timeout", "check_inputs", "unknown")
 CHECKPOINT, SCHEDULE, BALANCE, PROFILE = map(Default, ("except_last", "gpipe", "time", "estimate"))
 
 

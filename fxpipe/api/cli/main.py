@@ -20,6 +20,8 @@ from . import search_command as cli_search
 from .model_argument import add_model, make_model
 from .option_arguments import FAILED, Parser, add_options, given, refuse_unknown, told
 
+NOT_SHOWN = ("timeout", "check_inputs", "transforms", "passes")  # options of ranks, and those that are functions
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Errors are one line, without a traceback, unless `--traceback` is given. Returns the exit
@@ -50,9 +52,7 @@ def parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=run_demo)
     show = commands.add_parser("show", help="plan and generated code of any model")
     add_model(show)
-    add_options(
-        show, COMPILE, *(name for name in COMPILE if name not in ("timeout", "check_inputs", "transforms", "passes"))
-    )
+    add_options(show, COMPILE, *(name for name in COMPILE if name not in NOT_SHOWN))
     show.add_argument("--save", type=Path, help="write the package to this folder instead of printing it")
     show.set_defaults(run=run_show)
     cli_plans.add(commands)

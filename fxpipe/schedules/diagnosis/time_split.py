@@ -13,7 +13,7 @@ others do. What a straggler computes longer than it should is lost, too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, median_low
 
@@ -21,7 +21,7 @@ from fxpipe.ir.schedule.schedule import Action, Schedule
 from fxpipe.ir.timeline import Span, Timeline
 from fxpipe.schedules.simulate.simulate import StageCost, simulate
 
-from .idle_causes import COMPUTE, HOST, TRANSFER, WAIT, Pieces, pieces
+from .idle_causes import COMPUTE, HOST, TRANSFER, WAIT, Piece, Pieces, pieces
 
 PARTS = ("computing", "recomputation", "bubble", "imbalance", "transfers", "host", "stragglers")
 SLOW = 1.5  # a device is a straggler if it is this much slower than the others, beside what the plan predicts
@@ -55,6 +55,7 @@ class TimeSplit:
 
 
 Ran = tuple[str, Action]  # the device, and what it ran
+Caused = tuple[str, str, float]  # a part, the device or link that causes it, and the seconds
 
 
 def split(timeline: Timeline, schedule: Schedule, predicted: Timeline | None = None) -> TimeSplit:
@@ -64,12 +65,15 @@ def split(timeline: Timeline, schedule: Schedule, predicted: Timeline | None = N
     - `predicted`: the timeline that the plan predicts, on the same devices.
     """
     found = pieces(timeline, schedule)
-    slowness = _slowness(timeline, predicted)
-    usual = _usual(timeline, slowness)
+    steady = _without_pauses(timeline)
+    slowness = _slowness(timeline, steady, predicted)
+    times = slow(slowness)
+    usual = {ran: seconds / times.get(ran[0], 1.0) for ran, seconds in steady.items()}  # what each action should take
     idle = _idle(timeline, schedule, usual)
-    blamed = _blamed(found, usual)
+    caused = {device: [one for piece in own for one in _caused(piece, usual)] for device, own in found.items()}
+    blamed = _blamed(one for own in caused.values() for one in own)
     delays = {part: sum(blamed[part].values()) for part in ("transfers", "host")}
-    parts = {device: _parts(found[device], usual, idle[device], delays) for device in timeline.devices}
+    parts = {device: _parts(found[device], caused[device], idle[device], delays) for device in timeline.devices}
     start, end = timeline.window
     return TimeSplit(end - start, parts, blamed, slowness)
 
@@ -101,13 +105,13 @@ def _without_pauses(timeline: Timeline) -> dict[Ran, float]:
     return {(device, action): usual(device, action, seconds) for (device, action), seconds in ran.items()}
 
 
-def _slowness(timeline: Timeline, predicted: Timeline | None) -> dict[str, float]:
-    """By device, how many times as long as predicted it computes."""
+def _slowness(timeline: Timeline, steady: Mapping[Ran, float], predicted: Timeline | None) -> dict[str, float]:
+    """By device, how many times as long as predicted it computes, if its actions take the `steady` seconds."""
     if predicted is None or set(predicted.devices) != set(timeline.devices):
         return {}
     busy = dict(zip(predicted.devices, predicted.busy, strict=True))
     took = dict.fromkeys(timeline.devices, 0.0)
-    for (device, _), seconds in _without_pauses(timeline).items():
+    for (device, _), seconds in steady.items():
         took[device] += seconds
     return {device: took[device] / busy[device] for device in timeline.devices if busy[device] > 0}
 
@@ -118,12 +122,6 @@ def slow(slowness: Mapping[str, float]) -> dict[str, float]:
         return {}
     others = median_low(slowness.values())
     return {device: one / others for device, one in slowness.items() if others and one > SLOW * others}
-
-
-def _usual(timeline: Timeline, slowness: Mapping[str, float]) -> dict[Ran, float]:
-    """The seconds that each action should take."""
-    times = slow(slowness)
-    return {ran: seconds / times.get(ran[0], 1.0) for ran, seconds in _without_pauses(timeline).items()}
 
 
 # Waiting for others ---------------------------------------------------------------------------------------------------
@@ -164,18 +162,31 @@ def _simulated(schedule: Schedule, times: Mapping[Action, float]) -> Sequence[fl
 # The parts ------------------------------------------------------------------------------------------------------------
 
 
+def _caused(piece: Piece, usual: Mapping[Ran, float]) -> Iterator[Caused]:
+    """What is known of a piece by itself: all but what waiting for others is for."""
+    if piece.cause == COMPUTE and piece.span is not None:
+        should = min(piece.seconds, usual[piece.by, _action(piece.span)])
+        yield "recomputation" if piece.span.kind == "R" else "computing", piece.by, should
+        yield "stragglers", piece.by, piece.seconds - should
+    elif piece.cause in (TRANSFER, HOST):
+        yield "transfers" if piece.cause == TRANSFER else "host", piece.by, piece.seconds
+
+
+def _blamed(caused: Iterable[Caused]) -> dict[str, dict[str, float]]:
+    """For each part, the devices or links that cause it, and how many seconds each costs."""
+    blamed: dict[str, dict[str, float]] = {part: {} for part in PARTS}
+    for part, by, seconds in caused:
+        blamed[part][by] = blamed[part].get(by, 0.0) + seconds
+    return blamed
+
+
 def _parts(
-    found: Pieces, usual: Mapping[Ran, float], idle: tuple[float, float, float], delays: Mapping[str, float]
+    found: Pieces, caused: Iterable[Caused], idle: tuple[float, float, float], delays: Mapping[str, float]
 ) -> dict[str, float]:
     """The seconds of each part, of a device. `delays`: the seconds of transfers and host that any device waits for."""
     parts = dict.fromkeys(PARTS, 0.0)
-    for piece in found:
-        if piece.cause == COMPUTE and piece.span is not None:
-            should = min(piece.seconds, usual[piece.by, _action(piece.span)])
-            parts["recomputation" if piece.span.kind == "R" else "computing"] += should
-            parts["stragglers"] += piece.seconds - should
-        elif piece.cause in (TRANSFER, HOST):
-            parts["transfers" if piece.cause == TRANSFER else "host"] += piece.seconds
+    for part, _, seconds in caused:
+        parts[part] += seconds
     waited = sum(piece.seconds for piece in found if piece.cause == WAIT)
     equal, as_it_should, as_it_is = idle
     unequal, late = max(0.0, as_it_should - equal), max(0.0, as_it_is - max(equal, as_it_should))
@@ -187,21 +198,3 @@ def _parts(
     for part, share in delays.items():
         parts[part] += shifted * share / sum(delays.values()) if share else 0.0
     return parts
-
-
-def _blamed(found: Mapping[str, Pieces], usual: Mapping[Ran, float]) -> dict[str, dict[str, float]]:
-    """For each part, the devices or links that cause it, and how many seconds each costs."""
-    blamed: dict[str, dict[str, float]] = {part: {} for part in PARTS}
-
-    def add(part: str, by: str, seconds: float) -> None:
-        blamed[part][by] = blamed[part].get(by, 0.0) + seconds
-
-    for device, own in found.items():
-        for piece in own:
-            if piece.cause == COMPUTE and piece.span is not None:
-                should = min(piece.seconds, usual[device, _action(piece.span)])
-                add("recomputation" if piece.span.kind == "R" else "computing", device, should)
-                add("stragglers", device, piece.seconds - should)
-            elif piece.cause in (TRANSFER, HOST):
-                add("transfers" if piece.cause == TRANSFER else "host", piece.by, piece.seconds)
-    return blamed

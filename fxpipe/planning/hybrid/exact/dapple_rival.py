@@ -45,7 +45,7 @@ class Rival:
         hunt, own = self.hunt, self.hunt.case.problem.micro_batches if self.hunt.case else 0
         tried = {own, *self.request.counts(FEW)}
 
-        def open(index: int) -> bool:
+        def may_be_faster(index: int) -> bool:
             case = hunt.cases[index]
             needed = case.problem.micro_batches in tried and case.bound < hunt.time * (1 - EXACT)
             return needed and index not in self.compared
@@ -54,7 +54,7 @@ class Rival:
             problem = hunt.cases[index].problem
             return problem.micro_batches != own, problem.micro_batches, problem.warmup == "early"
 
-        return sorted(filter(open, range(len(hunt.cases))), key=order)
+        return sorted(filter(may_be_faster, range(len(hunt.cases))), key=order)
 
     def _search(self, case: Case) -> DappleSearch:
         problem = case.problem
