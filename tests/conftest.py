@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,15 @@ def steady_examples() -> None:
     busy = [HealthCheck.too_slow]
     settings.register_profile("steady", derandomize=True, database=None, deadline=None, suppress_health_check=busy)
     settings.load_profile("steady")
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C raises, also where the tests run in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # all that took it have put it back
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.hookimpl(optionalhook=True)

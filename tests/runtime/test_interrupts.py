@@ -5,21 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
 
 from fxpipe.runtime.interrupts import Interrupts, ignore
 
-
-@pytest.fixture(autouse=True)
-def ctrl_c() -> Iterator[None]:
-    """Ctrl-C raises, also where the tests run in the background, which ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # every context has put it back
-    signal.signal(signal.SIGINT, before)
+pytestmark = pytest.mark.usefixtures("ctrl_c")
 
 
 def press() -> None:

@@ -47,20 +47,15 @@ X = torch.randn(9, 6, dtype=torch.float64, generator=generator)
 Y = torch.randn(9, 6, dtype=torch.float64, generator=generator)
 
 
+pytestmark = pytest.mark.usefixtures("ctrl_c")
+
+
 @pytest.fixture(autouse=True)
 def watchdog() -> Iterator[None]:
     """A test that hangs ends everything, and says where each thread is."""
     faulthandler.dump_traceback_later(60, exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()
-
-
-@pytest.fixture(autouse=True)
-def ctrl_c() -> Iterator[None]:
-    """Ctrl-C raises, also where the tests run in the background, which ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True)

@@ -74,12 +74,19 @@ def test_compiled_steps_with_replicas_are_the_models() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["own function", *[name for name in NAMES if name != "own function"][::2]])
-def test_steps_by_inductor_are_the_models(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "batches"), [("own function", BATCHES), ("tied transformer", BATCHES[:2]), ("flatten time", BATCHES[:2])]
+)
+def test_steps_by_inductor_are_the_models(name: str, batches: Sequence[int]) -> None:
     """In one process: what it compiles for the first schedule, three seconds for each kernel, is there for the others.
     Single samples are kernels of their own, once."""
     for schedule in SCHEDULES:
-        check_steps(name, schedule, "inductor", batches=BATCHES if name == "own function" else BATCHES[:2])
+        check_steps(name, schedule, "inductor", batches=batches)
+
+
+@pytest.mark.slow
+def test_steps_of_convolutions_by_inductor_are_the_models() -> None:
+    check_steps("batch norm", "zb-h1", "inductor", batches=(6,))
 
 
 @pytest.mark.slow

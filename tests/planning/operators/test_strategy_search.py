@@ -63,8 +63,7 @@ def test_no_single_change_is_an_improvement_in_plain_simulation(graph, devices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [2, 4, 8])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "devices"), [(name, 4 if name == "nmt" else 8) for name in MODELS])
 def test_the_six_models_end_in_local_optima(name, devices):
     graph, machine = MODELS[name](), preset(f"p100:{devices}")
     found = search(graph, machine, budget=2.0, progress=False)
