@@ -221,7 +221,8 @@ def draft(
         totals = lowered_totals(graph, decided)
     with timed("simulator"):
         runs = decided if graph.loss is not None else without_replicas(decided)
-        costs = stage_costs(runs, profile, taken_bytes(program, sizes), keeps_at_once=graph.loss is not None)
+        taken, at_once = taken_bytes(program, sizes), graph.loss is not None
+        costs = stage_costs(runs, profile, taken, keeps_at_once=at_once, cluster=cluster)
         between, sums = hops(program, sizes, cluster, profile.batch), reductions(runs, profile, cluster)
         schedule = schedule_of(program, decided, options, fitting(decided, costs, cluster))
         check_write_order(schedule, program)
@@ -277,7 +278,8 @@ def predict(made: Build, chunks: int, times: Times | None = None) -> Timeline:
     program, sizes, schedule = made.program, made.sizes, only(made.schedule, chunks)
     labels = tuple(dict.fromkeys(program.devices))
     copies = 0 if all(label.startswith("cpu") for label in labels) else 2
-    costs = stage_costs(made.plan, made.profile, taken_bytes(program, sizes), copies, keeps_at_once=True)
+    taken = taken_bytes(program, sizes)
+    costs = stage_costs(made.plan, made.profile, taken, copies, keeps_at_once=True, cluster=made.cluster)
     if times is None:
         sums = reductions(made.plan, made.profile, made.cluster)
         return spread(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import ceil
 
-from fxpipe.ir.cluster.cluster import Cluster, link
+from fxpipe.ir.cluster.cluster import Cluster, link, slowness
 from fxpipe.ir.graph.cheap_ops import cheap_ops
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.graph.legal_cuts import spans
@@ -85,7 +85,7 @@ def stage_costs(
         recomputes = checkpoint != "never"
         live = 1 if recomputes else chunks
         share = largest_share(profile.batch, r)
-        scale = _slowness(profile, cluster, device) * PICOSECONDS * share
+        scale = slowness(cluster, device, profile.device) * PICOSECONDS * share
         held = (parameter_copies * op.parameters + ceil(live * op.saved * share) for op in ops)
         stages.append(
             StageCosts(
@@ -113,13 +113,6 @@ def memory_costs(stages: Sequence[StageCosts]) -> list[StageCosts]:
 
 def _seconds(op: OpCost, recomputes: bool) -> float:
     return op.forward * (2 if recomputes else 1) + op.backward
-
-
-def _slowness(profile: Profile, cluster: Cluster, device: str) -> float:
-    """How many times longer an op takes on `device` than where the profile was taken; 1 if the cluster lacks that."""
-    if profile.device not in cluster.labels:
-        return 1.0
-    return cluster.device(profile.device).flops / cluster.device(device).flops
 
 
 def _transfer_times(cluster: Cluster, a: str, b: str, crossing: Traffic) -> list[int]:

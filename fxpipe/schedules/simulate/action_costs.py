@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import ceil
 
-from fxpipe.ir.cluster.cluster import Cluster, link
+from fxpipe.ir.cluster.cluster import Cluster, link, slowness
 from fxpipe.ir.cluster.network import split_concat
 from fxpipe.ir.graph.value_types import nbytes, tensors
 from fxpipe.ir.plan.plan import Plan
@@ -22,7 +22,12 @@ from .simulate import Hop, StageCost
 
 
 def stage_costs(
-    plan: Plan, profile: Profile, taken: Sequence[int] = (), copies: int = 2, keeps_at_once: bool = False
+    plan: Plan,
+    profile: Profile,
+    taken: Sequence[int] = (),
+    copies: int = 2,
+    keeps_at_once: bool = False,
+    cluster: Cluster | None = None,
 ) -> tuple[StageCost, ...]:
     """A cost for each stage of `plan`, from a profile of one of its micro-batches, which the replicas of a stage share:
     a stage costs what the replica with the most samples does.
@@ -30,15 +35,17 @@ def stage_costs(
     - `taken`: bytes that each stage takes per micro-batch, see `taken_bytes`; none if left out.
     - `copies`: how often a parameter is in memory: 2 for it and its gradient, more with the optimizer's state.
     - `keeps_at_once`: whether nothing is recomputed if backward directly follows forward.
+    - `cluster`: the devices, of which some may be slower than that of the profile; all are alike if left out.
     """
     at = {cost.name: cost for cost in profile.ops}
     costs = []
     for index, stage in enumerate(plan.stages):
         own, share = total([at[op] for op in stage.ops]), largest_share(profile.batch, len(stage.devices))
+        longer = share if cluster is None else share * slowness(cluster, stage.device, profile.device)
         costs.append(
             StageCost(
-                own.forward * share,
-                own.backward * share,
+                own.forward * longer,
+                own.backward * longer,
                 saved=ceil(own.saved * share),
                 taken=ceil(taken[index] * share) if taken else 0,
                 fixed=own.parameters * copies,

@@ -49,6 +49,12 @@ def test_stage_costs() -> None:
     assert last == StageCost(0.003, 0.005, saved=50, taken=80, fixed=24, checkpoint="never")
 
 
+def test_a_slower_device_takes_longer() -> None:
+    cluster = Cluster(tuple(Device(label, 10**9, flops, 1e9) for label, flops in (("cpu:0", 1e9), ("cpu:1", 4e9))))
+    found = stage_costs(PLAN, Profile("Net", 8, "cpu:0", "measured", OPS), cluster=cluster)
+    assert [(cost.forward, cost.backward) for cost in found] == [(0.003, 0.005), (0.00075, 0.00125)]
+
+
 def test_taken_bytes() -> None:
     assert taken_bytes(program("cpu:0", "cpu:1", "cpu:2"), {"b": 2}) == (80, 80, 80 + 40 + 10)
 
