@@ -34,6 +34,7 @@ from fxpipe.pipe.ranks.loaded_rank_pipe import load_on_rank
 from fxpipe.pipe.ranks.process_group import find_world, for_ranks
 from fxpipe.pipe.ranks.rank_pipe import RankPipe
 from fxpipe.pipe.results.planned import Planned
+from fxpipe.pipe.results.replanned import Replanned
 from fxpipe.pipe.saved.loaded_pipe import Loaded, load_here
 from fxpipe.schedules.make_schedule import Own
 
@@ -55,7 +56,7 @@ def compile(
     offload: Collection[int] = (),
     balance: str | Sequence[int] = BALANCE,
     split_at: Sequence[str] = (),
-    plan: Plan | Planned | str | Path | None = None,
+    plan: Plan | Planned | Replanned | str | Path | None = None,
     strategy: RequestedCall | None = None,
     profile: str | Profile = PROFILE,
     batch_dim: int | Mapping[str, int | None] = 0,
@@ -98,9 +99,9 @@ def compile(
     - `replicas`: how many devices run each stage in `step()`, as in `devices=3, replicas=(2, 1)`: the devices are dealt
       to the stages in order, and each device of a stage gets a slice of every micro-batch. With several stages on each
       device, stages that share one device share all their devices.
-    - `plan`: a `Plan`, what `fxpipe.plan` returned, or the path of the JSON file of either. The plan decides stages,
-      devices, chunks, schedule and recomputation; options that contradict it are refused. `devices`, if given,
-      replace the plan's devices, in the order of their first stages.
+    - `plan`: a `Plan`, what `fxpipe.plan` or `pipe.diagnose().replan()` returned, or the path of a JSON file of one of
+      these. The plan decides stages, devices, chunks, schedule and recomputation; options that contradict it are
+      refused. `devices`, if given, replace the plan's devices, in the order of their first stages.
     - `strategy`: how each operator is cut and where its parts run: what `fxpipe.search` returned, the path of its JSON
       file, or a pair of an `OperatorGraph` and its `Strategy`. `devices` are then those of its cluster, in order;
       `chunks` is 1 if not given, and divides each batch. Or a function of (graph, sizes) that returns a `Placed` graph,
@@ -223,13 +224,15 @@ def _strategy_devices(
     return labels
 
 
-def read_plan(plan: Plan | Planned | str | Path | None) -> Plan | PlanFile | None:
+def read_plan(plan: Plan | Planned | Replanned | str | Path | None) -> Plan | PlanFile | None:
     """The plan itself, or the one in a file. Raises PlanError, with the place in the file, if it is not a plan."""
     if isinstance(plan, (str, Path)):
         try:
             return plan_file.load(Path(plan).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise PlanError(f"no plan can be read from {str(plan)!r}: {error}") from None
+    if isinstance(plan, Replanned):
+        return plan_file.load(plan.text)
     found = plan.plan if isinstance(plan, Planned) else plan
     if found is None:
         return None

@@ -367,7 +367,7 @@ class Pipe(DropInModule):
         """Where the time of the last step with `timeline=True` went, on each device: computing, recomputation, bubble,
         imbalance, transfers that were waited for, host, stragglers. Prints as a table, with the prediction that
         `compare` takes, then what costs most and what to change. Over ranks any rank may call it."""
-        return diagnosed(self._timed(), self._state.rehearsed)
+        return diagnosed(self._timed(), self._state.rehearsed, self.options)
 
     def _timed(self) -> Timed:
         """The last step with a timeline. Raises FxpipeError if there is none."""

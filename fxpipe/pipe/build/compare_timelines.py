@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from fxpipe.engines.local.memory_dry_run import memory_of_step
-from fxpipe.errors import FxpipeError
+from fxpipe.errors import FxpipeError, PlanError
 from fxpipe.ir.graph.graph import Graph, is_opaque, op_name
 from fxpipe.ir.graph.ops import RECURRENT
+from fxpipe.ir.plan import plan_file
+from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.program.program import Program
 from fxpipe.ir.schedule.sub_schedule import only
 from fxpipe.ir.timeline import Timeline, compare
+from fxpipe.pipe.options.compile_options import Options
 from fxpipe.pipe.results.diagnosis import Diagnosis
+from fxpipe.pipe.results.replanned import Replanned
+from fxpipe.schedules.diagnosis.measured_profile import measured_profile
 from fxpipe.schedules.diagnosis.time_split import split
 
-from .build import Build, predict
+from .build import Build, draft, predict
 from .build_cache import BuildCache
 
 
@@ -47,13 +53,50 @@ def beside_predicted(cache: BuildCache, timed: Timed, rehearsed: Rehearsed) -> s
     return compare(predicted, timed.timeline) + note
 
 
-def diagnosed(timed: Timed, rehearsed: Rehearsed) -> Diagnosis:
+def diagnosed(timed: Timed, rehearsed: Rehearsed, options: Options) -> Diagnosis:
     """Where the time of a step went, beside the rehearsed timeline, if it is for the same step, else the predicted."""
     made, chunks = timed.made, timed.chunks
     schedule = replace(only(made.schedule, chunks), sources=sources(made.program))
     predicted = _of_same_step(timed, rehearsed) or predict(made, chunks)
     measured = split(timed.timeline, schedule, predicted)
-    return Diagnosis(made.plan, schedule.name, chunks, measured, split(predicted, schedule), timed.timeline)
+    again = partial(replanned, timed, options)
+    return Diagnosis(made.plan, schedule.name, chunks, measured, split(predicted, schedule), timed.timeline, again)
+
+
+def replanned(timed: Timed, options: Options) -> Replanned:
+    """The fastest cut with the times of a step, see `Diagnosis.replan`."""
+    if options.place is not None:
+        raise PlanError(
+            "replan moves cuts between stages, and this pipe has a strategy, which places each op: search again, with "
+            "fxpipe.search"
+        )
+    made, line = timed.made, timed.timeline
+    profile = measured_profile(made.profile, made.plan, made.cluster, line)
+    now = replace(made, profile=profile)
+    found = draft(made.graph, profile, made.sizes, made.cluster, like(made.plan, options), None)
+    before, seconds = (predict(one, timed.chunks).makespan for one in (now, found))
+    best = found if seconds < before else now
+    text = plan_file.dump(best.plan, made.graph)
+    return Replanned(best.plan, min(seconds, before), before, line.makespan, profile, text)
+
+
+def like(plan: Plan, options: Options) -> Options:
+    """Options to plan again as for `plan`, with other cuts."""
+    stages = plan.stages
+    return replace(
+        options,
+        plan=None,
+        devices=tuple(stage.device for stage in stages),
+        chunks=plan.chunks,
+        schedule=plan.schedule,
+        warmup=None,
+        checkpoint=tuple(stage.checkpoint for stage in stages),
+        offload=frozenset(index for index, stage in enumerate(stages) if stage.offload),
+        balance="time",
+        split_at=(),
+        replicas={stage.device: stage.replicas for stage in stages},
+        deferred_batch_norm=plan.deferred_batch_norm,
+    )
 
 
 def sources(program: Program) -> tuple[tuple[int, ...], ...]:

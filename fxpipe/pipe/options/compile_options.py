@@ -33,6 +33,7 @@ class Options:
     """The arguments of `fxpipe.compile`, as given there except for these:
 
     - `devices`: one label for each stage, or for each device of a strategy.
+    - `checkpoint`: also the mode of each stage.
     - `replicas`: the further devices of a stage, by the label of its first.
     - `cluster`: the cluster, if `devices` was one.
     - `place`: the function of a strategy that assigns devices to ops.
@@ -43,7 +44,7 @@ class Options:
     chunks: int
     schedule: Own = "gpipe"
     warmup: tuple[int, ...] | None = None
-    checkpoint: str | frozenset[int] = "except_last"
+    checkpoint: str | frozenset[int] | tuple[str, ...] = "except_last"
     offload: frozenset[int] = frozenset()
     balance: str | tuple[int, ...] = "time"
     split_at: tuple[str, ...] = ()
@@ -66,7 +67,7 @@ class Options:
 def check(options: Options) -> Options:
     """The same options. Raises PlanError if they contradict each other, whatever the model."""
     n = len(options.devices)
-    if not isinstance(options.checkpoint, str) and not options.checkpoint <= set(range(n)):
+    if isinstance(options.checkpoint, frozenset) and not options.checkpoint <= set(range(n)):
         unknown = sorted(options.checkpoint - set(range(n)))
         raise PlanError(f"checkpoint names the stages {unknown}: there are stages 0 to {n - 1}")
     for s in sorted(options.offload):

@@ -20,6 +20,7 @@ from fxpipe.ir.plan.plan import CHECKPOINT_MODES, MOST_CHUNKS, Plan
 from fxpipe.ir.plan.profile import Profile
 from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.pipe.results.planned import Planned
+from fxpipe.pipe.results.replanned import Replanned
 from fxpipe.pipe.results.searched import Searched
 from fxpipe.planning.hybrid.planners import PLANNERS
 from fxpipe.schedules.make_schedule import AUTO, SCHEDULES, STRAIGHT, is_grid
@@ -106,7 +107,8 @@ COMPILE = table(
     Option("split_at", "the modules that begin a stage",
            (many(instance((str,), "a name", str), "a list of names of modules"),), ["encoder.3", "head"]),
     Option("plan", "a plan made before, in its JSON file",
-           (path("the path of a plan's JSON file"), instance((Plan, Planned), "what fxpipe.plan returned")),
+           (path("the path of a plan's JSON file"),
+            instance((Plan, Planned, Replanned), "what fxpipe.plan or replan returned")),
            "plan.json", unset=True),
     Option("strategy", "how each operator is cut, a JSON file of `fxpipe search`",
            (path("the path of a strategy's JSON file"), instance((Searched,), "what fxpipe.search returned"),

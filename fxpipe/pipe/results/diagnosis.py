@@ -10,7 +10,7 @@ cpu:1              6 s              0 s    11.2 s       1.75 s          0 s     
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 
 from tabulate import tabulate
@@ -19,6 +19,8 @@ from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.timeline import Timeline
 from fxpipe.ir.units import count, show_seconds
 from fxpipe.schedules.diagnosis.time_split import PARTS, TimeSplit, slow
+
+from .replanned import Replanned
 
 LITTLE = 0.05  # a loss that is not worth a change
 
@@ -33,6 +35,7 @@ class Diagnosis:
     - `measured`, `predicted`: for each device the seconds of computing, recomputation, bubble, imbalance, transfers,
       host and stragglers, in `parts`; they add up to the step's `seconds`.
     - `timeline`: the measured one.
+    - `again`: plans again from the measured times.
     """
 
     plan: Plan
@@ -41,6 +44,7 @@ class Diagnosis:
     measured: TimeSplit
     predicted: TimeSplit
     timeline: Timeline
+    again: Callable[[], Replanned] = field(repr=False, compare=False)
 
     @property
     def largest(self) -> str:
@@ -57,6 +61,22 @@ class Diagnosis:
         if share < LITTLE:
             return f"The devices compute {computing} of the time. No loss is large: the largest is {part}, {share:.0%}."
         return f"The largest loss is {part}: {share:.0%} of the devices' time. {ADVICE[part](self)}"
+
+    def replan(self) -> Replanned:
+        """The plan that is fastest, within memory, with the times that this step has measured, and the step time that
+        it predicts, beside that of the plan that ran. `fxpipe.compile(model, plan=...)` takes it.
+
+        Devices, micro-batches, schedule, recomputation, offload and replicas stay; cuts move, also those that were
+        chosen by `balance=` or `split_at=`. A step tells what a stage takes, not an op: within a stage, ops keep the
+        shares of the time that they were planned with. So if those are far off (one op of a stage takes most of its
+        time, unknown to the profile), replan again after a step with the new plan and the new profile:
+
+            found = pipe.diagnose().replan()
+            pipe = fxpipe.compile(model, plan=found, profile=found.profile)
+
+        Over ranks each rank finds the same plan. Raises PlanError for a pipe with a strategy, which places each op.
+        """
+        return self.again()
 
     def __str__(self) -> str:
         split, other = self.measured, self.predicted
@@ -104,8 +124,9 @@ def _imbalance(found: Diagnosis) -> str:
     most = max(work, key=lambda device: work[device])
     return (
         f"{most}, with {found.stages_on(most)}, computes {show_seconds(work[most])}, the mean of all devices is "
-        f"{show_seconds(sum(work.values()) / len(work))}: let fxpipe cut by measured times (balance='time', "
-        "profile='measure'), or give that stage more devices with replicas=."
+        f"{show_seconds(sum(work.values()) / len(work))}: let fxpipe cut again by the times of this step "
+        "(pipe.diagnose().replan()), or by those of each op (balance='time', profile='measure'), or give that stage "
+        "more devices with replicas=."
     )
 
 
@@ -147,7 +168,7 @@ def _stragglers(found: Diagnosis) -> str:
         return (
             f"{device} takes {times[device]:.1f} times as long for what the plan gives it as the others do: look for "
             "other work on that device, or a slower one. If it is as fast as the others, the plan's costs are wrong: "
-            "profile='measure' times them."
+            "pipe.diagnose().replan() takes those of this step, and profile='measure' times each op."
         )
     longest = max(found.timeline.on(device), key=lambda span: span.seconds)
     return (

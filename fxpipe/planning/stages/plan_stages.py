@@ -34,7 +34,7 @@ def plan(
     *,
     devices: Sequence[str] | None = None,
     chunks: int = 1,
-    checkpoint: str | Collection[int] = "except_last",
+    checkpoint: str | Collection[int] | Sequence[str] = "except_last",
     balance: str | Sequence[int] = "time",
     split_at: Sequence[str] = (),
     schedule: str = "gpipe",
@@ -49,7 +49,7 @@ def plan(
     plan.
 
     - `chunks`: the number of micro-batches.
-    - `checkpoint`: a mode for all stages, or the stages that recompute ("except_last").
+    - `checkpoint`: a mode for all stages, or one for each, or the stages that recompute ("except_last").
     - `balance`: "time" (the slowest stage is as fast as possible, within memory), "memory" (the fullest stage is as
       empty as possible), or how many blocks each stage gets, as in `[5, 3, 7]`. `fxpipe.ir.graph.module_blocks` says
       what a block is: a child of an `nn.Sequential`, or a layer such as `encoder.layers.3`.
@@ -107,16 +107,23 @@ def check_profiled(graph: Graph, profile: Profile) -> None:
         raise PlanError(str(error)) from None
 
 
-def _checkpoints(checkpoint: str | Collection[int], k: int) -> tuple[str, ...]:
+def _checkpoints(checkpoint: str | Collection[int] | Sequence[str], k: int) -> tuple[str, ...]:
     """The mode of each of k stages."""
     if isinstance(checkpoint, str):
-        if checkpoint not in CHECKPOINT_MODES:
-            raise PlanError(f"checkpoint is {checkpoint!r}: write one of {CHECKPOINT_MODES}, or a set of stages")
-        return (checkpoint,) * k
-    wrong = sorted(set(checkpoint) - set(range(k)))
+        checkpoint = (checkpoint,) * k
+    modes = tuple(mode for mode in checkpoint if isinstance(mode, str))
+    if modes:
+        unknown = [mode for mode in modes if mode not in CHECKPOINT_MODES]
+        if unknown:
+            raise PlanError(f"checkpoint is {unknown[0]!r}: write one of {CHECKPOINT_MODES}, or a set of stages")
+        if len(modes) != k:
+            raise PlanError(f"checkpoint has {len(modes)} modes, and there are {k} stages")
+        return modes
+    stages = {stage for stage in checkpoint if isinstance(stage, int)}
+    wrong = sorted(stages - set(range(k)))
     if wrong:
         raise PlanError(f"checkpoint names stage {wrong[0]}, but the stages are 0 to {k - 1}")
-    return tuple("except_last" if s in checkpoint else "never" for s in range(k))
+    return tuple("except_last" if s in stages else "never" for s in range(k))
 
 
 def stages(

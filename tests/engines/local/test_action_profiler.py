@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ import fxpipe
 from fxpipe.engines.local.action_profiler import rehearse, stand_ins, wake
 from fxpipe.ir.schedule.action_times import Times
 from fxpipe.ir.schedule.schedule import Action
+from tests.helpers.slow_module import Slow
 
 
 class Net(nn.Module):
@@ -94,41 +94,6 @@ def test_every_kind_of_action_is_timed(pipes: list[fxpipe.Pipe], schedule: str) 
         assert min(one.actions.values()) > 0
         assert min(one.before, one.after, one.wake) > 0
     assert any(torch.is_tensor(found) and found.shape == loss.shape for found in outputs)
-
-
-class Slow(nn.Module):
-    """Takes a while, forward and backward."""
-
-    def __init__(self, forward: float, backward: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-        self.seconds = forward, backward
-
-    def forward(self, x: Tensor) -> Tensor:
-        return slowly(x * self.weight, *self.seconds)
-
-
-@torch.library.custom_op("fxpipe_tests::slowly", mutates_args=())
-def slowly(x: Tensor, forward: float, backward: float) -> Tensor:
-    time.sleep(forward)
-    return x.clone()
-
-
-@slowly.register_fake
-def _(x: Tensor, forward: float, backward: float) -> Tensor:
-    return torch.empty_like(x)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    time.sleep(ctx.seconds)
-    return grad, None, None
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.seconds = inputs[2]
-
-
-slowly.register_autograd(_backward, setup_context=_setup)
 
 
 def test_times_are_without_waiting_and_the_step_is_with(pipes: list[fxpipe.Pipe]) -> None:

@@ -78,7 +78,7 @@ def test_examples_are_values(options: dict[str, Option]) -> None:
         ({"reduce": {"loss": "maen"}}, "reduce is {'loss': 'maen'}: write"),
         ({"deferred_batch_norm": "yes"}, "deferred_batch_norm is 'yes': write True or False"),
         ({"compile_stages": 1}, "compile_stages is 1: write True or False, the name of a backend"),
-        ({"plan": 5}, "plan is 5: write the path of a plan's JSON file, or what fxpipe.plan returned"),
+        ({"plan": 5}, "plan is 5: write the path of a plan's JSON file, or what fxpipe.plan or replan returned"),
         ({"strategy": nn.Linear}, "strategy is the class Linear: write"),
         ({"timeout": "60"}, "timeout is '60': write a number of seconds above 0"),
         ({"dump": 1}, "dump is 1: write the path of a folder"),

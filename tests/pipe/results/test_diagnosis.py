@@ -11,6 +11,7 @@ from fxpipe.ir.plan.plan import Plan, StagePlan
 from fxpipe.ir.schedule.schedule import Action
 from fxpipe.ir.timeline import Timeline
 from fxpipe.pipe.results.diagnosis import Diagnosis
+from fxpipe.pipe.results.replanned import Replanned
 from fxpipe.schedules.diagnosis.time_split import split
 from fxpipe.schedules.one_f_one_b import one_f_one_b
 from fxpipe.schedules.simulate.simulate import Hop, StageCost, simulate
@@ -18,6 +19,10 @@ from fxpipe.schedules.simulate.simulate import Hop, StageCost, simulate
 DEVICES = tuple(f"cpu:{k}" for k in range(4))
 PLAN = Plan("Net", tuple(StagePlan((f"op_{k}",), label, "never") for k, label in enumerate(DEVICES)), 16)
 FREE = [Hop(s, s + 1, 0, 0) for s in range(3)]
+
+
+def unasked() -> Replanned:
+    raise AssertionError("no one asks for another plan")
 
 
 def diagnosed(
@@ -41,7 +46,9 @@ def diagnosed(
     spans = tuple(replace(s, end=s.start + s.seconds * computing) if s.where in DEVICES else s for s in measured.spans)
     measured = replace(measured, spans=spans)
     predicted = simulated(slow or {} if expected else {}, {})
-    return Diagnosis(PLAN, "1f1b", chunks, split(measured, schedule, predicted), split(predicted, schedule), measured)
+    return Diagnosis(
+        PLAN, "1f1b", chunks, split(measured, schedule, predicted), split(predicted, schedule), measured, unasked
+    )
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,12 @@ def spread(group: Any, schedule: str) -> None:
     assert all(other == found for other in pipe.collect(found))
     is_of(pipe, found)
     assert pipe.compare().splitlines()[-1].startswith("cpu:3 peak memory")
-    split = pipe.diagnose().measured
+    diagnosis = pipe.diagnose()
+    split, planned = diagnosis.measured, diagnosis.replan()
+    assert all(
+        other == (planned.text, planned.seconds, planned.before)
+        for other in pipe.collect((planned.text, planned.seconds, planned.before))
+    )
     start, end = found.window
     assert start <= found.start <= found.end <= end == start + split.seconds
     assert tuple(split.parts) == found.devices
