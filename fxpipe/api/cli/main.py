@@ -1,5 +1,6 @@
 """The command: `fxpipe demo`, `fxpipe show model.py:make_model`, and for plans `fxpipe plan`, `fxpipe simulate` and
-`fxpipe compare`, for strategies `fxpipe search`; `fxpipe doctor` looks at the machine."""
+`fxpipe compare`, for strategies `fxpipe search`; `fxpipe doctor` looks at the machine, `fxpipe completion` is for
+shells."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import torch
 from fxpipe.api.compile import compile
 from fxpipe.pipe.options.option_table import COMPILE
 
+from . import completion_command as cli_completion
 from . import doctor_command as cli_doctor
 from . import plan_commands as cli_plans
 from . import search_command as cli_search
@@ -58,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     cli_plans.add(commands)
     cli_search.add(commands)
     cli_doctor.add(commands)
+    cli_completion.add(commands, top)
     for command in commands.choices.values():
         command.add_argument("--traceback", action="store_true", help="show the traceback of an error")
         command.set_defaults(parser=command)
