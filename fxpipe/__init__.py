@@ -54,7 +54,7 @@ from fxpipe.pipe.pipe import Pipe
 from fxpipe.pipe.results.planned import Planned
 from fxpipe.pipe.results.searched import Searched
 from fxpipe.runtime.autograd.is_recomputing import is_recomputing
-from fxpipe.training.checkpoint import last_checkpoint, load_checkpoint, save_checkpoint
+from fxpipe.training.checkpoint import async_save_checkpoint, last_checkpoint, load_checkpoint, save_checkpoint
 from fxpipe.training.gradients import GradScaler, clip_grad_norm_
 
 from .api import backend
@@ -94,6 +94,7 @@ __all__ = [
     "Schedule",
     "Searched",
     "Timeline",
+    "async_save_checkpoint",
     "backend",
     "clip_grad_norm_",
     "compile",

@@ -15,18 +15,16 @@ Every process writes what it has, and reads what it needs.
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from fxpipe.errors import CheckpointError
 from fxpipe.ir.dataclass_json import from_plain, parse
@@ -35,7 +33,7 @@ from fxpipe.pipe.materialize import listed
 from fxpipe.pipe.saved.tensor_sources import entries, read
 from fxpipe.runtime.interrupts import Interrupts, ignore
 
-from .distributed_save import OverRanks, write
+from .distributed_save import OverRanks, Savers, Saving, draft, savers_of, write
 from .optimizer_state import find_state, groups_of, kept, names_of
 
 MODEL, OPTIM, EXTRA, ABOUT = "model.", "optim.", "extra.", "about."
@@ -69,35 +67,63 @@ def save_checkpoint(
     a value is neither tensor nor JSON; a failure on one rank of a pipe is a RankError on all others. Ctrl-C is raised
     when all is written; a second one at once.
     """
-    path = Path(folder)
-    found = partial(contents, path, model, optimizer, extra)
+    settle(model)
+    path, savers = Path(folder), savers_of(model)
     with Interrupts(ignore):  # torch's writer would raise another exception, or abort the process
-        if isinstance(model, OverRanks):
-            write(path, found, model)
-            return
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            save(found(), checkpoint_id=path, no_dist=place_of(model)[1])
+        found = partial(contents, path, model, optimizer, extra, savers)
+        write(draft(path, found, savers, copies=False), savers)
+
+
+def async_save_checkpoint(
+    folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **extra: Any
+) -> Saving:
+    """As `save_checkpoint`, but training goes on while the files are written: returns once all values are copied to
+    host memory, which must have room for them. Named after torch.distributed.checkpoint's `async_save`.
+
+        saving = fxpipe.async_save_checkpoint("runs/100", pipe, optimizer, step=100)
+        ...  # steps
+        saving.wait()  # all ranks; may be left out
+
+    The next `save_checkpoint` or `async_save_checkpoint` of the same model waits for it, and so does the end of the
+    process. The folder counts as a checkpoint from the moment when all processes have written all of it. Raises as
+    `save_checkpoint` does for values that cannot be saved; an error of writing is raised by `wait`, or by the next
+    call that waits, on all ranks.
+    """
+    settle(model)
+    path, savers = Path(folder), savers_of(model)
+    with Interrupts(ignore):
+        found = partial(contents, path, model, optimizer, extra, savers)
+        saving = _savings[model] = Saving(path, draft(path, found, savers, copies=True), savers)
+    return saving
+
+
+_savings: WeakKeyDictionary[nn.Module, Saving] = WeakKeyDictionary()  # the last one of each model
+
+
+def settle(model: nn.Module) -> None:
+    """Wait for the checkpoint of this model that is being written, if there is one."""
+    saving = _savings.pop(model, None)
+    if saving is not None:
+        saving.wait()
 
 
 def contents(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any]
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any], savers: Savers
 ) -> dict[str, Tensor]:
     """What this process writes, by key. Raises CheckpointError, see `save_checkpoint`."""
     if (path / TABLE).exists():
         raise CheckpointError(f"{path} has a checkpoint already; choose another folder")
-    rank, alone = place_of(model)
-    tensors = {MODEL + key: value for key, value in model_tensors(model, alone).items()}
+    tensors = {MODEL + key: value for key, value in model_tensors(model, savers.store is None).items()}
     about: dict[str, Any] = {}
     if optimizer is not None:
         names = names_of(unwrapped(model)) | names_of(model)
         mine = model.own_tensors().keys() if isinstance(model, OverRanks) else set(names.values())
         tensors |= {OPTIM + key: tensor for key, tensor in kept(optimizer, names, mine)}
         about["groups"] = groups_of(optimizer, names)
-    if rank == 0:
+    if savers.leads:
         tensors |= {EXTRA + name: value.detach() for name, value in extra.items() if isinstance(value, Tensor)}
         about["extra"] = {name: value for name, value in extra.items() if not isinstance(value, Tensor)}
-    return tensors | {f"{ABOUT}{rank}": to_bytes(about)}
+    return tensors | {f"{ABOUT}{savers.place}": to_bytes(about)}
 
 
 def load_checkpoint(
@@ -132,15 +158,6 @@ def last_checkpoint(folder: str | Path) -> Path | None:
     """The newest complete checkpoint among the subfolders of `folder`, or None."""
     tables = sorted(Path(folder).glob(f"*/{TABLE}"), key=lambda table: table.stat().st_mtime_ns)
     return tables[-1].parent if tables else None
-
-
-def place_of(model: nn.Module) -> tuple[int, bool]:
-    """This process's rank among the processes that save the model, and whether it is the only one."""
-    if isinstance(model, OverRanks):
-        return model.place, False
-    if isinstance(model, DropInModule) or not dist.is_initialized():
-        return 0, True
-    return dist.get_rank(), False
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

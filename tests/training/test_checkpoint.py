@@ -6,6 +6,10 @@ import copy
 import os
 import pickle
 import re
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +19,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import fxpipe
-from fxpipe import last_checkpoint, load_checkpoint, materialize, save_checkpoint
+from fxpipe import async_save_checkpoint, last_checkpoint, load_checkpoint, materialize, save_checkpoint
 from fxpipe.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -165,6 +170,122 @@ def test_the_last_one_that_is_whole(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()  # begun, and killed
     (tmp_path / "c" / "__0_0.distcp").write_bytes(b"...")
     assert last_checkpoint(tmp_path) == tmp_path / "a"
+
+
+# Beside training ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Files are written once the event is set."""
+    may, write = threading.Event(), FileSystemWriter.write_data
+
+    def write_data(self: FileSystemWriter, plan: Any, planner: Any) -> Any:
+        assert may.wait(60)
+        return write(self, plan, planner)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", write_data)
+    return may
+
+
+def test_training_goes_on_meanwhile(tmp_path: Path, slow_disk: threading.Event) -> None:
+    """What is saved is what was there when it was asked for; before it is complete, the last one counts."""
+    slow_disk.set()
+    model = Net()
+    optimizer = adam(model)
+    train(model, optimizer, range(2))
+    save_checkpoint(tmp_path / "a", model, optimizer)
+    slow_disk.clear()
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    saving = async_save_checkpoint(tmp_path / "b", model, optimizer, step=2, rng=torch.get_rng_state())
+    train(model, optimizer, range(2, 4))
+    assert last_checkpoint(tmp_path) == tmp_path / "a"
+    slow_disk.set()
+    saving.wait()
+    saving.wait()
+    assert last_checkpoint(tmp_path) == tmp_path / "b"
+    other = Net()
+    second = adam(other)
+    assert load_checkpoint(tmp_path / "b", other, second)["step"] == 2
+    same((other.state_dict(), second.state_dict()), saved)
+    assert any(not torch.equal(value, saved[0][key]) for key, value in model.state_dict().items())
+
+
+def test_the_next_one_waits(tmp_path: Path, slow_disk: threading.Event) -> None:
+    model = nn.Linear(2, 2)
+    async_save_checkpoint(tmp_path / "a", model)
+    threading.Timer(0.1, slow_disk.set).start()
+    async_save_checkpoint(tmp_path / "b", model)
+    assert (tmp_path / "a" / ".metadata").exists()
+    save_checkpoint(tmp_path / "c", model)
+    assert (tmp_path / "b" / ".metadata").exists()
+
+
+def test_an_error_of_writing_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    model = nn.Linear(2, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSystemWriter, "write_data", full)
+        saving = async_save_checkpoint(tmp_path / "a", model)
+        with pytest.raises(OSError, match="no space left"):
+            saving.wait()
+        async_save_checkpoint(tmp_path / "a", model)
+        with pytest.raises(OSError, match="no space left"):
+            save_checkpoint(tmp_path / "b", model)
+        with pytest.raises(CheckpointError, match="only tensors"):  # at once
+            async_save_checkpoint(tmp_path / "a", model, rule=print)
+        patch.setattr(FileSystemWriter, "finish", full)
+    assert last_checkpoint(tmp_path) is None
+    async_save_checkpoint(tmp_path / "a", model).wait()
+    assert last_checkpoint(tmp_path) == tmp_path / "a"
+
+
+ENDS = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+import fxpipe
+
+folder, how = Path(sys.argv[1]), sys.argv[2]
+model = nn.Linear(2, 2)
+nn.init.ones_(model.weight)
+fxpipe.save_checkpoint(folder / "1", model)
+nn.init.zeros_(model.weight)
+begun, write = threading.Event(), FileSystemWriter.write_data
+
+def write_data(self, *args):
+    found = write(self, *args)
+    begun.set()
+    time.sleep(0.5)  # all files are there, and nothing says so
+    if self.path == folder / "3":
+        raise OSError("no space left on device")
+    return found
+
+FileSystemWriter.write_data = write_data
+fxpipe.async_save_checkpoint(folder / "2", model)
+begun.wait()
+if how == "ends":
+    fxpipe.async_save_checkpoint(folder / "3", nn.Linear(2, 2))
+else:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "last"), [("ends", "2"), ("killed", "1")])
+def test_the_end_of_the_process(tmp_path: Path, how: str, last: str) -> None:
+    """It waits for the files, and says what has failed; killed before, the last one that is whole is loaded."""
+    run = subprocess.run([sys.executable, "-c", ENDS, tmp_path, how], capture_output=True, text=True, timeout=120)
+    assert run.returncode == (-signal.SIGKILL if how == "killed" else 0), run.stderr
+    told = f"fxpipe: the checkpoint {tmp_path / '3'} is not complete: OSError: no space left on device" in run.stderr
+    assert told == (how == "ends")
+    model, found = nn.Linear(2, 2), last_checkpoint(tmp_path)
+    assert found == tmp_path / last
+    load_checkpoint(found, model)
+    assert (model.weight == (1 if last == "1" else 0)).all()
 
 
 # Refusals -------------------------------------------------------------------------------------------------------------

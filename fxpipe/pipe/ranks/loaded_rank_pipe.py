@@ -55,6 +55,11 @@ class LoadedRanks(Loaded):
         super().__init__(model, state)
 
     @property
+    def world(self) -> World:
+        """The ranks of this pipe."""
+        return self._state.processes.world
+
+    @property
     def place(self) -> int:
         """The number of this rank among all that train the model: the index of its value in `collect_all`."""
         return self._state.processes.place

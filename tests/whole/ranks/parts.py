@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import resource
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import fxpipe
-from fxpipe.errors import FxpipeError
+from fxpipe.errors import FxpipeError, RankError
 from fxpipe.pipe.materialize import slots_of
 from tests.training.test_checkpoint import Net, adam, batch, train
 
@@ -72,6 +75,11 @@ def saved(group: Any, folder: Path) -> Run:
     state = held(pipe, optimizer)
     losses = train(pipe, optimizer, range(3, 23))
     pipe.close()
+    plain = nn.Linear(2, 2)  # the same on all ranks, which all save it
+    fxpipe.async_save_checkpoint(folder / "plain", plain).wait()
+    other = nn.Linear(2, 2)
+    fxpipe.load_checkpoint(folder / "plain", other)
+    assert all(map(torch.equal, plain.parameters(), other.parameters()))
     return state, losses
 
 
@@ -113,6 +121,41 @@ def resaved(group: Any, source: Path, folder: Path) -> None:
     fxpipe.load_checkpoint(source, pipe, optimizer)
     fxpipe.save_checkpoint(folder, pipe, optimizer, step=3)
     pipe.close()
+
+
+def saved_beside(group: Any, folder: Path) -> Run:
+    """Saves while training goes on, the last rank late; then again, and that rank cannot write its files."""
+    torch.manual_seed(1)
+    pipe = piped(group, Net())
+    optimizer, last = adam(pipe), dist.get_rank(group) == dist.get_world_size(group) - 1
+    train(pipe, optimizer, range(3))
+    state, write = held(pipe, optimizer), FileSystemWriter.write_data
+
+    def late(self: FileSystemWriter, *args: Any) -> Any:
+        time.sleep(0.5 * last)
+        return write(self, *args)
+
+    def full(self: FileSystemWriter, *args: Any) -> Any:
+        if last:
+            raise OSError("no space left on device")
+        return write(self, *args)
+
+    with patch.object(FileSystemWriter, "write_data", late):
+        fxpipe.async_save_checkpoint(folder / "whole", pipe, optimizer, step=3)
+        losses = train(pipe, optimizer, range(3, 23))
+        end = time.monotonic() + 60
+        while fxpipe.last_checkpoint(folder) is None and time.monotonic() < end:
+            time.sleep(0.05)  # it is complete at some time, though nobody waits for it
+    with patch.object(FileSystemWriter, "write_data", full):
+        torn = fxpipe.async_save_checkpoint(folder / "torn", pipe, optimizer)
+        train(pipe, optimizer, range(23, 24))
+        error, text = (OSError, "no space") if last else (RankError, f"^rank {dist.get_world_size(group) - 1}: OSError")
+        with pytest.raises(error, match=text):
+            torn.wait()
+    fxpipe.save_checkpoint(folder / "later", pipe, optimizer)  # says nothing of it again
+    assert {path.parent.name for path in folder.glob("*/.metadata")} == {"whole", "later"}
+    pipe.close()
+    return state, losses
 
 
 def loop(model: nn.Module, run: nn.Module, scaler: Any, clip: Any, odd: nn.Parameter | None) -> list[float]:

@@ -43,6 +43,13 @@ def test_saved_on_four_ranks(pool: Pool, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_saved_while_training_goes_on(pool: Pool, tmp_path: Path) -> None:
+    """What is saved is what was there when it was asked for; twenty steps later others begin there."""
+    wanted = parts.put_together(pool.run(parts.saved_beside, tmp_path, ranks=PAIRS[0]))
+    same(parts.put_together(pool.run(parts.gone_on, tmp_path / "whole", False, ranks=PAIRS[0])), wanted)
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak of memory from /proc")
 def test_a_model_that_fits_on_no_rank(pool: Pool) -> None:
     """No rank may take the memory of the model's parameters; the peak of each is within a tenth of what its own
