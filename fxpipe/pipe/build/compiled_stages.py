@@ -32,6 +32,7 @@ from fxpipe.runtime.random import nobody_draws
 
 Backend = str | Callable[..., Any]
 
+OWN_CONTEXT = "fxpipe: has a context of its own"  # in the metadata of nodes
 # The limits allow many kinds of calls of one piece: with and without gradients or autocast, sizes 1 and others.
 SETTINGS: dict[str, object] = {"allow_rnn": True, "recompile_limit": 64, "accumulated_recompile_limit": 1024}
 
@@ -87,11 +88,14 @@ class Piece:
 
     def __call__(self, *args: Any) -> Any:
         try:
-            return self.run(*args)
+            made = self.run(*args)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             failure = error
+        else:
+            _with_own_contexts(made)
+            return made
         # An error of the model itself is raised again here, with its line. On copies, because forward may write.
         self.eager(*[arg.clone() if isinstance(arg, Tensor) else arg for arg in args])
         try:
@@ -115,6 +119,24 @@ class Piece:
     def file(self) -> str:
         code: CodeType = self.eager.__code__
         return code.co_filename
+
+
+def _with_own_contexts(made: Any) -> None:
+    """Let compiled backwards of several devices run at the same time. Up to PyTorch 2.13 all of one call of `backward`
+    enter the same `contextvars.Context`, which one thread can do at a time, and each device has a thread; so each
+    node gets a copy of it."""
+    for value in made if isinstance(made, tuple) else (made,):
+        if isinstance(value, Tensor) and value.device.type != "cpu" and value.grad_fn is not None:
+            node: Any = value.grad_fn
+            nodes = [node, *(before for before, _ in node.next_functions)]  # a view is made of what the node gave
+            compiled_node = next((one for one in nodes if one is not None and "Compiled" in one.name()), None)
+            if compiled_node is not None and OWN_CONTEXT not in compiled_node.metadata:
+                compiled_node.metadata[OWN_CONTEXT] = compiled_node.register_prehook(_copy_context)
+
+
+def _copy_context(_: Any) -> None:
+    if torch._C._is_key_in_tls("context"):
+        torch._C._stash_obj_in_tls("context", torch._C._get_obj_in_tls("context").copy())
 
 
 class _Alone:
