@@ -34,7 +34,7 @@ from torch import Tensor, nn
 import fxpipe
 from benchmarks.models import UNet
 from benchmarks.timing import in_turn
-from benchmarks.trainers import Workload
+from benchmarks.workload import Workload
 from fxpipe.engines.transports.same_machine import SWITCH
 
 RANKS = 2

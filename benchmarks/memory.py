@@ -32,7 +32,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 import fxpipe
-from benchmarks.trainers import Workload
+from benchmarks.workload import Workload
 from fxpipe.ir.units import show_bytes
 
 WORK = Workload(stages=4, chunks=0, rows=8, width=64, depth=3)

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 import fxpipe
 from benchmarks.throughput import measure
 from benchmarks.timing import in_turn, median_difference
-from benchmarks.trainers import PIPELINING, TORCHGPIPE, Workload
+from benchmarks.trainers import PIPELINING, TORCHGPIPE
+from benchmarks.workload import Workload
 
 STAGES = 4
 CHUNKS = 8

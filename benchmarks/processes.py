@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.trainers import Trainer, Workload
+from benchmarks.workload import Trainer, Workload
 
 SCHEDULES = ("GPipe", "1F1B")
 GRADIENTS, TIDY = 0, -1  # orders: instead of so many steps

@@ -22,7 +22,8 @@ import torch
 from tabulate import tabulate
 
 from benchmarks.timing import in_turn
-from benchmarks.trainers import PLAIN, Workload, check, trainers
+from benchmarks.trainers import PLAIN, check, trainers
+from benchmarks.workload import Workload
 
 WORK = Workload(stages=2, chunks=16, rows=128, width=512, depth=8)  # a stage takes a micro-batch about 20 ms
 

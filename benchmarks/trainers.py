@@ -18,7 +18,6 @@ import importlib.util
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 
@@ -27,6 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpipe
+from benchmarks.processes import SCHEDULES, pipelining
+from benchmarks.workload import Trainer, Workload
 
 PLAIN = "plain loop"
 LOOPS = "no pipeline"
@@ -35,43 +36,6 @@ PIPELINING = "torch.distributed.pipelining"
 BARE = "bare threads, 1F1B"
 FXPIPE_SCHEDULES = ("gpipe", "1f1b", "1f1b-late", "zb-h1")
 Feed = Sequence[tuple[Tensor, Tensor]]  # a sample and its target, or a micro-batch of both
-
-
-@dataclass(frozen=True)
-class Workload:
-    """`stages` stages of `depth` layers, `width` wide, and `chunks` micro-batches of `rows` samples. A value, so that
-    other processes can make the same tensors from it."""
-
-    stages: int
-    chunks: int
-    rows: int
-    width: int
-    depth: int
-
-    def model(self) -> nn.Sequential:
-        """A child for each stage."""
-        torch.manual_seed(0)
-        return nn.Sequential(*(self._stage() for _ in range(self.stages)))
-
-    def _stage(self) -> nn.Sequential:
-        layers = ((nn.Linear(self.width, self.width), nn.ReLU()) for _ in range(self.depth))
-        return nn.Sequential(*(part for layer in layers for part in layer))
-
-    def batch(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets."""
-        torch.manual_seed(1)
-        return torch.randn(self.rows * self.chunks, self.width), torch.randn(self.rows * self.chunks, self.width)
-
-
-@dataclass(frozen=True)
-class Trainer:
-    """`run(steps)` trains so many steps and returns the loss of the last; `gradients` are those it left, in the order
-    of the model's parameters; `tidy` collects what garbage it has elsewhere."""
-
-    run: Callable[[int], float]
-    gradients: Callable[[], list[Tensor]]
-    close: Callable[[], object] = lambda: None
-    tidy: Callable[[], object] = lambda: None
 
 
 def trainer(model: nn.Module, step: Callable[[], Tensor], close: Callable[[], object] = lambda: None) -> Trainer:
@@ -93,8 +57,6 @@ def trainers(work: Workload) -> dict[str, Callable[[], Trainer]]:
     if importlib.util.find_spec("torchgpipe"):
         found[TORCHGPIPE] = partial(torchgpipe, work)
     if torch.distributed.is_available():
-        from benchmarks.processes import SCHEDULES, pipelining
-
         found |= {f"{PIPELINING}, {name}": partial(pipelining, work, name) for name in SCHEDULES}
     found[BARE] = partial(bare_threads, work)
     return found | {f"fxpipe, {name}": partial(fxpipe_step, work, name) for name in FXPIPE_SCHEDULES}

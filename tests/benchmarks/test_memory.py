@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from benchmarks import memory
-from benchmarks.trainers import Workload
+from benchmarks.workload import Workload
 
 SMALL = Workload(stages=3, chunks=4, rows=2, width=8, depth=2)
 ONE = 2 * 8 * 4  # bytes of a micro-batch between layers

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import overhead, throughput
-from benchmarks.trainers import BARE, PIPELINING, PLAIN, TORCHGPIPE, Trainer, Workload, check, outcome, trainers
+from benchmarks.trainers import BARE, PIPELINING, PLAIN, TORCHGPIPE, check, outcome, trainers
+from benchmarks.workload import Trainer, Workload
 
 SMALL = Workload(stages=3, chunks=4, rows=2, width=8, depth=2)
 THREADS = [name for name in trainers(SMALL) if not name.startswith(PIPELINING)]
