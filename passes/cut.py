@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise
 from fxpipe.errors import PlanError
 from fxpipe.ir.graph.graph import Graph, Op, may_cross
 from fxpipe.ir.graph.legal_cuts import ties, vmaps
-from fxpipe.ir.graph.shared_memory_values import memory
+from fxpipe.ir.graph.shared_memory_values import memory_of
 from fxpipe.ir.plan import plan as plans
 from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.program.program import Move, Program, Stage
@@ -116,13 +116,13 @@ def _refuse_swapped_writes(graph: Graph, ordered: Graph) -> None:
 
 def _epochs(graph: Graph, ordered: Graph) -> dict[str, tuple[tuple[str, int], ...]]:
     """For every op, and all written memory that it touches: how many earlier writes there are, in `ordered`."""
-    root = memory(graph.ops, graph.types)
-    written = {root(name): 0 for op in graph.ops for name in op.writes}
+    root = memory_of(graph)
+    written = {root[name]: 0 for op in graph.ops for name in op.writes}
     epochs = {}
     for op in ordered.ops:
-        touched = {root(name) for name in (*op.reads, *op.writes)} & written.keys()
+        touched = {root[name] for name in (*op.reads, *op.writes)} & written.keys()
         epochs[op.name] = tuple((name, written[name]) for name in sorted(touched))
-        for name in {root(name) for name in op.writes}:
+        for name in {root[name] for name in op.writes}:
             written[name] += 1
     return epochs
 

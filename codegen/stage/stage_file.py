@@ -32,6 +32,7 @@ from fxpipe.codegen.text.statements import (
 )
 from fxpipe.ir.graph.opaque_call import Opaque, unsure
 from fxpipe.ir.graph.value_types import TensorType, ValueType
+from fxpipe.ir.once import once
 from fxpipe.ir.program.program import Program, RuntimeCall, Stage
 
 MODULES = 4  # the most modules that a stage's title names
@@ -119,7 +120,8 @@ def _imports(program: Program, stages: Sequence[Stage]) -> list[str]:
     return [*lines[:standard], "from typing import Any", *([""] if not standard else []), *lines[standard:]]
 
 
-def _needed(stage: Stage) -> set[str]:
+@once
+def _needed(stage: Stage) -> Collection[str]:
     """The modules that the code of a stage names."""
     ops = (*stage.ops, *(stage.backward.ops if stage.backward else ()))
     return {module for op in ops for module in modules(op)} | {"torch" for op in ops if op.regions}

@@ -15,7 +15,7 @@ from math import prod
 
 from fxpipe.ir.cluster.cluster import ASSUMED_GPU, Device
 from fxpipe.ir.cluster.roofline import roofline
-from fxpipe.ir.graph.graph import Graph, Op, Ref, is_opaque, op_name, refs
+from fxpipe.ir.graph.graph import Graph, Op, Ref, is_opaque, op_name
 from fxpipe.ir.graph.ops import CHANNEL_DROPOUTS, DROPOUTS, KEEP_NOTHING, KEEP_RESULT, MAX_POOLS
 from fxpipe.ir.graph.shared_memory_values import trains, viewed
 from fxpipe.ir.graph.value_types import TensorType, TupleType, ValueType, dim_size, nbytes, tensors
@@ -97,9 +97,9 @@ class _Sized:
 
     def operands(self, op: Op) -> Iterator[tuple[str, TensorType]]:
         """The (name, type) of each tensor that the op reads, in order."""
-        for ref in refs((op.args, dict(op.kwargs))):
-            for type in tensors(self.types[ref.name]):
-                yield ref.name, type
+        for name in op.operands:
+            for type in tensors(self.types[name]):
+                yield name, type
 
     # time ------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -41,16 +42,16 @@ from fxpipe.ir.graph.ops import (
     SIZES,
 )
 from fxpipe.ir.graph.value_types import (
-    IN_VMAP,
     Dim,
     ScalarType,
     TensorType,
-    TupleType,
     ValueType,
     dim_names,
     dim_size,
+    in_vmap,
     tensors,
 )
+from fxpipe.ir.once import once
 
 # Ops that work element by element, also in a vmap.
 PLACE_BY_PLACE = ARITHMETIC | POINTWISE | {"_add_batch_dim", "_remove_batch_dim"}
@@ -95,6 +96,7 @@ class Flow:
     sizes: set[str] = field(default_factory=lambda: {BATCH})
 
 
+@once
 def follow(graph: Graph) -> Flow:
     """What is known about every value of the graph."""
     flow = Flow(graph.types)
@@ -150,7 +152,7 @@ def _check(op: Op, flow: Flow, checks: Sequence[Callable[[Op, Flow], None]]) -> 
         for check in checks:
             check(op, flow)
     except CaptureError as error:
-        flow.mixed[op.name] = error
+        flow.mixed[op.name] = error.with_traceback(None)  # whose frames would keep all of this
 
 
 def _count(op: Op, flow: Flow) -> None:
@@ -367,6 +369,7 @@ def _joins_along(op: Op, kind: TensorType, batch: int) -> bool:
     return not isinstance(along, int) or along % len(kind.shape) == batch
 
 
+@lru_cache(maxsize=4096)
 def batch_dims(kind: ValueType) -> tuple[int, ...]:
     """The dimensions of a type that depend on the batch size; for several tensors, those of the first with any."""
     for tensor in tensors(kind):
@@ -375,11 +378,7 @@ def batch_dims(kind: ValueType) -> tuple[int, ...]:
     return ()
 
 
-def in_vmap(kind: ValueType) -> bool:
-    """Whether a value exists only inside a vmap; for a tuple, whether any item does."""
-    return any(map(in_vmap, kind.items)) if isinstance(kind, TupleType) else kind == IN_VMAP
-
-
+@lru_cache(maxsize=4096)
 def multiple(size: Dim) -> int | None:
     """The factor between a dimension and the batch size; None if it is not a multiple, as `b - 1`."""
     one, two, five = (number(size, rows) for rows in (1, 2, 5))

@@ -42,9 +42,10 @@ from fxpipe.ir.graph.ops import (
     WEIGHTED_LOSSES,
     ZEROS,
 )
-from fxpipe.ir.graph.value_types import VMAP, ScalarType, TensorType, TupleType, ValueType, dim_names, tensors
+from fxpipe.ir.graph.value_types import VMAP, ScalarType, TensorType, TupleType, ValueType, dim_names, in_vmap, tensors
+from fxpipe.ir.once import once
 
-from .batch_dimension import Flow, batch_dims, in_vmap, multiple
+from .batch_dimension import batch_dims, follow, multiple
 
 SUMS = {"sum": 1, "nansum": 1, "count_nonzero": 1, "mean": 0}  # what they add to the power
 PAIRS = "it is made of pairs of samples, or of parts of the batch"
@@ -76,8 +77,10 @@ ZERO, SAME, SAMPLES = Kind("zero"), Kind("same"), Kind("samples")
 ORDER = ("zero", "same", "samples", "pooled", "unknown")
 
 
-def kinds(graph: Graph, flow: Flow) -> dict[str, Kind]:
+@once
+def kinds(graph: Graph) -> Mapping[str, Kind]:
     """The kind of every value."""
+    flow = follow(graph)
     known = {item.name: SAME if item.batch_dim is None else SAMPLES for item in graph.inputs}
     known |= {size.name: Kind("same", int(size.name == BATCH)) for size in graph.sizes}
     known |= {state.name: SAME for state in graph.states}

@@ -37,8 +37,7 @@ from .mixed_samples import Reduce, said
 def spread(graph: Graph, values: Sequence[str], reduce: Reduce) -> Graph:
     """The graph, rewritten so that as many as possible of its outputs `values` are sums or means of those of the
     micro-batches. Outputs with a `reduce` from the user stay as they are."""
-    flow = follow(graph)
-    found = kinds(graph, flow)
+    flow, found = follow(graph), kinds(graph)
 
     def is_open(value: str) -> bool:
         unclear = value in flow.mixed or (found[value].reduce is None and not batch_dims(graph.types[value]))
@@ -187,7 +186,8 @@ def _data_without(graph: Graph, barred: set[str]) -> set[str]:
 def _with_totals(graph: Graph, names: set[str], values: Sequence[str]) -> Graph:
     """The graph, where those of `names` that are one value over the batch and depend on data alone are inputs, computed
     by its totals. `values` are its outputs."""
-    known, found = data_only(graph), kinds(graph, follow(graph))
+    known = data_only(graph)
+    found = kinds(replace(graph, ops=tuple(op for op in graph.ops if op.name in known)))
     plain, written = (SAME, ZERO), {name for op in graph.ops for name in (op.name, *op.writes) if op.writes}
     pooled = [op for op in graph.ops if op.name in known & names - written and found[op.name] not in plain]
     chosen = {op.name: op for op in pooled if isinstance(op.type, TensorType) and not batch_dims(op.type)}

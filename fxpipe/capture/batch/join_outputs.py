@@ -41,8 +41,7 @@ def check_shapes(graph: Graph, values: Sequence[str]) -> None:
 def with_outputs(graph: Graph, values: Sequence[str], exact: Mapping[str, Sizes], reduce: Reduce) -> Graph:
     """The graph with an `Output` for each returned value, which says how those of the micro-batches are combined.
     `exact`: returned numbers, as functions of the sizes. Raises CaptureError if one cannot be combined."""
-    flow = follow(graph)
-    found = kinds(graph, flow)
+    flow, found = follow(graph), kinds(graph)
     by_name = {op.name: op for op in graph.ops}
     mixed = find_mixed(graph, flow, [value for value in values if value not in exact], reduce)
 

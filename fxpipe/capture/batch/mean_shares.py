@@ -18,7 +18,6 @@ from fxpipe.capture.tracing.value_names import Names
 from fxpipe.ir.graph.graph import Graph, Input, Op, Output, Ref, map_leaves
 from fxpipe.ir.graph.value_types import ScalarType, ValueType
 
-from .batch_dimension import follow
 from .batch_reductions import Kind, kind_of, kinds, summands
 
 
@@ -26,7 +25,7 @@ def with_shares(graph: Graph, names: set[str]) -> Graph:
     """The graph, where means that an op among `names` adds to sums are multiplied by the micro-batch's share."""
     done = False
     while not done:
-        known = kinds(graph, follow(graph))
+        known = kinds(graph)
         op = next((op for op in graph.ops if op.name in names and _is_uneven(op, known)), None)
         done = op is None
         graph = graph if op is None else _leveled(graph, op, known)

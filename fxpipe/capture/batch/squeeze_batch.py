@@ -6,6 +6,7 @@ differs from the model only for a whole batch of one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from fxpipe.ir.graph.graph import Graph, Op, Ref, called
@@ -22,7 +23,7 @@ def with_named_squeezes(graph: Graph) -> tuple[Graph, tuple[Op, ...]]:
     return replace(graph, ops=ops), tuple(op for op in graph.ops if op.name in found)
 
 
-def _dimensions(op: Op, types: dict[str, ValueType]) -> int | tuple[int, ...] | None:
+def _dimensions(op: Op, types: Mapping[str, ValueType]) -> int | tuple[int, ...] | None:
     """The dimensions that a squeeze without dimensions removes from a batched value; None for other ops."""
     if called(op) not in ("squeeze", "squeeze_") or len(op.args) != 1 or op.kwargs or not isinstance(op.args[0], Ref):
         return None

@@ -93,9 +93,18 @@ class Op:
         return self.draw is not None
 
     @cached_property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the values and states in the arguments, in order; one that stands there twice comes twice."""
+        return tuple(ref.name for ref in refs((self.args, dict(self.kwargs))))
+
+    @cached_property
     def reads(self) -> tuple[str, ...]:
         """Names of the values and states that the op uses, each once, in order of first use."""
-        return tuple(dict.fromkeys(ref.name for ref in refs((self.args, dict(self.kwargs)))))
+        return tuple(dict.fromkeys(self.operands))
+
+    @cached_property
+    def _called(self) -> str:
+        return target_name(self.target).lstrip(".")
 
 
 @dataclass(frozen=True)
@@ -210,8 +219,8 @@ class Graph:
     def __str__(self) -> str:
         return show(self)
 
-    @property
-    def types(self) -> dict[str, ValueType]:
+    @cached_property
+    def types(self) -> Mapping[str, ValueType]:
         """The type of every name."""
         named: dict[str, ValueType] = {size.name: ScalarType("int") for size in self.sizes}
         named |= {item.name: item.type for item in self.inputs}
@@ -366,7 +375,7 @@ def is_opaque(op: Op) -> bool:
 
 def called(op: Op) -> str:
     """The name of the function or method that an op calls, without a leading dot."""
-    return target_name(op.target).lstrip(".")
+    return op._called
 
 
 def op_name(op: Op) -> str:

@@ -22,10 +22,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
+from fxpipe.ir.once import once
+
 from .graph import Graph, Op, called, may_cross
 from .shared_memory_values import shares
 
-Spans = dict[str, tuple[int, int]]
+Spans = Mapping[str, tuple[int, int]]
 ENTER_VMAP, LEAVE_VMAP = "_vmap_increment_nesting", "_vmap_decrement_nesting"
 
 
@@ -60,6 +62,7 @@ def glued(graph: Graph) -> tuple[tuple[int, int], ...]:
     return tuple(merged)
 
 
+@once
 def spans(graph: Graph) -> Spans:
     """For every input and every op's value: where it is defined (inputs at -1), and where an op last reads it.
 
@@ -71,6 +74,7 @@ def spans(graph: Graph) -> Spans:
     return {name: (at, last[name]) for name, at in defined.items()}
 
 
+@once
 def ties(graph: Graph) -> tuple[Tie, ...]:
     """All that ties ops together, each with its reason."""
     span = spans(graph)

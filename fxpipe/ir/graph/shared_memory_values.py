@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from .graph import Op, Ref, called, is_opaque, op_name, refs, target_name
+from fxpipe.ir.once import once
+
+from .graph import Graph, Op, Ref, called, is_opaque, op_name, refs, target_name
 from .ops import CASTS, DROPOUTS, MERE_VIEWS, VIEWS
 from .value_types import ScalarType, TensorType, TupleType, ValueType
 
@@ -90,6 +92,13 @@ def memory(ops: Iterable[Op], types: Mapping[str, ValueType]) -> Callable[[str],
             if one != other and not isinstance(types[name], ScalarType):
                 parents[one] = other
     return root
+
+
+@once
+def memory_of(graph: Graph) -> Mapping[str, str]:
+    """For every name of the graph, one name for all that may be the same memory."""
+    root = memory(graph.ops, graph.types)
+    return {name: root(name) for name in graph.types}
 
 
 def is_in_place(op: Op, written: ValueType) -> bool:

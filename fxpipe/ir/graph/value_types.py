@@ -90,6 +90,11 @@ def tensors(type: ValueType) -> Iterator[TensorType]:
             yield from tensors(item)
 
 
+def in_vmap(kind: ValueType) -> bool:
+    """Whether a value exists only inside a vmap; for a tuple, whether any item does."""
+    return any(map(in_vmap, kind.items)) if isinstance(kind, TupleType) else kind == IN_VMAP
+
+
 def nbytes(type: ValueType, sizes: Mapping[str, int]) -> int:
     """Bytes of all tensors inside `type`."""
     return sum(t.nbytes(sizes) for t in tensors(type))

@@ -16,6 +16,7 @@ too. A program says nothing about time: the schedule does.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,7 +127,7 @@ class Program:
     stages: tuple[Stage, ...]
     moves: tuple[Move, ...]
     loans: tuple[Loan, ...]
-    types: dict[str, ValueType]
+    types: Mapping[str, ValueType]
     pipeline: tuple[int, ...] = ()
 
     def __str__(self) -> str:

@@ -12,7 +12,7 @@ holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 from heapq import heappop, heappush
@@ -21,7 +21,7 @@ from math import inf
 from fxpipe.errors import PlanError
 from fxpipe.ir.graph.graph import Graph, Op
 from fxpipe.ir.graph.legal_cuts import ties
-from fxpipe.ir.graph.shared_memory_values import memory
+from fxpipe.ir.graph.shared_memory_values import memory_of
 from fxpipe.ir.operators.placed_graph import Placed
 
 from .op_order import Edges, requirements
@@ -55,10 +55,10 @@ def blocks(graph: Graph, before: Edges, also: Iterable[tuple[int, int]] = ()) ->
     """All ops, by position, in blocks that run together on one device: tied ops, each pair of `also`, and ops between
     them by dependency. `before` are the `requirements` of the graph."""
     block_of = {at: {at} for at in range(len(graph.ops))}
-    root, known = memory(graph.ops, graph.types), graph.types
+    root = memory_of(graph)
     for tie in ties(graph):
         span = graph.ops[tie.first : tie.last + 1]
-        touching = {at for at, op in enumerate(span, tie.first) if _touches(op, root(tie.name), root, known)}
+        touching = {at for at, op in enumerate(span, tie.first) if _touches(op, root[tie.name], root)}
         _join(block_of, {tie.first, tie.last} | touching)
     for pair in also:
         _join(block_of, set(pair))
@@ -86,8 +86,8 @@ def _distinct(block_of: Mapping[int, set[int]]) -> list[set[int]]:
     return [block for at, block in block_of.items() if min(block) == at]
 
 
-def _touches(op: Op, wanted: str, root: Callable[[str], str], known: Container[str]) -> bool:
-    return any(name in known and root(name) == wanted for name in (op.name, *op.reads, *op.writes))
+def _touches(op: Op, wanted: str, root: Mapping[str, str]) -> bool:
+    return any(root.get(name) == wanted for name in (op.name, *op.reads, *op.writes))
 
 
 def _between(block_of: Mapping[int, set[int]], block: set[int], before: Edges) -> set[int]:

@@ -21,7 +21,7 @@ from dataclasses import replace
 from fxpipe.ir.graph.cheap_ops import cheap_ops
 from fxpipe.ir.graph.graph import Graph, may_cross
 from fxpipe.ir.graph.legal_cuts import legal_cuts, vmaps
-from fxpipe.ir.graph.shared_memory_values import memory
+from fxpipe.ir.graph.shared_memory_values import memory_of
 from fxpipe.ir.plan.profile import OpCost
 
 from .cut_costs import traffic
@@ -80,9 +80,9 @@ def requirements(graph: Graph) -> list[list[int]]:
 
 def _memory_names(graph: Graph) -> dict[str, str]:
     """Every name whose memory some op writes, mapped to one name for all that may share that memory."""
-    root = memory(graph.ops, graph.types)
-    written = {root(name) for op in graph.ops for name in op.writes}
-    return {name: root(name) for name in graph.types if root(name) in written}
+    root = memory_of(graph)
+    written = {root[name] for op in graph.ops for name in op.writes}
+    return {name: one for name, one in root.items() if one in written}
 
 
 def _measure(graph: Graph, costs: Mapping[str, OpCost]) -> tuple[int, int, int]:
