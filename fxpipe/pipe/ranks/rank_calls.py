@@ -251,7 +251,8 @@ class RankCalls:
     def _alone(self) -> str:
         return (
             f"target is given on rank {self.world.rank} and not on rank {LEADER}, which needs it, too: its call says "
-            "what all ranks compute"
+            "what all ranks compute. If no stage there uses the values, the shape is enough: "
+            "target=torch.empty(shape, dtype=..., device='meta')"
         )
 
 

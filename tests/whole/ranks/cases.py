@@ -456,8 +456,14 @@ def target_on_the_last(group: Any) -> None:
         for _ in range(2):
             with raises(text) if rank or loss_fn is of_itself else pytest.raises(TypeError, match="missing"):
                 pipe.step(x, loss_fn=loss_fn, **({"target": y} if rank else {}))
-            pipe.step(x, target=y, loss_fn=loss_fn)
-    pipe.close()
+            loss = pipe.step(x, target=y, loss_fn=loss_fn)
+    for run in (
+        pipe,
+        chain(group, "1f1b", timeout=60)[0],
+    ):  # the shape is all that rank 0 needs, in its first call, too
+        given = (None, y) if rank else (x, y.to("meta"))
+        torch.testing.assert_close(run.step(given[0], target=given[1], loss_fn=F.mse_loss), loss, rtol=0, atol=0)
+        run.close()
 
 
 def different_batches(group: Any) -> None:

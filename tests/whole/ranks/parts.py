@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import resource
+import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,10 +19,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.utils.data import DataLoader
 
 import fxpipe
 from fxpipe.errors import FxpipeError, RankError
 from fxpipe.pipe.materialize import slots_of
+from tests.docs.page_blocks import blocks, run, same
 from tests.training.test_checkpoint import Net, adam, batch, train
 
 CHUNKS = 2
@@ -156,6 +160,31 @@ def saved_beside(group: Any, folder: Path) -> Run:
     assert {path.parent.name for path in folder.glob("*/.metadata")} == {"whole", "later"}
     pipe.close()
     return state, losses
+
+
+def loads_its_own(group: Any, page: Path, folder: Path) -> None:
+    """The part of a page in which each rank loads what its stages use, beside the plain model with all of it."""
+    text = page.read_text()
+    start = text.index("## Data: each rank loads")
+    section = "```python\nimport torch\nimport torch.nn.functional as F\nfrom torch import nn\n\nimport fxpipe\n```\n"
+    section += text[start : text.index("\n## ", start)]
+    name = f"losses {os.getpid()}.md"
+    with chdir(folder):
+        for block, printed in run(name, section, blocks(section)):
+            assert same(block, printed)
+    names = vars(sys.modules[f"page_losses_{os.getpid()}"])
+    samples, losses = names["Part"](), []
+    samples.first = samples.last = True
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh())))
+    optimizer = torch.optim.Adam(model.parameters())
+    for part in DataLoader(samples, batch_sampler=names["order"](0, 10)):
+        loss = F.cross_entropy(model(part["image"]), part["label"])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert names["whole"] == pytest.approx(losses, rel=1e-5)
 
 
 def loop(model: nn.Module, run: nn.Module, scaler: Any, clip: Any, odd: nn.Parameter | None) -> list[float]:

@@ -50,6 +50,12 @@ def test_saved_while_training_goes_on(pool: Pool, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_each_rank_loads_what_its_stages_use(pool: Pool, tmp_path: Path) -> None:
+    """The page's recipe over ranks: also after a restart in an epoch, losses are those of the plain model."""
+    pool.run(parts.loads_its_own, Path(__file__).parents[3] / "docs" / "guides" / "processes.md", tmp_path, ranks=ALL)
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak of memory from /proc")
 def test_a_model_that_fits_on_no_rank(pool: Pool) -> None:
     """No rank may take the memory of the model's parameters; the peak of each is within a tenth of what its own
