@@ -12,7 +12,7 @@ from typing import Any, Never
 from torch import nn
 
 from fxpipe.errors import PlanError
-from fxpipe.ir.cluster.cluster import Cluster, Device
+from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.cluster.device_kinds import other_kinds
 from fxpipe.ir.graph.graph import op_name
 from fxpipe.ir.graph.value_types import TensorType
@@ -31,6 +31,7 @@ from fxpipe.pipe.results.planned import Planned, SampleWork
 from fxpipe.planning.hybrid.group_layers import MOST, Layers, as_plan, costed, layers
 from fxpipe.planning.hybrid.plan_request import Answer, Request, check
 from fxpipe.planning.hybrid.planners import search
+from fxpipe.profiling import on_kinds
 from fxpipe.profiling.estimate import model_products
 from fxpipe.schedules.make_schedule import AUTO, STRAIGHT
 
@@ -63,8 +64,9 @@ def plan(
     - `what`: what `fxpipe.profile` returned; or a model (it may be on the meta device) with `example_inputs`, whose
       profile is then estimated for each kind of device; or a `Chain` of layers of any origin. Where the cluster has
       several kinds of devices, give what was measured, or a chain, for each: {"V100": ..., "K80": ...}, by the part of
-      labels before the colon, or by whole labels. Of one that was measured on a device of the cluster, or of a `Chain`
-      without `kinds`, which is for the first device, times on other kinds are scaled by `Device.flops`.
+      labels before the colon, or by whole labels. Of one that was measured, on a device of the cluster or else on one
+      like the first, times on other kinds are scaled by the ratio of the estimates for each op. A `Chain` without
+      `kinds` is for the first device; nothing tells what its layers do, so times are scaled by `Device.flops`.
     - `cluster`: a `Cluster`, or the name of a published one: "A", "B", "C" (DAPPLE's), "p100", "k80", "p40";
       "a100", "h100", "b200" (nodes of 8; "h100:64" is eight of them).
     - `planner`: "optimal" (with a proven bound on its distance from the optimum), "dapple", "pipedream", "gpipe",
@@ -117,7 +119,7 @@ def _planned(
             same = {kind: scaled(one, known.batch) for kind, one in others.items() if isinstance(one, Chain)}
             known = beside(known, same)
         elif not known.kinds:
-            known = _scaled(known, where, where.devices[0])
+            known = _scaled(known, where)
         answer = _searched(planner, replace(request, chains=(known,)))
         decided = _without_ops(answer.plan, where, _own_order(answer.plan))
         return Planned(decided, answer.plan, (known,), *about, certificate=answer.certificate)
@@ -139,15 +141,23 @@ def _on_kinds(known: ModelProfile, others: Mapping[str, ModelProfile | Chain], c
         found = {kind: chain(one) for kind, one in others.items() if isinstance(one, ModelProfile)}
         return beside(chain(known), {kind: scaled(one, known.batch) for kind, one in found.items()})
     if known.estimated_for is None:
-        return _scaled(chain(known), cluster, cluster.device(known.device) if known.device in cluster.labels else None)
+        return _measured_on_kinds(known, cluster, made)
     kinds = other_kinds(cluster, known.estimated_for)
     own = {kind: replace(known, estimated_for=device).at(known.batch) for kind, device in kinds.items()}
     return beside(chain(known), {kind: chain(one) for kind, one in own.items()})
 
 
-def _scaled(chain: Chain, cluster: Cluster, known: Device | None) -> Chain:
-    """The chain with times on other kinds of devices than `known`, the one that it is for; None is the first one."""
-    known = known or cluster.devices[0]
+def _measured_on_kinds(known: ModelProfile, cluster: Cluster, made: Layers) -> Chain:
+    """The chain of a measured profile: of its ops are known what they do, and so how much longer each takes on another
+    kind of device. A profile of a device that the cluster lacks is taken to be of the first one."""
+    found = on_kinds(known.graph, known.sizes, known, cluster, cluster.labels[0], known.products)
+    return costed(known.graph, found, made)
+
+
+def _scaled(chain: Chain, cluster: Cluster) -> Chain:
+    """The chain, which is for the first device, with times on other kinds. Nothing is known of what its layers do, so
+    all of them are scaled by `Device.flops`."""
+    known = cluster.devices[0]
     kinds = other_kinds(cluster, known)
     return beside(chain, {kind: slower(chain, known.flops / device.flops) for kind, device in kinds.items()})
 

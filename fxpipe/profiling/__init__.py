@@ -2,5 +2,6 @@
 
 from .estimate import estimate
 from .measure import measure
+from .other_kinds import on_kinds
 
-__all__ = ["estimate", "measure"]
+__all__ = ["estimate", "measure", "on_kinds"]

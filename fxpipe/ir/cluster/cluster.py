@@ -224,11 +224,6 @@ def _below(cluster: Cluster, label: str, top: Switch) -> list[Switch]:
     return [switch for switch in way[: way.index(top)] if switch.through]
 
 
-def slowness(cluster: Cluster, label: str, than: str) -> float:
-    """How many times longer an op takes on the device `label` than on `than`; 1 if the cluster lacks that."""
-    return cluster.device(than).flops / cluster.device(label).flops if than in cluster.labels else 1.0
-
-
 def check(cluster: Cluster) -> None:
     """Raise ValueError where the cluster cannot be planned for: no devices, a label that is not one or comes twice,
     figures that are not positive, a link to nowhere, two devices that nothing joins."""

@@ -21,6 +21,8 @@ from tabulate import tabulate
 
 from fxpipe.ir.units import show_bytes, show_seconds
 
+from .kind_times import KindTimes, check_kinds, kind_of
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:
@@ -39,19 +41,6 @@ class Layer:
     parameters: float = 0
     saved: float = 0
     cut: float = 0
-
-
-@dataclass(frozen=True)
-class KindTimes:
-    """Seconds of each layer of a chain on one kind of device.
-
-    - `kind`: the label of a device, or its part before the colon: "K80" stands for "K80:0", "K80:1" and so on.
-    - `forwards`, `backwards`: for each layer.
-    """
-
-    kind: str
-    forwards: tuple[float, ...]
-    backwards: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -85,8 +74,7 @@ class Chain:
 
     def kind_of(self, label: str) -> str:
         """The kind of `kinds` that a device is of; "" if its times are those of `layers`."""
-        known = {one.kind for one in self.kinds}
-        return next((name for name in (label, label.rpartition(":")[0]) if name in known), "")
+        return kind_of(label, self.kinds)
 
     def on(self, kind: str) -> Chain:
         """The chain with the times of a kind, and no other kinds."""
@@ -143,13 +131,7 @@ def check(chain: Chain) -> None:
     for layer in chain.layers:
         if not all(0 <= value < float("inf") for value in astuple(layer)[1:]):
             raise ValueError(f"layer {layer.name!r} of {chain.model} has a cost that cannot be: {layer}")
-    for one in chain.kinds:
-        if not len(one.forwards) == len(one.backwards) == len(chain.layers):
-            raise ValueError(f"the times of {chain.model} on {one.kind} are not for its {len(chain.layers)} layers")
-        if not all(0 <= seconds < float("inf") for seconds in one.forwards + one.backwards):
-            raise ValueError(f"the times of {chain.model} on {one.kind} have one that cannot be: {one}")
-    if len({one.kind for one in chain.kinds} | {""}) <= len(chain.kinds):
-        raise ValueError(f"the kinds of {chain.model} are {[one.kind for one in chain.kinds]}: each has one name")
+    check_kinds(chain.model, chain.kinds, "layers", len(chain.layers))
 
 
 def beside(chain: Chain, others: Mapping[str, Chain]) -> Chain:

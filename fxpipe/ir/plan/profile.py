@@ -8,14 +8,18 @@ relu      90 us    110 us    2.1 MB  2.1 MB  0 B
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Annotated
 
 from tabulate import tabulate
 
 from fxpipe.ir.dataclass_json import at_least, one_of, read, write
+from fxpipe.ir.replica_shares import dealt
 from fxpipe.ir.units import show_bytes, show_seconds
+
+from .kind_times import KindTimes, check_kinds, kind_of
 
 SOURCES = ("measured", "estimated")
 
@@ -42,16 +46,44 @@ class OpCost:
 @dataclass(frozen=True)
 class Profile:
     """The costs of all ops of `model`, in graph order, taken at `batch` samples on `device`; `source` is "measured" or
-    "estimated". Check with `check`, print with `str`."""
+    "estimated". `kinds` has the times on kinds of devices on which ops take other times than on `device`. Check with
+    `check`, print with `str`."""
 
     model: str
     batch: Annotated[int, at_least(1)]
     device: str
     source: Annotated[str, one_of(*SOURCES)]
     ops: tuple[OpCost, ...]
+    kinds: tuple[KindTimes, ...] = field(default=(), kw_only=True)
 
     def __str__(self) -> str:
         return show(self)
+
+    def kind_of(self, label: str) -> str:
+        """The kind of `kinds` that a device is of; "" if ops take as long on it as on `device`."""
+        return kind_of(label, self.kinds)
+
+    def on(self, label: str) -> Mapping[str, OpCost]:
+        """The costs of all ops on a device, by name."""
+        return self.by_kind[self.kind_of(label)]
+
+    def replicas(self, devices: Sequence[str]) -> list[tuple[Mapping[str, OpCost], float]]:
+        """For each kind of device among those of a stage the costs of all ops, and the largest share of a micro-batch
+        that one of them has. The stage takes as long as the slowest; a device without samples keeps nobody waiting."""
+        shares: dict[str, float] = {}
+        for device, samples in zip(devices, dealt(self.batch, len(devices)), strict=True):
+            kind = self.kind_of(device)
+            shares[kind] = max(samples / self.batch, shares.get(kind, 0.0))
+        return [(self.by_kind[kind], share) for kind, share in shares.items() if share]
+
+    @cached_property
+    def by_kind(self) -> dict[str, dict[str, OpCost]]:
+        """The costs of all ops, by name, on each kind of device; "" is that of `device`."""
+        found = {"": {cost.name: cost for cost in self.ops}}
+        for one in self.kinds:
+            times = zip(self.ops, one.forwards, one.backwards, strict=True)
+            found[one.kind] = {cost.name: replace(cost, forward=f, backward=b) for cost, f, b in times}
+        return found
 
 
 def check(profile: Profile, ops: Sequence[str]) -> None:
@@ -64,6 +96,7 @@ def check(profile: Profile, ops: Sequence[str]) -> None:
         figures = (cost.forward, cost.backward, cost.saved, cost.output, cost.parameters)
         if not all(value >= 0 for value in figures):  # not (>= 0) rather than (< 0): NaN is refused too
             raise ValueError(f"op {cost.name!r} has a cost below zero: {cost}")
+    check_kinds(profile.model, profile.kinds, "ops", len(profile.ops))
     names = [cost.name for cost in profile.ops]
     if names != list(ops):
         at = next((p for p, (a, b) in enumerate(zip(names, ops, strict=False)) if a != b), min(len(names), len(ops)))
@@ -78,7 +111,11 @@ def show(profile: Profile) -> str:
     """A table, one op per line, with the sums below."""
     head = f"{profile.model}, {profile.source} on {profile.device}, batch {profile.batch}"
     rows = [_row(cost) for cost in (*profile.ops, total(profile.ops))]
-    return f"{head}\n" + tabulate(rows, [field.name for field in fields(OpCost)], tablefmt="plain")
+    for one in profile.kinds:
+        for times in (one.forwards, one.backwards):
+            rows = [(*row, show_seconds(t)) for row, t in zip(rows, (*times, sum(times)), strict=True)]
+    more = [f"{way} on {one.kind}" for one in profile.kinds for way in ("forward", "backward")]
+    return f"{head}\n" + tabulate(rows, [*(field.name for field in fields(OpCost)), *more], tablefmt="plain")
 
 
 def _row(cost: OpCost) -> tuple[str, ...]:
@@ -100,7 +137,9 @@ def total(costs: Sequence[OpCost], name: str = "total") -> OpCost:
 
 def dump(profile: Profile) -> str:
     """The profile as JSON text, one op per line; `load` reads it back."""
-    return write({one.name: getattr(profile, one.name) for one in fields(Profile)})  # without the fields of a subclass
+    return write(
+        Profile(**{one.name: getattr(profile, one.name) for one in fields(Profile)})
+    )  # not a subclass's fields
 
 
 def load(text: str) -> Profile:

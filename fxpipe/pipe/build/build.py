@@ -38,6 +38,7 @@ from fxpipe.pipe.options.compile_options import Options, candidates, make_schedu
 from fxpipe.pipe.options.user_passes import checked
 from fxpipe.planning import plan, plan_like, with_loss
 from fxpipe.planning.stages.plan_stages import inner_cuts
+from fxpipe.profiling import on_kinds
 from fxpipe.schedules.auto_schedule import auto
 from fxpipe.schedules.make_schedule import AUTO, SCHEDULES, make
 from fxpipe.schedules.one_f_one_b import gpipe
@@ -98,7 +99,11 @@ def build(
 ) -> Build:
     """The build for a graph and its profile. With a `home`, ops go to the stages of their parameters. If several
     schedules may be used, the fastest is taken; schedules that are not possible (a small model may have too few ops for
-    several stages on each device) are left out. Raises the first PlanError if none is possible."""
+    several stages on each device) are left out. Raises the first PlanError if none is possible. The profile gets the
+    times on the cluster's other kinds of devices; it is for its own device, or if that is not in the cluster, for the
+    first one of the pipe."""
+    with timed("profiling"):
+        profile = on_kinds(graph, sizes, profile, cluster, options.devices[0])
     made: list[Build] = []
     refusals: list[PlanError] = []
     for choice in choices(graph, options, home):
@@ -126,7 +131,7 @@ def emitted(
     """The files of the package, one for each stage, or with `by_device` for each device. `as_steps`: the scheduler
     follows the rows of a schedule, for training or not."""
     with timed("codegen"):
-        notes = [note(profile, stage.ops) for stage in plan.stages]
+        notes = [note(profile, stage) for stage in plan.stages]
         if as_steps:
             scheduler = emit_steps(program, schedule, plan, totals)
         else:
@@ -222,7 +227,7 @@ def draft(
     with timed("simulator"):
         runs = decided if graph.loss is not None else without_replicas(decided)
         taken, at_once = taken_bytes(program, sizes), graph.loss is not None
-        costs = stage_costs(runs, profile, taken, keeps_at_once=at_once, cluster=cluster)
+        costs = stage_costs(runs, profile, taken, keeps_at_once=at_once)
         between, sums = hops(program, sizes, cluster, profile.batch), reductions(runs, profile, cluster)
         schedule = schedule_of(program, decided, options, fitting(decided, costs, cluster))
         check_write_order(schedule, program)
@@ -279,7 +284,7 @@ def predict(made: Build, chunks: int, times: Times | None = None) -> Timeline:
     labels = tuple(dict.fromkeys(program.devices))
     copies = 0 if all(label.startswith("cpu") for label in labels) else 2
     taken = taken_bytes(program, sizes)
-    costs = stage_costs(made.plan, made.profile, taken, copies, keeps_at_once=True, cluster=made.cluster)
+    costs = stage_costs(made.plan, made.profile, taken, copies, keeps_at_once=True)
     if times is None:
         sums = reductions(made.plan, made.profile, made.cluster)
         return spread(
@@ -324,7 +329,7 @@ def fitting(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> int:
     fits = [plan.chunks]
     for stage, cost in zip(plan.stages, costs, strict=True):
         each = cost.saved if stage.checkpoint == "never" else cost.taken
-        room = cluster.device(stage.device).memory - fixed[stage.device]
+        room = min(cluster.device(label).memory for label in stage.devices) - fixed[stage.device]
         fits += [room // each] if each else []
     return max(1, min(fits))
 
@@ -345,10 +350,10 @@ def schedule_text(options: Options) -> str:
     return str(make_schedule(options, options.devices, options.chunks))
 
 
-def note(profile: Profile, ops: Sequence[str]) -> str:
-    """What the ops of a stage cost, for the header of its file."""
-    names = set(ops)
-    cost = total([cost for cost in profile.ops if cost.name in names])
+def note(profile: Profile, stage: StagePlan) -> str:
+    """What the ops of a stage cost on its first device, for the header of its file."""
+    on_device = profile.on(stage.device)
+    cost = total([on_device[op] for op in stage.ops])
     facts = (
         f"forward {show_seconds(cost.forward)}, backward {show_seconds(cost.backward)}, keeps {show_bytes(cost.saved)}"
     )

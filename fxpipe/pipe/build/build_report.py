@@ -72,8 +72,8 @@ def device_row(build: Build, device: str) -> tuple[str, ...]:
 
 def _costs(build: Build, stages: Collection[int]) -> tuple[str, ...]:
     """Ops, parameters, forward time, backward time and bytes kept, of these stages together."""
-    planned = {name for index in stages for name in build.plan.stages[index].ops}
-    cost = total([op for op in build.profile.ops if op.name in planned])
+    planned = [build.plan.stages[index] for index in stages]
+    cost = total([build.profile.on(stage.device)[op] for stage in planned for op in stage.ops])
     own = [build.program.stages[index] for index in stages]
     owned = [build.program.state(name) for stage in own for name in stage.states]
     parameters = [s.type for s in owned if s.kind == "parameter" and isinstance(s.type, TensorType)]

@@ -71,7 +71,7 @@ def replanned(timed: Timed, options: Options) -> Replanned:
             "fxpipe.search"
         )
     made, line = timed.made, timed.timeline
-    profile = measured_profile(made.profile, made.plan, made.cluster, line)
+    profile = measured_profile(made.profile, made.plan, line)
     now = replace(made, profile=profile)
     found = draft(made.graph, profile, made.sizes, made.cluster, like(made.plan, options), None)
     before, seconds = (predict(one, timed.chunks).makespan for one in (now, found))

@@ -21,7 +21,7 @@ from fxpipe.ir.schedule.schedule_check import check
 from fxpipe.passes import lower, rewrite_placed, sources
 from fxpipe.pipe.options.compile_options import Options, make_schedule
 from fxpipe.planning.stages.device_segments import segments
-from fxpipe.profiling import estimate
+from fxpipe.profiling import estimate, on_kinds
 from fxpipe.schedules.simulate.action_costs import hops, stage_costs, taken_bytes
 from fxpipe.schedules.simulate.simulate import simulate
 from fxpipe.schedules.stage_segments import segmented
@@ -38,9 +38,12 @@ def build(graph: Graph, sizes: Mapping[str, int], cluster: Cluster, options: Opt
     with timed("sharding"):
         placed = rewrite_placed(options.place(graph, sizes), len(options.devices), trail.__setitem__)
     with timed("profiling"):
-        profile = estimate(placed.graph, sizes, cluster.device(options.devices[0]))
+        first = options.devices[0]
+        alone = estimate(placed.graph, sizes, cluster.device(first))
+        profile = on_kinds(placed.graph, sizes, alone, cluster, first)
     with timed("planning"):
-        seconds = {cost.name: cost.forward for cost in profile.ops}
+        where = {op: options.devices[device] for op, device in placed.devices.items()}
+        seconds = {cost.name: profile.on(where[cost.name])[cost.name].forward for cost in profile.ops}
         decided = _plan(placed, seconds, options)
     with timed("passes"):
         program = lower(placed.graph, decided, trail.__setitem__, passes_of(options), segmented=True)

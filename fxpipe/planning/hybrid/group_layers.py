@@ -23,6 +23,7 @@ from itertools import accumulate, pairwise
 from fxpipe.errors import PlanError
 from fxpipe.ir.graph.graph import Graph, Op
 from fxpipe.ir.plan.hybrid_plan import HybridPlan
+from fxpipe.ir.plan.kind_times import KindTimes
 from fxpipe.ir.plan.layer_chain import Chain, Layer
 from fxpipe.ir.plan.plan import Plan, StagePlan
 from fxpipe.ir.plan.profile import OpCost, Profile, total
@@ -73,7 +74,13 @@ def _chain(ordered: Graph, profile: Profile, crossing: Sequence[int], ends: Sequ
         ops = ordered.ops[first:end]
         cut = crossing[end] if end < len(ordered.ops) else 0
         rows.append(_layer(ops, [costs[op.name] for op in ops], cut))
-    return Chain(ordered.model, profile.batch, tuple(rows))
+
+    def sums(seconds: Sequence[float]) -> tuple[float, ...]:
+        by_name = {cost.name: one for cost, one in zip(profile.ops, seconds, strict=True)}
+        return tuple(sum(by_name[op.name] for op in ordered.ops[first:end]) for first, end in pairwise(ends))
+
+    kinds = (KindTimes(one.kind, sums(one.forwards), sums(one.backwards)) for one in profile.kinds)
+    return Chain(ordered.model, profile.batch, tuple(rows), kinds=tuple(kinds))
 
 
 def _layer(ops: Sequence[Op], costs: Sequence[OpCost], cut: int) -> Layer:

@@ -13,16 +13,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from math import ceil
 
-from fxpipe.ir.cluster.cluster import Cluster, link, slowness
+from fxpipe.ir.cluster.cluster import Cluster, link
 from fxpipe.ir.graph.cheap_ops import cheap_ops
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.graph.legal_cuts import spans
 from fxpipe.ir.graph.value_types import tensors
 from fxpipe.ir.plan.profile import OpCost, Profile
-from fxpipe.ir.replica_shares import largest_share
 
 from .balance import StageCosts
 
@@ -66,35 +65,37 @@ def stage_costs(
     checkpoints: Sequence[str],
     chunks: int,
     parameter_copies: int = PARAMETER_COPIES,
-    replicas: Sequence[int] | None = None,
+    further: Sequence[Sequence[str]] | None = None,
 ) -> list[StageCosts]:
-    """What each stage would cost between any two cuts, given its device, its recomputation and its number of replicas
-    (1 if not given).
+    """What each stage would cost between any two cuts, given its device, its recomputation and its further devices
+    (none if not given), which are replicas.
 
-    The profile must be that of one micro-batch. Stages on one device share its memory in equal parts; all `chunks`
-    micro-batches are alive at once.
+    The profile must be that of one micro-batch, with the times on each kind of device. If the replicas of a stage are
+    of several kinds, each op takes as long as on the slowest of them: no less than the stage takes. Stages on one
+    device share its memory in equal parts; all `chunks` micro-batches are alive at once.
     """
-    costs = {cost.name: cost for cost in profile.ops}
-    crossing = traffic(graph, costs)
-    ops = [costs[op.name] for op in graph.ops]
-    nothing = [0] * (len(ops) + 1)
+    crossing = traffic(graph, {cost.name: cost for cost in profile.ops})
+    nothing = [0] * (len(graph.ops) + 1)
     hops = [_transfer_times(cluster, a, b, crossing) for a, b in pairwise(devices)]
-    crowd = Counter(devices)
+    crowd = Counter(chain(devices, *(further or ())))
     stages = []
-    for s, (device, checkpoint, r) in enumerate(zip(devices, checkpoints, replicas or [1] * len(devices), strict=True)):
+    others = further or [()] * len(devices)
+    for s, (device, checkpoint, more) in enumerate(zip(devices, checkpoints, others, strict=True)):
         recomputes = checkpoint != "never"
         live = 1 if recomputes else chunks
-        share = largest_share(profile.batch, r)
-        scale = slowness(cluster, device, profile.device) * PICOSECONDS * share
+        replicas = profile.replicas((device, *more))
+        own, share = replicas[0]  # bytes are the same everywhere, and the first replica has the largest share
+        ops = [own[op.name] for op in graph.ops]
+        seconds = (max(_seconds(one[op.name], recomputes) * part for one, part in replicas) for op in graph.ops)
         held = (parameter_copies * op.parameters + ceil(live * op.saved * share) for op in ops)
         stages.append(
             StageCosts(
-                work=list(accumulate((round(_seconds(op, recomputes) * scale) for op in ops), initial=0)),
+                work=list(accumulate((round(one * PICOSECONDS) for one in seconds), initial=0)),
                 enter=hops[s - 1] if s > 0 else nothing,
                 leave=hops[s] if s < len(hops) else nothing,
                 bytes=list(accumulate(held, initial=0)),
                 hold=[ceil(chunks * came * share) for came in crossing.values] if s > 0 else nothing,
-                room=cluster.device(device).memory // crowd[device],
+                room=min(cluster.device(label).memory // crowd[label] for label in (device, *more)),
             )
         )
     return stages

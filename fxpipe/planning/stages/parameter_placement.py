@@ -138,7 +138,7 @@ def _cuts(
     allowed: Sequence[Sequence[int]],
 ) -> Cuts | None:
     devices, modes = [stage.device for stage in chosen], [stage.checkpoint for stage in chosen]
-    replicas = [len(stage.devices) for stage in chosen]
-    costs = stage_costs(graph, profile, cluster, devices, modes, chunks, replicas=replicas)
+    further = [stage.replicas for stage in chosen]
+    costs = stage_costs(graph, profile, cluster, devices, modes, chunks, further=further)
     endless = sum(stage.bytes[-1] + max(stage.hold) for stage in costs)
     return balance([replace(stage, room=endless) for stage in costs], allowed)

@@ -45,8 +45,8 @@ def plan(
     uncut: Collection[str] = (),
 ) -> Plan:
     """The plan for one stage on each of `devices`, in this order (by default all devices of the cluster). The profile
-    is that of one micro-batch; it may be of any kind if the user chooses the cuts. Raises PlanError if there is no
-    plan.
+    is that of one micro-batch, with the times on each kind of device (devices of which it has none are like its own);
+    it may be of any kind if the user chooses the cuts. Raises PlanError if there is no plan.
 
     - `chunks`: the number of micro-batches.
     - `checkpoint`: a mode for all stages, or one for each, or the stages that recompute ("except_last").
@@ -72,7 +72,7 @@ def plan(
     elif balance in GOALS:
         ordered = arrange(graph, {cost.name: cost for cost in profile.ops})
         shares = [1 + len(others) for others in further]
-        costs = stage_costs(ordered, profile, cluster, labels, modes, chunks, parameter_copies, shares)
+        costs = stage_costs(ordered, profile, cluster, labels, modes, chunks, parameter_copies, further)
         legal = inner_cuts(ordered)
         allowed: Sequence[Sequence[int]] = replica_cuts(ordered, legal, shares, uncut)
         cuts, allowed = _best_cuts(ordered, costs, labels, balance, legal, allowed)

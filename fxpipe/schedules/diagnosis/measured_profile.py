@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from statistics import median
 
-from fxpipe.ir.cluster.cluster import Cluster, slowness
+from fxpipe.ir.plan.kind_times import KindTimes
 from fxpipe.ir.plan.plan import Plan
-from fxpipe.ir.plan.profile import OpCost, Profile, total
-from fxpipe.ir.replica_shares import largest_share
+from fxpipe.ir.plan.profile import OpCost, Profile
 from fxpipe.ir.timeline import Timeline
 
-FORWARD, BACKWARD = "F", "BIW"
 
-
-def measured_profile(profile: Profile, plan: Plan, cluster: Cluster, timeline: Timeline) -> Profile:
+def measured_profile(profile: Profile, plan: Plan, timeline: Timeline) -> Profile:
     """The profile, with the times of each stage of `plan` scaled to those in `timeline`, forward and backward by
     themselves. A stage took the median of its micro-batches; of replicas, the slowest one counts. Within a stage, ops
-    keep their shares of the time; if all of them were thought to take none, they get equal shares. Bytes stay."""
-    took: dict[tuple[int, str], float] = {}
-    for kinds in (FORWARD, BACKWARD):
-        took |= {(stage, kinds): seconds for stage, seconds in _took(timeline, kinds).items()}
-    costs = {cost.name: cost for cost in profile.ops}
-    for index, stage in enumerate(plan.stages):
-        own = [costs[op] for op in stage.ops]
-        share = largest_share(profile.batch, len(stage.devices)) * slowness(cluster, stage.device, profile.device)
-        forward, backward = (took.get((index, kinds), 0.0) / share for kinds in (FORWARD, BACKWARD))
-        costs |= {cost.name: cost for cost in _scaled(own, forward, backward)}
-    ops = tuple(costs[cost.name] for cost in profile.ops)
-    return Profile(profile.model, profile.batch, profile.device, "measured", ops)
+    keep their shares of the time, and their ratio between kinds of devices; if all of them were thought to take none,
+    they get equal shares. Bytes stay."""
+    forwards = _scaled(profile, plan, _took(timeline, "F"), lambda cost: cost.forward)
+    backwards = _scaled(profile, plan, _took(timeline, "BIW"), lambda cost: cost.backward)
+    ops = zip(profile.ops, forwards[""], backwards[""], strict=True)
+    return Profile(
+        profile.model,
+        profile.batch,
+        profile.device,
+        "measured",
+        tuple(replace(cost, forward=forward, backward=backward) for cost, forward, backward in ops),
+        kinds=tuple(KindTimes(one.kind, forwards[one.kind], backwards[one.kind]) for one in profile.kinds),
+    )
 
 
 def _took(timeline: Timeline, kinds: str) -> dict[int, float]:
@@ -48,18 +47,16 @@ def _took(timeline: Timeline, kinds: str) -> dict[int, float]:
     return found
 
 
-def _scaled(costs: list[OpCost], forward: float, backward: float) -> list[OpCost]:
-    """The ops of a stage, which takes these times in all."""
-    own = total(costs)
-
-    def part(cost: float, of: float, seconds: float) -> float:
-        return cost / of * seconds if of > 0 else seconds / len(costs)
-
-    return [
-        replace(
-            cost,
-            forward=part(cost.forward, own.forward, forward),
-            backward=part(cost.backward, own.backward, backward),
-        )
-        for cost in costs
-    ]
+def _scaled(
+    profile: Profile, plan: Plan, took: Mapping[int, float], way: Callable[[OpCost], float]
+) -> dict[str, tuple[float, ...]]:
+    """The seconds of all ops one way on each kind of device, "" for that of the profile. `took` has those that each
+    stage took, `way` picks those that an op was thought to take."""
+    found = {kind: {name: way(cost) for name, cost in costs.items()} for kind, costs in profile.by_kind.items()}
+    for index, stage in enumerate(plan.stages):
+        seconds, replicas = took.get(index, 0.0), profile.replicas(stage.devices)
+        thought = max(share * sum(way(costs[op]) for op in stage.ops) for costs, share in replicas)
+        each = seconds / max(share for _, share in replicas) / len(stage.ops)
+        for times in found.values():
+            times.update((op, times[op] / thought * seconds if thought > 0 else each) for op in stage.ops)
+    return {kind: tuple(times.values()) for kind, times in found.items()}

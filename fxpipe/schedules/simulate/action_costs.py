@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import ceil
 
-from fxpipe.ir.cluster.cluster import Cluster, link, slowness
+from fxpipe.ir.cluster.cluster import Cluster, link
 from fxpipe.ir.cluster.network import split_concat
 from fxpipe.ir.graph.value_types import nbytes, tensors
 from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.plan.profile import Profile, total
 from fxpipe.ir.program.program import Program
-from fxpipe.ir.replica_shares import largest_share
 from fxpipe.ir.schedule.action_times import Times
 
 from .replica_costs import positions
@@ -27,25 +26,22 @@ def stage_costs(
     taken: Sequence[int] = (),
     copies: int = 2,
     keeps_at_once: bool = False,
-    cluster: Cluster | None = None,
 ) -> tuple[StageCost, ...]:
     """A cost for each stage of `plan`, from a profile of one of its micro-batches, which the replicas of a stage share:
-    a stage costs what the replica with the most samples does.
+    a stage takes as long as its slowest replica, and holds what the one with the most samples does.
 
     - `taken`: bytes that each stage takes per micro-batch, see `taken_bytes`; none if left out.
     - `copies`: how often a parameter is in memory: 2 for it and its gradient, more with the optimizer's state.
     - `keeps_at_once`: whether nothing is recomputed if backward directly follows forward.
-    - `cluster`: the devices, of which some may be slower than that of the profile; all are alike if left out.
     """
-    at = {cost.name: cost for cost in profile.ops}
-    costs = []
+    found = []
     for index, stage in enumerate(plan.stages):
-        own, share = total([at[op] for op in stage.ops]), largest_share(profile.batch, len(stage.devices))
-        longer = share if cluster is None else share * slowness(cluster, stage.device, profile.device)
-        costs.append(
+        replicas = [(total([costs[op] for op in stage.ops]), share) for costs, share in profile.replicas(stage.devices)]
+        own, share = replicas[0]  # bytes are the same everywhere, and the first replica has the largest share
+        found.append(
             StageCost(
-                own.forward * longer,
-                own.backward * longer,
+                max(one.forward * part for one, part in replicas),
+                max(one.backward * part for one, part in replicas),
                 saved=ceil(own.saved * share),
                 taken=ceil(taken[index] * share) if taken else 0,
                 fixed=own.parameters * copies,
@@ -53,7 +49,7 @@ def stage_costs(
                 keeps_at_once=keeps_at_once,
             )
         )
-    return tuple(costs)
+    return tuple(found)
 
 
 def taken_bytes(program: Program, sizes: Mapping[str, int]) -> tuple[int, ...]:

@@ -13,7 +13,8 @@ import pytest
 
 from fxpipe.ir.cluster.cluster import Cluster, Device, Switch
 from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, check
-from fxpipe.ir.plan.layer_chain import Chain, KindTimes, Layer
+from fxpipe.ir.plan.kind_times import KindTimes
+from fxpipe.ir.plan.layer_chain import Chain, Layer
 from fxpipe.planning.hybrid.event_time import Problem, event_time
 
 

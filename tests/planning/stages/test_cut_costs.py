@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fxpipe.ir.cluster.cluster import Cluster, Device, Link
+from fxpipe.ir.plan.kind_times import KindTimes
 from fxpipe.planning.stages.cut_costs import stage_costs, traffic
 from tests.helpers.planning_graphs import flat, graph
 
@@ -33,12 +34,22 @@ def test_masks_and_positions_do_not_cross_and_integers_have_no_gradient():
     assert traffic(made, costs_of(made)).gradients == (0, 0, 0, 0, 0)
 
 
-def test_work_is_scaled_by_speed_and_recomputation_is_a_second_forward():
+def test_work_is_that_on_the_device_and_recomputation_is_a_second_forward():
     made = graph("a = relu(x)", "y = relu(a)")
-    profile = replace(flat(made), device="cpu:0")
+    profile = replace(flat(made), kinds=(KindTimes("cuda", (0.25, 0.25), (0.5, 0.5)),))
     first, second = stage_costs(made, profile, BOTH, ("cpu:0", "cuda:0"), ("never", "always"), 4)
     assert first.work == [0, 3 * 10**12, 6 * 10**12]
-    assert second.work == [0, 10**12, 2 * 10**12]  # (1 + 1 + 2) / 4 s for each
+    assert second.work == [0, 10**12, 2 * 10**12]  # 0.25 + 0.25 + 0.5 s for each
+
+
+def test_replicas_of_several_kinds():
+    """Work is that of the slowest replica for each op, memory that of the smallest device."""
+    made = graph("a = relu(x)", "y = relu(a)")
+    profile = replace(flat(made), batch=4, kinds=(KindTimes("cuda", (0.25, 4.0), (0.5, 5.0)),))
+    cluster = Cluster((SLOW, replace(FAST, memory=600)), (LINK,))
+    (found,) = stage_costs(made, profile, cluster, ("cpu:0",), ("never",), 2, further=[("cuda:0",)])
+    assert found.work == [0, 3 * 10**12 // 2, 12 * 10**12 // 2]
+    assert found.room == 600
 
 
 def test_transfers_are_paid_on_both_sides_and_cost_nothing_within_a_device():

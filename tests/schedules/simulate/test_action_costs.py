@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fxpipe.ir.cluster.cluster import Cluster, Device, Link
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.graph.value_types import TensorType
+from fxpipe.ir.plan.kind_times import KindTimes
 from fxpipe.ir.plan.plan import Plan, StagePlan
 from fxpipe.ir.plan.profile import OpCost, Profile
 from fxpipe.ir.program.program import Loan, Move, Program, Stage
@@ -49,10 +52,32 @@ def test_stage_costs() -> None:
     assert last == StageCost(0.003, 0.005, saved=50, taken=80, fixed=24, checkpoint="never")
 
 
-def test_a_slower_device_takes_longer() -> None:
-    cluster = Cluster(tuple(Device(label, 10**9, flops, 1e9) for label, flops in (("cpu:0", 1e9), ("cpu:1", 4e9))))
-    found = stage_costs(PLAN, Profile("Net", 8, "cpu:0", "measured", OPS), cluster=cluster)
-    assert [(cost.forward, cost.backward) for cost in found] == [(0.003, 0.005), (0.00075, 0.00125)]
+def on_slow(*, forward: float, backward: float) -> Profile:
+    """The profile of "cpu" with times on devices named "slow", of which the last op is as fast."""
+    times = KindTimes("slow", (forward, forward, 0.003), (backward, backward, 0.005))
+    return Profile("Net", 8, "cpu:0", "measured", OPS, kinds=(times,))
+
+
+def test_a_device_of_another_kind_has_its_own_times() -> None:
+    profile = on_slow(forward=0.01, backward=0.03)
+    alike = stage_costs(PLAN, profile)
+    assert [(cost.forward, cost.backward) for cost in alike] == [(0.003, 0.005)] * 2
+    moved = tuple(replace(stage, device=f"slow:{index}") for index, stage in enumerate(PLAN.stages))
+    found = stage_costs(replace(PLAN, stages=moved), profile)
+    assert [(cost.forward, cost.backward) for cost in found] == [(0.02, 0.06), (0.003, 0.005)]
+    assert [cost.saved for cost in found] == [cost.saved for cost in alike]
+
+
+def test_a_stage_takes_as_long_as_its_slowest_replica() -> None:
+    """Of 8 samples the first two of three replicas have three each, the last one two."""
+    profile = on_slow(forward=0.003, backward=0.003)  # for both ops 0.006 and 0.006, beside 0.003 and 0.005
+    for devices, forward, backward in (
+        (("cpu:0", "cpu:1", "slow:0"), 0.006 * 2 / 8, 0.005 * 3 / 8),
+        (("slow:0", "cpu:0", "cpu:1"), 0.006 * 3 / 8, 0.006 * 3 / 8),
+    ):
+        plan = Plan("Net", (replace(PLAN.stages[0], device=devices[0], replicas=devices[1:]),), 4)
+        (cost,) = stage_costs(plan, profile)
+        assert (cost.forward, cost.backward, cost.saved) == (pytest.approx(forward), pytest.approx(backward), 68)
 
 
 def test_taken_bytes() -> None:
