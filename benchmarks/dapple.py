@@ -7,19 +7,31 @@ The released planner's formula and constants decide, as they did for the paper; 
 says which these are. Then DAPPLE's plans and PipeDream's of Table VII run through the event time, on cluster A at its
 nominal 25 Gb/s. Two things there are not told and matter: how PipeDream's intervals are meant, which makes all the
 difference for VGG-19, so both readings are shown; and where its "straight" plans are cut, which are given the best
-balance there is. Last, what the paper's own planner, with its formula corrected, finds, by event time.
+balance there is.
+
+With the late warm-up, PipeDream's straight plan for AmoebaNet-36 is the faster one (0.93). The parts of the steps say
+why. DAPPLE cuts before state 30, where least crosses (5.6 MB): that leaves one half with 28% more work than an even
+share. With the early warm-up, in which transfers are waited for, no cut on these devices is better by more than 0.2%,
+and the straight plan loses 312 ms to its transfers. The late one hides almost all transfers, of both plans, and what is
+left is the balance: on DAPPLE's own devices, the best cut is then before state 24, and beats the straight plan.
+
+Table IV on cluster A has the paper's order but for GNMT-16. Its 8:8 has two micro-batches of 64 for each of 8
+pipelines, and both warm-ups begin with two. If replicas share 16 micro-batches instead, as in table VII, its second
+half takes so much longer than the first (153 and 93 ms) that 25 Gb/s of network are hidden anyway; at the 0.8 GB/s that
+the authors measured, the late warm-up gains 1.32, as in the paper (1.31). The others then gain more than in the paper.
+
+Last, what the paper's own planner, with its formula corrected, finds, by event time.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from tabulate import tabulate
-
-from fxpipe.ir.cluster.published_clusters import dapple_a, preset
+from fxpipe.ir.cluster.published_clusters import dapple_a, dapple_c, preset
+from fxpipe.ir.plan.hybrid_plan import WARMUPS as POLICIES
 from fxpipe.ir.plan.hybrid_plan import HybridStage, cuts, shape
 from fxpipe.ir.plan.layer_chain import Chain, scaled
 from fxpipe.planning.hybrid.dapple import dapple
@@ -38,6 +50,7 @@ from .dapple_released import (
     hybrid_plan,
 )
 from .paper_data import MISSING, expected, folder, profile_path
+from .tables import Row, show
 
 
 @dataclass(frozen=True)
@@ -80,7 +93,7 @@ SPLITS = {
 
 
 @dataclass(frozen=True)
-class Row:
+class Choice:
     """A cell of Table V: what the paper says, what we plan, where we cut and where the paper does (by state), the
     speed-up over one GPU, and the seconds that planning took."""
 
@@ -98,7 +111,7 @@ def states(name: str) -> Chain:
     return read(profile_path(name), states=True)
 
 
-def table_v() -> Iterator[Row]:
+def table_v() -> Iterator[Choice]:
     """All 18 cells."""
     for case, row in zip(TABLE_V, expected()["table_V"], strict=True):
         for configuration, machine in CONFIGURATIONS.items():
@@ -109,7 +122,7 @@ def table_v() -> Iterator[Row]:
             ours, split, latency = decide(case, job)
             seconds = time.perf_counter() - started
             at = SPLITS.get((case.model, configuration))
-            yield Row(case.model, configuration, paper, ours, split, at, job.times[-1] / latency, seconds)
+            yield Choice(case.model, configuration, paper, ours, split, at, job.times[-1] / latency, seconds)
 
 
 def decide(case: Case, job: Job) -> tuple[str, int | None, float]:
@@ -165,16 +178,21 @@ class Result:
 def table_vii(warmup: str) -> Iterator[Result]:
     """The four contests on cluster A, with micro-batches of the profile's size shared by all replicas."""
     for contest, row in zip(TABLE_VII, expected()["table_VII"], strict=True):
-        chain, batch = states(contest.profile), row["gbs"]
-        job = Job(chain, CONFIGURATIONS["A"], batch, contest.micro_batch)
-        found = best(job)
-        m = batch // contest.micro_batch
-        problem = Problem(scaled(chain, batch / m), dapple_a(), m, warmup, capped=False)
+        problem, stages = problem_of(contest, row["gbs"], warmup)
         theirs = problem_plans(contest, problem)
         ours = pipedream(problem.chain, [Level(8, 130e9), Level(2, 3.125e9)])
-        times = [event_time(problem, one) for one in (hybrid_plan(job, found).stages, *theirs, ours)]
+        times = [event_time(problem, one) for one in (stages, *theirs, ours)]
         told = int(str(row["authors_state_split"]).split()[0])
-        yield Result(contest.model, named(job, found), found.stages[0].end, told, *times)
+        yield Result(contest.model, shape(stages), stages[0].end, told, *times)
+
+
+def problem_of(contest: Contest, batch: int, warmup: str) -> tuple[Problem, tuple[HybridStage, ...]]:
+    """The step of a contest, and DAPPLE's plan for it."""
+    chain = states(contest.profile)
+    job = Job(chain, CONFIGURATIONS["A"], batch, contest.micro_batch)
+    m = batch // contest.micro_batch
+    problem = Problem(scaled(chain, batch / m), dapple_a(), m, warmup, capped=False)
+    return problem, hybrid_plan(job, best(job)).stages
 
 
 def problem_plans(contest: Contest, problem: Problem) -> tuple[tuple[HybridStage, ...], ...]:
@@ -192,13 +210,45 @@ def line(inner: Sequence[int], replicas: Sequence[int], problem: Problem) -> tup
     return tuple(HybridStage(a, b, tuple(range(x, y))) for (a, b), (x, y) in spans)
 
 
+def step_parts(warmup: str, model: str) -> Iterator[Row]:
+    """What the steps of a contest consist of, in ms: of DAPPLE's plan, of the same devices with the best cut for this
+    warm-up, and of PipeDream's plan."""
+    contest, row = next(
+        (one, row) for one, row in zip(TABLE_VII, expected()["table_VII"], strict=True) if one.model == model
+    )
+    problem, stages = problem_of(contest, row["gbs"], warmup)
+    first, second = stages
+    cuts = range(1, len(problem.chain))
+    every = ((replace(first, end=cut), replace(second, first=cut)) for cut in cuts)
+    best_cut = min(every, key=lambda one: event_time(problem, one))
+    plans = {"DAPPLE": stages, "DAPPLE, best cut": best_cut, "PipeDream": problem_plans(contest, problem)[0]}
+    for name, plan in plans.items():
+        cut = plan[0].end if len(plan) == 2 else None
+        yield name, warmup, shape(plan), cut, *(1e3 * seconds for seconds in parts(problem, plan))
+
+
+def parts(problem: Problem, stages: Sequence[HybridStage]) -> tuple[float, ...]:
+    """The seconds of a step if all work were shared evenly; what the slowest stage adds; what filling and emptying the
+    pipe adds; what transfers and the all-reduce add; and their sum, the step."""
+    chain, m = problem.chain, problem.micro_batches
+    costs = [problem.stage(stage.first, stage.end, stage.devices) for stage in stages]
+    even = m * (chain.forwards[-1] + chain.backwards[-1]) / sum(len(stage.devices) for stage in stages)
+    slowest = m * max(cost.forward + cost.backward for cost in costs)
+    alone = replace(chain, layers=tuple(replace(layer, parameters=0, cut=0) for layer in chain.layers))
+    free, step = event_time(replace(problem, chain=alone), stages), event_time(problem, stages)
+    return even, slowest - even, free - slowest, step - free, step
+
+
 # Table IV: DAPPLE's later warm-up over its earlier. The paper does not say on which plans; these are the best pipelines
 # of Table V's planner, and for GNMT-16 the straight one of C too.
 WARMUPS = (("BERT-48", "A"), ("XLNet-36", "A"), ("VGG-19", "A"), ("GNMT-16", "A"), ("GNMT-16", "C"))
+# The clusters with what the authors measured between two servers.
+MEASURED = {"A": dapple_a(0.8e9), "C": dapple_c(0.32e9)}
 
 
-def table_iv() -> Iterator[tuple[str, str, str, float, float]]:
-    """Model, configuration, plan, the paper's gain and ours."""
+def table_iv() -> Iterator[tuple[str, str, str, int, float, float, float, float]]:
+    """Model, configuration, plan, its number of micro-batches, the paper's gain and ours; and ours if all replicas
+    share micro-batches as large as the profile's, with the nominal network and with the measured one."""
     told = expected()["table_IV_PB_over_PA"]
     by_model = {case.model: case for case in TABLE_V}
     for model, configuration in WARMUPS:
@@ -206,13 +256,14 @@ def table_iv() -> Iterator[tuple[str, str, str, float, float]]:
         job = Job(states(case.profile), CONFIGURATIONS[configuration], case.batch, case.micro_batch)
         found = next(one for one in candidates(job) if len(one.stages) > 1)
         plan = hybrid_plan(job, found)
-        chain = scaled(job.chain, case.batch / plan.micro_batches)
-        problems = (
-            Problem(chain, preset(configuration), plan.micro_batches, warmup, capped=False)
-            for warmup in ("early", "late")
-        )
-        early, late = (event_time(problem, plan.stages) for problem in problems)
-        yield model, configuration, named(job, found), told[model], early / late
+        shared = round(case.batch / job.chain.batch)
+        settings = ((plan.micro_batches, preset(configuration)), (shared, preset(configuration)))
+        settings += ((shared, MEASURED[configuration]),)
+        gains = []
+        for m, cluster in settings:
+            early = Problem(scaled(job.chain, case.batch / m), cluster, m, "early", capped=False)
+            gains.append(event_time(early, plan.stages) / event_time(replace(early, warmup="late"), plan.stages))
+        yield model, configuration, named(job, found), plan.micro_batches, told[model], gains[0], gains[1], gains[2]
 
 
 def planners() -> Iterator[tuple[str, str, str, float, float, float]]:
@@ -235,37 +286,37 @@ def main() -> None:
     if folder() is None:
         print(MISSING)
         return
-    print("Table V: the best plan, and the state before which a plan of two stages is cut")
-    rows = [
-        (row.model, row.configuration, row.paper, row.ours, row.paper_split, row.split, row.speedup, row.seconds)
-        for row in table_v()
-    ]
     heads: tuple[str, ...] = ("model", "cluster", "paper", "ours", "paper's cut", "our cut", "speed-up", "planned in s")
-    print(_table(rows, heads))
-    same = sum(row[2] == row[3] for row in rows)
-    print(f"{same} of {len(rows)} plans as in the paper; at most {max(row[7] for row in rows):.2f} s\n")
+    rows = show(
+        "Table V: the best plan, and the state before which a plan of two stages is cut", heads, map(_cells, table_v())
+    )
+    print(f"{sum(row[2] == row[3] for row in rows)} of {len(rows)} plans as in the paper\n")
 
-    print("Table VII on cluster A: DAPPLE's plan, and event times of it and of PipeDream's in ms")
-    results = []
-    for warmup in ("early", "late"):
-        for one in table_vii(warmup):
-            times = [1e3 * seconds for seconds in (one.dapple, one.published, one.closed, one.ours)]
-            faster = one.published / one.dapple
-            results.append((one.model, warmup, one.plan, one.paper_split, one.split, *times, faster))
     heads = ("model", "warm-up", "plan", "paper's cut", "our cut", "DAPPLE", "PipeDream")
     heads += ("intervals closed", "our PipeDream", "faster")
-    print(_table(results, heads) + "\n")
+    title = "Table VII on cluster A: DAPPLE's plan, and event times of it and of PipeDream's in ms"
+    show(title, heads, (_times(one, warmup) for warmup in POLICIES for one in table_vii(warmup)))
 
-    print("Table IV: throughput of the late warm-up over the early")
-    print(_table(list(table_iv()), ("model", "cluster", "plan", "paper", "ours")) + "\n")
+    heads = ("plan of", "warm-up", "plan", "cut", "even work", "imbalance", "filling", "transfers, all-reduce", "step")
+    rows_of = (row for warmup in POLICIES for row in step_parts(warmup, "AmoebaNet-36"))
+    show("Table VII, AmoebaNet-36: what the steps consist of, in ms", heads, rows_of)
 
-    print("DAPPLE's planner as published, with its formula corrected, by event time in ms")
-    found = [(model, where, text, 1e3 * a, 1e3 * b, s) for model, where, text, a, b, s in planners()]
-    print(_table(found, ("model", "cluster", "plan", "data parallel", "DAPPLE", "planned in s")))
+    heads = ("model", "cluster", "plan", "M", "paper", "ours", "shared", "shared, measured network")
+    show("Table IV: throughput of the late warm-up over the early", heads, table_iv())
+
+    found = ((model, where, text, 1e3 * a, 1e3 * b, s) for model, where, text, a, b, s in planners())
+    title = "DAPPLE's planner as published, with its formula corrected, by event time in ms"
+    show(title, ("model", "cluster", "plan", "data parallel", "DAPPLE", "planned in s"), found)
 
 
-def _table(rows: Sequence[Sequence[object]], heads: Sequence[str]) -> str:
-    return tabulate(rows, heads, tablefmt="plain", floatfmt=".2f")
+def _cells(row: Choice) -> Row:
+    choice = (row.model, row.configuration, row.paper, row.ours)
+    return *choice, row.paper_split, row.split, row.speedup, row.seconds
+
+
+def _times(one: Result, warmup: str) -> Row:
+    times = [1e3 * seconds for seconds in (one.dapple, one.published, one.closed, one.ours)]
+    return one.model, warmup, one.plan, one.paper_split, one.split, *times, one.published / one.dapple
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-LEAST = 8  # characters of a column
+NUMBER, TEXT = 8, 14  # characters of a column, at least
 APART = "  "
 
 Row = Sequence[object]
@@ -19,7 +19,8 @@ def show(title: str, heads: Sequence[str], rows: Iterable[Row]) -> list[Row]:
     for row in rows:
         cells = [text(value) for value in row]
         if not shown:
-            widths = [max(LEAST, len(head), len(cell)) for head, cell in zip(heads, cells, strict=True)]
+            least = [TEXT if isinstance(value, str) else NUMBER for value in row]
+            widths = [max(sizes) for sizes in zip(least, map(len, heads), map(len, cells), strict=True)]
             print(_line(heads, row, widths))
         print(_line(cells, row, widths), flush=True)
         shown.append(row)
