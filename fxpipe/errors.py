@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import PurePath
@@ -74,4 +75,15 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
 def of_user(function: Any) -> str:
     """A function that the user has given, as errors name it: with its file and line."""
     name, code = getattr(function, "__name__", type(function).__name__), getattr(function, "__code__", None)
-    return name if code is None else f"{name} ({PurePath(code.co_filename).name}:{code.co_firstlineno})"
+    return name if code is None else f"{name} ({file_name(code.co_filename)}:{code.co_firstlineno})"
+
+
+def file_name(path: str) -> str:
+    """A file of the user, as messages and comments name it: without its folder; a notebook's cell as `In[3]`.
+
+    >>> file_name("/home/me/train.py")
+    'train.py'
+    """
+    notebook = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    cell = notebook and notebook.compile.format_code_name(path)  # IPython's: ("Cell", "In[3]")
+    return cell[1] if cell else PurePath(path).name

@@ -12,7 +12,6 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise, takewhile
-from pathlib import PurePath
 
 from fxpipe.codegen.stage.assignments import assignments
 from fxpipe.codegen.stage.variables import Variables, releases
@@ -21,6 +20,7 @@ from fxpipe.codegen.text.object_text import literal
 from fxpipe.codegen.text.op_text import EmitError
 from fxpipe.codegen.text.source_names import code_comment, prose
 from fxpipe.codegen.text.statements import BLANK, Assign, Block, Comment, Delete, Statement
+from fxpipe.errors import file_name
 from fxpipe.ir.graph.graph import Op, Origin, Region, called, op_name
 from fxpipe.ir.graph.legal_cuts import ENTER_VMAP, LEAVE_VMAP
 from fxpipe.ir.graph.opaque_call import Opaque
@@ -186,7 +186,7 @@ def _common(paths: Sequence[str]) -> str:
 
 
 def _origin(origin: Origin, module: str) -> str:
-    place = f"{PurePath(origin.file).name.replace(' ', '_')}:{origin.line}" if origin.file else ""
+    place = f"{file_name(origin.file).replace(' ', '_')}:{origin.line}" if origin.file else ""
     return "  ".join(part for part in (prose(place), prose(module), code_comment(origin.code)) if part)
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import linecache
 import re
-from pathlib import Path, PurePath
+from pathlib import Path
 
 import torch
+
+from fxpipe.errors import file_name
 
 from .stage import Stage
 
@@ -31,7 +33,7 @@ def add_note(
             line = traceback.tb_lineno
         elif not name.startswith((*_NOT_USERS, str(Path(file).parent))):  # nor the generated scheduler's
             code = linecache.getline(name, traceback.tb_lineno).strip()
-            users = f"{PurePath(name).name}:{traceback.tb_lineno}  {code}".rstrip()
+            users = f"{file_name(name)}:{traceback.tb_lineno}  {code}".rstrip()
         traceback = traceback.tb_next
     task = f"stage {index}, micro-batch {micro_batch}" + (f", replica {replica}" if replica else "")
     origin = user_line(type(stage), line)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from pathlib import PurePath
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -19,7 +18,7 @@ from fxpipe.capture.capture_errors import refuse
 from fxpipe.capture.tracing.dynamo import Traced
 from fxpipe.capture.tracing.fx_to_graph import Draft
 from fxpipe.capture.tracing.symbolic_sizes import BATCH
-from fxpipe.errors import CaptureError
+from fxpipe.errors import CaptureError, file_name
 from fxpipe.ir.graph.graph import UNKNOWN, Graph
 
 from .batch_dimension import batch_dims
@@ -136,4 +135,4 @@ def _asks_for_layout(guard: Any) -> bool:
 def _line(guard: Any) -> str:
     """The user's line that a guard comes from, which torch keeps as `code  # file:line in function`."""
     found = re.match(r"(.*?)\s*# (.*):(\d+) in ", guard.sloc.maybe_user_loc or "", re.DOTALL)
-    return f"{PurePath(found[2]).name}:{found[3]}\n    {found[1].strip()}\n" if found else ""
+    return f"{file_name(found[2])}:{found[3]}\n    {found[1].strip()}\n" if found else ""

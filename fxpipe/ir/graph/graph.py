@@ -19,8 +19,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import PurePath
 from typing import Any
+
+from fxpipe.errors import file_name
 
 from .value_types import ObjectType, ScalarType, TensorType, ValueType
 
@@ -53,7 +54,7 @@ class Origin:
     module: str
 
     def __str__(self) -> str:
-        return f"{PurePath(self.file).name}:{self.line}  {self.code}".rstrip() if self.line else ""
+        return f"{file_name(self.file)}:{self.line}  {self.code}".rstrip() if self.line else ""
 
 
 @dataclass(frozen=True)

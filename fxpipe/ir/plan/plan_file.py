@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import accumulate, pairwise
-from pathlib import PurePath
 
+from fxpipe.errors import file_name
 from fxpipe.ir.cluster.device_labels import Label
 from fxpipe.ir.dataclass_json import from_plain, parse, to_plain, write
 from fxpipe.ir.graph.graph import Graph, Op
@@ -125,7 +125,7 @@ def places(graph: Graph) -> dict[str, int]:
 
 
 def _line(op: Op) -> str:
-    return f"{PurePath(op.origin.file).name}:{op.origin.line}"
+    return f"{file_name(op.origin.file)}:{op.origin.line}"
 
 
 def _position(known: Mapping[str, int], name: str, where: str, graph: Graph) -> int:
