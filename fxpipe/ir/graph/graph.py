@@ -365,8 +365,7 @@ def target_name(target: Callable[..., Any] | str) -> str:
     """A short name for what an op calls."""
     if isinstance(target, str):
         return f".{target}"
-    name = getattr(target, "__name__", None) or str(target)
-    return str(name)
+    return str(getattr(target, "__name__", None) or target)
 
 
 def is_opaque(op: Op) -> bool:
