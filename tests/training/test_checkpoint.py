@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import pytest
@@ -304,6 +304,30 @@ def test_nothing_in_it_is_run(read: Callable[..., Any], tmp_path: Path, monkeypa
     with pytest.raises(CheckpointError, match=r"asks for posix.system, which no table of contents needs"):
         read(tmp_path / "a", nn.Linear(1, 1))
     assert not (tmp_path / "bomb").exists()
+
+
+@pytest.mark.parametrize("where", ["../other/", "/"])
+def test_no_file_outside_of_the_folder_is_read(where: str, tmp_path: Path) -> None:
+    for name in ("mine", "other"):
+        save_checkpoint(tmp_path / name, nn.Linear(1, 1))
+    table = tmp_path / "mine" / ".metadata"
+    contents = pickle.loads(table.read_bytes())
+    for place in contents.storage_data.values():
+        place.relative_path = where + place.relative_path
+    table.write_bytes(pickle.dumps(contents))
+    with pytest.raises(CheckpointError, match=r"names .*__0_0.distcp, which is not in the folder"):
+        load_checkpoint(tmp_path / "mine", nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("attribute", ["new", "__truediv__"])
+def test_it_changes_no_class(attribute: str, tmp_path: Path) -> None:
+    before = dict(vars(PosixPath))
+    (tmp_path / "a").mkdir()
+    # the opcodes for setattr(PosixPath, attribute, "x")
+    (tmp_path / "a" / ".metadata").write_bytes(f"cpathlib\nPosixPath\n(N(V{attribute}\nVx\ndtb.".encode())
+    with pytest.raises(CheckpointError, match="changes the class PosixPath"):
+        load_checkpoint(tmp_path / "a", nn.Linear(1, 1))
+    assert dict(vars(PosixPath)) == before
 
 
 @pytest.mark.parametrize(

@@ -4,18 +4,21 @@
     a .safetensors file              the same, by the library safetensors
     a torch.distributed.checkpoint   a folder; a tensor may be in pieces, in the files of many ranks
 
-torch's own reader of such a folder unpickles its table of contents, which can run any code. Our reader only accepts the
-classes that such a table is made of.
+torch's own reader of such a folder unpickles its table of contents, which can run any code, and opens any file that the
+table names. Our reader only accepts the classes that such a table is made of, keeps these classes as they are, and
+opens only files in the folder.
 """
 
 from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from importlib import import_module
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -91,7 +94,7 @@ def entries(path: Path) -> dict[str, TensorStorageMetadata]:
     Raises CheckpointError if it is no such folder."""
     try:
         held = Reader(path).read_metadata().state_dict_metadata
-    except (OSError, pickle.UnpicklingError, EOFError, AttributeError) as error:
+    except (OSError, pickle.UnpicklingError, EOFError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is no folder of torch.distributed.checkpoint: {error}") from None
     return {key: entry for key, entry in held.items() if isinstance(entry, TensorStorageMetadata)}
 
@@ -117,11 +120,16 @@ def within(source: Source, prefix: str) -> Source:
 
 
 class Reader(FileSystemReader):
-    """torch's reader of a folder, which unpickles the table of contents safely."""
+    """torch's reader of a folder; it unpickles the table of contents safely, and opens no file outside of the folder."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
-            metadata: Metadata = Contents(file).load()
+            with unchanged():
+                metadata: Metadata = Contents(file).load()
+        for place in metadata.storage_data.values():
+            file_name = PurePath(place.relative_path)
+            if file_name.is_absolute() or ".." in file_name.parts:
+                raise pickle.UnpicklingError(f"its .metadata names {file_name}, which is not in the folder")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -140,10 +148,39 @@ KNOWN = {
 }  # fmt: skip
 
 
+LAYOUTS = {str(layout): layout for layout in vars(torch).values() if isinstance(layout, torch.layout)}
+
+
 class Contents(pickle.Unpickler):
     """Unpickles a table of contents. Raises UnpicklingError for any class that is not in KNOWN."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in KNOWN.get(module, ()):
             raise pickle.UnpicklingError(f"its .metadata asks for {module}.{name}, which no table of contents needs")
+        if name == "_get_layout":
+            return LAYOUTS.__getitem__  # without attributes that a pickle could set
         return super().find_class(module, name)
+
+
+@contextmanager
+def unchanged() -> Iterator[None]:
+    """Undo changes of the classes in KNOWN, which a pickle can give other attributes. Raises UnpicklingError if there
+    were any."""
+    found = (getattr(import_module(module), name, None) for module, names in KNOWN.items() for name in names)
+    before = {known: dict(vars(known)) for known in found if isinstance(known, type)}
+    try:
+        yield
+    finally:
+        changed = [known for known, was in before.items() if not _same(vars(known), was)]
+        for known in changed:
+            for name in vars(known).keys() - before[known].keys():
+                type.__delattr__(known, name)
+            for name, value in before[known].items():
+                if vars(known).get(name) is not value:
+                    type.__setattr__(known, name, value)
+    if changed:
+        raise pickle.UnpicklingError(f"its .metadata changes the class {changed[0].__name__}")
+
+
+def _same(now: Mapping[str, Any], was: Mapping[str, Any]) -> bool:
+    return now.keys() == was.keys() and all(now[name] is was[name] for name in was)
