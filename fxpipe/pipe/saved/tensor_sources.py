@@ -120,7 +120,7 @@ def within(source: Source, prefix: str) -> Source:
 
 
 class Reader(FileSystemReader):
-    """torch's reader of a folder; it unpickles the table of contents safely, and opens no file outside of the folder."""
+    """torch's reader of a folder. It unpickles the table of contents safely and opens no file outside of the folder."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
