@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -60,7 +61,9 @@ def batch(name: str, step: int) -> Mapping[str, Tensor]:
     return {"input_ids": ids} if name == "demo" else {"input_ids": ids, "labels": ids}
 
 
-def train(folder: Path, name: str, steps: int, every: int, kill: int | None) -> None:
+def train(folder: Path, name: str, steps: int, every: int, kill: int | None, own: bool) -> None:
+    if own:
+        dist.init_process_group("gloo", init_method="fxpipe://")
     with torch.device("meta"):
         model = make(name)
     world = int(os.environ.get("WORLD_SIZE", "2"))
@@ -104,9 +107,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--every", type=int, default=10, help="steps between two checkpoints")
     parser.add_argument("--kill", type=int, help="step in which all ranks but the first kill themselves, once")
+    parser.add_argument("--own", action="store_true", help="initialise torch.distributed before fxpipe does")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    train(options.folder, options.model, options.steps, options.every, options.kill)
+    train(options.folder, options.model, options.steps, options.every, options.kill, options.own)
 
 
 if __name__ == "__main__":

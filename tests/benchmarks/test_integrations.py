@@ -37,13 +37,14 @@ def test_trainer_trains_a_pipe_as_the_plain_model() -> None:
 
 @pytest.mark.slow
 def test_a_script_over_ranks_goes_on_after_a_kill(tmp_path: Path) -> None:
-    """Its losses are those of a run that nobody has disturbed, to the last bit."""
+    """Its losses are those of a run that nobody has disturbed, to the last bit. The one that is killed initialises
+    torch.distributed itself."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = ["--max-restarts", "1", "-m", "benchmarks.integrations.ranks"]
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     options = ["--steps", "9", "--every", "3"]
     runs = [
-        subprocess.Popen([*torchrun, *script, str(killed), *options, "--kill", "5"], cwd=ROOT),
+        subprocess.Popen([*torchrun, *script, str(killed), *options, "--kill", "5", "--own"], cwd=ROOT),
         subprocess.Popen([*torchrun, *script, str(whole), *options], cwd=ROOT),
     ]
     try:

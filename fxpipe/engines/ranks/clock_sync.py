@@ -12,7 +12,8 @@ from __future__ import annotations
 import pickle
 from time import perf_counter
 
-from .rank_group import LEADER, World
+from .rank_group import World
+from .rendezvous import LEADER
 
 ROUNDS = 10
 

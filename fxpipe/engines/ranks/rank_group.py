@@ -35,8 +35,8 @@ from fxpipe.engines.transports.shared_memory import BLOCK, Slot
 from fxpipe.errors import RankError
 
 from .failure_attribution import blame
+from .rendezvous import LEADER, fresh_store
 
-LEADER = 0
 PAUSE = 2e-4  # seconds between two looks at a call on an accelerator
 COMPILING = timedelta(hours=1)  # how much longer a wait may take while ranks compile
 VALUES, SAID = 0, 1  # tags: values and small messages may share a connection
@@ -366,6 +366,7 @@ def join(group: Any, device: torch.device, timeout: float) -> World:
     # (torch 2.13) that all ranks are in equally many groups, whose number gives the new group its name.
     c10d: Any = dist.distributed_c10d
     store = c10d.PrefixStore(f"fxpipe/{backend}/{'-'.join(map(str, ranks))}/{timeout}", c10d._get_default_store())
+    store = fresh_store(store, rank, len(ranks), timeout)  # of ranks that are gone there may be addresses, and losses
     limit = timedelta(seconds=timeout)
     control = c10d.ProcessGroupGloo(c10d.PrefixStore("control", store), rank, len(ranks), limit)
     labels = tuple(f"{device.type}:{rank}" for rank in range(len(ranks)))

@@ -21,10 +21,11 @@ from fxpipe.runtime.interrupts import Interrupts
 from fxpipe.runtime.microbatch import gather, scatter, split_sizes
 from fxpipe.runtime.streams import use_stream
 
-from .rank_group import LEADER, Lost
+from .rank_group import Lost
 from .rank_program import Batch, RankProgram
 from .rank_timer import RankTimer
 from .rank_transport import RankTransport
+from .rendezvous import LEADER
 from .step_consensus import Failure, Numbers, consensus, share_value
 from .weight_exchange import WeightExchange
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -10,14 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from fxpipe.engines.ranks.rank_group import World, backends, join
+from fxpipe.engines.ranks.rendezvous import ADDRESS, may_meet_the_gone
 from fxpipe.errors import PlanError
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.pipe.options.compile_options import Options
-
-from .rendezvous import fresh_store
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -39,6 +38,13 @@ def find_world(
     size = dist.get_world_size(group)
     if dist.get_rank(group) < 0:
         raise PlanError(f"rank {dist.get_rank()} is not in the group that is to run the pipe")
+    if dist.get_rank() == 0 and may_meet_the_gone():
+        warnings.warn(
+            "if torchrun starts this script again, as --max-restarts allows, init_process_group may fail or hang: the "
+            "store of torchrun still has the addresses of ranks that are gone. Write "
+            f"init_process_group(..., init_method={ADDRESS!r}), or leave it out: fxpipe.compile calls it",
+            stacklevel=3,
+        )
     wanted = len(devices.labels) if isinstance(devices, Cluster) else devices
     if wanted is not None and wanted != size:
         raise PlanError(
@@ -56,10 +62,8 @@ def in_world(timeout: float) -> bool:
         if not all(name in os.environ for name in TORCHRUN) or int(os.environ["WORLD_SIZE"]) < 2:
             return False
         gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])) > 0
-        backend, limit = "cpu:gloo,cuda:nccl" if gpus else "gloo", timedelta(seconds=timeout)
-        store, rank, size = next(rendezvous("env://", timeout=limit))
-        store = fresh_store(store, rank, size, timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+        backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+        dist.init_process_group(backend, init_method=ADDRESS, timeout=timedelta(seconds=timeout))
     return dist.get_world_size() > 1
 
 

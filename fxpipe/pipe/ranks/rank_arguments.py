@@ -10,7 +10,7 @@ from torch import Tensor
 from fxpipe.capture import NO_TARGET
 from fxpipe.capture.nested_values import change
 from fxpipe.engines.ranks.input_checksums import checksum
-from fxpipe.engines.ranks.rank_group import LEADER
+from fxpipe.engines.ranks.rendezvous import LEADER
 from fxpipe.errors import RankError
 
 Given = tuple[tuple[Any, ...], dict[str, Any], Any]  # args, kwargs, target

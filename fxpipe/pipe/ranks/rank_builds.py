@@ -18,7 +18,8 @@ from fxpipe.codegen.package.load_package import bound_stages, tensors_of
 from fxpipe.codegen.package.package_files import constants
 from fxpipe.codegen.scheduler.message_table import message_table
 from fxpipe.engines.ranks.rank_engine import RankScheduler, on_rank
-from fxpipe.engines.ranks.rank_group import COMPILING, LEADER
+from fxpipe.engines.ranks.rank_group import COMPILING
+from fxpipe.engines.ranks.rendezvous import LEADER
 from fxpipe.engines.ranks.step_consensus import describe
 from fxpipe.errors import RankError
 from fxpipe.ir.cluster.cluster import Cluster

@@ -28,7 +28,8 @@ from torch import Tensor
 from fxpipe.capture import NO_TARGET
 from fxpipe.capture.nested_values import change
 from fxpipe.engines.ranks.rank_engine import RankScheduler, take_step
-from fxpipe.engines.ranks.rank_group import COMPILING, LEADER, World
+from fxpipe.engines.ranks.rank_group import COMPILING, World
+from fxpipe.engines.ranks.rendezvous import LEADER
 from fxpipe.engines.ranks.step_consensus import describe
 from fxpipe.errors import RankError
 from fxpipe.ir.timeline import Timeline

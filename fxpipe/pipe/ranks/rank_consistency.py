@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
-from fxpipe.engines.ranks.rank_group import LEADER, World
+from fxpipe.engines.ranks.rank_group import World
+from fxpipe.engines.ranks.rendezvous import LEADER
 from fxpipe.engines.ranks.step_consensus import describe
 from fxpipe.errors import RankError
 from fxpipe.pipe.options.compile_options import Options, every_device

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fxpipe.codegen.package.load_package import tensors_of
-from fxpipe.engines.ranks.rank_group import LEADER
+from fxpipe.engines.ranks.rendezvous import LEADER
 from fxpipe.pipe.processes import Tensors
 
 from .parallelize import fill, release

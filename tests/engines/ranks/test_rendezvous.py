@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from fxpipe.engines.ranks.rendezvous import fresh_store
 from fxpipe.errors import RankError
-from fxpipe.pipe.ranks.rendezvous import fresh_store
 
 SIZE = 3
 

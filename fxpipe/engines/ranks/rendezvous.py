@@ -6,21 +6,53 @@ is a race. Here ranks first agree on a part of the store that was never used:
     rank 1 ── hello/1 = a new random number ──▶ rank 0
     rank 1 ◀── answer/number = place ────────── rank 0, which keeps answering until all ranks are there
     rank 1 ── place/here/1 ───────────────────▶ all ranks, which wait for each other
+
+Scripts that initialise torch.distributed themselves meet in the same way, by an address that torch calls this module
+for: `init_process_group("nccl", init_method="fxpipe://")`.
 """
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
 from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
-from fxpipe.engines.ranks.rank_group import LEADER
 from fxpipe.errors import RankError
 
+LEADER = 0
+SCHEME = "fxpipe"
+ADDRESS = f"{SCHEME}://"
 PAUSE = 0.01  # seconds
+
+
+_met: list[Any] = []  # the stores that `meet` has given
+
+
+def may_meet_the_gone() -> bool:
+    """Whether torchrun may start this script again, and torch.distributed then finds in its store what ranks have left
+    that are gone: as it was initialised in another way than by `ADDRESS`."""
+    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return kept and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0 and not _met
+
+
+def meet(url: str, timeout: timedelta = timedelta(minutes=5), **_: Any) -> Iterator[tuple[Any, int, int]]:
+    """What torch.distributed calls for `ADDRESS`: the store of this start, this rank, and the number of ranks, which
+    torchrun tells in the environment."""
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    _met.append(fresh_store(store, rank, size, timeout.total_seconds()))
+    yield _met[-1], rank, size
+    raise RankError(f"ranks that have met at {ADDRESS} meet once: start them again")
+
+
+with suppress(RuntimeError):  # registered already, by a module that was loaded anew
+    register_rendezvous_handler(SCHEME, meet)  # type: ignore[no-untyped-call]
 
 
 def fresh_store(store: Any, rank: int, size: int, timeout: float) -> Any:
