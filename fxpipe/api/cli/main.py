@@ -5,6 +5,8 @@ shells."""
 from __future__ import annotations
 
 import argparse
+import os
+import select
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -35,12 +37,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(done.code or 0)
     try:
         status = options.run(options)
+        sys.stdout.flush()
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():  # as in `fxpipe show ... | head`
+            return FAILED
         if options.traceback:
             raise
         print(f"fxpipe: {told(error)}", file=sys.stderr)
         return FAILED
     return int(status or 0)
+
+
+def _nobody_reads() -> bool:
+    """Whether the reader of standard output has closed it. What is left to print is then dropped."""
+    closed = select.poll()
+    closed.register(sys.stdout.fileno(), 0)
+    if not closed.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more as it ends
+    return True
 
 
 def parser() -> argparse.ArgumentParser:

@@ -50,7 +50,8 @@ def read_cluster(text: str) -> Cluster:
     try:
         return clusters.load(Path(text).read_text()) if text.endswith(".json") else preset(text)
     except (OSError, ValueError) as error:
-        raise FxpipeError(f"no cluster {text!r}: {error}") from None
+        where = f"no cluster can be read from {text!r}: " if text.endswith(".json") else ""
+        raise FxpipeError(f"{where}{error}") from None
 
 
 def model_for_cluster(options: argparse.Namespace) -> tuple[nn.Module, tuple[Any, ...]]:

@@ -20,6 +20,7 @@ from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.plan.plan_file import PlanFile
 from fxpipe.ir.plan.profile import Profile
 from fxpipe.ir.schedule.schedule import Schedule
+from fxpipe.ir.units import count
 from fxpipe.passes import Pass
 from fxpipe.runtime import accelerator
 from fxpipe.runtime.accelerator import has_streams
@@ -81,7 +82,7 @@ def check(options: Options) -> Options:
     if options.split_at and len(options.split_at) != n - 1:
         raise PlanError(
             f"split_at names {len(options.split_at)} cuts, which make {len(options.split_at) + 1} stages, "
-            f"but there are {n} devices: name {n - 1} modules"
+            f"but there are {n} devices: name {count(n - 1, 'module', 'modules')}"
         )
     if options.backward == "code":
         check_code(options)

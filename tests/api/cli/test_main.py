@@ -92,6 +92,17 @@ def test_a_traceback_where_it_is_asked_for(file: str) -> None:
         run("show", "model.py:wrong", "--traceback")
 
 
+def test_a_reader_that_has_read_enough(
+    file: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    with open(writes, "w") as gone:
+        monkeypatch.setattr(sys, "stdout", gone)
+        assert run("show", file, "--devices", "2") == 2
+    assert capfd.readouterr().err == ""
+
+
 def test_as_a_module() -> None:
     found = subprocess.run(
         [sys.executable, "-m", "fxpipe", "--version"], capture_output=True, text=True, check=True, env=os.environ

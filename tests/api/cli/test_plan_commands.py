@@ -70,8 +70,11 @@ def test_plan_simulate_compare(here: Path, capsys: pytest.CaptureFixture[str]) -
     ("arguments", "says"),
     [
         (("plan", "model.py:bare", "--cluster", "A", "--batch", "8"), "returned no inputs"),
-        (("plan", "model.py:make", "--cluster", "Z", "--batch", "8"), "no cluster 'Z': there is no cluster 'Z'"),
-        (("plan", "model.py:make", "--cluster", "no.json", "--batch", "8"), "no cluster 'no.json'"),
+        (
+            ("plan", "model.py:make", "--cluster", "Z", "--batch", "8"),
+            "fxpipe: there is no cluster 'Z'; there are A, B, C",
+        ),
+        (("plan", "model.py:make", "--cluster", "no.json", "--batch", "8"), "no cluster can be read from 'no.json'"),
         (("plan", "model.py:make", "--cluster", "A", "--batch", "0"), "argument --batch: '0': write a whole number"),
         (("simulate", "no.json"), "no plan to look at in 'no.json'"),
         (("compare", "two.json"), "no plan to look at in 'two.json'"),
