@@ -17,6 +17,7 @@ from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.plan.profile import Profile
 from fxpipe.ir.program.program import Program
 from fxpipe.ir.schedule.schedule import Action, Schedule
+from fxpipe.ir.timeline import Timeline
 from fxpipe.passes import lower
 from fxpipe.planning import plan
 from fxpipe.planning.stages.plan_stages import stages
@@ -117,9 +118,32 @@ def parts(graph: Graph, decided: Plan, setting: Setting, cluster: Cluster, *, po
     )
 
 
+def timeline(these: Parts) -> Timeline:
+    """Of a training step."""
+    return simulate(these.schedule, these.costs, these.hops, these.labels)
+
+
 def seconds(these: Parts) -> float:
     """Of a training step."""
-    return simulate(these.schedule, these.costs, these.hops, these.labels).makespan
+    return timeline(these).makespan
+
+
+def busy(these: Parts) -> float:
+    """The share of their time that devices work, on average."""
+    line = timeline(these)
+    return sum(line.busy) / len(these.labels) / line.makespan
+
+
+def memory(these: Parts) -> int:
+    """The most bytes that each device has in use, all devices together."""
+    return sum(timeline(these).high_water)
+
+
+def memory_without_dependencies(these: Parts) -> int:
+    """The same for what `without_dependencies` makes of these, which recomputes all micro-batches on the last device
+    before the first backward: it saves for all of them at once. The others save for one."""
+    m, last = these.schedule.chunks, len(these.costs) - 1
+    return sum(cost.fixed + m * cost.taken + (m if s == last else 1) * cost.saved for s, cost in enumerate(these.costs))
 
 
 def without_streams(these: Parts) -> Parts:
@@ -155,9 +179,14 @@ def without_dependencies(these: Parts) -> Parts:
 
 def throughput(graph: Graph, setting: Setting, layers: Sequence[int] = (), balance: Sequence[int] = ()) -> float:
     """Samples a second on P40s, with the cuts of others, if given, or with the better of our own."""
+    return setting.rows * setting.chunks / seconds(fastest(graph, setting, layers, balance))
+
+
+def fastest(graph: Graph, setting: Setting, layers: Sequence[int] = (), balance: Sequence[int] = ()) -> Parts:
+    """A step with the cuts of others, if given, or with the better of our own."""
     cluster = box(setting.devices)
     plans = [their_plan(graph, setting, layers, balance)] if balance else our_plans(graph, setting, cluster)
-    return setting.rows * setting.chunks / min(seconds(parts(graph, one, setting, cluster)) for one in plans)
+    return min((parts(graph, one, setting, cluster) for one in plans), key=seconds)
 
 
 # The layers of torchgpipe's models ----------------------------------------------------------------------------------

@@ -13,26 +13,37 @@ balances are those of its benchmark programs. What does not match, and why:
 - Speeds are simulated from the data sheet. It knows the best that a P40 can do with an op, not how far a kernel is from
   it at a small micro-batch. Speeds relative to each other are what to compare.
 - The simulator gives a transfer the whole of a link; the eight cards share a few.
+- So the parts of torchgpipe are worth less here, 1.52 times in all (dependencies 1.17, streams 1.25, portals 1.04)
+  instead of 1.91 (1.35, 1.34, 1.06): without streams a copy stops two devices for as long as it takes a free link, and
+  without dependencies autograd runs here in the best order that it may, but for what it recomputes too early.
+- Utilisation here is the share of time in which devices compute or, without streams, copy: for that it falls when
+  streams take copies out of it. Theirs is of the GPUs' own counters.
+- Memory of the ablation is of all devices. Without dependencies the last one saves for all micro-batches at once, and
+  without portals a skip lies on every device on its way; both order as theirs. That streams take memory, 19.1 to
+  30.0 GiB, is not simulated: copies that are under way, and memory that an allocator keeps apart for each stream.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: OpenMP spins, and busy workers become ten times slower
 
 import torch
 from tabulate import tabulate
 
-from benchmarks.gpipe import Row, ideal, memory_table
+from benchmarks.gpipe import Published, ideal, memory_table
 from benchmarks.models import resnet101
 from benchmarks.planned import AMOEBANET, UNET, Size, Training, graph_of
 from benchmarks.simulated import (
     Setting,
     amoebanet_layers,
     box,
+    busy,
+    memory,
+    memory_without_dependencies,
     parts,
     resnet_layers,
     seconds,
@@ -42,6 +53,7 @@ from benchmarks.simulated import (
     without_dependencies,
     without_streams,
 )
+from benchmarks.tables import Row, show
 from fxpipe.capture.capture_call import capture
 from fxpipe.ir.graph.graph import Graph
 
@@ -50,11 +62,11 @@ MEMORY = 22 * GIB
 
 # Memory of AmoebaNet-D: batch 128; parameters and activations in GiB.
 AMOEBANET_MEMORY = (
-    Row("baseline", Size(6, 208), Training(1, 128, 1, recompute=False), "81.5M", 0.91, None),
-    Row("pipeline-1", Size(6, 416), Training(1, 128, 128), "319.0M", 3.57, 0.91),
-    Row("pipeline-2", Size(6, 544), Training(2, 128, 128), "542.7M", 6.07, 3.39),
-    Row("pipeline-4", Size(12, 544), Training(4, 128, 128), "1.06B", 11.80, 6.91),
-    Row("pipeline-8", Size(24, 512), Training(8, 128, 128), "1.84B", 20.62, 10.83),
+    Published("baseline", Size(6, 208), Training(1, 128, 1, recompute=False), "81.5M", 0.91, None),
+    Published("pipeline-1", Size(6, 416), Training(1, 128, 128), "319.0M", 3.57, 0.91),
+    Published("pipeline-2", Size(6, 544), Training(2, 128, 128), "542.7M", 6.07, 3.39),
+    Published("pipeline-4", Size(12, 544), Training(4, 128, 128), "1.06B", 11.80, 6.91),
+    Published("pipeline-8", Size(24, 512), Training(8, 128, 128), "1.84B", 20.62, 10.83),
 )
 
 
@@ -67,11 +79,11 @@ def rest(whole: float, parameters: int) -> tuple[float, float]:
 
 # Memory of U-Net: batch 32 of 192 x 192; the table has the totals, of which parameters are counted off here.
 UNET_MEMORY = (
-    Row("baseline", Size(6, 72), Training(1, 32, 1, recompute=False), "362.2M", *rest(20.3, 362_157_516)),
-    Row("pipeline-1", Size(11, 128), Training(1, 32, 32), "2.21B", *rest(20.5, 2_213_834_176)),
-    Row("pipeline-2", Size(24, 128), Training(2, 32, 32), "4.99B", *rest(43.4, 4_993_859_008)),
-    Row("pipeline-4", Size(24, 160), Training(4, 32, 32), "7.80B", *rest(79.1, 7_802_903_600)),
-    Row("pipeline-8", Size(48, 160), Training(8, 32, 32), "15.82B", *rest(154.1, 15_822_206_000)),
+    Published("baseline", Size(6, 72), Training(1, 32, 1, recompute=False), "362.2M", *rest(20.3, 362_157_516)),
+    Published("pipeline-1", Size(11, 128), Training(1, 32, 32), "2.21B", *rest(20.5, 2_213_834_176)),
+    Published("pipeline-2", Size(24, 128), Training(2, 32, 32), "4.99B", *rest(43.4, 4_993_859_008)),
+    Published("pipeline-4", Size(24, 160), Training(4, 32, 32), "7.80B", *rest(79.1, 7_802_903_600)),
+    Published("pipeline-8", Size(48, 160), Training(8, 32, 32), "15.82B", *rest(154.1, 15_822_206_000)),
 )
 
 Speeds = Mapping[str, tuple[Setting, tuple[int, ...], float]]  # how it was run, the balance, samples a second
@@ -107,12 +119,13 @@ RESNET_SPEED: Speeds = {
     "pipeline-8": (Setting(8, 5400, 150), (26, 22, 33, 44, 44, 66, 66, 69), 411.662),
 }
 
-# U-Net (5, 64) on four devices, batch 128: what each part of torchgpipe is worth, in samples a second.
+# U-Net (5, 64) on four devices, batch 128: what each part of torchgpipe is worth, in samples a second, with the
+# utilisation of the GPUs and GiB in use on all of them (benchmarks/unet-timeline in its repository).
 ABLATION = {
-    "nothing": 30.662,
-    "dependencies": 41.306,
-    "dependencies, streams": 55.191,
-    "dependencies, streams, portals": 58.477,
+    "nothing": (30.662, 0.44, 52.2),
+    "dependencies": (41.306, 0.59, 19.1),
+    "dependencies, streams": (55.191, 0.71, 30.0),
+    "dependencies, streams, portals": (58.477, 0.75, 23.5),
 }
 ABLATION_SETTING, ABLATION_BALANCE = Setting(4, 128, 8), (34, 76, 70, 61)
 
@@ -146,21 +159,25 @@ def bound(setting: Setting) -> float:
     return ideal(setting.devices, setting.chunks) * 3 / (3 + again / setting.chunks)
 
 
-def ablation_table(graph: Graph, layers: Sequence[int]) -> str:
-    """Samples a second of each part added, in parts of the last row's: all of them."""
-    cluster = box(ABLATION_SETTING.devices)
-    decided = their_plan(graph, ABLATION_SETTING, layers, ABLATION_BALANCE)
-    full = parts(graph, decided, ABLATION_SETTING, cluster)
-    relayed = parts(graph, decided, ABLATION_SETTING, cluster, portals=False)
+ABLATION_HEADS = ("with", "samples/s", "published", "simulated", "utilisation", "simulated", "GiB", "simulated")
+
+
+def ablation(graph: Graph, layers: Sequence[int]) -> Iterator[Row]:
+    """Of each part added: speed in parts of the first row's, utilisation and memory, published and simulated."""
+    setting, cluster = ABLATION_SETTING, box(ABLATION_SETTING.devices)
+    decided = their_plan(graph, setting, layers, ABLATION_BALANCE)
+    full = parts(graph, decided, setting, cluster)
+    relayed = parts(graph, decided, setting, cluster, portals=False)
     bare = without_streams(relayed)
-    steps = dict(zip(ABLATION, map(seconds, (without_dependencies(bare), bare, relayed, full)), strict=True))
-    first, slowest = ABLATION["nothing"], steps["nothing"]
-    rows = [
-        (name, f"{measured:.1f}", f"{measured / first:.2f}", f"{slowest / steps[name]:.2f}")
-        for name, measured in ABLATION.items()
-    ]
-    headers = ("with", "samples/s", "published", "simulated")
-    return tabulate(rows, headers, disable_numparse=True, colalign=("left", *["right"] * 3))
+    alone = without_dependencies(bare)
+    held = (memory_without_dependencies(bare), memory(bare), memory(relayed), memory(full))
+    first, slowest = ABLATION["nothing"][0], seconds(alone)
+    for (name, told), these, size in zip(ABLATION.items(), (alone, bare, relayed, full), held, strict=True):
+        measured, utilisation, gib = told
+        yield (
+            *(name, measured, measured / first, slowest / seconds(these)),
+            *(utilisation, busy(these), gib, size / GIB),
+        )
 
 
 def up_to(devices: int, published: Speeds) -> Speeds:
@@ -191,8 +208,8 @@ def main() -> None:
     ):
         print(f"Speed of {title}, times that of the first row\n")
         print(speed_table(graph, layers, up_to(few, speeds)), end="\n\n")
-    print("U-Net (5, 64) on four devices, times the speed of the first row\n")
-    print(ablation_table(unet, unet_layers(5)))
+    title = "U-Net (5, 64) on four devices: times the speed of the first row, utilisation, and memory of all devices"
+    show(title, ABLATION_HEADS, ablation(unet, unet_layers(5)))
 
 
 if __name__ == "__main__":

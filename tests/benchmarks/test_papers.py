@@ -30,12 +30,16 @@ from benchmarks.simulated import (
     Setting,
     amoebanet_layers,
     box,
+    busy,
+    memory,
+    memory_without_dependencies,
     our_plans,
     parts,
     resnet_layers,
     seconds,
     their_plan,
     throughput,
+    timeline,
     unet_layers,
     without_dependencies,
     without_streams,
@@ -109,7 +113,7 @@ def widening(width: int) -> nn.Module:
 
 def test_a_memory_table_has_theirs_ours_and_our_largest() -> None:
     family = replace(CHAIN, make=lambda depth, width: widening(width), sample=(8,))
-    row = gpipe.Row("Pipeline-1", Size(1, 16), Training(1, 1, 1), "256", 3.0, None)
+    row = gpipe.Published("Pipeline-1", Size(1, 16), Training(1, 1, 1), "256", 3.0, None)
     memory = needs(family, Size(1, 32), row.training)[0].total
     lines = gpipe.memory_table(family, [row], memory, 1000).splitlines()[2:]
     assert [line.split()[:4] for line in lines] == [
@@ -181,6 +185,9 @@ def test_what_each_part_is_worth(unet: Graph) -> None:
     bare = without_streams(relayed)
     steps = [seconds(these) for these in (without_dependencies(bare), bare, relayed, full)]
     assert steps == sorted(steps, reverse=True)
+    assert busy(full) >= busy(relayed) > busy(without_dependencies(relayed)) > 0
+    # Without portals, a skip lies on every device on its way; on two devices there is none in between.
+    assert memory(full) <= memory(relayed) < memory_without_dependencies(bare)
 
 
 def test_without_streams_copies_are_work() -> None:
@@ -197,6 +204,25 @@ def test_without_dependencies_all_is_recomputed_first() -> None:
     assert [action.short for action in these.schedule.devices[1]][8:] == ["B3", "B2", "B1", "B0"] * 2
     # One F, then on the last device 4 F, 3 R and a B; then stage 0 recomputes each when its gradient is there.
     assert seconds(these) == pytest.approx(1 + 4 + 3 + 2 + 4 * 2.75)
+
+
+def test_without_dependencies_the_last_device_saves_all() -> None:
+    cost = StageCost(1.0, 2.0, saved=100, taken=10, fixed=1000, checkpoint="except_last")
+    assert memory_without_dependencies(make_parts((cost, cost), ())) == 1000 + 40 + 100 + 1000 + 40 + 400
+
+
+def test_gpipes_time_is_broken_down() -> None:
+    cost = StageCost(1.0, 2.0, checkpoint="always")
+    even = make_parts((cost, cost), ())
+    computing, recomputation, bubble, imbalance, rest = gpipe.breakdown(timeline(even), even.schedule)
+    # 5 clocks of F, then 5 of R and B; recomputation fills what the first device would wait before its first backward.
+    assert computing == pytest.approx(3 * recomputation)
+    assert busy(even) == pytest.approx(computing + recomputation)
+    assert bubble == pytest.approx(1 - computing - recomputation)
+    assert (imbalance, rest) == (0, pytest.approx(0))
+    slow = make_parts((cost, replace(cost, forward=2.0)), (Hop(0, 1, 0.5, 0.5),))
+    *_, imbalance, rest = gpipe.breakdown(timeline(slow), slow.schedule)
+    assert min(imbalance, rest) > 0
 
 
 def make_parts(costs: tuple[StageCost, ...], hops: tuple[Hop, ...]) -> Parts:
