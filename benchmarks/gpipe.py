@@ -16,13 +16,13 @@ micro-batches. What does not match, and why:
 - Our plans make the fullest device as empty as can be, at any op; theirs make stages of whole layers alike in time. So
   from two devices on the models fit with room to spare, and wider ones do.
 
-Table 2 is figure 3a of the paper's first version: how speed grows with partitions and micro-batches. Beside it stands
-where the devices' time goes: computing, recomputing, idle by the schedule (bubble), idle for slower stages (imbalance),
-and the rest, which here is transfers. The paper's own breakdown has the update of weights, too, which is not simulated;
-its figures are not at hand. The bubble is at most (n - 1) / (m + n - 1): stages recompute while they
-wait for gradients. Of few micro-batches it is what costs most, of 32 the recomputation, a fifth to a quarter of the
-time. Imbalance is at most 2% with cuts at any op; transfers over PCI Express are more, above all of large micro-batches.
-GPipe speeds up less with more micro-batches, 1.21 times where 1.94 is the most, and nothing in this model does that.
+Table 2 and figure 3a are how speed grows with partitions and micro-batches. Beside it stands where the devices' time
+goes: computing, recomputing, idle by the schedule (bubble), idle for slower stages (imbalance), and the rest, which
+here is transfers. The figures of the paper's own breakdown are not at hand; updates of weights are not simulated.
+The bubble is at most (n - 1) / (m + n - 1), as stages recompute while they wait for gradients. With few micro-batches
+it costs most, with 32 the recomputation does, a fifth to a quarter of the time. Imbalance is at most 2%, with cuts at
+any op; transfers over PCI Express cost more, with large micro-batches above all. GPipe gains less from micro-batches on
+few partitions, 1.21 times where 1.94 is the most, and nothing in this model does that.
 """
 
 from __future__ import annotations
