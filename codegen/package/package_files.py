@@ -7,6 +7,7 @@
                               `inputs` takes a call apart, `result` puts the model's result together
     constants.pt              tensors that the model holds outside its parameters and buffers, if any
     messages.json             the messages between devices and their form, if devices are processes
+    model.json                the fingerprint of the model, written by `pipe.save`
 
 A saved package runs without capturing the model again, and without the compiler.
 """
@@ -51,7 +52,7 @@ from fxpipe.ir.program.program import Program
 
 CONSTANTS = "constants.pt"
 MESSAGES = "messages.json"
-FORMAT = 3  # the version of the files; raise it for each change that another fxpipe would read wrongly
+FORMAT = 4  # the version of the files; raise it for each change that another fxpipe would read wrongly
 PUBLIC = ("CHUNKS", "FORMAT", "INPUTS", "MODEL", "STAGES", "TENSORS", "TRAINING", "Scheduler", "inputs", "result")
 
 

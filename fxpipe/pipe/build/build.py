@@ -36,6 +36,7 @@ from fxpipe.ir.units import show_bytes, show_seconds
 from fxpipe.passes import PASSES, Pass, lower
 from fxpipe.pipe.options.compile_options import Options, candidates, make_schedule
 from fxpipe.pipe.options.user_passes import checked
+from fxpipe.pipe.saved.model_fingerprint import Fingerprint
 from fxpipe.planning import plan, plan_like, with_loss
 from fxpipe.planning.stages.plan_stages import inner_cuts
 from fxpipe.profiling import on_kinds
@@ -70,6 +71,7 @@ class Build:
     - `files`: the generated package.
     - `totals`: the program that runs on the whole batch before it is cut.
     - `cuts`: how a strategy cuts each operator.
+    - `source`: the fingerprint of the model that was captured.
     """
 
     graph: Graph
@@ -84,6 +86,7 @@ class Build:
     files: Mapping[str, str]
     totals: Program | None = None
     cuts: tuple[tuple[Operator, Config], ...] = ()
+    source: Fingerprint | None = None
 
     @cached_property
     def batch_norms(self) -> tuple[BatchNorm, ...]:

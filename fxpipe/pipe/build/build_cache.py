@@ -29,6 +29,7 @@ from fxpipe.pipe.options.compile_options import Options, backend_of, every_devic
 from fxpipe.pipe.progress import working
 from fxpipe.pipe.running_package import RunningPackage, Scheduler
 from fxpipe.pipe.saved.loss_fingerprint import rows
+from fxpipe.pipe.saved.model_fingerprint import fingerprint
 from fxpipe.pipe.temporary_folder import Folder
 from fxpipe.planning import homes
 from fxpipe.profiling import estimate
@@ -106,7 +107,8 @@ class BuildCache:
             found = () if graph.loss is None else rows(self.step_capture.loss_fn)
             whole = replace(graph, training=self.model.training, fingerprint=found)
             with begin(self.model, self.leads, f"planning {graph.model} in {mode}, and writing its stages"):
-                made = self.builds[key] = self._make(self, whole, inputs)
+                made = replace(self._make(self, whole, inputs), source=fingerprint(self.model))
+                self.builds[key] = made
             if self.home is None and self.options.place is None:
                 self.home = Placement(made.plan, homes(graph, made.plan))
             if self.options.dump is not None:

@@ -26,7 +26,7 @@ from fxpipe.ir.program.messages import load as load_table
 from fxpipe.ir.schedule.schedule import Action
 from fxpipe.pipe.build.compiled_stages import Backend
 from fxpipe.pipe.running_package import RunningPackage
-from fxpipe.pipe.saved.loaded_pipe import Loaded, LoadedState, loss_root
+from fxpipe.pipe.saved.loaded_pipe import Loaded, LoadedState, loss_root, opened
 
 from .rank_arguments import Given
 from .rank_calls import Header
@@ -79,7 +79,7 @@ def load_on_rank(
     ranks = Ranks(world, check_inputs)
     error, made = None, None
     try:
-        live = RunningPackage(folder, backend=backend)
+        live = opened(folder, model, backend)
         if (root := loss_root(live.package, model)) is not None:
             raise PackageError(
                 f"the loss of this package has tensors of its own, {root}...: over ranks, it has to be a "

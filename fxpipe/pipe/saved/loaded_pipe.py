@@ -30,6 +30,7 @@ from fxpipe.runtime import Stage
 
 from .call_check import check_call
 from .loss_fingerprint import difference, rows
+from .model_fingerprint import check_fits, load
 
 BindLoaded = Callable[[nn.Module, Mapping[str, Tensor], ModuleType], Scheduler]
 
@@ -202,10 +203,21 @@ class Loaded(DropInModule):
 
 def load_here(folder: Path, model: nn.Module, backend: Backend | None = None) -> Loaded:
     """A package that runs in this process."""
-    live = RunningPackage(folder, backend=backend)
+    live = opened(folder, model, backend)
     root = loss_root(live.package, model)
     state = LoadedState(live=live, bind=bind_here, root=root, processes=Processes(), tensors=Tensors(model))
     return Loaded(model, state)
+
+
+def opened(folder: Path, model: nn.Module, backend: Backend | None) -> RunningPackage:
+    """The package in a folder. Raises PackageError if it is none, or was made from another model."""
+    live = RunningPackage(folder, backend=backend)
+    try:
+        check_fits(load(folder), model)
+    except BaseException:
+        live.close()
+        raise
+    return live
 
 
 def bind_here(model: nn.Module, others: Mapping[str, Tensor], package: ModuleType) -> Scheduler:

@@ -18,6 +18,7 @@ from dis import get_instructions
 from functools import lru_cache, partial
 from hashlib import sha256
 from inspect import getattr_static
+from logging import Logger
 from pathlib import PurePath
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -34,15 +35,20 @@ Rows = tuple[tuple[str, str], ...]
 LOSS_FN = "loss_fn"
 MOST = 24  # rows that are kept as text; the others become one digest
 _digests: WeakIdKeyDictionary = WeakIdKeyDictionary()  # (version, digest) of code objects and tensors
+TENSOR_ROW = re.compile(r"\w+\[[\d, ]*\]( \w+)?")
 LIBRARIES = frozenset(("site-packages", "dist-packages"))
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(...), type(NO_TARGET))
 
 
 def rows(loss_fn: Callable[..., Any] | None) -> Rows:
     """The fingerprint of a loss function; one row for None, when the model returns its loss."""
-    found = tuple(dict(_rows(LOSS_FN, loss_fn, set())).items())
-    some, more = found[:MOST], found[MOST:]
-    return (*some, (f"{LOSS_FN}...", f"{len(more)} more {_digest(repr(more))}")) if more else some
+    return shortened(LOSS_FN, dict(rows_of(LOSS_FN, loss_fn, set())))
+
+
+def shortened(name: str, found: Mapping[str, str]) -> Rows:
+    """The first rows as they are, and one with a digest of the others, if there are more than `MOST`."""
+    some, more = tuple(found.items())[:MOST], tuple(found.items())[MOST:]
+    return (*some, (f"{name}...", f"{len(more)} more {digest(repr(more))}")) if more else some
 
 
 def difference(known: Rows, found: Rows) -> str | None:
@@ -57,14 +63,19 @@ def difference(known: Rows, found: Rows) -> str | None:
 def check_unchanged(captured: Rows, now: Rows) -> None:
     """Raise PackageError if a loss function has changed since its capture. The values of its tensors may have changed:
     they are saved as they are."""
-    then, tensor = dict(captured), re.compile(r"\w+\[[\d, ]*\]( \w+)?")
-    changed = [name for name, text in now if then.get(name) != text and not tensor.fullmatch(text)]
+    then = dict(captured)
+    changed = [name for name, text in now if then.get(name) != text and not TENSOR_ROW.fullmatch(text)]
     if changed or len(now) != len(captured):
         what = ", ".join(changed) or LOSS_FN
         raise PackageError(f"{what} has changed since the step that was captured; call pipe.step(...), and save then")
 
 
-def _rows(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, str]]:
+def rows_of(name: str, value: Any, seen: set[int], reader: frozenset[str] = frozenset()) -> Iterator[tuple[str, str]]:
+    """The rows of a value of any kind.
+
+    - `seen`: the ids of what has rows already; it grows.
+    - `reader`: the names in the code that has the value, some of which may be attributes of it.
+    """
     if isinstance(value, DropInModule):
         value = value.model  # a loss may use the pipe's parameters, which are the model's
     if isinstance(value, PLAIN):
@@ -75,10 +86,10 @@ def _rows(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, str]]:
         yield name, "seen above"
     else:
         seen.add(id(value))
-        yield from _parts(name, value, seen)
+        yield from _parts(name, value, seen, reader)
 
 
-def _parts(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, str]]:
+def _parts(name: str, value: Any, seen: set[int], reader: frozenset[str]) -> Iterator[tuple[str, str]]:
     """The rows of an object that is neither plain nor a tensor, and of its parts."""
     held: Mapping[str, Any] = {}
     if isinstance(value, (tuple, list)):
@@ -90,26 +101,32 @@ def _parts(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, str]]:
     elif isinstance(value, partial):
         what, held = "partial", {"func": value.func, **{str(i): x for i, x in enumerate(value.args)}, **value.keywords}
     elif isinstance(value, MethodType):
-        what, held = f"method {value.__func__.__qualname__}", {"self": value.__self__}
+        what, held = f"method {value.__func__.__qualname__}", {"func": value.__func__, "self": value.__self__}
+    elif isinstance(value, Logger):
+        what = "logger"  # what it is set to decides no value
     elif isinstance(value, (FunctionType, BuiltinFunctionType, type)) or not hasattr(value, "__dict__"):
-        what, held = _named(value), _closed_over(value) if isinstance(value, FunctionType) else {}
+        what, held = named(value), closed_over(value) if isinstance(value, FunctionType) else {}
+        if isinstance(value, FunctionType):
+            reader = frozenset(names_in(value.__code__) - set_by(value.__code__))
     else:
-        what, held = _named(type(value)), _attributes(value)
+        what, held = named(type(value)), _attributes(value, reader)
+        kind: type = type(value)
+        reader |= _reads_and_sets(kind)[0]
     yield name, what
     for key, item in held.items():
-        yield from _rows(f"{name}.{key}", item, seen)
+        yield from rows_of(f"{name}.{key}", item, seen, reader)
 
 
-def _named(value: Any) -> str:
+def named(value: Any) -> str:
     """The row of a function or class: its name, and, if it is not a library's, a digest of its code."""
     kind = "class" if isinstance(value, type) else "function" if callable(value) else type(value).__qualname__
-    if _installed(value):
+    if installed(value):
         return f"{kind} {_module(value)}.{value.__qualname__}"
     codes = " ".join(_digest_once(code, code, partial(_code, code)) for code in _codes(value))
-    return f"{kind} {getattr(value, '__name__', '')} {_digest(codes) if ' ' in codes else codes}".rstrip()
+    return f"{kind} {getattr(value, '__name__', '')} {digest(codes) if ' ' in codes else codes}".rstrip()
 
 
-def _installed(value: Any) -> bool:
+def installed(value: Any) -> bool:
     """Whether a function or class is of Python or of an installed library."""
     return hasattr(value, "__qualname__") and _of_library(_module(value))
 
@@ -130,7 +147,7 @@ def _codes(value: Any) -> list[CodeType]:
     """The code of a function, or of all methods of a class and of those it inherits from, libraries' left out."""
     if isinstance(value, FunctionType):
         return [value.__code__]
-    kinds = [kind for kind in getattr(value, "__mro__", ()) if not _installed(kind)]
+    kinds = [kind for kind in getattr(value, "__mro__", ()) if not installed(kind)]
     found = (getattr(item, "__func__", item) for kind in kinds for item in vars(kind).values())
     return [item.__code__ for item in found if isinstance(item, FunctionType)]
 
@@ -147,7 +164,7 @@ def _constant(value: Any) -> str:
     return str(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
 
 
-def _digest(text: str | bytes) -> str:
+def digest(text: str | bytes) -> str:
     return sha256(text.encode() if isinstance(text, str) else text).hexdigest()[:12]
 
 
@@ -155,26 +172,26 @@ def _digest_once(value: Any, version: object, text: Callable[[], str | bytes]) -
     """The digest of `text()`, cached for `value` as long as its version stays the same."""
     known = _digests[value] if value in _digests else None  # noqa: SIM401
     if known is None or known[0] != version:
-        known = _digests[value] = version, _digest(text())
+        known = _digests[value] = version, digest(text())
     found: str = known[1]
     return found
 
 
-def _names(code: CodeType) -> set[str]:
+def names_in(code: CodeType) -> set[str]:
     """All names that the code reads, with those of functions inside."""
-    inner = (_names(item) for item in code.co_consts if isinstance(item, CodeType))
+    inner = (names_in(item) for item in code.co_consts if isinstance(item, CodeType))
     return set(code.co_names).union(*inner)
 
 
 @lru_cache(maxsize=1024)
-def _set_by(code: CodeType) -> frozenset[str]:
+def set_by(code: CodeType) -> frozenset[str]:
     """The attributes that a method sets."""
     return frozenset(found.argval for found in get_instructions(code) if found.opname == "STORE_ATTR")
 
 
-def _closed_over(function: FunctionType) -> dict[str, Any]:
+def closed_over(function: FunctionType) -> dict[str, Any]:
     """The values that a user's function uses, by name: defaults, closure, and the globals that it names."""
-    if _installed(function):
+    if installed(function):
         return {}
     code = function.__code__
     names = code.co_varnames[: code.co_argcount]
@@ -185,7 +202,7 @@ def _closed_over(function: FunctionType) -> dict[str, Any]:
             held[name] = cell.cell_contents
         except ValueError:  # not yet filled
             continue
-    names_read = sorted(_names(code))
+    names_read = sorted(names_in(code))
     held |= {name: function.__globals__[name] for name in names_read if name in function.__globals__}
     modules = {name: value for name, value in held.items() if isinstance(value, ModuleType)}
     inside = {
@@ -198,12 +215,21 @@ def _closed_over(function: FunctionType) -> dict[str, Any]:
     return {name: value for name, value in (held | inside).items() if not isinstance(value, ModuleType)}
 
 
-def _attributes(value: Any) -> dict[str, Any]:
-    """The attributes of an object that its class's code names; of a module without its parameters and buffers."""
-    methods = [item for kind in type(value).__mro__[:-1] if kind is not nn.Module for item in vars(kind).values()]
+@lru_cache(maxsize=1024)
+def _reads_and_sets(kind: type) -> tuple[frozenset[str], frozenset[str]]:
+    """The names in the code of a class, and the attributes that it sets."""
+    methods = [item for one in kind.__mro__[:-1] if one is not nn.Module for item in vars(one).values()]
     codes = [item.__code__ for item in methods if isinstance(item, FunctionType) and item.__name__ != "__init__"]
+    return frozenset[str]().union(*map(names_in, codes)), frozenset[str]().union(*map(set_by, codes))
+
+
+def _attributes(value: Any, reader: frozenset[str]) -> dict[str, Any]:
+    """The attributes of an object that its class's code names, or the reader's; of a module without its parameters and
+    buffers."""
+    kind: type = type(value)
+    own, changed = _reads_and_sets(kind)
     # Attributes that the loss itself sets, such as a counter, are left out: otherwise no package could be saved.
-    read = {name for code in codes for name in _names(code)} - {name for code in codes for name in _set_by(code)}
+    read = (own if isinstance(value, nn.Module) else own | reader) - changed
     found = {name: item for name, item in vars(value).items() if name in read}
     if isinstance(value, nn.Module):
         found |= {"training": value.training, **dict(value.named_children())}

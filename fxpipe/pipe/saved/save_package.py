@@ -12,18 +12,21 @@ from fxpipe.pipe.build.build import Build
 from fxpipe.pipe.build.build_cache import BuildCache
 
 from .loss_fingerprint import Rows, check_unchanged, rows
+from .model_fingerprint import FILE, check_same, text_of
 
 
 def save_package(cache: BuildCache, made: Build, path: Path, overwrite: bool) -> None:
-    """Write the package, with the fingerprint of the loss function. Raises PackageError if the folder is not empty,
-    unless `overwrite` is true, or if the loss function has changed since its capture."""
+    """Write the package, with the fingerprints of the model and of the loss function. Raises PackageError if the folder
+    is not empty, unless `overwrite` is true, or if the model or the loss function has changed since its capture."""
     if path.exists() and any(path.iterdir()) and not overwrite:
         raise PackageError(f"{path} is not empty; choose another folder, or save(..., overwrite=True)")
     now: Rows = ()
     if made.graph.loss is not None:
         now = rows(cache.step_capture.loss_fn)
         check_unchanged(made.program.graph.fingerprint, now)
-    files = with_loss(made.files, made.program.graph, now)
+    assert made.source is not None
+    check_same(made.source, cache.model)
+    files = with_loss(made.files, made.program.graph, now) | {FILE: text_of(made.source)}
     save(made.program, files, path, made.totals, _message_table(cache, made))
 
 

@@ -242,6 +242,13 @@ DAMAGES: dict[str, tuple[str, Callable[[str], str | None], str]] = {
     "init is empty": ("__init__.py", lambda _: "", r"__init__\.py is of format 1, and this fxpipe reads \d"),
     "other format": ("__init__.py", lambda text: re.sub("FORMAT = .*", "FORMAT = 99", text), "is of format 99"),
     "no such name": ("stage0.py", lambda text: text.replace("(Stage)", "(Stag)"), r"stage0\.py:\d+ cannot .*NameError"),
+    "model is missing": ("model.json", lambda _: None, r"model\.json cannot be read: .*No such file"),
+    "model is cut off": ("model.json", lambda text: text[: len(text) // 2], r"model\.json cannot be read: not JSON"),
+    "model is empty": (
+        "model.json",
+        lambda _: '{"python": "3.11", "classes": {}, "modules": {}}',
+        r"model\.json does not say the class of every module",
+    ),
     "constants are cut off": ("constants.pt", lambda text: text[: len(text) // 2], r"constants\.pt cannot be read"),
     "constants are text": ("constants.pt", lambda _: "nothing", r"constants\.pt cannot be read"),
 }

@@ -24,7 +24,7 @@ __all__ = [
     "result",
 ]
 
-FORMAT = 3
+FORMAT = 4
 MODEL = "Net"
 TRAINING = True
 CHUNKS = 4

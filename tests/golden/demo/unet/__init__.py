@@ -26,7 +26,7 @@ __all__ = [
     "result",
 ]
 
-FORMAT = 3
+FORMAT = 4
 MODEL = "UNet"
 TRAINING = True
 CHUNKS = 8
