@@ -289,6 +289,8 @@ def _check_switches(cluster: Cluster, known: set[str]) -> None:
             at = behind.get(at, "")
             if at == start:
                 raise ValueError(f"the switch {start!r} is behind itself")
+            if not at:
+                break
 
 
 def show(cluster: Cluster) -> str:

@@ -11,8 +11,7 @@ link sets the pace.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from fxpipe.ir.replica_shares import in_common
@@ -21,6 +20,7 @@ from .cluster import Cluster, Link, Switch, link, meeting
 
 Key = tuple[str, str, str]  # the switch or link, what is behind the port, the direction
 Use = tuple[Key, float]  # a port and its bytes per second
+Behind = Mapping[tuple[str, str], int]  # how many devices are behind each port, by (switch, member)
 
 
 class Rate(NamedTuple):
@@ -118,18 +118,25 @@ def all_reduce(cluster: Cluster, devices: Sequence[int]) -> Rate:
     return Rate(2 * (r - 1) * latency, 2 * (r - 1) / r / bandwidth)
 
 
-def ring(cluster: Cluster, devices: Sequence[int], among: Sequence[int] | None = None) -> tuple[float, float]:
+def ring(cluster: Cluster, devices: Sequence[int], behind: Behind | None = None) -> tuple[float, float]:
     """The least bandwidth and the longest latency between neighbours in the ring of these devices. Where devices have
     network cards of their own, as many rings as a server has devices in it run beside each other, one over each card;
-    `among` are the devices whose cards they use, if not those of the ring."""
-    behind: Counter[tuple[str, str]] = Counter()
-    for device in devices if among is None else among:
-        behind.update((switch.name, member) for switch, member in cluster.ports[cluster.labels[device]])
+    `behind` counts the devices whose cards they use, if not those of the ring."""
+    behind = behind_ports(cluster, devices) if behind is None else behind
     steps = [_step(cluster, a, b, behind) for a, b in zip(devices, (*devices[1:], devices[0]), strict=True)]
     return min(bandwidth for bandwidth, _ in steps), max(latency for _, latency in steps)
 
 
-def _step(cluster: Cluster, i: int, j: int, behind: Mapping[tuple[str, str], int]) -> tuple[float, float]:
+def behind_ports(cluster: Cluster, devices: Iterable[int]) -> Behind:
+    """How many of these devices are behind each port."""
+    found: dict[tuple[str, str], int] = {}
+    for device in devices:
+        for switch, member in cluster.ports[cluster.labels[device]]:
+            found[switch.name, member] = found.get((switch.name, member), 0) + 1
+    return found
+
+
+def _step(cluster: Cluster, i: int, j: int, behind: Behind) -> tuple[float, float]:
     a, b = cluster.labels[i], cluster.labels[j]
     between = link(cluster, a, b)
     top = None if between in cluster.links else meeting(cluster, a, b)

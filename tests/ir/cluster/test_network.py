@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fxpipe.ir.cluster.cluster import Cluster, Device, Link, Switch, link
-from fxpipe.ir.cluster.network import Rate, all_reduce, ring, split_concat
+from fxpipe.ir.cluster.network import Rate, all_reduce, behind_ports, ring, split_concat
 from fxpipe.ir.cluster.published_clusters import dapple_a, k80s
 from fxpipe.planning.operators.message_links import links
 
@@ -107,7 +107,7 @@ def test_each_device_has_a_network_card_of_its_own():
     assert ring(CARDS, (0, 2)) == (5.0, 1.0)
     assert ring(CARDS, (0, 1, 2, 3)) == (10.0, 1.0)  # two rings, one over each card
     assert ring(CARDS, (0, 1, 2)) == (5.0, 1.0)  # b has one device in it
-    assert ring(CARDS, (0, 2), range(4)) == (10.0, 1.0)
+    assert ring(CARDS, (0, 2), behind_ports(CARDS, range(4))) == (10.0, 1.0)
 
 
 def test_messages_of_operators_wait_for_their_own_card():

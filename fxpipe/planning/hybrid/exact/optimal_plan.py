@@ -27,7 +27,7 @@ from fxpipe.planning.hybrid.event_time import plan_of
 from fxpipe.planning.hybrid.plan_request import Answer, Certificate, Request, check
 
 from .dapple_rival import Rival
-from .search_phases import PlanSearch, case_of, close_in, polish, prove, seed
+from .search_phases import PlanSearch, cases_of, close_in, polish, prove, seed
 
 
 def optimal(request: Request) -> Answer:
@@ -38,7 +38,7 @@ def optimal(request: Request) -> Answer:
     started = perf_counter()
     check(request)
     until = started + request.seconds
-    cases = [case_of(request, m, warmup) for m in request.counts() for warmup in request.warmups]
+    cases = cases_of(request)
     hunt = PlanSearch(cases, until)
     seed(hunt)
     close_in(hunt)

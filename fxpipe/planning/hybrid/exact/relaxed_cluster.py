@@ -14,7 +14,7 @@ from itertools import combinations
 from math import inf
 
 from fxpipe.ir.cluster.cluster import Cluster
-from fxpipe.ir.cluster.network import Rate, ring, split_concat
+from fxpipe.ir.cluster.network import Rate, behind_ports, ring, split_concat
 from fxpipe.ir.plan.layer_chain import Chain
 from fxpipe.planning.hybrid.event_time import Problem
 
@@ -43,7 +43,8 @@ def rates(problem: Problem, runs: Sequence[Devices]) -> Rates:
     cluster = problem.cluster
     pairs = [(x, y) for x, y in combinations(range(len(runs)), 2)]
     inner = [x for x, run in enumerate(runs) if len(run) > 1]
-    everywhere = range(len(cluster.devices))  # a larger ring may use more network cards than one of two devices
+    # A larger ring may use more network cards than one of two devices.
+    everywhere = behind_ports(cluster, range(len(cluster.devices)))
     rings = {(x, y): ring(cluster, (runs[x][0], runs[y][0]), everywhere) for x, y in pairs}
     rings |= {(x, x): ring(cluster, runs[x][:2], everywhere) for x in inner}
     ends = [(runs[x][0], runs[y][0]) for x, y in pairs] + [(runs[x][0], runs[x][1]) for x in inner]

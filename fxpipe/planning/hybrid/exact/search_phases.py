@@ -64,10 +64,12 @@ class Case:
         return bounds.parts(self.relaxed, self.devices)
 
 
-def case_of(request: Request, micro_batches: int, warmup: str) -> Case:
-    problem = request.problem(micro_batches, warmup)
-    groups = runs(request.cluster, problem.kinds)
-    return Case(Shapes(problem, groups, request.recompute), Relaxed(problem, rates(problem, groups), request.recompute))
+def cases_of(request: Request) -> list[Case]:
+    """A case for each number of micro-batches and each warm-up. The cluster looks the same in all of them."""
+    problems = [request.problem(m, warmup) for m in request.counts() for warmup in request.warmups]
+    groups = runs(request.cluster, problems[0].kinds)
+    best = rates(problems[0], groups)
+    return [Case(Shapes(one, groups, request.recompute), Relaxed(one, best, request.recompute)) for one in problems]
 
 
 @dataclass
@@ -94,14 +96,29 @@ class PlanSearch:
 
 
 def seed(hunt: PlanSearch) -> None:
-    for index, case in enumerate(hunt.cases):
-        for sizes in _plain(case):
-            hunt.offer(index, case.shapes.placed(sizes))
-        if len(case.problem.by_kind) > 1 and case.devices <= len(case.problem.chain):
-            hunt.offer(index, case.shapes.shape(one_each(case.problem)))
+    """Try the plainest plans of all cases, one of each case in turn; on many devices, only as many as time allows."""
+    started = perf_counter()
+    stop = started + (hunt.until - started) / 5
+    shapes = {index: _plain(case) for index, case in enumerate(hunt.cases)}
+    while shapes and (hunt.case is None or perf_counter() < stop):
+        for index in list(shapes):
+            shape = next(shapes[index], None)
+            if shape is None:
+                del shapes[index]
+            else:
+                hunt.offer(index, shape)
+            if hunt.case is not None and perf_counter() > stop:
+                break
 
 
-def _plain(case: Case) -> Iterator[bounds.Sizes]:
+def _plain(case: Case) -> Iterator[Shape]:
+    """The seeds of a case. If devices are of several kinds, the best pipeline of a device each is one of them."""
+    if len(case.problem.by_kind) > 1 and case.devices <= len(case.problem.chain):
+        yield case.shapes.shape(one_each(case.problem))
+    yield from map(case.shapes.placed, _sizes(case))
+
+
+def _sizes(case: Case) -> Iterator[bounds.Sizes]:
     """Data parallelism, and pipelines of k stages of about equal time with about equal numbers of replicas, or one
     each."""
     n, g = len(case.problem.chain), case.devices

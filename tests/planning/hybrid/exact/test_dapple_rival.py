@@ -9,7 +9,7 @@ import pytest
 from fxpipe.errors import PlanError
 from fxpipe.ir.plan.layer_chain import Chain, Layer, scaled
 from fxpipe.planning.hybrid.exact.dapple_rival import Rival
-from fxpipe.planning.hybrid.exact.search_phases import PlanSearch, case_of, seed
+from fxpipe.planning.hybrid.exact.search_phases import PlanSearch, cases_of, seed
 from fxpipe.planning.hybrid.plan_request import Certificate, Request
 from fxpipe.planning.hybrid.planners import search
 from tests.planning.hybrid.test_event_time import random_chain, servers
@@ -17,7 +17,7 @@ from tests.planning.hybrid.test_event_time import random_chain, servers
 
 def begun(request: Request) -> Rival:
     """A search that has only its simplest plans, and no bounds, so that DAPPLE's planner has to be asked."""
-    cases = [case_of(request, m, warmup) for m in request.counts() for warmup in request.warmups]
+    cases = cases_of(request)
     hunt = PlanSearch(cases, float("inf"))
     seed(hunt)
     return Rival(hunt, request)
