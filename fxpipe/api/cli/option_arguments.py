@@ -68,10 +68,12 @@ def refuse_unknown(command: argparse.ArgumentParser, unknown: list[str]) -> None
 
 
 def told(error: BaseException) -> str:
-    """The text of an error: an FxpipeError's own message; for others the type and the line of the user's file too."""
+    """The text of an error: an FxpipeError's own message; for others the first line of theirs, with the type and the
+    line of the user's file."""
     if isinstance(error, FxpipeError):
         return str(error)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(PACKAGES)]
     users = [frame for frame in frames if not frame.filename.startswith("<")]
     place = f"{Path(users[-1].filename).name}:{users[-1].lineno}  " if users else ""
-    return f"{place}{type(error).__name__}: {error}; --traceback shows more"
+    message = str(error).partition("\n")[0]
+    return f"{place}{type(error).__name__}: {message}; --traceback shows more"
