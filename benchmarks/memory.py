@@ -12,6 +12,8 @@ says the formula beside:
 
 Counted are the tensors that autograd saves in a stage's forward (those in one place once, parameters never) and, in a
 forward without autograd, those that the stage takes, each as long as something holds it.
+
+The second table is of backward as code, ten models: see `predicted_bytes`.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 import fxpipe
+from benchmarks import predicted_bytes
 from benchmarks.workload import Workload
 from fxpipe.ir.units import show_bytes
 
@@ -179,6 +182,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(table(WORK, options.chunks))
+    print('\nbackward="code": bytes predicted, and of a step\n')
+    print(predicted_bytes.table())
 
 
 if __name__ == "__main__":

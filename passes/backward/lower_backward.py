@@ -126,7 +126,8 @@ def _lowered(
     needs = {name for op in (*ops, *backward) for name in op.reads if name in sizes}
     stage_takes = (*stage.takes, *sorted(needs - set(stage.takes)))
     keeps = (*keeps, *sorted(read & sizes - set(keeps)))
-    code = Backward(keeps, roots, tuple(backward), takes, weights)
+    memory = {final(name): (final(owner), size) for name, (owner, size) in traced.memory.items()}
+    code = Backward(keeps, roots, tuple(backward), takes, weights, memory)
     used = {op.name for op in (*ops, *backward)} | begins
     return (
         replace(stage, ops=tuple(ops), takes=stage_takes, backward=code),

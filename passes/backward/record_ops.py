@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.ir.graph.dtypes import short_name
 from fxpipe.ir.graph.graph import Op, Origin, Ref, map_leaves
-from fxpipe.ir.graph.value_types import ObjectType, ScalarType, TensorType, TupleType, ValueType
+from fxpipe.ir.graph.value_types import Dim, ObjectType, ScalarType, TensorType, TupleType, ValueType
 from fxpipe.passes.backward.fake_sizes import Sizes, size_tree
 
 aten = torch.ops.aten
@@ -57,6 +57,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     - `names`: the name of each tensor, by id; `types`: the type of each name.
     - `origin`: the origin of what is recorded now, or a function that gives it.
     - `drew`: the recorded ops that draw random numbers.
+    - `memory`: for each name the first name of its memory, and the bytes of all that memory.
     """
 
     def __init__(self, sizes: Sizes, taken: Collection[str]) -> None:
@@ -68,6 +69,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.types: dict[str, ValueType] = {}
         self.origin: Callable[[], Origin] = lambda: NOWHERE
         self.drew: set[str] = set()
+        self.memory: dict[str, tuple[str, Dim]] = {}
+        self._owners: dict[int, str] = {}
         self._alive: list[Any] = []
         self._size_ops: dict[str, str] = {}
 
@@ -75,6 +78,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """From now on the tensor is called this."""
         self.names[id(tensor)] = name
         self._alive.append(tensor)
+        storage = tensor.untyped_storage()
+        self.memory[name] = self._owners.setdefault(storage._cdata, name), self.sizes.text(storage.nbytes())
 
     def fresh(self, wish: str) -> str:
         """A name that is not taken."""

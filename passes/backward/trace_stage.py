@@ -27,7 +27,7 @@ from fxpipe.ir.graph.graph import Op, Origin, Region, called, map_leaves
 from fxpipe.ir.graph.legal_cuts import ENTER_VMAP
 from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.graph.shared_memory_values import known
-from fxpipe.ir.graph.value_types import ScalarType, TensorType, ValueType
+from fxpipe.ir.graph.value_types import Dim, ScalarType, TensorType, ValueType
 from fxpipe.ir.program.program import OWN_DEVICE, Program, RuntimeCall, Stage
 from fxpipe.passes.backward.fake_sizes import Sizes, numbers_in
 from fxpipe.passes.backward.record_ops import NOWHERE, Recorder, Refused, marked_draws
@@ -58,6 +58,7 @@ class Trace:
     - `roots`, `takes`, `weights`: as in `Backward`.
     - `wishes`: better names for recorded values.
     - `types`: the types of all recorded values.
+    - `memory`: for each value the one that first had its memory, and the bytes of all that memory.
     """
 
     pieces: list[Piece] = field(default_factory=list)
@@ -67,6 +68,7 @@ class Trace:
     weights: list[tuple[str, str]] = field(default_factory=list)
     wishes: dict[str, str] = field(default_factory=dict)
     types: dict[str, ValueType] = field(default_factory=dict)
+    memory: dict[str, tuple[str, Dim]] = field(default_factory=dict, compare=False)
 
 
 def trace(program: Program, stage: Stage, arriving: Sequence[str], around: tuple[Region, ...]) -> Trace:
@@ -195,7 +197,7 @@ class _Tracing:
             for op in self.stage.ops:
                 self.forward(op)
             self.backward(arriving)
-        self.found.types = self.recorder.types
+        self.found.types, self.found.memory = self.recorder.types, self.recorder.memory
         return self.found
 
     def place(self) -> None:

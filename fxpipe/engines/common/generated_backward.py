@@ -6,10 +6,10 @@ gradient that arrived gets None; the gradients of the model's tensors are added 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,17 @@ from fxpipe.runtime.caller_context import Context
 from .kept_values import Kept
 
 Grads = Sequence[Tensor | None]
+
+
+class Like(NamedTuple):
+    """What is left of a result, so that a gradient can be made for it."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def full(self, value: float) -> Tensor:
+        return torch.full(self.shape, value, dtype=self.dtype, device=self.device)
 
 
 @dataclass
@@ -42,10 +53,28 @@ def forward(stage: Stage, kept: Kept, context: Context, hooks: Any) -> Any:
     if it has any."""
     with torch.no_grad(), _as_traced(context):
         *results, values = stage.forward(*kept.args)
-    if isinstance(hooks, saved_tensors.Saved):
-        values = [hooks.keep(x) if isinstance(x, Tensor) else x for x in values]
-    kept.values = values
+    kept.values = _counted(values, hooks)
     return results[0] if len(results) == 1 else tuple(results)
+
+
+def let_go(stage: Stage, kept: Kept, inputs: Mapping[str, Sequence[Sequence[Tensor]]]) -> None:
+    """Free the arguments and results of a forward that backward does not look up: of the arguments those that are lent,
+    and the caller's inputs that get a gradient; of the results their shapes, and the loss."""
+    needed = {where for where in stage.graded or () if isinstance(where, int)}
+    if inputs:
+        pieces = {id(piece) for several in inputs.values() for each in several for piece in each}
+        needed |= {place for place, x in enumerate(kept.args) if id(x) in pieces}
+    kept.args = tuple([x if place in needed else None for place, x in enumerate(kept.args)]) if needed else ()
+    assert kept.results is not None
+    kept.results = tuple([Like(y.shape, y.dtype, y.device) if isinstance(y, Tensor) and y.dim() else y for y in
+                          kept.results])  # fmt: skip
+
+
+def _counted(values: list[Any], hooks: Any) -> list[Any]:
+    """The values, counted by the step's hooks for saved tensors, if it has any."""
+    if not isinstance(hooks, saved_tensors.Saved):
+        return values
+    return [hooks.keep(x) if isinstance(x, Tensor) else x for x in values]
 
 
 def _as_traced(context: Context) -> AbstractContextManager[Any]:
@@ -60,28 +89,29 @@ def backward(stage: Stage, kept: Kept, grads: Grads, places: Collection[int], co
     if given is None:
         return None
     with torch.no_grad(), _as_traced(context):
-        takes, weights = stage.backward(_values(kept), *given)
+        takes, weights = stage.backward(_uncounted(kept), *given)
         _add(stage, kept.args, _reached(stage, weights, missing, len(takes)))
     return _reached(stage, takes, missing)
 
 
 def input_gradient(
-    stage: Stage, kept: Kept, grads: Grads, places: Collection[int], context: Context
+    stage: Stage, kept: Kept, grads: Grads, places: Collection[int], context: Context, hooks: Any
 ) -> tuple[list[Any] | None, Later]:
-    """The gradients of the arguments of stage, None if no gradient arrived, and what `weight_gradient` needs."""
+    """The gradients of the arguments of stage, None if no gradient arrived, and what `weight_gradient` needs, counted
+    by `hooks`."""
     given, missing = _arrived(stage, kept, grads, places)
     if given is None:
         return None, Later(kept.args, None, missing)
     with torch.no_grad(), _as_traced(context):
-        takes, handed = stage.input_gradient(_values(kept), *given)
-    return _reached(stage, takes, missing), Later(kept.args, handed, missing)
+        takes, handed = stage.input_gradient(_uncounted(kept), *given)
+    return _reached(stage, takes, missing), Later(kept.args, _counted(handed, hooks), missing)
 
 
 def weight_gradient(stage: Stage, later: Later, takes: int, context: Context) -> None:
     """Add the gradients of the weights. `takes`: how many arguments of the stage can have a gradient."""
     if later.values is not None:
         with torch.no_grad(), _as_traced(context):
-            found = stage.weight_gradient(later.values)
+            found = stage.weight_gradient(_uncounted(later))
             _add(stage, later.args, _reached(stage, found, later.missing, takes))
 
 
@@ -97,7 +127,12 @@ def _arrived(
         return list(grads), missing
     results = kept.results or ()
     likes = [results[place] for place in places]
-    return [torch.zeros_like(likes[k]) if k in missing else grad for k, grad in enumerate(grads)], missing
+    return [full(likes[k], 0.0) if k in missing else grad for k, grad in enumerate(grads)], missing
+
+
+def full(like: Like | Tensor, value: float) -> Tensor:
+    """A tensor like this result, of this value."""
+    return like.full(value) if isinstance(like, Like) else torch.full_like(like.detach(), value)
 
 
 def _reached(stage: Stage, found: list[Any], missing: frozenset[int], start: int = 0) -> list[Any]:
@@ -108,7 +143,7 @@ def _reached(stage: Stage, found: list[Any], missing: frozenset[int], start: int
     return [None if missing.issuperset(stage.reaches[start + k]) else grad for k, grad in enumerate(found)]
 
 
-def _values(kept: Kept) -> list[Any]:
+def _uncounted(kept: Kept | Later) -> list[Any]:
     """What backward needs. `kept` lets go of it."""
     values, kept.values = kept.values or [], []
     return [x.give() if isinstance(x, saved_tensors.Kept) else x for x in values]

@@ -273,6 +273,8 @@ class Step(Batches):
             with hooks or nullcontext():
                 results = stage.forward(*kept.args)
         kept.results = results if isinstance(results, tuple) else (results,)
+        if stage.graded is not None:
+            generated_backward.let_go(stage, kept, self.leaves)
         return results
 
     def forward_to_recompute(self, j: int, i: int, *args: Any) -> Any:
@@ -311,9 +313,8 @@ class Step(Batches):
         """The gradient of the loss, a result of stage j, with which backward begins: its share of the batch, scaled."""
         results = self.kept[j, i].results
         assert results is not None
-        loss = results[self.engine.gradients[j].gives[name]].detach()
         share = 1.0 if self.engine.loss_reduce in ("sum", None) else self.shares[i]
-        root = torch.full_like(loss, share)
+        root = generated_backward.full(results[self.engine.gradients[j].gives[name]], share)
         if self.scale is None:
             return root
         return root * (self.scale.to(root.device) if isinstance(self.scale, Tensor) else self.scale)
@@ -343,8 +344,9 @@ class Step(Batches):
         found = [None] * len(takes) if found is None else found
         if self.leaves:
             for place, grad in zip(takes, found, strict=True):
-                if kept.args[place].requires_grad:
-                    kept.args[place].grad = grad
+                arg = kept.args[place] if kept.args else None
+                if arg is not None and arg.requires_grad:
+                    arg.grad = grad
         return found[0] if len(found) == 1 else found
 
     def input_gradient(self, j: int, i: int, *grads: Tensor | None) -> Any:
@@ -354,7 +356,9 @@ class Step(Batches):
         kept, (takes, gives) = self.kept.pop((j, i)), self.engine.gradients[j]
         if kept.values is not None:
             stage = self.stages[j]
-            some, self.later[j, i] = generated_backward.input_gradient(stage, kept, grads, gives.values(), self.context)
+            some, self.later[j, i] = generated_backward.input_gradient(
+                stage, kept, grads, gives.values(), self.context, self.hooks[j]
+            )
             return self._given(j, kept, some)
         assert kept.results is not None
         results = [kept.results[place] for place in gives.values()]

@@ -74,11 +74,13 @@ class StepTimer:
         self.anchors: dict[torch.device, Any] = {}
 
     def begin(self, m: Step) -> None:
-        aliases = [stand_in for pairs in m.pairs for _, stand_in in pairs]
+        own = [stand_in for pairs in m.pairs for _, stand_in in pairs]
+        own += [held[name] for j in m.own for held, name in m.stages[j].slots if isinstance(held[name], Tensor)]
+        pieces = [x for micro_batch in m for x in vars(micro_batch).values() if isinstance(x, Tensor)]
         for j in m.own:
             self.homes[m.devices[j]] = m.stages[j].device
             # All stages of a device share one count; tensors that are moved to the host do not count.
-            saved = self.saved.setdefault(m.devices[j], Saved(aliases))
+            saved = self.saved.setdefault(m.devices[j], Saved(own, pieces))
             if not isinstance(m.hooks[j], Offload):
                 m.hooks[j] = saved
         actions = {name: partial(self.action, kind) for name, kind in ACTIONS.items()}

@@ -13,11 +13,11 @@ rest, which only the weights wait for.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fxpipe.ir.graph.graph import Op, show_op
 from fxpipe.ir.graph.shared_memory_values import memory
-from fxpipe.ir.graph.value_types import ValueType
+from fxpipe.ir.graph.value_types import Dim, ValueType
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class Backward:
     - `ops`: what backward computes.
     - `takes`: the arguments of the stage that can have a gradient; "" for one that the results do not depend on.
     - `weights`: the tensors of the model, owned or borrowed, that the results depend on.
+    - `memory`: for each tensor the one that first had its memory, and the bytes of all that memory: a view keeps the
+      whole of what it is a view of.
     """
 
     keeps: tuple[str, ...]
@@ -36,6 +38,7 @@ class Backward:
     ops: tuple[Op, ...]
     takes: tuple[tuple[str, str], ...]
     weights: tuple[tuple[str, str], ...]
+    memory: Mapping[str, tuple[str, Dim]] = field(default_factory=dict, compare=False)
 
     @property
     def arriving(self) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from fxpipe.capture import sample_dims
 from fxpipe.codegen.package.package_files import package
 from fxpipe.codegen.scheduler.forward_scheduler import emit_scheduler
 from fxpipe.codegen.scheduler.step_scheduler import emit_steps
+from fxpipe.codegen.stage.stage_note import note
 from fxpipe.errors import MixedSamplesWarning, PlanError
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.graph.graph import Graph
@@ -26,13 +27,13 @@ from fxpipe.ir.plan import plan as plans
 from fxpipe.ir.plan import plan_file
 from fxpipe.ir.plan.plan import Plan, StagePlan
 from fxpipe.ir.plan.plan_file import PlanFile, placed
-from fxpipe.ir.plan.profile import Profile, total
+from fxpipe.ir.plan.profile import Profile
+from fxpipe.ir.program.kept_bytes import KeptBytes, kept_bytes
 from fxpipe.ir.program.program import Program
 from fxpipe.ir.schedule.action_times import Times
 from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.ir.schedule.sub_schedule import only, share
 from fxpipe.ir.timeline import Timeline
-from fxpipe.ir.units import show_bytes, show_seconds
 from fxpipe.passes import PASSES, Pass, lower
 from fxpipe.pipe.options.compile_options import Options, candidates, make_schedule
 from fxpipe.pipe.options.user_passes import checked
@@ -72,6 +73,7 @@ class Build:
     - `totals`: the program that runs on the whole batch before it is cut.
     - `cuts`: how a strategy cuts each operator.
     - `source`: the fingerprint of the model that was captured.
+    - `kept`: what each stage keeps of a micro-batch, where its backward is code.
     """
 
     graph: Graph
@@ -87,6 +89,7 @@ class Build:
     totals: Program | None = None
     cuts: tuple[tuple[Operator, Config], ...] = ()
     source: Fingerprint | None = None
+    kept: tuple[KeptBytes | None, ...] = ()
 
     @cached_property
     def batch_norms(self) -> tuple[BatchNorm, ...]:
@@ -118,7 +121,7 @@ def build(
         raise refusals[0]
     best = made[0] if len(made) == 1 else fastest(made)
     as_steps = graph.loss is not None or options.ranks
-    files = emitted(best.program, best.schedule, best.plan, profile, best.totals, as_steps)
+    files = emitted(best.program, best.schedule, best.plan, profile, best.totals, as_steps, kept=best.kept)
     return replace(best, files={**files, "plan.json": plan_file.dump(best.plan, graph)})
 
 
@@ -130,11 +133,13 @@ def emitted(
     totals: Program | None,
     as_steps: bool,
     by_device: bool = False,
+    kept: Sequence[KeptBytes | None] = (),
 ) -> dict[str, str]:
     """The files of the package, one for each stage, or with `by_device` for each device. `as_steps`: the scheduler
-    follows the rows of a schedule, for training or not."""
+    follows the rows of a schedule, for training or not. `kept`: as in `Build`."""
     with timed("codegen"):
-        notes = [note(profile, stage) for stage in plan.stages]
+        known = kept or [None] * len(plan.stages)
+        notes = [note(profile, stage, exact) for stage, exact in zip(plan.stages, known, strict=True)]
         if as_steps:
             scheduler = emit_steps(program, schedule, plan, totals)
         else:
@@ -230,7 +235,8 @@ def draft(
     with timed("simulator"):
         runs = decided if graph.loss is not None else without_replicas(decided)
         taken, at_once = taken_bytes(program, sizes), graph.loss is not None
-        costs = stage_costs(runs, profile, taken, keeps_at_once=at_once)
+        kept = kept_bytes(program, sizes, not options.ranks)
+        costs = stage_costs(runs, profile, taken, keeps_at_once=at_once, kept=kept)
         between, sums = hops(program, sizes, cluster, profile.batch), reductions(runs, profile, cluster)
         schedule = schedule_of(program, decided, options, fitting(decided, costs, cluster))
         check_write_order(schedule, program)
@@ -239,7 +245,7 @@ def draft(
             schedule = merge_backward_halves(schedule, costs, between)
         labels = tuple(dict.fromkeys(program.devices))
         timeline = spread(simulate(schedule, costs, between, labels, sums), replica_groups(runs))
-    return Build(graph, sizes, cluster, profile, decided, schedule, program, trail, timeline, {}, totals)
+    return Build(graph, sizes, cluster, profile, decided, schedule, program, trail, timeline, {}, totals, kept=kept)
 
 
 def passes_of(options: Options) -> tuple[Pass, ...]:
@@ -287,7 +293,7 @@ def predict(made: Build, chunks: int, times: Times | None = None) -> Timeline:
     labels = tuple(dict.fromkeys(program.devices))
     copies = 0 if all(label.startswith("cpu") for label in labels) else 2
     taken = taken_bytes(program, sizes)
-    costs = stage_costs(made.plan, made.profile, taken, copies, keeps_at_once=True)
+    costs = stage_costs(made.plan, made.profile, taken, copies, keeps_at_once=True, kept=made.kept)
     if times is None:
         sums = reductions(made.plan, made.profile, made.cluster)
         return spread(
@@ -351,16 +357,6 @@ def schedule_text(options: Options) -> str:
     if isinstance(options.schedule, str) and options.warmup is None:
         return options.schedule
     return str(make_schedule(options, options.devices, options.chunks))
-
-
-def note(profile: Profile, stage: StagePlan) -> str:
-    """What the ops of a stage cost on its first device, for the header of its file."""
-    on_device = profile.on(stage.device)
-    cost = total([on_device[op] for op in stage.ops])
-    facts = (
-        f"forward {show_seconds(cost.forward)}, backward {show_seconds(cost.backward)}, keeps {show_bytes(cost.saved)}"
-    )
-    return f"{facts} ({profile.source}, b = {profile.batch})"
 
 
 def decide(

@@ -11,7 +11,6 @@ from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.graph.value_types import TensorType, nbytes
 from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.plan.profile import total
-from fxpipe.ir.program.program import Program
 from fxpipe.ir.program.transfers import add_transfers
 from fxpipe.ir.units import count, show_bytes, show_seconds
 from fxpipe.pipe.results.strategy_table import table
@@ -74,6 +73,7 @@ def _costs(build: Build, stages: Collection[int]) -> tuple[str, ...]:
     """Ops, parameters, forward time, backward time and bytes kept, of these stages together."""
     planned = [build.plan.stages[index] for index in stages]
     cost = total([build.profile.on(stage.device)[op] for stage in planned for op in stage.ops])
+    kept = [build.kept[index] if build.kept else None for index in stages]
     own = [build.program.stages[index] for index in stages]
     owned = [build.program.state(name) for stage in own for name in stage.states]
     parameters = [s.type for s in owned if s.kind == "parameter" and isinstance(s.type, TensorType)]
@@ -82,7 +82,7 @@ def _costs(build: Build, stages: Collection[int]) -> tuple[str, ...]:
         f"{sum(type.numel({}) for type in parameters):,}",
         show_seconds(cost.forward),
         show_seconds(cost.backward),
-        show_bytes(cost.saved),
+        show_bytes(cost.saved if any(exact is None for exact in kept) else sum(exact.saved for exact in kept if exact)),
     )
 
 
@@ -110,7 +110,7 @@ def special_lines(build: Build) -> list[str]:
         for op in stage.ops
         if isinstance(op.target, Opaque)
     ]
-    lines += backward_lines(program)
+    lines += backward_lines(build)
     lines += [
         f"mixes samples, each micro-batch by itself: {mixed.origin} ({mixed.what}); seen in {', '.join(mixed.outputs)}"
         for mixed in build.graph.mixed
@@ -122,8 +122,9 @@ def special_lines(build: Build) -> list[str]:
     return ["", *lines] if lines else []
 
 
-def backward_lines(program: Program) -> list[str]:
+def backward_lines(build: Build) -> list[str]:
     """Which stages have their backward as code, and why others do not; nothing if no code was asked for."""
+    program = build.program
     coded = [str(stage.index) for stage in program.stages if stage.backward is not None]
     others = [
         f"backward of stage {stage.index} by autograd: {stage.autograd_because}"
@@ -131,7 +132,9 @@ def backward_lines(program: Program) -> list[str]:
         if stage.autograd_because
     ]
     several = "s" if len(coded) > 1 else ""
-    return [*([f"backward of stage{several} {', '.join(coded)} as code"] if coded else []), *others]
+    kept = ", ".join(f"{exact.saved:,}" for exact in build.kept if exact is not None)
+    head = f"backward of stage{several} {', '.join(coded)} as code; bytes kept of a micro-batch, exactly: {kept}"
+    return [*([head] if coded else []), *others]
 
 
 def replica_lines(plan: Plan) -> list[str]:

@@ -16,6 +16,7 @@ to a saved tensor, so `Kept` checks for them.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -27,17 +28,27 @@ from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 
 Memory = tuple[int, int]  # the address of a storage, unique among those alive, and its bytes
+Place = tuple[int, int]  # a storage, and the offset of a piece of a batch in it, else 0
 
 
 class Saved:
     """Counts the bytes kept: `now`, and `peak`, the maximum so far. Memory of the tensors in `without` does not count.
-    May be entered again and again, by one thread at a time."""
+    Of the memory of a batch, only its `pieces` count, the micro-batches, each by itself. May be entered again and
+    again, by one thread at a time."""
 
-    def __init__(self, without: Iterable[Tensor] = ()) -> None:
+    def __init__(self, without: Iterable[Tensor] = (), pieces: Iterable[Tensor] = ()) -> None:
         self._storages = [x.untyped_storage() for x in without]  # kept alive, so that their addresses stay unique
         self._without = {storage._cdata for storage in self._storages}
-        self._users: dict[int, int] = {}
-        self._kept: dict[ref[Kept], list[Memory]] = {}
+        self._pieces: dict[int, list[tuple[int, int]]] = {}  # where each begins in its storage, and its bytes
+        for piece in pieces:
+            storage = piece.untyped_storage()
+            if piece.nbytes < storage.nbytes():
+                self._storages.append(storage)
+                self._pieces.setdefault(storage._cdata, []).append((int(piece.storage_offset()), piece.nbytes))
+        for begins in self._pieces.values():
+            begins.sort()
+        self._users: dict[Place, int] = {}
+        self._kept: dict[ref[Kept], list[tuple[Place, int]]] = {}
         self._gone: deque[ref[Kept]] = deque()  # any thread that frees a tensor appends to it
         self._now = 0
         self._border: Collection[Node] | None = None
@@ -66,7 +77,7 @@ class Saved:
     def keep(self, tensor: Tensor) -> Kept:
         """Counts the tensor for as long as the result lives. Autograd's hook; call it directly for tensors that are
         kept elsewhere."""
-        memories = [memory for memory in memories_of(tensor) if memory[0] not in self._without]
+        memories = [self._piece(tensor, *memory) for memory in memories_of(tensor) if memory[0] not in self._without]
         now = self.now
         for number, size in memories:
             if number not in self._users:
@@ -80,6 +91,14 @@ class Saved:
         kept.ref = ref(kept, self._gone.append)
         self._kept[kept.ref] = memories
         return kept
+
+    def _piece(self, tensor: Tensor, storage: int, size: int) -> tuple[Place, int]:
+        """The memory that counts for a tensor in a storage: all of it, or the piece of a batch."""
+        begins = self._pieces.get(storage)
+        if begins is None:
+            return (storage, 0), size
+        offset, size = begins[max(0, bisect_right(begins, tensor.storage_offset(), key=lambda piece: piece[0]) - 1)]
+        return (storage, offset), size
 
     def give(self, kept: Kept) -> Tensor:
         """The tensor, for backward."""

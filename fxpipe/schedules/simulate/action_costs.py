@@ -13,6 +13,7 @@ from fxpipe.ir.cluster.network import split_concat
 from fxpipe.ir.graph.value_types import nbytes, tensors
 from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.plan.profile import Profile, total
+from fxpipe.ir.program.kept_bytes import KeptBytes
 from fxpipe.ir.program.program import Program
 from fxpipe.ir.schedule.action_times import Times
 
@@ -26,6 +27,7 @@ def stage_costs(
     taken: Sequence[int] = (),
     copies: int = 2,
     keeps_at_once: bool = False,
+    kept: Sequence[KeptBytes | None] = (),
 ) -> tuple[StageCost, ...]:
     """A cost for each stage of `plan`, from a profile of one of its micro-batches, which the replicas of a stage share:
     a stage takes as long as its slowest replica, and holds what the one with the most samples does.
@@ -33,17 +35,23 @@ def stage_costs(
     - `taken`: bytes that each stage takes per micro-batch, see `taken_bytes`; none if left out.
     - `copies`: how often a parameter is in memory: 2 for it and its gradient, more with the optimizer's state.
     - `keeps_at_once`: whether nothing is recomputed if backward directly follows forward.
+    - `kept`: what each stage keeps, if that is known better than from the profile.
     """
     found = []
     for index, stage in enumerate(plan.stages):
         replicas = [(total([costs[op] for op in stage.ops]), share) for costs, share in profile.replicas(stage.devices)]
         own, share = replicas[0]  # bytes are the same everywhere, and the first replica has the largest share
+        exact = kept[index] if kept else None
+        if exact is None:
+            exact = KeptBytes(own.saved, taken[index] if taken else 0)
         found.append(
             StageCost(
                 max(one.forward * part for one, part in replicas),
                 max(one.backward * part for one, part in replicas),
-                saved=ceil(own.saved * share),
-                taken=ceil(taken[index] * share) if taken else 0,
+                saved=ceil(exact.saved * share),
+                taken=ceil(exact.taken * share),
+                handed=None if exact.handed is None else ceil(exact.handed * share),
+                both=None if exact.both is None else ceil(exact.both * share),
                 fixed=own.parameters * copies,
                 checkpoint=stage.checkpoint,
                 keeps_at_once=keeps_at_once,

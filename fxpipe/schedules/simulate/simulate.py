@@ -13,7 +13,8 @@ The model of a step, for stage s and micro-batch i:
 - the replicas of a stage run in lock-step and are one device here; after its last backward their gradients are added
   up, in one `Reduction`, or in several as parts are complete; these run one at a time and leave the device free;
 - a stage keeps its activations from the start of its forward, or of its recomputation, to the end of its backward
-  (of its W if that is split); while it waits for recomputation it keeps only what it took.
+  (of its W if that is split; where backward is code, from I to W only what W needs); while it waits for recomputation
+  it keeps only what it took.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ class StageCost:
     - `forward`, `backward`: seconds; input gradient and weight gradient take half of `backward` each.
     - `saved`: bytes kept for the backward.
     - `taken`: bytes taken from other stages.
+    - `handed`: bytes kept from I to W; None: all that is saved.
+    - `both`: bytes kept while forward runs again, after which what it took is free; None: what it took and what it
+      saves, to the end of backward.
     - `fixed`: bytes in use independent of micro-batches.
     - `checkpoint`: as in a plan, "never", "except_last" or "always".
     - `keeps_at_once`: whether nothing is recomputed if backward directly follows forward.
@@ -43,6 +47,8 @@ class StageCost:
     backward: float
     saved: int = 0
     taken: int = 0
+    handed: int | None = None
+    both: int | None = None
     fixed: int = 0
     checkpoint: str = "never"
     keeps_at_once: bool = False
@@ -162,13 +168,19 @@ def _compute(clock: _Clock, schedule: Schedule, action: Action, device: str, cos
     trains = Action("B", s, i) in schedule.place or Action("W", s, i) in schedule.place
     if kind in "BI" and again:
         repeat = clock.run(device, 0.0, cost, Action("R", s, i))
-        clock.keep(device, repeat.start, cost.saved)
+        clock.keep(device, repeat.start, cost.saved if cost.both is None else cost.both - cost.taken)
+        if cost.both is not None:
+            clock.keep(device, repeat.end, cost.saved - cost.both)
     ready = max(ready, clock.arrived.pop(action, 0.0))
     span = clock.run(device, ready, cost, action)
     if kind == "F" and trains:
         clock.keep(device, span.start, cost.taken if again else cost.saved)
+    handed = cost.saved if cost.handed is None else cost.handed
+    if kind == "I" and cost.handed is not None:
+        clock.keep(device, span.end, handed - cost.saved)
     if kind in "BW":
-        clock.keep(device, span.end, -cost.saved - (cost.taken if again else 0))
+        taken = cost.taken if again and cost.both is None else 0
+        clock.keep(device, span.end, -(cost.saved if kind == "B" else handed) - taken)
     return span
 
 
