@@ -6,7 +6,7 @@
     torchgpipe                    forward as a pipeline of threads, then one backward; everything kept
     torch.distributed.pipelining  a process for each stage, gloo between them (see `processes`)
     bare threads                  1F1B by hand: a thread for each stage, queues between them, and nothing else
-    fxpipe                        `pipe.step`, by schedule
+    fxpipe                        `pipe.step`, by schedule; "code": backward as code
 
 Each is a `Trainer`, on a model and batch of its own that are equal to all others': a step sets the gradients to None,
 and computes the loss and the gradients of the whole batch. `check` says whether they agree; time is for those that do.
@@ -35,6 +35,7 @@ TORCHGPIPE = "torchgpipe"
 PIPELINING = "torch.distributed.pipelining"
 BARE = "bare threads, 1F1B"
 FXPIPE_SCHEDULES = ("gpipe", "1f1b", "1f1b-late", "zb-h1")
+CODED_SCHEDULES = ("1f1b", "zb-h1")  # also with backward as code
 Feed = Sequence[tuple[Tensor, Tensor]]  # a sample and its target, or a micro-batch of both
 
 
@@ -59,7 +60,8 @@ def trainers(work: Workload) -> dict[str, Callable[[], Trainer]]:
     if torch.distributed.is_available():
         found |= {f"{PIPELINING}, {name}": partial(pipelining, work, name) for name in SCHEDULES}
     found[BARE] = partial(bare_threads, work)
-    return found | {f"fxpipe, {name}": partial(fxpipe_step, work, name) for name in FXPIPE_SCHEDULES}
+    found |= {f"fxpipe, {name}": partial(fxpipe_step, work, name) for name in FXPIPE_SCHEDULES}
+    return found | {f"fxpipe, {name}, code": partial(fxpipe_step, work, name, "code") for name in CODED_SCHEDULES}
 
 
 def plain(work: Workload) -> Trainer:
@@ -170,7 +172,7 @@ def bare_threads(work: Workload) -> Trainer:
     return trainer(model, step, pool.shutdown)
 
 
-def fxpipe_step(work: Workload, schedule: str) -> Trainer:
+def fxpipe_step(work: Workload, schedule: str, backward: str = "autograd") -> Trainer:
     model = work.model()
     x, y = work.batch()
     pipe = fxpipe.compile(
@@ -180,6 +182,7 @@ def fxpipe_step(work: Workload, schedule: str) -> Trainer:
         checkpoint="never",
         split_at=[str(s) for s in range(1, work.stages)],
         schedule=schedule,
+        backward=backward,
     )
     return trainer(model, lambda: pipe.step(x, target=y, loss_fn=F.mse_loss), pipe.close)
 
