@@ -21,6 +21,7 @@ from time import perf_counter
 from fxpipe.errors import PlanError
 from fxpipe.ir.cluster.cluster import Cluster, link
 from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, warmup_of
+from fxpipe.ir.units import show_seconds
 from fxpipe.planning.hybrid.exact.optimal_plan import optimal
 
 from .dapple import DappleSearch
@@ -31,7 +32,6 @@ from .plan_request import FEW, MOST_MICRO_BATCHES, Answer, Certificate, Request,
 from .simple_plans import gpipe, one_each, whole
 
 LEAST_SECONDS = 0.5  # for a search, whatever the others took
-SLOW_DEVICES = 32  # from here on DAPPLE's search takes too long to compare plans with it
 
 Stages = tuple[HybridStage, ...]
 
@@ -127,6 +127,21 @@ def _dapple(problem: Problem) -> Stages:
     search = DappleSearch(problem, recomputes=True)
     search.run()
     return search.stages
+
+
+def dapple_in_time(request: Request) -> Answer:
+    """The answer of DAPPLE's planner. Raises PlanError if it takes more than the seconds of the request: on clusters of
+    many servers with several devices each, its search may take hours."""
+    check(request)
+    until = perf_counter() + request.seconds
+
+    def stages_of(problem: Problem) -> Stages:
+        search = DappleSearch(problem, recomputes=True)
+        if not search.run(until):
+            raise PlanError(f"its search did not end in {show_seconds(request.seconds)}")
+        return search.stages
+
+    return _tried(stages_of, few=True)(request)
 
 
 def _pipedream(problem: Problem) -> Stages:
