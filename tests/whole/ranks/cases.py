@@ -133,19 +133,22 @@ def step_is_the_models(
     compare(group, got, lambda: reference(case, model, batch, chunks), case.tol)
 
 
-def pipe_is_the_model(group: Any, name: str, schedule: str, checkpoint: str, chunks: int, given: str) -> None:
+def pipe_is_the_model(
+    group: Any, name: str, schedule: str, checkpoint: str, chunks: int, given: str, backward: str = "autograd"
+) -> None:
     """Steps of a few batch sizes through `fxpipe.compile`. `given`: "everywhere", or "used" where each rank passes only
     what it cannot do without, from the second step on."""
     case = stepped(MODELS[name])
     model, twin, rank = build(case), build(case), dist.get_rank(group)
-    pipe = fxpipe.compile(
-        twin, chunks=chunks, schedule=schedule, checkpoint=checkpoint, group=group, timeout=60, **case.options
-    )
+    how = {"schedule": schedule, "checkpoint": checkpoint, "backward": backward, **case.options}
+    pipe = fxpipe.compile(twin, chunks=chunks, group=group, timeout=60, **how)
     assert isinstance(pipe, RankPipe)
     try:
         for batch in (8, 7, 2):
             passes = given == "everywhere" or rank == 0 or any(item in used(pipe) for item in range(9))
             step_is_the_models(group, pipe, case, (model, twin), batch, chunks, passes)
+        if backward == "code":
+            assert all(stage.backward is not None for stage in pipe.build.program.stages)
         keys: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(keys, list(pipe.state_dict()), group)
         assert sorted(key for some in keys for key in some) == sorted(model.state_dict())

@@ -11,5 +11,6 @@ from tests.whole.ranks.pool import Pool
 
 
 @pytest.mark.slow
-def test_open_compiler(pool: Pool, tmp_path: Path) -> None:
-    pool.run(open_compiler.opened, tmp_path / "out", ranks=(0, 1))
+@pytest.mark.parametrize("backward", ["autograd", "code"])
+def test_open_compiler(pool: Pool, tmp_path: Path, backward: str) -> None:
+    pool.run(open_compiler.opened, tmp_path / "out", backward, ranks=(0, 1))

@@ -22,5 +22,14 @@ def test_pipe(pool: Pool, name: str, schedule: str) -> None:
     pool.run(cases.pipe_is_the_model, name, schedule, "always", CHUNKS, "used", ranks=ALL)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "schedule", "checkpoint"),
+    [("tied weight", "1f1b", "always"), ("dropout", "zb-h1", "never"), ("skip ladder", "zb-v", "except_last")],
+)
+def test_pipe_with_backward_as_code(pool: Pool, name: str, schedule: str, checkpoint: str) -> None:
+    pool.run(cases.pipe_is_the_model, name, schedule, checkpoint, CHUNKS, "used", "code", ranks=(0, 1))
+
+
 def test_pipe_whose_ranks_share_little_memory(pool: Pool) -> None:
     pool.run(cases.crowded_pipe_is_the_model, "skip ladder", "interleaved", ranks=ALL)
