@@ -30,6 +30,7 @@ from fxpipe.planning.operators.operator_costs import estimated
 from fxpipe.planning.operators.strategy_search import TEMPERATURE
 
 from .full_simulation import FullCore
+from .tables import show
 
 Walk = Callable[[int, float], object]
 
@@ -128,10 +129,8 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=10, help="random strategies to search from")
     given = parser.parse_args()
     heads = ("model", "devices", "proposals", "full", "delta", "each", "ratio", "paper", "simulation")
-    print("  ".join(f"{one:>10}" for one in heads), flush=True)
-    for name in given.models:
-        for devices in given.devices:
-            print("  ".join(f"{one:>10}" for one in row(name, devices, given.seconds, given.starts)), flush=True)
+    cells = ((name, devices) for name in given.models for devices in given.devices)
+    show("Table 4: full and delta simulation", heads, (row(*one, given.seconds, given.starts) for one in cells))
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from fxpipe.schedules.make_schedule import make
 from fxpipe.schedules.simulate.simulate import Hop, Reduction, StageCost, simulate
 
 from .paper_data import lines
+from .tables import show
 
 SEQUENCE, VOCABULARY, HALF = 2048, 51200, 2  # the last: bytes of an element
 STATE = 16  # bytes in memory for each parameter: it and its gradient in f16; master copy and two moments in f32
@@ -274,22 +275,14 @@ def rows(chosen: Sequence[Run], device: Device) -> Iterator[tuple[object, ...]]:
         )
 
 
-def print_row(row: Sequence[object], first: bool) -> None:
-    """Print a row as soon as it is there, below the head before the first one."""
-    wide = [max(len(name), 9) for name in HEAD]
-    for cells in [HEAD, row] if first else [row]:
-        print("  ".join(str(cell).rjust(width) for cell, width in zip(cells, wide, strict=True)), flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=10, help="how many of the table, from the first")
     options = parser.parse_args()
     table = runs()
     share = calibrated(table[0])
-    print(f"products in f16 reach {share:.1%} of an A100's peak, by the first row; Tflop/s per GPU:\n")
-    for head, row in enumerate(rows(table[: options.rows], reaching(share))):
-        print_row(row, head == 0)
+    title = f"products in f16 reach {share:.1%} of an A100's peak, by the first row; Tflop/s per GPU:"
+    show(title, HEAD, rows(table[: options.rows], reaching(share)))
 
 
 if __name__ == "__main__":
