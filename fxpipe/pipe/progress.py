@@ -1,11 +1,15 @@
 """Progress of slow work: a line in the log when it begins, and, if standard error is a terminal, a line there with the
-elapsed time, which disappears when the work ends.
+elapsed time, which disappears when the work ends. Elsewhere, as in the files of a cluster, work that takes about a
+second is one plain line on standard error, unless the log has it already, or hides even warnings.
 
-    logging.basicConfig(level=logging.INFO)     INFO:fxpipe:capturing UNet: first call
+    logging.basicConfig(level=logging.INFO)                    INFO:fxpipe:capturing UNet: first call
+    otherwise                                                  fxpipe: capturing UNet: first call
+    logging.getLogger("fxpipe").setLevel(logging.ERROR)        nothing
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,7 +19,8 @@ from tqdm import tqdm
 
 from fxpipe.pipe.build.phase_timing import log, rooms
 
-TICK = 0.2  # seconds; shorter work shows no line
+TICK = 0.2  # seconds; shorter work shows no line on a terminal,
+LATE = 0.9  # and none elsewhere
 PLAIN, LIMITED = "fxpipe: {desc}{postfix} [{elapsed}]", "fxpipe: {desc}{postfix} {n:.0f} of {total:.0f} s |{bar}|"
 one_line = threading.Lock()  # held while a line is shown: at most one in a process
 
@@ -26,8 +31,26 @@ def working(what: str, seconds: float | None = None, leads: bool = True) -> Iter
     known. `leads`: whether this process shows it, when several do the same."""
     if leads:
         log.info(what)
-    with line(what, seconds) if leads and sys.stderr.isatty() else nullcontext():
+    shown = line(what, seconds) if sys.stderr.isatty() else plain_line(what)
+    with shown if leads else nullcontext():
         yield
+
+
+@contextmanager
+def plain_line(what: str) -> Iterator[None]:
+    """A context that prints a line if it takes long, unless an outer block already does."""
+    if log.isEnabledFor(logging.INFO) or not log.isEnabledFor(logging.WARNING) or not one_line.acquire(blocking=False):
+        yield
+        return
+    late = threading.Timer(LATE, lambda: print(f"fxpipe: {what}", file=sys.stderr, flush=True))
+    late.daemon = True
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
+        late.join()
+        one_line.release()
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.ir.plan.layer_chain import Chain, Layer
+from fxpipe.pipe import progress
 from fxpipe.pipe.build.phase_timing import timed
 from fxpipe.pipe.progress import working
 
@@ -137,7 +138,32 @@ def test_an_error_ends_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "passes" not in shown.getvalue()
 
 
-def test_no_terminal_no_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_elsewhere_only_long_work_has_a_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert progress.LATE < 1
+    before = threading.active_count()
     with working("planning UNet"):
-        time.sleep(0.6)
+        pass
+    assert not capsys.readouterr().err
+    assert threading.active_count() <= before
+    monkeypatch.setattr(progress, "LATE", 0.05)
+    with working("planning UNet"), working("capturing UNet: first call"):
+        time.sleep(0.8)
+    assert capsys.readouterr().err == "fxpipe: planning UNet\n", "one plain line"
+
+
+@pytest.mark.parametrize(("level", "leads"), [(logging.INFO, True), (logging.ERROR, True), (logging.WARNING, False)])
+def test_elsewhere_a_line_can_be_hidden(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, level: int, leads: bool
+) -> None:
+    monkeypatch.setattr(progress, "LATE", 0.01)
+    logger = logging.getLogger("fxpipe")
+    before = logger.level
+    logger.setLevel(level)
+    try:
+        with working("planning UNet", leads=leads):
+            time.sleep(0.2)
+    finally:
+        logger.setLevel(before)
     assert not capsys.readouterr().err

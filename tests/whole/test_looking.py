@@ -156,7 +156,7 @@ def test_dump(model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 def test_a_saved_package_is_the_pipe(pipe: fxpipe.Pipe, tmp_path: Path) -> None:
     pipe.save(tmp_path / "out")
-    assert {path.name for path in (tmp_path / "out").iterdir()} == set(pipe.files)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*pipe.files, "model.json"}
     other = Net()
     other.load_state_dict(pipe.state_dict())
     loaded = fxpipe.load(tmp_path / "out", other)
