@@ -100,6 +100,20 @@ def test_with_a_scaler_inputs_and_a_timeline() -> None:
     pipe.close()
 
 
+def test_a_scale_is_divided_in_the_type_of_the_loss() -> None:
+    """The scale is a float32, of which a third is none; the loss is a float64."""
+    model = chain()
+    plain = copy.deepcopy(model)
+    pipe = fxpipe.compile(model, 2, 2, schedule="1f1b")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1000.0)
+    for x in batches():
+        scaler.scale(F.mse_loss(plain(x), x.cos()) / EACH).backward()
+        pipe.step(x, target=x.cos(), loss_fn=F.mse_loss, scaler=scaler, accumulate=EACH)
+    for name, wanted in plain.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad, wanted.grad, rtol=1e-12, atol=1e-11)
+    pipe.close()
+
+
 def test_a_package_accumulates_too(tmp_path: Any) -> None:
     model = chain()
     plain = copy.deepcopy(model)

@@ -31,13 +31,11 @@ from fxpipe.runtime.written_buffers import instead, keep, scratch
 
 from . import generated_backward
 from .generated_backward import Later
+from .gradient_scale import Scale, scaled
 from .kept_values import Kept
 from .replica_routing import Routes, cut, gradient_key, joined, piece_name
 from .scheduler_base import Batches, Place
 from .step_contract import StepEngine
-
-Scale = Tensor | float | None  # the factor of all gradients
-
 
 Method = Callable[[Any, "Step", int], None]  # a method of a generated scheduler; takes it, the step, the micro-batch
 Row = tuple[tuple[Action, Method], ...]
@@ -92,7 +90,7 @@ class Step(Batches):
         self,
         engine: StepEngine,
         pairs: list[list[Pair]],
-        scale: Scale,
+        scale: Scale | None,
         rows: Rows,
         mailboxes: Sequence[Transport],
         own: Collection[int],
@@ -314,10 +312,10 @@ class Step(Batches):
         results = self.kept[j, i].results
         assert results is not None
         share = 1.0 if self.engine.loss_reduce in ("sum", None) else self.shares[i]
-        root = generated_backward.full(results[self.engine.gradients[j].gives[name]], share)
+        loss = results[self.engine.gradients[j].gives[name]]
         if self.scale is None:
-            return root
-        return root * (self.scale.to(root.device) if isinstance(self.scale, Tensor) else self.scale)
+            return generated_backward.full(loss, share)
+        return scaled(generated_backward.full(loss, share / self.scale.accumulate), self.scale)
 
     def backward(self, j: int, i: int, *grads: Tensor | None) -> Any:
         """Backward of stage j and micro-batch i: from the gradients of its results to those of its arguments."""

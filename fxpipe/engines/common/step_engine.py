@@ -32,9 +32,10 @@ from fxpipe.runtime.interrupts import Interrupts
 from fxpipe.runtime.streams import use_stream
 from fxpipe.runtime.worker import Report
 
+from .gradient_scale import Scale
 from .replica_routing import Cut
 from .scheduler_base import SchedulerBase
-from .step import Observer, Rows, Scale, Step
+from .step import Observer, Rows, Step
 from .step_contract import Gradients
 from .thread_autotune import ThreadAutotune
 
@@ -81,7 +82,7 @@ class StepScheduler(SchedulerBase):
         self.at_once = {(j, i) for j, i in forwards if at_once(schedule, j, i)}
         self.splits = any(action.kind == "W" for action in schedule.place)
 
-    def run(self, batch: Sequence[Any], chunks: int, scale: Scale = None) -> tuple[Any, ...]:
+    def run(self, batch: Sequence[Any], chunks: int, scale: Scale | None = None) -> tuple[Any, ...]:
         """The outputs, in order, for the inputs, in order, in at most `chunks` micro-batches. Gradients, multiplied by
         `scale`, are added to those of the model and of the inputs; if anything fails, no gradient is added."""
         if not self._may_run_alone:
@@ -99,7 +100,7 @@ class StepScheduler(SchedulerBase):
         self,
         batch: Sequence[Any],
         chunks: int,
-        scale: Scale,
+        scale: Scale | None,
         observer: Observer | None = None,
         rows: Rows | None = None,
     ) -> tuple[Any, ...]:
@@ -114,7 +115,7 @@ class StepScheduler(SchedulerBase):
         self,
         batch: Sequence[Any],
         chunks: int,
-        scale: Scale,
+        scale: Scale | None,
         observer: Observer | None = None,
         rows: Rows | None = None,
     ) -> Step:
@@ -151,7 +152,7 @@ class StepScheduler(SchedulerBase):
         return self.scatter(batch, chunks, Step)
 
     @contextmanager
-    def begun(self, m: Step, scale: Scale, rows: Rows, observer: Observer | None) -> Iterator[None]:
+    def begun(self, m: Step, scale: Scale | None, rows: Rows, observer: Observer | None) -> Iterator[None]:
         """In this context the step is ready to run, and stages hold aliases of the tensors that need a gradient."""
         with standing_in(self.stages) as pairs:
             m.begin(self, pairs, scale, rows, self.mailboxes(rows), range(len(self.stages)), observer)

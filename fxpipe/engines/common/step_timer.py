@@ -21,7 +21,8 @@ from fxpipe.runtime.autograd.saved_tensors import Saved
 from fxpipe.runtime.autograd.transfer import Transfer
 from fxpipe.runtime.streams import use_stream, wait_stream
 
-from .step import Scale, Step, wrap
+from .gradient_scale import Scale
+from .step import Step, wrap
 from .step_engine import StepScheduler
 
 Moment = float | torch.Event
@@ -47,9 +48,9 @@ def take_step(
 ) -> tuple[tuple[Any, ...], Timeline | None]:
     """Run a step, with gradients multiplied by the scaler's scale and divided by `accumulate`. Returns the outputs, and
     the timeline if `timeline` is set, else None."""
-    scale: Scale = 1 / accumulate if accumulate > 1 else None
+    scale = Scale(accumulate=accumulate) if accumulate > 1 else None
     if scaler is not None:
-        scale = scaler.scale(torch.ones((), device=scheduler.stages[-1].device)) / accumulate
+        scale = Scale(scaler.scale(torch.ones((), device=scheduler.stages[-1].device)), accumulate)
     if not timeline:
         return scheduler.run(batch, chunks, scale), None
     timer = StepTimer()

@@ -18,9 +18,10 @@ from typing import Any
 
 from torch import Tensor
 
+from fxpipe.engines.common.gradient_scale import Scale
 from fxpipe.engines.common.replica_routing import Routes, sliced
 from fxpipe.engines.common.scheduler_base import Batches, Place
-from fxpipe.engines.common.step import Observer, Rows, Scale, Step
+from fxpipe.engines.common.step import Observer, Rows, Step
 from fxpipe.engines.common.step_contract import Gradients
 from fxpipe.engines.common.step_engine import StepScheduler
 from fxpipe.runtime import Stage
@@ -55,7 +56,7 @@ class ReplicatedScheduler(StepScheduler):
         devices = tuple(labels[min(k, len(labels) - 1)] for labels in self.labels)
         return Place(stages, devices, Streams(tuple(stage.device for stage in stages)))
 
-    def run(self, batch: Sequence[Any], chunks: int, scale: Scale = None) -> tuple[Any, ...]:
+    def run(self, batch: Sequence[Any], chunks: int, scale: Scale | None = None) -> tuple[Any, ...]:
         return self.step(batch, chunks, scale)
 
     def cut(self, batch: Sequence[Any], chunks: int) -> Step:
@@ -72,7 +73,7 @@ class ReplicatedScheduler(StepScheduler):
         return steps[self.devices[-1]]
 
     @contextmanager
-    def begun(self, m: Step, scale: Scale, rows: Rows, observer: Observer | None) -> Iterator[None]:
+    def begun(self, m: Step, scale: Scale | None, rows: Rows, observer: Observer | None) -> Iterator[None]:
         steps = {label: step for label, (step, _) in self.replica_devices(m).items()}
         with standing_in([*chain(*self.replica_groups)]) as flat:
             each = iter(flat)

@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.engines.common.gradient_scale import Scale
 from fxpipe.engines.common.replica_routing import sliced
-from fxpipe.engines.common.step import Scale, Step
+from fxpipe.engines.common.step import Step
 from fxpipe.engines.common.step_engine import StepScheduler
 from fxpipe.errors import InputError, RankError
 from fxpipe.ir.program.messages import MessageTable
@@ -74,7 +75,7 @@ class RankScheduler:
         self,
         batch: Sequence[Any],
         chunks: int,
-        scale: Scale = None,
+        scale: Scale | None = None,
         seed: int = 0,
         error: BaseException | None = None,
         timer: RankTimer | None = None,
@@ -181,7 +182,7 @@ def take_step(
     scheduler: RankScheduler,
     batch: Sequence[Any],
     chunks: int,
-    scale: Scale,
+    scale: Scale | None,
     seed: int,
     timeline: bool,
     given: Mapping[str, Tensor],

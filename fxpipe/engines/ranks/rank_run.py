@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.engines.common.gradient_scale import Scale
 from fxpipe.engines.common.scheduler_base import Batches
-from fxpipe.engines.common.step import Scale, Step, wrap
+from fxpipe.engines.common.step import Step, wrap
 from fxpipe.engines.common.step_engine import StepScheduler
 from fxpipe.engines.transports.message_format import FailedElsewhere
 from fxpipe.errors import RankError
@@ -54,7 +55,7 @@ class RankRun:
         self.numbers: Numbers = {}
         self.given, self.inputs = given, dict[str, int]()
 
-    def take(self, scale: Scale, timer: RankTimer | None, interrupts: Interrupts) -> None:
+    def take(self, scale: Scale | None, timer: RankTimer | None, interrupts: Interrupts) -> None:
         """Run the step, observed by `timer`. Raises its first error; Ctrl-C counts as one between two lines."""
         m, stages, broken = self.m, self.steps.stages, self.transport.broken
         if not m.grad:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from fxpipe.capture import NO_TARGET
 from fxpipe.capture.nested_values import change
+from fxpipe.engines.common.gradient_scale import Scale
 from fxpipe.engines.ranks.rank_engine import RankScheduler, take_step
 from fxpipe.engines.ranks.rank_group import COMPILING, World
 from fxpipe.engines.ranks.rendezvous import LEADER
@@ -61,7 +62,7 @@ class Header:
 
     kind: int = NEW
     seed: int = 0
-    scale: float | None = None
+    scale: Scale | None = None
     timeline: bool = False
     runs: bool = True
     given: bytes | None = None
@@ -149,7 +150,7 @@ class RankCalls:
         inputs: Sequence[Any],
         chunks: int,
         kind: int = 0,
-        scale: float | None = None,
+        scale: Scale | None = None,
         timeline: bool = False,
     ) -> tuple[tuple[Any, ...], Timeline | None]:
         """Run this rank's part of a call; from here on all ranks take part. Returns the outputs, and the timeline if

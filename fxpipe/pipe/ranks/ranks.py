@@ -12,6 +12,7 @@ from weakref import WeakMethod
 
 import torch
 
+from fxpipe.engines.common.gradient_scale import Scale
 from fxpipe.engines.ranks.rank_engine import RankScheduler
 from fxpipe.engines.ranks.rank_group import Lost, World
 from fxpipe.errors import FxpipeError, RankError
@@ -54,9 +55,10 @@ class Ranks(Processes):
     ) -> tuple[tuple[Any, ...], Timeline | None]:
         scale, timed = None, step is not None and step.timeline
         if step is not None and step.scaler is not None:
-            scale = float(step.scaler.scale(torch.ones((), device=self.world.device))) / step.accumulate
+            times = float(step.scaler.scale(torch.ones((), device=self.world.device)))
+            scale = Scale(times, step.accumulate)
         elif step is not None and step.accumulate > 1:
-            scale = 1 / step.accumulate
+            scale = Scale(accumulate=step.accumulate)
         return self.calls.take(ranked(live), inputs, chunks, kind, scale, timed)
 
     def prepared(self, kind: int) -> None:
