@@ -58,16 +58,20 @@ def forward(stage: Stage, kept: Kept, context: Context, hooks: Any) -> Any:
 
 
 def let_go(stage: Stage, kept: Kept, inputs: Mapping[str, Sequence[Sequence[Tensor]]]) -> None:
-    """Free the arguments and results of a forward that backward does not look up: of the arguments those that are lent,
-    and the caller's inputs that get a gradient; of the results their shapes, and the loss."""
+    """Free the arguments and results of a forward that backward does not look up. What stays: arguments that are lent,
+    the caller's inputs that get a gradient, the shapes of results, and the loss."""
     needed = {where for where in stage.graded or () if isinstance(where, int)}
     if inputs:
         pieces = {id(piece) for several in inputs.values() for each in several for piece in each}
         needed |= {place for place, x in enumerate(kept.args) if id(x) in pieces}
     kept.args = tuple([x if place in needed else None for place, x in enumerate(kept.args)]) if needed else ()
     assert kept.results is not None
-    kept.results = tuple([Like(y.shape, y.dtype, y.device) if isinstance(y, Tensor) and y.dim() else y for y in
-                          kept.results])  # fmt: skip
+    kept.results = tuple(map(_without_data, kept.results))
+
+
+def _without_data(result: Any) -> Any:
+    """A tensor's shape; the loss, a single number, stays a tensor."""
+    return Like(result.shape, result.dtype, result.device) if isinstance(result, Tensor) and result.dim() else result
 
 
 def _counted(values: list[Any], hooks: Any) -> list[Any]:
