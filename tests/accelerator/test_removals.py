@@ -47,6 +47,9 @@ def runs() -> Mapping[str, Callable[[], None]]:
         called, stepped = (fxpipe.compile(build(case), devices, 3, checkpoint="never") for _ in range(2))
         made[f"call {name}"] = lambda pipe=called: case.loss(on_cpu(pipe(*args))).backward()
         made[f"step {name}"] = lambda pipe=stepped: pipe.step(*args, loss_fn=total)
+    # Where one value alone goes to the CPU, no other copy orders the streams by chance.
+    chain = fxpipe.compile(Wide(), ["sim:0", "cpu:0"], 3, checkpoint="never")
+    made["step chain"] = lambda: chain.step(torch.randn(6, 64), loss_fn=total)
     moved = fxpipe.compile(Wide().double(), THREE, 2, schedule="gpipe", checkpoint="never", offload=range(3))
     made["offload"] = lambda: moved.step(wide, loss_fn=total)
     timed = fxpipe.compile(Wide(), THREE, 3, schedule="1f1b")
