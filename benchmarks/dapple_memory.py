@@ -73,7 +73,14 @@ def step(problem: Problem, stages: tuple[HybridStage, ...], schedule: str) -> Ti
         taken = problem.chain.cuts[stage.first] if s else 0.0
         mode = "always" if stage.recompute else "never"
         costs.append(
-            StageCost(plain.forward, plain.backward, round(plain.kept), round(taken), round(plain.fixed), mode)
+            StageCost(
+                plain.forward,
+                plain.backward,
+                saved=round(plain.kept),
+                taken=round(taken),
+                fixed=round(plain.fixed),
+                checkpoint=mode,
+            )
         )
     rates = [problem.rate(a.devices, b.devices).seconds(problem.chain.cuts[a.end]) for a, b in pairwise(stages)]
     hops = [Hop(s, s + 1, seconds, seconds) for s, seconds in enumerate(rates)]

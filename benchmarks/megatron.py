@@ -213,7 +213,7 @@ def step(run: Run, samples: int, each: int, device: Device) -> float:
     ends[0] += found.ends.forward / 3  # the embedding, about
     ends[-1] += found.ends.forward
     work = [
-        StageCost(layers * forward + extra, layers * (forward + backward) + 2 * extra, 0, 0, 0, "never")
+        StageCost(layers * forward + extra, layers * (forward + backward) + 2 * extra, checkpoint="never")
         for extra in ends
     ]
     hop = INFINIBAND_LATENCY + passed / t / CARD  # each GPU of a group sends its share, and they gather it

@@ -20,7 +20,7 @@ The model of a step, for stage s and micro-batch i:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import accumulate
 
 from fxpipe.ir.schedule.schedule import Action, Schedule, at_once, needs, order
@@ -45,6 +45,7 @@ class StageCost:
 
     forward: float
     backward: float
+    _: KW_ONLY
     saved: int = 0
     taken: int = 0
     handed: int | None = None
