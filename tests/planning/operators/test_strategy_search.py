@@ -87,6 +87,7 @@ def test_a_search_may_end_with_its_budget():
     assert not found.local_optimum
 
 
+@pytest.mark.slow
 def test_a_changed_strategy_that_is_worse_is_no_local_optimum():
     graph, machine = perceptron(), cluster(2, bandwidth=1e8)
     cost = estimated(launch=1e-7)
