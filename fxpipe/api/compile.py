@@ -84,10 +84,11 @@ def compile(
       Inputs may be on any device; an output is on the device of the stage that makes it.
     - `chunks`: the largest number of micro-batches that a batch is cut into; a batch with fewer samples makes fewer.
     - `checkpoint`: which micro-batches are recomputed in backward instead of kept: "never", "except_last",
-      "always"; or a set of stages that recompute all but the last, the others never. In `step()`, a forward that
+      "always"; or a set of stages that are "except_last", the others "never". In `step()`, a forward that
       is followed by its backward at once is never recomputed: there is nothing to gain.
     - `offload`: the stages on accelerators whose activations wait in host memory, in `step()`.
-    - `balance`: "time" (makes the slowest stage as fast as possible), "memory", or the number of layers of each stage.
+    - `balance`: "time" (makes the slowest stage as fast as possible), "memory", or a list with the number of layers of
+      each stage.
     - `split_at`: in place of `balance`, the modules that begin a stage, as in `["encoder.3", "head"]`.
     - `schedule`: the order of `step()`: "gpipe", "1f1b" (early backward; "1f1b-late" runs further
       ahead), "zb-h1" and "zb-h2" (backward in two halves), with several stages on each device "interleaved",
@@ -104,8 +105,8 @@ def compile(
       refused. `devices`, if given, replace the plan's devices, in the order of their first stages.
     - `strategy`: how each operator is cut and where its parts run: what `fxpipe.search` returned, the path of its JSON
       file, or a pair of an `OperatorGraph` and its `Strategy`. `devices` are then those of its cluster, in order;
-      `chunks` is 1 if not given, and divides each batch. Or a function of (graph, sizes) that returns a `Placed` graph,
-      and so chooses the device of every op.
+      `chunks` is 1 if not given, and divides each batch. It may also be a function of (graph, sizes) that returns a
+      `Placed` graph, and so chooses the device of every op.
     - `profile`: "estimate" (from FLOPs and bytes; runs nothing, always the same), "measure" (times each op), or a
       `Profile` made before.
     - `batch_dim`: the dimension along which all inputs are cut; or a dict by input, with None for an input that each

@@ -27,7 +27,7 @@ def clip_grad_norm_(
     foreach: bool | None = None,
 ) -> Tensor:
     """Scale the gradients of all parameters down so that their norm, over all stages, is at most `max_norm`. Returns
-    the norm before. Over ranks, all ranks must call it; for a pipe in one process it does the same as
+    the norm before scaling. Over ranks, all ranks must call it; for a pipe in one process it does the same as
     `torch.nn.utils.clip_grad_norm_`.
 
     Raises RuntimeError, on every rank, if the norm is infinite or not a number and `error_if_nonfinite` is true.
