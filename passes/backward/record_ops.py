@@ -57,6 +57,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     - `names`: the name of each tensor, by id; `types`: the type of each name.
     - `origin`: the origin of what is recorded now, or a function that gives it.
     - `drew`: the recorded ops that draw random numbers.
+    - `numbers`: the names of numbers that the stage computes from sizes, such as `b / 8`, by their expressions.
     - `memory`: for each name the first name of its memory, and the bytes of all that memory.
     """
 
@@ -69,6 +70,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.types: dict[str, ValueType] = {}
         self.origin: Callable[[], Origin] = lambda: NOWHERE
         self.drew: set[str] = set()
+        self.numbers: dict[Any, str] = {}
         self.memory: dict[str, tuple[str, Dim]] = {}
         self._owners: dict[int, str] = {}
         self._alive: list[Any] = []
@@ -145,6 +147,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return Ref(self._name(leaf, func))
         if isinstance(leaf, torch.SymInt) or type(leaf) is int:
             return self.size(self.sizes.text(leaf))
+        if isinstance(leaf, torch.SymFloat) and leaf.node.expr in self.numbers:
+            return Ref(self.numbers[leaf.node.expr])
         if isinstance(leaf, (torch.SymFloat, torch.SymBool)):
             raise Refused(f"{func} computes with a number that depends on sizes")
         return leaf

@@ -6,6 +6,10 @@ autograd is recorded.
 
 Each recorded op of forward belongs to the op of the stage that ran. Autograd numbers its nodes as forward makes them,
 so each recorded op of backward belongs to the op of the stage that made the node that runs.
+
+What torch runs depends on the layout of memory: some of its kernels read memory as if it was contiguous, and a copy
+is recorded only where it was not. So all that a stage is given is contiguous here, and is made contiguous in a run
+(`fxpipe/engines/common/generated_backward.py`, `fxpipe/runtime/autograd/gradient_aliases.py`).
 """
 
 from __future__ import annotations
@@ -117,9 +121,8 @@ def untraceable(program: Program, stage: Stage) -> str:
     for name in stage.mutates:
         if any(kind.grad for kind in [program.types[name]] if isinstance(kind, TensorType)):
             return f"it writes into {program.state(name).path}, which has a gradient"
-    sizes = {size.name for size in program.graph.sizes}
     for name in stage.takes:
-        if isinstance(program.types[name], ScalarType) and name not in sizes:
+        if isinstance(kind := program.types[name], ScalarType) and kind.kind != "int":
             return f"it computes with the number {name}"
     return ""
 
@@ -136,8 +139,10 @@ def _traced(
     """One trace. `turn`, `symbolic`, `small`: as in `Sizes`. Raises Refused, or Untraceable if torch cannot do it."""
     numbers = numbers_in(value for op in stage.ops for value in (op.args, dict(op.kwargs)))
     shapes = [kind.shape for name in _names(stage) if isinstance(kind := program.types[name], TensorType)]
+    named = dict.fromkeys(size.name for size in program.graph.sizes)
+    named |= dict.fromkeys(name for name in stage.takes if isinstance(program.types[name], ScalarType))
     try:
-        sizes = Sizes((size.name for size in program.graph.sizes), numbers | numbers_in(shapes), turn, symbolic, small)
+        sizes = Sizes(named, numbers | numbers_in(shapes), turn, symbolic, small)
     except ValueError as error:
         raise Refused(str(error)) from None
     recorder = Recorder(sizes, {*program.types, *(f"d{name}" for name in _names(stage))})
@@ -239,6 +244,8 @@ class _Tracing:
         with self.recorder:
             value = within(alone, self.values, lambda number: nullcontext())
         self.values[op.name] = value
+        if isinstance(value, torch.SymFloat):
+            self.recorder.numbers.setdefault(value.node.expr, op.name)
         ops = self.recorder.ops
         if op.draw is not None:
             ops = marked_draws(ops, self.recorder.drew, op.draw)
@@ -274,7 +281,7 @@ class _Tracing:
             if name not in arriving or not value.requires_grad:
                 self.found.roots.append((name, ""))
                 continue
-            tangent = torch.empty_like(value)
+            tangent = torch.empty(value.shape, dtype=value.dtype, device=value.device)
             gradient, kind = f"d{name}", recorder.type_of(tangent)
             if gradient in self.values or self.program.types.get(gradient, kind) != kind:
                 gradient = recorder.fresh(gradient)

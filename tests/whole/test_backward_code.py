@@ -3,6 +3,7 @@ promises."""
 
 from __future__ import annotations
 
+import copy
 from itertools import product
 from typing import Any
 
@@ -91,6 +92,64 @@ def assert_equal(got: nn.Module, wanted: nn.Module) -> None:
         assert (one is None) == (other is None)
         if one is not None and other is not None:
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+class Turned(nn.Module):
+    """What moves to its second half is not contiguous in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.GroupNorm(2, 8), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x).transpose(1, 2)))
+
+
+class Image(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(4, 8, 3), nn.GroupNorm(2, 8), nn.Conv2d(8, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.first(x))
+        return self.last(h.flatten(2).transpose(1, 2).reshape(x.shape[0], 4, 4, 8).permute(0, 3, 1, 2))
+
+
+@pytest.mark.parametrize("kind", [Turned, pytest.param(Image, marks=pytest.mark.slow)])
+def test_memory_may_have_any_layout(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, shape = kind().double(), (8, 6, 8) if kind is Turned else (8, 4, 6, 6)
+    pipe, x = fxpipe.compile(model, 2, 4, backward="code", split_at=["norm"]), torch.randn(shape, dtype=torch.float64)
+    for order in (x, x.transpose(0, 1).contiguous().transpose(0, 1)):
+        twin = copy.deepcopy(model)
+        for net in (model, twin):
+            net.zero_grad()
+        pipe.step(order, loss_fn=mean)
+        mean(twin(order)).backward()
+        assert_equal(model, twin)
+        if kind is Image:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    assert "by autograd" not in pipe.explain()
+    pipe.close()
+
+
+def mean(y: Tensor) -> Tensor:
+    return y.square().mean()
+
+
+def test_a_loss_may_know_the_size_of_the_whole_batch() -> None:
+    """The mean's share of a micro-batch is a number that the last stage computes."""
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target, ignore_index=-1) + output.square().mean()
+
+    model, pipe = made(schedule="zb-h1")
+    twin, x, y = made()[0], data()[0], torch.tensor([0, 2, -1, 1, -1, -1, 2, 0, 1])
+    pipe.step(x, target=y, loss_fn=loss)
+    loss(twin(x), y).backward()
+    assert_equal(model, twin)
+    assert "by autograd" not in pipe.explain()
+    pipe.close()
 
 
 @pytest.mark.slow

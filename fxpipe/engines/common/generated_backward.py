@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fxpipe.runtime import Stage
 from fxpipe.runtime.autograd import saved_tensors
+from fxpipe.runtime.autograd.contiguous_layout import contiguous
 from fxpipe.runtime.caller_context import Context
 
 from .kept_values import Kept
@@ -52,7 +53,7 @@ def forward(stage: Stage, kept: Kept, context: Context, hooks: Any) -> Any:
     """The results of forward; what backward needs goes to `kept.values`, counted by the step's hooks for saved tensors,
     if it has any."""
     with torch.no_grad(), _as_traced(context):
-        *results, values = stage.forward(*kept.args)
+        *results, values = stage.forward(*_contiguous(kept.args))
     kept.values = _counted(values, hooks)
     return results[0] if len(results) == 1 else tuple(results)
 
@@ -79,6 +80,11 @@ def _counted(values: list[Any], hooks: Any) -> list[Any]:
     if not isinstance(hooks, saved_tensors.Saved):
         return values
     return [hooks.keep(x) if isinstance(x, Tensor) else x for x in values]
+
+
+def _contiguous(values: Iterable[Any]) -> list[Any]:
+    """The values in the layout of memory with which the stage was traced: its kernels may rely on it."""
+    return [contiguous(x) if isinstance(x, Tensor) else x for x in values]
 
 
 def _as_traced(context: Context) -> AbstractContextManager[Any]:
@@ -128,10 +134,10 @@ def _arrived(
     if len(missing) == sum(arrives):
         return None, missing
     if not missing:
-        return list(grads), missing
+        return _contiguous(grads), missing
     results = kept.results or ()
     likes = [results[place] for place in places]
-    return [full(likes[k], 0.0) if k in missing else grad for k, grad in enumerate(grads)], missing
+    return _contiguous(full(likes[k], 0.0) if k in missing else grad for k, grad in enumerate(grads)), missing
 
 
 def full(like: Like | Tensor, value: float) -> Tensor:

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from fxpipe.errors import FxpipeError
+from fxpipe.runtime.autograd.contiguous_layout import contiguous
 from fxpipe.runtime.stage import Stage
 
 Pair = tuple[Tensor, Tensor]  # a tensor of the model, and its alias
@@ -26,17 +28,29 @@ def alias(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def standing_in(stages: Sequence[Stage]) -> Iterator[list[list[Pair]]]:
-    """In this context the stages hold aliases of all tensors that need a gradient; gives the pairs of each stage."""
+    """In this context the stages hold aliases of all tensors that need a gradient; gives the pairs of each stage. Where
+    code computes gradients, it counts on contiguous memory: tensors of another layout, such as `channels_last`, are
+    copied."""
     found: list[list[Pair]] = [[] for _ in stages]
     swapped = []
     try:
         for stage, pairs in zip(stages, found, strict=True):
+            written = {id(stage.tensor(path)) for path in stage.mutates}
             for held, name in stage.slots:
                 tensor = held[name]
+                plain = tensor.detach() if tensor.requires_grad else tensor
+                if stage.graded is not None:
+                    plain = contiguous(plain)
+                    if not tensor.is_contiguous() and id(tensor) in written:
+                        raise FxpipeError(
+                            f"{type(stage).__name__} writes into {name}, which is not contiguous in memory, as "
+                            "backward='code' needs it: make it contiguous, or write backward='autograd'"
+                        )
                 if tensor.requires_grad:
-                    held[name] = stand_in = alias(tensor)
+                    pairs.append((tensor, plain.requires_grad_()))
+                if plain is not tensor:
+                    held[name] = plain
                     swapped.append((held, name, tensor))
-                    pairs.append((tensor, stand_in))
         yield found
     finally:
         for held, name, tensor in swapped:
