@@ -22,7 +22,7 @@ from fxpipe.ir.timeline import Timeline
 from fxpipe.pipe.build.build import predict
 
 CHUNKS, BATCH, WORDS = 4, 8, 11
-SCHEDULES = (("1f1b", "never"), ("gpipe", "always"), ("zb-h1", "never"))
+SCHEDULES = (("1f1b", "never"), ("gpipe", "always"), ("zb-h1", "never"), ("zb-v", "always"), ("interleaved", "never"))
 Made = tuple[nn.Module, tuple[Any, ...]]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fxpipe.ir.plan.plan import StagePlan
 from fxpipe.ir.plan.profile import Profile, total
-from fxpipe.ir.program.kept_bytes import KeptBytes
+from fxpipe.ir.program.kept_bytes import KeptBytes, size
 from fxpipe.ir.units import show_bytes, show_seconds
 
 
@@ -16,4 +16,5 @@ def note(profile: Profile, stage: StagePlan, exact: KeptBytes | None = None) -> 
     times = f"forward {show_seconds(cost.forward)}, backward {show_seconds(cost.backward)}"
     if exact is None:
         return f"{times}, keeps {show_bytes(cost.saved)} ({profile.source}, b = {profile.batch})"
-    return f"{times} ({profile.source}, b = {profile.batch}); keeps {exact.saved:,} bytes (exact, b = {profile.batch})"
+    kept = f"keeps {size(exact.saved):,} bytes (exact, b = {profile.batch})"
+    return f"{times} ({profile.source}, b = {profile.batch}); {kept}"

@@ -1,35 +1,50 @@
-"""The bytes that a stage keeps of a micro-batch, where its backward is code: exact, as what it keeps has names.
+"""The memory that a stage keeps of a micro-batch, where its backward is code: exact, as what it keeps has names.
 
 Each piece of memory counts once, and whole: a view keeps all of what it is a view of. Memory of the model's own tensors
-never counts. A value that came from another stage in the same process is the memory that the other stage has made.
+never counts. A value that came from another stage in the same process is the memory that the other stage has made; so
+stages that share a device may keep the same piece, which then counts once, from when the first of them keeps it until
+the last lets go.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxpipe.ir.graph.value_types import TensorType, dim_size
 from fxpipe.ir.program.backward import halves
 from fxpipe.ir.program.program import Program, Stage
 
-Memory = dict[tuple[int, str], int]  # bytes, by the stage that has made the memory and the value that first had it
+Piece = tuple[int, str]  # a piece of memory: the stage that has made it, and the value that first had it
+Memory = Mapping[Piece, int]  # the bytes of pieces
+FROM_OUTSIDE = -1  # in place of the stage that has made a piece: it came from the caller, or from another process
+WHOLE_INPUT = -2  # in place of the stage: an input that all micro-batches share
 
 
 @dataclass(frozen=True)
 class KeptBytes:
-    """Bytes of a stage and micro-batch.
+    """What a stage keeps of a micro-batch.
 
     - `saved`: from forward to backward.
     - `taken`: from forward to the recomputation of forward.
-    - `handed`: from the first half of backward to the second; None if that is not known.
-    - `both`: while forward runs again, what it took and what it saves; None if that is not known.
+    - `handed`: from the first half of backward to the second.
     """
 
-    saved: int
-    taken: int
-    handed: int | None = None
-    both: int | None = None
+    saved: Memory
+    taken: Memory
+    handed: Memory
+
+    def renamed(self, new: Mapping[Piece, Piece]) -> KeptBytes:
+        """The same with other names for some pieces that are saved."""
+        saved, handed = (
+            {new.get(piece, piece): count for piece, count in memory.items()} for memory in (self.saved, self.handed)
+        )
+        return replace(self, saved=saved, handed=handed) if new else self
+
+
+def size(memory: Memory) -> int:
+    """The bytes of all pieces."""
+    return sum(memory.values())
 
 
 def kept_bytes(program: Program, sizes: Mapping[str, int], same_process: bool = True) -> tuple[KeptBytes | None, ...]:
@@ -43,32 +58,33 @@ def kept_bytes(program: Program, sizes: Mapping[str, int], same_process: bool = 
         def found(names: Iterable[str]) -> Memory:
             return _memory(program, stage, names, sizes, same_process)
 
-        saved, taken = found(stage.backward.keeps), found(stage.takes)
-        handed = found(halves(stage.backward, program.types).hands)
-        return KeptBytes(*(sum(memory.values()) for memory in (saved, taken, handed, saved | taken)))
+        hands = halves(stage.backward, program.types).hands
+        return KeptBytes(found(stage.backward.keeps), found(stage.takes), found(hands))
 
     return tuple(map(of, program.stages))
 
 
 def _memory(
     program: Program, stage: Stage, names: Iterable[str], sizes: Mapping[str, int], same_process: bool
-) -> Memory:
+) -> dict[Piece, int]:
     """The memory of these values of a stage."""
-    found: Memory = {}
+    found: dict[Piece, int] = {}
     held = {*stage.states, *stage.borrows}
+    whole = {item.name for item in program.graph.inputs if item.batch_dim is None}
     known = stage.backward.memory if stage.backward is not None else {}
     for name in names:
         kind = program.types.get(name)
         if not isinstance(kind, TensorType):
             continue
-        owner, size = known.get(name, (name, kind.nbytes(sizes)))
+        owner, count = known.get(name, (name, kind.nbytes(sizes)))
         if owner in held:
             continue
         source = _source(program, stage, owner) if same_process else None
         if source is not None:
             found |= _memory(program, source[0], [source[1]], sizes, same_process)
         else:
-            found[-1 if owner in stage.takes else stage.index, owner] = dim_size(size, sizes)
+            maker = stage.index if owner not in stage.takes else WHOLE_INPUT if owner in whole else FROM_OUTSIDE
+            found[maker, owner] = dim_size(count, sizes)
     return found
 
 

@@ -11,6 +11,7 @@ from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.graph.value_types import TensorType, nbytes
 from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.plan.profile import total
+from fxpipe.ir.program.kept_bytes import size
 from fxpipe.ir.program.transfers import add_transfers
 from fxpipe.ir.units import count, show_bytes, show_seconds
 from fxpipe.pipe.results.strategy_table import table
@@ -82,7 +83,7 @@ def _costs(build: Build, stages: Collection[int]) -> tuple[str, ...]:
         f"{sum(type.numel({}) for type in parameters):,}",
         show_seconds(cost.forward),
         show_seconds(cost.backward),
-        show_bytes(cost.saved if any(exact is None for exact in kept) else sum(exact.saved for exact in kept if exact)),
+        show_bytes(cost.saved if any(one is None for one in kept) else sum(size(one.saved) for one in kept if one)),
     )
 
 
@@ -132,7 +133,7 @@ def backward_lines(build: Build) -> list[str]:
         if stage.autograd_because
     ]
     several = "s" if len(coded) > 1 else ""
-    kept = ", ".join(f"{exact.saved:,}" for exact in build.kept if exact is not None)
+    kept = ", ".join(f"{size(exact.saved):,}" for exact in build.kept if exact is not None)
     head = f"backward of stage{several} {', '.join(coded)} as code; bytes kept of a micro-batch, exactly: {kept}"
     return [*([head] if coded else []), *others]
 

@@ -13,7 +13,7 @@ from fxpipe.ir.cluster.network import split_concat
 from fxpipe.ir.graph.value_types import nbytes, tensors
 from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.plan.profile import Profile, total
-from fxpipe.ir.program.kept_bytes import KeptBytes
+from fxpipe.ir.program.kept_bytes import KeptBytes, Memory, size
 from fxpipe.ir.program.program import Program
 from fxpipe.ir.schedule.action_times import Times
 
@@ -41,23 +41,31 @@ def stage_costs(
     for index, stage in enumerate(plan.stages):
         replicas = [(total([costs[op] for op in stage.ops]), share) for costs, share in profile.replicas(stage.devices)]
         own, share = replicas[0]  # bytes are the same everywhere, and the first replica has the largest share
-        exact = kept[index] if kept else None
-        if exact is None:
-            exact = KeptBytes(own.saved, taken[index] if taken else 0)
+        exact = _slice(kept[index] if kept else None, share)
         found.append(
             StageCost(
                 max(one.forward * part for one, part in replicas),
                 max(one.backward * part for one, part in replicas),
-                saved=ceil(exact.saved * share),
-                taken=ceil(exact.taken * share),
-                handed=None if exact.handed is None else ceil(exact.handed * share),
-                both=None if exact.both is None else ceil(exact.both * share),
+                saved=ceil(own.saved * share) if exact is None else size(exact.saved),
+                taken=ceil((taken[index] if taken else 0) * share) if exact is None else size(exact.taken),
+                kept=exact,
                 fixed=own.parameters * copies,
                 checkpoint=stage.checkpoint,
                 keeps_at_once=keeps_at_once,
             )
         )
     return tuple(found)
+
+
+def _slice(kept: KeptBytes | None, share: float) -> KeptBytes | None:
+    """What a replica keeps that has this share of each micro-batch."""
+    if kept is None or share == 1:
+        return kept
+
+    def part(memory: Memory) -> Memory:
+        return {piece: ceil(count * share) for piece, count in memory.items()}
+
+    return KeptBytes(part(kept.saved), part(kept.taken), part(kept.handed))
 
 
 def taken_bytes(program: Program, sizes: Mapping[str, int]) -> tuple[int, ...]:

@@ -14,15 +14,18 @@ The model of a step, for stage s and micro-batch i:
   up, in one `Reduction`, or in several as parts are complete; these run one at a time and leave the device free;
 - a stage keeps its activations from the start of its forward, or of its recomputation, to the end of its backward
   (of its W if that is split; where backward is code, from I to W only what W needs); while it waits for recomputation
-  it keeps only what it took.
+  it keeps only what it took;
+- memory that is known piece by piece counts once on a device, though several of its stages keep it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from itertools import accumulate
+from typing import NamedTuple
 
+from fxpipe.ir.program.kept_bytes import WHOLE_INPUT, KeptBytes, Memory, Piece
 from fxpipe.ir.schedule.schedule import Action, Schedule, at_once, needs, order
 from fxpipe.ir.schedule.schedule_check import check
 from fxpipe.ir.timeline import Span, Steps, Timeline
@@ -35,9 +38,9 @@ class StageCost:
     - `forward`, `backward`: seconds; input gradient and weight gradient take half of `backward` each.
     - `saved`: bytes kept for the backward.
     - `taken`: bytes taken from other stages.
-    - `handed`: bytes kept from I to W; None: all that is saved.
-    - `both`: bytes kept while forward runs again, after which what it took is free; None: what it took and what it
-      saves, to the end of backward.
+    - `kept`: which pieces of memory these bytes are, and those kept from I to W. None: pieces of its own, which the
+      stage keeps to the end of backward; so W needs all that is saved, and what it took stays after forward has run
+      again.
     - `fixed`: bytes in use independent of micro-batches.
     - `checkpoint`: as in a plan, "never", "except_last" or "always".
     - `keeps_at_once`: whether nothing is recomputed if backward directly follows forward.
@@ -48,14 +51,22 @@ class StageCost:
     _: KW_ONLY
     saved: int = 0
     taken: int = 0
-    handed: int | None = None
-    both: int | None = None
+    kept: KeptBytes | None = None
     fixed: int = 0
     checkpoint: str = "never"
     keeps_at_once: bool = False
 
     def seconds(self, kind: str) -> float:
         return {"B": self.backward, "I": self.backward / 2, "W": self.backward / 2}.get(kind, self.forward)
+
+    def pieces(self, stage: int, again: bool) -> KeptBytes:
+        """What the stage keeps of a micro-batch, piece by piece. `again`: whether forward runs a second time; what it
+        makes then is not the memory that other stages took after the first."""
+        if self.kept is not None:
+            new = {piece: (stage, f"{piece[1]}, again") for piece in self.kept.saved if again and piece[0] == stage}
+            return self.kept.renamed(new)
+        saved = {(stage, "saved"): self.saved}
+        return KeptBytes(saved, {(stage, "taken"): self.taken}, saved)
 
 
 @dataclass(frozen=True)
@@ -81,22 +92,31 @@ class Reduction:
     label: str = ""
 
 
+class Change(NamedTuple):
+    """A device begins (`by` is 1) or ends (-1) to keep memory of micro-batch i, `at` a moment."""
+
+    at: float
+    i: int
+    memory: Memory
+    by: int
+
+
 @dataclass
 class _Clock:
     """The state of the walk: when devices and links are free, when actions ended, and what happened so far."""
 
-    free: dict[str, float]  # per device and link, when it is free
+    free_at: dict[str, float]  # per device and link, when it is free
     took: Mapping[Action, float]
     ended: dict[Action, float] = field(default_factory=dict)
     arrived: dict[Action, float] = field(default_factory=dict)  # the last value that an action takes
     spans: list[Span] = field(default_factory=list)
-    held: dict[str, list[tuple[float, int]]] = field(default_factory=dict)  # changes of memory
+    held: dict[str, list[Change]] = field(default_factory=dict)
 
     def occupy(self, where: str, ready: float, seconds: float, action: Action, label: str = "") -> Span:
         """`action` runs on a device or link as soon as that is free and the action is ready."""
-        start = max(ready, self.free.get(where, 0.0))
+        start = max(ready, self.free_at.get(where, 0.0))
         span = Span(where, start, start + seconds, *action, label)
-        self.free[where] = span.end
+        self.free_at[where] = span.end
         self.spans.append(span)
         return span
 
@@ -105,8 +125,13 @@ class _Clock:
         seconds = self.took.get(action)
         return self.occupy(device, ready, cost.seconds(action.kind) if seconds is None else seconds, action)
 
-    def keep(self, device: str, at: float, change: int) -> None:
-        self.held[device].append((at, change))
+    def keep(self, device: str, at: float, i: int, memory: Memory) -> None:
+        """The device keeps this memory of micro-batch i from a moment on."""
+        self.held[device].append(Change(at, i, memory, 1))
+
+    def free(self, device: str, at: float, i: int, memory: Memory) -> None:
+        """The device keeps this memory once less from a moment on."""
+        self.held[device].append(Change(at, i, memory, -1))
 
 
 def simulate(
@@ -138,7 +163,7 @@ def simulate(
         raise ValueError(f"costs of {len(costs)} stages for a schedule of {schedule.num_stages}")
     home = [names[device] for _, device in sorted((s, d) for d, row in enumerate(schedule.stages) for s in row)]
     sends = _sends(hops, home)
-    clock = _Clock(free=dict.fromkeys(names, 0.0), took=took or {}, held={name: [] for name in names})
+    clock = _Clock(free_at=dict.fromkeys(names, 0.0), took=took or {}, held={name: [] for name in names})
     actions, stuck = order(schedule)
     if stuck:
         check(schedule)
@@ -151,7 +176,7 @@ def simulate(
     _reduce(clock, schedule, home, reductions)
     fixed = {name: sum(costs[s].fixed for s, d in enumerate(home) if d == name) for name in names}
     memory = tuple(_steps(clock.held[name], fixed[name]) for name in names)
-    links = tuple(name for name in clock.free if name not in names)
+    links = tuple(name for name in clock.free_at if name not in names)
     return Timeline(schedule.name, names, tuple(clock.spans), links, memory)
 
 
@@ -167,21 +192,23 @@ def _compute(clock: _Clock, schedule: Schedule, action: Action, device: str, cos
     kind, s, i = action
     again = recomputes(schedule, cost, s, i)
     trains = Action("B", s, i) in schedule.place or Action("W", s, i) in schedule.place
+    pieces = cost.pieces(s, again)
     if kind in "BI" and again:
         repeat = clock.run(device, 0.0, cost, Action("R", s, i))
-        clock.keep(device, repeat.start, cost.saved if cost.both is None else cost.both - cost.taken)
-        if cost.both is not None:
-            clock.keep(device, repeat.end, cost.saved - cost.both)
+        clock.keep(device, repeat.start, i, pieces.saved)
+        if cost.kept is not None:
+            clock.free(device, repeat.end, i, pieces.taken)
     ready = max(ready, clock.arrived.pop(action, 0.0))
     span = clock.run(device, ready, cost, action)
     if kind == "F" and trains:
-        clock.keep(device, span.start, cost.taken if again else cost.saved)
-    handed = cost.saved if cost.handed is None else cost.handed
-    if kind == "I" and cost.handed is not None:
-        clock.keep(device, span.end, handed - cost.saved)
+        clock.keep(device, span.start, i, pieces.taken if again else pieces.saved)
+    if kind == "I" and cost.kept is not None:
+        clock.keep(device, span.end, i, pieces.handed)
+        clock.free(device, span.end, i, pieces.saved)
     if kind in "BW":
-        taken = cost.taken if again and cost.both is None else 0
-        clock.keep(device, span.end, -(cost.saved if kind == "B" else handed) - taken)
+        clock.free(device, span.end, i, pieces.saved if kind == "B" else pieces.handed)
+    if kind in "BW" and again and cost.kept is None:
+        clock.free(device, span.end, i, pieces.taken)
     return span
 
 
@@ -223,8 +250,15 @@ def _reduce(clock: _Clock, schedule: Schedule, home: Sequence[str], reductions: 
             clock.occupy(f"all-reduce of {home[one.stage]}", ready, one.seconds, action._replace(kind="A"), one.label)
 
 
-def _steps(changes: Sequence[tuple[float, int]], fixed: int) -> Steps:
+def _steps(changes: Sequence[Change], fixed: int) -> Steps:
     """Bytes in use over time; changes at the same time are one step."""
-    ordered = sorted(changes, key=lambda change: change[0])
-    totals = accumulate((change for _, change in ordered), initial=fixed)
-    return tuple(dict(zip([0.0, *(at for at, _ in ordered)], totals, strict=True)).items())
+    users: Counter[tuple[int, Piece]] = Counter()  # how often each piece of a micro-batch is kept
+    now, found = fixed, {0.0: fixed}
+    for at, i, memory, by in sorted(changes, key=lambda change: change.at):
+        for piece, count in memory.items():
+            key = (0 if piece[0] == WHOLE_INPUT else i), piece
+            users[key] += by
+            if users[key] == max(by, 0):  # the first that keeps it, or the last
+                now += by * count
+        found[at] = now
+    return tuple(found.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.schedule_measures import bubble
+from fxpipe.ir.program.kept_bytes import FROM_OUTSIDE, WHOLE_INPUT, KeptBytes
 from fxpipe.ir.schedule.schedule import Action, Schedule, parse
 from fxpipe.ir.timeline import Timeline, check, show
 from fxpipe.schedules.one_f_one_b import early, forward_only, gpipe, late, one_f_one_b
@@ -134,6 +136,30 @@ def test_several_stages_on_a_device_and_split_backward() -> None:
     assert at(timeline, "device 0") == [("F0", 0, 1), ("F0", 5, 6), ("I0", 6, 7), ("W0", 7, 10), ("B0", 14, 18)]
     assert at(timeline, "device 1") == [("F0", 2, 3), ("F0", 3, 4), ("B0", 8, 12), ("I0", 12, 13), ("W0", 13, 16)]
     assert timeline.memory[0] == ((0.0, 8), (5, 16), (10, 8), (18, 0))
+
+
+def test_stages_of_a_device_that_keep_the_same_memory() -> None:
+    """Stage 0 makes `y`, stage 1 takes it: one piece, until the last of the two lets go. What a second forward makes is
+    new memory, and the mask is that of all micro-batches."""
+    mask, x, y, z, dz = (WHOLE_INPUT, "mask"), (FROM_OUTSIDE, "x"), (0, "y"), (1, "z"), (1, "dz")
+    first = KeptBytes({x: 1, y: 10}, {x: 1}, {x: 1})
+    second = KeptBytes({mask: 1000, y: 10, z: 100}, {mask: 1000, y: 10}, {dz: 5, y: 10})
+    row = parse("0F0 1F0 1I0 0B0 1W0", name="turn")
+    costs = [StageCost(1, 2, kept=kept) for kept in (first, second)]
+    assert simulate(row, costs).memory[0] == ((0.0, 11), (1, 1111), (3, 16), (5, 15), (6, 0))
+    again = [replace(cost, checkpoint="always") for cost in costs]
+    assert simulate(row, again).memory[0] == (
+        (0, 1),
+        (1, 1011),
+        (2, 1111),
+        (3, 1111),
+        (4, 26),
+        (5, 26),
+        (7, 15),
+        (8, 0),
+    )
+    twice = parse("0F0 0F1 1F0 1F1 1B1 1B0 0B1 0B0", name="two")
+    assert simulate(twice, costs).high_water == (2 * 111 + 1000,)
 
 
 def test_idle_time_is_shown() -> None:
