@@ -5,8 +5,9 @@ model ─profile─▶ ModelProfile ─layers─▶ Chain ─planner─▶ Hybri
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from time import perf_counter
 from typing import Any, Never
 
 from torch import nn
@@ -30,12 +31,13 @@ from fxpipe.pipe.progress import working
 from fxpipe.pipe.results.planned import Planned, SampleWork
 from fxpipe.planning.hybrid.group_layers import MOST, Layers, as_plan, costed, layers
 from fxpipe.planning.hybrid.plan_request import Answer, Request, check
-from fxpipe.planning.hybrid.planners import search
+from fxpipe.planning.hybrid.planners import LEAST_SECONDS, best_of, search
 from fxpipe.profiling import on_kinds
 from fxpipe.profiling.estimate import model_products
 from fxpipe.schedules.make_schedule import AUTO, STRAIGHT
 
 from .profile import ModelProfile, profile
+from .tensor_parallel import Candidate, candidate, degrees_of
 
 # The warm-up of the plan behind a schedule.
 WARMUPS = {"1f1b": "early", "1f1b-late": "late"}
@@ -50,6 +52,7 @@ def plan(
     example_inputs: Any = None,
     planner: str = "optimal",
     micro_batches: int | None = None,
+    tensor_parallel: int | str | Sequence[int] = 1,
     schedule: str | None = None,
     recompute: bool | None = None,
     all_reduce: str = "end",
@@ -75,6 +78,9 @@ def plan(
       divide the batch; for a model, the 8 numbers around four per device, with an estimate for each size. Replicas
       share whole samples, as the engines deal them; those of a `Chain` with `ideal_shares` share as in DAPPLE's paper:
       evenly, even if there are fewer samples than replicas.
+    - `tensor_parallel`: over how many devices of a server each op is cut: a number, several of which the best is
+      taken, or "auto" for all powers of two that a server has. How each op is cut is chosen so that a micro-batch
+      takes the least time on such a group. The devices of the cluster must then be of one kind.
     - `schedule`: "1f1b" or "1f1b-late" (both are tried if not given); "gpipe", "zb-h1", "zb-h2": the plan is made
       for 1F1B and runs in that order; "auto": the fastest of them all that fits, as simulated.
     - `all_reduce`: replicas add up gradients at the "end" of the step, or "overlap" that with the last backward.
@@ -103,18 +109,25 @@ def plan(
     first, others = _by_kind(what, where)
     known = _profiled(first, where, example_inputs, dtype)
     with working(f"planning {known.model} for {count(len(where.devices), 'device', 'devices')}", time_limit):
-        found = _planned(known, others, planner, request, most_layers)
+        found = _planned(known, others, planner, request, most_layers, degrees_of(tensor_parallel, where))
         with timed("simulator"):
             return _ordered(found, schedule)
 
 
 def _planned(
-    known: ModelProfile | Chain, others: Mapping[str, ModelProfile | Chain], planner: str, request: Request, most: int
+    known: ModelProfile | Chain,
+    others: Mapping[str, ModelProfile | Chain],
+    planner: str,
+    request: Request,
+    most: int,
+    degrees: Sequence[int],
 ) -> Planned:
     """The planner's answer; the stages of its plan have ops, unless a `Chain` was planned. `others` are the costs on
     kinds of devices where they are known; otherwise they are estimated."""
     where, about = request.cluster, (request.cluster, request.batch, planner, request.copies)
     if isinstance(known, Chain):
+        if degrees != (1,):
+            raise PlanError("tensor_parallel is for models: nothing tells how the layers of a Chain could be cut")
         if others:
             same = {kind: scaled(one, known.batch) for kind, one in others.items() if isinstance(one, Chain)}
             known = beside(known, same)
@@ -125,10 +138,51 @@ def _planned(
         return Planned(decided, answer.plan, (known,), *about, certificate=answer.certificate)
     with timed("layers"):
         made = layers(known.graph, known, most)
-        chains = tuple(_on_kinds(one, others, where, made) for one in _sizes(known, request))
-    answer = _searched(planner, replace(request, chains=chains))
-    decided = as_plan(known.graph, made, answer.plan, where.labels, _own_order(answer.plan))
-    return Planned(decided, answer.plan, chains, *about, _work(known), answer.certificate)
+    found = _each_degree(known, others, planner, request, made, degrees)
+    best, _ = min(found, key=lambda pair: pair[1].seconds)
+    answer = best_of([answer for _, answer in found])
+    plan = replace(answer.plan, tensor_parallel=best.degree)
+    return Planned(
+        as_plan(known.graph, made, plan, best.cluster.labels, _own_order(plan)),
+        plan,
+        best.chains,
+        *about,
+        _work(known),
+        answer.certificate,
+        best.shardings_at(request.batch / plan.micro_batches) if best.degree > 1 else (),
+        tuple((one.degree, answer.seconds) for one, answer in found) if len(degrees) > 1 else (),
+    )
+
+
+def _each_degree(
+    known: ModelProfile,
+    others: Mapping[str, ModelProfile | Chain],
+    planner: str,
+    request: Request,
+    made: Layers,
+    degrees: Sequence[int],
+) -> list[tuple[Candidate, Answer]]:
+    """The planner's answer with each tensor-parallel size; what cannot be planned is left out, unless all cannot. The
+    time for the search is shared by those that are left."""
+    until, profiles = perf_counter() + request.seconds, _sizes(known, request)
+    found: list[tuple[Candidate, Answer]] = []
+    refusals: list[PlanError] = []
+    for left, degree in zip(range(len(degrees), 0, -1), degrees, strict=True):
+        try:
+            with timed("layers"):
+                if degree > 1:
+                    one = candidate(profiles, made, request.cluster, degree)
+                else:
+                    chains = tuple(_on_kinds(profile, others, request.cluster, made) for profile in profiles)
+                    one = Candidate(1, request.cluster, chains, ())
+            seconds = max((until - perf_counter()) / left, LEAST_SECONDS)
+            asked = replace(request, chains=one.chains, cluster=one.cluster, seconds=seconds)
+            found.append((one, _searched(planner, asked)))
+        except PlanError as error:
+            refusals.append(error)
+    if not found:
+        raise refusals[-1]
+    return found
 
 
 def _on_kinds(known: ModelProfile, others: Mapping[str, ModelProfile | Chain], cluster: Cluster, made: Layers) -> Chain:

@@ -46,6 +46,8 @@ class HybridPlan:
 
     - `samples`: those of a micro-batch, which replicas share as `fxpipe.ir.replica_shares` deals them; None if shares
       are ideal.
+    - `tensor_parallel`: over how many devices each op is cut. Above 1, the positions of stages are those of groups, see
+      `fxpipe.ir.cluster.device_groups`.
     """
 
     model: str
@@ -54,6 +56,7 @@ class HybridPlan:
     warmup: str = "early"
     all_reduce: str = "end"
     samples: int | None = None
+    tensor_parallel: int = 1
 
     def __str__(self) -> str:
         return show(self)
@@ -112,6 +115,8 @@ def show(plan: HybridPlan) -> str:
     when = "at the end" if plan.all_reduce == "end" else "overlapped"
     head = f"{plan.model}: {len(plan.stages)} stages {shape(plan.stages)}, {plan.micro_batches} micro-batches, "
     head += f"{plan.warmup} warm-up, all-reduce {when}"
+    if plan.tensor_parallel > 1:
+        head += f", tensor parallel {plan.tensor_parallel}"
     if plan.samples is None and any(len(stage.devices) > 1 for stage in plan.stages):
         head += ", ideal shares"
     rows = [
@@ -128,9 +133,9 @@ def show(plan: HybridPlan) -> str:
     return "\n".join([head, *(line.rstrip() for line in table.splitlines())])
 
 
-def replica_group(cluster: Cluster, stage: HybridStage) -> str:
+def replica_group(cluster: Cluster, devices: Sequence[int]) -> str:
     """The devices of a stage as the cluster calls them, neighbours joined: "V100:0-7"."""
-    labels = [cluster.labels[device] for device in stage.devices]
+    labels = [cluster.labels[device] for device in devices]
     kinds = {label.rpartition(":")[0] for label in labels}
     numbers = [label.rpartition(":")[2] for label in labels]
     if len(kinds) == 1 and all(number.isdecimal() for number in numbers):

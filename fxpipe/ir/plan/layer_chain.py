@@ -177,7 +177,12 @@ def nearest(chains: Sequence[Chain], batch: float) -> Chain:
     ratio, scaled."""
     if not batch > 0:
         raise ValueError(f"a micro-batch of {batch} samples; it has some")
-    return scaled(min(chains, key=lambda chain: abs(log(batch / chain.batch))), batch)
+    return scaled(chains[nearest_at(chains, batch)], batch)
+
+
+def nearest_at(chains: Sequence[Chain], batch: float) -> int:
+    """The position of the chain whose size of micro-batch is the nearest by ratio."""
+    return min(range(len(chains)), key=lambda at: abs(log(batch / chains[at].batch)))
 
 
 def for_micro_batches(chains: Sequence[Chain], batch: int, micro_batches: int) -> Chain:

@@ -41,13 +41,15 @@ class StagePlan:
 @dataclass(frozen=True)
 class Plan:
     """The stages in pipeline order, the number of micro-batches and the schedule, by name or as a grid, for the model
-    named `model`."""
+    named `model`. With `tensor_parallel` above 1 each op is cut over that many devices, of which stages name the
+    first."""
 
     model: str
     stages: tuple[StagePlan, ...]
     chunks: Chunks
     schedule: str = "gpipe"
     deferred_batch_norm: bool = False
+    tensor_parallel: Annotated[int, at_least(1)] = 1
 
     def __str__(self) -> str:
         return show(self)
@@ -60,6 +62,11 @@ def stage_of(plan: Plan) -> dict[str, int]:
 
 def check(plan: Plan, ops: Collection[str]) -> None:
     """Raise ValueError if the plan is not one for a graph of these ops: it must place each of them once."""
+    if plan.tensor_parallel > 1:
+        raise ValueError(
+            f"its ops are cut over {plan.tensor_parallel} devices each, which can be planned and simulated, but not "
+            "run yet; plan with tensor_parallel=1"
+        )
     if plan.chunks < 1:
         raise ValueError(f"chunks is {plan.chunks}; a plan needs at least one micro-batch")
     if not plan.stages:

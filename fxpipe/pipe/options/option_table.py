@@ -140,6 +140,8 @@ PLAN = table(
     Option("batch_size", "samples in a training step", (whole(1),), 64),
     Option("planner", "what makes the plan", (one_of(*PLANNERS),), "dapple"),
     Option("micro_batches", "the planner's choice, if not given", (CHUNKS,), 8, unset=True),
+    Option("tensor_parallel", "over how many devices of a server each op is cut, several to try, or auto",
+           (whole(1), one_of("auto"), many(whole(1), "a list of numbers of devices", least=1)), (1, 2, 4, 8)),
     Option("schedule", "1f1b or 1f1b-late, if not given", (one_of(*STRAIGHT, AUTO),), "1f1b", unset=True),
     Option("recompute", "all stages or none; the planner's choice, if not given", (flag(),), True, unset=True),
     Option("all_reduce", "when replicas add up gradients", (one_of("end", "overlap"),), "overlap"),
@@ -147,7 +149,7 @@ PLAN = table(
     DTYPE,
     Option("most_layers", "into how many layers a model is cut at most", (whole(1),), 64),
     Option("time_limit", "seconds that the search may take", (SECONDS,), 30),
-)
+)  # fmt: skip
 
 SEARCH = table(
     CLUSTER,

@@ -11,6 +11,7 @@ what if
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from tabulate import tabulate
@@ -29,11 +30,21 @@ DAPPLE_SECONDS = 10.0  # that its search may take; on 16 devices it takes less t
 Row = tuple[str, str, str, str]
 
 
-def explain(planner: str, request: Request, chosen: Answer, timeline: Timeline) -> str:
-    """A text: the plans of other planners beside the chosen one, and the time of a step on more hardware."""
+def explain(planner: str, request: Request, chosen: Answer, timeline: Timeline, size: int = 1) -> str:
+    """A text: the plans of other planners beside the chosen one, and the time of a step on more hardware. With `size`
+    above 1 a device of the request stands for that many."""
     rivals = [_rival(name, request, chosen) for name in OTHERS if name != planner]
     lines = [_pace(timeline), "", "why", *_table([_own(planner, chosen), *rivals])]
-    return "\n".join([*lines, "", "what if", *_table(_what_if(planner, request, chosen))])
+    return "\n".join([*lines, "", "what if", *_table(_what_if(planner, request, chosen, size))])
+
+
+def sizes(degrees: Sequence[tuple[int, float]], chosen: int) -> str:
+    """A text: the time of a step with each tensor-parallel size that was tried; empty if there was one."""
+    if len(degrees) < 2:
+        return ""
+    best = dict(degrees)[chosen]
+    rows = [(str(size), show_seconds(seconds), f"{seconds / best - 1:+.1%}", "") for size, seconds in degrees]
+    return "\n".join(["tensor parallel", *_table(rows)])
 
 
 def _pace(line: Timeline) -> str:
@@ -68,9 +79,10 @@ def _rival(name: str, request: Request, chosen: Answer) -> Row:
     return _row(f"{name} {shape(answer.plan.stages)}", answer, chosen, facts)
 
 
-def _what_if(planner: str, request: Request, chosen: Answer) -> list[Row]:
+def _what_if(planner: str, request: Request, chosen: Answer, size: int) -> list[Row]:
     """The same planner on a changed cluster, with the micro-batches of the plan, so that nothing else differs."""
-    changes = {"one more device": one_more(request.cluster), "twice the bandwidth": widened(request.cluster, 2)}
+    more = "one more device" if size == 1 else f"{size} more devices"
+    changes = {more: one_more(request.cluster), "twice the bandwidth": widened(request.cluster, 2)}
     same = replace(request, micro_batches=chosen.plan.micro_batches, warmup=chosen.plan.warmup)
     rows = []
     for name, cluster in changes.items():

@@ -17,8 +17,10 @@ from tabulate import tabulate
 from fxpipe.errors import PlanError
 from fxpipe.ir.cluster import cluster as clusters
 from fxpipe.ir.cluster.cluster import Cluster
+from fxpipe.ir.cluster.device_groups import grouped, groups
 from fxpipe.ir.cluster.roofline import peak
 from fxpipe.ir.dataclass_json import from_plain, parse, to_plain, write
+from fxpipe.ir.operators.group_layout import OpSharding, show
 from fxpipe.ir.plan import hybrid_plan as hybrids
 from fxpipe.ir.plan import layer_chain as chains
 from fxpipe.ir.plan import plan as plans
@@ -62,6 +64,8 @@ class Planned:
     - `chains`: the same layers at one or several sizes of micro-batches.
     - `copies`: bytes in memory for each byte of parameters.
     - `work`: what the training of a sample is.
+    - `shardings`: how each op is cut over the devices of a group, with tensor parallelism.
+    - `degrees`: the seconds of the fastest plan found with each tensor-parallel size that was tried.
     - `certificate`: how far from the optimum the plan may be, if the planner proves it.
     """
 
@@ -74,12 +78,16 @@ class Planned:
     copies: float
     work: SampleWork = SampleWork()
     certificate: Certificate | None = None
+    shardings: tuple[OpSharding, ...] = ()
+    degrees: tuple[tuple[int, float], ...] = ()
 
     def __str__(self) -> str:
         """A head with the figures of the step, and a row for each stage."""
         line, layers = self.timeline, self.layers
         counts = f"{layers.micro_batches} micro-batches of {self.chain.batch:g}"
         shares = ", ideal shares" if self.chain.ideal_shares else ""
+        if layers.tensor_parallel > 1:
+            shares += f", tensor parallel {layers.tensor_parallel}"
         head = [
             f"{self.plan.model}: {shape(layers.stages)} on {len(self.memory)} of {len(self.cluster.devices)} devices, "
             f"{counts}, {self.plan.schedule}{shares}",
@@ -100,6 +108,20 @@ class Planned:
     def chain(self) -> Chain:
         """The chain at the size of a micro-batch."""
         return for_micro_batches(self.chains, self.batch, self.layers.micro_batches)
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The positions in the cluster of the devices that share each op; those of stages count these groups."""
+        return groups(self.cluster, self.layers.tensor_parallel)
+
+    @cached_property
+    def grouped(self) -> Cluster:
+        """The cluster with a device for each group."""
+        return grouped(self.cluster, self.layers.tensor_parallel)
+
+    def devices(self, stage: HybridStage) -> tuple[int, ...]:
+        """The positions in the cluster of all devices of a stage."""
+        return tuple(device for group in stage.devices for device in self.groups[group])
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -137,7 +159,7 @@ class Planned:
         found = {}
         for stage, peak_bytes in zip(self.layers.stages, self.timeline.high_water, strict=True):
             own = self.chain.parameters[stage.end] - self.chain.parameters[stage.first]
-            for device in stage.devices:
+            for device in self.devices(stage):
                 found[self.cluster.labels[device]] = memory_kinds(own, self.copies, peak_bytes)
         return found
 
@@ -145,13 +167,13 @@ class Planned:
     def memory(self) -> dict[str, int]:
         """The most bytes in use on each device that has a stage."""
         peaks = zip(self.layers.stages, self.timeline.high_water, strict=True)
-        return {self.cluster.labels[device]: peak for stage, peak in peaks for device in stage.devices}
+        return {self.cluster.labels[device]: peak for stage, peak in peaks for device in self.devices(stage)}
 
     @property
     def request(self) -> Request:
         """The request to search for alternatives: the same input, with 3 seconds for each search."""
         return Request(
-            self.chains, self.cluster, self.batch, all_reduce=self.layers.all_reduce, copies=self.copies, seconds=3
+            self.chains, self.grouped, self.batch, all_reduce=self.layers.all_reduce, copies=self.copies, seconds=3
         )
 
     def order(self, schedule: str) -> Schedule:
@@ -165,12 +187,15 @@ class Planned:
     def simulate(self, schedule: str | None = None) -> Timeline:
         """The simulated step, in the order of another schedule if one is given. Raises PlanError if there is none."""
         order = self.schedule if schedule is None else self.order(schedule)
-        return simulate_hybrid(self.chain, self.cluster, self.layers, order, self.copies)
+        return simulate_hybrid(self.chain, self.grouped, self.layers, order, self.copies)
 
     def explain(self) -> str:
         """The stages, and the times of other plans and on more hardware; the search takes a few seconds."""
-        chosen = Answer(self.layers, self.seconds, self.certificate)
-        return f"{self}\n\n{plan_alternatives.explain(self.planner, self.request, chosen, self.timeline)}"
+        chosen, size = Answer(self.layers, self.seconds, self.certificate), self.layers.tensor_parallel
+        why = plan_alternatives.explain(self.planner, self.request, chosen, self.timeline, size)
+        sizes = plan_alternatives.sizes(self.degrees, self.layers.tensor_parallel)
+        shared = show(self.shardings) if self.shardings else ""
+        return "\n\n".join(part for part in (str(self), why, sizes, shared) if part)
 
     def text(self, width: int = 80) -> str:
         """The timeline as bars for a terminal."""
@@ -201,10 +226,10 @@ def check(planned: Planned) -> None:
     for chain in planned.chains:
         chains.check(chain)
     clusters.check(planned.cluster)
-    hybrids.check(planned.layers, len(planned.chain), len(planned.cluster.devices))
+    hybrids.check(planned.layers, len(planned.chain), len(planned.groups))
     if not planned.batch >= planned.layers.micro_batches:
         raise ValueError(f"{planned.layers.micro_batches} micro-batches of a batch of {planned.batch}")
-    devices = [tuple(planned.cluster.labels[at] for at in stage.devices) for stage in planned.layers.stages]
+    devices = [tuple(planned.grouped.labels[at] for at in stage.devices) for stage in planned.layers.stages]
     if [stage.devices for stage in planned.plan.stages] != devices:
         raise ValueError("the stages of ops and the stages of layers are on different devices")
 
@@ -234,17 +259,17 @@ def _rows(planned: Planned) -> list[tuple[str, ...]]:
     micro, line, kinds = planned.chain, planned.timeline, planned.memory_kinds
     rows: list[tuple[str, ...]] = []
     for s, stage in enumerate(planned.layers.stages):
-        cost = stage_cost(micro, planned.cluster, stage)
-        room = min(planned.cluster.devices[device].memory for device in stage.devices)
+        cost = stage_cost(micro, planned.grouped, stage)
+        room = min(planned.grouped.devices[device].memory for device in stage.devices)
         rows.append(
             (
                 str(s),
                 _names(micro, stage),
-                replica_group(planned.cluster, stage),
+                replica_group(planned.cluster, planned.devices(stage)),
                 show_seconds(cost.forward),
                 show_seconds(cost.backward),
                 f"{line.busy[s] / line.makespan:.0%}" if line.makespan else "",
-                *kinds[planned.cluster.labels[stage.devices[0]]].cells(),
+                *kinds[planned.grouped.labels[stage.devices[0]]].cells(),
                 f"{show_bytes(line.high_water[s])} of {show_bytes(room)}",
                 show_bytes(micro.cuts[stage.end]) if stage.end < len(micro) else "",
                 "always" if stage.recompute else "never",

@@ -68,13 +68,15 @@ def _each_optimal(request: Request) -> Answer:
             refusals.append(error)
     if not found:
         raise refusals[-1]
-    return _best(found)
+    return best_of(found)
 
 
-def _best(found: Sequence[Answer]) -> Answer:
-    """The fastest, with a certificate for all of them."""
+def best_of(found: Sequence[Answer]) -> Answer:
+    """The fastest, with a certificate for all of them, if they have one."""
     best = min(found, key=lambda answer: answer.seconds)
     proofs = [answer.certificate for answer in found if answer.certificate is not None]
+    if len(proofs) < len(found):
+        return best
     bound = min(best.seconds, *(proof.bound for proof in proofs))
     certificate = Certificate(
         bound,

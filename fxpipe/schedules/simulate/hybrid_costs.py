@@ -82,6 +82,6 @@ def simulate_hybrid(
         schedule,
         [stage_cost(chain, cluster, stage, copies) for stage in plan.stages],
         hops,
-        [replica_group(cluster, stage) for stage in plan.stages],
+        [replica_group(cluster, stage.devices) for stage in plan.stages],
         [one for s in range(len(plan.stages)) for one in _reductions(chain, cluster, plan, s)],
     )

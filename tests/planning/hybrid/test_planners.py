@@ -20,7 +20,7 @@ CLUSTER = servers(2, 2, 1e3, 1e2, 0)
 
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_each_makes_a_plan_that_optimal_is_not_slower_than(planner: str) -> None:
-    request = Request((CHAIN,), CLUSTER, 16, seconds=5)
+    request = Request((CHAIN,), CLUSTER, 16, seconds=60)  # it ends when its proof is done
     answer = search(planner, request)
     check(answer.plan, 6, 4)
     best = search("optimal", request)
