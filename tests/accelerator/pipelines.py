@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import fxpipe
-from tests.helpers.models import MODELS, Case
+from tests.helpers.models import MODELS, Case, sequences
 from tests.helpers.transparency import Result, assert_same, build, inputs, plain, shown
 from tests.whole.test_steps import one_step, reference, stepped
 
@@ -23,13 +24,25 @@ ENDS = ["cpu:0", "sim:0", "cpu:1"]
 PLACES = {"three": THREE, "alone": ALONE, "mixed": MIXED, "ends": ENDS}
 MODES = ("never", "except_last", "always")
 TOL = 1e-7
-# What breaks pipelines in different ways, and draws no random numbers (on each device other ones come); no complex
-# numbers, which the test device does not compute yet, and no LSTM, for which torch has a kernel on accelerators alone.
-NAMES = (
-    "linear chain", "long skip", "skip ladder", "branches", "densenet", "tied weight", "tied module",
-    "tied transformer", "frozen", "weight norm", "batch norm", "other norms", "in place", "views", "indices",
-    "masked", "constants", "own loss", "encoder-decoder", "counter",
-)  # fmt: skip
+
+
+class GRU(nn.Module):
+    """torch's GRU, two layers, one of them without bias: a kernel of its own, as LSTM has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.GRU(8, 6, batch_first=True), nn.GRU(6, 4, bias=False, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.first(x)
+        y, _ = self.last(torch.relu(y))
+        return y
+
+
+# Without those that draw random numbers (on each device other ones come), and large ones.
+CASES = {name: case for name, case in MODELS.items() if not case.random and name not in ("amoebanet", "resnet")} | {
+    "gru": Case(GRU, sequences, frozenset())
+}
 
 
 def on_cpu(nest: Any) -> Any:
@@ -51,7 +64,7 @@ def compiled(case: Case, devices: Sequence[str], **options: Any) -> Iterator[tup
 
 def check_calls(name: str, devices: Sequence[str], batches: Sequence[int] = (8, 7, 2), **options: Any) -> None:
     """Calls of a pipe with backward are the plain model's, and all accesses are ordered."""
-    case = MODELS[name]
+    case = CASES[name]
     model, deferred = build(case), "deferred_batch_norm" in case.options
     with compiled(case, devices, **options) as (twin, pipe):
         for batch in batches:
@@ -67,7 +80,7 @@ def check_calls(name: str, devices: Sequence[str], batches: Sequence[int] = (8, 
 
 def check_steps(name: str, devices: Sequence[str], batches: Sequence[int] = (8, 7, 2), **options: Any) -> None:
     """The same for steps."""
-    case = stepped(MODELS[name])
+    case = stepped(CASES[name])
     model = build(case)
     chunks = options.get("chunks", 3)
     with compiled(case, devices, **options) as (twin, pipe):

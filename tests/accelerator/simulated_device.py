@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 
 KIND, COUNT, MEMORY = "sim", 4, 1 << 34
-SOURCES = ("streams.cpp", "operators.cpp", "interface.cpp")
+SOURCES = ("streams.cpp", "operators.cpp", "recurrent.cpp", "interface.cpp")
 HERE = Path(__file__).parent / "device"
 
 

@@ -6,7 +6,7 @@ import copy
 import weakref
 from collections.abc import Sequence
 from contextlib import closing
-from itertools import cycle
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -23,45 +23,51 @@ from tests.whole.test_steps import NAMES as SCHEDULES
 from tests.whole.test_steps import captured, stepped, steps_of
 
 from .child_process import on_device
-from .pipelines import MODES, NAMES, PLACES, THREE, check_calls, check_step, check_steps
+from .pipelines import CASES, MODES, PLACES, THREE, check_calls, check_step, check_steps
 from .simulated_device import KIND, checked, waits
 
 pytestmark = pytest.mark.accelerator
 
 QUICK = "long skip"
+PLACED = tuple(product(MODES, PLACES))
+OTHERS = [name for name in CASES if name != QUICK]
+CALLS = [(QUICK, *placed) for placed in PLACED]
+CALLS += [(name, *PLACED[(i + k) % len(PLACED)]) for i, name in enumerate(OTHERS) for k in (0, 5)]
+STEPS = [(QUICK, places) for places in PLACES]
+STEPS += [(name, tuple(PLACES)[i % len(PLACES)]) for i, name in enumerate(OTHERS)]
 
 
-@pytest.mark.parametrize("places", mostly_slow(PLACES, lambda places: places in ("three", "mixed")))
-@pytest.mark.parametrize("checkpoint", MODES)
-@pytest.mark.parametrize("name", mostly_slow(NAMES, lambda name: name == QUICK))
+def quick(one: tuple[str, ...]) -> bool:
+    return one[0] == QUICK and one[-1] in ("three", "mixed")
+
+
+@pytest.mark.parametrize(("name", "checkpoint", "places"), mostly_slow(CALLS, quick))
 @on_device
 def test_calls(name: str, checkpoint: str, places: str) -> None:
     check_calls(name, PLACES[places], (8, 7), checkpoint=checkpoint)
 
 
-@pytest.mark.parametrize("places", mostly_slow(PLACES, lambda places: places in ("three", "mixed")))
-@pytest.mark.parametrize("name", mostly_slow(NAMES, lambda name: name == QUICK))
+@pytest.mark.parametrize(("name", "places"), mostly_slow(STEPS, lambda one: quick(one) or one[0] in ("complex", "gru")))
 @on_device
 def test_steps(name: str, places: str) -> None:
     check_steps(name, PLACES[places], (8, 7), schedule="1f1b")
 
 
-@pytest.mark.parametrize("name", mostly_slow(NAMES, lambda name: name == QUICK))
+def test_there_are_enough_models() -> None:
+    assert len(CASES) >= 50
+
+
+@pytest.mark.parametrize("name", mostly_slow(CASES, lambda name: name == QUICK))
 @on_device
 def test_all_schedules(name: str) -> None:
     """On one capture."""
-    case = stepped(MODELS[name])
+    case = stepped(CASES[name])
     graph = captured(case, build(case), 8, 4)
-    ran = 0
     for schedule, checkpoint in zip(SCHEDULES, cycle(MODES), strict=False):
         labels = stage_devices(("sim:0", "sim:1"), schedule, None)
-        if len(labels) > len(graph.ops):
-            continue
         twin, options = build(case), Options(labels, 4, schedule=schedule, checkpoint=checkpoint)
         with steps_of(graph, twin, options, inputs(case, 8)) as step:
             check_step(case, build(case), twin, step, 8, 4)
-        ran += 1
-    assert ran >= len(SCHEDULES) - 3
 
 
 @on_device

@@ -384,6 +384,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view_as_complex", &at::native::view_as_complex);
 }
 
+// Copies look at these bits themselves; else torch would copy the tensor first, and so without end.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+
 // Autocast ----------------------------------------------------------------------------------------------------------
 
 // The few operators that autocast gives its dtype, as for other devices; all others are as they are.
