@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fxpipe
 from benchmarks.integrations import mesh as integration
 from fxpipe import RankError
+from tests.helpers.rendezvous_group import register
 from tests.whole.ranks.cases import Boom, Chain, at, raises, throw
 
 ROWS, CHUNKS, WORDS = 8, 4, 12
@@ -102,9 +103,13 @@ def tensor_parallel(part: nn.Module, mesh: Any) -> nn.Module:
 KINDS = {"ddp": ddp, "fsdp": fsdp, "fsdp by blocks": fsdp_by_blocks, "tp": tensor_parallel}
 
 
-def rows_of(*names: str) -> Any:
+def rows_of(*names: str, mode: str | None = None) -> Any:
+    """A mesh of the four ranks, over gloo, or in a mode of the group with NCCL's rules."""
     shape = (2, 2) if len(names) == 2 else tuple(1 if name == "pp" else 2 for name in names)
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+    if mode is None:
+        return init_device_mesh("cpu", shape, mesh_dim_names=names)
+    register()
+    return init_device_mesh("cpu", shape, mesh_dim_names=names, backend_override=dict.fromkeys(names, mode))
 
 
 def piped(mesh: Any, kinds: str, schedule: str, attends: bool = False) -> tuple[fxpipe.Pipe, nn.Module]:
@@ -131,9 +136,11 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def steps_are_the_models(group: Any, names: str, kinds: str, schedule: str, attends: bool) -> None:
+def steps_are_the_models(
+    group: Any, names: str, kinds: str, schedule: str, attends: bool, mode: str | None = None
+) -> None:
     """Some steps of training, with accumulation, a scaler and clipping, beside the plain model on the whole batch."""
-    mesh = rows_of(*names.split())
+    mesh = rows_of(*names.split(), mode=mode)
     pipe, plain = piped(mesh, kinds, schedule, attends)
     keys = {name for name, _ in pipe.named_parameters()}
     if "fsdp" in kinds:
@@ -198,9 +205,9 @@ def chained(mesh: Any, kind: str) -> tuple[Any, Tensor, Any]:
     return pipe, mine, lambda: pipe.step(mine, target=mine, loss_fn=F.mse_loss)
 
 
-def fail_in_one_row(group: Any, kind: str) -> None:
+def fail_in_one_row(group: Any, kind: str, mode: str | None) -> None:
     """Every rank of both rows has an error, and no gradient; the next step is right, also after errors at the door."""
-    mesh = rows_of("dp", "pp")
+    mesh = rows_of("dp", "pp", mode=mode)
     pipe, mine, step = chained(mesh, kind)
     step()
     wanted = [whole(p.grad).clone() for p in pipe.parameters()]
@@ -223,9 +230,9 @@ def fail_in_one_row(group: Any, kind: str) -> None:
     pipe.close()
 
 
-def lose(group: Any, kind: str) -> None:
+def lose(group: Any, kind: str, mode: str | None) -> None:
     """A rank of the second row is killed in the middle of a step."""
-    mesh = rows_of("dp", "pp")
+    mesh = rows_of("dp", "pp", mode=mode)
     pipe, _, step = chained(mesh, kind)
     step()
     if dist.get_rank() == 3:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
 from itertools import count
@@ -22,7 +22,7 @@ from fxpipe.engines.ranks.rank_transport import RankTransport
 from fxpipe.engines.transports.communicators import Communicators
 from fxpipe.pipe.ranks.rank_pipe import RankPipe
 from tests.helpers.models import MODELS
-from tests.helpers.rendezvous_group import register
+from tests.helpers.rendezvous_group import EAGER, LAZY, register
 from tests.helpers.transparency import build
 from tests.whole.ranks.cases import apart, chain, fail_everywhere, lose, raises, step_is_the_models
 from tests.whole.test_steps import stepped
@@ -146,6 +146,44 @@ def fail_in_each_action(group: Any, mode: str) -> None:
 
 
 # The group itself -----------------------------------------------------------------------------------------------------
+
+
+def computes_collectives(group: Any, mode: str) -> None:
+    """Those that meshes need, of two ranks."""
+    register()
+    rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+    made, other = (dist.new_group(ranks, backend=mode) for _ in range(2))
+    own, both = torch.tensor([rank + 1.0, 10.0]), torch.tensor([[1.0, 10.0], [2.0, 10.0]])
+    for op, wanted in (("SUM", both.sum(0)), ("AVG", both.mean(0)), ("MAX", both.amax(0)), ("MIN", both.amin(0))):
+        found = own.clone()
+        dist.all_reduce(found, getattr(dist.ReduceOp, op), made)
+        assert torch.equal(found, wanted), op
+        (part,) = torch.zeros(1, 1)
+        dist.reduce_scatter(part, list(own.split(1)), getattr(dist.ReduceOp, op), made)
+        assert torch.equal(part, wanted[rank : rank + 1]), op
+    rows = list(torch.zeros(2, 2))
+    dist.all_gather(rows, own, made)
+    assert torch.equal(torch.stack(rows), both)
+    parts = torch.zeros(2)
+    dist.all_to_all_single(parts, own, group=made)
+    assert torch.equal(parts, both[:, rank])
+    sent = own.clone()
+    dist.broadcast(sent, group=made, group_src=1)
+    assert torch.equal(sent, both[1])
+    dist.scatter(sent, list(both) if rank == 1 else None, group=made, group_src=1)
+    assert torch.equal(sent, both[rank])
+    with pytest.raises(RuntimeError, match="is not a type that NCCL has"):
+        dist.all_reduce(own.to(torch.int16), group=made)
+    # Two communicators in different orders: on a device that runs one call at a time, neither ends.
+    for one in (made, other):
+        dist.barrier(one)
+    works = [dist.all_reduce(own.clone(), group=one, async_op=True) for one in (made, other)[:: 1 - 2 * rank]]
+    with pytest.raises(RuntimeError, match="timed out") if mode == EAGER else nullcontext():
+        works[1].wait(timedelta(seconds=1))
+    dist.barrier(group)
+    if mode == LAZY:  # another call in the place of one
+        with pytest.raises(RuntimeError, match=r"allreduce SUM: rank 0|allgather: rank 1"):
+            dist.all_gather(rows, own, made) if rank else dist.all_reduce(own, group=made)
 
 
 def keeps_the_rules(group: Any, mode: str) -> None:

@@ -7,14 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.marks import mostly_slow
+from tests.helpers.rendezvous_group import EAGER, LAZY
 from tests.whole.ranks import meshes
 from tests.whole.ranks.pool import Pool, RankFailed
 
 SOON = 60  # seconds, as long as a rank may be silent
 
 
-def test_steps(pool: Pool) -> None:
-    pool.run(meshes.steps_are_the_models, "dp pp", "fsdp by blocks", "zb-h1", False)
+@pytest.mark.parametrize("mode", [None, EAGER])
+def test_steps(pool: Pool, mode: str | None) -> None:
+    pool.run(meshes.steps_are_the_models, "dp pp", "fsdp by blocks", "zb-h1", False, mode)
 
 
 @pytest.mark.slow
@@ -22,7 +25,6 @@ def test_steps(pool: Pool) -> None:
     ("names", "kinds", "schedule", "attends"),
     [
         ("dp pp", "ddp", "gpipe", False),
-        ("dp pp", "fsdp", "1f1b", False),
         ("pp tp", "tp", "zb-h1", True),
         ("pp tp", "tp", "interleaved", False),
         ("dp pp tp", "tp, fsdp by blocks", "1f1b", False),
@@ -34,21 +36,33 @@ def test_more_steps(pool: Pool, names: str, kinds: str, schedule: str, attends: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-v"])
+@pytest.mark.parametrize(("names", "kinds"), [("pp tp", "tp"), ("dp pp", "fsdp")])
+def test_steps_under_the_rules_of_nccl(pool: Pool, names: str, kinds: str, schedule: str) -> None:
+    """Values between stages, and collectives between rows: nothing is buffered, and both may share one queue."""
+    eager = (schedule in ("gpipe", "zb-v")) == (kinds == "tp")
+    pool.run(meshes.steps_are_the_models, names, kinds, schedule, schedule == "gpipe", EAGER if eager else LAZY)
+
+
+@pytest.mark.slow
 def test_what_is_refused(pool: Pool) -> None:
     pool.run(meshes.refused)
 
 
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_an_error_in_one_row(pool: Pool, kind: str) -> None:
-    pool.run(meshes.fail_in_one_row, kind)
+@pytest.mark.parametrize(
+    ("kind", "mode"), mostly_slow([("ddp", None), ("fsdp", None), ("fsdp", LAZY)], lambda one: one[0] == "ddp")
+)
+def test_an_error_in_one_row(pool: Pool, kind: str, mode: str | None) -> None:
+    pool.run(meshes.fail_in_one_row, kind, mode)
 
 
 @pytest.mark.slow
-def test_a_rank_is_lost() -> None:
+@pytest.mark.parametrize("mode", [None, EAGER])
+def test_a_rank_is_lost(mode: str | None) -> None:
     """Ranks of its own, for they end."""
     ranks = Pool(4)
     try:
-        ranks.start(meshes.lose, "fsdp", ranks=(0, 1, 2, 3))
+        ranks.start(meshes.lose, "fsdp", mode, ranks=(0, 1, 2, 3))
         began = time.monotonic()
         for rank in (0, 1, 2):
             with pytest.raises((RankFailed, EOFError), match="RankError"):

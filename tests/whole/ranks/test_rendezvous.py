@@ -34,6 +34,7 @@ def test_the_group_keeps_the_rules(mode: str) -> None:
     ranks = Pool(2)
     try:
         ranks.run(rendezvous.keeps_the_rules, mode, ranks=over(2))
+        ranks.run(rendezvous.computes_collectives, mode, ranks=over(2))
     finally:
         ranks.close()
 
