@@ -33,7 +33,8 @@ class Scope(nn.Module):
         object.__setattr__(self, name, value)
 
     def __getitem__(self, key: int | str) -> Any:
-        return self._find(str(key))
+        found = self._modules.get(str(key))
+        return self._find(str(key)) if found is None else found
 
     def _find(self, name: str) -> Any:
         for held in (self._modules, self._parameters, self._buffers):

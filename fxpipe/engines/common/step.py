@@ -55,6 +55,7 @@ class Step(Batches):
     - `mailboxes`: by stage, the mailbox with the messages to it.
     - `kept`: by stage and micro-batch, the arguments and results of a forward run.
     - `weights`: the second half of each backward whose first half is done.
+    - `graded`, `trains`: by stage, what its own backward returns gradients of, and whether any tensor needs a gradient.
     - `pairs`: for each stage, the model's tensors, and the aliases that collect their gradients; `fresh`: the aliases
       that have no gradient yet.
     - `rows`: the actions of each worker; `done`: the workers at the end of their rows.
@@ -106,6 +107,8 @@ class Step(Batches):
         self.leaves: dict[str, list[list[Tensor]]] = {}
         self.shares = tuple([size / self.total for size in self.sizes])
         self.hooks = self.make_hooks()
+        self.graded = {j: generated_backward.graded_tensors(self.stages[j]) for j in own}
+        self.trains = {j: bool(self.stages[j].trainable()) for j in own}
         for name, j in engine.feeds:
             if j in own:
                 self.feed(name, j)
@@ -272,7 +275,7 @@ class Step(Batches):
                 results = stage.forward(*kept.args)
         kept.results = results if isinstance(results, tuple) else (results,)
         if stage.graded is not None:
-            generated_backward.let_go(stage, kept, self.leaves)
+            generated_backward.let_go(stage, kept, self.graded[j], self.leaves)
         return results
 
     def forward_to_recompute(self, j: int, i: int, *args: Any) -> Any:
@@ -292,7 +295,7 @@ class Step(Batches):
 
     def marked(self, j: int, args: Sequence[Any], results: Any) -> Any:
         """The results of stage j, as values that need a gradient, if any of what it computes with does."""
-        if not (any(isinstance(x, Tensor) and x.requires_grad for x in args) or self.stages[j].trainable()):
+        if not (self.trains[j] or any(isinstance(x, Tensor) and x.requires_grad for x in args)):
             return results
         gives = self.engine.gradients[j].gives.values()
         several = results if isinstance(results, tuple) else (results,)
@@ -322,7 +325,9 @@ class Step(Batches):
         kept = self.kept.pop((j, i))
         if kept.values is not None:
             gives = self.engine.gradients[j].gives.values()
-            found = generated_backward.backward(self.stages[j], kept, grads, gives, self.context)
+            found = generated_backward.backward(
+                self.stages[j], kept, grads, gives, self.context, self.hooks[j], self.graded[j]
+            )
             return self._given(j, kept, found)
         roots, given = kept.roots(grads, self.engine.gradients[j].gives.values())
         if roots:
@@ -375,7 +380,8 @@ class Step(Batches):
             return
         if (j, i) in self.later:
             takes = len(self.engine.gradients[j].takes)
-            generated_backward.weight_gradient(self.stages[j], self.later.pop((j, i)), takes, self.context)
+            later, hooks = self.later.pop((j, i)), self.hooks[j]
+            generated_backward.weight_gradient(self.stages[j], later, takes, self.context, hooks, self.graded[j])
         else:
             weight_gradient(self.weights.pop((j, i)))
         if self.fresh[j]:
