@@ -30,14 +30,13 @@ from fxpipe.errors import CheckpointError
 from fxpipe.ir.dataclass_json import from_plain, parse
 from fxpipe.pipe.drop_in_module import DropInModule
 from fxpipe.pipe.materialize import listed
-from fxpipe.pipe.saved.tensor_sources import entries, read
+from fxpipe.pipe.saved.tensor_sources import entries, read, writing
 from fxpipe.runtime.interrupts import Interrupts, ignore
 
-from .distributed_save import OverRanks, Savers, Saving, draft, savers_of, write
+from .distributed_save import TABLE, OverRanks, Savers, Saving, draft, savers_of, write
 from .optimizer_state import find_state, groups_of, kept, names_of
 
 MODEL, OPTIM, EXTRA, ABOUT = "model.", "optim.", "extra.", "about."
-TABLE = ".metadata"  # torch.distributed.checkpoint writes this file last
 
 
 @dataclass(frozen=True)
@@ -113,6 +112,8 @@ def contents(
     """What this process writes, by key. Raises CheckpointError, see `save_checkpoint`."""
     if (path / TABLE).exists():
         raise CheckpointError(f"{path} has a checkpoint already; choose another folder")
+    if writing(path):
+        raise CheckpointError(f"{path} is being written, by an async_save_checkpoint; choose another folder")
     tensors = {MODEL + key: value for key, value in model_tensors(model, savers.store is None).items()}
     about: dict[str, Any] = {}
     if optimizer is not None:
@@ -132,8 +133,10 @@ def load_checkpoint(
     """Read what `save_checkpoint` has written, from any number of stages, into a pipe or a plain model and its
     optimizer, hyperparameters included. Returns the extras that were saved, by name.
 
-    No code in the folder is run. Tensors on the meta device stay there: `materialize(checkpoint=folder)` gives them
-    memory first. Raises CheckpointError, and changes nothing, if folder and model do not fit.
+    Waits for the folder if an `async_save_checkpoint` of this process is still writing it. No code in the folder is
+    run. Tensors on the meta device stay there: `materialize(checkpoint=folder)` gives them
+    memory first. Raises CheckpointError, and changes nothing, if folder and model do not fit, or if
+    the folder stays incomplete.
     """
     path = Path(folder)
     held = entries(path)

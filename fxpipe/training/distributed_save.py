@@ -29,20 +29,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
-from weakref import WeakSet
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from fxpipe.errors import CheckpointError
 from fxpipe.pipe.drop_in_module import DropInModule
 from fxpipe.pipe.ranks.loaded_rank_pipe import LoadedRanks
 from fxpipe.pipe.ranks.rank_consistency import on_each
 from fxpipe.pipe.ranks.rank_pipe import RankPipe
+from fxpipe.pipe.saved.tensor_sources import being_written
 from fxpipe.runtime.interrupts import Interrupts, ignore
 
 OverRanks = RankPipe | LoadedRanks
+TABLE = ".metadata"  # torch.distributed.checkpoint writes this file last
 PAUSE = 0.05  # seconds between two looks for the words of other ranks
 PATIENCE = 300.0  # seconds that a leader that ends looks for the words of ranks that are no ranks of a pipe
 
@@ -161,7 +163,7 @@ class Saving:
         self._here, self._asked = threading.Event(), threading.Event()  # files of this process are written; `wait` runs
         self._lock, self._complete = threading.Lock(), False
         self._settled = False
-        _unsettled.add(self)
+        being_written.add(self)
         # Not a daemon: the end of the process waits for it.
         threading.Thread(target=self._run, args=(drafted,), name=f"fxpipe writes {path}").start()
 
@@ -180,7 +182,32 @@ class Saving:
                 on_each(collect, lambda: self._finish(written) if self._savers.leads else None)
             finally:
                 self._settled = True
-                _unsettled.discard(self)
+                being_written.discard(self)
+
+    def complete(self) -> None:
+        """Return when the checkpoint is complete. Any rank may call this alone. Raises CheckpointError if writing has
+        failed, or if other ranks are not done within the timeout."""
+        self._here.wait()
+        end = time.monotonic() + self._savers.timeout
+        while not (self.path / TABLE).exists():
+            failed, late = self._failed(), time.monotonic() > end
+            if failed or late:
+                why = "it could not be written" if failed else "other ranks are still writing it"
+                raise CheckpointError(
+                    f"{self.path} is not complete, {why}: call wait() of its save on all ranks"
+                ) from (self._error)
+            time.sleep(PAUSE)
+
+    def _failed(self) -> bool:
+        """Whether nobody will complete the checkpoint, as far as this rank knows."""
+        with suppress(RuntimeError):  # the store is gone, with its process
+            store = self._savers.store
+            return self._error is not None or self._savers.lost() or (store is not None and store.check([self._key(0)]))
+        return True
+
+    def _key(self, place: int) -> str:
+        """Where a rank leaves word of its files; the leader, that the checkpoint stays incomplete."""
+        return f"fxpipe/save/{self._name}/{place}"
 
     def _own(self) -> Any:
         if self._error is not None:
@@ -209,11 +236,14 @@ class Saving:
                 self._finish(written)
         except Exception as error:
             self._error = error
+        if self._savers.store is not None and self._savers.leads and not self._complete and not self._asked.is_set():
+            with suppress(RuntimeError):
+                self._savers.store.set(self._key(0), b"")
 
     def _words(self) -> list[Any] | None:
         """Leave word of this process's files. On the leader, the words of all; None if one has failed, or if `wait`,
         which asks each process, is called meanwhile."""
-        store, keys = self._savers.store, [f"fxpipe/save/{self._name}/{place}" for place in range(self._count)]
+        store, keys = self._savers.store, [self._key(place) for place in range(self._count)]
         with suppress(RuntimeError):  # the store is gone, with its process: `wait` finds out why
             if not self._savers.leads:
                 store.set(keys[self._savers.place], b"" if self._error else pickle.dumps(self._written))
@@ -245,10 +275,8 @@ class Saving:
         print(f"fxpipe: the checkpoint {self.path} is not complete: {why}", file=sys.stderr)
 
 
-_unsettled: WeakSet[Saving] = WeakSet()
-
-
 @atexit.register
 def _report() -> None:
-    for saving in list(_unsettled):
-        saving.report()
+    for saving in list(being_written):
+        if isinstance(saving, Saving):
+            saving.report()

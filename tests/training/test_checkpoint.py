@@ -221,6 +221,30 @@ def test_the_next_one_waits(tmp_path: Path, slow_disk: threading.Event) -> None:
     assert (tmp_path / "b" / ".metadata").exists()
 
 
+def test_reading_waits(tmp_path: Path, slow_disk: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever model it is read, and whoever waits for it later."""
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    saving = async_save_checkpoint(tmp_path / "a", model, step=1)
+    with pytest.raises(CheckpointError, match="is being written, by an async_save_checkpoint"):
+        save_checkpoint(tmp_path / "a", other)
+    threading.Timer(0.1, slow_disk.set).start()
+    monkeypatch.chdir(tmp_path)
+    assert load_checkpoint("a", other) == {"step": 1}
+    assert torch.equal(other.weight, model.weight)
+    saving.wait()
+
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", full)
+    saving = async_save_checkpoint(tmp_path / "b", model)
+    with pytest.raises(CheckpointError, match="is not complete, it could not be written") as caught:
+        materialize(other, checkpoint=tmp_path / "b")
+    assert isinstance(caught.value.__cause__, OSError)
+    with pytest.raises(OSError, match="no space left"):
+        saving.wait()
+
+
 def test_an_error_of_writing_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError("no space left on device")

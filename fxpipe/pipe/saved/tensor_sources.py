@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -30,6 +31,22 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from fxpipe.errors import CheckpointError
 
 MODEL = "model."  # the prefix of a model's keys in a folder that also has other things
+
+
+class Writing(Protocol):
+    """A folder that a thread of this process is writing. `complete` returns when all of it is there."""
+
+    path: Path
+
+    def complete(self) -> None: ...
+
+
+being_written: WeakSet[Writing] = WeakSet()
+
+
+def writing(path: Path) -> list[Writing]:
+    """Those of this folder."""
+    return [one for one in list(being_written) if one.path.resolve() == path.resolve()]
 
 
 @dataclass(frozen=True)
@@ -91,7 +108,10 @@ def open_folder(path: Path) -> Source:
 
 def entries(path: Path) -> dict[str, TensorStorageMetadata]:
     """The tensors in a folder of torch.distributed.checkpoint, by key. Other entries are pickled, and are not read.
-    Raises CheckpointError if it is no such folder."""
+    Waits for the folder if this process is writing it. Raises CheckpointError if it is no such folder, or stays
+    incomplete."""
+    for one in writing(path):
+        one.complete()
     try:
         held = Reader(path).read_metadata().state_dict_metadata
     except (OSError, pickle.UnpicklingError, EOFError, AttributeError, LookupError, TypeError, ValueError) as error:

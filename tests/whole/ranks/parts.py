@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.utils.data import DataLoader
 
 import fxpipe
-from fxpipe.errors import FxpipeError, RankError
+from fxpipe.errors import CheckpointError, FxpipeError, RankError
 from fxpipe.pipe.materialize import slots_of
 from tests.docs.page_blocks import blocks, run, same
 from tests.training.test_checkpoint import Net, adam, batch, train
@@ -147,12 +147,13 @@ def saved_beside(group: Any, folder: Path) -> Run:
     with patch.object(FileSystemWriter, "write_data", late):
         fxpipe.async_save_checkpoint(folder / "whole", pipe, optimizer, step=3)
         losses = train(pipe, optimizer, range(3, 23))
-        end = time.monotonic() + 60
-        while fxpipe.last_checkpoint(folder) is None and time.monotonic() < end:
-            time.sleep(0.05)  # it is complete at some time, though nobody waits for it
+        # It is complete at some time, though nobody calls `wait`; each rank alone may read it.
+        assert fxpipe.load_checkpoint(folder / "whole", Net()) == {"step": 3}
     with patch.object(FileSystemWriter, "write_data", full):
         torn = fxpipe.async_save_checkpoint(folder / "torn", pipe, optimizer)
         train(pipe, optimizer, range(23, 24))
+        with pytest.raises(CheckpointError, match="torn is not complete, it could not be written"):
+            fxpipe.load_checkpoint(folder / "torn", Net())
         error, text = (OSError, "no space") if last else (RankError, f"^rank {dist.get_world_size(group) - 1}: OSError")
         with pytest.raises(error, match=text):
             torn.wait()
