@@ -123,8 +123,9 @@ def compile(
       stage that cannot be traced keeps autograd; `explain()` and its file say why. Not together with `compile_stages`,
       `strategy` or `offload`.
     - `compile_stages`: run each stage through `torch.compile`, with Inductor (True), or with a backend, by name or as a
-      function. Random ops and the model's own autograd functions stay outside. In schedules that split backward, a
-      compiled stage does its whole backward in the first half.
+      function; "device_graphs" records stages on accelerators, and then starts each as a whole. Random ops and the
+      model's own autograd functions stay outside. In schedules that split backward, a compiled stage does its whole
+      backward in the first half.
     - `transforms`: functions of your own from `torch.fx.GraphModule` to `torch.fx.GraphModule`, run in this order on
       each captured graph before it is cut: to fuse a pattern, or to quantise weights. The model's tensors are
       attributes of the module. Inputs, outputs and parameters must stay; a new tensor is a buffer of the module.

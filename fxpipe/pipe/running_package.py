@@ -17,7 +17,7 @@ from fxpipe.engines.common.step_engine import StepScheduler
 from fxpipe.engines.local.forward_engine import Pipeline
 from fxpipe.engines.ranks.rank_engine import RankScheduler
 
-from .build.compiled_stages import Backend, compile_stages
+from .build.compiled.compiled_stages import Backend, compile_stages
 from .build.phase_timing import timed
 
 Scheduler = Pipeline | StepScheduler | RankScheduler

@@ -1,4 +1,4 @@
-"""A device for tests, "sim:0" to "sim:3": its operators run on the host, and it knows which accesses are not ordered.
+"""A device for tests, "sim:0" to "sim:7": its operators run on the host, and it knows which accesses are not ordered.
 
     with checked():                 # raises DisorderError at its end
         y = x.to("sim:1")
@@ -26,8 +26,8 @@ from typing import NamedTuple
 
 import torch
 
-KIND, COUNT, MEMORY = "sim", 4, 1 << 34
-SOURCES = ("streams.cpp", "operators.cpp", "recurrent.cpp", "interface.cpp")
+KIND, COUNT, MEMORY = "sim", 8, 1 << 34
+SOURCES = ("streams.cpp", "operators.cpp", "recurrent.cpp", "graphs.cpp", "interface.cpp")
 HERE = Path(__file__).parent / "device"
 
 
@@ -169,6 +169,12 @@ def spans() -> list[Span]:
     """All operations with a duration since the last reset."""
     rows = [text.split("|") for text in torch.ops.simulated.spans()]
     return [Span(stream, what, float(start), float(end)) for stream, what, start, end in rows]
+
+
+def launches() -> int:
+    """How many times a graph has been launched, in this process."""
+    found: int = torch.ops.simulated.launches()
+    return found
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from fxpipe.viz import svg
 
 from . import batch_statistics
 from .build import Build
-from .compiled_stages import Backend, name_of
+from .compiled.compiled_stages import Backend, name_of
 
 COSTS = ("ops", "parameters", "forward", "backward", "keeps", "takes", "gives", "recompute")
 HEADERS, DEVICE_HEADERS = ("stage", "device", *COSTS), ("device", "stages", *COSTS)

@@ -22,6 +22,7 @@ from fxpipe.ir.plan.profile import Profile
 from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.ir.units import count
 from fxpipe.passes import Pass
+from fxpipe.pipe.build.compiled.device_graphs import NAME, device_graphs, refusal
 from fxpipe.runtime import accelerator
 from fxpipe.runtime.accelerator import has_streams
 from fxpipe.schedules.make_schedule import AUTO, SCHEDULES, STRAIGHT, WARM, Own, make, placement
@@ -86,6 +87,7 @@ def check(options: Options) -> Options:
         )
     if options.backward == "code":
         check_code(options)
+    check_graphs(options)
     if options.place is not None:
         check_placed(options)
     elif options.schedule != AUTO:
@@ -118,7 +120,31 @@ def backend_of(asked: bool | str | Callable[..., Any]) -> str | Callable[..., An
     """The backend that `compile_stages` asks for; None if stages are not compiled."""
     if isinstance(asked, bool):
         return "inductor" if asked else None
-    return asked
+    return device_graphs if asked == NAME else asked
+
+
+def check_graphs(options: Options) -> None:
+    """Raise PlanError for graphs on devices that have none, and for torch's own, which do not suit micro-batches."""
+    backend = backend_of(options.compile_stages)
+    devices = [torch.device(label) for label in options.devices if is_local(label)]
+    if backend == "cudagraphs" or (backend == "inductor" and any(map(has_streams, devices)) and inductor_records()):
+        asked = (
+            "is 'cudagraphs'" if backend == "cudagraphs" else "is for Inductor, with torch's config.triton.cudagraphs"
+        )
+        raise PlanError(
+            f"compile_stages {asked}: such graphs keep results where their next run writes, and a pipe has results of "
+            f"several micro-batches at a time; write compile_stages={NAME!r}"
+        )
+    for device in devices:
+        if backend is device_graphs and (reason := refusal(device)):
+            raise PlanError(f"compile_stages is {NAME!r}, and {reason}: leave it out, or name another backend")
+
+
+def inductor_records() -> bool:
+    """Whether Inductor is set to make graphs of its own."""
+    import torch._inductor.config as config  # late: it takes a second
+
+    return bool(config.triton.cudagraphs)
 
 
 def stage_devices(labels: tuple[str, ...], schedule: Own, stages_per_device: int | None) -> tuple[str, ...]:

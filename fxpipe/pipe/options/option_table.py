@@ -19,6 +19,7 @@ from fxpipe.ir.operators.operators import OperatorGraph
 from fxpipe.ir.plan.plan import CHECKPOINT_MODES, MOST_CHUNKS, Plan
 from fxpipe.ir.plan.profile import Profile
 from fxpipe.ir.schedule.schedule import Schedule
+from fxpipe.pipe.build.compiled.device_graphs import NAME
 from fxpipe.pipe.results.planned import Planned
 from fxpipe.pipe.results.replanned import Replanned
 from fxpipe.pipe.results.searched import Searched
@@ -59,8 +60,8 @@ def _is_pair(value: Any) -> bool:
 
 
 def backends() -> Collection[str]:
-    """The backends that torch.compile knows by name."""
-    return torch.compiler.list_backends(exclude_tags=())
+    """The backends that torch.compile knows by name, and ours."""
+    return [*torch.compiler.list_backends(exclude_tags=()), NAME]
 
 
 def read_cluster(cluster: Cluster | str) -> Cluster:

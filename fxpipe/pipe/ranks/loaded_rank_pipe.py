@@ -24,7 +24,7 @@ from fxpipe.errors import PackageError, RankError
 from fxpipe.ir.program.messages import MessageTable
 from fxpipe.ir.program.messages import load as load_table
 from fxpipe.ir.schedule.schedule import Action
-from fxpipe.pipe.build.compiled_stages import Backend
+from fxpipe.pipe.build.compiled.compiled_stages import Backend
 from fxpipe.pipe.running_package import RunningPackage
 from fxpipe.pipe.saved.loaded_pipe import Loaded, LoadedState, loss_root, opened
 

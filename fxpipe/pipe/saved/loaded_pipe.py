@@ -20,7 +20,7 @@ from fxpipe.codegen.package.load_package import bind, tensors_of
 from fxpipe.engines.common.step_engine import StepScheduler
 from fxpipe.errors import InputError
 from fxpipe.ir.timeline import Timeline
-from fxpipe.pipe.build.compiled_stages import Backend
+from fxpipe.pipe.build.compiled.compiled_stages import Backend
 from fxpipe.pipe.drop_in_module import DropInModule, Forward, State, check_grad
 from fxpipe.pipe.options.option_table import check_accumulate
 from fxpipe.pipe.processes import Processes, StepOptions, Tensors

@@ -13,7 +13,7 @@ from fxpipe.ir.plan import plan as plans
 from fxpipe.ir.units import show_bytes
 from fxpipe.pipe.build.build import Build
 from fxpipe.pipe.build.build_report import explain
-from fxpipe.pipe.build.compiled_stages import Backend
+from fxpipe.pipe.build.compiled.compiled_stages import Backend
 from fxpipe.pipe.build.local_cluster import cores, cpu_memory
 from fxpipe.pipe.options.compile_options import Options
 from fxpipe.runtime.accelerator import present, properties

@@ -5,6 +5,7 @@
 #include <c10/core/Stream.h>
 
 #include <atomic>
+#include <functional>
 #include <memory>
 
 #include "ordering.h"
@@ -12,7 +13,7 @@
 namespace simulated {
 
 constexpr auto TYPE = c10::DeviceType::PrivateUse1;
-constexpr int DEVICES = 4;
+constexpr int DEVICES = 8;
 constexpr int64_t BYTES = int64_t(1) << 34;  // the memory of each device
 
 struct Memory {  // the context of a DataPtr
@@ -21,7 +22,14 @@ struct Memory {  // the context of a DataPtr
   std::shared_ptr<void> kept;  // to be kept as long
 };
 
+struct Recording {  // what a thread does between the beginning and the end of a graph's capture
+  std::vector<std::function<void()>> again;
+  std::vector<at::Tensor> made;
+};
+
 extern Ordering ordering;
+extern thread_local Recording* recording;  // null while nothing is captured
+extern std::atomic<int64_t> launches;      // of graphs
 extern std::atomic<int> pinned_blocks;  // how many are alive
 
 int current_stream(int device);  // its number

@@ -61,6 +61,7 @@ TORCH_LIBRARY(simulated, m) {
     ordering.seconds = seconds, ordering.copy_seconds = copy_seconds;
   });
   m.def("reset", [] { reset(); });
+  m.def("launches", [] { return (int64_t)launches; });
   m.def("generator", [](int64_t device) { return generator((int)device); });
 }
 

@@ -80,6 +80,7 @@ static void use(std::vector<Use>& uses, const at::Tensor& tensor, bool write) {
 }
 
 static void submit(c10::Device device, const std::vector<Use>& uses, const std::string& what, double seconds) {
+  if (recording) return;  // nothing runs yet
   auto stream = current_stream(device.index());
   std::lock_guard<std::mutex> guard(ordering.mutex);
   ordering.submit(stream, uses, what, seconds);
@@ -104,6 +105,7 @@ struct Call {
   void run() {
     find_device();
     c10::DeviceGuard guard(*device);
+    auto taken_before = torch::jit::last(*stack, schema.arguments().size()).vec();
     auto begin = stack->size() - schema.arguments().size();
     for (size_t i = 0; i < schema.arguments().size(); i++) {
       auto& argument = schema.arguments()[i];
@@ -127,8 +129,48 @@ struct Call {
     }
     if (only_views) return;
     auto what = schema.name() + ", " + line();
+    if (recording) record(taken_before, what, waits);
     submit(*device, uses, what, ordering.seconds);
     if (waits) wait_on_host(stream_on(*device), what);
+  }
+
+  // Keep the operator for the graph. What it has computed now serves to know its results.
+  void record(const std::vector<IValue>& inputs, const std::string& what, bool waits) {
+    TORCH_CHECK(!waits, what, " needs the host, which a graph does not wait for");
+    for (auto& argument : arguments)
+      TORCH_CHECK(!argument.write || block_at(argument.tensor.const_data_ptr())->pooled, what, " writes memory that is not the graph's");
+    std::vector<at::Tensor> results;
+    for (auto& value : torch::jit::last(*stack, schema.returns().size()))
+      each(value, [&](const at::Tensor& tensor) { results.push_back(tensor); });
+    recording->made.insert(recording->made.end(), results.begin(), results.end());
+    recording->again.push_back([op = op, inputs, results, what, device = *device] {
+      Stack stack = inputs;
+      Call(op, &stack).run_again(results, what, device);
+    });
+  }
+
+  // Compute a recorded operator, into the same memory as when it was recorded.
+  void run_again(const std::vector<at::Tensor>& results, const std::string& what, c10::Device there) {
+    device = there;
+    c10::DeviceGuard guard(there);
+    for (size_t i = 0; i < schema.arguments().size(); i++) {
+      auto* alias = schema.arguments()[i].alias_info();
+      (*stack)[i] = taken((*stack)[i], schema.arguments()[i], alias && alias->isWrite());
+    }
+    compute();
+    std::vector<Use> uses;
+    for (auto& argument : arguments) use(uses, argument.tensor, argument.write);
+    size_t next = 0;
+    for (auto& value : *stack)
+      each(value, [&](const at::Tensor& found) {
+        auto& result = results[next++];
+        if (!result.defined()) return;
+        auto memory = seen(result);
+        Computing here;
+        if (memory.data_ptr() != found.data_ptr()) memory.copy_(found);
+        use(uses, result, true);
+      });
+    submit(there, uses, what, ordering.seconds);
   }
 
   // Operators that draw numbers and take no generator draw from the host's, which stands in for the device's meanwhile.
@@ -304,6 +346,13 @@ static at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool n
     seen(to).copy_(seen(from));
   }
   auto what = "a copy from " + from.device().str() + " to " + to.device().str() + ", " + line();
+  if (recording) {
+    TORCH_CHECK(from.device() == to.device(), what, " leaves the device that a graph is of");
+    TORCH_CHECK(block_at(to.const_data_ptr())->pooled, what, " writes memory that is not the graph's");
+    recording->made.push_back(to);
+    recording->again.push_back([from, to] { copy_from(from, to, true); });
+    return to;
+  }
   auto between = from.device() != to.device() && on_device(from) && on_device(to);
   auto device = on_device(from) ? from.device() : to.device();
   std::vector<Use> uses;
@@ -323,6 +372,7 @@ static at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor&
 
 static at::Scalar local_scalar(const at::Tensor& tensor) {
   auto what = "item, " + line();
+  TORCH_CHECK(!recording, what, " needs the host, which a graph does not wait for");
   std::vector<Use> uses;
   use(uses, tensor, false);
   submit(tensor.device(), uses, what, 0);

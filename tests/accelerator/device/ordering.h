@@ -44,6 +44,7 @@ struct Block {  // memory of a device, or pinned memory of the host
   size_t bytes = 0;
   StreamKey home{-1, 0};           // the stream that it was allocated on; device -1: the host
   int stream = HOST;               // its number
+  bool pooled = false;             // of a graph: nothing else gets this memory before the device is done with it
   std::vector<Access> accesses;    // those that a later one may have to be ordered after
   std::set<int> recorded;          // the streams of record_stream
 };
@@ -149,7 +150,7 @@ class Ordering {
 
   // Memory goes back to the stream that it came from, which may use it for something else at once.
   void free(Block& block, const std::string& what) {
-    if (block.stream == HOST) return;  // torch waits before it reuses pinned memory
+    if (block.stream == HOST || block.pooled) return;  // torch waits before it reuses pinned memory
     auto& clock = clocks_[block.stream];
     for (auto& past : block.accesses)
       if (past.stream != block.stream && !block.recorded.count(past.stream) && !done(past, clock) && !done(past, host_))

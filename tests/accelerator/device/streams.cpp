@@ -13,6 +13,8 @@ namespace simulated {
 
 Ordering ordering;
 std::atomic<int> pinned_blocks{0};
+thread_local Recording* recording = nullptr;
+std::atomic<int64_t> launches{0};
 static std::map<char*, Block*> blocks;  // all that are alive, by address
 static thread_local c10::DeviceIndex current_device = 0;
 static thread_local int64_t current_streams[DEVICES] = {};
@@ -48,6 +50,7 @@ c10::DataPtr tracked(void* data, size_t bytes, int device, void* owned, std::sha
     pinned_blocks++;
     return {data, memory, &freed, c10::Device(c10::kCPU)};
   }
+  memory->block.pooled = recording != nullptr;
   memory->block.home = {device, current_streams[device]};
   memory->block.stream = ordering.number(memory->block.home);
   stats[device].allocated_bytes[0].increase(bytes);

@@ -1,0 +1,1 @@
+"""Stages that run through a compiler, and what compilers need of the device."""
