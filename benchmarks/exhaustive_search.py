@@ -144,8 +144,8 @@ def _note(p: Problem, c: Choices, s: State, t: Trips, i: int, choice: int) -> No
     put(p, s, i, row, c.place[choice])
     t.parts[choice] = p.row_parts[row]
     for k in range(p.row_parts[row]):
-        t.work[choice, k, 0] = s.task[i * p.parts + k].span
-        t.work[choice, k, 1] = s.task[(2 * p.n - 1 - i) * p.parts + k].span
+        t.work[choice, k, 0] = s.task[2 * i * p.parts + k].span
+        t.work[choice, k, 1] = s.task[(4 * p.n - 2 * i - 1) * p.parts + k].span
     if g >= 0:
         hold(p, s, i, 1)
         for d in range(p.devices):
@@ -159,14 +159,14 @@ def _note(p: Problem, c: Choices, s: State, t: Trips, i: int, choice: int) -> No
 def _reads(p: Problem, s: State, t: Trips, e: int) -> None:
     """How much moves along an edge, for any degrees of its operators."""
     i, j, pair = p.source[e], p.target[e], t.read_first[e]
-    first = s.backward_rows[e]
+    first = s.pair_first
     for a in range(p.row_first[i], p.row_first[i + 1]):
         for b in range(p.row_first[j], p.row_first[j + 1]):
             cuts, sizes, parts = (p.degrees[a], p.degrees[b]), (p.sizes[i], p.sizes[j]), p.row_parts[b]
-            overlaps(*cuts, *sizes, p.need[e], parts, first, s.message, s.volume, s.scratch, 0)
+            overlaps(*cuts, *sizes, p.need[e], parts, first, s.pair[0], s.volume, s.scratch)
             for m in range(parts):
                 for x in range(first[m], first[m + 1]):
-                    t.read[pair, s.message[x].peer, m] = s.volume[x] * p.element
+                    t.read[pair, s.pair[0, x], m] = s.volume[x] * p.element
             pair += 1
 
 

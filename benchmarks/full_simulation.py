@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from fxpipe.planning.operators.compiled.edge_messages import gradient_slots, has_sums, holders
 from fxpipe.planning.operators.compiled.event_queue import pop, push
 from fxpipe.planning.operators.compiled.flat_arrays import EVENT, Floats, Ints, Problem, State, state
 from fxpipe.planning.operators.compiled.graph_update import build
 from fxpipe.planning.operators.compiled.metropolis import begin, propose, threshold
-from fxpipe.planning.operators.compiled.numba_compiler import allocating, entry
+from fxpipe.planning.operators.compiled.numba_compiler import allocating, compiled, entry
 from fxpipe.planning.operators.compiled_core import Core
 
 
@@ -22,8 +23,9 @@ class FullCore(Core):
     def differences(self) -> int:
         """How many times of tasks are not those of a simulation from nothing: 0 if all is well."""
         work, times = self._room()
-        rows, places = self.state.row, self.state.task["place"][: self.problem.n * self.problem.parts]
-        placed = np.ascontiguousarray(places, np.int64).reshape(self.problem.n, self.problem.parts)
+        n, parts = self.problem.n, self.problem.parts
+        rows, places = self.state.row, self.state.task["place"][: 2 * n * parts].reshape(2 * n, parts)[::2]
+        placed = np.ascontiguousarray(places, np.int64)
         return int(differences(self.problem, self.state, work, rows, placed, times))
 
     def walk_from_nothing(self, steps: int, temperature: float) -> None:
@@ -38,42 +40,65 @@ class FullCore(Core):
         """A second state of the same size, and a line for each of its tasks: what algorithm 1 works in."""
         p, messages = self.problem, len(self.state.message)
         if self._work is None or len(self._work[0].message) != messages:
-            self._work = state(p, messages), np.zeros((2 * p.n * p.parts + p.groups * (1 + p.devices) + messages, 3))
+            tasks = 6 * p.n * p.parts + p.groups * (1 + p.devices) + messages
+            self._work = state(p, messages), np.zeros((tasks, 3))
         return self._work
 
 
 @allocating
 def full(p: Problem, s: State, rows: Ints, devices: Ints, times: Floats) -> float:
     """Seconds of a strategy; `s` is room to work in, `times` for ready, start and end of each task: computations and
-    gatherings by slots, then messages as they lie in `s`, then what devices pass on in groups. Minus one if there is no
-    room for all messages."""
+    gatherings by slots, then messages as they lie in `s`, then what devices pass on in groups, and in sums. Minus one
+    if there is no room for all messages."""
     if not build(p, s, rows, devices):
         return -1.0
     n, M, D = p.n, p.parts, p.devices
-    slots = 2 * n * M
+    slots = 4 * n * M
     messages = slots + p.groups
     exchanges = messages + s.top[0]
-    count = exchanges + p.groups * D
+    rings = exchanges + p.groups * D
+    count = rings + 2 * n * M
     place = np.full(count, -1)
     seconds = np.zeros(count)
     key = np.zeros(count, np.int64)
-    wide = len(p.source) * M + 2  # keys of messages lie between those of computations
+    wide = (len(p.source) * M + M + 2) * M  # keys of messages lie between those of computations
     for t in range(slots):
+        if (t // M & 1 == 1) == (t < 2 * n * M):
+            continue
         place[t] = s.task[t].place
         seconds[t] = s.task[t].span
     key[:messages] = np.arange(messages) * wide
-    edge_from = np.empty(2 * s.top[0] + 4 * slots + p.groups * D, np.int64)
+    edge_from = np.empty((2 * s.top[0] + 4 * slots) * (M + 1) + p.groups * D, np.int64)
     edge_to = np.empty_like(edge_from)
     edges = 0
     exists = np.zeros(count, np.bool_)
     for i in range(n):
+        each = holders(p, s, i)
         for k in range(p.row_parts[s.row[i]]):
-            forward, backward = i * M + k, (2 * n - 1 - i) * M + k
+            forward, backward = 2 * i * M + k, (4 * n - 2 * i - 1) * M + k
             exists[forward] = True
             exists[backward] = True
-            if s.task[backward].waits == 0:
-                edge_from[edges], edge_to[edges] = forward, backward
+            total = (2 * i + 1) * M + k // each
+            if has_sums(p, s, i):
+                exists[total] = True
+                edge_from[edges], edge_to[edges] = forward, total
                 edges += 1
+            for way in range(2):
+                t, line = (total, i) if way == 0 else ((4 * n - 2 * i - 2) * M + k // each, n + i)
+                ring = rings + line * M + k
+                if s.ring[line, k].lasts > 0 and (has_sums(p, s, i) if way == 0 else s.task[t].waits > 0):
+                    exists[ring] = True
+                    place[ring] = D + s.ring[line, k].wire
+                    seconds[ring] = s.ring[line, k].lasts
+                    key[ring] = key[t] + 1 + k % each
+                    edge_from[edges], edge_to[edges] = t, ring
+                    edges += 1
+            if s.task[backward].waits == 0:
+                edges = _after_sum(p, s, i, k, backward, 0, rings, edge_from, edge_to, edges)
+            total = (4 * n - 2 * i - 2) * M + k // each
+            if s.task[total].waits > 0:
+                exists[total] = True
+                edges = _after_sum(p, s, i, k, backward, 1, rings, edge_from, edge_to, edges)
             if p.group[i] >= 0:
                 exists[slots + p.group[i]] = True
                 edge_from[edges], edge_to[edges] = backward, slots + p.group[i]
@@ -82,22 +107,27 @@ def full(p: Problem, s: State, rows: Ints, devices: Ints, times: Floats) -> floa
         for way in range(2):
             i, j = (p.source[e], p.target[e]) if way == 0 else (p.target[e], p.source[e])
             rows_of = s.forward_rows[e] if way == 0 else s.backward_rows[e]
-            sender = i * M if way == 0 else (2 * n - 1 - i) * M
-            receiver = j * M if way == 0 else (2 * n - 1 - j) * M
+            sender = 2 * i * M if way == 0 else (4 * n - 2 * i - 1) * M
+            receiver, each = (2 * j * M, 1) if way == 0 else gradient_slots(p, s, e)
+            summed = way == 0 and has_sums(p, s, i)
             for k in range(p.row_parts[s.row[i]]):
                 for x in range(rows_of[k], rows_of[k + 1]):
-                    edge_from[edges] = sender + k
-                    if s.message[x].wire >= 0:
-                        message = messages + x
-                        exists[message] = True
-                        place[message] = D + s.message[x].wire
-                        seconds[message] = s.message[x].lasts
-                        key[message] = key[sender + k] + 1 + e * M + s.message[x].peer
-                        edge_to[edges] = message
+                    to = receiver + s.message[x].peer // each
+                    first = messages + x if s.message[x].wire >= 0 else to
+                    if summed:
+                        edges = _after_sum(p, s, i, k, first, 0, rings, edge_from, edge_to, edges)
+                    else:
+                        edge_from[edges], edge_to[edges] = sender + k, first
                         edges += 1
-                        edge_from[edges] = message
-                    edge_to[edges] = receiver + s.message[x].peer
-                    edges += 1
+                    if first != to:
+                        turn = sender + M + k // holders(p, s, i) if summed else sender + k
+                        exists[first] = True
+                        place[first] = D + s.message[x].wire
+                        seconds[first] = s.message[x].lasts
+                        order = k % holders(p, s, i) * len(p.source) if summed else 0
+                        key[first] = key[turn] + 1 + M + (order + e) * M + s.message[x].peer
+                        edge_from[edges], edge_to[edges] = first, to
+                        edges += 1
     for g in range(p.groups):
         for d in range(D):
             if s.sync[g, d].lasts > 0:
@@ -113,6 +143,36 @@ def full(p: Problem, s: State, rows: Ints, devices: Ints, times: Floats) -> floa
     for _ in range(p.simulations):
         most = _algorithm_1(place, seconds, key, exists, first, after, waits.copy(), D + p.links, times)
     return most
+
+
+@compiled
+def _after_sum(
+    p: Problem,
+    s: State,
+    i: int,
+    k: int,
+    to: int,
+    way: int,
+    rings: int,
+    edge_from: Ints,
+    edge_to: Ints,
+    edges: int,
+) -> int:
+    """Task `to` waits until part k of operator i has its region (`way` 0), or that region's gradients (1). Returns the
+    number of edges."""
+    each, before = holders(p, s, i), edges
+    if way == 0 and not has_sums(p, s, i):
+        edge_from[edges], edge_to[edges] = 2 * i * p.parts + k, to
+        return edges + 1
+    for x in range(k // each * each, (k // each + 1) * each):
+        if s.ring[way * p.n + i, x].lasts > 0:
+            edge_from[edges], edge_to[edges] = rings + (way * p.n + i) * p.parts + x, to
+            edges += 1
+    if edges == before:
+        first = (2 * i + 1) * p.parts if way == 0 else (4 * p.n - 2 * i - 2) * p.parts
+        edge_from[edges], edge_to[edges] = first + k // each, to
+        edges += 1
+    return edges
 
 
 @allocating
@@ -212,13 +272,24 @@ def differences(p: Problem, s: State, f: State, rows: Ints, devices: Ints, times
     """How many ready, start and end times in `s` are not those of its strategy simulated from nothing, with `f` and
     `times` to work in."""
     n, M, D = p.n, p.parts, p.devices
-    slots = 2 * n * M
+    slots = 4 * n * M
     messages = slots + p.groups
     found = int(full(p, f, rows, devices, times) != s.cost[0])
     exchanges = messages + f.top[0]
+    rings = exchanges + p.groups * D
     for i in range(n):
+        each = holders(p, s, i)
         for k in range(p.row_parts[s.row[i]]):
-            for t in (i * M + k, (2 * n - 1 - i) * M + k):
+            sums = (2 * i + 1) * M + k // each, (4 * n - 2 * i - 2) * M + k // each
+            for way in range(2):
+                if not (has_sums(p, s, i) if way == 0 else each > 1 and s.task[sums[way]].waits > 0):
+                    continue
+                one, y = s.task[sums[way]], rings + (way * n + i) * M + k
+                found += one.ready != times[sums[way], 0]
+                if s.ring[way * n + i, k].lasts > 0:
+                    begin, lasts = s.ring[way * n + i, k].begin, s.ring[way * n + i, k].lasts
+                    found += begin != times[y, 1] or begin + lasts != times[y, 2]
+            for t in (2 * i * M + k, (4 * n - 2 * i - 1) * M + k):
                 one = s.task[t]
                 found += one.ready != times[t, 0] or one.start != times[t, 1] or one.end != times[t, 2]
     for e in range(len(p.source)):

@@ -179,12 +179,13 @@ def _line(x1: float, y1: float, x2: float, y2: float) -> str:
 
 
 def _box(operator: Operator, config: Config, sheet: _Sheet, colors: Sequence[str]) -> Iterator[str]:
-    """The box of an operator: samples across, all other dimensions down, the last one fastest."""
+    """The box of an operator: samples across, all other dimensions down, the last one fastest; holders
+    of a region share its place."""
     (x, y), (wide, high) = sheet.spots[operator.name], sheet.size
     where = " ".join(map(str, config.devices))
     hint = tag("title", escape(f"{operator.name}, {operator.kind}: {cut(operator, config)}, on {where}", quote=False))
     frame = tag("rect", x=x - 1, y=y - 1, width=wide + 2, height=high + 2, rx=4, class_="track")
-    rows = prod(config.degrees[1:])
+    rows = prod(config.degrees[1:]) * config.holders
     across, down = wide / config.degrees[0], high / rows
     parts = [
         _part(device, x + across * (part // rows), y + down * (part % rows), (across, down), colors[device])

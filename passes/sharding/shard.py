@@ -30,7 +30,7 @@ from fxpipe.ir.graph.op_arguments import argument
 from fxpipe.ir.graph.value_types import ScalarType, TensorType, TupleType
 from fxpipe.ir.operators.operator_map import Reading
 from fxpipe.ir.operators.placed_graph import Placed
-from fxpipe.ir.operators.strategy import Region, Strategy
+from fxpipe.ir.operators.strategy import Region, Strategy, cut
 from fxpipe.ir.operators.tensor_axes import sizes_of
 from fxpipe.ir.operators.tensor_axes import whole as as_it_is
 from fxpipe.passes.sharding.graph_rewriter import GraphRewriter, Part, concrete
@@ -44,8 +44,14 @@ def shard(graph: Graph, reading: Reading, strategy: Strategy, sizes: Mapping[str
 
     It has the same inputs, states and outputs, and the same gradients. Each part of a random op draws its own numbers,
     which differ from those of the plain model. Raises PlanError, with the op and the user's line, if an op writes
-    memory that has several names.
+    memory that has several names, and for a strategy in which regions have several holders.
     """
+    for operator, config in zip(reading.operators, strategy.configs, strict=True):
+        if config.holders > 1:
+            raise PlanError(
+                f"operator {operator.name!r} is cut {cut(operator, config)}: each region of its output has "
+                f"{config.holders} holders, which can be simulated, but not yet run; give it holders=1"
+            )
     return _Sharder(graph, reading, strategy, sizes).placed()
 
 

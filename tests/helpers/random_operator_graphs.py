@@ -210,17 +210,19 @@ def module(network: Network) -> Module:
         return Module(network).double()
 
 
-def strategy(graph: OperatorGraph, devices: int, random: Random) -> Strategy:
-    """Every operator cut anyhow into at most `devices` parts, or twice as many, each part on any device."""
-    return Strategy(tuple(fixed(o) if o.kind == "input" else _config(o, devices, random) for o in graph))
+def strategy(graph: OperatorGraph, devices: int, random: Random, holders: int = 1) -> Strategy:
+    """Every operator cut anyhow into at most `devices` parts, or twice as many, with up to so many holders of each
+    region, each part on any device."""
+    return Strategy(tuple(fixed(o) if o.kind == "input" else _config(o, devices, random, holders) for o in graph))
 
 
-def _config(operator: Operator, devices: int, random: Random) -> Config:
+def _config(operator: Operator, devices: int, random: Random, holders: int) -> Config:
     left = random.choice((1, devices, devices, 2 * devices))
+    held = random.randint(1, min(holders, operator.summed or holders))
     degrees = [1] * len(operator.output)
     for at in random.sample(range(len(degrees)), len(degrees)):
         most = min(left, operator.sizes[at]) if operator.roles[at] else 1
         degrees[at] = random.choice([d for d in range(1, most + 1) if fits(operator.output[at], d)])
         left //= degrees[at]
-    parts = torch.tensor(degrees).prod().item()
-    return Config(tuple(degrees), tuple(random.randrange(devices) for _ in range(int(parts))))
+    parts = held * int(torch.tensor(degrees).prod())
+    return Config(tuple(degrees), tuple(random.randrange(devices) for _ in range(parts)), held)

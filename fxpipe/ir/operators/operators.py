@@ -75,6 +75,8 @@ class Operator:
       gradients are exchanged once.
     - `window`, `stride`, `padding`: of a convolution or pooling, one number for each dimension that it slides over.
     - `axis`: the dimension that is concatenated.
+    - `summed`: the size of the dimension that its products are summed over, such as the input channels of a linear
+      layer; 0 if there is none that can be cut.
     """
 
     name: str
@@ -88,6 +90,7 @@ class Operator:
     stride: tuple[int, ...] = ()
     padding: tuple[int, ...] = ()
     axis: int = 0
+    summed: int = 0
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -178,6 +181,8 @@ def check(graph: OperatorGraph) -> None:
                 raise ValueError(f"{where} has the dimension {one}; sizes are positive and roles are S, A, P or none")
         if operator.work < 0 or operator.weights < 0:
             raise ValueError(f"{where} has a negative cost")
+        if operator.summed < 0:
+            raise ValueError(f"{where} sums over {operator.summed} numbers; write 0 where none can be cut")
         first = shared.setdefault(operator.weight_group, operator)
         if operator.weights and first.weights != operator.weights:
             theirs = f"shares them with {first.name!r}, which has {first.weights}"

@@ -8,11 +8,23 @@ which device computes each part.
 
 Parts are as even as possible, larger ones first, and numbered with the last dimension running fastest. Devices are
 numbered as in the cluster. Several parts may be on one device.
+
+Each region of an output may have several holders. If the operator sums products over a dimension (the input channels of
+a linear layer), this dimension is cut between the holders: each computes a partial sum, and an all-reduce adds them, so
+that afterwards each has the region. Other operators have copies: each holder computes all of the region. These are the
+layouts of Megatron-LM (Shoeybi et al., 2019):
+
+    operator  cut              holders  devices
+    fc1       channel/4              1  0 1 2 3   by columns
+    fc2       summed/4               4  0 1 2 3   by rows
+    norm      copies/4               4  0 1 2 3
+
+Parts with the same region are neighbours: of all numbers, that of the holder runs fastest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -25,15 +37,20 @@ Region = tuple[tuple[int, int], ...]  # for each dimension the first index and t
 
 @dataclass(frozen=True)
 class Config:
-    """How one operator is computed: `degrees`, the number of parts in each dimension of the output, and the device of
-    each part, `prod(degrees)` of them."""
+    """How one operator is computed.
+
+    - `degrees`: the number of parts in each dimension of the output.
+    - `devices`: the device of each part, `prod(degrees) * holders` of them.
+    - `holders`: how many parts have the same region of the output.
+    """
 
     degrees: tuple[int, ...]
     devices: tuple[int, ...]
+    holders: int = 1
 
     @cached_property
     def parts(self) -> int:
-        return prod(self.degrees)
+        return prod(self.degrees) * self.holders
 
 
 @dataclass(frozen=True)
@@ -64,11 +81,25 @@ def fits(dimension: Dimension, degree: int) -> bool:
 
 def regions(operator: Operator, config: Config) -> tuple[Region, ...]:
     """The region of the output that each part computes, in order of parts."""
-    cuts = [
-        [split(size, degree, part) for part in range(degree)]
-        for size, degree in zip(operator.sizes, config.degrees, strict=True)
-    ]
-    return tuple(product(*cuts))
+    return tuple(region for region in _cut(operator, config) for _ in range(config.holders))
+
+
+def summed_regions(operator: Operator, config: Config) -> tuple[Region, ...]:
+    """As `regions`, where each region ends with the range of the summed dimension that the part adds up; (0, 0) for an
+    operator without one."""
+    cut = config.holders if operator.summed else 1
+    ranges = [split(operator.summed, cut, at % cut) for at in range(config.holders)]
+    return tuple((*region, added) for region in _cut(operator, config) for added in ranges)
+
+
+def _cut(operator: Operator, config: Config) -> Iterator[Region]:
+    """The regions of the output, each once."""
+    return product(
+        *(
+            [split(size, degree, part) for part in range(degree)]
+            for size, degree in zip(operator.sizes, config.degrees, strict=True)
+        )
+    )
 
 
 def check_config(operator: Operator, config: Config, devices: int) -> None:
@@ -86,6 +117,14 @@ def check_config(operator: Operator, config: Config, devices: int) -> None:
         if not fits(dimension, degree):
             steps = f"{dimension.name} of size {dimension.size} is cut between multiples of {dimension.step}"
             raise ValueError(f"{where}: {steps}, so not into {degree} equal parts")
+    if config.holders < 1:
+        raise ValueError(f"{where} has {config.holders} holders of each region; there is at least 1")
+    if operator.kind == "input" and config.holders > 1:
+        raise ValueError(f"{where} is fed in, so it has no copies; write holders=1")
+    if 0 < operator.summed < config.holders:
+        raise ValueError(
+            f"{where} sums over {operator.summed} numbers, which cannot be cut for {config.holders} holders"
+        )
     if len(config.devices) != config.parts:
         raise ValueError(f"{where} has {config.parts} parts, but {len(config.devices)} devices are named for them")
     for device in config.devices:
@@ -108,9 +147,15 @@ def check(graph: OperatorGraph, strategy: Strategy, devices: int) -> None:
 
 
 def cut(operator: Operator, config: Config) -> str:
-    """How the output is cut, in words: "sample/2 channel/2", or "whole"."""
-    pairs = zip(operator.output, config.degrees, strict=True)
-    return " ".join(f"{dimension.name}/{degree}" for dimension, degree in pairs if degree > 1) or "whole"
+    """How the operator is cut, in words: "sample/2 channel/2", "summed/2", "copies/2", or "whole"."""
+    names = [dimension.name for dimension in operator.output]
+    pairs = zip((*names, shared(operator)), (*config.degrees, config.holders), strict=True)
+    return " ".join(f"{name}/{degree}" for name, degree in pairs if degree > 1) or "whole"
+
+
+def shared(operator: Operator) -> str:
+    """What several holders of a region are, in a word."""
+    return "summed" if operator.summed else "copies"
 
 
 def by_name(graph: OperatorGraph, strategy: Strategy) -> dict[str, Config]:

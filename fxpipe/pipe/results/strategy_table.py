@@ -4,6 +4,8 @@ operator  kind    S  A         P  devices
 conv1     conv2d  2  height/2     0-3
 fc6       linear               4  0-3
 fc7       linear                  2
+
+Where regions have several holders, another column says which and how many: `summed/4` or `copies/2`.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from tabulate import tabulate
 
 from fxpipe.ir.operators.operators import Operator
-from fxpipe.ir.operators.strategy import Config
+from fxpipe.ir.operators.strategy import Config, shared
 
 
 def table(cuts: Iterable[tuple[Operator, Config]]) -> str:
@@ -23,16 +25,18 @@ def table(cuts: Iterable[tuple[Operator, Config]]) -> str:
     for operator, config in cuts:
         if operator.kind != "input":
             alike.setdefault((operator.weight_group or operator.name, config), []).append(operator)
+    several = any(config.holders > 1 for _, config in alike)
     rows = [
         (
             steps[0].name + (f" and {len(steps) - 1} more" if len(steps) > 1 else ""),
             steps[0].kind,
             *(_cut(steps[0], config, role) for role in "SAP"),
+            *([f"{shared(steps[0])}/{config.holders}" if config.holders > 1 else ""] if several else ()),
             _run(config.devices),
         )
         for (_, config), steps in alike.items()
     ]
-    headers = ("operator", "kind", "S", "A", "P", "devices")
+    headers = ("operator", "kind", "S", "A", "P", *(["holders"] if several else ()), "devices")
     lines = tabulate(rows, headers, tablefmt="plain", disable_numparse=True).splitlines()
     return "\n".join(line.rstrip() for line in lines)
 

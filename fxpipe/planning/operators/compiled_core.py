@@ -8,7 +8,7 @@ import numpy as np
 
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.operators.operators import OperatorGraph
-from fxpipe.ir.operators.strategy import Config, Strategy, check
+from fxpipe.ir.operators.strategy import Config, Strategy, check, cut
 from fxpipe.planning.operators.compiled.block_moves import explore, leap
 from fxpipe.planning.operators.compiled.flat_arrays import RANK, Floats, Ints, problem, state
 from fxpipe.planning.operators.compiled.metropolis import begin, improve, walk
@@ -65,7 +65,8 @@ class Core:
     def strategy(self) -> Strategy:
         """The current strategy."""
         p = self.problem
-        return self._strategy(self.state.row, self.state.task["place"][: p.n * p.parts].reshape(p.n, p.parts))
+        places = self.state.task["place"][: 2 * p.n * p.parts].reshape(2 * p.n, p.parts)[::2]
+        return self._strategy(self.state.row, places)
 
     @property
     def best(self) -> tuple[Strategy, float]:
@@ -134,11 +135,12 @@ class Core:
         rows, places = np.zeros(p.n, np.int64), np.zeros((p.n, p.parts), np.int64)
         for i, at in enumerate(self.placed):
             config = strategy.configs[at]
-            degrees = (*config.degrees, *[1] * (RANK - len(config.degrees)))
+            degrees = (*config.degrees, *[1] * (RANK - len(config.degrees)), config.holders)
             own = range(p.row_first[i], p.row_first[i + 1])
             row = next((row for row in own if tuple(p.degrees[row]) == degrees), None)
             if row is None:
-                raise ValueError(f"{self.graph.operators[at].name!r} cut by {config.degrees} is not in the space")
+                operator = self.graph.operators[at]
+                raise ValueError(f"{operator.name!r} cut {cut(operator, config)} is not in the space")
             rows[i], places[i, : config.parts] = row, config.devices
         return rows, places
 
@@ -146,5 +148,6 @@ class Core:
         p, configs = self.problem, [fixed(operator) for operator in self.graph]
         for i, at in enumerate(self.placed):
             degrees = tuple(map(int, p.degrees[rows[i], : len(configs[at].degrees)]))
-            configs[at] = Config(degrees, tuple(map(int, places[i, : p.row_parts[rows[i]]])))
+            devices = tuple(map(int, places[i, : p.row_parts[rows[i]]]))
+            configs[at] = Config(degrees, devices, int(p.degrees[rows[i], RANK]))
         return Strategy(tuple(configs))

@@ -7,11 +7,12 @@ from math import prod
 from random import Random
 
 from fxpipe.ir.operators.operators import Operator, OperatorGraph
-from fxpipe.ir.operators.strategy import Config, Strategy
+from fxpipe.ir.operators.strategy import Config, Strategy, fits
 
 from .strategy_space import configs, fixed, place
 
 FULLY_CONNECTED = frozenset({"linear", "projected_softmax"})
+CHANNELWISE = frozenset({"scaled_dot_product", "elementwise"})  # a range of channels needs no other ones
 
 
 def data_parallel(graph: OperatorGraph, devices: int) -> Strategy:
@@ -59,6 +60,50 @@ def depth_parallel(graph: OperatorGraph, devices: int) -> Strategy:
             group = layers.index(operator.weight_group) % groups
         found.append(_cut_by("S", operator, each, first=group * each))
     return Strategy(tuple(found))
+
+
+def megatron(graph: OperatorGraph, devices: int) -> Strategy:
+    """Tensor parallelism over all devices (Shoeybi et al., "Megatron-LM", 2019, section 3). Of linear layers in pairs,
+    with nothing but attention, activations and the like between, the first is cut by channel, the second by what it
+    sums over; so are an embedding and a linear layer without a pair. All other operators have a copy on each device."""
+    inner = _between_pairs(graph, devices)
+    found = []
+    for operator in graph:
+        whole = (1,) * len(operator.output)
+        if operator.kind == "input":
+            found.append(fixed(operator))
+        elif operator.name in inner:
+            found.append(place(operator, (*whole[:-1], devices), 0))
+        else:
+            found.append(place(operator, whole, 0, 1 if 0 < operator.summed < devices else devices))
+    return Strategy(tuple(found))
+
+
+def _between_pairs(graph: OperatorGraph, devices: int) -> set[str]:
+    """The operators that are cut by channel: the first of each pair of linear layers, and what is between the two."""
+    readers: dict[str, list[Operator]] = {operator.name: [] for operator in graph}
+    for operator in graph:
+        for name in operator.inputs:
+            readers[name].append(operator)
+    cuttable = {o.name for o in graph if o.output[-1].role and o.sizes[-1] >= devices and fits(o.output[-1], devices)}
+    while True:
+        inner: set[str] = set()
+        for o in graph:
+            fed = [name in inner for name in o.inputs]
+            first, between = o.kind in FULLY_CONNECTED and not any(fed), o.kind in CHANNELWISE and all(fed)
+            if o.name in cuttable and (first or between):
+                inner.add(o.name)
+
+        def second(o: Operator, inner: set[str] = inner) -> bool:
+            return o.name not in inner and o.kind in FULLY_CONNECTED and o.summed >= devices
+
+        def stays(o: Operator, inner: set[str] = inner) -> bool:
+            return o.name in inner and o.kind in CHANNELWISE
+
+        wrong = {name for name in inner if not readers[name] or not all(stays(r) or second(r) for r in readers[name])}
+        if not wrong:
+            return inner
+        cuttable -= wrong
 
 
 def expert(graph: OperatorGraph, devices: int) -> Strategy:

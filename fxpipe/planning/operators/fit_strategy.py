@@ -53,7 +53,7 @@ def _follow(operator: Operator, found: dict[str, Config]) -> Config:
     if not operator.inputs:
         return Config((1, *rest), (0,))
     first = found[operator.inputs[0]]
-    each = prod(first.degrees[1:])
+    each = prod(first.degrees[1:]) * first.holders
     if operator.output[0].role != "S" or first.degrees[0] > operator.sizes[0]:
         return Config((1, *rest), first.devices[:1])
     return Config((first.degrees[0], *rest), first.devices[::each])

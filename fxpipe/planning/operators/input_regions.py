@@ -2,6 +2,7 @@
 
     conv2d, window 3, stride 2, padding 1        height 4..7 of the output needs 7..13 of the input
     linear, cut by channel                       needs all channels of its samples
+    linear, 4 .. 8 of its summed dimension       needs channels 4 .. 8 of its samples
     concat of 64 and 32 channels                 channels 48..79 need 48..63 of the first, 0..15 of the second
 
 Neighbouring parts of a convolution need overlapping rows of the same tensor (halos). As in the SOAP paper, these are
@@ -22,7 +23,7 @@ class Need:
     """How the range needed in one dimension of an input follows from the range `first` .. `last` in dimension `along`
     of the output: `stride * first - before` up to, not including, `stride * last - before + window`, both divided by
     `divide`, if that many indices of the output belong to one of the input. `along` is -1 if all of the dimension is
-    needed."""
+    needed, and the number of dimensions of the output for the dimension that is summed over."""
 
     along: int
     stride: int = 1
@@ -40,6 +41,7 @@ def needs(graph: OperatorGraph, operator: Operator, which: int) -> tuple[Need, .
     rank = len(x.output)
     same = tuple(map(Need, range(rank)))
     kind = operator.kind
+    inside = Need(len(operator.output)) if operator.summed else ALL
     if kind in ("conv1d", "conv2d", "pool1d", "pool2d"):
         slides = zip(operator.stride, operator.padding, operator.window, strict=True)
         area = tuple(Need(2 + at, stride, before, window) for at, (stride, before, window) in enumerate(slides))
@@ -47,7 +49,7 @@ def needs(graph: OperatorGraph, operator: Operator, which: int) -> tuple[Need, .
     if kind in ("linear", "projected_softmax", "layer_norm", "softmax", "lstm", "attention") or (
         kind == "loss" and rank > len(operator.output)
     ):
-        return (*same[:-1], ALL)
+        return (*same[:-1], inside)
     if kind == "embedding":
         return same  # a word for each place, in all channels
     if kind == "samplewise":
@@ -58,7 +60,7 @@ def needs(graph: OperatorGraph, operator: Operator, which: int) -> tuple[Need, .
     if kind == "flatten":
         return (same[0], Need(1, divide=prod(x.sizes[2:])), *[ALL] * (rank - 2))
     if kind == "matmul":
-        return (*same[:-1], ALL) if which == 0 else (*same[:-2], ALL, same[-1])
+        return (*same[:-1], inside) if which == 0 else (*same[:-2], inside, same[-1])
     if kind == "scaled_dot_product" and which:
         return (same[0], ALL, same[2])
     skipped = len(operator.output) - rank  # operands of fewer dimensions are aligned at the last, as in torch
@@ -66,8 +68,9 @@ def needs(graph: OperatorGraph, operator: Operator, which: int) -> tuple[Need, .
 
 
 def needed(need: Need, region: Region, size: int) -> tuple[int, int]:
-    """The range (first, after the last) needed in a dimension of `size` of the input; it may be empty."""
-    if need.along < 0:
+    """The range (first, after the last) needed in a dimension of `size` of the input; it may be empty. If `region` does
+    not end with a range of the summed dimension, all of that is."""
+    if not 0 <= need.along < len(region):
         return 0, size
     first, after = region[need.along]
     low = need.stride * first - need.before
@@ -78,7 +81,8 @@ def needed(need: Need, region: Region, size: int) -> tuple[int, int]:
 
 
 def reads(graph: OperatorGraph, operator: Operator, region: Region) -> tuple[Region, ...]:
-    """The region of each input that is read to compute a region of the output."""
+    """The region of each input that is read to compute a region of the output, which may end with the range of the
+    dimension that is summed over."""
     return tuple(
         tuple(
             needed(need, region, size)

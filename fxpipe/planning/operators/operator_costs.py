@@ -29,6 +29,7 @@ class Part:
     - `gradients`: whether the inputs need gradients.
     - `element`: bytes per element.
     - `dtype`: the element type of products.
+    - `summed`: how much it adds up of the dimension that the operator sums over.
     """
 
     operator: Operator
@@ -37,6 +38,7 @@ class Part:
     gradients: bool
     element: int = 4
     dtype: str = "f32"
+    summed: int = 0
 
     @property
     def elements(self) -> int:
@@ -46,9 +48,20 @@ class Part:
         return found
 
     @property
+    def share(self) -> float:
+        """Of the dimension that the operator sums over."""
+        return self.summed / self.operator.summed if self.operator.summed else 1.0
+
+    @property
+    def work(self) -> float:
+        """Floating-point operations of its forward pass. A part of an embedding looks at every word."""
+        share = self.share if self.operator.kind in PRODUCTS else 1.0
+        return self.elements * self.operator.work * share
+
+    @property
     def weights(self) -> float:
         """The number of weights that it holds."""
-        share = 1.0
+        share = self.share
         for dimension, size in zip(self.operator.output, self.sizes, strict=True):
             share *= size / dimension.size if dimension.role == "P" else 1.0
         return self.operator.weights * share
@@ -58,15 +71,18 @@ Cost = Callable[[Part, Device], Seconds]
 
 
 def part(graph: OperatorGraph, operator: Operator, region: Region) -> Part:
-    """The part of an operator that computes a region of its output."""
-    taken = reads(graph, operator, region)
+    """The part of an operator that computes a region of its output. The region may end with the range of the summed
+    dimension that the part adds up (`strategy.summed_regions`); without it, that is all."""
+    taken, rank = reads(graph, operator, region), len(operator.output)
+    first, after = region[rank] if len(region) > rank else (0, operator.summed)
     return Part(
         replace(operator, name="", inputs=(), shared=""),
-        _sizes(region),
+        _sizes(region[:rank]),
         tuple(map(_sizes, taken)),
         any(graph.operator(name).kind != "input" for name in operator.inputs),
         graph.element,
         graph.dtype,
+        after - first,
     )
 
 
@@ -84,7 +100,7 @@ def estimated(launch: float = 5e-6) -> Cost:
         read = sum(volume(tuple((0, size) for size in sizes)) for sizes in part.reads)
         moved = part.element * (part.elements + read + part.weights)
         dtype = part.dtype if part.operator.kind in PRODUCTS else None
-        forward = roofline(device, part.elements * part.operator.work, moved, dtype)
+        forward = roofline(device, part.work, moved, dtype)
         passes = part.gradients + (part.operator.weights > 0)
         return max(forward, launch), max(passes * forward, launch)
 

@@ -11,7 +11,7 @@ are kept for each that is put out.
 from __future__ import annotations
 
 from fxpipe.ir.operators.operators import Operator, OperatorGraph
-from fxpipe.ir.operators.strategy import Config, Strategy, regions
+from fxpipe.ir.operators.strategy import Config, Strategy, summed_regions
 
 from .input_regions import reads, volume
 from .task_graph import holders, weight_groups
@@ -28,7 +28,7 @@ def held(graph: OperatorGraph, strategy: Strategy, devices: int, copies: float) 
         shares = holders(graph, strategy, group)
         size = copies * graph.operators[group[0]].weights * graph.element / len(shares)
         for share in shares:
-            for device in share:
+            for device in share.devices:
                 found[device] += size
     return found
 
@@ -37,10 +37,10 @@ def activations(graph: OperatorGraph, operator: Operator, config: Config) -> lis
     """Bytes that each part keeps for its backward."""
     inputs = [graph.operator(name) for name in operator.inputs]
     found = []
-    for region in regions(operator, config):
+    for region in summed_regions(operator, config):
         taken = zip(reads(graph, operator, region), inputs, strict=True)
         beyond = sum(
             max(0.0, volume(wanted) - one.elements / config.parts) for wanted, one in taken if one.kind != "input"
         )
-        found.append((volume(region) + beyond) * graph.element * graph.kept)
+        found.append((volume(region[:-1]) + beyond) * graph.element * graph.kept)
     return found

@@ -17,7 +17,7 @@ from fxpipe.ir.operators.strategy import Strategy
 from fxpipe.ir.units import show_bytes, show_seconds
 
 from .compiled_core import Core
-from .expert_strategies import data_parallel, expert, model_parallel, one_device, scattered
+from .expert_strategies import data_parallel, expert, megatron, model_parallel, one_device, scattered
 from .operator_costs import Cost, estimated
 from .strategy_memory import held
 
@@ -51,8 +51,10 @@ class Found:
 
 
 def starting(graph: OperatorGraph, devices: int, seed: int, roles: str = "SAP") -> dict[str, Strategy]:
-    """The starts of the SOAP paper: data parallelism, the expert's strategy, and a random one."""
-    return {
+    """The starts of the SOAP paper: data parallelism, the expert's strategy, and a random one. Where regions may have
+    several holders, tensor parallelism is one, too."""
+    more = {"tensor parallel": megatron(graph, devices)} if "R" in roles else {}
+    return more | {
         "data parallel": data_parallel(graph, devices),
         "expert": expert(graph, devices),
         "random": scattered(graph, devices, Random(seed), roles),
@@ -85,9 +87,9 @@ def search(
     until the budget is spent.
 
     `cost` gives the seconds of parts, by default estimates; `temperature` is relative to the start's seconds; `roles`
-    are those of dimensions that may be cut. With `copies`, bytes in memory for each byte of weights, only strategies
-    that fit in the memory of all devices are found. Raises ValueError for a budget, method or starts that cannot be,
-    and if no strategy was found that fits.
+    are those of dimensions that may be cut (`strategy_space`). With `copies`, bytes in memory for each byte of weights,
+    only strategies that fit in the memory of all devices are found. Raises ValueError for a budget, method or starts
+    that cannot be, and if no strategy was found that fits.
     """
     if budget <= 0:
         raise ValueError(f"a search of {budget} seconds finds nothing; give it a budget above 0")

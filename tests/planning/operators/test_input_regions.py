@@ -8,6 +8,7 @@ from fxpipe.planning.operators.models.operator_kinds import (
     concat,
     convolution,
     elementwise,
+    embedding,
     features,
     flatten,
     image,
@@ -18,6 +19,7 @@ from fxpipe.planning.operators.models.operator_kinds import (
     pooling,
     scaled_dot_product,
     softmax,
+    tokens,
 )
 
 IMAGE = image("image", 4, 6, 8, 8)
@@ -74,6 +76,15 @@ def test_an_operand_of_size_one_is_read_whole():
 def test_matmul_reads_rows_of_one_and_columns_of_the_other():
     a, b = features("a", 4, 6), features("b", 6, 8)
     assert read(matmul("ab", a, b), ((0, 2), (4, 8)), a, b) == (((0, 2), (0, 6)), ((0, 6), (4, 8)))
+
+
+def test_what_is_summed_over_is_read_where_it_is_cut():
+    """The region ends with the range of the summed dimension."""
+    a, b = features("a", 4, 6), features("b", 6, 8)
+    assert read(matmul("ab", a, b), ((0, 2), (4, 8), (3, 6)), a, b) == (((0, 2), (3, 6)), ((3, 6), (4, 8)))
+    assert read(linear("fc", a, 10), ((1, 2), (5, 10), (0, 3)), a) == (((1, 2), (0, 3)),)
+    words = tokens("words", 4, 5)
+    assert read(embedding("embed", words, 100, 8), ((0, 2), (0, 5), (0, 8), (50, 100)), words) == (((0, 2), (0, 5)),)
 
 
 def test_attention_reads_all_positions_of_keys_and_values():

@@ -3,7 +3,7 @@ link, and a number is a byte."""
 
 from fxpipe.ir.operators.operators import OperatorGraph
 from fxpipe.ir.operators.strategy import Config, Strategy
-from fxpipe.planning.operators.models.operator_kinds import elementwise, features, linear
+from fxpipe.planning.operators.models.operator_kinds import elementwise, features, layer_norm, linear
 from fxpipe.planning.operators.simulate_strategy import run, simulate, timeline
 from fxpipe.planning.operators.task_graph import tasks
 from tests.helpers.operator_graphs import cluster
@@ -83,6 +83,56 @@ def test_operators_of_one_name_of_weights_exchange_them_together():
     graph = OperatorGraph("steps", (X, first, linear("second", first, 1, shared="w")), element=1)
     todo = tasks(graph, TWO, Strategy((FED, ON_A, ON_B)), seconds)
     assert [(task.label, task.size) for task in todo if task.kind == "S"] == [("w", 2.0), ("w", 2.0)]
+
+
+DOWN = linear("down", UP, 1)
+SUMMED = OperatorGraph("summed", (X, UP, DOWN, elementwise("relu", DOWN)), element=1)
+
+
+def summed(up, down, relu):
+    todo = tasks(SUMMED, TWO, Strategy((FED, up, down, relu)), seconds)
+    found = run(todo)
+    return [(task.kind, task.label, found[task.key].start, found[task.key].end) for task in todo if task.kind != "F"]
+
+
+def test_partial_sums_are_added_by_an_all_reduce():
+    """A part of down reads the channel of up on its own device. Both have all 4 numbers of down: each device passes on
+    2 * (2 - 1) / 2 of them. The copies of relu read and give on their own devices; no weights are held twice."""
+    copies = Config((1, 1), (0, 1), 2)
+    assert summed(BY_CHANNEL, copies, copies) == [
+        ("G", "down", 8, 8),
+        ("S", "down", 8, 12),
+        ("S", "down", 8, 12),
+        ("B", "relu 0", 16, 24),
+        ("B", "relu 1", 16, 24),
+        ("B", "down 0", 24, 32),
+        ("B", "down 1", 24, 32),
+        ("B", "up 0", 32, 40),
+        ("B", "up 1", 32, 40),
+    ]
+
+
+def test_gradients_of_several_readers_are_added_by_an_all_reduce():
+    """Both devices have the sum. Each part of relu gives the gradient of its samples to the holder on its device."""
+    assert summed(BY_CHANNEL, Config((1, 1), (0, 1), 2), BY_SAMPLE)[3:] == [
+        ("B", "relu 0", 14, 18),
+        ("B", "relu 1", 14, 18),
+        ("G", "down", 18, 18),
+        ("S", "down", 18, 22),
+        ("S", "down", 18, 22),
+        ("B", "down 0", 22, 30),
+        ("B", "down 1", 22, 30),
+        ("B", "up 0", 30, 38),
+        ("B", "up 1", 30, 38),
+    ]
+
+
+def test_copies_of_a_layer_have_the_same_gradients():
+    """Its weights are on both devices, but nothing is exchanged; where its samples are cut as well, it is."""
+    graph = OperatorGraph("norm", (X, layer_norm("norm", X)), element=1)
+    for config, passed in ((Config((1, 1), (0, 1), 2), []), (Config((2, 1), (0, 1, 1, 0), 2), [2.0, 2.0])):
+        todo = tasks(graph, TWO, Strategy((FED, config)), seconds)
+        assert [task.size for task in todo if task.kind == "S"] == passed
 
 
 def test_the_timeline_has_the_spans_of_devices_and_links():

@@ -21,7 +21,7 @@ import numpy as np
 
 from .cut_patterns import Patterns
 from .delta_simulation import MARGIN, attempt, keep, run
-from .edge_messages import count_waits, exchange, hold, join, unload
+from .edge_messages import count_waits, exchange, hold, join, pass_on, unload
 from .flat_arrays import Floats, Ints, Problem, State
 from .graph_update import compact, copy, excess, is_jam, put
 from .metropolis import below, choose, has_room, propose, threshold, uniform
@@ -119,7 +119,9 @@ def draw(p: Problem, q: Patterns, random: Ints, to: Leap, members: Ints, devices
 @compiled
 def move(p: Problem, to: Leap, i: int, row: int, first: int) -> None:
     """Give operator i the row `row`, on neighbouring devices from `first` on, or on the last ones if those are too
-    few."""
+    few; an operator with more parts than there are devices stays as it is."""
+    if p.row_parts[row] > p.devices:
+        return
     first = min(first, p.devices - p.row_parts[row])
     to.rows[i] = row
     for k in range(p.row_parts[row]):
@@ -131,7 +133,7 @@ def note(p: Problem, s: State, to: Leap, i: int) -> None:
     """Copy the row and devices of operator i from the state to `to`."""
     to.rows[i] = s.row[i]
     for k in range(p.parts):
-        to.places[i, k] = s.task[i * p.parts + k].place
+        to.places[i, k] = s.task[2 * i * p.parts + k].place
 
 
 @compiled
@@ -184,7 +186,7 @@ def take(p: Problem, s: State, to: Leap, members: Ints) -> None:
     for i in members:
         if p.group[i] >= 0:
             hold(p, s, i, -1)
-        forward, backward = i * M, (2 * p.n - 1 - i) * M
+        forward, backward = 2 * i * M, (4 * p.n - 2 * i - 1) * M
         for k in range(p.row_parts[s.row[i]]):
             s.device[s.task[forward + k].place].load -= s.task[forward + k].span + s.task[backward + k].span
             s.device[s.task[forward + k].place].held -= p.kept[p.seconds_first[s.row[i]] + k]
@@ -219,12 +221,13 @@ def go_back(p: Problem, s: State, to: Leap, members: Ints, top: int) -> None:
     for i in members:
         if p.group[i] >= 0:
             hold(p, s, i, -1)
-        forward, backward = i * M, (2 * p.n - 1 - i) * M
+        forward, backward = 2 * i * M, (4 * p.n - 2 * i - 1) * M
         s.row[i] = to.rows[i]
         for k in range(M):
             s.task[forward + k].place = s.task[backward + k].place = to.places[i, k]
             s.task[forward + k].span = to.old_spans[i, k]
             s.task[backward + k].span = to.old_spans[i, M + k]
+        pass_on(p, s, i)
     for e in edges:
         copy(s.forward_rows[e], to.old_forward[e])
         copy(s.backward_rows[e], to.old_backward[e])

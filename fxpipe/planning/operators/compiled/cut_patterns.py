@@ -13,7 +13,7 @@ from fxpipe.ir.operators.operators import Operator
 
 from .flat_arrays import Ints, Problem
 
-Pattern = tuple[tuple[str, int], ...]  # names and degrees of the dimensions that are cut
+Pattern = tuple[tuple[str, int], ...]  # names and degrees of the dimensions that are cut, and "holders"
 
 
 class Patterns(NamedTuple):
@@ -56,8 +56,10 @@ def patterns(p: Problem, operators: Sequence[Operator]) -> Patterns:
 
 
 def _pattern(operator: Operator, degrees: Sequence[int]) -> Pattern:
-    pairs = zip(operator.output, degrees, strict=False)
-    return tuple((dimension.name, degree) for dimension, degree in pairs if degree > 1)
+    *dimensions, holders = degrees
+    pairs = zip(operator.output, dimensions, strict=False)
+    named = [(dimension.name, degree) for dimension, degree in pairs] + [("holders", holders)]
+    return tuple((name, degree) for name, degree in named if degree > 1)
 
 
 def _nearest(own: Sequence[Pattern], wanted: Pattern) -> int:

@@ -9,10 +9,11 @@ The paper propagates changes from task to task until nothing changes any more. I
 after a change moves a little, so simulating everything from the first change on touches hardly more tasks, and each
 only once. Everything earlier is left alone, and the task graph is never rebuilt.
 
-Only computations are events. Messages queue for a link in the order in which their senders finish, so all messages of a
-task are sent when it finishes, in the order of their keys. Events of one time come in the order of their slots. Slots
-are keys: no task has a smaller one than what it waits for. So each device and each link runs its tasks in the order of
-(ready, key), exactly as in `simulate_strategy.run`.
+Only computations and sums of regions are events. Messages queue for a link in the order in which their senders finish,
+so all messages of a task are sent when it finishes, in the order of their keys; what is passed on for a sum is sent
+when all of its summands are there. Events of one time come in the order of their slots. Slots are keys: no task has a
+smaller one than what it waits for. So each device and each link runs its tasks in the order of (ready, key), exactly as
+in `simulate_strategy.run`.
 
 A strategy is given up as soon as it is sure to take longer than `limit`: before anything is changed, if a device would
 have more seconds of work; before the simulation, if a link has; during the simulation, if a device would end too late
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .edge_messages import gradient_slots, has_sums, holders
 from .event_queue import arrive, pop, push
 from .flat_arrays import Floats, Ints, Problem, Records, State
 from .graph_update import change, excess, is_jam, is_overload, take_back
@@ -43,9 +45,10 @@ def send(
     k: int,
     finish: float,
     base: int,
+    each: int,
 ) -> int:
-    """Put all that part k sends along an edge on the links, when the part has finished at `finish`. Returns the size of
-    the queue."""
+    """Put all that part k sends along an edge on the links, when the part has finished at `finish`. What is for part m
+    arrives in slot base + m // each. Returns the size of the queue."""
     for x in range(rows[k], rows[k + 1]):
         w, time = message[x].wire, finish
         if w >= 0:
@@ -53,8 +56,38 @@ def send(
             message[x].begin_ = time
             time += message[x].lasts
             link_free[w] = time
-        size = arrive(arrival, queue, size, base + message[x].peer, time)
+        size = arrive(arrival, queue, size, base + message[x].peer // each, time)
     return size
+
+
+@compiled
+def send_forward(p: Problem, s: State, size: int, i: int, k: int, finish: float) -> int:
+    """Part k of operator i has its region: send it to all that read it. Returns the size of the queue."""
+    for x in range(p.out_first[i], p.out_first[i + 1]):
+        e = p.out_edges[x]
+        base = 2 * p.target[e] * p.parts
+        size = send(s.message, s.arrival, s.queue, s.link_free, size, s.forward_rows[e], k, finish, base, 1)
+    backward = (4 * p.n - 2 * i - 1) * p.parts + k
+    if s.task[backward].waits == 0:
+        size = arrive(s.arrival, s.queue, size, backward, finish)
+    return size
+
+
+@compiled
+def add_up(p: Problem, s: State, t: int, time: float) -> float:
+    """All summands of the sum in slot t are there: the devices pass on what they do. Returns when it has ended."""
+    at = t // p.parts
+    line, i = (at // 2, at // 2) if at < 2 * p.n else (2 * p.n - 1 - (at // 2 - p.n), 2 * p.n - 1 - at // 2)
+    each, end = holders(p, s, i), time
+    first = t % p.parts * each
+    for x in range(first, first + each):
+        if s.ring[line, x].lasts > 0:
+            w = s.ring[line, x].wire
+            begin = max(time, s.link_free[w])
+            s.ring[line, x].begin_ = begin
+            s.link_free[w] = begin + s.ring[line, x].lasts
+            end = max(end, s.link_free[w])
+    return end
 
 
 @compiled
@@ -82,7 +115,7 @@ def run(p: Problem, s: State, size: int, limit: float) -> float:
     n, M = p.n, p.parts
     task, arrival, message, device = s.task, s.arrival, s.message, s.device
     queue, sync, link_free = s.queue, s.sync, s.link_free
-    half, slots = n * M, 2 * n * M
+    half, slots = 2 * n * M, 4 * n * M
     most = 0.0
     limit *= MARGIN
     for d in range(p.devices):
@@ -94,7 +127,11 @@ def run(p: Problem, s: State, size: int, limit: float) -> float:
         t = key >> 1
         if key & 1 == 0:
             task[t].ready_ = time
-            if t < slots:
+            if t < slots and (t // M & 1 == 1) == (t < half):
+                task[t].start_ = time
+                time = add_up(p, s, t, time)
+                most = max(most, time)
+            elif t < slots:
                 d = task[t].place
                 begin = max(time, device[d].free)
                 time = begin + task[t].span
@@ -108,22 +145,28 @@ def run(p: Problem, s: State, size: int, limit: float) -> float:
             task[t].end_ = time
             size = push(queue, size, time, key + 1)
         elif t < half:
-            i, k = t // M, t % M
+            i, k = t // M // 2, t % M
             most = max(most, time)
-            for x in range(p.out_first[i], p.out_first[i + 1]):
-                e = p.out_edges[x]
-                size = send(message, arrival, queue, link_free, size, s.forward_rows[e], k, time, p.target[e] * M)
-            backward = (2 * n - 1 - i) * M + k
-            if task[backward].waits == 0:
-                size = arrive(arrival, queue, size, backward, time)
+            each = holders(p, s, i)
+            if t // M & 1 == 1:
+                for x in range(k * each, (k + 1) * each):
+                    size = send_forward(p, s, size, i, x, time)
+            elif has_sums(p, s, i):
+                size = arrive(arrival, queue, size, t - k + M + k // each, time)
+            else:
+                size = send_forward(p, s, size, i, k, time)
+        elif t < slots and t // M & 1 == 0:
+            each = holders(p, s, 2 * n - 1 - t // M // 2)
+            first = t - t % M + M + t % M * each
+            for x in range(first, first + each):
+                size = arrive(arrival, queue, size, x, time)
         elif t < slots:
-            i, k = 2 * n - 1 - t // M, t % M
+            i, k = 2 * n - 1 - t // M // 2, t % M
             most = max(most, time)
             for x in range(p.in_first[i], p.in_first[i + 1]):
                 e = p.in_edges[x]
-                size = send(
-                    message, arrival, queue, link_free, size, s.backward_rows[e], k, time, (2 * n - 1 - p.source[e]) * M
-                )
+                base, each = gradient_slots(p, s, e)
+                size = send(message, arrival, queue, link_free, size, s.backward_rows[e], k, time, base, each)
             if p.group[i] >= 0:
                 size = arrive(arrival, queue, size, slots + p.group[i], time)
         else:
@@ -144,12 +187,12 @@ def run(p: Problem, s: State, size: int, limit: float) -> float:
 def keep(p: Problem, s: State, changed: int, since: float, cost: float) -> None:
     """Keep the times of the last run, which restarted at `since` with operator `changed` changed (-1: none)."""
     n, M = p.n, p.parts
-    slots = 2 * n * M
+    slots = 4 * n * M
     for way in range(2):
         for i in range(n):
             if i != changed and s.extent[way, i].last_end < since:
                 continue
-            base = i * M if way == 0 else (2 * n - 1 - i) * M
+            base = 2 * i * M if way == 0 else (4 * n - 2 * i - 1) * M
             parts = p.row_parts[s.row[i]]
             s.extent[way, i].first_ready, s.extent[way, i].first_end = np.inf, np.inf
             s.extent[way, i].last_ready, s.extent[way, i].last_end = 0.0, 0.0
@@ -159,8 +202,9 @@ def keep(p: Problem, s: State, changed: int, since: float, cost: float) -> None:
                 s.extent[way, i].last_ready = max(s.extent[way, i].last_ready, s.task[t].ready)
                 s.extent[way, i].first_end = min(s.extent[way, i].first_end, s.task[t].end)
                 s.extent[way, i].last_end = max(s.extent[way, i].last_end, s.task[t].end)
-                if s.task[t].end >= since:
+                if s.task[t].end >= since and not (way == 0 and has_sums(p, s, i)):
                     _keep_sent(p, s, way, i, t - base)
+            _keep_sums(p, s, way, i, since)
     for g in range(p.groups):
         t = slots + g
         if s.task[t].end >= since or (changed >= 0 and p.group[changed] == g):
@@ -168,6 +212,27 @@ def keep(p: Problem, s: State, changed: int, since: float, cost: float) -> None:
             for d in range(p.devices):
                 s.sync[g, d].begin = s.sync[g, d].begin_
     s.cost[0] = cost
+
+
+@compiled
+def _keep_sums(p: Problem, s: State, way: int, i: int, since: float) -> None:
+    """Keep the times of the sums of operator i's regions. One that adds nothing up is never ready."""
+    each, task = holders(p, s, i), s.task
+    first = (2 * i + 1) * p.parts if way == 0 else (4 * p.n - 2 * i - 2) * p.parts
+    for r in range(p.row_parts[s.row[i]] // each):
+        t = first + r
+        if each == 1 or (way == 0 and not has_sums(p, s, i)) or (way == 1 and task[t].waits == 0):
+            task[t].ready = task[t].start = task[t].end = np.inf
+            continue
+        task[t].ready, task[t].start, task[t].end = task[t].ready_, task[t].start_, task[t].end_
+        if task[t].ready >= since:
+            for x in range(r * each, (r + 1) * each):
+                s.ring[way * p.n + i, x].begin = s.ring[way * p.n + i, x].begin_
+        if way == 0:
+            s.extent[0, i].last_end = max(s.extent[0, i].last_end, task[t].end)
+            if task[t].end >= since:
+                for k in range(r * each, (r + 1) * each):
+                    _keep_sent(p, s, way, i, k)
 
 
 @compiled

@@ -3,7 +3,7 @@ between devices. `task_graph.transfers` and `task_graph.exchanges` are the same 
 
 from __future__ import annotations
 
-from .flat_arrays import Floats, Ints, Problem, Records, State
+from .flat_arrays import RANK, Floats, Ints, Problem, State
 from .numba_compiler import compiled
 
 
@@ -31,21 +31,20 @@ def overlaps(
     taken: Ints,
     need: Ints,
     parts: int,
-    rows: Ints,
-    message: Records,
+    first_pair: Ints,
+    pair: Ints,
     volume: Floats,
     scratch: Ints,
-    top: int,
 ) -> int:
-    """Write, for each part m of the consumer (there are `parts`), the parts of the producer that m reads (`peer`, from
-    `top` on) and how many elements (`volume`, from 0 on). `rows[m]` is where those of m begin. Returns where the next
-    row begins. Degrees `a` cut the sizes `made` of the producer, `b` the sizes `taken` of the consumer."""
+    """Write, for each part m of the consumer (there are `parts`), the regions of the producer that m reads (`pair`) and
+    how many elements (`volume`). `first_pair[m]` is where those of m begin. Returns how many pairs there are. Degrees
+    `a` cut the sizes `made` of the producer, `b` the sizes `taken` of the consumer."""
     low, high, first, last, index = scratch[0], scratch[1], scratch[2], scratch[3], scratch[4]
-    begin = top
+    top = 0
     for m in range(parts):
-        rows[m] = top
+        first_pair[m] = top
         rest = m
-        for r in range(3, -1, -1):
+        for r in range(RANK, -1, -1):
             index[r] = rest % b[r]
             rest //= b[r]
         empty = False
@@ -73,10 +72,10 @@ def overlaps(
                     v2 = v1 * (min(high[2], first_of(made[2], a[2], k2 + 1)) - max(low[2], first_of(made[2], a[2], k2)))
                     for k3 in range(first[3], last[3] + 1):
                         v3 = min(high[3], first_of(made[3], a[3], k3 + 1)) - max(low[3], first_of(made[3], a[3], k3))
-                        message[top].peer = ((k0 * a[1] + k1) * a[2] + k2) * a[3] + k3
-                        volume[top - begin] = v2 * v3
+                        pair[top] = ((k0 * a[1] + k1) * a[2] + k2) * a[3] + k3
+                        volume[top] = v2 * v3
                         top += 1
-    rows[parts:].fill(top)
+    first_pair[parts:].fill(top)
     return top
 
 
@@ -88,91 +87,227 @@ def join(p: Problem, s: State, edges: Ints) -> bool:
         e = edges[x]
         i, j = p.source[e], p.target[e]
         row_a, row_b = s.row[i], s.row[j]
-        parts, top = p.row_parts[row_b], s.top[0]
-        backward, forward = s.backward_rows[e], s.forward_rows[e]
-        if top + 2 * p.row_parts[row_a] * parts > len(s.message):
+        parts = p.row_parts[row_b]
+        if s.top[0] + 2 * p.row_parts[row_a] * parts > len(s.message):
             return False
         a, b = p.degrees[row_a], p.degrees[row_b]
-        middle = overlaps(a, b, p.sizes[i], p.sizes[j], p.need[e], parts, backward, s.message, s.volume, s.scratch, top)
-        s.top[0] = rows_between(
-            middle,
-            top,
-            parts,
-            forward,
-            backward,
-            s.task[i * p.parts : (i + 1) * p.parts],
-            s.task[j * p.parts : (j + 1) * p.parts],
-            s.message,
-            s.volume,
-            s.counted,
-            p.link,
-            p.latency,
-            p.rate,
-            p.element,
-            s.link_load,
-        )
+        overlaps(a, b, p.sizes[i], p.sizes[j], p.need[e], parts, s.pair_first, s.pair[0], s.volume, s.scratch)
+        _choose_holders(p, s, i, j)
+        if has_copies(p, s, j):
+            _rows_from_copies(p, s, e)
+        else:
+            _rows_from_readers(p, s, e)
+        _rows_from_holders(p, s, e)
     return True
 
 
 @compiled
-def rows_between(
-    middle: int,
-    begin: int,
-    parts: int,
-    forward: Ints,
-    backward: Ints,
-    senders: Records,
-    receivers: Records,
-    message: Records,
-    volume: Floats,
-    count: Ints,
-    link: Ints,
-    latency: Floats,
-    rate: Floats,
-    element: int,
-    link_load: Floats,
-) -> int:
-    """Given which part reads which, in rows from `begin` to `middle`, add the rows of the other direction, and set the
-    link and the seconds of each message in both. Returns where the next row begins."""
+def holders(p: Problem, s: State, i: int) -> int:
+    """How many parts of operator i have the same region."""
+    return int(p.degrees[s.row[i], RANK])
+
+
+@compiled
+def has_copies(p: Problem, s: State, i: int) -> bool:
+    """Whether parts of operator i with the same region are copies."""
+    return bool(holders(p, s, i) > 1 and p.is_parameter[i, RANK] == 0)
+
+
+@compiled
+def has_sums(p: Problem, s: State, i: int) -> bool:
+    """Whether parts of operator i with the same region compute partial sums."""
+    return bool(holders(p, s, i) > 1 and p.is_parameter[i, RANK] > 0)
+
+
+@compiled
+def gradient_slots(p: Problem, s: State, e: int) -> tuple[int, int]:
+    """Where gradients along an edge arrive: those for part k in slot first + k // each. For several holders these are
+    the slots of sums, except for gradients that copies give, which nothing is added to."""
+    i, each = p.source[e], holders(p, s, p.source[e])
+    if each > 1 and not has_copies(p, s, p.target[e]):
+        return (4 * p.n - 2 * i - 2) * p.parts, each
+    return (4 * p.n - 2 * i - 1) * p.parts, 1
+
+
+@compiled
+def nearest(p: Problem, s: State, first: int, count: int, to: int, size: float) -> int:
+    """Of the parts in `count` slots from `first` on the one on device `to`; if there is none, the one whose message to
+    it takes least. Counted from `first`."""
+    found, least = 0, 0.0
+    for x in range(count):
+        d = s.task[first + x].place
+        if d == to:
+            return x
+        seconds = p.latency[d, to] + size / p.rate[d, to]
+        if x == 0 or seconds < least:
+            found, least = x, seconds
+    return found
+
+
+@compiled
+def _choose_holders(p: Problem, s: State, i: int, j: int) -> None:
+    """For each pair the part of the producer that the consumer's part reads from."""
+    each = holders(p, s, i)
+    for m in range(p.row_parts[s.row[j]]):
+        to = s.task[2 * j * p.parts + m].place
+        for x in range(s.pair_first[m], s.pair_first[m + 1]):
+            first = s.pair[0, x] * each
+            s.pair[1, x] = first
+            if each > 1:
+                s.pair[1, x] += nearest(p, s, 2 * i * p.parts + first, each, to, s.volume[x] * p.element)
+
+
+@compiled
+def _write(p: Problem, s: State, y: int, peer: int, a: int, b: int, elements: float) -> None:
+    """Write message y, from device a to a peer on device b."""
+    one = s.message[y]
+    one.peer = peer
+    one.wire = p.link[a, b]
+    one.lasts = p.latency[a, b] + elements * p.element / p.rate[a, b]
+    if a != b:
+        s.link_load[one.wire] += one.lasts
+
+
+@compiled
+def _rows_from_readers(p: Problem, s: State, e: int) -> None:
+    """The rows of gradients: each part of the consumer sends them back to where it reads from."""
+    i, j, top = p.source[e], p.target[e], s.top[0]
+    for m in range(p.parts + 1):
+        s.backward_rows[e, m] = top + s.pair_first[m]
+    for m in range(p.row_parts[s.row[j]]):
+        d = s.task[2 * j * p.parts + m].place
+        for x in range(s.pair_first[m], s.pair_first[m + 1]):
+            k = s.pair[1, x]
+            _write(p, s, top + x, k, d, s.task[2 * i * p.parts + k].place, s.volume[x])
+    s.top[0] = s.backward_rows[e, p.parts]
+
+
+@compiled
+def _rows_from_copies(p: Problem, s: State, e: int) -> None:
+    """The rows of gradients that copies have: each holder gets those of one copy."""
+    i, j = p.source[e], p.target[e]
+    each, same = holders(p, s, i), holders(p, s, j)
+    count, at = s.counted, s.top[0]
+    for turn in range(2):  # first they are counted, then written
+        if turn == 0:
+            count.fill(0)
+        else:
+            for m in range(len(count)):
+                s.backward_rows[e, m] = at
+                at += count[m]
+                count[m] = s.backward_rows[e, m]
+        for m in range(0, p.row_parts[s.row[j]], same):
+            for x in range(s.pair_first[m], s.pair_first[m + 1]):
+                for k in range(s.pair[0, x] * each, (s.pair[0, x] + 1) * each):
+                    to = s.task[2 * i * p.parts + k].place
+                    copy = m + nearest(p, s, 2 * j * p.parts + m, same, to, s.volume[x] * p.element)
+                    if turn:
+                        _write(p, s, count[copy], k, s.task[2 * j * p.parts + copy].place, to, s.volume[x])
+                    count[copy] += 1
+    s.top[0] = s.backward_rows[e, p.parts]
+
+
+@compiled
+def _rows_from_holders(p: Problem, s: State, e: int) -> None:
+    """The rows of values: each part of the consumer gets them from the holder that it reads from."""
+    i, j, count = p.source[e], p.target[e], s.counted
     count.fill(0)
-    for x in range(begin, middle):
-        count[message[x].peer] += 1
-    at = middle
+    parts = p.row_parts[s.row[j]]
+    for x in range(s.pair_first[parts]):
+        count[s.pair[1, x]] += 1
+    at = s.top[0]
     for k in range(len(count)):
-        forward[k] = at
+        s.forward_rows[e, k] = at
         at += count[k]
-        count[k] = forward[k]
+        count[k] = s.forward_rows[e, k]
     for m in range(parts):
-        b = receivers[m].place
-        for x in range(backward[m], backward[m + 1]):
-            k = message[x].peer
-            a = senders[k].place
-            size = volume[x - begin] * element
-            y = count[k]
+        to = s.task[2 * j * p.parts + m].place
+        for x in range(s.pair_first[m], s.pair_first[m + 1]):
+            k = s.pair[1, x]
+            _write(p, s, count[k], m, s.task[2 * i * p.parts + k].place, to, s.volume[x])
             count[k] += 1
-            message[y].peer = m
-            message[x].wire = link[b, a]
-            message[y].wire = link[a, b]
-            message[x].lasts = latency[b, a] + size / rate[b, a]
-            message[y].lasts = latency[a, b] + size / rate[a, b]
-            if a != b:
-                link_load[message[x].wire] += message[x].lasts
-                link_load[message[y].wire] += message[y].lasts
-    return at
+    s.top[0] = at
 
 
 @compiled
 def count_waits(p: Problem, s: State, edges: Ints, sign: int) -> None:
-    """Add the messages of these edges to the counts that their parts wait for; with sign -1 subtract them."""
-    M, task = p.parts, s.task
+    """Add the messages of these edges to the counts that their parts, and the sums of gradients, wait for; with sign -1
+    subtract them. Parts wait for the sum of their gradients if that waits for anything."""
+    M, task, message = p.parts, s.task, s.message
     for x in range(len(edges)):
         e = edges[x]
         i, j = p.source[e], p.target[e]
-        from_producer, from_consumer = s.backward_rows[e], s.forward_rows[e]  # a part gets and sends back equally many
-        for m in range(p.row_parts[s.row[j]]):
-            task[j * M + m].waits += sign * (from_producer[m + 1] - from_producer[m])
-        for k in range(p.row_parts[s.row[i]]):
-            task[(2 * p.n - 1 - i) * M + k].waits += sign * (from_consumer[k + 1] - from_consumer[k])
+        for y in range(s.forward_rows[e, 0], s.forward_rows[e, M]):
+            task[2 * j * M + message[y].peer].waits += sign
+        first, each = gradient_slots(p, s, e)
+        for y in range(s.backward_rows[e, 0], s.backward_rows[e, M]):
+            t = first + message[y].peer // each
+            task[t].waits += sign
+            if each > 1 and task[t].waits == (1 if sign > 0 else 0):
+                part = (4 * p.n - 2 * i - 1) * M + message[y].peer // each * each
+                for k in range(each):
+                    task[part + k].waits += sign
+
+
+@compiled
+def pass_on(p: Problem, s: State, i: int) -> None:
+    """Set what each device passes on in the ring of each region's holders, in order of devices."""
+    each = holders(p, s, i)
+    for k in range(p.parts):
+        s.ring[i, k].lasts = s.ring[p.n + i, k].lasts = 0.0
+    if each == 1:
+        return
+    for first in range(0, p.row_parts[s.row[i]], each):
+        parts = 2 * i * p.parts + first
+        count, last = 0, p.devices
+        for k in range(each):
+            repeated = False
+            for other in range(k):
+                repeated |= s.task[parts + other].place == s.task[parts + k].place
+            count += not repeated
+        if count == 1:
+            continue
+        passed = 2 * (count - 1) / count * (_elements(p, s, i, first // each) * p.element)
+        to = _after(p, s, parts, each, -1)
+        for x in range(count - 1, -1, -1):
+            d = _before(p, s, parts, each, last)
+            for way in range(2):
+                one = s.ring[way * p.n + i, first + x]
+                one.wire = p.link[d, to]
+                one.lasts = p.latency[d, to] + passed / p.rate[d, to]
+            to = last = d
+
+
+@compiled
+def _after(p: Problem, s: State, parts: int, each: int, d: int) -> int:
+    """The first device after d of the parts in `each` slots from `parts` on."""
+    found = p.devices
+    for k in range(each):
+        if d < s.task[parts + k].place < found:
+            found = s.task[parts + k].place
+    return found
+
+
+@compiled
+def _before(p: Problem, s: State, parts: int, each: int, d: int) -> int:
+    """The last device before d of the parts in `each` slots from `parts` on."""
+    found = -1
+    for k in range(each):
+        if found < s.task[parts + k].place < d:
+            found = s.task[parts + k].place
+    return found
+
+
+@compiled
+def _elements(p: Problem, s: State, i: int, region: int) -> int:
+    """How many elements a region of operator i's output has."""
+    found, rest = 1, region
+    for r in range(RANK - 1, -1, -1):
+        degree = p.degrees[s.row[i], r]
+        at = rest % degree
+        rest //= degree
+        found *= first_of(p.sizes[i, r], degree, at + 1) - first_of(p.sizes[i, r], degree, at)
+    return found
 
 
 @compiled
@@ -191,24 +326,26 @@ def hold(p: Problem, s: State, i: int, sign: int) -> None:
     g, row = p.group[i], s.row[i]
     cover, held, task = s.cover[g], s.held[g], s.task
     degrees, is_parameter = p.degrees[row], p.is_parameter[i]
+    copies = degrees[RANK] if has_copies(p, s, i) else 1
     shards = 1
-    for r in range(4):
+    for r in range(RANK + 1):
         if is_parameter[r]:
             shards *= degrees[r]
     each = p.shares // shards
     for k in range(p.row_parts[row]):
         shard, factor, rest = 0, 1, k
-        for r in range(3, -1, -1):
+        for r in range(RANK, -1, -1):
             if is_parameter[r]:
                 shard += factor * (rest % degrees[r])
                 factor *= degrees[r]
             rest //= degrees[r]
-        d = task[i * p.parts + k].place
+        d = task[2 * i * p.parts + k].place
         for u in range(shard * each, (shard + 1) * each):
             was = cover[d, u] > 0
             cover[d, u] += sign
             now = (cover[d, u] > 0) - was
             held[u] += now
+            s.summands[g, u] += sign * (k % copies == 0)
             s.device[d].held += now * p.held_bytes[g]
 
 
@@ -227,7 +364,7 @@ def exchange(p: Problem, s: State, g: int) -> None:
         for u in range(p.shares):
             if cover[d, u] > 0:
                 holds = True
-                n = held[u]
+                n = held[u] if s.summands[g, u] > 1 else 1
                 passed += 2 * (n - 1) / n * share
         sync[d].lasts = 0.0
         if passed > 0:

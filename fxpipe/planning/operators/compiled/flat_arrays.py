@@ -8,10 +8,19 @@ Letters:
 - D: devices; E: edges.
 - G: groups of shared weights; U: equal shares of a group's weights.
 
-Every output has four dimensions here; missing ones have size 1.
+Every output has four dimensions here; missing ones have size 1. After them comes the summed dimension; its degree is
+the number of holders, also where there is no such dimension and the holders are copies.
 
-A task's slot is its key: forward `i M + k`, backward `n M + (n - 1 - i) M + k`, and the gathering of group g
-`2 n M + g`. Messages along an edge lie in rows, one for each part that sends; rows of one edge and direction are
+A task's slot is its key. The sum of region r is forward the all-reduce of partial sums, and backward that of the
+gradients that readers give to the region's holders:
+
+    part k of operator i, forward     2 i M + k
+    sum of region r, forward          2 i M + M + r
+    sum of region r, backward         (4 n - 2 i - 2) M + r
+    part k, backward                  (4 n - 2 i - 1) M + k
+    gathering of group g              4 n M + g
+
+Messages along an edge lie in rows, one for each part that sends; rows of one edge and direction are
 contiguous:
 
     forward_rows[e, k] .. forward_rows[e, k + 1]      what part k of the producer sends: to which parts, on which link
@@ -23,7 +32,8 @@ A changed edge gets new rows at the end (`top`), and the old ones are garbage on
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import lcm, prod
+from dataclasses import replace
+from math import lcm
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,13 +41,13 @@ from numpy.typing import NDArray
 
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.operators.operators import Operator, OperatorGraph
-from fxpipe.ir.operators.strategy import Config, Strategy, regions
+from fxpipe.ir.operators.strategy import Config, Strategy, summed_regions
 from fxpipe.planning.operators.input_regions import needs
 from fxpipe.planning.operators.message_links import links
 from fxpipe.planning.operators.operator_costs import Cost, once, part
 from fxpipe.planning.operators.strategy_memory import activations
 from fxpipe.planning.operators.strategy_space import configs
-from fxpipe.planning.operators.task_graph import weight_groups
+from fxpipe.planning.operators.task_graph import weight_groups, weight_shards
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -56,8 +66,8 @@ class Problem(NamedTuple):
     groups: int
     shares: int  # U
     element: int
-    sizes: Ints  # [n, 4]
-    is_parameter: Ints  # [n, 4]
+    sizes: Ints  # [n, 5]
+    is_parameter: Ints  # [n, 5] whether weights are cut with this dimension; of the last, whether there is one
     source: Ints  # [E] producer
     target: Ints  # [E] consumer
     need: Ints  # [E, 4, 5] for each dimension of the producer: along, stride, before, window, divide
@@ -75,7 +85,7 @@ class Problem(NamedTuple):
     latency: Floats  # [D, D]
     rate: Floats  # [D, D]
     row_first: Ints  # [n + 1]
-    degrees: Ints  # [rows, 4]
+    degrees: Ints  # [rows, 5] the last: holders of each region
     row_parts: Ints  # [rows]
     seconds_first: Ints  # [rows] into `seconds`
     seconds: Floats  # [kinds of devices, all parts of all rows, 2]
@@ -111,11 +121,13 @@ class State(NamedTuple):
     task: Records  # [slots + G]
     arrival: Records  # [slots + G]
     extent: Records  # [2, n] forward and backward
+    ring: Records  # [2 n, M] what devices pass on in the sums of regions, forward and then backward
     forward_rows: Ints  # [E, M + 1]
     backward_rows: Ints  # [E, M + 1]
     message: Records  # [capacity]
     cover: Ints  # [G, D, U] how many parts on the device hold the share
     held: Ints  # [G, U] how many devices hold the share
+    summands: Ints  # [G, U] how many gradients are added up for it, those of copies once
     sync: Records  # [G, D]
     device: Records  # [D]
     link_free: Floats  # [links]
@@ -127,9 +139,11 @@ class State(NamedTuple):
     old_sync: Records  # [D]
     old_place: Ints  # [M]
     old_span: Floats  # [2 M]
-    volume: Floats  # [M M] scratch
+    volume: Floats  # [M M] scratch: elements that a part reads of a region
+    pair: Ints  # [2, M M] scratch: regions that parts read, and the holders that they read from
+    pair_first: Ints  # [M + 1] scratch
     counted: Ints  # [M + 1] scratch
-    scratch: Ints  # [5, 4]
+    scratch: Ints  # [5, 5]
     top: Ints  # [1] end of the rows in use
     cost: Floats  # [1] seconds of the strategy
 
@@ -166,17 +180,17 @@ def problem(
     out_first, out_edges = _grouped(len(placed), [i for i, _ in ends])
     in_first, in_edges = _grouped(len(placed), [j for _, j in ends])
     around_first, around = _grouped(len(placed), [end for both in ends for end in both])
-    shards = [_shards(operator, row) for operator, own in zip(operators, rows, strict=True) for row in own]
+    shards = [weight_shards(operator, row)[0] for operator, own in zip(operators, rows, strict=True) for row in own]
     return Problem(
         n=len(placed),
-        parts=max(devices, max(prod(row) for own in rows for row in own)),
+        parts=max(devices, max(row.parts for own in rows for row in own)),
         devices=devices,
         links=max(1, len(wires.names)),
         groups=len(groups),
         shares=lcm(*shards),
         element=graph.element,
-        sizes=_ints([_padded(operator.sizes) for operator in operators]),
-        is_parameter=_ints([_padded([role == "P" for role in o.roles], 0) for o in operators]),
+        sizes=_ints([[*_padded(o.sizes), max(1, o.summed)] for o in operators]),
+        is_parameter=_ints([[*_padded([role == "P" for role in o.roles], 0), o.summed > 0] for o in operators]),
         source=_ints([i for i, _ in ends]),
         target=_ints([j for _, j in ends]),
         need=_ints([_need(graph, j, which) for _, j, which in edges]).reshape(-1, RANK, 5),
@@ -194,11 +208,11 @@ def problem(
         latency=np.array(wires.latency, np.float64),
         rate=np.array(wires.bandwidth, np.float64),
         row_first=_ints(np.cumsum([0, *map(len, rows)])),
-        degrees=_ints([_padded(row) for own in rows for row in own]),
-        row_parts=_ints([prod(row) for own in rows for row in own]),
+        degrees=_ints([[*_padded(row.degrees), row.holders] for own in rows for row in own]),
+        row_parts=_ints([row.parts for own in rows for row in own]),
         seconds_first=seconds_first,
         seconds=seconds,
-        choice_first=_ints(np.cumsum([0, *(max(0, devices + 1 - prod(row)) for own in rows for row in own)])),
+        choice_first=_ints(np.cumsum([0, *(max(0, devices + 1 - row.parts) for own in rows for row in own)])),
         device_kind=_ints([kinds.index(d.speeds) for d in cluster.devices]),
         kept=_kept(graph, operators, rows),
         held_bytes=np.array([copies * operators[group[0]].weights * graph.element for group in groups], np.float64)
@@ -208,43 +222,43 @@ def problem(
     )
 
 
-def _shards(operator: Operator, degrees: tuple[int, ...]) -> int:
-    return prod(degree for degree, role in zip(degrees, operator.roles, strict=True) if role == "P")
-
-
-def _rows(operator: Operator, devices: int, roles: str, more: Iterable[Config]) -> list[tuple[int, ...]]:
-    """The degrees that the operator may have, each once."""
-    return list(dict.fromkeys([config.degrees for config in (*configs(operator, devices, roles), *more)]))
+def _rows(operator: Operator, devices: int, roles: str, more: Iterable[Config]) -> list[Config]:
+    """The degrees and holders that the operator may have, each once."""
+    return list(dict.fromkeys(replace(config, devices=()) for config in (*configs(operator, devices, roles), *more)))
 
 
 def _seconds(
-    graph: OperatorGraph, cluster: Cluster, cost: Cost, operators: list[Operator], rows: list[list[tuple[int, ...]]]
+    graph: OperatorGraph, cluster: Cluster, cost: Cost, operators: list[Operator], rows: list[list[Config]]
 ) -> tuple[Ints, Floats]:
     """Where each row's seconds begin, and the seconds of each part (forward, backward) on each kind of device."""
     kinds = list({d.speeds: d for d in cluster.devices}.values())
     first, found = [], [[] for _ in kinds]  # type: ignore[var-annotated]
     known: dict[Any, list[list[tuple[float, float]]]] = {}
     for operator, own in zip(operators, rows, strict=True):
-        for degrees in own:
+        for row in own:
             first.append(len(found[0]))
-            likeness = part(graph, operator, tuple((0, size) for size in operator.sizes)), degrees
+            likeness = part(graph, operator, tuple((0, size) for size in operator.sizes)), row
             if likeness not in known:
-                parts = [part(graph, operator, r) for r in regions(operator, Config(degrees, ()))]
+                parts = [part(graph, operator, r) for r in summed_regions(operator, row)]
                 known[likeness] = [[cost(one, device) for one in parts] for device in kinds]
             for kind, seconds in zip(found, known[likeness], strict=True):
                 kind.extend(seconds)
     return _ints(first), np.array(found, np.float64)
 
 
-def _kept(graph: OperatorGraph, operators: list[Operator], rows: list[list[tuple[int, ...]]]) -> Floats:
+def _kept(graph: OperatorGraph, operators: list[Operator], rows: list[list[Config]]) -> Floats:
     """The bytes of activations of each part of each row."""
-    pairs = ((operator, Config(row, ())) for operator, own in zip(operators, rows, strict=True) for row in own)
+    pairs = ((operator, row) for operator, own in zip(operators, rows, strict=True) for row in own)
     return np.array([size for pair in pairs for size in activations(graph, *pair)], np.float64)
 
 
 def _need(graph: OperatorGraph, consumer: int, which: int) -> list[tuple[int, ...]]:
     found = needs(graph, graph.operators[consumer], which)
-    own: list[tuple[int, ...]] = [(n.along, n.stride, n.before, n.window, n.divide) for n in found]
+    last = len(graph.operators[consumer].output)
+    along = [RANK if n.along == last else n.along for n in found]
+    own: list[tuple[int, ...]] = [
+        (at, n.stride, n.before, n.window, n.divide) for at, n in zip(along, found, strict=True)
+    ]
     return own + [(-1, 1, 0, 1, 1)] * (RANK - len(own))
 
 
@@ -267,7 +281,7 @@ def _ints(numbers: Any) -> Ints:
 
 def state(p: Problem, capacity: int) -> State:
     """An empty state with room for `capacity` messages."""
-    slots, edges = 2 * p.n * p.parts, len(p.source)
+    slots, edges = 4 * p.n * p.parts, len(p.source)
     most = int(max(np.diff(p.out_first) + np.diff(p.in_first), default=0))
     groups = max(1, p.groups)
 
@@ -282,11 +296,13 @@ def state(p: Problem, capacity: int) -> State:
         task=np.zeros(slots + p.groups, TASK),
         arrival=np.zeros(slots + p.groups, ARRIVAL),
         extent=np.zeros((2, p.n), EXTENT),
+        ring=np.zeros((2 * p.n, p.parts), SYNC),
         forward_rows=ints(edges, p.parts + 1),
         backward_rows=ints(edges, p.parts + 1),
         message=np.zeros(capacity, MESSAGE),
         cover=ints(groups, p.devices, p.shares),
         held=ints(groups, p.shares),
+        summands=ints(groups, p.shares),
         sync=np.zeros((groups, p.devices), SYNC),
         device=np.zeros(p.devices, DEVICE),
         link_free=floats(p.links),
@@ -299,8 +315,10 @@ def state(p: Problem, capacity: int) -> State:
         old_place=ints(p.parts),
         old_span=floats(2 * p.parts),
         volume=floats(p.parts * p.parts),
+        pair=ints(2, p.parts * p.parts),
+        pair_first=ints(p.parts + 1),
         counted=ints(p.parts + 1),
-        scratch=ints(5, RANK),
+        scratch=ints(5, RANK + 1),
         top=ints(1),
         cost=floats(1),
     )

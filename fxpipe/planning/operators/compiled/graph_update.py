@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .edge_messages import count_waits, exchange, hold, join, unload
+from .edge_messages import count_waits, exchange, hold, holders, join, pass_on, unload
 from .flat_arrays import Floats, Ints, Problem, State
 from .numba_compiler import compiled
 
@@ -20,7 +20,7 @@ def copy(to: Ints | Floats, of: Ints | Floats) -> None:
 def put(p: Problem, s: State, i: int, row: int, devices: Ints) -> None:
     """Place operator i: set its parts' devices and seconds, and add to the load of these devices."""
     M = p.parts
-    forward, backward = i * M, (2 * p.n - 1 - i) * M
+    forward, backward = 2 * i * M, (4 * p.n - 2 * i - 1) * M
     s.row[i] = row
     first = p.seconds_first[row]
     for k in range(p.row_parts[row]):
@@ -31,6 +31,7 @@ def put(p: Problem, s: State, i: int, row: int, devices: Ints) -> None:
         s.task[backward + k].span = p.seconds[p.device_kind[d], first + k, 1]
         s.device[d].load += s.task[forward + k].span + s.task[backward + k].span
         s.device[d].held += p.kept[first + k]
+    pass_on(p, s, i)
 
 
 @compiled
@@ -40,10 +41,11 @@ def build(p: Problem, s: State, rows: Ints, devices: Ints) -> bool:
     for d in range(p.devices):
         s.device[d].load = 0.0
         s.device[d].held = 0.0
-    for t in range(2 * p.n * p.parts):
+    for t in range(4 * p.n * p.parts):
         s.task[t].waits = 0
     s.cover.fill(0)
     s.held.fill(0)
+    s.summands.fill(0)
     s.link_load.fill(0)
     for i in range(p.n):
         put(p, s, i, rows[i], devices[i])
@@ -95,7 +97,7 @@ def is_overload(p: Problem, s: State, i: int, row: int, devices: Ints, limit: fl
     for d in range(p.devices):
         device[d].left = device[d].load
     for k in range(p.row_parts[s.row[i]]):
-        forward, backward = i * M + k, (2 * p.n - 1 - i) * M + k
+        forward, backward = 2 * i * M + k, (4 * p.n - 2 * i - 1) * M + k
         device[task[forward].place].left -= task[forward].span + task[backward].span
     for k in range(p.row_parts[row]):
         d, at = devices[k], p.seconds_first[row] + k
@@ -129,7 +131,7 @@ def excess(p: Problem, s: State) -> float:
 def change(p: Problem, s: State, i: int, row: int, devices: Ints) -> float:
     """Give operator i the row `row` on `devices`, and remember the old ones. Returns the time of the first event that
     this touches."""
-    forward = i * p.parts
+    forward = 2 * i * p.parts
     around = p.around_edges[p.around_first[i] : p.around_first[i + 1]]
     touched = _remember(p, s, i, around)
     count_waits(p, s, around, -1)
@@ -153,7 +155,7 @@ def _remember(p: Problem, s: State, i: int, around: Ints) -> float:
     """Remember how operator i is placed, and take it off its devices. Returns the time of the first event that belongs
     to the operator or sends it a message."""
     M, touched = p.parts, np.inf
-    forward, backward = i * M, (2 * p.n - 1 - i) * M
+    forward, backward = 2 * i * M, (4 * p.n - 2 * i - 1) * M
     for d in range(p.devices):
         s.device[d].load_ = s.device[d].load
         s.device[d].held_ = s.device[d].held
@@ -165,7 +167,11 @@ def _remember(p: Problem, s: State, i: int, around: Ints) -> float:
         copy(s.old_forward[x], s.forward_rows[e])
         copy(s.old_backward[x], s.backward_rows[e])
         if p.target[e] == i:
-            touched = min(touched, s.extent[0, p.source[e]].first_end)
+            j = p.source[e]
+            touched = min(touched, s.extent[0, j].first_end)
+            if holders(p, s, j) > 1:  # it may be that another reader's gradients were added up before all this
+                for r in range(p.row_parts[s.row[j]] // holders(p, s, j)):
+                    touched = min(touched, s.task[(4 * p.n - 2 * j - 2) * M + r].ready)
     for k in range(p.row_parts[s.row[i]]):
         s.old_place[k] = s.task[forward + k].place
         s.old_span[k] = s.task[forward + k].span
@@ -180,7 +186,7 @@ def _remember(p: Problem, s: State, i: int, around: Ints) -> float:
 def take_back(p: Problem, s: State, i: int, row: int, top: int) -> None:
     """Undo the last change of operator i, before which it had this row, and rows ended at `top`."""
     M, g = p.parts, p.group[i]
-    forward, backward = i * M, (2 * p.n - 1 - i) * M
+    forward, backward = 2 * i * M, (4 * p.n - 2 * i - 1) * M
     around = p.around_edges[p.around_first[i] : p.around_first[i + 1]]
     count_waits(p, s, around, -1)
     if g >= 0:
@@ -191,6 +197,7 @@ def take_back(p: Problem, s: State, i: int, row: int, top: int) -> None:
         s.task[backward + k].place = s.old_place[k]
         s.task[forward + k].span = s.old_span[k]
         s.task[backward + k].span = s.old_span[M + k]
+    pass_on(p, s, i)
     for x in range(len(around)):
         copy(s.forward_rows[around[x]], s.old_forward[x])
         copy(s.backward_rows[around[x]], s.old_backward[x])

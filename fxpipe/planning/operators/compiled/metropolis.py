@@ -132,8 +132,9 @@ def walk(
         if attempt(p, s, i, row, devices, limit) and cost[0] < best[0]:
             best[0] = cost[0]
             copy(best_row, s.row)
-            for t in range(p.n * M):
-                best_place[t // M, t % M] = task[t].place
+            for j in range(p.n):
+                for k in range(M):
+                    best_place[j, k] = task[2 * j * M + k].place
             found += 1
             trace[found, 0] = step
             trace[found, 1] = best[0]

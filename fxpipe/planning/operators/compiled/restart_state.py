@@ -7,6 +7,7 @@ the last task that began on it before has ended. Operators whose tasks all lie o
 
 from __future__ import annotations
 
+from .edge_messages import gradient_slots, has_sums, holders
 from .event_queue import arrive, push
 from .flat_arrays import Problem, State
 from .numba_compiler import compiled
@@ -21,6 +22,7 @@ def restart(p: Problem, s: State, changed: int, since: float) -> int:
         s.device[d].free = 0.0
     s.link_free.fill(0)
     size = _computations(p, s, changed, since)
+    size = _sums(p, s, changed, since, size)
     size = _messages(p, s, changed, since, size)
     size = _turns(p, s, changed, since, size)
     _gatherings(p, s, changed, since)
@@ -33,7 +35,7 @@ def _computations(p: Problem, s: State, changed: int, since: float) -> int:
     task, arrival, device, extent, size = s.task, s.arrival, s.device, s.extent, 0
     for at in range(2 * p.n):
         way, i = (0, at) if at < p.n else (1, 2 * p.n - 1 - at)
-        base = at * p.parts
+        base = (2 * at if way == 0 else 2 * at + 1) * p.parts
         after = base + p.row_parts[s.row[i]]
         if i != changed and extent[way, i].last_end < since:
             for t in range(base, after):
@@ -59,6 +61,52 @@ def _computations(p: Problem, s: State, changed: int, since: float) -> int:
 
 
 @compiled
+def _sums(p: Problem, s: State, changed: int, since: float, size: int) -> int:
+    """The sums of regions: how many summands they wait for, what devices pass on, and the ends still to come."""
+    task, arrival, extent = s.task, s.arrival, s.extent
+    for at in range(2 * p.n):
+        way, i = (0, at) if at < p.n else (1, 2 * p.n - 1 - at)
+        each = holders(p, s, i)
+        if each == 1 or (way == 0 and not has_sums(p, s, i)) or (i != changed and extent[way, i].last_end < since):
+            continue
+        first, parts = (
+            ((2 * at + 1) * p.parts, 2 * at * p.parts) if way == 0 else (2 * at * p.parts, (2 * at + 1) * p.parts)
+        )
+        for r in range(p.row_parts[s.row[i]] // each):
+            t, members = first + r, range(parts + r * each, parts + (r + 1) * each)
+            if way == 1 and task[t].waits == 0:
+                continue
+            if i != changed and task[t].ready < since:
+                task[t].ready_, task[t].start_, task[t].end_ = task[t].ready, task[t].start, task[t].end
+                for x in range(r * each, (r + 1) * each):
+                    one = s.ring[way * p.n + i, x]
+                    if one.lasts > 0:
+                        s.link_free[one.wire] = max(s.link_free[one.wire], one.begin + one.lasts)
+                if task[t].end >= since:
+                    size = push(s.queue, size, task[t].end, 2 * t + 1)
+                elif way == 1:
+                    for m in members:
+                        if task[m].ready >= since:
+                            size = arrive(arrival, s.queue, size, m, task[t].end)
+                continue
+            arrival[t].pending = each if way == 0 else task[t].waits
+            arrival[t].latest = 0
+            if way == 0 and i != changed:
+                for m in members:
+                    if task[m].end < since:
+                        size = arrive(arrival, s.queue, size, t, task[m].end)
+    return size
+
+
+@compiled
+def _given(p: Problem, s: State, i: int, k: int) -> float:
+    """When part k of operator i had its region."""
+    if has_sums(p, s, i):
+        return float(s.task[(2 * i + 1) * p.parts + k // holders(p, s, i)].end)
+    return float(s.task[2 * i * p.parts + k].end)
+
+
+@compiled
 def _messages(p: Problem, s: State, changed: int, since: float, size: int) -> int:
     """Messages sent before `since`: count them as arrived, and the links as busy until then."""
     task, message, arrival, queue, extent, link_free = s.task, s.message, s.arrival, s.queue, s.extent, s.link_free
@@ -70,13 +118,13 @@ def _messages(p: Problem, s: State, changed: int, since: float, size: int) -> in
             if extent[way, i].first_end >= since or extent[way, j].last_ready < since:
                 continue
             rows = s.forward_rows[e] if way == 0 else s.backward_rows[e]
-            base, to = (i, j) if way == 0 else (2 * p.n - 1 - i, 2 * p.n - 1 - j)
+            to, each = (2 * j * p.parts, 1) if way == 0 else gradient_slots(p, s, e)
             for k in range(p.row_parts[s.row[i]]):
-                finish = task[base * p.parts + k].end
+                finish = _given(p, s, i, k) if way == 0 else task[(4 * p.n - 2 * i - 1) * p.parts + k].end
                 if finish >= since:
                     continue
                 for x in range(rows[k], rows[k + 1]):
-                    w, t, time = message[x].wire, to * p.parts + message[x].peer, finish
+                    w, t, time = message[x].wire, to + message[x].peer // each, finish
                     if w >= 0:
                         time = message[x].begin + message[x].lasts
                         link_free[w] = max(link_free[w], time)
@@ -90,9 +138,9 @@ def _turns(p: Problem, s: State, changed: int, since: float, size: int) -> int:
     """Backward tasks that wait for nothing but their own forward, where that was done before `since`."""
     for i in range(p.n):
         if i != changed and s.extent[0, i].first_end < since and s.extent[1, i].last_ready >= since:
-            backward = (2 * p.n - 1 - i) * p.parts
+            backward = (4 * p.n - 2 * i - 1) * p.parts
             for k in range(p.row_parts[s.row[i]]):
-                t, end = backward + k, s.task[i * p.parts + k].end
+                t, end = backward + k, _given(p, s, i, k)
                 if s.task[t].waits == 0 and end < since and s.task[t].ready >= since:
                     size = arrive(s.arrival, s.queue, size, t, end)
     return size
@@ -103,7 +151,7 @@ def _gatherings(p: Problem, s: State, changed: int, since: float) -> None:
     """What the gathering of each group still waits for, and the links that are busy with what was sent after it."""
     task, sync, link_free = s.task, s.sync, s.link_free
     for g in range(p.groups):
-        t = 2 * p.n * p.parts + g
+        t = 4 * p.n * p.parts + g
         if task[t].end < since:
             for d in range(p.devices):
                 if sync[g, d].lasts > 0:
@@ -113,7 +161,7 @@ def _gatherings(p: Problem, s: State, changed: int, since: float) -> None:
         pending, latest = 0, 0.0
         for x in range(p.group_first[g], p.group_first[g + 1]):
             i = p.group_members[x]
-            backward, parts = (2 * p.n - 1 - i) * p.parts, p.row_parts[s.row[i]]
+            backward, parts = (4 * p.n - 2 * i - 1) * p.parts, p.row_parts[s.row[i]]
             pending += parts
             if i != changed and s.extent[1, i].first_end < since:
                 for k in range(parts):

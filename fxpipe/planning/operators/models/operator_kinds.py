@@ -12,6 +12,9 @@ output and their roles (table 1 of the SOAP paper, extended to all kinds), its w
     samplewise           sample
     matmul, scaled_dot_product    sample  all that are not summed over
 
+The dimension that products are summed over can be cut in linear and projected_softmax (input channels), matmul (the
+inner dimension) and embedding (the vocabulary).
+
     x = image("image", 64, 3, 224, 224)
     y = convolution("conv1", x, 64, window=11, stride=4, padding=2)
 """
@@ -79,13 +82,13 @@ def linear(name: str, x: Operator, channel: int, shared: str = "") -> Operator:
     """A fully-connected layer with bias over the last dimension."""
     inside = x.sizes[-1]
     output = (*_with_roles(x, {})[:-1], Dimension("channel", channel, "P"))
-    return Operator(name, "linear", (x.name,), output, 2.0 * inside, (inside + 1) * channel, shared)
+    return Operator(name, "linear", (x.name,), output, 2.0 * inside, (inside + 1) * channel, shared, summed=inside)
 
 
 def embedding(name: str, x: Operator, vocabulary: int, channel: int, shared: str = "") -> Operator:
     """A row of a table of weights for each token number."""
     output = (*_with_roles(x, {}), Dimension("channel", channel, "P"))
-    return Operator(name, "embedding", (x.name,), output, 1.0, vocabulary * channel, shared)
+    return Operator(name, "embedding", (x.name,), output, 1.0, vocabulary * channel, shared, summed=vocabulary)
 
 
 def lstm(name: str, x: Operator, state: Operator | None, channel: int, shared: str = "") -> Operator:
@@ -110,7 +113,8 @@ def projected_softmax(name: str, x: Operator, classes: int, shared: str = "") ->
     """A linear layer onto `classes` with its softmax: one operator, as in the SOAP paper."""
     inside = x.sizes[-1]
     output = (*_with_roles(x, {})[:-1], Dimension("channel", classes, "P"))
-    return Operator(name, "projected_softmax", (x.name,), output, 2.0 * inside + 3, (inside + 1) * classes, shared)
+    weights = (inside + 1) * classes
+    return Operator(name, "projected_softmax", (x.name,), output, 2.0 * inside + 3, weights, shared, summed=inside)
 
 
 def softmax(name: str, x: Operator) -> Operator:
@@ -146,7 +150,8 @@ def flatten(name: str, x: Operator) -> Operator:
 def matmul(name: str, a: Operator, b: Operator) -> Operator:
     """(..., rows, inside) times (..., inside, columns), neither of them a weight."""
     rows, columns = replace(a.output[-2], role="A"), replace(b.output[-1], role="A")
-    return Operator(name, "matmul", (a.name, b.name), (*_with_roles(a, {})[:-2], rows, columns), 2.0 * a.sizes[-1])
+    output, inside = (*_with_roles(a, {})[:-2], rows, columns), a.sizes[-1]
+    return Operator(name, "matmul", (a.name, b.name), output, 2.0 * inside, summed=inside)
 
 
 def scaled_dot_product(name: str, query: Operator, key: Operator, value: Operator, heads: int) -> Operator:

@@ -42,7 +42,8 @@ def matmul(r: Reader, op: Op) -> Value:
 def embedding(r: Reader, op: Op) -> Value:
     """Rows of a table, one for each word."""
     tokens = next(value for value in r.known((op.args, dict(op.kwargs))) if isinstance(value, Value))
-    return r.make(op, kinds.embedding(r.name(op), r.whole(op, tokens), 1, r.shape(op.name)[-1]))
+    words = r.shape(argument(op, 1, "weight").name)[0]
+    return r.make(op, kinds.embedding(r.name(op), r.whole(op, tokens), words, r.shape(op.name)[-1]))
 
 
 def conv(r: Reader, op: Op) -> Value:

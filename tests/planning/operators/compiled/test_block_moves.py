@@ -55,9 +55,9 @@ def test_patterns_of_one_operator_are_found_in_others():
     def like(name, degrees):
         """How each operator is cut that is cut like this one."""
         i = at[name]
-        row = next(r for r in range(p.row_first[i], p.row_first[i + 1]) if tuple(p.degrees[r]) == degrees)
+        row = next(r for r in range(p.row_first[i], p.row_first[i + 1]) if tuple(p.degrees[r]) == (*degrees, 1))
         rows = q.row_for[q.pattern_of[row]]
-        return {other: tuple(map(int, p.degrees[rows[j]])) for other, j in at.items()}
+        return {other: tuple(map(int, p.degrees[rows[j], :4])) for other, j in at.items()}
 
     assert set(like("conv1", (2, 1, 1, 1)).values()) == {(2, 1, 1, 1)}
     assert set(like("fc1", (2, 2, 1, 1)).values()) == {(2, 2, 1, 1)}

@@ -110,12 +110,12 @@ def test_the_chain_is_the_same_with_either_simulation():
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(0, 10**6), st.integers(2, 5))
-def test_random_networks_and_any_strategy(seed, devices):
-    """Parts of any number on any devices, several on one; then what the chain makes of it."""
+@given(st.integers(0, 10**6), st.integers(2, 5), st.sampled_from([1, 2, 3]))
+def test_random_networks_and_any_strategy(seed, devices, holders):
+    """Parts of any number on any devices, several on one, with several holders; then what the chain makes of it."""
     graph, machine, cost = network(seed).graph, cluster(devices, servers=2), estimated()
-    start = strategy(graph, devices, Random(seed))
-    core = FullCore(graph, machine, cost, (start,), seed=seed)
+    start = strategy(graph, devices, Random(seed), holders)
+    core = FullCore(graph, machine, cost, (start,), "SAP" if holders == 1 else "SAPR", seed=seed)
     assert core.begin(start) == pytest.approx(simulate(graph, machine, start, cost), rel=1e-12)
     assert core.differences() == 0
     follow(core, 10)
