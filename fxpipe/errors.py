@@ -18,7 +18,8 @@ class CaptureError(FxpipeError):
 
 
 class PlanError(FxpipeError, ValueError):
-    """The requested balance, split points or plan is not possible for this model."""
+    """What was asked of a function cannot be done: an option has a wrong value or contradicts another, or there is no
+    such plan, schedule, strategy or cluster for this model. The message names the value and what to write instead."""
 
 
 class InputError(FxpipeError, ValueError):

@@ -110,7 +110,8 @@ def compile(
     - `profile`: "estimate" (from FLOPs and bytes; runs nothing, always the same), "measure" (times each op), or a
       `Profile` made before.
     - `batch_dim`: the dimension along which all inputs are cut; or a dict by input, with None for an input that each
-      micro-batch gets whole, as in `{"mask": None}`. The name of a nest stands for all tensors in it.
+      micro-batch gets whole, as in `{"mask": None}`. If an input is a list, tuple or dict, its name stands for all
+      tensors in it; "batch['ids']" is one of them.
     - `reduce`: how an output without batch dimension is combined from those of the micro-batches: "mean" or "sum", or a
       dict by output ("loss" is the loss of a step). Sums and means over the samples are recognised without it. If the
       model mixes the samples of a batch, it does so within each micro-batch. To accept this and switch off the

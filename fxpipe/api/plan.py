@@ -64,20 +64,20 @@ def plan(
 ) -> Planned:
     """The plan for training steps of `batch_size` samples on `cluster`: stages, replicas, devices, micro-batches.
 
-    - `what`: what `fxpipe.profile` returned; or a model (it may be on the meta device) with `example_inputs`, whose
-      profile is then estimated for each kind of device; or a `Chain` of layers of any origin. Where the cluster has
-      several kinds of devices, give what was measured, or a chain, for each: {"V100": ..., "K80": ...}, by the part of
-      labels before the colon, or by whole labels. Of one that was measured, on a device of the cluster or else on one
-      like the first, times on other kinds are scaled by the ratio of the estimates for each op. A `Chain` without
-      `kinds` is for the first device; nothing tells what its layers do, so times are scaled by `Device.flops`.
+    - `what`: a model, which may be on the meta device, with `example_inputs`: costs are estimated for each kind of
+      device. Or what `fxpipe.profile` returned: measured times are scaled to other kinds of devices, for each op by
+      the ratio of its estimates; times of a device that the cluster lacks are taken for the first device. Or a `Chain`
+      of layers: without `kinds`, its times are for the first device, and are scaled to other kinds by `Device.flops`.
+      Or a dict with a profile or chain for each kind of device, {"V100": ..., "K80": ...}; a key is a whole label, or
+      the part before the colon.
     - `cluster`: a `Cluster`, or the name of a published one: "A", "B", "C" (DAPPLE's), "p100", "k80", "p40";
       "a100", "h100", "b200" (nodes of 8; "h100:64" is eight of them).
     - `planner`: "optimal" (with a proven bound on its distance from the optimum), "dapple", "pipedream", "gpipe",
       "straight" (a device for each stage), "data parallel".
-    - `micro_batches`, `recompute` (all stages, or none): the planner's choice, if not given. It tries numbers that
-      divide the batch; for a model, the 8 numbers around four per device, with an estimate for each size. Replicas
-      share whole samples, as the engines deal them; those of a `Chain` with `ideal_shares` share as in DAPPLE's paper:
-      evenly, even if there are fewer samples than replicas.
+    - `micro_batches`: into how many a batch is cut. If not given, the planner tries numbers that divide the batch; for
+      a model, the 8 that are nearest to four per device, each with costs estimated for its size. Replicas share whole
+      samples of a micro-batch; only in a `Chain` with `ideal_shares` they share it evenly, as in DAPPLE's paper.
+    - `recompute`: True: all stages recompute. False: none. If not given, those that do not fit in memory otherwise.
     - `tensor_parallel`: over how many devices of a server each op is cut: a number, several of which the best is
       taken, or "auto" for all powers of two that a server has. How each op is cut is chosen so that a micro-batch
       takes the least time on such a group. The devices of the cluster must then be of one kind.

@@ -30,6 +30,11 @@ def clip_grad_norm_(
     the norm before scaling. Over ranks, all ranks must call it; for a pipe in one process it does the same as
     `torch.nn.utils.clip_grad_norm_`.
 
+    - `pipe`: the pipe itself, not its parameters.
+    - `norm_type`: the order of the norm: 2.0, or `math.inf` for the largest absolute value, or another number.
+    - `error_if_nonfinite`: whether a norm that is infinite or not a number is an error.
+    - `foreach`: whether torch works on many tensors in one call; None: where torch finds that faster.
+
     Raises RuntimeError, on every rank, if the norm is infinite or not a number and `error_if_nonfinite` is true.
 
     >>> import fxpipe

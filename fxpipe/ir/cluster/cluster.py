@@ -80,14 +80,15 @@ class Switch:
     have the name of a server, and then joins the devices in that server.
 
     - `members`: devices, servers or other switches.
-    - `bandwidth`: bytes per second that a port sends; it receives as many at once.
+    - `bandwidth`: bytes per second that a member sends through its port. At the same time it may receive as many.
     - `latency`: seconds before the first byte arrives.
-    - `into`: bytes per second that a port receives, if that is another rate.
-    - `through`: whether messages to places beyond the switch take the members' ports too: true of a tree of PCIe or
-      Ethernet switches, not of NVLink beside a network card.
-    - `all_reduce`: bytes per second that a ring of members reaches, if that is not the ports' rate.
-    - `card`: bytes per second that one device behind a member sends or receives, where each has a network card of its
-      own; a port's `bandwidth` is then that of all its cards.
+    - `into`: bytes per second that a member receives through its port; None: `bandwidth`.
+    - `through`: whether a message between a member and a device that is not behind this switch uses the member's port,
+      too. True for PCIe and Ethernet switches, which all traffic crosses on its way to a higher switch; False for
+      NVLink, where such a message leaves by a network card.
+    - `all_reduce`: bytes per second of an all-reduce in a ring of members; None: the least rate of their ports.
+    - `card`: bytes per second of one network card, if each device of a server has its own; None: the server has one for
+      all. `bandwidth` is then that of all cards of a member together.
     """
 
     name: str

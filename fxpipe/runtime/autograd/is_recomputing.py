@@ -35,7 +35,7 @@ def is_recomputing() -> bool:
                     seen.append(x.shape)
 
     Call it where the user's own code runs in a pipe: in submodules that are kept whole, and in forward of custom
-    autograd functions. The rest of a forward is captured, and the answer would be captured as a constant. False
-    everywhere else, also in the plain model, and while a checkpoint inside of the model is recomputed.
+    autograd functions. The rest of a forward is captured, and the answer would be captured as a constant. The answer is
+    False in the plain model, and while torch.utils.checkpoint inside of the model recomputes.
     """
     return _now.recomputing
