@@ -33,7 +33,7 @@ from fxpipe.pipe.pipe import Pipe
 from fxpipe.pipe.ranks.loaded_rank_pipe import load_on_rank
 from fxpipe.pipe.ranks.process_group import find_world, for_ranks
 from fxpipe.pipe.ranks.rank_pipe import RankPipe
-from fxpipe.pipe.results.planned import Planned
+from fxpipe.pipe.results.planned import Planned, cluster_in
 from fxpipe.pipe.results.replanned import Replanned
 from fxpipe.pipe.saved.loaded_pipe import Loaded, load_here
 from fxpipe.schedules.make_schedule import Own
@@ -102,7 +102,8 @@ def compile(
       device, stages that share one device share all their devices.
     - `plan`: a `Plan`, what `fxpipe.plan` or `pipe.diagnose().replan()` returned, or the path of a JSON file of one of
       these. The plan decides stages, devices, chunks, schedule and recomputation; options that contradict it are
-      refused. `devices`, if given, replace the plan's devices, in the order of their first stages.
+      refused. `devices`, if given, replace the plan's devices, in the order of their first stages, unless it is a
+      `Cluster` that has them. Predictions are for the cluster that the plan was made for, where its devices stay.
     - `strategy`: how each operator is cut and where its parts run: what `fxpipe.search` returned, the path of its JSON
       file, or a pair of an `OperatorGraph` and its `Strategy`. `devices` are then those of its cluster, in order;
       `chunks` is 1 if not given, and divides each batch. It may also be a function of (graph, sizes) that returns a
@@ -171,15 +172,17 @@ def read_options(asked: Mapping[str, Any]) -> Options:
     given = defaults | {name: COMPILE[name].take(value) for name, value in asked.items()}
     devices, chunks, replicas, schedule = (given[name] for name in ("devices", "chunks", "replicas", "schedule"))
     told = {name: value for name, value in given.items() if not isinstance(value, Default)}
-    chosen = read_plan(given["plan"])
-    place = None
+    chosen, planned_for = read_plan(given["plan"])
+    place, cluster = None, devices if isinstance(devices, Cluster) else None
     if given["strategy"] is not None:
         place, count = place_of(given["strategy"])
         refuse_beside_strategy(told)
         labels, chunks = _strategy_devices(devices, count), chunks or 1
         replica_groups = deal(labels, None)
     elif chosen is not None:
-        chosen = runnable(chosen, devices)
+        before, chosen = chosen, runnable(chosen, devices)
+        stays = planned_for is not None and chosen == before and named(chosen).keys() <= set(planned_for.labels)
+        cluster = cluster or (planned_for if stays else None)
         refuse_beside_plan(chosen, told)
         labels, chunks, schedule = tuple(stage.device for stage in chosen.stages), chosen.chunks, chosen.schedule
         replica_groups = {stage.device: stage.replicas for stage in chosen.stages}
@@ -202,7 +205,7 @@ def read_options(asked: Mapping[str, Any]) -> Options:
         schedule=schedule,
         offload=frozenset(given["offload"]),
         split_at=given["split_at"],
-        cluster=devices if isinstance(devices, Cluster) else None,
+        cluster=cluster,
         plan=chosen,
         dump=Path(folder) if folder else None,
         replicas=replica_groups,
@@ -227,23 +230,27 @@ def _strategy_devices(
     return labels
 
 
-def read_plan(plan: Plan | Planned | Replanned | str | Path | None) -> Plan | PlanFile | None:
-    """The plan itself, or the one in a file. Raises PlanError, with the place in the file, if it is not a plan."""
+def read_plan(
+    plan: Plan | Planned | Replanned | str | Path | None,
+) -> tuple[Plan | PlanFile | None, Cluster | None]:
+    """The plan itself, or the one in a file, and the cluster that it was made for, if that is known. Raises PlanError,
+    with the place in the file, if it is not a plan."""
     if isinstance(plan, (str, Path)):
         try:
-            return plan_file.load(Path(plan).read_text(encoding="utf-8"))
+            text = Path(plan).read_text(encoding="utf-8")
+            return plan_file.load(text), cluster_in(text)
         except (OSError, ValueError) as error:
             raise PlanError(f"no plan can be read from {str(plan)!r}: {error}") from None
     if isinstance(plan, Replanned):
-        return plan_file.load(plan.text)
-    found = plan.plan if isinstance(plan, Planned) else plan
+        return plan_file.load(plan.text), None
+    found, cluster = (plan.plan, plan.cluster) if isinstance(plan, Planned) else (plan, None)
     if found is None:
-        return None
+        return None, None
     try:
         dataclass_json.check(found)
     except ValueError as error:
         raise PlanError(f"plan cannot be used: {error}") from None
-    return found
+    return found, cluster
 
 
 def runnable(
@@ -264,23 +271,31 @@ def runnable(
                 f"stage {index} of the plan has no ops: it was made for a chain of layers; plan the model itself, as "
                 "in fxpipe.plan(model, cluster, batch_size, example_inputs=(x,))"
             )
-    named = tuple(dict.fromkeys(label for stage in stages for label in stage.devices))
+    names = named(plan)
     if devices is None:
-        if not all(map(is_local, named)):
+        if not all(map(is_local, names)):
             raise PlanError(
-                f"the plan is for {', '.join(named)}; say which devices of this machine stand for them, as in "
-                f"devices={len(named)}"
+                f"the plan is for {', '.join(names)}; say which devices of this machine stand for them, as in "
+                f"devices={len(names)}"
             )
         return plan
     labels = device_labels(devices)
-    if len(labels) != len(named):
-        raise PlanError(f"the plan is for {len(named)} devices ({', '.join(named)}), and devices names {len(labels)}")
-    stands_for = dict(zip(named, labels, strict=True))
+    if isinstance(devices, Cluster) and names.keys() <= set(labels):
+        return plan
+    if len(labels) != len(names):
+        raise PlanError(f"the plan is for {len(names)} devices ({', '.join(names)}), and devices names {len(labels)}")
+    stands_for = dict(zip(names, labels, strict=True))
     renamed: Any = tuple(
         replace(stage, device=stands_for[stage.device], replicas=tuple(stands_for[label] for label in stage.replicas))
         for stage in stages
     )
     return replace(plan, stages=renamed)
+
+
+def named(plan: Plan | PlanFile) -> dict[str, None]:
+    """The labels of the plan's devices, in the order of their first stages."""
+    stages: tuple[StagePlan | StagePlace, ...] = plan.stages
+    return dict.fromkeys(label for stage in stages for label in stage.devices)
 
 
 def load(

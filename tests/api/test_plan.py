@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from fxpipe.api.plan import fits
 from fxpipe.demo.unet import UNet
 from fxpipe.errors import PlanError
 from fxpipe.ir.cluster.cluster import Cluster, Device, Link
+from fxpipe.ir.cluster.published_clusters import preset
 from fxpipe.ir.plan import plan as plans
 from fxpipe.ir.plan.layer_chain import Chain, Layer
 from fxpipe.ir.timeline import check as check_timeline
@@ -119,6 +121,28 @@ def test_one_file_for_all(straight: fxpipe.Planned, hybrid: fxpipe.Planned, tmp_
     pipe = fxpipe.compile(UNet(), plan=tmp_path / "plan.json", example_inputs=X)
     assert pipe.plan == straight.plan
     pipe.close()
+
+
+def test_predictions_are_for_the_cluster_of_the_plan(tmp_path: Path) -> None:
+    """Where the plan runs on its devices; a cluster in another order has them, too."""
+    model, x = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))), torch.randn(8, 32)
+    devices = (replace(d, flops=d.flops / 50, bandwidth=d.bandwidth / 50) for d in WORKERS.devices)
+    slow = replace(WORKERS, devices=tuple(devices))
+    found = fxpipe.plan(model, slow, 8, example_inputs=x, planner="straight", micro_batches=4)
+    found.save(tmp_path / "plan.json")
+    seconds = list[float]()
+    turned = replace(slow, devices=slow.devices[::-1])
+    for plan, named, cluster in (
+        (found, None, slow), (tmp_path / "plan.json", None, slow), (found, 2, slow), (found, turned, turned),
+        (found, ["cpu:1", "cpu:0"], None), (found.plan, None, None),
+    ):  # fmt: skip
+        with closing(fxpipe.compile(model, named, plan=plan, example_inputs=x)) as pipe:
+            assert (pipe.build.cluster == cluster) == (cluster is not None)
+            assert (pipe.plan == found.plan) == (named != ["cpu:1", "cpu:0"])
+            seconds.append(pipe.build.timeline.makespan)
+    assert seconds[0] == seconds[1] == seconds[2] == seconds[3] > 2 * max(seconds[4:])
+    with pytest.raises(PlanError, match=r"P100:3, which torch does not know: .* such as 'cuda:0', or .* devices=4"):
+        fxpipe.compile(model, preset("p100:4"), 4)
 
 
 def test_devices_stand_for_those_of_the_plan(straight: fxpipe.Planned) -> None:

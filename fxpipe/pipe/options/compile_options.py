@@ -37,7 +37,7 @@ class Options:
     - `devices`: one label for each stage, or for each device of a strategy.
     - `checkpoint`: also the mode of each stage.
     - `replicas`: the further devices of a stage, by the label of its first.
-    - `cluster`: the cluster, if `devices` was one.
+    - `cluster`: `devices` if that is a cluster, or the cluster that the plan was made for, if it runs on its devices.
     - `place`: the function of a strategy that assigns devices to ops.
     - `ranks`: whether each device is a process of torch.distributed: `cpu:1` or `cuda:1` is rank 1.
     """
@@ -232,6 +232,12 @@ def device_labels(devices: int | str | Sequence[str | torch.device] | Cluster) -
             clusters.check(devices)
         except ValueError as error:
             raise PlanError(f"devices is a cluster that cannot be used: {error}") from None
+        strange = [label for label in devices.labels if not is_local(label)]
+        if strange:
+            raise PlanError(
+                f"devices is a cluster with {', '.join(strange)}, which torch does not know: give its devices the "
+                "names that they have on this machine, such as 'cuda:0', or write a count, as in devices=4"
+            )
         return devices.labels
     if isinstance(devices, bool) or (isinstance(devices, int) and devices < 1):
         raise PlanError(

@@ -305,6 +305,18 @@ def compare(names: Sequence[str], several: Sequence[Planned]) -> str:
     return tabulate(rows, (*headers, "slower"), disable_numparse=True, colalign=("left",) * 3 + ("right",) * 7)
 
 
+def cluster_in(text: str) -> Cluster | None:
+    """The cluster for which the plan in the text of a file was made; None if it does not say. Raises ValueError if the
+    text is not JSON, or this is no cluster."""
+    data = parse(text)
+    facts = data.get("planned") if isinstance(data, dict) else None
+    if not isinstance(facts, dict) or "cluster" not in facts:
+        return None
+    found = from_plain(Cluster, facts["cluster"])
+    clusters.check(found)
+    return found
+
+
 def load(path: str | Path) -> Planned:
     """The plan in a file that `Planned.save` wrote. Raises PlanError if there is none."""
     try:
