@@ -10,6 +10,7 @@ Three kinds of stages recompute nothing, whatever the plan says:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from fxpipe.ir.graph.opaque_call import Opaque
@@ -33,3 +34,12 @@ def recompute(program: Program, context: PassContext) -> Program:
 
     stages = tuple(map(marked, program.stages))
     return program if stages == program.stages else replace(program, stages=stages)
+
+
+def recomputing(program: Program, modes: Sequence[str]) -> Program:
+    """The program with another mode for each stage that `recompute` has marked."""
+    stages = (
+        replace(stage, checkpoint=mode) if stage.checkpoint != "never" else stage
+        for stage, mode in zip(program.stages, modes, strict=True)
+    )
+    return replace(program, stages=tuple(stages))

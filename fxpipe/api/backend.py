@@ -25,8 +25,8 @@ from fxpipe.pipe.options.option_table import COMPILE
 from .compile import read_options
 
 # The options of `fxpipe.compile` that apply to the backend.
-OPTIONS = ("devices", "chunks", "schedule", "checkpoint", "plan", "balance", "split_at", "batch_dim", "reduce",
-           "deferred_batch_norm", "dump")  # fmt: skip
+OPTIONS = ("devices", "chunks", "schedule", "checkpoint", "memory_limit", "plan", "balance", "split_at", "batch_dim",
+           "reduce", "deferred_batch_norm", "dump")  # fmt: skip
 HEADERS = ("graph", "line", "ops", "batch", "stages", "micro-batches", "why")
 numbers = itertools.count()
 living: weakref.WeakValueDictionary[int, Compiled] = weakref.WeakValueDictionary()
@@ -37,9 +37,9 @@ def backend(
 ) -> Callable[..., Any]:
     """The function that torch.compile calls in place of a graph that it has traced.
 
-    `options` are arguments of `fxpipe.compile`: devices, chunks, checkpoint, plan, balance, split_at, batch_dim (by
-    the name of the input's variable in the traced graph), reduce, deferred_batch_norm, dump. Invalid options raise
-    PlanError when the compiled model is called. `mode` must be None.
+    `options` are arguments of `fxpipe.compile`: devices, chunks, checkpoint, memory_limit, plan, balance, split_at,
+    batch_dim (by the name of the input's variable in the traced graph), reduce, deferred_batch_norm, dump. Invalid
+    options raise PlanError when the compiled model is called. `mode` must be None.
     """
     try:
         compiled = Compiled(next(numbers), module, checked(options or {}, mode))

@@ -49,6 +49,7 @@ def compile(
     chunks: int | None = None,
     *,
     checkpoint: str | Collection[int] = CHECKPOINT,
+    memory_limit: int | None = None,
     schedule: Own = SCHEDULE,
     stages_per_device: int | None = None,
     replicas: Sequence[int] | None = None,
@@ -84,8 +85,13 @@ def compile(
       Inputs may be on any device; an output is on the device of the stage that makes it.
     - `chunks`: the largest number of micro-batches that a batch is cut into; a batch with fewer samples makes fewer.
     - `checkpoint`: which micro-batches are recomputed in backward instead of kept: "never", "except_last",
-      "always"; or a set of stages that are "except_last", the others "never". In `step()`, a forward that
+      "always"; or a set of stages that are "except_last", the others "never"; or "auto", for each stage the mode that
+      makes the step as short as can be within `memory_limit`, as simulated. In `step()`, a forward that
       is followed by its backward at once is never recomputed: there is nothing to gain.
+    - `memory_limit`: for checkpoint="auto", the bytes that each device may use in a step, for batches of the size of
+      the first. On CPU workers that is what is kept for backward, as in `pipe.timeline.high_water`, exact with
+      backward="code" and else estimated. On accelerators it is parameters, gradients and Adam's state, too; without
+      it, the limit is the device's memory, or that of the `Cluster`. If nothing fits, the error says what would.
     - `offload`: the stages on accelerators whose activations wait in host memory, in `step()`.
     - `balance`: "time" (makes the slowest stage as fast as possible), "memory", or a list with the number of layers of
       each stage.
@@ -197,7 +203,7 @@ def read_options(asked: Mapping[str, Any]) -> Options:
     folder = given["dump"] or os.environ.get("FXPIPE_DUMP")
     as_they_are = (
         "warmup", "checkpoint", "balance", "profile", "batch_dim", "reduce", "deferred_batch_norm", "compile_stages",
-        "transforms", "passes", "backward",
+        "transforms", "passes", "backward", "memory_limit",
     )  # fmt: skip
     options = Options(
         devices=labels,

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-HEAD = 64  # bytes before the elements, so that these are aligned
+from fxpipe.ir.program.messages import HEAD
+
 FAILED, MISSING, GRAD, ORDERED = 1, 2, 4, 8
 DIMS = 14  # the most dimensions whose order fits into the word
 

@@ -3,8 +3,8 @@ micro-batches there are, and what is recomputed. A plan is data: it is written t
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from fxpipe.ir.cluster.device_labels import Label
@@ -58,6 +58,12 @@ class Plan:
 def stage_of(plan: Plan) -> dict[str, int]:
     """The stage that each op belongs to."""
     return {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
+
+
+def with_modes(plan: Plan, modes: Sequence[str]) -> Plan:
+    """The plan with the checkpoint mode of each stage."""
+    stages = (replace(stage, checkpoint=mode) for stage, mode in zip(plan.stages, modes, strict=True))
+    return replace(plan, stages=tuple(stages))
 
 
 def check(plan: Plan, ops: Collection[str]) -> None:

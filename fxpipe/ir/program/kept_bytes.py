@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from fxpipe.ir.graph.value_types import TensorType, dim_size
 from fxpipe.ir.program.backward import halves
+from fxpipe.ir.program.messages import HEAD
 from fxpipe.ir.program.program import Program, Stage
 
 Piece = tuple[int, str]  # a piece of memory: the stage that has made it, and the value that first had it
@@ -49,7 +50,8 @@ def size(memory: Memory) -> int:
 
 def kept_bytes(program: Program, sizes: Mapping[str, int], same_process: bool = True) -> tuple[KeptBytes | None, ...]:
     """For each stage what it keeps; None where autograd computes gradients. `sizes` has a number for each symbolic size
-    of a micro-batch; `same_process`: whether all stages share their memory, as CPU workers do."""
+    of a micro-batch; `same_process`: whether all stages share their memory, as CPU workers do; else each device is a
+    process, and what comes from another one is a message."""
 
     def of(stage: Stage) -> KeptBytes | None:
         if stage.backward is None:
@@ -79,16 +81,28 @@ def _memory(
         owner, count = known.get(name, (name, kind.nbytes(sizes)))
         if owner in held:
             continue
-        source = _source(program, stage, owner) if same_process else None
+        source = _source(program, stage, owner, same_process)
         if source is not None:
             found |= _memory(program, source[0], [source[1]], sizes, same_process)
         else:
             maker = stage.index if owner not in stage.takes else WHOLE_INPUT if owner in whole else FROM_OUTSIDE
             found[maker, owner] = dim_size(count, sizes)
+            if not same_process and _from_other_device(program, stage, owner):
+                found[maker, owner] += HEAD
     return found
 
 
-def _source(program: Program, stage: Stage, name: str) -> tuple[Stage, str] | None:
+def _from_other_device(program: Program, stage: Stage, name: str) -> bool:
+    """Whether a stage on a CPU gets the value or gradient from another device: over ranks, in a message."""
+    roots = {gradient: value for value, gradient in stage.backward.roots} if stage.backward is not None else {}
+    ends = {move.source for move in program.moves if move.value == name and move.target == stage.index}
+    if name in roots:
+        ends = {move.target for move in program.moves if move.value == roots[name] and move.source == stage.index}
+    others = [program.stages[end] for end in ends if 0 <= end < len(program.stages)]
+    return len(others) == 1 and others[0].device != stage.device and stage.device.startswith("cpu")
+
+
+def _source(program: Program, stage: Stage, name: str, same_process: bool) -> tuple[Stage, str] | None:
     """The stage that a value or gradient comes from, and its name there, if its memory stays the same on the way. The
     gradients of several users are added up, which makes new memory."""
     roots = {gradient: value for value, gradient in stage.backward.roots} if stage.backward is not None else {}
@@ -107,5 +121,6 @@ def _source(program: Program, stage: Stage, name: str) -> tuple[Stage, str] | No
         return None
     other = program.stages[ends[0][0]]
     on_cpu = other.device.startswith("cpu") and stage.device.startswith("cpu")
+    on_cpu = on_cpu and (same_process or other.device == stage.device)
     known = other.backward is not None or name in stage.takes
     return (other, ends[0][1]) if on_cpu and known and not other.replicas and not stage.replicas else None

@@ -15,6 +15,8 @@ from fxpipe.ir.graph.value_types import Dim
 from .device_programs import DevicePrograms, check
 from .gradient_buckets import Bucket
 
+HEAD = 64  # bytes of a message on CPUs before the elements, so that these are aligned
+
 
 @dataclass(frozen=True)
 class Form:

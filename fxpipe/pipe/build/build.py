@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from fxpipe.capture import sample_dims
@@ -19,13 +19,13 @@ from fxpipe.codegen.stage.stage_note import note
 from fxpipe.errors import MixedSamplesWarning, PlanError
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.graph.graph import Graph
-from fxpipe.ir.graph.opaque_call import Opaque, opaques
+from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.operators.operators import Operator
 from fxpipe.ir.operators.placed_graph import Placed
 from fxpipe.ir.operators.strategy import Config
 from fxpipe.ir.plan import plan as plans
 from fxpipe.ir.plan import plan_file
-from fxpipe.ir.plan.plan import Plan, StagePlan
+from fxpipe.ir.plan.plan import CHECKPOINT_MODES, Plan, StagePlan, with_modes
 from fxpipe.ir.plan.plan_file import PlanFile, placed
 from fxpipe.ir.plan.profile import Profile
 from fxpipe.ir.program.kept_bytes import KeptBytes, kept_bytes
@@ -34,17 +34,20 @@ from fxpipe.ir.schedule.action_times import Times
 from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.ir.schedule.sub_schedule import only, share
 from fxpipe.ir.timeline import Timeline
-from fxpipe.passes import PASSES, Pass, lower
-from fxpipe.pipe.options.compile_options import Options, candidates, make_schedule
-from fxpipe.pipe.options.user_passes import checked
+from fxpipe.passes import lower
+from fxpipe.passes.recompute import recomputing
+from fxpipe.pipe.options.compile_options import Options, make_schedule
+from fxpipe.pipe.options.memory_limit import fits, memory_limits, parameter_copies, too_small
+from fxpipe.pipe.options.option_choices import choices
+from fxpipe.pipe.options.user_passes import passes_of
 from fxpipe.pipe.saved.model_fingerprint import Fingerprint
 from fxpipe.planning import plan, plan_like, with_loss
-from fxpipe.planning.stages.plan_stages import inner_cuts
 from fxpipe.profiling import on_kinds
+from fxpipe.schedules.auto_checkpoint import NothingFits, auto_checkpoint
 from fxpipe.schedules.auto_schedule import auto
 from fxpipe.schedules.make_schedule import AUTO, SCHEDULES, make
 from fxpipe.schedules.one_f_one_b import gpipe
-from fxpipe.schedules.simulate.action_costs import hops, stage_costs, taken_bytes, timed_hops
+from fxpipe.schedules.simulate.action_costs import fitting, hops, stage_costs, taken_bytes, timed_hops
 from fxpipe.schedules.simulate.merge_backward_halves import merge_backward_halves
 from fxpipe.schedules.simulate.replica_costs import reductions, spread
 from fxpipe.schedules.simulate.simulate import StageCost, simulate
@@ -74,6 +77,7 @@ class Build:
     - `cuts`: how a strategy cuts each operator.
     - `source`: the fingerprint of the model that was captured.
     - `kept`: what each stage keeps of a micro-batch, where its backward is code.
+    - `memory`: with checkpoint="auto", by device the bytes that it needs at most, and its limit.
     """
 
     graph: Graph
@@ -90,14 +94,12 @@ class Build:
     cuts: tuple[tuple[Operator, Config], ...] = ()
     source: Fingerprint | None = None
     kept: tuple[KeptBytes | None, ...] = ()
+    memory: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @cached_property
     def batch_norms(self) -> tuple[BatchNorm, ...]:
         """The norms that use the statistics of their batch."""
         return batch_norms(self.graph)
-
-
-SMALLER = "move these lines into the forward of a smaller submodule, and the rest is cut"
 
 
 def build(
@@ -112,7 +114,7 @@ def build(
         profile = on_kinds(graph, sizes, profile, cluster, options.devices[0])
     made: list[Build] = []
     refusals: list[PlanError] = []
-    for choice in choices(graph, options, home):
+    for choice in choices(graph, options, None if home is None else home.plan):
         try:
             made.append(draft(graph, profile, sizes, cluster, choice, home))
         except PlanError as error:
@@ -121,7 +123,9 @@ def build(
         raise refusals[0]
     best = made[0] if len(made) == 1 else fastest(made)
     as_steps = graph.loss is not None or options.ranks
-    files = emitted(best.program, best.schedule, best.plan, profile, best.totals, as_steps, kept=best.kept)
+    files = emitted(
+        best.program, best.schedule, best.plan, profile, best.totals, as_steps, kept=best.kept, memory=best.memory
+    )
     return replace(best, files={**files, "plan.json": plan_file.dump(best.plan, graph)})
 
 
@@ -134,12 +138,16 @@ def emitted(
     as_steps: bool,
     by_device: bool = False,
     kept: Sequence[KeptBytes | None] = (),
+    memory: Mapping[str, tuple[int, int]] | None = None,
 ) -> dict[str, str]:
     """The files of the package, one for each stage, or with `by_device` for each device. `as_steps`: the scheduler
-    follows the rows of a schedule, for training or not. `kept`: as in `Build`."""
+    follows the rows of a schedule, for training or not. `kept`, `memory`: as in `Build`."""
     with timed("codegen"):
         known = kept or [None] * len(plan.stages)
-        notes = [note(profile, stage, exact) for stage, exact in zip(plan.stages, known, strict=True)]
+        notes = [
+            note(profile, stage, exact, (memory or {}).get(stage.device))
+            for stage, exact in zip(plan.stages, known, strict=True)
+        ]
         if as_steps:
             scheduler = emit_steps(program, schedule, plan, totals)
         else:
@@ -148,74 +156,10 @@ def emitted(
         return package(program, plan, scheduler, notes, totals, by_device, kinds)
 
 
-def choices(graph: Graph, options: Options, home: Placement | None) -> list[Options]:
-    """The options to try: one for each schedule that the stages allow, if the schedule is "auto". A model that is kept
-    whole gets one stage."""
-    if options.plan is None and options.place is None and (whole := _whole_model(graph)) is not None:
-        return [_on_one_device(options, whole)]
-    if home is None and _may_have_fewer_stages(options):
-        options = _on_as_many_as_can_be(options, graph)
-    if options.schedule != AUTO:
-        return [options]
-    if graph.loss is None:
-        return [replace(options, schedule="gpipe")]
-    dealt = None if home is None else tuple(stage.device for stage in home.plan.stages)
-    return [replace(options, schedule=name, devices=devices) for name, devices in candidates(options.devices, dealt)]
-
-
-def _whole_model(graph: Graph) -> Opaque | None:
-    """The submodule that is kept whole if it is the model itself, or if no cut separates any op from it; else None."""
-    kept = opaques(graph)
-    together = bool(kept) and not inner_cuts(graph)
-    return next((opaque for opaque in kept if together or not opaque.path), None)
-
-
-def _on_one_device(options: Options, whole: Opaque) -> Options:
-    """The options for one stage, on the first device. Raises PlanError over ranks, where each rank needs a stage."""
-    if options.ranks:
-        raise PlanError(
-            f"{whole.origin}\n{whole.reason}: {whole} is kept whole, as one op, and each rank is to have a stage; move "
-            "these lines into the forward of a submodule"
-        )
-    if whole.path and len(options.devices) > 1:  # for the model itself, capture has warned already
-        warnings.warn(
-            f"nothing is pipelined: {whole} is kept whole, {whole.because}, and no cut "
-            f"leaves anything beside it; {SMALLER}",
-            stacklevel=2,
-        )
-    first = options.devices[0]
-    mode = options.checkpoint
-    if not isinstance(mode, str):
-        mode = "except_last" if mode else "never"
-    return replace(
-        options, devices=(first,), schedule="gpipe", warmup=None, checkpoint=mode, offload=frozenset(), balance="time",
-        split_at=(), replicas={first: ()},
-    )  # fmt: skip
-
-
-def _may_have_fewer_stages(options: Options) -> bool:
-    """Whether no option but the number of devices depends on the number of stages."""
-    said = options.ranks or options.warmup or options.offload or options.split_at or options.plan or options.place
-    names = (options.schedule, options.checkpoint, options.balance)
-    return not said and options.schedule in ("gpipe", "1f1b", AUTO) and all(isinstance(name, str) for name in names)
-
-
-def _on_as_many_as_can_be(options: Options, graph: Graph) -> Options:
-    """The options with only the first devices, if submodules that are kept whole do not allow a stage for each."""
-    kept, most = opaques(graph), 1 + len(inner_cuts(graph))
-    if not kept or most >= len(options.devices):
-        return options
-    why = "; ".join(f"{opaque} is kept whole, {opaque.because}" for opaque in kept)
-    warnings.warn(f"{most} of {len(options.devices)} devices have a stage: {why}; {SMALLER}", stacklevel=2)
-    devices = options.devices[:most]
-    replicas = {device: others for device, others in options.replicas.items() if device in devices}
-    return replace(options, devices=devices, replicas=replicas)
-
-
 def draft(
     graph: Graph, profile: Profile, sizes: Mapping[str, int], cluster: Cluster, options: Options, home: Placement | None
 ) -> Build:
-    """The build without its files."""
+    """The build without its files. With checkpoint="auto", the fastest that stays within memory."""
     samples = sample_dims(graph) if graph.loss is not None and any(options.replicas.values()) else None
     if samples is not None and graph.mixed:
         mixed = graph.mixed[0]
@@ -225,7 +169,52 @@ def draft(
         )
     with timed("planning"):
         uncut = [] if samples is None else [op.name for op in graph.ops if op.name not in samples]
-        decided = decide(graph, profile, cluster, options, home, uncut)
+        plans = _plans(graph, profile, cluster, options, home, uncut)
+    made: list[Build] = []
+    refused: list[NothingFits] = []
+    for decided in plans:
+        try:
+            made.append(_drafted(graph, profile, sizes, cluster, options, decided, samples))
+        except NothingFits as error:
+            refused.append(error)
+    if not made:
+        nearest = min(refused, key=lambda error: max(error.least.values()))
+        raise PlanError(too_small(nearest.least, options, str(nearest)))
+    return min(made, key=lambda one: one.timeline.makespan)
+
+
+def _plans(
+    graph: Graph, profile: Profile, cluster: Cluster, options: Options, home: Placement | None, uncut: Sequence[str]
+) -> list[Plan]:
+    """The plan; with checkpoint="auto" several, with all that can be recomputed: where the best cuts are depends on
+    what is recomputed, so those of each mode are tried."""
+    if options.checkpoint != AUTO or options.plan is not None:
+        return [decide(graph, profile, cluster, options, home, uncut)]
+    found: dict[tuple[StagePlan, ...], Plan] = {}
+    refusals: list[PlanError] = []
+    for mode in CHECKPOINT_MODES:
+        try:
+            decided = decide(graph, profile, cluster, replace(options, checkpoint=mode), home, uncut)
+        except PlanError as error:
+            refusals.append(error)
+            continue
+        stages = tuple(replace(stage, checkpoint="always") for stage in decided.stages)
+        found.setdefault(stages, replace(decided, stages=stages))
+    if not found:
+        raise refusals[0]
+    return list(found.values())
+
+
+def _drafted(
+    graph: Graph,
+    profile: Profile,
+    sizes: Mapping[str, int],
+    cluster: Cluster,
+    options: Options,
+    decided: Plan,
+    samples: Mapping[str, int | None] | None,
+) -> Build:
+    """The build of a plan, without its files. Raises NothingFits if checkpoint="auto" finds no choice."""
     trail: dict[str, Program | Placed] = {}
     with timed("passes"):
         chosen = passes_of(options)
@@ -233,33 +222,56 @@ def draft(
         _tell_of_slices(program)
         totals = lowered_totals(graph, decided)
     with timed("simulator"):
-        runs = decided if graph.loss is not None else without_replicas(decided)
-        taken, at_once = taken_bytes(program, sizes), graph.loss is not None
-        kept = kept_bytes(program, sizes, not options.ranks)
-        costs = stage_costs(runs, profile, taken, keeps_at_once=at_once, kept=kept)
+        trains = graph.loss is not None
+        taken, kept = taken_bytes(program, sizes), kept_bytes(program, sizes, not options.ranks)
+        labels = tuple(dict.fromkeys(program.devices))
+
+        def costs_of(plan: Plan, copies: int = 2) -> tuple[StageCost, ...]:
+            runs = plan if trains else without_replicas(plan)
+            return stage_costs(runs, profile, taken, copies, keeps_at_once=trains, kept=kept)
+
+        runs = decided if trains else without_replicas(decided)
         between, sums = hops(program, sizes, cluster, profile.batch), reductions(runs, profile, cluster)
-        schedule = schedule_of(program, decided, options, fitting(decided, costs, cluster))
+        schedule = schedule_of(program, decided, options, fitting(decided, costs_of(decided), cluster))
         check_write_order(schedule, program)
+        room = memory_limits(runs, cluster, options)
+        copies = parameter_copies(runs, options)
+        if room and options.plan is None:
+            can = [stage.checkpoint != "never" for stage in program.stages]
+            every = {mode: costs_of(with_modes(decided, [mode] * len(can)), copies) for mode in CHECKPOINT_MODES}
+            ways = [[every[mode][s] for mode in CHECKPOINT_MODES[: None if can[s] else 1]] for s in range(len(can))]
+            try:
+                modes = [one.checkpoint for one in auto_checkpoint(schedule, ways, room, labels, between, sums)]
+            except NothingFits:
+                if trains or graph.training:
+                    raise
+                modes = ["always" if one else "never" for one in can]  # evaluation keeps nothing, without gradients
+            decided, program = with_modes(decided, modes), recomputing(program, modes)
+            trail = {name: recomputing(one, modes) if isinstance(one, Program) else one for name, one in trail.items()}
+        costs = costs_of(decided)
         forwards = all(action.kind == "F" for action in schedule.place)
         if options.schedule in SCHEDULES and not forwards:  # not one that the user wrote
-            schedule = merge_backward_halves(schedule, costs, between)
-        labels = tuple(dict.fromkeys(program.devices))
+            merged = merge_backward_halves(schedule, costs, between)
+            if not room or fits(simulate(merged, costs_of(decided, copies), between, labels), room):
+                schedule = merged
         timeline = spread(simulate(schedule, costs, between, labels, sums), replica_groups(runs))
-    return Build(graph, sizes, cluster, profile, decided, schedule, program, trail, timeline, {}, totals, kept=kept)
-
-
-def passes_of(options: Options) -> tuple[Pass, ...]:
-    """fxpipe's passes, and after them the user's; only the gradients are written out later, as they are those of what
-    the user's passes have made. Raises PlanError if two have one name."""
-    names = [run.__name__ for run in PASSES]
-    for name in (getattr(run, "__name__", type(run).__name__) for run in options.passes):
-        if name in names:
-            raise PlanError(
-                f"passes: there is another pass of the name {name!r}, by which pipe.trail shows it; rename it"
-            )
-        names.append(name)
-    *others, gradients = PASSES
-    return (*others, *map(checked, options.passes), gradients)
+        needs = simulate(schedule, costs_of(decided, copies), between, labels).high_water if room else ()
+        memory = {label: (need, room[label]) for label, need in zip(labels, needs, strict=False)}
+    return Build(
+        graph,
+        sizes,
+        cluster,
+        profile,
+        decided,
+        schedule,
+        program,
+        trail,
+        timeline,
+        {},
+        totals,
+        kept=kept,
+        memory=memory,
+    )
 
 
 def _tell_of_slices(program: Program) -> None:
@@ -327,20 +339,6 @@ def schedule_of(program: Program, plan: Plan, options: Options, limit: int) -> S
     if program.graph.loss is None:
         return share(gpipe(len(program.stages), plan.chunks), program.devices)
     return make_schedule(options, program.devices, plan.chunks, limit)
-
-
-def fitting(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> int:
-    """How many micro-batches fit into the memory of every device at once, at least 1: D of DAPPLE, section V."""
-    fixed: dict[str, int] = {}
-    for stage, cost in zip(plan.stages, costs, strict=True):
-        again = 0 if stage.checkpoint == "never" else cost.saved
-        fixed[stage.device] = fixed.get(stage.device, 0) + cost.fixed + again
-    fits = [plan.chunks]
-    for stage, cost in zip(plan.stages, costs, strict=True):
-        each = cost.saved if stage.checkpoint == "never" else cost.taken
-        room = min(cluster.device(label).memory for label in stage.devices) - fixed[stage.device]
-        fits += [room // each] if each else []
-    return max(1, min(fits))
 
 
 def lowered_totals(graph: Graph, plan: Plan) -> Program | None:

@@ -112,6 +112,7 @@ def special_lines(build: Build) -> list[str]:
         if isinstance(op.target, Opaque)
     ]
     lines += backward_lines(build)
+    lines += memory_lines(build)
     lines += [
         f"mixes samples, each micro-batch by itself: {mixed.origin} ({mixed.what}); seen in {', '.join(mixed.outputs)}"
         for mixed in build.graph.mixed
@@ -136,6 +137,16 @@ def backward_lines(build: Build) -> list[str]:
     kept = ", ".join(f"{size(exact.saved):,}" for exact in build.kept if exact is not None)
     head = f"backward of stage{several} {', '.join(coded)} as code; bytes kept of a micro-batch, exactly: {kept}"
     return [*([head] if coded else []), *others]
+
+
+def memory_lines(build: Build) -> list[str]:
+    """What checkpoint="auto" has chosen, and the memory of each device with it; nothing with another option."""
+    if not build.memory:
+        return []
+    modes = ", ".join(stage.checkpoint for stage in build.plan.stages)
+    needs = ", ".join(f"{label} needs {need:,} of {limit:,} bytes" for label, (need, limit) in build.memory.items())
+    exact = all(one is not None for one in build.kept) and all(label.startswith("cpu") for label in build.memory)
+    return [f"recompute chosen by memory: {modes}; {needs} ({'exact' if exact else 'estimated'})"]
 
 
 def replica_lines(plan: Plan) -> list[str]:

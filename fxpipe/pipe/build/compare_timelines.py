@@ -21,6 +21,7 @@ from fxpipe.pipe.results.diagnosis import Diagnosis
 from fxpipe.pipe.results.replanned import Replanned
 from fxpipe.schedules.diagnosis.measured_profile import measured_profile
 from fxpipe.schedules.diagnosis.time_split import split
+from fxpipe.schedules.make_schedule import AUTO
 
 from .build import Build, draft, predict
 from .build_cache import BuildCache
@@ -90,7 +91,7 @@ def like(plan: Plan, options: Options) -> Options:
         chunks=plan.chunks,
         schedule=plan.schedule,
         warmup=None,
-        checkpoint=tuple(stage.checkpoint for stage in stages),
+        checkpoint=AUTO if options.checkpoint == AUTO else tuple(stage.checkpoint for stage in stages),
         offload=frozenset(index for index, stage in enumerate(stages) if stage.offload),
         balance="time",
         split_at=(),

@@ -20,13 +20,14 @@ from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.ir.schedule.schedule_check import check
 from fxpipe.passes import lower, rewrite_placed, sources
 from fxpipe.pipe.options.compile_options import Options, make_schedule
+from fxpipe.pipe.options.user_passes import passes_of
 from fxpipe.planning.stages.device_segments import segments
 from fxpipe.profiling import estimate, on_kinds
 from fxpipe.schedules.simulate.action_costs import hops, stage_costs, taken_bytes
 from fxpipe.schedules.simulate.simulate import simulate
 from fxpipe.schedules.stage_segments import segmented
 
-from .build import Build, emitted, lowered_totals, passes_of
+from .build import Build, emitted, lowered_totals
 from .phase_timing import timed
 from .state_write_order import check_write_order
 

@@ -59,6 +59,7 @@ class Options:
     compile_stages: bool | str | Callable[..., Any] = False
     dump: Path | None = None
     backward: str = "autograd"
+    memory_limit: int | None = None
     replicas: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     place: Place | None = None
     ranks: bool = False
@@ -85,6 +86,13 @@ def check(options: Options) -> Options:
             f"split_at names {len(options.split_at)} cuts, which make {len(options.split_at) + 1} stages, "
             f"but there are {n} devices: name {count(n - 1, 'module', 'modules')}"
         )
+    if options.checkpoint != AUTO and options.memory_limit is not None:
+        raise PlanError(
+            f"memory_limit is {options.memory_limit:,}, and checkpoint says what is recomputed: write "
+            "checkpoint='auto' to have that chosen, or leave out memory_limit"
+        )
+    if options.checkpoint == AUTO:
+        check_auto(options)
     if options.backward == "code":
         check_code(options)
     check_graphs(options)
@@ -93,6 +101,18 @@ def check(options: Options) -> Options:
     elif options.schedule != AUTO:
         make_schedule(options, options.devices, options.chunks)
     return options
+
+
+def check_auto(options: Options) -> None:
+    """Raise PlanError for options with which recomputation cannot be chosen."""
+    if options.offload:
+        raise PlanError("checkpoint='auto' does not go with offload: leave out one of them")
+    workers = any(label.startswith("cpu") for label in options.devices)
+    if workers and options.memory_limit is None and options.cluster is None:
+        raise PlanError(
+            "checkpoint='auto' has to know how much memory a device may use, and CPU workers share the machine's: add "
+            "memory_limit=, the bytes that each may keep for backward, as in memory_limit=2 * 10**9"
+        )
 
 
 def check_code(options: Options) -> None:
@@ -112,8 +132,10 @@ def check_placed(options: Options) -> None:
         raise PlanError(
             f"schedule is {options.schedule!r}; with a strategy, write one of {', '.join(STRAIGHT)}, or a grid"
         )
-    if not isinstance(options.checkpoint, str):
-        raise PlanError("checkpoint names stages, which a strategy does not; write 'never', 'except_last' or 'always'")
+    if not isinstance(options.checkpoint, str) or options.checkpoint == AUTO:
+        raise PlanError(
+            "checkpoint is of stages, which a strategy does not have; write 'never', 'except_last' or 'always'"
+        )
 
 
 def backend_of(asked: bool | str | Callable[..., Any]) -> str | Callable[..., Any] | None:

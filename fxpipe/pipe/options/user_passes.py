@@ -8,7 +8,24 @@ from typing import Any
 from fxpipe.errors import FxpipeError, PlanError, of_user
 from fxpipe.ir.program import program as programs
 from fxpipe.ir.program.program import Program
+from fxpipe.passes import PASSES, Pass
 from fxpipe.passes.pass_context import PassContext
+
+from .compile_options import Options
+
+
+def passes_of(options: Options) -> tuple[Pass, ...]:
+    """fxpipe's passes, and after them the user's; only the gradients are written out later, as they are those of what
+    the user's passes have made. Raises PlanError if two have one name."""
+    names = [run.__name__ for run in PASSES]
+    for name in (getattr(run, "__name__", type(run).__name__) for run in options.passes):
+        if name in names:
+            raise PlanError(
+                f"passes: there is another pass of the name {name!r}, by which pipe.trail shows it; rename it"
+            )
+        names.append(name)
+    *others, gradients = PASSES
+    return (*others, *map(checked, options.passes), gradients)
 
 
 def checked(run: Any) -> Any:

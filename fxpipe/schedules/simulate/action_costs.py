@@ -68,6 +68,20 @@ def _slice(kept: KeptBytes | None, share: float) -> KeptBytes | None:
     return KeptBytes(part(kept.saved), part(kept.taken), part(kept.handed))
 
 
+def fitting(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> int:
+    """How many micro-batches fit into the memory of every device at once, at least 1: D of DAPPLE, section V."""
+    fixed: dict[str, int] = {}
+    for stage, cost in zip(plan.stages, costs, strict=True):
+        again = 0 if stage.checkpoint == "never" else cost.saved
+        fixed[stage.device] = fixed.get(stage.device, 0) + cost.fixed + again
+    fits = [plan.chunks]
+    for stage, cost in zip(plan.stages, costs, strict=True):
+        each = cost.saved if stage.checkpoint == "never" else cost.taken
+        room = min(cluster.device(label).memory for label in stage.devices) - fixed[stage.device]
+        fits += [room // each] if each else []
+    return max(1, min(fits))
+
+
 def taken_bytes(program: Program, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """The bytes that each stage takes for a micro-batch; `sizes` has a number for each symbolic size."""
     return tuple(sum(nbytes(program.types[name], sizes) for name in stage.takes) for stage in program.stages)

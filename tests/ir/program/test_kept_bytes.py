@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.ir.program.kept_bytes import kept_bytes, size
+from fxpipe.ir.program.messages import HEAD
 from tests.helpers.coded_programs import coded
 
 ROW = 4 * 8  # bytes of a row of four numbers in double precision
@@ -44,7 +45,10 @@ def test_what_comes_from_another_stage_is_the_memory_that_was_made_there() -> No
     near, far = (kept_bytes(program, {"b": 1}, same)[1] for same in (True, False))
     assert near is not None
     assert far is not None
-    assert (size(near.taken), size(far.taken)) == (3 * ROW, 3 * ROW)  # two halves of one memory, or two messages
+    assert (size(near.taken), size(far.taken)) == (
+        3 * ROW,
+        3 * ROW + 2 * HEAD,
+    )  # two halves of one memory, or two messages
 
 
 def test_where_autograd_computes_gradients_nothing_is_known() -> None:
