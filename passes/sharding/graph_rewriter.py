@@ -196,9 +196,17 @@ class GraphRewriter:
             self._make(name, region, device)
         if (name, region, device) in self.made:
             return self.made[name, region, device]
-        found = self._collect(op, name, region, self.parts[name], device)
+        found = self._collect(op, name, region, self._nearest(name, device), device)
         self.made[name, region, device] = found
         return found
+
+    def _nearest(self, name: str, device: int) -> Sequence[Part]:
+        """The parts of a value, of those with the same region the one on this device, or else the first."""
+        found: dict[Region, Part] = {}
+        for part in self.parts[name]:
+            if part.region not in found or (part.device == device and found[part.region].device != device):
+                found[part.region] = part
+        return tuple(found.values())
 
     def _make(self, name: str, region: Region, device: int) -> None:
         """Make a region of a value in `rest`, on the device that needs it."""

@@ -24,10 +24,16 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Place:
-    """A part to be made: its region, in the op's own dimensions, and the device that makes it."""
+    """A part to be made.
+
+    - `region`: in the op's own dimensions.
+    - `device`: the device that makes it.
+    - `holders`: the devices of all holders of the region, of which `device` is the first; empty if there is only one.
+    """
 
     region: Region
     device: int
+    holders: tuple[int, ...] = ()
 
 
 Places = tuple[Place, ...]
@@ -68,16 +74,25 @@ def places(
     """The parts of a tensor of this shape. Only its `allowed` dimensions may be cut. `box` maps a region of the
     operator to a region of the tensor, or None. As many of the operator's dimensions as possible stay cut."""
     for kept in _subsets([dim for dim, degree in enumerate(config.degrees) if degree > 1]):
-        found: dict[Region, int] = {}
-        for region, device in zip(regions(operator, config), config.devices, strict=True):
+        found: dict[Region, tuple[int, ...]] = {}
+        for region, held in zip(regions(operator, config)[:: config.holders], _held(config), strict=True):
             joined = tuple(r if d in kept else (0, operator.sizes[d]) for d, r in enumerate(region))
             here = box(joined)
             if here is None or not _may(here, shape, allowed):
                 break
-            found.setdefault(here, device)
+            found.setdefault(here, held)
         if sum(prod(extent(region)) for region in found) == prod(shape):
-            return tuple(Place(region, device) for region, device in found.items())
-    return (Place(full(shape), config.devices[0]),)
+            return tuple(_place(region, held) for region, held in found.items())
+    return (_place(full(shape), _held(config)[0]),)
+
+
+def _held(config: Config) -> list[tuple[int, ...]]:
+    """The devices of each region's holders."""
+    return [config.devices[at : at + config.holders] for at in range(0, config.parts, config.holders)]
+
+
+def _place(region: Region, held: tuple[int, ...]) -> Place:
+    return Place(region, held[0], held if len(held) > 1 else ())
 
 
 def _subsets(dims: Sequence[int]) -> Iterator[tuple[int, ...]]:

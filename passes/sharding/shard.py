@@ -6,6 +6,14 @@
                                        device 0   fc_0 = linear(flat, weight_0, bias_0)
                                        device 1   ...
 
+Where a region has several holders, the op is made on the device of each. A product that is cut by what it sums over has
+a partial sum on each device, and on each device that reads it the sum:
+
+    fc2  summed/2 on 0 1               device 0   fc2_partial = linear(x[:, 0:8], weight[:, 0:8], bias)
+                                       device 1   fc2_partial_0 = linear(x[:, 8:16], weight[:, 8:16])
+                                       device 0   fc2_sum = fc2_partial + fc2_partial_0
+                                       device 1   fc2_sum_0 = fc2_partial + fc2_partial_0
+
 Each op falls into one of these:
 
 - a number that is known from the sizes: it becomes a literal;
@@ -18,9 +26,10 @@ At the end unused ops are removed, such as the cell state of an LSTM after its l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from operator import add as operator_add
 
 from fxpipe.errors import PlanError
 from fxpipe.ir.graph.dead_code import without_dead_ops
@@ -30,13 +39,13 @@ from fxpipe.ir.graph.op_arguments import argument
 from fxpipe.ir.graph.value_types import ScalarType, TensorType, TupleType
 from fxpipe.ir.operators.operator_map import Reading
 from fxpipe.ir.operators.placed_graph import Placed
-from fxpipe.ir.operators.strategy import Region, Strategy, cut
+from fxpipe.ir.operators.strategy import Region, Strategy, cut, split
 from fxpipe.ir.operators.tensor_axes import sizes_of
 from fxpipe.ir.operators.tensor_axes import whole as as_it_is
 from fxpipe.passes.sharding.graph_rewriter import GraphRewriter, Part, concrete
-from fxpipe.passes.sharding.part_regions import Place, Places, box, full, places
+from fxpipe.passes.sharding.part_regions import Place, Places, box, extent, full, places
 from fxpipe.passes.sharding.rules import rule_of
-from fxpipe.passes.sharding.sharding_rule import WHOLE, Rule
+from fxpipe.passes.sharding.sharding_rule import WHOLE, Partial, Rule
 
 
 def shard(graph: Graph, reading: Reading, strategy: Strategy, sizes: Mapping[str, int]) -> Placed:
@@ -44,13 +53,14 @@ def shard(graph: Graph, reading: Reading, strategy: Strategy, sizes: Mapping[str
 
     It has the same inputs, states and outputs, and the same gradients. Each part of a random op draws its own numbers,
     which differ from those of the plain model. Raises PlanError, with the op and the user's line, if an op writes
-    memory that has several names, and for a strategy in which regions have several holders.
+    memory that has several names, and for a strategy with partial sums of other than linear layers and matrix products.
     """
     for operator, config in zip(reading.operators, strategy.configs, strict=True):
-        if config.holders > 1:
+        made = [rule_of(op).partial for op in graph.ops if op.name in reading.ops[operator.name]]
+        if config.holders > 1 and operator.summed and not any(made):
             raise PlanError(
-                f"operator {operator.name!r} is cut {cut(operator, config)}: each region of its output has "
-                f"{config.holders} holders, which can be simulated, but not yet run; give it holders=1"
+                f"operator {operator.name!r} is cut {cut(operator, config)}: partial sums of kind {operator.kind!r} "
+                "can be simulated, but only those of linear layers and matrix products can be run; give it holders=1"
             )
     return _Sharder(graph, reading, strategy, sizes).placed()
 
@@ -94,7 +104,7 @@ class _Sharder:
         if touched and op_name(op) != "batch_norm":
             self.once(op, self.home(sorted(touched)))
         elif view is not None and self.reading.operators.operator(view.operator).kind != "input":
-            b.parts[op.name] = self.make(op, self.places(op, self.rule(op)))
+            b.parts[op.name] = self.held(op, self.places(op, self.rule(op)))
         elif op.random or not isinstance(op.type, (TensorType, TupleType)):
             self.once(op, 0)
         else:
@@ -134,6 +144,31 @@ class _Sharder:
         if uncut and rule.plain and not (op.writes and not self.changed.issuperset(op.writes)):
             return WHOLE.make(self.b, op, (Place(full(self.shape(op)), wanted[0].device),))
         return rule.make(self.b, op, wanted)
+
+    def held(self, op: Op, wanted: Places) -> tuple[Part, ...]:
+        """The parts at the `wanted` places, on all devices that hold them. What is random, or changes what it reads, is
+        made once, on the first device."""
+        many = max(len(place.holders) for place in wanted)
+        if not many or op.random or op.writes or not isinstance(op.type, TensorType):
+            return self.make(op, wanted)
+        operator, rule = self.reading.operators.operator(self.reading.views[op.name].operator), self.rule(op)
+        if operator.summed and rule.partial is not None:
+            return tuple(part for place in wanted for part in self.added(op, rule.partial, place, operator.summed))
+        turns = [tuple(Place(place.region, place.holders[at]) for place in wanted) for at in range(many)]
+        return tuple(part for turn in dict.fromkeys(turns) for part in self.make(op, turn))
+
+    def added(self, op: Op, partial: Partial, place: Place, summed: int) -> Iterator[Part]:
+        """Partial sums of a product, one on each holder's device, and on each of these devices the sum of all."""
+        b, type, names = self.b, self.b.typed(op.name, extent(place.region)), []
+        for at, device in enumerate(place.holders):
+            here = Place(place.region, device)
+            target, args, kwargs = partial(b, op, here, split(summed, len(place.holders), at))
+            names.append(b.add(op, b.free(f"{op.name}_partial"), device, target, args, kwargs, type=type))
+        for device in dict.fromkeys(place.holders):
+            first, *others = names
+            for one in others:
+                first = b.glue(op, f"{op.name}_sum", device, operator_add, (Ref(first), Ref(one)), type)
+            yield Part(first, place.region, device)
 
     def rule(self, op: Op) -> Rule:
         return rule_of(op, self.reduced(op) is not None)

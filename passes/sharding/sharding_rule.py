@@ -16,28 +16,29 @@ from fxpipe.ir.graph.op_arguments import by_name
 from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.ir.operators.strategy import Region
 from fxpipe.passes.sharding.graph_rewriter import GraphRewriter, Part
-from fxpipe.passes.sharding.part_regions import Place, Places, extent, full
+from fxpipe.passes.sharding.part_regions import Place, Places, Range, extent, full
 
 Make = Callable[[GraphRewriter, Op, Places], tuple[Part, ...]]
 Cuts = Callable[[GraphRewriter, Op], Iterable[int]]
+Called = tuple[Any, tuple[Any, ...], dict[str, Any]]  # a target, and its arguments
+Partial = Callable[[GraphRewriter, Op, Place, Range], Called]
 
 
 @dataclass(frozen=True)
 class Rule:
     """`cuts` finds the dimensions that may be cut, and `make` makes the parts. Both refer to the op's result; for an op
-    that reduces its first argument to a number, to that argument."""
+    that reduces its first argument to a number, to that argument. For a product, `partial` says how the part at a place
+    is called that adds up a range of the summed dimension."""
 
     make: Make
     cuts: Cuts
     plain: bool = True  # where nothing is cut, the op may be called as it is
+    partial: Partial | None = None
 
 
 def every(b: GraphRewriter, op: Op) -> Iterable[int]:
     """Any dimension may be cut."""
     return range(len(b.shape(op.name)))
-
-
-Called = tuple[Any, tuple[Any, ...], dict[str, Any]]  # a target, and its arguments
 
 
 def by_place(b: GraphRewriter, op: Op, places: Places, make: Callable[[str, Place], Part]) -> tuple[Part, ...]:

@@ -101,20 +101,22 @@ def same(got: Tensor | None, wanted: Tensor | None) -> bool:
     return got.shape == wanted.shape and far <= 1e-9 * max(1e-5, wanted.abs().max().item())
 
 
-def anyhow(graph: OperatorGraph, devices: int, random: Random) -> Strategy:
-    """Every operator cut in any dimension that has a role, into parts on any devices; or as a search would cut it."""
-    if random.random() < 0.3:
+def anyhow(graph: OperatorGraph, devices: int, random: Random, holders: int = 1) -> Strategy:
+    """Every operator cut in any dimension that has a role, into parts on any devices, with up to so many holders; or as
+    a search would cut it."""
+    if random.random() < 0.3 and holders == 1:
         return scattered(graph, devices, random)
-    return Strategy(tuple(_anyhow(operator, devices, random) for operator in graph))
+    return Strategy(tuple(_anyhow(operator, devices, random, holders) for operator in graph))
 
 
-def _anyhow(operator: Operator, devices: int, random: Random) -> Config:
+def _anyhow(operator: Operator, devices: int, random: Random, holders: int) -> Config:
     if operator.kind == "input":
         return fixed(operator)
+    held = 1 if operator.kind == "embedding" else random.randint(1, min(holders, operator.summed or holders))
     left, degrees = random.choice((1, devices, 2 * devices)), [1] * len(operator.output)
     for at in random.sample(range(len(degrees)), len(degrees)):
         most = min(left, operator.sizes[at]) if operator.roles[at] else 1
         degrees[at] = random.choice([d for d in range(1, most + 1) if fits(operator.output[at], d)])
         left //= degrees[at]
-    parts = int(torch.tensor(degrees).prod())
-    return Config(tuple(degrees), tuple(random.randrange(devices) for _ in range(parts)))
+    parts = held * int(torch.tensor(degrees).prod())
+    return Config(tuple(degrees), tuple(random.randrange(devices) for _ in range(parts)), held)

@@ -45,21 +45,33 @@ def _linear(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
     return reading(b, op, places, ("input", "weight", "bias"), regions)
 
 
+def _partial_linear(b: GraphRewriter, op: Op, place: Place, inside: Range) -> Called:
+    """The channels `inside` of the input; the first of these parts adds the bias."""
+    names, (*rows, columns) = ("input", "weight", "bias"), place.region
+    given = by_name(op, names)
+    wanted: dict[str, Region] = {"input": (*rows, inside), "weight": (columns, inside)}
+    if inside[0] == 0:
+        wanted["bias"] = (columns,)
+    read = {name: b.read(op, given[name], of, place.device) for name, of in wanted.items() if given.get(name)}
+    return op.target, (), read
+
+
 def _matmul(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
+    inside = (0, b.shape(next(refs((op.args, dict(op.kwargs)))).name)[-1])
+    return each(b, op, places, lambda region, device: _partial_matmul(b, op, Place(region, device), inside))
+
+
+def _partial_matmul(b: GraphRewriter, op: Op, place: Place, inside: Range) -> Called:
     """As torch.matmul: matrices are in the last two dimensions, the others broadcast; a vector has one dimension."""
     x, y = refs((op.args, dict(op.kwargs)))
-    first, second = b.shape(x.name), b.shape(y.name)
-
-    def call(region: Region, device: int) -> Called:
-        *batch, last = region if len(second) > 1 else (*region, (0, 1))
-        *batch, row = batch if len(first) > 1 else (*batch, (0, 1))
-        left: Region = (row, (0, first[-1])) if len(first) > 1 else ((0, first[-1]),)
-        right: Region = ((0, second[-2]), last) if len(second) > 1 else ((0, second[-1]),)
-        left = (*aligned(tuple(batch), first[:-2]), *left)
-        right = (*aligned(tuple(batch), second[:-2]), *right)
-        return op.target, (b.read(op, x, left, device), b.read(op, y, right, device)), {}
-
-    return each(b, op, places, call)
+    first, second, region = b.shape(x.name), b.shape(y.name), place.region
+    *batch, last = region if len(second) > 1 else (*region, (0, 1))
+    *batch, row = batch if len(first) > 1 else (*batch, (0, 1))
+    left: Region = (row, inside) if len(first) > 1 else (inside,)
+    right: Region = (inside, last) if len(second) > 1 else (inside,)
+    left = (*aligned(tuple(batch), first[:-2]), *left)
+    right = (*aligned(tuple(batch), second[:-2]), *right)
+    return op.target, (b.read(op, x, left, place.device), b.read(op, y, right, place.device)), {}
 
 
 def _rows(b: GraphRewriter, op: Op) -> Iterable[int]:
@@ -79,8 +91,8 @@ def _embedding(b: GraphRewriter, op: Op, places: Places) -> tuple[Part, ...]:
 
 
 MATMULS = {
-    "linear": Rule(_linear, every),
-    **dict.fromkeys(("matmul", "bmm"), Rule(_matmul, every)),
+    "linear": Rule(_linear, every, partial=_partial_linear),
+    **dict.fromkeys(("matmul", "bmm"), Rule(_matmul, every, partial=_partial_matmul)),
     "embedding": Rule(_embedding, _rows),
 }
 

@@ -140,15 +140,6 @@ def test_memory_with_several_names_is_refused() -> None:
         made.shard(strategy)
 
 
-def test_several_holders_are_refused() -> None:
-    made = sample(nn.Linear(4, 6), torch.randn(6, 4))
-    (fed, _) = anyhow(made.reading.operators, 1, Random(0)).configs
-    with pytest.raises(
-        PlanError, match="cut summed/2: each region of its output has 2 holders, which can be simulated"
-    ):
-        made.shard(Strategy((fed, Config((1, 1), (0, 1), 2))))
-
-
 def test_each_part_draws_its_own_numbers() -> None:
     made = sample(nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Dropout(0.5)), torch.randn(6, 4))
     last = Config((3, 1), (0, 1, 0))
