@@ -11,6 +11,7 @@ the training would fail without an error. A checksum is computed on the tensor's
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -41,12 +42,26 @@ def checksum(tensor: Tensor) -> Tensor | None:
         if flat.storage_offset() % each:
             flat = flat.clone()
         whole = flat.numel() // each * each
-        words, rest = flat[:whole].view(torch.int64), flat[whole:].view(WORDS[flat.element_size()]).long()
-        width = -(-words.numel() // ROWS) | 1  # odd, as in a sum each two changed signs of float64 cancel out
-        even = words.numel() // width * width
-        rows = torch.cat([words[:even].view(-1, width).sum(1), words[even:].sum().view(1), rest])
-        numbers = torch.arange(1, len(rows) + 1, device=rows.device) * FACTOR
-        return ((rows ^ (rows >> 31)) * ((numbers ^ (numbers >> 31)) * FACTOR)).sum()
+        words, rest = flat[:whole].view(torch.int64), flat[whole:]
+        width = -(-len(words) // ROWS) | 1  # odd, as in a sum each two changed signs of float64 cancel out
+        even = len(words) // width * width
+        sums = [words] if width == 1 else [words[:even].view(-1, width).sum(1), words[even:].sum().view(1)]
+        if len(rest):
+            sums.append(rest.view(WORDS[flat.element_size()]).long())
+        rows = torch.cat(sums) if len(sums) > 1 else words
+        known = factors_on_cpu if rows.device.type == "cpu" else factors
+        return ((rows ^ (rows >> 31)) * known(len(rows), rows.device)).sum()
+
+
+def factors(count: int, device: torch.device) -> Tensor:
+    """The factors of so many rows."""
+    numbers = torch.arange(1, count + 1, device=device) * FACTOR
+    return (numbers ^ (numbers >> 31)) * FACTOR
+
+
+# Batches of a few rows take as long as the number of operations. Memory of an accelerator belongs to streams, so is not
+# kept from one call to the next.
+factors_on_cpu = lru_cache(16)(factors)
 
 
 def differing(given: Mapping[int, Checksums]) -> str | None:
