@@ -8,7 +8,6 @@ after a quick edit.
 
 from __future__ import annotations
 
-import itertools
 import linecache
 import sys
 import traceback
@@ -18,6 +17,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,6 @@ from fxpipe.codegen.scheduler.value_locations import torch_device
 from fxpipe.errors import PackageError, PlanError
 from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.runtime.accelerator import count, has_streams
-
-_numbers = itertools.count()
 
 
 class _Uncached(SourceFileLoader):
@@ -46,7 +44,7 @@ def load_package(folder: str | Path) -> ModuleType:
     init = path / "__init__.py"
     if not init.is_file():
         raise PackageError(f"{folder} is not a package that fxpipe has saved: it has no __init__.py")
-    name = f"fxpipe_package_{next(_numbers)}"
+    name = f"fxpipe_package_{uuid4().hex}"  # no counter: without an interpreter lock two threads may draw one number
     # Where Python keeps the finder for a folder: submodules of the package are found by this one.
     sys.path_importer_cache[str(path)] = FileFinder(str(path), (_Uncached, SOURCE_SUFFIXES))
     loader = _Uncached(name, str(init))

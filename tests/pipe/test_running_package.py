@@ -41,7 +41,9 @@ def test_bound_again_it_has_the_other_tensors(folder: Path) -> None:
     live.bind(partial(bind_here, second, {}), version=2)
     assert live.version == 2
     torch.testing.assert_close(live.scheduler.run((X,), 2)[0], second(X))
-    assert not any(worker.thread.is_alive() for worker in before._workers.values())
+    for worker in before._workers.values():
+        worker.thread.join(30)
+        assert not worker.thread.is_alive()
     live.close()
     assert live.package.__name__ not in sys.modules
 
