@@ -85,24 +85,25 @@ def compile(
       Inputs may be on any device; an output is on the device of the stage that makes it.
     - `chunks`: the largest number of micro-batches that a batch is cut into; a batch with fewer samples makes fewer.
     - `checkpoint`: which micro-batches are recomputed in backward instead of kept: "never", "except_last",
-      "always"; or a set of stages that are "except_last", the others "never"; or "auto", for each stage the mode that
-      makes the step as short as can be within `memory_limit`, as simulated. In `step()`, a forward that
-      is followed by its backward at once is never recomputed: there is nothing to gain.
+      "always"; or a set of stage numbers: "except_last" for these stages, "never" for the others; or "auto", for each
+      stage the mode that makes the step as short as can be within `memory_limit`, as simulated. In `step()`, a forward
+      that is followed by its backward at once is never recomputed: there is nothing to gain.
     - `memory_limit`: for checkpoint="auto", the bytes that each device may use in a step, for batches of the size of
       the first. On CPU workers that is what is kept for backward, as in `pipe.timeline.high_water`, exact with
       backward="code" and else estimated. On accelerators it is parameters, gradients and Adam's state, too; without
       it, the limit is the device's memory, or that of the `Cluster`. If nothing fits, the error says what would.
-    - `offload`: the stages on accelerators whose activations wait in host memory, in `step()`.
+    - `offload`: the numbers of stages on accelerators. In `step()` their activations are in host memory between forward
+      and backward.
     - `balance`: "time" (makes the slowest stage as fast as possible), "memory", or a list with the number of layers of
       each stage.
     - `split_at`: in place of `balance`, the modules that begin a stage, as in `["encoder.3", "head"]`.
     - `schedule`: the order of `step()`: "gpipe", "1f1b" (early backward; "1f1b-late" runs further
       ahead), "zb-h1" and "zb-h2" (backward in two halves), with several stages on each device "interleaved",
       "looped-bfs", "zb-v", "dualpipe-v"; "auto", the fastest of these that fits into memory, as simulated; or your own:
-      a grid or CSV as text, a `Schedule`, or a function of (stages, chunks). Calling the pipe runs GPipe's order, which
-      autograd can follow.
-    - `stages_per_device`: for "interleaved" and "looped-bfs", 2 if not given; `warmup`: for "1f1b", how many forwards
-      each stage runs ahead.
+      a grid or CSV as text, a `Schedule`, or a function of (stages, chunks). A call of the pipe always has GPipe's
+      order: autograd can only begin when the loss of the whole batch is there.
+    - `stages_per_device`: for "interleaved" and "looped-bfs"; 2 if not given.
+    - `warmup`: for "1f1b", the warm-up of each stage: how many forwards it runs before its first backward.
     - `replicas`: how many devices run each stage in `step()`, as in `devices=3, replicas=(2, 1)`: the devices are dealt
       to the stages in order, and each device of a stage gets a slice of every micro-batch. With several stages on each
       device, stages that share one device share all their devices.
@@ -112,8 +113,8 @@ def compile(
       `Cluster` that has them. Predictions are for the cluster that the plan was made for, where its devices stay.
     - `strategy`: how each operator is cut and where its parts run: what `fxpipe.search` returned, the path of its JSON
       file, or a pair of an `OperatorGraph` and its `Strategy`. `devices` are then those of its cluster, in order;
-      `chunks` is 1 if not given, and divides each batch. It may also be a function of (graph, sizes) that returns a
-      `Placed` graph, and so chooses the device of every op.
+      `chunks` is 1 if not given, and each batch must be a multiple of it. A strategy may also be a function of (graph,
+      sizes) that returns a `Placed` graph, and so chooses the device of every op.
     - `profile`: "estimate" (from FLOPs and bytes; runs nothing, always the same), "measure" (times each op), or a
       `Profile` made before.
     - `batch_dim`: the dimension along which all inputs are cut; or a dict by input, with None for an input that each

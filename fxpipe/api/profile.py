@@ -51,8 +51,9 @@ class ModelProfile(Profile):
         return replace(self, batch=made.batch, ops=made.ops, sizes=sizes)
 
     def calibrated(self, device: Device) -> Device:
-        """`device`, the one that this profile was measured on, with the shares of its peaks that the ops reached.
-        Estimates for it are then true of it. Raises ValueError if the profile was estimated."""
+        """`device`, on which this profile was measured, with the efficiencies that its ops reached: the shares of its
+        peak speed and bandwidth. Estimates for the result then agree with the measurement. Raises ValueError if the
+        profile was estimated."""
         if self.source != "measured":
             raise ValueError(
                 f"the profile is {self.source}; measure one, as in fxpipe.profile(model, x, device='cuda:0')"
@@ -81,10 +82,11 @@ def profile(
     - `device`: for a `Device` of a cluster, or a `Cluster` (its first device), costs are estimated from FLOPs and
       bytes: nothing runs, and the model may be on the meta device. On a torch device, or None (the device of the
       model), costs are measured, op by op.
-    - `batch`: samples of a micro-batch, those of the arguments if not given; an estimate may be for more.
+    - `batch`: samples of a micro-batch; if not given, as many as the arguments have. A measurement may be for fewer, an
+      estimate also for more.
     - `batch_dim`, `reduce`: as for `fxpipe.compile`.
-    - `dtype`: the element type of an estimate, that of the model's tensors if not given: "f64", "f32", "bf16" or "f16"
-      for tensors and products; "tf32": f32 with products in TF32; "f8": bf16 with products in float8.
+    - `dtype`: the element type of an estimate; if not given, that of the model's tensors. "f64", "f32", "bf16" and
+      "f16" are for tensors and products; "tf32": f32 with products in TF32; "f8": bf16 with products in float8.
 
     Raises CaptureError if the model cannot be captured, PlanError or InputError for invalid arguments.
 

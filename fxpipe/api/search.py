@@ -47,17 +47,17 @@ def search(
 
     - `what`: a model, with `example_inputs` (it may be on the meta device), or a graph of operators.
     - `cluster`: a `Cluster`, or the name of a published one: "p100:4" is four devices of the "p100".
-    - `batch`: samples in a step, those of the inputs if not given.
-    - `budget`: seconds that the search may take. It takes longer where needed to make sure that changing the cut or
-      place of any one operator makes the step no faster.
+    - `batch`: samples in a step; if not given, as many as the inputs have.
+    - `budget`: seconds that the search may take. After them it goes on only until no change of one operator's cut or
+      place makes the step faster.
     - `method`: "leaps" (changes many operators at once), or "mcmc" (the search of the SOAP paper).
     - `seed`: of the search's random numbers.
     - `parameter_copies`: bytes in memory for each byte of parameters, as for `fxpipe.plan`.
-    - `dtype`: the element type, as for `fxpipe.profile`; of a graph of operators that of products.
+    - `dtype`: the element type, as for `fxpipe.profile`; for a graph of operators, the type of its products.
     - `progress`: whether to show a bar; if not given, only where standard error is a terminal.
 
-    Raises PlanError if the kind of an op of the model is not known, with the user's line, if numba is missing, and
-    if no strategy was found that fits in the memory of all devices.
+    Raises PlanError if the model has an op of an unknown kind (the message names the user's line), if numba is missing,
+    or if no strategy was found that fits in the memory of all devices.
 
     >>> from torch import ones
     >>> model = nn.Sequential(nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 4096))

@@ -58,8 +58,9 @@ Steps = tuple[tuple[float, int], ...]  # (seconds, bytes from then on), ascendin
 
 @dataclass(frozen=True)
 class Timeline:
-    """One training step.
+    """What happened when in one training step, simulated or measured. Print with `str`.
 
+    - `name`: of the schedule.
     - `spans`: what `devices`, and `links` between them, did, in any order.
     - `memory`: per device the bytes in use over time: one step if only the high-water mark is known; empty if nothing
       is known.

@@ -72,7 +72,7 @@ class PipeState(State):
 
 
 class Pipe(DropInModule):
-    """What `fxpipe.compile` returns; see there."""
+    """The module that `fxpipe.compile` returns: it is called like the model, and `step` trains it."""
 
     _state: PipeState
 
@@ -93,7 +93,7 @@ class Pipe(DropInModule):
     @Forward
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs for the whole batch, computed in micro-batches by the stages. Of a stage with replicas
-        only the first one runs.
+        only the first replica runs.
 
         Arguments are the model's own. Raises InputError if they cannot be cut into micro-batches, CaptureError if the
         model cannot be captured, and whatever the model raises, with a note of stage, micro-batch and line. A model
@@ -121,13 +121,13 @@ class Pipe(DropInModule):
         """Forward and backward of a whole batch, in the order of the schedule. Returns the loss of the batch, detached;
         the gradients are added to the parameters' gradients, as by `loss.backward()`.
 
-        - `args`, `kwargs`: the model's own. If the model's forward has an argument named `target`, `loss_fn` and so on,
-          pass it by position.
-        - `target`: any nest of tensors, cut like the arguments.
+        - `args`, `kwargs`: the model's own. If an argument of the model's forward has the name of one here, such as
+          `target`, pass it by position.
+        - `target`: a tensor, or lists, tuples and dicts of tensors; cut like the arguments.
         - `loss_fn(output, target)`, or `loss_fn(output)` without a target, returns one number or one for each sample.
           Whether one number is a mean or a sum over the samples is read from its ops; if they cannot be traced, say
-          `reduce=` in `fxpipe.compile`. For one for each sample, the gradients are those of their sum. Without
-          `loss_fn`, the model returns its loss, or an object with `.loss`.
+          `reduce=` in `fxpipe.compile`. If there is a number for each sample, the gradients are those of the sum of
+          these numbers. Without `loss_fn`, the model must return its loss, or an object with `.loss`.
         - `outputs`: return (loss, what the model returns), detached.
         - `scaler`: multiplies the gradients by the scale of a `torch.amp.GradScaler`, as `scaler.scale(loss)` does.
         - `accumulate`: how many steps add up to one update. The gradients are divided by it, as by

@@ -63,8 +63,8 @@ def save_checkpoint(
     With several processes, all of them call it, and each writes the tensors that it has. `extra` of the first process
     is saved too: tensors and JSON values, as in `step=100, schedule=scheduler.state_dict(), rng=torch.get_rng_state()`.
     A folder counts as a checkpoint only when it is complete. Raises CheckpointError if the folder already is one, or if
-    a value is neither tensor nor JSON; a failure on one rank of a pipe is a RankError on all others. Ctrl-C is raised
-    when all is written; a second one at once.
+    a value is neither tensor nor JSON; a failure on one rank of a pipe is a RankError on all others. After Ctrl-C,
+    KeyboardInterrupt is raised when all is written; after a second Ctrl-C, at once.
     """
     settle(model)
     path, savers = Path(folder), savers_of(model)
@@ -134,9 +134,8 @@ def load_checkpoint(
     optimizer, hyperparameters included. Returns the extras that were saved, by name.
 
     Waits for the folder if an `async_save_checkpoint` of this process is still writing it. No code in the folder is
-    run. Tensors on the meta device stay there: `materialize(checkpoint=folder)` gives them
-    memory first. Raises CheckpointError, and changes nothing, if folder and model do not fit, or if
-    the folder stays incomplete.
+    run. Tensors on the meta device are not read: call `materialize(checkpoint=folder)` first. Raises CheckpointError,
+    and changes nothing, if folder and model do not fit, or if the folder stays incomplete.
     """
     path = Path(folder)
     held = entries(path)

@@ -113,8 +113,8 @@ ASSUMED_LINK = Link(("local", "local"), bandwidth=12e9, latency=10e-6)
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices in the order that pipelines use them, and the links and switches between. Check with `check`, print with
-    `str`."""
+    """Devices in the order in which pipelines use them, with the links and switches between them. Check with `check`,
+    print with `str`."""
 
     devices: tuple[Device, ...]
     links: tuple[Link, ...] = ()

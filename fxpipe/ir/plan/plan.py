@@ -24,7 +24,7 @@ class StagePlan:
     - `device`: where it runs.
     - `checkpoint`: when it recomputes: "never", "except_last" (all micro-batches but the last) or "always".
     - `offload`: whether what it keeps for backward waits in host memory.
-    - `replicas`: further devices that run the same stage, each with a share of every micro-batch.
+    - `replicas`: further devices that run the same stage, each for its slice of every micro-batch.
     """
 
     ops: tuple[str, ...]
@@ -40,9 +40,15 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The stages in pipeline order, the number of micro-batches and the schedule, by name or as a grid, for the model
-    named `model`. With `tensor_parallel` above 1 each op is cut over that many devices, of which stages name the
-    first."""
+    """How a model runs. Print with `str`.
+
+    - `model`: its name.
+    - `stages`: in pipeline order.
+    - `chunks`: the number of micro-batches.
+    - `schedule`: its name, or a grid.
+    - `deferred_batch_norm`: as in `fxpipe.compile`.
+    - `tensor_parallel`: over how many devices each op is cut; a stage names the first of them.
+    """
 
     model: str
     stages: tuple[StagePlan, ...]

@@ -45,9 +45,15 @@ class OpCost:
 
 @dataclass(frozen=True)
 class Profile:
-    """The costs of all ops of `model`, in graph order, taken at `batch` samples on `device`; `source` is "measured" or
-    "estimated". `kinds` has the times on kinds of devices on which ops take other times than on `device`. Check with
-    `check`, print with `str`."""
+    """The costs of all ops of a model, for one micro-batch. Check with `check`, print with `str`.
+
+    - `model`: its name.
+    - `batch`: the samples of the micro-batch.
+    - `device`: the device that the costs are for.
+    - `source`: "measured" or "estimated".
+    - `ops`: in graph order.
+    - `kinds`: the times on kinds of devices that are faster or slower than `device`.
+    """
 
     model: str
     batch: Annotated[int, at_least(1)]

@@ -59,8 +59,12 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A name, and for each device its actions in order. `sources` has for each stage the earlier ones that it takes
-    from; it is empty if the stages are a chain."""
+    """The order of each device's actions. Print with `str`.
+
+    - `name`: of the schedule.
+    - `devices`: for each device, its actions in order.
+    - `sources`: for each stage, the earlier stages that it takes values from; empty if the stages are a chain.
+    """
 
     name: str
     devices: tuple[tuple[Action, ...], ...]
