@@ -26,7 +26,8 @@ def test_one_range_of_torch() -> None:
 
 
 def test_the_changelog_is_in_groups() -> None:
-    """Versions, newest first; in each, every group at most once; in groups only entries, of at most four lines."""
+    """Versions, newest first; in each, every group at most once; in groups only entries, of at most four lines. The
+    first version has nothing before it that could be changed, removed or fixed."""
     _, *versions = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
     assert versions[0].startswith("Unreleased\n")
     for text in versions:
@@ -40,3 +41,7 @@ def test_the_changelog_is_in_groups() -> None:
             assert not entries[0], entries[0]
             long = [entry for entry in entries if entry.strip().count("\n") >= 4]
             assert not long, f"an entry is at most four lines: {long}"
+            assert len(set(entries)) == len(entries), "an entry is there twice"
+    assert titles == ["Added"], (
+        f"the first version has only Added: what is in {titles[1:]} belongs there, as users see it"
+    )
