@@ -24,7 +24,7 @@ from tests.whole.test_steps import captured, stepped, steps_of
 
 from .child_process import on_device
 from .pipelines import CASES, MODES, PLACES, THREE, check_calls, check_step, check_steps
-from .simulated_device import KIND, checked, waits
+from .simulated_device import COUNT, KIND, checked, waits
 
 pytestmark = pytest.mark.accelerator
 
@@ -201,15 +201,15 @@ def test_autocast_of_the_caller() -> None:
 
 @on_device
 def test_which_devices_are_meant() -> None:
-    four = tuple(f"{KIND}:{index}" for index in range(4))
-    assert device_labels(KIND) == device_labels(4) == four
+    every = tuple(f"{KIND}:{index}" for index in range(COUNT))
+    assert device_labels(KIND) == device_labels(COUNT) == every
     assert device_labels("sim:2") == ("sim:2",)
-    assert device_labels(2) == four[:2]
-    assert device_labels(5) == tuple(f"cpu:{index}" for index in range(5))
+    assert device_labels(2) == every[:2]
+    assert device_labels(COUNT + 1) == tuple(f"cpu:{index}" for index in range(COUNT + 1))
     with pytest.raises(PlanError, match="this machine has no CUDA device"):
         device_labels("cuda")
     pipe = fxpipe.compile(Wide(), 2, 2)
     assert pipe(torch.randn(4, 64)).device == torch.device("sim:1")
     pipe.close()
-    with pytest.raises(PlanError, match=r"planned on sim:7, and this machine has 4 SIM devices"):
-        fxpipe.compile(Wide(), ["sim:0", "sim:7"], 2)(torch.randn(4, 64))
+    with pytest.raises(PlanError, match=r"planned on sim:8, and this machine has 8 SIM devices"):
+        fxpipe.compile(Wide(), ["sim:0", "sim:8"], 2)(torch.randn(4, 64))
