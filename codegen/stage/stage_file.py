@@ -158,6 +158,9 @@ def _attributes(program: Program, stage: Stage) -> list[Statement]:
         if not all(gradient for _, gradient in stage.backward.roots):
             arrives = tuple_of(str(bool(gradient)) for _, gradient in stage.backward.roots)
             found.append(Assign(("arrives",), arrives, "for which of its results a gradient comes back"))
+        if stage.backward.orders:
+            found.append(Comment("for each argument, the dimensions in the order of memory; (): contiguous"))
+            found += rows_of("orders", (tuple_of(map(str, order)) for order in stage.backward.orders))
         if stage.backward.reaches:
             found.append(Comment("for each gradient that backward returns, those that arrive and that it depends on"))
             found += rows_of("reaches", (tuple_of(map(str, places)) for places in stage.backward.reaches))

@@ -125,9 +125,11 @@ class Stage(Scope):
     - `opaque`: the paths of the submodules that are called whole, "" for the model.
     - `parts`: for each path that stands for a part of a tensor: that path, the tensor's path, and the part's ranges.
     - `unsure`: only a run with gradients shows which results need a gradient.
-    - `compiled`: its backward is one piece and cannot be split into halves.
+    - `compiled`: it runs through torch.compile; autograd's backward of it is one piece and cannot be split into halves.
     - `graded`: the tensors of which its own backward returns gradients: paths, names of constants, or places among the
       arguments of forward; None if it has no backward, and autograd runs.
+    - `orders`: for each argument of forward the dimensions from the largest stride to the smallest, as its own backward
+      needs it, () for a contiguous one; empty: all are contiguous.
     - `arrives`: for each result that can have a gradient, whether one comes back; empty: for all.
     - `reaches`: for each gradient that backward returns, the places of the results that it depends on among those that
       can have a gradient; empty: each depends on all.
@@ -144,6 +146,7 @@ class Stage(Scope):
     unsure: bool = False
     compiled: bool = False
     graded: tuple[str | int, ...] | None = None
+    orders: tuple[tuple[int, ...], ...] = ()
     arrives: tuple[bool, ...] = ()
     reaches: tuple[tuple[int, ...], ...] = ()
 

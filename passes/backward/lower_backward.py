@@ -28,7 +28,7 @@ from fxpipe.passes.backward.readable_ops import (
     with_unknown_size,
 )
 from fxpipe.passes.backward.record_ops import Refused
-from fxpipe.passes.backward.trace_stage import Piece, Trace, trace
+from fxpipe.passes.backward.trace_stage import Orders, Piece, Trace, layouts, trace
 from fxpipe.passes.pass_context import PassContext
 
 
@@ -37,6 +37,7 @@ def lower_backward(program: Program, context: PassContext) -> Program:
     if context.backward != "code" or program.graph.loss is None:
         return program
     around = _autocasts()
+    orders = layouts(program, around)
     made = list(program.stages)
     types = dict(program.types)
     for stage in reversed(program.stages):
@@ -44,13 +45,21 @@ def lower_backward(program: Program, context: PassContext) -> Program:
         if not arriving:
             continue
         try:
-            made[stage.index], more = _lowered(
-                program, stage, trace(replace(program, types=types), stage, arriving, around), types
-            )
+            traced = trace(replace(program, types=types), stage, arriving, around, orders)
+            lowered, more = _lowered(program, stage, traced, types)
+            made[stage.index] = _with_orders(lowered, orders)
             types |= more
         except Refused as refused:
             made[stage.index] = replace(stage, autograd_because=str(refused))
     return replace(program, stages=tuple(made), types=types)
+
+
+def _with_orders(stage: Stage, orders: Orders) -> Stage:
+    """The stage, which knows the order of memory of what it takes."""
+    found = tuple(orders.get(name, ()) for name in stage.takes)
+    if stage.backward is None or not any(found):
+        return stage
+    return replace(stage, backward=replace(stage.backward, orders=found))
 
 
 def _autocasts() -> tuple[Region, ...]:

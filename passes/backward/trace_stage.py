@@ -8,7 +8,8 @@ Each recorded op of forward belongs to the op of the stage that ran. Autograd nu
 so each recorded op of backward belongs to the op of the stage that made the node that runs.
 
 What torch runs depends on the layout of memory: some of its kernels read memory as if it was contiguous, and a copy
-is recorded only where it was not. So all that a stage is given is contiguous here, and is made contiguous in a run
+is recorded only where it was not; and random numbers are drawn in the order of memory. So what another stage gives has
+the order of dimensions here that it has there (`layouts`), all else is contiguous, and both are made so in a run
 (`fxpipe/engines/common/generated_backward.py`, `fxpipe/runtime/autograd/gradient_aliases.py`).
 """
 
@@ -35,7 +36,9 @@ from fxpipe.ir.graph.value_types import Dim, ScalarType, TensorType, ValueType
 from fxpipe.ir.program.program import OWN_DEVICE, Program, RuntimeCall, Stage
 from fxpipe.passes.backward.fake_sizes import Sizes, numbers_in
 from fxpipe.passes.backward.record_ops import NOWHERE, Recorder, Refused, marked_draws
+from fxpipe.runtime.autograd.contiguous_layout import inverse
 
+Orders = dict[str, tuple[int, ...]]  # of the values that are not contiguous
 AS_STRIDED = {"as_strided", "as_strided_scatter", "as_strided_"}
 
 
@@ -63,6 +66,7 @@ class Trace:
     - `wishes`: better names for recorded values.
     - `types`: the types of all recorded values.
     - `memory`: for each value the one that first had its memory, and the bytes of all that memory.
+    - `orders`: as of `layouts`, of the stage's results.
     """
 
     pieces: list[Piece] = field(default_factory=list)
@@ -73,36 +77,52 @@ class Trace:
     wishes: dict[str, str] = field(default_factory=dict)
     types: dict[str, ValueType] = field(default_factory=dict)
     memory: dict[str, tuple[str, Dim]] = field(default_factory=dict, compare=False)
+    orders: Orders = field(default_factory=dict, compare=False)
 
 
-def trace(program: Program, stage: Stage, arriving: Sequence[str], around: tuple[Region, ...]) -> Trace:
+def trace(
+    program: Program, stage: Stage, arriving: Sequence[str], around: tuple[Region, ...], orders: Orders | None = None
+) -> Trace:
     """The stage's forward and backward. `arriving`: the results for which a gradient arrives. `around`: autocast where
-    the step is called, which is around all ops. Raises Refused, with the reason."""
+    the step is called, which is around all ops. `orders`: as of `layouts`. Raises Refused, with the reason."""
     reason = untraceable(program, stage)
     if reason:
         raise Refused(reason)
     try:
-        found, sizes = _traced(program, stage, arriving, around)
+        found, sizes = _traced(program, stage, arriving, around, orders or {})
     except Untraceable as error:  # some functions know no symbols
         if not program.graph.sizes:
             raise Refused(str(error)) from error
         try:
-            found, sizes = _traced(program, stage, arriving, around, symbolic=False)
+            found, sizes = _traced(program, stage, arriving, around, orders or {}, symbolic=False)
         except Untraceable:
             raise Refused(str(error)) from error
     if sizes.specialised:  # some ops may hold for this size only
-        again, _ = _traced(program, stage, arriving, around, 1, sizes.symbolic)
+        again, _ = _traced(program, stage, arriving, around, orders or {}, 1, sizes.symbolic)
         if again != found:
             raise Refused("its ops are not the same for every size")
     conditions = sizes.conditions()
     if conditions:  # what torch asks may be about strides only
         try:
-            same = _traced(program, stage, arriving, around, small=True)[0] == found
+            same = _traced(program, stage, arriving, around, orders or {}, small=True)[0] == found
         except (Untraceable, Refused):
             same = False
         if not same:
             raise Refused(f"its ops depend on sizes: {', '.join(conditions)}")
     return found
+
+
+def layouts(program: Program, around: tuple[Region, ...]) -> Orders:
+    """For each value that a stage gives, and that is not contiguous, its dimensions from the largest stride to the
+    smallest. Values of stages that cannot be traced count as contiguous."""
+    orders: Orders = {}
+    for stage in program.stages:
+        try:
+            if not untraceable(program, stage):
+                orders |= _traced(program, stage, (), around, orders, symbolic=False)[0].orders
+        except (Refused, Untraceable):
+            continue
+    return orders
 
 
 def untraceable(program: Program, stage: Stage) -> str:
@@ -132,6 +152,7 @@ def _traced(
     stage: Stage,
     arriving: Sequence[str],
     around: tuple[Region, ...],
+    orders: Orders,
     turn: int = 0,
     symbolic: bool = True,
     small: bool = False,
@@ -148,7 +169,7 @@ def _traced(
     recorder = Recorder(sizes, {*program.types, *(f"d{name}" for name in _names(stage))})
     try:
         with _silent():
-            return _Tracing(program, stage, sizes, recorder, around).run(arriving), sizes
+            return _Tracing(program, stage, sizes, recorder, around, orders).run(arriving), sizes
     except Refused:
         raise
     except Exception as error:  # whatever torch cannot do with fake tensors
@@ -175,14 +196,29 @@ def _names(stage: Stage) -> tuple[str, ...]:
     return (*stage.takes, *stage.states, *stage.borrows, *(op.name for op in stage.ops))
 
 
+def _order(value: Any) -> tuple[int, ...]:
+    """The dimensions of a tensor from the largest stride to the smallest; () if that is their order."""
+    if not isinstance(value, Tensor):
+        return ()
+    strides = [stride.node.hint if isinstance(stride, torch.SymInt) else stride for stride in value.stride()]
+    found = tuple(sorted(range(value.dim()), key=lambda dim: -strides[dim]))
+    return () if found == tuple(range(value.dim())) else found
+
+
 class _Tracing:
     """One trace under way. `values`: the fake value of each name of the stage."""
 
     def __init__(
-        self, program: Program, stage: Stage, sizes: Sizes, recorder: Recorder, around: tuple[Region, ...]
+        self,
+        program: Program,
+        stage: Stage,
+        sizes: Sizes,
+        recorder: Recorder,
+        around: tuple[Region, ...],
+        orders: Orders,
     ) -> None:
         self.program, self.stage, self.sizes, self.recorder = program, stage, sizes, recorder
-        self.around = around
+        self.around, self.orders = around, orders
         self.device = torch.device("cpu" if stage.device.startswith("cpu") else stage.device)
         self.values: dict[str, Any] = {}
         self.found = Trace()
@@ -201,6 +237,7 @@ class _Tracing:
             self.place()
             for op in self.stage.ops:
                 self.forward(op)
+            self.found.orders = {name: order for name in self.stage.gives if (order := _order(self.values[name]))}
             self.backward(arriving)
         self.found.types, self.found.memory = self.recorder.types, self.recorder.memory
         return self.found
@@ -213,8 +250,11 @@ class _Tracing:
                 self.values[name] = self.sizes.values[name]
             elif isinstance(kind, TensorType):
                 dtype = getattr(torch, DTYPES[kind.dtype].torch)
-                made = torch.empty(self.sizes.shape(kind), dtype=dtype, device=self.device, requires_grad=kind.grad)
-                self.values[name] = made
+                shape, order = self.sizes.shape(kind), self.orders.get(name) or tuple(range(len(kind.shape)))
+                made = torch.empty([shape[dim] for dim in order], dtype=dtype, device=self.device)
+                if name in self.orders:
+                    made = made.permute(inverse(order)).detach()
+                self.values[name] = made.requires_grad_(kind.grad)
                 self.recorder.hold(made, name)
                 self.watch(made, name)
             else:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fxpipe.runtime import Stage
 from fxpipe.runtime.autograd import saved_tensors
-from fxpipe.runtime.autograd.contiguous_layout import contiguous
+from fxpipe.runtime.autograd.contiguous_layout import contiguous, ordered
 from fxpipe.runtime.caller_context import Context
 
 from .kept_values import Kept
@@ -52,7 +52,7 @@ class Later:
 def forward(stage: Stage, kept: Kept, context: Context, hooks: Any) -> Any:
     """The results of forward; what backward needs goes to `kept.values`, counted by the step's hooks for saved tensors,
     if it has any."""
-    *results, values = _run(stage.forward, context, _contiguous(kept.args))
+    *results, values = _run(stage.forward, context, _laid_out(stage, kept.args))
     kept.values = _counted(values, hooks)
     return results[0] if len(results) == 1 else tuple(results)
 
@@ -106,6 +106,14 @@ def _counted(values: list[Any], hooks: Any) -> list[Any]:
     if not isinstance(hooks, saved_tensors.Saved):
         return values
     return [hooks.keep(x) if isinstance(x, Tensor) else x for x in values]
+
+
+def _laid_out(stage: Stage, args: Sequence[Any]) -> list[Any]:
+    """The arguments of forward in the layout of memory with which the stage was traced."""
+    if not stage.orders:
+        return _contiguous(args)
+    orders = (*stage.orders, *[()] * (len(args) - len(stage.orders)))  # what is lent, and `draw`, come last
+    return [ordered(x, order) if isinstance(x, Tensor) else x for x, order in zip(args, orders, strict=True)]
 
 
 def _contiguous(values: Iterable[Any]) -> list[Any]:

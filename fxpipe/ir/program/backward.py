@@ -31,6 +31,8 @@ class Backward:
     - `weights`: the tensors of the model, owned or borrowed, that the results depend on.
     - `memory`: for each tensor the one that first had its memory, and the bytes of all that memory: a view keeps the
       whole of what it is a view of.
+    - `orders`: for each argument of the stage its dimensions from the largest stride to the smallest, () for a
+      contiguous one; empty if all are contiguous.
     """
 
     keeps: tuple[str, ...]
@@ -39,6 +41,7 @@ class Backward:
     takes: tuple[tuple[str, str], ...]
     weights: tuple[tuple[str, str], ...]
     memory: Mapping[str, tuple[str, Dim]] = field(default_factory=dict, compare=False)
+    orders: tuple[tuple[int, ...], ...] = ()
 
     @property
     def arriving(self) -> tuple[str, ...]:

@@ -1,10 +1,12 @@
-"""The layout of memory that generated backward counts on: contiguous, with the strides of a new tensor.
+"""The layout of memory that generated backward counts on: dense, with the strides of a new tensor.
 
 Kernels choose how they compute, and what their results look like, by strides. These are not unique where a size is 1:
 a weight `[8, 4, 1, 1]` is contiguous both as it is made and after `to(memory_format=torch.channels_last)`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -23,3 +25,19 @@ def contiguous(x: Tensor) -> Tensor:
         new = x.view(-1).view(x.shape)
         return x if new.stride() == x.stride() else new
     return x
+
+
+def ordered(x: Tensor, order: Sequence[int]) -> Tensor:
+    """The tensor, dense in memory, with its dimensions in this order from the largest stride to the smallest; an empty
+    `order` means contiguous.
+
+    >>> import torch
+    >>> ordered(torch.zeros(2, 3, 4), (0, 2, 1)).stride()
+    (12, 1, 3)
+    """
+    return contiguous(x.permute(*order)).permute(inverse(order)) if order else contiguous(x)
+
+
+def inverse(order: Sequence[int]) -> tuple[int, ...]:
+    """The order that undoes it."""
+    return tuple(sorted(range(len(order)), key=order.__getitem__))
