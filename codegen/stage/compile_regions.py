@@ -1,4 +1,4 @@
-"""Cuts a stage's forward into pieces that a compiler can compile whole.
+"""Cuts a method of a stage, its forward or a part of its backward, into pieces that a compiler can compile whole.
 
     def forward(self, x, draw):                          def forward(self, x, draw):
         h = F.linear(x, self.fc.weight)                      h = piece_3(x, self.fc.weight)
@@ -12,7 +12,8 @@ These ops stay outside of the pieces:
 - random ops: their generator is seeded under a lock, op by op, and a compiler may reorder ops or draws;
 - the user's autograd functions, which Dynamo does not read a second time;
 - functions with Python state, such as deferred batch norm;
-- submodules that are called whole.
+- submodules that are called whole;
+- the list of what forward keeps, which backward unpacks and empties.
 
 The pieces are functions of tensors and numbers alone, so a compiler sees neither the stage, nor that its tensors are
 replaced in each step. All lines keep their numbers: the traceback of an error in a piece has the line of the stage's
@@ -32,32 +33,34 @@ from fxpipe.codegen.text.source_names import STAGE_NAMES
 WORK = (ast.Call, ast.BinOp, ast.UnaryOp, ast.Compare, ast.AugAssign)
 
 
-def cut(forward: ast.FunctionDef, held: Collection[str], eager: Collection[str]) -> list[ast.FunctionDef]:
-    """The pieces, each named by its first line, such as `piece_12`; then the new forward, which calls them. `held`: the
+def cut(method: ast.FunctionDef, held: Collection[str], eager: Collection[str]) -> list[ast.FunctionDef]:
+    """The pieces, each named by its first line, such as `piece_12`; then the new method, which calls them. `held`: the
     names and paths of the stage's tensors and modules. `eager`: functions, and paths of submodules, whose calls stay in
-    forward. Raises EmitError if a forward (edited by the user) branches."""
-    return _Cut(forward, frozenset(held), frozenset(eager)).functions()
+    the method. Raises EmitError if a method (edited by the user) branches."""
+    return _Cut(method, frozenset(held), frozenset(eager)).functions()
 
 
 class _Cut:
     """One cut under way. `pieces` are made from the last to the first, as a piece must return the variables that are
     read after it."""
 
-    def __init__(self, forward: ast.FunctionDef, held: frozenset[str], eager: frozenset[str]) -> None:
-        for node in ast.walk(forward):
+    def __init__(self, method: ast.FunctionDef, held: frozenset[str], eager: frozenset[str]) -> None:
+        for node in ast.walk(method):
             if isinstance(node, (ast.If, ast.For, ast.While, ast.Try)):
                 raise EmitError(f"line {node.lineno} branches, and only straight lines are compiled")
-        self.forward, self.held, self.eager = _Inline(held).visit(forward), held, eager
-        arguments = {argument.arg for argument in forward.args.args} - {"self"}
-        self.locals = arguments | _names(forward, ast.Store)
+        self.method, self.held, self.eager = _Inline(held).visit(method), held, eager
+        arguments = {argument.arg for argument in method.args.args} - {"self"}
+        self.locals = arguments | _names(method, ast.Store)
+        annotations = {argument.arg: argument.annotation for argument in method.args.args}
+        self.lists = {name for name, kind in annotations.items() if kind and ast.unparse(kind).startswith("list[")}
         self.pieces: list[ast.FunctionDef] = []
 
     def functions(self) -> list[ast.FunctionDef]:
-        self.forward.body = self.block(self.forward.body, frozenset())
-        self.forward.returns = None
-        for argument in self.forward.args.args:
+        self.method.body = self.block(self.method.body, frozenset())
+        self.method.returns = None
+        for argument in self.method.args.args:
             argument.annotation = None
-        return [ast.fix_missing_locations(function) for function in (*reversed(self.pieces), self.forward)]
+        return [ast.fix_missing_locations(function) for function in (*reversed(self.pieces), self.method)]
 
     def block(self, body: Sequence[ast.stmt], live: frozenset[str]) -> list[ast.stmt]:
         """The statements, with runs of them replaced by calls of pieces. `live`: the variables read afterwards."""
@@ -82,6 +85,7 @@ class _Cut:
         calls = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
         paths = {".".join(_path(node) or ()) for node in nodes if isinstance(node, ast.expr)}
         own_functions = any(isinstance(node, ast.Attribute) and node.attr == "higher_order" for node in nodes)
+        own_functions = own_functions or any(isinstance(node, ast.Name) and node.id in self.lists for node in nodes)
         return own_functions or not self.eager.isdisjoint(calls | paths) or any(map(_draws, nodes))
 
     def call(self, statements: list[ast.stmt], live: frozenset[str]) -> list[ast.stmt]:
@@ -103,7 +107,7 @@ class _Cut:
         if gone and not returns:
             made.append(ast.Delete([ast.Name(name, ast.Del()) for name in sorted(gone)]))
         # Not at a line of the model: an error in a piece has its own line.
-        return [ast.copy_location(statement, self.forward) for statement in made]
+        return [ast.copy_location(statement, self.method) for statement in made]
 
     def live_before(self, statements: Sequence[ast.stmt], live: frozenset[str]) -> frozenset[str]:
         """The variables set earlier that the statements read, or that are `live` after them."""

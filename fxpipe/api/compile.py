@@ -129,12 +129,12 @@ def compile(
       BatchStatisticsWarning.
     - `backward`: what computes the gradients in `step()`: "autograd"; or "code" (experimental): each stage's file has
       its backward as code that can be read, with the user's lines, and split in two where the schedule wants it. A
-      stage that cannot be traced keeps autograd; `explain()` and its file say why. Not together with `compile_stages`,
-      `strategy` or `offload`.
+      stage that cannot be traced keeps autograd; `explain()` and its file say why. Not together with `strategy`,
+      `offload` or `compile_stages="device_graphs"`.
     - `compile_stages`: run each stage through `torch.compile`, with Inductor (True), or with a backend, by name or as a
       function; "device_graphs" records stages on accelerators, and then starts each as a whole. Random ops and the
       model's own autograd functions stay outside. In schedules that split backward, a compiled stage does its whole
-      backward in the first half.
+      backward in the first half, unless that is code.
     - `transforms`: functions of your own from `torch.fx.GraphModule` to `torch.fx.GraphModule`, run in this order on
       each captured graph before it is cut: to fuse a pattern, or to quantise weights. The model's tensors are
       attributes of the module. Inputs, outputs and parameters must stay; a new tensor is a buffer of the module.

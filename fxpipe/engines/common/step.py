@@ -354,7 +354,7 @@ class Step(Batches):
 
     def input_gradient(self, j: int, i: int, *grads: Tensor | None) -> Any:
         """The half of backward that other stages wait for: the gradients of stage j's arguments."""
-        if self.stages[j].compiled:
+        if self.stages[j].compiled and self.stages[j].graded is None:
             return Step.backward(self, j, i, *grads)  # not self.backward, for the same reason
         kept, (takes, gives) = self.kept.pop((j, i)), self.engine.gradients[j]
         if kept.values is not None:
@@ -376,7 +376,7 @@ class Step(Batches):
 
     def weight_gradient(self, j: int, i: int) -> None:
         """The other half of backward: the gradients of the parameters of stage j."""
-        if self.stages[j].compiled:
+        if self.stages[j].compiled and self.stages[j].graded is None:
             return
         if (j, i) in self.later:
             takes = len(self.engine.gradients[j].takes)

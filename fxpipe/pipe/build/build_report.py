@@ -38,7 +38,8 @@ def explain(build: Build, backend: Backend | None = None) -> str:
     )
     if backend is not None:
         head += f"\nstages compiled by {name_of(backend)}"
-        if any(action.kind == "W" for action in build.schedule.place):
+        whole = any(stage.backward is None for stage in build.program.stages)
+        if whole and any(action.kind == "W" for action in build.schedule.place):
             head += "; backward of a compiled stage is not split: I computes all of it, W nothing"
     if build.program.pipeline:
         headers, rows = DEVICE_HEADERS, [device_row(build, device) for device in devices]

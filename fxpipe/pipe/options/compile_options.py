@@ -118,7 +118,7 @@ def check_auto(options: Options) -> None:
 def check_code(options: Options) -> None:
     """Raise PlanError for options that backward as code does not have yet."""
     for name, given in {
-        "compile_stages": backend_of(options.compile_stages) is not None,
+        "compile_stages='device_graphs'": options.compile_stages == NAME,
         "strategy": options.place is not None,
         "offload": bool(options.offload),
     }.items():

@@ -57,6 +57,24 @@ def test_draws_stay() -> None:
             return piece_7(h, y)""")
 
 
+def test_what_forward_has_kept_is_unpacked_outside() -> None:
+    text = """
+        def backward(self, kept: list[Any], dy: Tensor) -> tuple[list[Any], list[Any]]:
+            (x, draw) = kept
+            kept.clear()
+            dweight = f(dy, x)
+            return [None], [dweight]
+    """
+    assert pieces(text) == textwrap.dedent("""\
+        def piece_5(dy, x):
+            dweight = f(dy, x)
+            return ([None], [dweight])
+        def backward(self, kept, dy):
+            x, draw = kept
+            kept.clear()
+            return piece_5(dy, x)""")
+
+
 def test_what_only_a_piece_needed_is_let_go() -> None:
     text = """
         def forward(self, x, y, draw):

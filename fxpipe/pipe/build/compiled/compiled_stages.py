@@ -3,7 +3,8 @@
     package.STAGES ──cut──▶ pieces ──torch.compile──▶ package.STAGES, compiled
 
 A compiled piece is one node of autograd, so its backward is compiled too, and is not split: a schedule that splits
-backward has all of it in the first half. Nothing else changes for schedulers. A piece is compiled at the first
+backward has all of it in the first half. Where backward is code, its methods are cut and compiled as forward is, and
+stay split. Nothing else changes for schedulers. A piece is compiled at the first
 micro-batch of each kind, on the worker that runs it. Only one piece is compiled at a time, and never while another
 thread draws random numbers, because compilation resets torch's generators to their state before it.
 """
@@ -32,6 +33,7 @@ from fxpipe.runtime.random import nobody_draws
 
 Backend = str | Callable[..., Any]
 
+METHODS = ("forward", "backward", "input_gradient", "weight_gradient")
 OWN_CONTEXT = "fxpipe: has a context of its own"  # in the metadata of nodes
 # The limits allow many kinds of calls of one piece: with and without gradients or autocast, sizes 1 and others.
 SETTINGS: dict[str, object] = {"allow_rnn": True, "recompile_limit": 64, "accumulated_recompile_limit": 1024}
@@ -44,22 +46,23 @@ def compile_stages(package: ModuleType, backend: Backend) -> None:
 
 
 def compiled(kind: type[Stage], backend: Backend) -> type[Stage]:
-    """A subclass of the stage whose forward is compiled. Raises CompileError if forward cannot be cut."""
+    """A subclass of the stage whose methods are compiled. Raises CompileError if one cannot be cut."""
     file = inspect.getfile(kind)
     tree = ast.parse(Path(file).read_text(encoding="utf-8"), file)
     classes = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind.__name__)
-    forward = next(node for node in next(classes).body if isinstance(node, ast.FunctionDef) and node.name == "forward")
+    methods = [node for node in next(classes).body if isinstance(node, ast.FunctionDef) and node.name in METHODS]
     known = kind.forward.__globals__
     eager = {name for name, value in known.items() if getattr(value, "__module__", "").startswith("fxpipe.runtime.")}
-    try:
-        *pieces, outer = cut(forward, (*kind.states, *kind.constants, ".device"), eager | {*kind.opaque})
-    except EmitError as error:
-        raise CompileError(f"{kind.__name__} cannot be compiled: {error}") from None
-    # Dynamo keeps the globals of the code that it compiles alive. So `forward`, which holds the pieces, has its own.
-    made = define(pieces, file, dict(known))
-    compiled_pieces = {piece.name: Piece(kind, made[piece.name], backend) for piece in pieces}
-    found = define([outer], file, known | compiled_pieces)
-    own = {"forward": found["forward"], "compiled": True, "__module__": kind.__module__}
+    own: dict[str, Any] = {"compiled": True, "__module__": kind.__module__}
+    for method in methods:
+        try:
+            *pieces, outer = cut(method, (*kind.states, *kind.constants, ".device"), eager | {*kind.opaque})
+        except EmitError as error:
+            raise CompileError(f"{kind.__name__} cannot be compiled: {error}") from None
+        # Dynamo keeps the globals of the code that it compiles alive. So a method, which holds pieces, has its own.
+        made = define(pieces, file, dict(known))
+        compiled_pieces = {piece.name: Piece(kind, made[piece.name], backend) for piece in pieces}
+        own[method.name] = define([outer], file, known | compiled_pieces)[method.name]
     return type(kind.__name__, (kind,), own)
 
 
@@ -76,7 +79,7 @@ def name_of(backend: Backend) -> str:
 
 
 class Piece:
-    """A part of a stage's forward, compiled when it is first called."""
+    """A part of a method of a stage, compiled when it is first called."""
 
     def __init__(self, kind: type[Stage], eager: FunctionType, backend: Backend) -> None:
         self.kind, self.eager, self.backend = kind, eager, backend

@@ -69,6 +69,19 @@ def test_compiled_steps_are_the_models(name: str, schedule: str) -> None:
     check_steps(name, schedule, "aot_eager")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "schedule", "checkpoint"),
+    [
+        ("flatten time", "zb-h1", "except_last"),
+        ("transformer with dropout", "1f1b", "always"),
+        ("own function", "zb-v", "never"),
+    ],
+)
+def test_compiled_steps_with_backward_as_code_are_the_models(name: str, schedule: str, checkpoint: str) -> None:
+    check_steps(name, schedule, "aot_eager", checkpoint=checkpoint, backward="code")
+
+
 def test_compiled_steps_with_replicas_are_the_models() -> None:
     check_steps("own function", "1f1b", "eager", devices=3, replicas=(2, 1))
 
@@ -85,8 +98,9 @@ def test_steps_by_inductor_are_the_models(name: str, batches: Sequence[int]) -> 
 
 
 @pytest.mark.slow
-def test_steps_of_convolutions_by_inductor_are_the_models() -> None:
-    check_steps("batch norm", "zb-h1", "inductor", batches=(6,))
+@pytest.mark.parametrize("backward", ["autograd", "code"])
+def test_steps_of_convolutions_by_inductor_are_the_models(backward: str) -> None:
+    check_steps("batch norm", "zb-h1", "inductor", batches=(6,), backward=backward)
 
 
 @pytest.mark.slow
@@ -139,10 +153,20 @@ def mean(y: Tensor) -> Tensor:
     return y.square().mean()
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_sizes_and_steps_do_not_compile_again(schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "backward"),
+    [
+        ("gpipe", "autograd"),
+        pytest.param("1f1b", "autograd", marks=pytest.mark.slow),
+        ("zb-h1", "autograd"),
+        ("zb-h1", "code"),
+    ],
+)
+def test_sizes_and_steps_do_not_compile_again(schedule: str, backward: str) -> None:
     backend = Counting()
-    pipe = fxpipe.compile(Net(), 2, 4, schedule=schedule, split_at=["drop"], compile_stages=backend)
+    pipe = fxpipe.compile(
+        Net(), 2, 4, schedule=schedule, split_at=["drop"], compile_stages=backend, backward=backward
+    )  # fmt: skip
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
 
     def steps(*batches: int) -> int:
@@ -154,11 +178,14 @@ def test_sizes_and_steps_do_not_compile_again(schedule: str) -> None:
         return len(backend.graphs) - before
 
     # Two pieces (dropout stays outside of the second), with gradients and without; then for any size, and the first
-    # once more, for a micro-batch that begins where the batch does.
-    assert steps(16) <= 2 * 2
+    # once more, for a micro-batch that begins where the batch does. With backward as code the second stage has two
+    # pieces, as dropout's mask is drawn between them, and each half of backward is one more.
+    pieces = 2 if backward == "autograd" else 7
+    assert steps(16) <= pieces * (2 if backward == "autograd" else 1)
     assert steps(16, 16) == 0
-    assert steps(23) <= 2 * 3
+    assert steps(23) <= pieces * (3 if backward == "autograd" else 2)
     assert steps(23, 16, 12, 9, 33) == 0
+    assert ("is not split" in pipe.explain()) == ((schedule, backward) == ("zb-h1", "autograd"))
     pipe.close()
 
 
