@@ -40,6 +40,7 @@ WHAT = "return DistributedDataParallel(part, ...), fully_shard(part, ...) or par
 class Parallel:
     """The parallel form of this rank's part of the model.
 
+    - `replicated`: whether stages have replicas.
     - `module`: the module that backward of a step goes through.
     - `beside`: the ranks in the same column of the mesh.
     - `reduces`: whether there are collectives after a step; `gathers`: before or in it.
@@ -47,8 +48,8 @@ class Parallel:
     - `owners`: during a step, the parameter and layout for each tensor that a stage holds, by the tensor's `id`.
     """
 
-    def __init__(self, part: Part, world: World) -> None:
-        self.part, self.world = part, world
+    def __init__(self, part: Part, world: World, replicated: bool) -> None:
+        self.part, self.world, self.replicated = part, world, replicated
         self.module: nn.Module = part
         self.beside = MeshSync(())
         self.reduces = self.gathers = False
@@ -111,11 +112,17 @@ class Parallel:
             if self.cut:
                 raise FxpipeError("DistributedDataParallel does not know DTensors: use fully_shard over the data")
             return DDP
-        if made is self.part and isinstance(made, FSDPModule):
-            return FSDP
-        if made is not self.part or self._sharded():
+        root = made is self.part and isinstance(made, FSDPModule)
+        if not root and (made is not self.part or self._sharded()):
             raise FxpipeError(f"what was made of the part is a {type(made).__name__}: {WHAT}")
-        return TENSOR if any(isinstance(p, DTensor) for p in made.parameters()) else NOTHING
+        if not any(isinstance(p, DTensor) for p in made.parameters()):
+            return FSDP if root else NOTHING
+        if self.replicated:
+            raise FxpipeError(
+                "stages have replicas, which copy each other's whole tensors: leave out replicas, and give the mesh "
+                "more rows, or use DistributedDataParallel"
+            )
+        return FSDP if root else TENSOR
 
     def _begin_fsdp(self, types: Mapping[str, torch.dtype]) -> None:
         """Gather all parameters once. Raises FxpipeError if a gathered parameter has another dtype than before: the

@@ -128,7 +128,8 @@ class RankPipe(Pipe):
             if made is None:
                 homes = cache.homes(tensors)
                 own = {id(tensor) for tensor in self.held_tensors().values()} & homes.keys()
-                made = Parallel(Part(self.model, own), self.world)
+                groups = replica_groups(cache, tensors) or {}
+                made = Parallel(Part(self.model, own), self.world, any(len(group) > 1 for group in groups.values()))
             found = made.apply(mesh, function)
             now = made.tensors()
             release([tensors[path] for path in now if tensors[path] is not now[path]], now.values())

@@ -270,6 +270,9 @@ def refused(group: Any) -> None:
         pipe.step(x, target=x, loss_fn=Weighted())
     with raises("parallel over its data already"):
         pipe.parallelize(dp["dp"], ddp)
+    with raises("stages have replicas, which copy each other's whole tensors"):
+        compiled(dp, Chain(2), example_inputs=x, replicas=(2,)).parallelize(dp["dp"], fsdp)
+    compiled(dp, Chain(2), example_inputs=x, replicas=(2,)).parallelize(dp["dp"], ddp)
     noisy = nn.Sequential(nn.Linear(6, 6), nn.Dropout(), nn.Linear(6, 6))
     pipe = compiled(tp, noisy, example_inputs=x)
     with raises("the model draws random numbers"):
