@@ -61,14 +61,14 @@ def _cuts(b: _Recorder, op: Op, degree: int) -> Iterator[OpCut]:
             if shape[dim] % (blocks * degree) == 0:
                 layout = Layout(dim, blocks)
                 yield OpCut(layout, b.reads(op, rule, layout, degree))
-    for reads in _summed(b, op, degree):
-        yield OpCut(REPLICATED, reads, summed=True)
+    for blocks, reads in _summed(b, op, degree):
+        yield OpCut(REPLICATED, reads, blocks)
         for dim in sorted(allowed):
             if shape[dim] % degree == 0:
-                yield OpCut(Layout(dim), reads, summed=True)
+                yield OpCut(Layout(dim), reads, blocks)
 
 
-def _summed(b: _Recorder, op: Op, degree: int) -> Iterator[Reads]:
+def _summed(b: _Recorder, op: Op, degree: int) -> Iterator[tuple[int, Reads]]:
     """What devices read of a product of which each adds up a part: of its two operands the same part of the dimension
     that is summed over."""
     name = op_name(op)
@@ -84,9 +84,12 @@ def _summed(b: _Recorder, op: Op, degree: int) -> Iterator[Reads]:
         return
     for blocks in BLOCKS:
         if b.shape(x.name)[last] % (blocks * degree) == 0:
-            yield tuple(
-                (one.name, tuple(boxes(Layout(dim, blocks), b.shape(one.name), degree, at) for at in range(degree)))
-                for one, dim in ((x, last), (y, other))
+            yield (
+                blocks,
+                tuple(
+                    (one.name, tuple(boxes(Layout(dim, blocks), b.shape(one.name), degree, at) for at in range(degree)))
+                    for one, dim in ((x, last), (y, other))
+                ),
             )
 
 

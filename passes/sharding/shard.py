@@ -26,7 +26,7 @@ At the end unused ops are removed, such as the cell state of an LSTM after its l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import add as operator_add
@@ -37,15 +37,18 @@ from fxpipe.ir.graph.evaluate_graph import call
 from fxpipe.ir.graph.graph import Graph, Op, Ref, map_refs, op_name, show_op
 from fxpipe.ir.graph.op_arguments import argument
 from fxpipe.ir.graph.value_types import ScalarType, TensorType, TupleType
-from fxpipe.ir.operators.operator_map import Reading
+from fxpipe.ir.operators.operator_map import Reading, View
 from fxpipe.ir.operators.placed_graph import Placed
 from fxpipe.ir.operators.strategy import Region, Strategy, cut, split
 from fxpipe.ir.operators.tensor_axes import sizes_of
 from fxpipe.ir.operators.tensor_axes import whole as as_it_is
 from fxpipe.passes.sharding.graph_rewriter import GraphRewriter, Part, concrete
-from fxpipe.passes.sharding.part_regions import Place, Places, box, extent, full, places
+from fxpipe.passes.sharding.part_regions import Place, Places, Range, box, extent, full, places
 from fxpipe.passes.sharding.rules import rule_of
-from fxpipe.passes.sharding.sharding_rule import WHOLE, Partial, Rule
+from fxpipe.passes.sharding.sharding_rule import WHOLE, Rule
+
+
+Cut = Callable[["Sharder", Op], "tuple[Part, ...] | None"]  # the parts of an op's result, None if it has no samples
 
 
 def shard(graph: Graph, reading: Reading, strategy: Strategy, sizes: Mapping[str, int]) -> Placed:
@@ -62,15 +65,18 @@ def shard(graph: Graph, reading: Reading, strategy: Strategy, sizes: Mapping[str
                 f"operator {operator.name!r} is cut {cut(operator, config)}: partial sums of kind {operator.kind!r} "
                 "can be simulated, but only those of linear layers and matrix products can be run; give it holders=1"
             )
-    return _Sharder(graph, reading, strategy, sizes).placed()
+    samples = frozenset(reading.views) | {item.name for item in graph.inputs if item.batch_dim is not None}
+    return Sharder(graph, sizes, samples, _ByOperator(reading, strategy)).placed()
 
 
-class _Sharder:
-    def __init__(self, graph: Graph, reading: Reading, strategy: Strategy, sizes: Mapping[str, int]) -> None:
+class Sharder:
+    """Rewrites a graph op by op. `samples`: the values that depend on the samples. `cut` makes the parts of an op whose
+    result depends on them."""
+
+    def __init__(self, graph: Graph, sizes: Mapping[str, int], samples: frozenset[str], cut: Cut) -> None:
         self.b = GraphRewriter(graph, sizes)
-        self.b.samples = frozenset(reading.views) | {i.name for i in graph.inputs if i.batch_dim is not None}
-        self.graph, self.reading = graph, reading
-        self.configs = dict(zip((o.name for o in reading.operators), strategy.configs, strict=True))
+        self.b.samples = samples
+        self.graph, self.cut = graph, cut
         self.changed = {name for op in graph.ops for name in op.writes if name in self.b.states}
         self.homes: dict[str, int] = {}
 
@@ -99,12 +105,11 @@ class _Sharder:
             b.numbers[op.name] = call(op, b.numbers)
             return
         self.refuse(op)
-        view = self.reading.views.get(op.name)
         touched = self.changed.intersection((*op.reads, *op.writes))
         if touched and op_name(op) != "batch_norm":
             self.once(op, self.home(sorted(touched)))
-        elif view is not None and self.reading.operators.operator(view.operator).kind != "input":
-            b.parts[op.name] = self.held(op, self.places(op, self.rule(op)))
+        elif (parts := self.cut(self, op)) is not None:
+            b.parts[op.name] = parts
         elif op.random or not isinstance(op.type, (TensorType, TupleType)):
             self.once(op, 0)
         else:
@@ -145,30 +150,23 @@ class _Sharder:
             return WHOLE.make(self.b, op, (Place(full(self.shape(op)), wanted[0].device),))
         return rule.make(self.b, op, wanted)
 
-    def held(self, op: Op, wanted: Places) -> tuple[Part, ...]:
-        """The parts at the `wanted` places, on all devices that hold them. What is random, or changes what it reads, is
-        made once, on the first device."""
-        many = max(len(place.holders) for place in wanted)
-        if not many or op.random or op.writes or not isinstance(op.type, TensorType):
-            return self.make(op, wanted)
-        operator, rule = self.reading.operators.operator(self.reading.views[op.name].operator), self.rule(op)
-        if operator.summed and rule.partial is not None:
-            return tuple(part for place in wanted for part in self.added(op, rule.partial, place, operator.summed))
-        turns = [tuple(Place(place.region, place.holders[at]) for place in wanted) for at in range(many)]
-        return tuple(part for turn in dict.fromkeys(turns) for part in self.make(op, turn))
+    def partial_sum(self, op: Op, region: Region, device: int, ranges: Sequence[Range]) -> str:
+        """The name of a region of a product, as far as these ranges of the dimension add to it that is summed over."""
+        made, place, names = self.rule(op).partial, Place(region, device), []
+        assert made is not None, f"{op.name} is no product"
+        for one in ranges:
+            target, args, kwargs = made(self.b, op, place, one)
+            type = self.b.typed(op.name, extent(region))
+            names.append(self.b.add(op, self.b.free(f"{op.name}_partial"), device, target, args, kwargs, type=type))
+        return self.total(op, names, region, device).name
 
-    def added(self, op: Op, partial: Partial, place: Place, summed: int) -> Iterator[Part]:
-        """Partial sums of a product, one on each holder's device, and on each of these devices the sum of all."""
-        b, type, names = self.b, self.b.typed(op.name, extent(place.region)), []
-        for at, device in enumerate(place.holders):
-            here = Place(place.region, device)
-            target, args, kwargs = partial(b, op, here, split(summed, len(place.holders), at))
-            names.append(b.add(op, b.free(f"{op.name}_partial"), device, target, args, kwargs, type=type))
-        for device in dict.fromkeys(place.holders):
-            first, *others = names
-            for one in others:
-                first = b.glue(op, f"{op.name}_sum", device, operator_add, (Ref(first), Ref(one)), type)
-            yield Part(first, place.region, device)
+    def total(self, op: Op, names: Sequence[str], region: Region, device: int) -> Part:
+        """The sum of values on a device, always in the same order."""
+        first, *others = names
+        for one in others:
+            type = self.b.typed(op.name, extent(region))
+            first = self.b.glue(op, f"{op.name}_sum", device, operator_add, (Ref(first), Ref(one)), type)
+        return Part(first, region, device)
 
     def rule(self, op: Op) -> Rule:
         return rule_of(op, self.reduced(op) is not None)
@@ -192,32 +190,6 @@ class _Sharder:
             type = type.items[0]
         return tuple(map(int, type.shape)) if isinstance(type, TensorType) else ()
 
-    def places(self, op: Op, rule: Rule) -> Places:
-        """The places of an op's parts under the strategy."""
-        view = self.reading.views[op.name]
-        operator, config = self.reading.operators.operator(view.operator), self.configs[view.operator]
-        allowed = set(rule.cuts(self.b, op))
-        source = self.reduced(op)
-        if source is None:
-            axes, shape = view.axes, self.shape(op)
-            known = sizes_of(axes) == shape
-            return places(operator, config, shape, allowed, lambda region: box(region, axes) if known else None)
-        return places(operator, config, self.b.shape(source), allowed, self.over(source, operator.sizes))
-
-    def over(self, source: str, sizes: tuple[int, ...]) -> Callable[[Region], Region | None]:
-        """A function from a region of an operator of these `sizes` to a region of the tensor `source`, which the op
-        reduces to a number. The operator's sizes are those of the tensor, with or without its last dimension."""
-        shape = self.b.shape(source)
-        view = self.reading.views.get(source)
-        inside = self.reading.operators.operator(view.operator).sizes if view else shape
-        axes = view.axes if view else as_it_is(shape)
-        if inside[:-1] != sizes and inside != sizes:
-            inside, axes = shape, as_it_is(shape)
-        if (inside[:-1] != sizes and inside != sizes) or sizes_of(axes) != shape:
-            return lambda region: None
-        last = () if inside == sizes else ((0, inside[-1]),)
-        return lambda region: box((*region, *last), axes)
-
     def returned(self, name: str) -> str:
         """The name of a returned value: the whole of it, on the device of its first part."""
         b = self.b
@@ -227,3 +199,64 @@ class _Sharder:
         device = b.parts[name][0].device if name in b.parts else 0
         b.kept.discard(name)
         return b.whole(op, name, device or 0)
+
+
+class _ByOperator:
+    """The parts of an op's result, as a strategy cuts its operator."""
+
+    def __init__(self, reading: Reading, strategy: Strategy) -> None:
+        self.reading = reading
+        self.configs = dict(zip((o.name for o in reading.operators), strategy.configs, strict=True))
+
+    def __call__(self, s: Sharder, op: Op) -> tuple[Part, ...] | None:
+        view = self.reading.views.get(op.name)
+        if view is None or self.reading.operators.operator(view.operator).kind == "input":
+            return None
+        return self.held(s, op, self.places(s, op, view))
+
+    def held(self, s: Sharder, op: Op, wanted: Places) -> tuple[Part, ...]:
+        """The parts at the `wanted` places, on all devices that hold them. What is random, or changes what it reads, is
+        made once, on the first device."""
+        many = max(len(place.holders) for place in wanted)
+        if not many or op.random or op.writes or not isinstance(op.type, TensorType):
+            return s.make(op, wanted)
+        operator = self.reading.operators.operator(self.reading.views[op.name].operator)
+        if operator.summed and s.rule(op).partial is not None:
+            return tuple(part for place in wanted for part in self.added(s, op, place, operator.summed))
+        turns = [tuple(Place(place.region, place.holders[at]) for place in wanted) for at in range(many)]
+        return tuple(part for turn in dict.fromkeys(turns) for part in s.make(op, turn))
+
+    @staticmethod
+    def added(s: Sharder, op: Op, place: Place, summed: int) -> Iterator[Part]:
+        """Partial sums of a product, one on each holder's device, and on each of these devices the sum of all."""
+        names = [
+            s.partial_sum(op, place.region, device, [split(summed, len(place.holders), at)])
+            for at, device in enumerate(place.holders)
+        ]
+        for device in dict.fromkeys(place.holders):
+            yield s.total(op, names, place.region, device)
+
+    def places(self, s: Sharder, op: Op, view: View) -> Places:
+        """The places of an op's parts under the strategy."""
+        operator, config = self.reading.operators.operator(view.operator), self.configs[view.operator]
+        allowed = set(s.rule(op).cuts(s.b, op))
+        source = s.reduced(op)
+        if source is None:
+            axes, shape = view.axes, s.shape(op)
+            known = sizes_of(axes) == shape
+            return places(operator, config, shape, allowed, lambda region: box(region, axes) if known else None)
+        return places(operator, config, s.b.shape(source), allowed, self.over(s.b, source, operator.sizes))
+
+    def over(self, b: GraphRewriter, source: str, sizes: tuple[int, ...]) -> Callable[[Region], Region | None]:
+        """A function from a region of an operator of these `sizes` to a region of the tensor `source`, which the op
+        reduces to a number. The operator's sizes are those of the tensor, with or without its last dimension."""
+        shape = b.shape(source)
+        view = self.reading.views.get(source)
+        inside = self.reading.operators.operator(view.operator).sizes if view else shape
+        axes = view.axes if view else as_it_is(shape)
+        if inside[:-1] != sizes and inside != sizes:
+            inside, axes = shape, as_it_is(shape)
+        if (inside[:-1] != sizes and inside != sizes) or sizes_of(axes) != shape:
+            return lambda region: None
+        last = () if inside == sizes else ((0, inside[-1]),)
+        return lambda region: box((*region, *last), axes)

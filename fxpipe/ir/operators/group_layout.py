@@ -44,12 +44,13 @@ class OpCut:
 
     - `layout`: of its result.
     - `reads`: for each value that it reads, the regions that each device reads; values not named are read whole.
-    - `summed`: whether devices compute partial sums, which are then added up.
+    - `summed`: 0, or if devices compute partial sums, which are then added up, the blocks of the dimension that is
+      summed over, as in `Layout`.
     """
 
     layout: Layout = REPLICATED
     reads: tuple[tuple[str, tuple[tuple[Region, ...], ...]], ...] = ()
-    summed: bool = False
+    summed: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,18 +65,18 @@ class OpSharding:
     op: str
     kind: str
     layout: Layout = REPLICATED
-    summed: bool = False
+    summed: int = 0
     gathered: bool = False
 
     def __str__(self) -> str:
-        words = ["summed"] * self.summed + [str(self.layout)] + ["gathered"] * self.gathered
+        words = ["summed"] * bool(self.summed) + [str(self.layout)] + ["gathered"] * self.gathered
         return ", ".join(words)
 
 
 def show(shardings: Iterable[OpSharding]) -> str:
     """How often each kind of op is cut in each way; kinds that are only replicated are left out.
 
-    >>> print(show([OpSharding("a", "linear", Layout(2)), OpSharding("b", "linear", REPLICATED, summed=True)]))
+    >>> print(show([OpSharding("a", "linear", Layout(2)), OpSharding("b", "linear", REPLICATED, summed=1)]))
     how devices share ops
       linear  1 sharded on 2; 1 summed, replicated
     """
