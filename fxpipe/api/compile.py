@@ -21,10 +21,19 @@ from fxpipe.ir.plan.plan import Plan, StagePlan
 from fxpipe.ir.plan.plan_file import PlanFile, StagePlace
 from fxpipe.ir.plan.profile import Profile
 from fxpipe.passes import Pass
-from fxpipe.pipe.build.apply_strategy import RequestedCall, place_of
+from fxpipe.pipe.build.apply_strategy import RequestedCall, Sharing, place_of, recomputed, shared_plan
 from fxpipe.pipe.build.call_binding import as_call
 from fxpipe.pipe.drop_in_module import check_model
-from fxpipe.pipe.options.compile_options import Options, backend_of, check, deal, device_labels, is_local, stage_devices
+from fxpipe.pipe.options.compile_options import (
+    Options,
+    Place,
+    backend_of,
+    check,
+    deal,
+    device_labels,
+    is_local,
+    stage_devices,
+)
 from fxpipe.pipe.options.option_conflicts import refuse_beside_plan, refuse_beside_strategy
 from fxpipe.pipe.options.option_forms import Default, refuse_unknown
 from fxpipe.pipe.options.option_forms import check as check_values
@@ -179,12 +188,20 @@ def read_options(asked: Mapping[str, Any]) -> Options:
     given = defaults | {name: COMPILE[name].take(value) for name, value in asked.items()}
     devices, chunks, replicas, schedule = (given[name] for name in ("devices", "chunks", "replicas", "schedule"))
     told = {name: value for name, value in given.items() if not isinstance(value, Default)}
-    chosen, planned_for = read_plan(given["plan"])
-    place, cluster = None, devices if isinstance(devices, Cluster) else None
+    shared = shared_plan(given["plan"])
+    chosen, planned_for = (None, None) if shared else read_plan(given["plan"])
+    place: Place | None = None
+    cluster = devices if isinstance(devices, Cluster) else None
     if given["strategy"] is not None:
         place, count = place_of(given["strategy"])
         refuse_beside_strategy(told)
         labels, chunks = _strategy_devices(devices, count), chunks or 1
+        replica_groups = deal(labels, None)
+    elif shared is not None:
+        refuse_beside_plan(shared.plan, told)
+        place, schedule, chunks = Sharing(shared.plan, shared.shardings), shared.plan.schedule, shared.plan.chunks
+        labels, given["checkpoint"] = _shared_devices(shared, devices), recomputed(shared.plan)
+        cluster = cluster or (shared.cluster if devices is None else None)
         replica_groups = deal(labels, None)
     elif chosen is not None:
         before, chosen = chosen, runnable(chosen, devices)
@@ -220,6 +237,26 @@ def read_options(asked: Mapping[str, Any]) -> Options:
         **{name: given[name] for name in as_they_are if given[name] is not None},
     )
     return check(options)
+
+
+def _shared_devices(
+    shared: Planned, devices: int | str | Sequence[str | torch.device] | Cluster | None
+) -> tuple[str, ...]:
+    """The labels of all devices of a plan with tensor parallelism, stage by stage."""
+    named = tuple(shared.cluster.labels[at] for stage in shared.layers.stages for at in shared.devices(stage))
+    if devices is None and not all(map(is_local, named)):
+        raise PlanError(_elsewhere(named))
+    labels = named if devices is None else device_labels(devices)
+    if len(set(labels)) != len(named):
+        raise PlanError(f"the plan is for {len(named)} devices ({', '.join(named)}), and devices names {len(labels)}")
+    return labels
+
+
+def _elsewhere(named: Sequence[str]) -> str:
+    return (
+        f"the plan is for {', '.join(named)}; say which devices of this machine stand for them, as in "
+        f"devices={len(named)}"
+    )
 
 
 def _strategy_devices(
@@ -281,10 +318,7 @@ def runnable(
     names = named(plan)
     if devices is None:
         if not all(map(is_local, names)):
-            raise PlanError(
-                f"the plan is for {', '.join(names)}; say which devices of this machine stand for them, as in "
-                f"devices={len(names)}"
-            )
+            raise PlanError(_elsewhere(tuple(names)))
         return plan
     labels = device_labels(devices)
     if isinstance(devices, Cluster) and names.keys() <= set(labels):

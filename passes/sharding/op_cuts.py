@@ -27,7 +27,8 @@ Reads = tuple[tuple[str, tuple[tuple[Region, ...], ...]], ...]
 
 def op_cuts(graph: Graph, sizes: Mapping[str, int], degree: int) -> dict[str, tuple[OpCut, ...]]:
     """The ways to compute each op on `degree` devices, the replicated one first. `sizes`: a number for each size. Parts
-    are equal, so that a dimension of which `degree` is no divisor stays whole."""
+    are equal, so that a dimension of which `degree` is no divisor stays whole. So does that of the samples, which are
+    shared by the replicas of a stage."""
     recorder = _Recorder(graph, sizes)
     known: dict[Any, list[OpCut]] = {}
     found = {}
@@ -55,7 +56,7 @@ def _cuts(b: _Recorder, op: Op, degree: int) -> Iterator[OpCut]:
         return
     rule, shape = rule_of(op), b.shape(op.name)
     yield OpCut(reads=b.reads(op, rule, REPLICATED, degree)) if op_name(op) in INDEXING else OpCut()
-    allowed = {dim for dim in rule.cuts(b, op) if dim < len(shape)}
+    allowed = {dim for dim in rule.cuts(b, op) if dim < len(shape) and not b.is_samples(op.name, dim)}
     for dim in sorted(allowed):
         for blocks in BLOCKS:
             if shape[dim] % (blocks * degree) == 0:
@@ -93,12 +94,20 @@ def _summed(b: _Recorder, op: Op, degree: int) -> Iterator[tuple[int, Reads]]:
             )
 
 
+def batch_symbol(graph: Graph) -> str:
+    """The name of the size that is the number of samples; "" if inputs have none."""
+    cut = (item for item in graph.inputs if item.batch_dim is not None)
+    types = ((item.type, item.batch_dim) for item in cut)
+    return next((str(type.shape[dim or 0]) for type, dim in types if isinstance(type, TensorType)), "")
+
+
 class _Recorder(GraphRewriter):
     """Notes what the parts of an op read, in place of making them."""
 
     def __init__(self, graph: Graph, sizes: Mapping[str, int]) -> None:
         super().__init__(graph, sizes)
         self.samples = frozenset(item.name for item in graph.inputs if item.batch_dim is not None)
+        self.symbol = batch_symbol(graph)
         self.changed = {name for op in graph.ops for name in op.writes if name in self.states}
         self.noted: list[tuple[str, Region, int]] = []
 
@@ -110,6 +119,11 @@ class _Recorder(GraphRewriter):
             self.samples |= {op.name}
         if op_name(op) in PIECES:
             self.rest[op.name] = (op, lambda place: ())
+
+    def is_samples(self, name: str, dim: int) -> bool:
+        """Whether a dimension of a tensor is that of the samples."""
+        type = self.symbolic[name]
+        return isinstance(type, TensorType) and str(type.shape[dim]) == self.symbol
 
     def touches_state(self, op: Op) -> bool:
         """Whether forward changes a state that the op reads: all devices then do the same."""

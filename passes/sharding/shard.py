@@ -47,7 +47,6 @@ from fxpipe.passes.sharding.part_regions import Place, Places, Range, box, exten
 from fxpipe.passes.sharding.rules import rule_of
 from fxpipe.passes.sharding.sharding_rule import WHOLE, Rule
 
-
 Cut = Callable[["Sharder", Op], "tuple[Part, ...] | None"]  # the parts of an op's result, None if it has no samples
 
 

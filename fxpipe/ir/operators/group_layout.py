@@ -17,7 +17,7 @@ from math import prod
 
 from tabulate import tabulate
 
-from .strategy import Region
+from .strategy import Region, split
 
 
 @dataclass(frozen=True)
@@ -93,17 +93,21 @@ def show(shardings: Iterable[OpSharding]) -> str:
 
 
 def boxes(layout: Layout, shape: tuple[int, ...], degree: int, device: int) -> tuple[Region, ...]:
-    """The regions of a tensor of this shape that a device of the group has.
+    """The regions of a tensor of this shape that a device of the group has; the parts of a dimension are as even as
+    possible, and those that are empty are left out.
 
     >>> boxes(Layout(1, 2), (3, 8), 2, 1)
     (((0, 3), (2, 4)), ((0, 3), (6, 8)))
+    >>> boxes(Layout(0), (1, 8), 2, 1)
+    ()
     """
     full = tuple((0, size) for size in shape)
     if layout.dim is None:
         return (full,)
-    each = shape[layout.dim] // (layout.blocks * degree)
-    firsts = ((block * degree + device) * each for block in range(layout.blocks))
-    return tuple((*full[: layout.dim], (first, first + each), *full[layout.dim + 1 :]) for first in firsts)
+    dim, each = layout.dim, shape[layout.dim] // layout.blocks
+    first, after = split(each, degree, device)
+    ranges = ((block * each + first, block * each + after) for block in range(layout.blocks) if after > first)
+    return tuple((*full[:dim], own, *full[dim + 1 :]) for own in ranges)
 
 
 def volume(region: Region) -> int:

@@ -76,8 +76,8 @@ def check(plan: Plan, ops: Collection[str]) -> None:
     """Raise ValueError if the plan is not one for a graph of these ops: it must place each of them once."""
     if plan.tensor_parallel > 1:
         raise ValueError(
-            f"its ops are cut over {plan.tensor_parallel} devices each, which can be planned and simulated, but not "
-            "run yet; plan with tensor_parallel=1"
+            f"it cuts each op over {plan.tensor_parallel} devices, but does not say how: give what fxpipe.plan "
+            "returned, or the file that it was saved in"
         )
     if plan.chunks < 1:
         raise ValueError(f"chunks is {plan.chunks}; a plan needs at least one micro-batch")

@@ -1,4 +1,5 @@
-"""The `strategy` of `fxpipe.compile`: its forms, and how it assigns a device to every op of a graph."""
+"""The `strategy` of `fxpipe.compile`: its forms, and how it assigns a device to every op of a graph; and a plan with
+tensor parallelism, which does the same."""
 
 from __future__ import annotations
 
@@ -8,14 +9,22 @@ from pathlib import Path
 
 from fxpipe.errors import PlanError
 from fxpipe.ir.graph.graph import Graph
+from fxpipe.ir.operators.group_layout import OpSharding
 from fxpipe.ir.operators.operators import OperatorGraph
 from fxpipe.ir.operators.placed_graph import Placed
 from fxpipe.ir.operators.strategy import Strategy, check
+from fxpipe.ir.plan import plan as plans
+from fxpipe.ir.plan.plan import Plan, stage_of
+from fxpipe.ir.plan.plan import check as check_plan
 from fxpipe.passes.sharding import shard
+from fxpipe.passes.sharding.share_ops import share
 from fxpipe.pipe.options.compile_options import Place
+from fxpipe.pipe.results.planned import Planned
+from fxpipe.pipe.results.planned import load as load_planned
 from fxpipe.pipe.results.searched import Searched, load
 from fxpipe.planning.operators.fit_strategy import fit
 from fxpipe.planning.operators.reading.read_operators import read
+from fxpipe.planning.stages.loss_placement import with_loss
 
 RequestedCall = Searched | tuple[OperatorGraph, Strategy] | str | Path | Place
 
@@ -37,6 +46,49 @@ class Sharding:
             raise PlanError(str(error)) from None
         placed = shard(graph, reading, fitted, sizes)
         return replace(placed, cuts=tuple(zip(reading.operators, fitted.configs, strict=True)))
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Cuts the ops of a graph over the groups of a plan's stages."""
+
+    plan: Plan
+    shardings: tuple[OpSharding, ...]
+
+    def __call__(self, graph: Graph, sizes: Mapping[str, int]) -> Placed:
+        """Raises PlanError if the plan does not fit this graph, or an op cannot be cut."""
+        try:
+            fitted = replace(with_loss(graph, self.plan), tensor_parallel=1)
+            check_plan(fitted, [op.name for op in graph.ops])
+        except ValueError as error:
+            raise PlanError(str(error)) from None
+        replicas = [len(stage.devices) for stage in fitted.stages]
+        shardings = {one.op: one for one in self.shardings}
+        return share(graph, sizes, stage_of(fitted), replicas, shardings, self.plan.tensor_parallel)
+
+
+def shared_plan(asked: object) -> Planned | None:
+    """What `fxpipe.plan` returned, or the file that it was saved in, if it has tensor parallelism; else None."""
+    if isinstance(asked, (str, Path)):
+        try:
+            text = Path(asked).read_text(encoding="utf-8")
+            shared = plans.load(text).tensor_parallel > 1 if '"tensor_parallel"' in text else False
+        except (OSError, ValueError):
+            return None  # the reader of plans says what is wrong
+        return load_planned(asked) if shared else None
+    return asked if isinstance(asked, Planned) and asked.layers.tensor_parallel > 1 else None
+
+
+def recomputed(plan: Plan) -> str:
+    """Whether all stages recompute, "always", or none, "never". Raises PlanError for others: stages that are cut into
+    pieces are recomputed alike."""
+    modes = {stage.checkpoint for stage in plan.stages}
+    if len(modes) > 1:
+        raise PlanError(
+            "some stages of the plan recompute, and some do not, which cannot be run with tensor parallelism yet: plan "
+            "with recompute=True or recompute=False"
+        )
+    return modes.pop()
 
 
 def place_of(asked: RequestedCall) -> tuple[Place, int | None]:

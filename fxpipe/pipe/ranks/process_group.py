@@ -93,6 +93,7 @@ def for_ranks(options: Options) -> Options:
     """The options of a pipe over ranks. Raises PlanError if there is a strategy."""
     if options.place is not None:
         raise PlanError(
-            "a strategy is for the devices of one process: name them in a list, as in devices=['cpu', 'cpu']"
+            "a strategy, or a plan with tensor parallelism, is for the devices of one process: name them in a list, as "
+            "in devices=['cpu', 'cpu']"
         )
     return replace(options, ranks=True)

@@ -15,6 +15,7 @@ from fxpipe.ir.graph.graph import Op, op_name
 from fxpipe.ir.operators.group_layout import REPLICATED, Layout, OpCut, boxes
 from fxpipe.ir.operators.strategy import Region
 from fxpipe.passes.sharding.op_cuts import op_cuts
+from tests.helpers.marks import mostly_slow
 from tests.passes.sharding.test_rules import CASES, Calls, linears, sequence
 
 # The statistics of a batch norm are of all parts; and values that are changed in place are gone afterwards.
@@ -43,7 +44,10 @@ def part(op: Op, cut: OpCut, values: Mapping[str, Any], device: int, outside: fl
     return result
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = {"conv, strides", "matmul", "attention, mask", "embedding", "concat", "layer", "views"}
+
+
+@pytest.mark.parametrize("name", mostly_slow(CASES, QUICK.__contains__))
 def test_a_part_depends_on_what_it_reads_and_on_nothing_else(name: str) -> None:
     model, inputs = CASES[name]
     inputs = tuple(x.double() if x.is_floating_point() else x for x in inputs)

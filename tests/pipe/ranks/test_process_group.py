@@ -48,6 +48,8 @@ def test_what_makes_no_world(asked: dict[str, Any], message: str) -> None:
 
 
 def test_what_ranks_cannot_do() -> None:
-    with pytest.raises(PlanError, match="a strategy is for the devices of one process"):
+    with pytest.raises(
+        PlanError, match="a strategy, or a plan with tensor parallelism, is for the devices of one process"
+    ):
         for_ranks(Options(TWO, 4, place=lambda graph, sizes: None))
     assert for_ranks(Options(TWO, 4)).ranks

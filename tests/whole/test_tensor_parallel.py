@@ -1,0 +1,119 @@
+"""Plans with tensor parallelism run: outputs and all gradients are those of the model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.errors import PlanError
+from fxpipe.ir.cluster.cluster import Cluster, Link
+from tests.helpers.marks import mostly_slow
+from tests.helpers.models import Block
+
+FAST = Cluster.of([f"cpu:{i}" for i in range(4)], via=Link(("local", "local"), 1e14, 1e-9))
+
+
+class Joined(nn.Module):
+    """Attention whose queries, keys and values are one layer."""
+
+    def __init__(self, width: int = 16, heads: int = 4) -> None:
+        super().__init__()
+        self.heads, self.norm = heads, nn.LayerNorm(width)
+        self.join, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, width = x.shape
+        q, k, v = self.join(self.norm(x)).view(b, n, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        mixed = torch.softmax(q @ k.transpose(-1, -2), -1) @ v
+        return x + self.project(mixed.transpose(1, 2).reshape(b, n, width))
+
+
+class Words(nn.Module):
+    """A language model whose head is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.block = nn.Embedding(24, 16), Block(16, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.linear(self.block(self.words(ids)), self.words.weight)
+
+
+def image() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(),
+        nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32, 12), nn.Linear(12, 4),
+    )  # fmt: skip
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "blocks": (lambda: nn.Sequential(Block(16, 4), Block(16, 4)), torch.randn(8, 6, 16)),
+    "joined": (lambda: nn.Sequential(Joined(), Joined(), Joined()), torch.randn(8, 6, 16)),
+    "words": (Words, torch.randint(0, 24, (8, 6))),
+    "image": (image, torch.randn(8, 4, 4, 4)),
+    "mlp": (mlp, torch.randn(8, 16)),
+}
+PLANS: dict[str, dict[str, Any]] = {
+    "two stages of two": {"tensor_parallel": 2, "planner": "straight", "micro_batches": 4, "recompute": False},
+    "a stage of four": {"tensor_parallel": 4, "micro_batches": 2, "recompute": True},
+    "two replicas of two": {"tensor_parallel": 2, "planner": "data parallel", "micro_batches": 2},
+    "the best": {"tensor_parallel": (2, 4), "micro_batches": 4, "recompute": False},
+}
+GRID = [(model, plan) for model in MODELS for plan in PLANS]
+QUICK = {("joined", "two stages of two")}
+
+
+def loss(output: Tensor) -> Tensor:
+    return (output * torch.linspace(1, 2, output[0].numel()).view(output.shape[1:])).pow(2).flatten(1).sum(1).mean()
+
+
+def planned(name: str, how: str) -> tuple[nn.Module, Tensor, fxpipe.Planned]:
+    torch.manual_seed(0)
+    make, x = MODELS[name]
+    model, x = make().double(), x.double() if x.is_floating_point() else x
+    return model, x, fxpipe.plan(model, FAST, 8, example_inputs=(x,), **PLANS[how])
+
+
+@pytest.mark.parametrize(("name", "how"), mostly_slow(GRID, QUICK.__contains__))
+def test_a_plan_runs(name: str, how: str, tmp_path: Path) -> None:
+    model, x, found = planned(name, how)
+    plain, size = copy.deepcopy(model), found.layers.micro_batches
+    outputs = [plain(part) for part in x.tensor_split(size)]
+    sum(loss(part) / size for part in outputs).backward()  # type: ignore[union-attr]
+    found.save(tmp_path / "plan.json")
+    ours = copy.deepcopy(model)
+    with closing(fxpipe.compile(ours, plan=tmp_path / "plan.json" if name == "joined" else found)) as pipe:
+        total, output = pipe.step(x, loss_fn=lambda output: loss(output), outputs=True)
+        assert torch.allclose(output, torch.cat(outputs), rtol=1e-9)
+        assert torch.allclose(total, sum(loss(part) for part in outputs) / size)
+    gradients = dict(ours.named_parameters())
+    for key, parameter in plain.named_parameters():
+        assert parameter.grad is not None
+        assert torch.allclose(gradients[key].grad, parameter.grad, rtol=1e-9, atol=1e-12), key  # type: ignore[arg-type]
+    for (key, buffer), (_, other) in zip(ours.named_buffers(), plain.named_buffers(), strict=True):
+        assert torch.allclose(buffer, other), key
+
+
+def test_the_plan_decides() -> None:
+    model, x, found = planned("mlp", "two stages of two")
+    with pytest.raises(PlanError, match="chunks is 3, and the plan says 4"):
+        fxpipe.compile(model, plan=found, chunks=3)
+    with pytest.raises(PlanError, match="the plan is for 4 devices"):
+        fxpipe.compile(model, plan=found, devices=3)
+    with pytest.raises(PlanError, match="does not say how: give what"):
+        fxpipe.compile(model, plan=found.plan, example_inputs=(x,))
+    with closing(fxpipe.compile(model, plan=found)) as pipe:
+        assert torch.allclose(pipe(x[:4]), model(x[:4]))
