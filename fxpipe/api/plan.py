@@ -28,6 +28,7 @@ from fxpipe.pipe.options.option_forms import check as check_values
 from fxpipe.pipe.options.option_forms import refuse_unknown
 from fxpipe.pipe.options.option_table import PLAN, read_cluster
 from fxpipe.pipe.progress import working
+from fxpipe.pipe.results.plan_alternatives import TriedSize
 from fxpipe.pipe.results.planned import Planned, SampleWork
 from fxpipe.planning.hybrid.group_layers import MOST, Layers, as_plan, costed, layers
 from fxpipe.planning.hybrid.plan_request import Answer, Request, check
@@ -138,7 +139,7 @@ def _planned(
         return Planned(decided, answer.plan, (known,), *about, certificate=answer.certificate)
     with timed("layers"):
         made = layers(known.graph, known, most)
-    found = _each_degree(known, others, planner, request, made, degrees)
+    found, tried = _each_degree(known, others, planner, request, made, degrees)
     best, _ = min(found, key=lambda pair: pair[1].seconds)
     answer = best_of([answer for _, answer in found])
     plan = replace(answer.plan, tensor_parallel=best.degree)
@@ -150,7 +151,7 @@ def _planned(
         _work(known),
         answer.certificate,
         best.shardings_at(request.batch / plan.micro_batches) if best.degree > 1 else (),
-        tuple((one.degree, answer.seconds) for one, answer in found) if len(degrees) > 1 else (),
+        tried if len(degrees) > 1 else (),
     )
 
 
@@ -161,12 +162,12 @@ def _each_degree(
     request: Request,
     made: Layers,
     degrees: Sequence[int],
-) -> list[tuple[Candidate, Answer]]:
-    """The planner's answer with each tensor-parallel size; what cannot be planned is left out, unless all cannot. The
-    time for the search is shared by those that are left."""
+) -> tuple[list[tuple[Candidate, Answer]], tuple[TriedSize, ...]]:
+    """The planner's answer with each tensor-parallel size for which there is a plan, and what each size has led to. The
+    sizes share the time for the search. Raises PlanError if there is no plan with any of them."""
     until, profiles = perf_counter() + request.seconds, _sizes(known, request)
     found: list[tuple[Candidate, Answer]] = []
-    refusals: list[PlanError] = []
+    tried: list[TriedSize] = []
     for left, degree in zip(range(len(degrees), 0, -1), degrees, strict=True):
         try:
             with timed("layers"):
@@ -178,11 +179,12 @@ def _each_degree(
             seconds = max((until - perf_counter()) / left, LEAST_SECONDS)
             asked = replace(request, chains=one.chains, cluster=one.cluster, seconds=seconds)
             found.append((one, _searched(planner, asked)))
+            tried.append(TriedSize(degree, found[-1][1].seconds))
         except PlanError as error:
-            refusals.append(error)
+            tried.append(TriedSize(degree, refusal=str(error)))
     if not found:
-        raise refusals[-1]
-    return found
+        raise PlanError(tried[-1].refusal)
+    return found, tuple(tried)
 
 
 def _on_kinds(known: ModelProfile, others: Mapping[str, ModelProfile | Chain], cluster: Cluster, made: Layers) -> Chain:

@@ -7,8 +7,9 @@
                                                    z_1 = z_partial_0 + z_partial_1       on device 1
 
 A stage has a group of devices for each replica, and replicas share the samples. Device numbers run through the stages,
-their groups, and the devices of a group. Of a value that all devices of a group have, each reads its own copy. What is
-random, or changes a state, runs on the first device of a group alone.
+their groups, and the devices of a group. Of a value that all devices of a group have, each reads its own copy. An op
+that changes a state runs on the first device of a group alone, as does a random op that all devices would have whole:
+each would draw other numbers.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class _ByGroup:
             """The samples of all replicas, each on this device of its group."""
             return tuple(Place(own, first + replica * self.degree + device) for replica, own in rows)
 
-        if op.random or s.changed.intersection(op.reads):
+        if (op.random and found.layout == REPLICATED) or s.changed.intersection(op.reads):
             yield from s.make(op, on(0))
         elif found.summed:
             for replica, own in rows:

@@ -42,7 +42,7 @@ def found() -> fxpipe.Planned:
 def test_a_single_sample_is_shared_by_a_server(found: fxpipe.Planned) -> None:
     """Replicas have no samples to share, and a pipeline has nothing to overlap."""
     planned.check(found)
-    times = dict(found.degrees)
+    times = {one.size: one.seconds for one in found.tried if one.seconds is not None}
     assert list(times) == [1, 2, 4, 8]
     assert found.layers.tensor_parallel == found.plan.tensor_parallel == 8
     assert found.seconds == pytest.approx(times[8]) == pytest.approx(min(times.values()))
@@ -82,6 +82,14 @@ def test_what_cannot_be_shared_is_refused() -> None:
     )
     with pytest.raises(PlanError, match="tensor_parallel=2: devices of several kinds"):
         fxpipe.plan(model, unlike, 4, example_inputs=(x,), tensor_parallel=2)
+
+
+def test_a_size_without_a_plan_is_told() -> None:
+    with torch.device("meta"):
+        model, x = nn.Linear(8, 8), torch.zeros(4, 8)
+    found = fxpipe.plan(model, h100s(1), 4, example_inputs=(x,), tensor_parallel=(1, 16))
+    assert found.layers.tensor_parallel == 1
+    assert "tensor_parallel=16: no server has 16 devices" in found.explain()
 
 
 def test_the_sizes_that_are_tried() -> None:

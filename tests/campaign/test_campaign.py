@@ -137,12 +137,11 @@ def test_a_script_runs_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_short_campaign(tmp_path: Path) -> None:
-    for index in range(3):
-        subject = one.drawn(6, index, tmp_path, ranks=0.0)
-        found: list[Outcome] = []
-        assert one.tried(subject, tmp_path, f"model{index}", Ranks(), found.append)
-        assert not [outcome for outcome in found if outcome.bad], found
-        assert len(found) > 10
+    subject = one.drawn(6, 0, tmp_path, ranks=0.0)
+    found: list[Outcome] = []
+    assert one.tried(subject, tmp_path, "model0", Ranks(), found.append)
+    assert not [outcome for outcome in found if outcome.bad], found
+    assert len(found) > 10
 
 
 @pytest.mark.slow

@@ -440,6 +440,7 @@ def test_show_errors(maker: str, capsys: pytest.CaptureFixture[str], arguments: 
     assert not out
 
 
+@pytest.mark.slow
 def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("sklearn")
     assert main(["demo", "--steps", "2", "--devices", "3", "--chunks", "2", "--out", str(tmp_path)]) == 0

@@ -118,7 +118,7 @@ def test_a_device_that_is_not_there() -> None:
         ({"replicas": (2,)}, "replicas beside strategy"),
         ({"schedule": "zb-v"}, "schedule is 'zb-v'; with a strategy, write one of gpipe, 1f1b"),
         ({"schedule": "f1b1"}, "schedule is 'f1b1': write"),
-        ({"checkpoint": {0}}, "checkpoint names stages, which a strategy does not"),
+        ({"checkpoint": {0}}, "checkpoint is of stages, which a strategy does not have"),
         ({"devices": None}, "say on which devices the function places ops"),
         ({"devices": ["cpu:0", "cpu:0"]}, "a strategy has a number for each device"),
         ({"strategy": 3}, "strategy is 3: write the path"),

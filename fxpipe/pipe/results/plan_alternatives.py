@@ -12,7 +12,7 @@ what if
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tabulate import tabulate
 
@@ -30,6 +30,18 @@ DAPPLE_SECONDS = 10.0  # that its search may take; on 16 devices it takes less t
 Row = tuple[str, str, str, str]
 
 
+@dataclass(frozen=True)
+class TriedSize:
+    """What a planner found with groups of `size` devices.
+
+    - `seconds`: of the step of its plan; None if there is no plan, and then `refusal` says why.
+    """
+
+    size: int
+    seconds: float | None = None
+    refusal: str = ""
+
+
 def explain(planner: str, request: Request, chosen: Answer, timeline: Timeline, size: int = 1) -> str:
     """A text: the plans of other planners beside the chosen one, and the time of a step on more hardware. With `size`
     above 1 a device of the request stands for that many."""
@@ -38,12 +50,17 @@ def explain(planner: str, request: Request, chosen: Answer, timeline: Timeline, 
     return "\n".join([*lines, "", "what if", *_table(_what_if(planner, request, chosen, size))])
 
 
-def sizes(degrees: Sequence[tuple[int, float]], chosen: int) -> str:
-    """A text: the time of a step with each tensor-parallel size that was tried; empty if there was one."""
-    if len(degrees) < 2:
+def sizes(tried: Sequence[TriedSize]) -> str:
+    """A text: the time of a step with each tensor-parallel size, or why there is no plan; empty if none was tried."""
+    if not tried:
         return ""
-    best = dict(degrees)[chosen]
-    rows = [(str(size), show_seconds(seconds), f"{seconds / best - 1:+.1%}", "") for size, seconds in degrees]
+    best = min(one.seconds for one in tried if one.seconds is not None)
+    rows = [
+        (str(one.size), "", "", one.refusal)
+        if one.seconds is None
+        else (str(one.size), show_seconds(one.seconds), f"{one.seconds / best - 1:+.1%}", "")
+        for one in tried
+    ]
     return "\n".join(["tensor parallel", *_table(rows)])
 
 

@@ -40,6 +40,7 @@ from fxpipe.viz import text_timeline as text
 
 from . import plan_alternatives
 from .memory_kinds import KINDS, MemoryKinds, memory_kinds
+from .plan_alternatives import TriedSize
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Planned:
     - `copies`: bytes in memory for each byte of parameters.
     - `work`: what the training of a sample is.
     - `shardings`: how each op is cut over the devices of a group, with tensor parallelism.
-    - `degrees`: the seconds of the fastest plan found with each tensor-parallel size that was tried.
+    - `tried`: what was found with each tensor-parallel size, if there were several.
     - `certificate`: how far from the optimum the plan may be, if the planner proves it.
     """
 
@@ -79,7 +80,7 @@ class Planned:
     work: SampleWork = SampleWork()
     certificate: Certificate | None = None
     shardings: tuple[OpSharding, ...] = ()
-    degrees: tuple[tuple[int, float], ...] = ()
+    tried: tuple[TriedSize, ...] = ()
 
     def __str__(self) -> str:
         """A head with the figures of the step, and a row for each stage."""
@@ -193,7 +194,7 @@ class Planned:
         """The stages, and the times of other plans and on more hardware; the search takes a few seconds."""
         chosen, size = Answer(self.layers, self.seconds, self.certificate), self.layers.tensor_parallel
         why = plan_alternatives.explain(self.planner, self.request, chosen, self.timeline, size)
-        sizes = plan_alternatives.sizes(self.degrees, self.layers.tensor_parallel)
+        sizes = plan_alternatives.sizes(self.tried)
         shared = show(self.shardings) if self.shardings else ""
         return "\n\n".join(part for part in (str(self), why, sizes, shared) if part)
 

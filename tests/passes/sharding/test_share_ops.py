@@ -6,37 +6,57 @@ from random import Random
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from fxpipe.ir.graph.graph import op_name
 from fxpipe.ir.operators.group_layout import OpSharding
+from fxpipe.ir.operators.placed_graph import Placed
 from fxpipe.ir.operators.placed_graph import check as check_placed
 from fxpipe.passes.sharding.op_cuts import op_cuts
 from fxpipe.passes.sharding.share_ops import share
 from tests.helpers.marks import mostly_slow
-from tests.helpers.sharded_graphs import results, sample
-from tests.passes.sharding.test_rules import CASES
+from tests.helpers.sharded_graphs import Sample, results, sample
+from tests.passes.sharding.test_rules import CASES, Calls, linears, sequence
 
 QUICK = {"flat", "matmul", "batch norm", "layer norm", "attention", "fused", "cross entropy, words", "layer"}
+
+
+def shared(made: Sample, seed: int, replicas: tuple[int, ...], degree: int) -> Placed:
+    """The graph, each op cut in some way, in as many stages as `replicas` has numbers."""
+    graph, draw = made.graph, Random(seed)
+    sizes = {size.name: made.inputs[0].shape[size.dim] for size in graph.sizes}
+    cuts = op_cuts(graph, sizes, degree)
+    shardings = {}
+    for op in graph.ops:
+        cut = draw.choice(cuts[op.name])
+        shardings[op.name] = OpSharding(op.name, op_name(op), cut.layout, cut.summed)
+    last, count = len(replicas) - 1, len(graph.ops)
+    stages = {op.name: min(at * len(replicas) // count, last) for at, op in enumerate(graph.ops)}
+    placed = share(graph, sizes, stages, replicas, shardings, degree)
+    check_placed(placed, degree * sum(replicas))
+    return placed
 
 
 @pytest.mark.parametrize("name", mostly_slow(CASES, QUICK.__contains__))
 def test_any_sharing_computes_the_same(name: str) -> None:
     model, inputs = CASES[name]
     made = sample(model, *inputs)
-    graph = made.graph
-    sizes = {size.name: inputs[0].shape[size.dim] for size in graph.sizes}
     for seed, replicas in enumerate([(1,), (2, 1), (1, 4)]):
-        draw, degree = Random(seed), 2 + seed % 2
-        cuts = op_cuts(graph, sizes, degree)
-        shardings = {}
-        for op in graph.ops:
-            cut = draw.choice(cuts[op.name])
-            shardings[op.name] = OpSharding(op.name, op_name(op), cut.layout, cut.summed)
-        stages = {op.name: min(at * len(replicas) // len(graph.ops), len(replicas) - 1)
-                  for at, op in enumerate(graph.ops)}  # fmt: skip
-        placed = share(graph, sizes, stages, replicas, shardings, degree)
-        check_placed(placed, degree * sum(replicas))
+        placed = shared(made, seed, replicas, 2 + seed % 2)
         found = results(made.model, made.inputs, placed.graph, typed=True)
         assert found.keys() == made.wanted.keys()
         for key, wanted in made.wanted.items():
             assert wanted is None or torch.allclose(found[key], wanted, rtol=1e-9, atol=1e-11), (seed, key)
+
+
+def test_all_devices_see_the_same_random_numbers() -> None:
+    def drop(layer: nn.Module, x: Tensor) -> Tensor:
+        y = F.dropout(layer(x), 0.5)
+        return y.sin() ** 2 + y.cos() ** 2 + (y * 2 - y - y)
+
+    made = sample(Calls(drop, *linears(1)), sequence)
+    for seed in range(8):
+        placed = shared(made, seed, (2,), 2)
+        found = results(made.model, made.inputs, placed.graph)
+        assert torch.allclose(found[0], torch.ones_like(found[0]))

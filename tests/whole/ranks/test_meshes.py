@@ -15,7 +15,7 @@ from tests.whole.ranks.pool import Pool, RankFailed
 SOON = 60  # seconds, as long as a rank may be silent
 
 
-@pytest.mark.parametrize("mode", [None, EAGER])
+@pytest.mark.parametrize("mode", mostly_slow([None, EAGER], lambda mode: mode is not None))
 def test_steps(pool: Pool, mode: str | None) -> None:
     pool.run(meshes.steps_are_the_models, "dp pp", "fsdp by blocks", "zb-h1", False, mode)
 
