@@ -136,7 +136,8 @@ def _lowered(
     stage_takes = (*stage.takes, *sorted(needs - set(stage.takes)))
     keeps = (*keeps, *sorted(read & sizes - set(keeps)))
     memory = {final(name): (final(owner), size) for name, (owner, size) in traced.memory.items()}
-    code = Backward(keeps, roots, tuple(backward), takes, weights, memory)
+    scattered = frozenset(map(final, traced.scattered))
+    code = Backward(keeps, roots, tuple(backward), takes, weights, memory, scattered=scattered)
     used = {op.name for op in (*ops, *backward)} | begins
     return (
         replace(stage, ops=tuple(ops), takes=stage_takes, backward=code),

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -67,6 +67,7 @@ class Trace:
     - `types`: the types of all recorded values.
     - `memory`: for each value the one that first had its memory, and the bytes of all that memory.
     - `orders`: as of `layouts`, of the stage's results.
+    - `scattered`: results that are not dense in memory, such as `x[:, 0]`.
     """
 
     pieces: list[Piece] = field(default_factory=list)
@@ -78,6 +79,7 @@ class Trace:
     types: dict[str, ValueType] = field(default_factory=dict)
     memory: dict[str, tuple[str, Dim]] = field(default_factory=dict, compare=False)
     orders: Orders = field(default_factory=dict, compare=False)
+    scattered: frozenset[str] = field(default=frozenset(), compare=False)
 
 
 def trace(
@@ -200,9 +202,26 @@ def _order(value: Any) -> tuple[int, ...]:
     """The dimensions of a tensor from the largest stride to the smallest; () if that is their order."""
     if not isinstance(value, Tensor):
         return ()
-    strides = [stride.node.hint if isinstance(stride, torch.SymInt) else stride for stride in value.stride()]
+    strides = _hints(value.stride())
     found = tuple(sorted(range(value.dim()), key=lambda dim: -strides[dim]))
     return () if found == tuple(range(value.dim())) else found
+
+
+def _scattered(value: Any) -> bool:
+    """Whether there are gaps between the elements of a tensor, in whatever order its dimensions are."""
+    if not isinstance(value, Tensor):
+        return False
+    sizes, dense = _hints(value.shape), 1
+    for stride, size in sorted((stride, size) for stride, size in zip(_hints(value.stride()), sizes, strict=True)):
+        if size > 1 and stride != dense:
+            return True
+        dense *= size
+    return False
+
+
+def _hints(numbers: Iterable[Any]) -> list[int]:
+    """Sizes or strides as numbers, those of the batch that is traced."""
+    return [number.node.hint if isinstance(number, torch.SymInt) else int(number) for number in numbers]
 
 
 class _Tracing:
@@ -238,6 +257,7 @@ class _Tracing:
             for op in self.stage.ops:
                 self.forward(op)
             self.found.orders = {name: order for name in self.stage.gives if (order := _order(self.values[name]))}
+            self.found.scattered = frozenset(name for name in self.stage.gives if _scattered(self.values[name]))
             self.backward(arriving)
         self.found.types, self.found.memory = self.recorder.types, self.recorder.memory
         return self.found

@@ -33,6 +33,7 @@ class Backward:
       whole of what it is a view of.
     - `orders`: for each argument of the stage its dimensions from the largest stride to the smallest, () for a
       contiguous one; empty if all are contiguous.
+    - `scattered`: results of the stage that are not dense in memory, such as `x[:, 0]`. Who takes one copies it.
     """
 
     keeps: tuple[str, ...]
@@ -42,6 +43,7 @@ class Backward:
     weights: tuple[tuple[str, str], ...]
     memory: Mapping[str, tuple[str, Dim]] = field(default_factory=dict, compare=False)
     orders: tuple[tuple[int, ...], ...] = ()
+    scattered: frozenset[str] = field(default=frozenset(), compare=False)
 
     @property
     def arriving(self) -> tuple[str, ...]:

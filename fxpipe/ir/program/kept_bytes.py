@@ -120,6 +120,8 @@ def _source(program: Program, stage: Stage, name: str, same_process: bool) -> tu
     if len(ends) != 1 or ends[0][0] < 0:
         return None
     other = program.stages[ends[0][0]]
+    if other.backward is not None and name in other.backward.scattered:
+        return None
     on_cpu = other.device.startswith("cpu") and stage.device.startswith("cpu")
     on_cpu = on_cpu and (same_process or other.device == stage.device)
     known = other.backward is not None or name in stage.takes
