@@ -86,21 +86,25 @@ def compile(
     """A module that computes what `model` computes, as a pipeline over `devices`, with the model's own gradients.
 
     The model is captured, planned and turned into code at the first call of each kind, or at once for `example_inputs`
-    (a tuple of arguments, a dict of keyword arguments, or one tensor).
+    (a tuple of arguments, a dict of keyword arguments, or one tensor). Calls are of one kind if they are all calls or
+    all steps, in training or all in eval, and their arguments have the same nesting, dtypes and sizes, but for sizes
+    that may vary, such as that of the batch. `devices` and `chunks` are needed unless a plan or strategy says them.
 
     - `devices`: a count (accelerators, such as CUDA devices, if there are enough, else CPU workers); or a kind, such as
       "cuda": all of its devices; or a list with a device for each stage, where a device that is listed twice has two
       stages; or a `Cluster`, with a stage for each of its devices.
       Inputs may be on any device; an output is on the device of the stage that makes it.
     - `chunks`: the largest number of micro-batches that a batch is cut into; a batch with fewer samples makes fewer.
-    - `checkpoint`: which micro-batches are recomputed in backward instead of kept: "never", "except_last",
-      "always"; or a set of stage numbers: "except_last" for these stages, "never" for the others; or "auto", for each
-      stage the mode that makes the step as short as can be within `memory_limit`, as simulated. In `step()`, a forward
-      that is followed by its backward at once is never recomputed: there is nothing to gain.
+    - `checkpoint`: which micro-batches are recomputed in backward instead of kept: "never" (none), "except_last" (all
+      of a batch but the last), "always" (all); or a set of stage numbers: "except_last" for these stages, "never" for
+      the others; or "auto", for each stage the mode that makes the step as short as can be within `memory_limit`, as
+      simulated. In `step()`, a forward that is followed by its backward at once is never recomputed: there is nothing
+      to gain.
     - `memory_limit`: for checkpoint="auto", the bytes that each device may use in a step, for batches of the size of
-      the first. On CPU workers that is what is kept for backward, as in `pipe.timeline.high_water`, exact with
-      backward="code" and else estimated. On accelerators it is parameters, gradients and Adam's state, too; without
-      it, the limit is the device's memory, or that of the `Cluster`. If nothing fits, the error says what would.
+      the first. On CPU workers only what is kept for backward counts, as in `pipe.timeline.high_water`: exact with
+      backward="code", otherwise estimated. On accelerators parameters, gradients and Adam's state count too. If no
+      limit is given, it is the memory of the accelerator, or of the given `Cluster`; CPU workers need a limit. If
+      nothing fits, the error says what would.
     - `offload`: the numbers of stages on accelerators. In `step()` their activations are in host memory between forward
       and backward.
     - `balance`: "time" (makes the slowest stage as fast as possible), "memory", or a list with the number of layers of
@@ -114,12 +118,13 @@ def compile(
     - `stages_per_device`: for "interleaved" and "looped-bfs"; 2 if not given.
     - `warmup`: for "1f1b", the warm-up of each stage: how many forwards it runs before its first backward.
     - `replicas`: how many devices run each stage in `step()`, as in `devices=3, replicas=(2, 1)`: the devices are dealt
-      to the stages in order, and each device of a stage gets a slice of every micro-batch. With several stages on each
-      device, stages that share one device share all their devices.
+      to the stages in order, and each device of a stage gets a slice of every micro-batch. If two stages have one
+      device in common, they must have the same devices.
     - `plan`: a `Plan`, what `fxpipe.plan` or `pipe.diagnose().replan()` returned, or the path of a JSON file of one of
       these. The plan decides stages, devices, chunks, schedule and recomputation; options that contradict it are
-      refused. `devices`, if given, replace the plan's devices, in the order of their first stages, unless it is a
-      `Cluster` that has them. Predictions are for the cluster that the plan was made for, where its devices stay.
+      refused. If `devices` are given, the first of them takes the place of the plan's first device, and so on. A
+      `Cluster` that has all of the plan's devices replaces none of them. Predictions are for the cluster that the plan
+      was made for, if its devices stay.
     - `strategy`: how each operator is cut and where its parts run: what `fxpipe.search` returned, the path of its JSON
       file, or a pair of an `OperatorGraph` and its `Strategy`. `devices` are then those of its cluster, in order;
       `chunks` is 1 if not given, and each batch must be a multiple of it. A strategy may also be a function of (graph,
@@ -133,9 +138,9 @@ def compile(
       dict by output ("loss" is the loss of a step). Sums and means over the samples are recognised without it. If the
       model mixes the samples of a batch, it does so within each micro-batch. To accept this and switch off the
       MixedSamplesWarning, give `reduce` for each such output ("cat" if it has a batch dimension) or `reduce="cat"`.
-    - `deferred_batch_norm`: True: running statistics are those of whole batches instead of micro-batches, but each
-      micro-batch is still normalised by its own mean and variance. False: as without this option, but there is no
-      BatchStatisticsWarning.
+    - `deferred_batch_norm`: None: running statistics are those of micro-batches, with a BatchStatisticsWarning. False:
+      the same, without the warning. True: they are those of whole batches; each micro-batch is still normalised by its
+      own mean and variance.
     - `backward`: what computes the gradients in `step()`: "autograd"; or "code" (experimental): each stage's file has
       its backward as code that can be read, with the user's lines, and split in two where the schedule wants it. A
       stage that cannot be traced keeps autograd; `explain()` and its file say why. Not together with `strategy`,

@@ -125,18 +125,18 @@ class Pipe(DropInModule):
           `target`, pass it by position.
         - `target`: a tensor, or lists, tuples and dicts of tensors; cut like the arguments.
         - `loss_fn(output, target)`, or `loss_fn(output)` without a target, returns one number or one for each sample.
-          Whether one number is a mean or a sum over the samples is read from its ops; if they cannot be traced, say
-          `reduce=` in `fxpipe.compile`. If there is a number for each sample, the gradients are those of the sum of
-          these numbers. Without `loss_fn`, the model must return its loss, or an object with `.loss`.
+          Whether one number is a mean or a sum over the samples is read from the ops of `loss_fn`; if they cannot be
+          traced, give `reduce=` to `fxpipe.compile`. If there is a number for each sample, the gradients are those of
+          the sum of these numbers. Without `loss_fn`, the model must return its loss, or an object with `.loss`.
         - `outputs`: return (loss, what the model returns), detached.
         - `scaler`: multiplies the gradients by the scale of a `torch.amp.GradScaler`, as `scaler.scale(loss)` does.
         - `accumulate`: how many steps add up to one update. The gradients are divided by it, as by
           `(loss / accumulate).backward()`; the returned loss is neither divided nor scaled.
         - `timeline`: record when each action runs, for `pipe.timeline` and `pipe.compare()`.
 
-        If anything fails, no gradient is added, and the error says where; the next step works, in new threads if some
-        have ended. (Values that forward has written into the model stay.) Raises InputError, CaptureError, and whatever
-        the model or the loss raises, with a note of stage, micro-batch and line.
+        If anything fails, no gradient is added, the error says where, and the pipe can be used again at once. (Buffers
+        that forward has changed by then, such as running statistics, are not restored.) Raises InputError,
+        CaptureError, and whatever the model or the loss raises, with a note of stage, micro-batch and line.
         """
         cache, processes = self._state.cache, self._state.processes
 

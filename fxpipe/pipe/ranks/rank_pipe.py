@@ -57,8 +57,8 @@ class RankPipe(Pipe):
 
     Every rank gets the loss of the batch, and with `outputs` what the model returns; `pipe.timeline` is that of all
     ranks, by the leader's clock. Gradients are added to those of this rank's parameters; an input that needs a gradient
-    gets it on every rank that passes the input. A call of the pipe computes no gradients. If rows of a mesh have parts
-    of the parameters, all rows must make the call together.
+    gets it on every rank that passes the input. `pipe(x)` returns outputs without gradients: train with `step`. After
+    `parallelize`, if pipes side by side have parts of the parameters, all of them must make each call together.
 
     If anything fails on any rank, no gradient is added on any rank. The rank that failed raises its error; the others
     raise RankError, also if a rank is lost.

@@ -63,13 +63,13 @@ class Diagnosis:
         return f"The largest loss is {part}: {share:.0%} of the devices' time. {ADVICE[part](self)}"
 
     def replan(self) -> Replanned:
-        """The plan that is fastest, within memory, with the times that this step has measured, and the step time that
-        it predicts, beside that of the plan that ran. `fxpipe.compile(model, plan=...)` takes it.
+        """Plans again, from the times that this step has measured: the fastest plan that fits in memory, for
+        `fxpipe.compile(model, plan=...)`, with its predicted step time and that of the plan that ran.
 
-        Devices, micro-batches, schedule, recomputation, offload and replicas stay; cuts move, also those that were
-        chosen by `balance=` or `split_at=`. A step tells what a stage takes, not an op: within a stage, ops keep the
-        shares of the time that they were planned with. So if those are far off (one op of a stage takes most of its
-        time, unknown to the profile), replan again after a step with the new plan and the new profile:
+        Only the borders between stages change, also those that were chosen by `balance=` or `split_at=`. Devices,
+        micro-batches, schedule, recomputation, offload and replicas stay. A step tells how long a stage takes, not an
+        op: the time of a stage is divided among its ops as the profile predicted. If the profile is far off for one op
+        of a stage, replan again after a step with the new plan and the new profile:
 
             found = pipe.diagnose().replan()
             pipe = fxpipe.compile(model, plan=found, profile=found.profile)

@@ -58,13 +58,14 @@ class SampleWork:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan for a step of `batch` samples, by `planner`, with the planner's input. Print with `str`.
+    """What `fxpipe.plan` returns: a plan for a step of `batch` samples, and the input of the `planner` that made it.
+    Print with `str`.
 
-    - `plan`: the ops and devices of each stage; it has no ops if a chain was planned.
-    - `layers`: the same plan, with the layers of `chains` and positions in `cluster`.
-    - `chains`: the same layers at one or several sizes of micro-batches.
-    - `copies`: bytes in memory for each byte of parameters.
-    - `work`: what the training of a sample is.
+    - `plan`: what `fxpipe.compile(plan=...)` runs: ops and devices of each stage; without ops if a chain was planned.
+    - `layers`: the same plan in the planner's terms: ranges of layers, and positions of devices in `cluster`.
+    - `chains`: the costs of the layers, a chain for each size of micro-batch.
+    - `copies`: the `parameter_copies` that were given.
+    - `work`: the FLOPs and tokens of one sample.
     - `shardings`: how each op is cut over the devices of a group, with tensor parallelism.
     - `tried`: what was found with each tensor-parallel size, if there were several.
     - `certificate`: how far from the optimum the plan may be, if the planner proves it.
@@ -112,7 +113,7 @@ class Planned:
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The positions in the cluster of the devices that share each op; those of stages count these groups."""
+        """The groups of devices that share each op, as positions in the cluster. `layers` has numbers of groups."""
         return groups(self.cluster, self.layers.tensor_parallel)
 
     @cached_property
@@ -146,8 +147,9 @@ class Planned:
 
     @property
     def utilization(self) -> float | None:
-        """The model FLOPs utilization (MFU; Chowdhery et al., "PaLM", 2022, appendix B): the share of the peak of all
-        devices with a stage that the model's products take, without recomputation; None if these are not known."""
+        """The model FLOPs utilization (MFU; Chowdhery et al., "PaLM", 2022, appendix B): FLOPs of the model's
+        matrix products, without recomputation, divided by what the devices of all stages could do at their peak in the
+        same time; None if the FLOPs are not known."""
         if not self.work.flops:
             return None
         used = [self.cluster.device(label) for label in self.memory]

@@ -37,7 +37,7 @@ class Replanned:
 
     @property
     def faster(self) -> bool:
-        """Whether the plan is another than the one that ran: then it is predicted to be faster."""
+        """Whether a faster plan was found; if not, the plan is the one that ran."""
         return self.seconds < self.before
 
     def __str__(self) -> str:
