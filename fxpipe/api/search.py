@@ -73,11 +73,13 @@ def search(
     else:
         graph = operators_of(what, where, example_inputs, batch, dtype)
     try:
-        from fxpipe.planning.operators.strategy_search import (
-            search as fastest,  # imported here because it needs numba, which only the search does
-        )
+        # Imported here because it needs numba, which only the search does.
+        from fxpipe.planning.operators.strategy_search import compile_core
+        from fxpipe.planning.operators.strategy_search import search as fastest
     except ImportError as error:
         raise PlanError(str(error)) from None
+    with working("compiling the search, once for an installation, in about a minute"):
+        compile_core()
     shown = sys.stderr.isatty() if progress is None else progress
     what_for = f"{graph.name} for {count(len(where.devices), 'device', 'devices')}"
     with timed("searching"), working(f"searching a strategy of {what_for}, for {budget:g} s"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from math import inf
 from random import Random
 from time import monotonic
@@ -18,6 +19,7 @@ from fxpipe.ir.units import show_bytes, show_seconds
 
 from .compiled_core import Core
 from .expert_strategies import data_parallel, expert, megatron, model_parallel, one_device, scattered
+from .models.operator_kinds import features, linear
 from .operator_costs import Cost, estimated
 from .strategy_memory import held
 
@@ -100,8 +102,8 @@ def search(
         given |= {"model parallel": model_parallel(graph, len(cluster.devices)), "one device": one_device(graph)}
     if not given:
         raise ValueError("there is no strategy to start from")
+    compile_core()
     core = Core(graph, cluster, cost or estimated(), given.values(), roles, seed, copies=copies or 0.0)
-    _compile(core, next(iter(given.values())))
     costs = {name: core.begin(start) for name, start in given.items()}
     overfull = OVERFULL * max(costs.values())
     if copies is not None:
@@ -116,6 +118,19 @@ def search(
         _check_memory(graph, cluster, core.strategy, copies, explored + tried)
     trace = tuple(one for one in log.trace if copies is None or one[1] < overfull)
     return Found(core.strategy, core.seconds, optimum, explored + tried, trace, tuple(costs.items()))
+
+
+@cache
+def compile_core() -> None:
+    """Compile the core, or read from disk what an earlier process compiled, so that it takes no time of a budget."""
+    x = features("x", 1, 1)
+    graph = OperatorGraph("one layer", (x, linear("y", x, 1)))
+    start = data_parallel(graph, 1)
+    core = Core(graph, Cluster.of(["cpu:0"]), estimated(), (start,))
+    seconds = core.begin(start)
+    core.walk(1, seconds)
+    core.explore(1, seconds, 0.5)
+    core.improve(0)
 
 
 def _check_memory(graph: OperatorGraph, cluster: Cluster, best: Strategy, copies: float, tried: int) -> None:
@@ -149,14 +164,6 @@ class Log:
             self.trace.append((self.passed, seconds))
         self.bar.n = min(self.passed, self.bar.total or 0.0)
         self.bar.set_postfix_str(f"{doing}, best {show_seconds(self.trace[-1][1])}")
-
-
-def _compile(core: Core, start: Strategy) -> None:
-    """Call all compiled functions once, so that compiling them takes no time of the budget."""
-    core.begin(start)
-    core.walk(1, core.seconds)
-    core.explore(1, core.seconds, 0.5)
-    core.improve(0)
 
 
 def _leaps(

@@ -6,11 +6,13 @@ pytest.importorskip("numba")
 
 from benchmarks.exhaustive_search import best_of_all
 from fxpipe.ir.cluster.published_clusters import preset
+from fxpipe.planning.operators.compiled.block_moves import explore
+from fxpipe.planning.operators.compiled.metropolis import begin, improve, walk
 from fxpipe.planning.operators.compiled_core import Core
 from fxpipe.planning.operators.models.published_models import MODELS
 from fxpipe.planning.operators.operator_costs import estimated, once
 from fxpipe.planning.operators.simulate_strategy import simulate
-from fxpipe.planning.operators.strategy_search import METHODS, search
+from fxpipe.planning.operators.strategy_search import METHODS, compile_core, search
 from fxpipe.planning.operators.strategy_space import configs
 from tests.helpers.operator_graphs import branches, cluster, lenet, perceptron, rnnlm
 
@@ -106,3 +108,12 @@ def test_a_search_needs_time():
 def test_an_unknown_method():
     with pytest.raises(ValueError, match="no method 'hope'; there are leaps, mcmc"):
         search(perceptron(), cluster(2), method="hope")
+
+
+def test_a_search_compiles_nothing_more():
+    compile_core()
+    functions = begin, improve, walk, explore
+    known = [len(function.signatures) for function in functions]
+    for method in METHODS:
+        search(lenet(), cluster(4), budget=0.1, method=method)
+    assert [len(function.signatures) for function in functions] == known
