@@ -1,6 +1,7 @@
 """How well the simulator tells the time of a step, on two CPU workers: predicted beside measured.
 
     python -m benchmarks.simulator_accuracy
+    python -m benchmarks.simulator_accuracy --plans     plans with and without tensor parallelism
 
 Workers that share caches and memory slow each other down, so what actions take is measured under the same load: each
 worker runs its row of the schedule on real values and waits for nobody (see `fxpipe.engines.local.action_profiler`).
@@ -25,6 +26,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -42,23 +44,15 @@ from benchmarks.models import ResNet
 from fxpipe.demo.transformer import PixelTransformer
 from fxpipe.demo.unet import UNet
 from fxpipe.engines.local.action_profiler import Rehearsal
+from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.schedule.action_times import Times
 from fxpipe.ir.timeline import compare
 from fxpipe.pipe.build.build import predict, rehearsed
 
 WORKERS = ["cpu:0", "cpu:1"]
 BAR = 0.15  # the error that is allowed
+FAR = 1.1  # pairs of plans of which one takes this much longer must be told apart
 TIE = 1.03  # plans as close as this are as fast as each other
-
-
-@dataclass(frozen=True)
-class Setting:
-    """How a step is run."""
-
-    cut: str  # "even" or "uneven"
-    schedule: str
-    checkpoint: str
-    chunks: int
 
 
 @dataclass(frozen=True)
@@ -73,11 +67,44 @@ class Case:
     quarters: tuple[str, str, str]
     uneven: str
 
-    def cuts(self, setting: Setting) -> list[str]:
-        """Two stages, or four to be dealt in turn."""
-        if setting.cut == "uneven":
-            return [self.uneven]
-        return list(self.quarters) if setting.schedule == "interleaved" else [self.quarters[1]]
+
+@dataclass(frozen=True)
+class Setting:
+    """How a step is run."""
+
+    cut: str  # "even" or "uneven"
+    schedule: str
+    checkpoint: str
+    chunks: int
+
+    def options(self, case: Case) -> dict[str, Any]:
+        """For `fxpipe.compile`: two stages, or four to be dealt in turn."""
+        quarters = list(case.quarters) if self.schedule == "interleaved" else [case.quarters[1]]
+        return {
+            "devices": WORKERS,
+            "chunks": self.chunks,
+            "schedule": self.schedule,
+            "checkpoint": self.checkpoint,
+            "split_at": [case.uneven] if self.cut == "uneven" else quarters,
+        }
+
+
+@dataclass(frozen=True)
+class PlanSetting:
+    """A plan by `fxpipe.plan`: ops cut over both workers ("tensor parallel"), or a stage on each ("pipeline")."""
+
+    cut: str
+    checkpoint: str
+    chunks: int
+    schedule: str = "1f1b"
+
+    def options(self, case: Case) -> dict[str, Any]:
+        """For `fxpipe.compile`."""
+        how: dict[str, Any] = {"tensor_parallel": 2} if self.cut == "tensor parallel" else {"planner": "straight"}
+        where, rows = Cluster.of(WORKERS), len(case.x)
+        recompute = self.checkpoint == "always"
+        how |= {"example_inputs": (case.x,), "recompute": recompute, "schedule": self.schedule}
+        return {"plan": fxpipe.plan(case.model, where, rows, micro_batches=self.chunks, **how)}
 
 
 SETTINGS = (
@@ -91,6 +118,11 @@ SETTINGS = (
     Setting("uneven", "1f1b", "always", 8),
     Setting("uneven", "zb-h1", "never", 4),
 )
+PLANS = (
+    PlanSetting("tensor parallel", "never", 1),
+    PlanSetting("tensor parallel", "always", 4),
+    PlanSetting("pipeline", "never", 8),
+)
 
 
 @dataclass(frozen=True)
@@ -98,7 +130,7 @@ class Result:
     """Seconds: what the workers take and what the call takes, as predicted and as measured; `spans` has both
     timelines side by side."""
 
-    setting: Setting
+    setting: Setting | PlanSetting
     workers: tuple[float, float]
     step: tuple[float, float]
     spans: str = ""
@@ -146,17 +178,10 @@ def next_pixel(scores: Tensor, levels: Tensor) -> Tensor:
 class Trial:
     """A pipe of a case in a setting, and the times it took so far."""
 
-    def __init__(self, case: Case, setting: Setting) -> None:
+    def __init__(self, case: Case, setting: Setting | PlanSetting) -> None:
         self.case, self.setting = case, setting
         self.model = copy.deepcopy(case.model)
-        self.pipe = fxpipe.compile(
-            self.model,
-            WORKERS,
-            setting.chunks,
-            schedule=setting.schedule,
-            checkpoint=setting.checkpoint,
-            split_at=case.cuts(setting),
-        )
+        self.pipe = fxpipe.compile(self.model, **setting.options(case))
         self.pipe.step(case.x, target=case.target, loss_fn=case.loss)
         self.rehearsal = Rehearsal(self.pipe.scheduler, (case.x, case.target), setting.chunks)  # type: ignore[arg-type]
         self.clear()
@@ -191,7 +216,7 @@ class Trial:
         return Result(self.setting, workers, step, compare(rehearsed(build, chunks, self.times), measured))
 
 
-def trials(case: Case, settings: Sequence[Setting], rounds: int) -> list[Result]:
+def trials(case: Case, settings: Sequence[Setting | PlanSetting], rounds: int) -> list[Result]:
     """All settings in turn, in every round."""
     made = [Trial(case, setting) for setting in settings]
     gc.disable()
@@ -231,13 +256,16 @@ def verdict(results: Sequence[Result]) -> Iterator[str]:
     worst = max(results, key=lambda one: abs(one.off))
     inside = sum(abs(one.off) <= BAR for one in results)
     yield f"{inside} of {len(results)} within {BAR:.0%}; the worst is {worst.off:+.1%}"
+    far = [(a, b) for a, b in combinations(results, 2) if max(a.step[1], b.step[1]) > FAR * min(a.step[1], b.step[1])]
+    kept = sum((a.step[0] < b.step[0]) == (a.step[1] < b.step[1]) for a, b in far)
+    yield f"order kept by {kept} of {len(far)} pairs that differ by more than {FAR - 1:.0%}"
     chosen, fastest = (min(results, key=lambda one: one.step[k]) for k in (0, 1))
     behind = chosen.step[1] / fastest.step[1]
     how = "the fastest" if chosen is fastest else f"{behind - 1:.1%} behind the fastest, {name(fastest.setting)}"
     yield f"simulated as fastest: {name(chosen.setting)}, measured {how}: {'good' if behind <= TIE else 'not good'}"
 
 
-def name(setting: Setting) -> str:
+def name(setting: Setting | PlanSetting) -> str:
     return f"{setting.cut} {setting.schedule}, {setting.checkpoint}, {setting.chunks}"
 
 
@@ -245,13 +273,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Simulated beside measured training steps, on two CPU workers.")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--only", nargs="+", default=list(cases()), choices=list(cases()), help="models")
+    parser.add_argument("--plans", action="store_true", help="plans, with and without tensor parallelism")
     parser.add_argument("--spans", action="store_true", help="show for each setting where prediction and truth differ")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     everything: list[Result] = []
     for key in options.only:
-        results = trials(cases()[key](), SETTINGS, options.rounds)
+        results = trials(cases()[key](), PLANS if options.plans else SETTINGS, options.rounds)
         everything += results
         print(f"\n{key}\n\n{table(results)}\n", *verdict(results), sep="\n")
         for one in results if options.spans else ():

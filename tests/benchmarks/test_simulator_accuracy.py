@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import simulator_accuracy
-from benchmarks.simulator_accuracy import SETTINGS, Result, Setting, table, trials, verdict
+from benchmarks.simulator_accuracy import PLANS, SETTINGS, Result, Setting, table, trials, verdict
 from tests.helpers.marks import mostly_slow
 
 SMALL = {
@@ -27,8 +27,15 @@ def test_rehearsals_and_steps_of_every_model(model: str) -> None:
         assert "cpu:1 busy" in one.spans
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["mlp", "transformer"])
+def test_plans(model: str) -> None:
+    for one in trials(SMALL[model](), PLANS, rounds=1):
+        assert min(*one.workers, *one.step) > 0
+
+
 def test_there_are_enough_pairs_for_each_model() -> None:
-    assert len(SETTINGS) * len(SMALL) >= 12
+    assert min(len(SETTINGS), len(PLANS)) * len(SMALL) >= 12
     assert {one.schedule for one in SETTINGS} == {"gpipe", "1f1b", "zb-h1", "interleaved"}
     assert {one.checkpoint for one in SETTINGS} == {"never", "always"}
     assert {one.chunks for one in SETTINGS} == {4, 8}
