@@ -66,10 +66,12 @@ def test_the_table() -> None:
     ],
 )
 def test_the_verdict_on_the_choice(measured: tuple[float, ...], expected: str) -> None:
-    errors, choice = verdict(results(*measured))
+    errors, _, choice = verdict(results(*measured))
     assert choice == f"simulated as fastest: {expected}"
     assert errors.startswith("3 of 3 within 15%")
 
 
 def test_the_verdict_on_the_errors() -> None:
-    assert next(verdict(results(0.08, 0.11))) == "1 of 2 within 15%; the worst is +25.0%"
+    errors, order, _ = verdict(results(0.12, 0.1, 0.125))
+    assert errors == "2 of 3 within 15%; the worst is -16.7%"
+    assert order == "order kept by 1 of 2 pairs that differ by more than 10%"
