@@ -282,8 +282,10 @@ def holding(module: nn.Module, tensors: Sequence[Tensor]) -> Iterator[None]:
     """A context in which the module has these tensors in place of its own. If forward sets a buffer to a new tensor,
     the contents are copied into the given one."""
     with LOCKS.setdefault(module, threading.RLock()):
+        there = slots(module)
+        known = {(id(part), key) for _, part, key in there}
         places: list[tuple[dict[str, Any], str]] = []
-        for _, part, key in slots(module):
+        for _, part, key in there:
             places.append((part._buffers if key in part._buffers else part._parameters, key))
         own = [held[key] for held, key in places]
         try:
@@ -293,9 +295,20 @@ def holding(module: nn.Module, tensors: Sequence[Tensor]) -> Iterator[None]:
             for (held, key), tensor in zip(places, tensors, strict=True):
                 if held.get(key) is not tensor:
                     _copy(held.get(key), tensor, key)
+            _refuse_new(module, known)
         finally:
             for (held, key), mine in zip(places, own, strict=True):
                 held[key] = mine
+
+
+def _refuse_new(module: nn.Module, known: set[tuple[int, str]]) -> None:
+    """Raise RuntimeError if forward has made parameters or buffers."""
+    made = [path for path, part, key in slots(module) if (id(part), key) not in known]
+    if made:
+        raise RuntimeError(
+            f"forward of {type(module).__name__} made {', '.join(map(repr, made))}, which was not there when it was "
+            "captured; make parameters and buffers in __init__, or call the model once before you compile it"
+        )
 
 
 def _copy(new: Any, buffer: Tensor, key: str) -> None:

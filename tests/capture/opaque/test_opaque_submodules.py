@@ -9,6 +9,7 @@ import re
 import threading
 import warnings
 import weakref
+from contextlib import closing
 from itertools import product
 
 import numpy
@@ -479,6 +480,35 @@ def test_another_result_than_was_learnt_is_an_error(how, said):
     model.middle[0].how = "not"
     assert_calls_alike(pipe, model, x)
     pipe.close()
+
+
+class Makes(Branch):
+    """Makes a parameter or a buffer in its first forward."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def forward(self, x):
+        if "scale" not in dir(self):
+            self.make(self, torch.ones(WIDTH, dtype=x.dtype))
+        return super().forward(x) * self.scale
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda self, value: setattr(self, "scale", nn.Parameter(value)),
+        lambda self, value: self.register_buffer("scale", value),
+    ],
+    ids=["parameter", "buffer"],
+)
+def test_what_forward_makes_is_told(make):
+    model, x = made(lambda: Makes(make)), batch()[0]
+    with closing(fxpipe.compile(model, devices=2, chunks=4)) as pipe:
+        with pytest.raises(RuntimeError, match=r"forward of Makes made 'scale', .* or call the model once before"):
+            pipe(x)
+        assert_calls_alike(pipe, model, x)
 
 
 class Adds(nn.Module):
