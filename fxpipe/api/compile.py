@@ -86,37 +86,44 @@ def compile(
     """A module that computes what `model` computes, as a pipeline over `devices`, with the model's own gradients.
 
     The model is captured, planned and turned into code at the first call of each kind, or at once for `example_inputs`
-    (a tuple of arguments, a dict of keyword arguments, or one tensor). Calls are of one kind if they are all calls or
-    all steps, in training or all in eval, and their arguments have the same nesting, dtypes and sizes, but for sizes
-    that may vary, such as that of the batch. `devices` and `chunks` are needed unless a plan or strategy says them.
+    (a tuple of arguments, a dict of keyword arguments, or one tensor). Two calls are of one kind if both are plain
+    calls or both are steps, the model is in the same mode (training or eval), and the arguments have the same nesting,
+    dtypes and sizes; the size of the batch may differ. See docs/guides/capture.md.
 
-    - `devices`: a count (accelerators, such as CUDA devices, if there are enough, else CPU workers); or a kind, such as
-      "cuda": all of its devices; or a list with a device for each stage, where a device that is listed twice has two
-      stages; or a `Cluster`, with a stage for each of its devices.
-      Inputs may be on any device; an output is on the device of the stage that makes it.
-    - `chunks`: the largest number of micro-batches that a batch is cut into; a batch with fewer samples makes fewer.
+    Parameters and buffers move to the devices of their stages at the first call, or at once with `example_inputs`. They
+    stay the same objects: an optimizer may be made before or after. `devices` and `chunks` must be given, unless a plan
+    or strategy has them.
+
+    - `devices`: a count: accelerators, such as CUDA devices, if there are enough, else CPU workers: threads of this
+      process, "cpu:0", "cpu:1" and so on, that share its cores. Or a kind, such as "cuda": all of its devices. Or a
+      list of devices, or a `Cluster`. Each device runs one stage, or two if the list has it twice, or several if
+      `schedule` says so. Inputs may be on any device; an output is on the device of the stage that makes it.
+    - `chunks`: the largest number of micro-batches that a batch is cut into. Their sizes differ by at most one sample;
+      a batch with fewer samples makes fewer micro-batches.
     - `checkpoint`: which micro-batches are recomputed in backward instead of kept: "never" (none), "except_last" (all
-      of a batch but the last), "always" (all); or a set of stage numbers: "except_last" for these stages, "never" for
-      the others; or "auto", for each stage the mode that makes the step as short as can be within `memory_limit`, as
-      simulated. In `step()`, a forward that is followed by its backward at once is never recomputed: there is nothing
-      to gain.
-    - `memory_limit`: for checkpoint="auto", the bytes that each device may use in a step, for batches of the size of
-      the first. On CPU workers only what is kept for backward counts, as in `pipe.timeline.high_water`: exact with
-      backward="code", otherwise estimated. On accelerators parameters, gradients and Adam's state count too. If no
-      limit is given, it is the memory of the accelerator, or of the given `Cluster`; CPU workers need a limit. If
-      nothing fits, the error says what would.
-    - `offload`: the numbers of stages on accelerators. In `step()` their activations are in host memory between forward
-      and backward.
-    - `balance`: "time" (makes the slowest stage as fast as possible), "memory", or a list with the number of layers of
-      each stage.
+      of a batch but the last), "always" (all, but in `step()` those whose backward follows their forward at once: they
+      have nothing to gain). Or a set of stage numbers, from 0: "except_last" for these stages, "never" for the others.
+      Or "auto": for each stage the mode with which the simulated step is shortest, within `memory_limit`.
+    - `memory_limit`: for checkpoint="auto", the bytes that each device may use in a step. It holds for batches of the
+      size of the first; larger ones need more. On CPU workers only what is kept for backward counts, as in
+      `pipe.timeline.high_water`: exact with backward="code", otherwise estimated. On accelerators parameters, gradients
+      and Adam's state count too. If no limit is given, it is the memory of the accelerator, or of the given `Cluster`;
+      CPU workers need a limit. If nothing fits, the error says what would.
+    - `offload`: a set of numbers of stages on accelerators, as in `{0}`: in `step()`, their activations wait for
+      backward in host memory.
+    - `balance`: "time" (makes the slowest stage as fast as possible), "memory", or a list with the number of blocks of
+      each stage. Blocks are the children of an `nn.Sequential`, or modules such as "encoder.layers.3" and "head"; if
+      the list does not add up, the error names them.
     - `split_at`: in place of `balance`, the modules that begin a stage, as in `["encoder.3", "head"]`.
-    - `schedule`: the order of `step()`: "gpipe", "1f1b" (early backward; "1f1b-late" runs further
-      ahead), "zb-h1" and "zb-h2" (backward in two halves), with several stages on each device "interleaved",
-      "looped-bfs", "zb-v", "dualpipe-v"; "auto", the fastest of these that fits into memory, as simulated; or your own:
-      a grid or CSV as text, a `Schedule`, or a function of (stages, chunks). A call of the pipe always has GPipe's
-      order: autograd can only begin when the loss of the whole batch is there.
+    - `schedule`: the order of `step()`; docs/guides/schedules.md has a picture of each. With one stage on each device:
+      "gpipe", "1f1b" (early backward), "1f1b-late" (more forwards before it), "zb-h1" and "zb-h2" (backward in two
+      halves). With several: "interleaved", "looped-bfs", "zb-v", "dualpipe-v". "auto": the one with the shortest
+      simulated step that fits into memory. Or your own: a grid such as `print(pipe.schedule)` shows, or CSV with a line
+      for each device, or a `Schedule`, or a function of (number of stages, number of micro-batches) that returns one of
+      these. A plain call always has GPipe's order, as autograd can only begin with the loss of the whole batch.
     - `stages_per_device`: for "interleaved" and "looped-bfs"; 2 if not given.
-    - `warmup`: for "1f1b", the warm-up of each stage: how many forwards it runs before its first backward.
+    - `warmup`: for "1f1b", how many forwards each stage runs before its first backward; (4, 3, 2, 1) is the default for
+      four stages.
     - `replicas`: how many devices run each stage in `step()`, as in `devices=3, replicas=(2, 1)`: the devices are dealt
       to the stages in order, and each device of a stage gets a slice of every micro-batch. If two stages have one
       device in common, they must have the same devices.
@@ -126,49 +133,54 @@ def compile(
       `Cluster` that has all of the plan's devices replaces none of them. Predictions are for the cluster that the plan
       was made for, if its devices stay.
     - `strategy`: how each operator is cut and where its parts run: what `fxpipe.search` returned, the path of its JSON
-      file, or a pair of an `OperatorGraph` and its `Strategy`. `devices` are then those of its cluster, in order;
-      `chunks` is 1 if not given, and each batch must be a multiple of it. A strategy may also be a function of (graph,
-      sizes) that returns a `Placed` graph, and so chooses the device of every op.
+      file, or a pair (`fxpipe.ir.operators.operators.OperatorGraph`, `fxpipe.ir.operators.strategy.Strategy`).
+      `devices` stand for those of its cluster, in order; if not given, a count of as many. `chunks` is 1 if not given;
+      a batch that is no multiple of it raises InputError. Or a function of the captured graph and its sizes for one
+      micro-batch, such as {"b": 8}, that returns a `fxpipe.ir.operators.placed_graph.Placed`, which has a device for
+      each op.
     - `profile`: "estimate" (from FLOPs and bytes; runs nothing, always the same), "measure" (times each op), or a
       `Profile` made before.
-    - `batch_dim`: the dimension along which all inputs are cut; or a dict by input, with None for an input that each
-      micro-batch gets whole, as in `{"mask": None}`. If an input is a list, tuple or dict, its name stands for all
-      tensors in it; "batch['ids']" is one of them.
+    - `batch_dim`: the dimension along which all inputs are cut; or a dict from names of arguments (or "target", that of
+      a step) to dimensions, with None for one that each micro-batch gets whole, as in `{"mask": None}`; arguments that
+      are not in it are cut along 0. The name of a list, tuple or dict stands for all tensors in it; "batch['ids']" is
+      one of them.
     - `reduce`: how an output without batch dimension is combined from those of the micro-batches: "mean" or "sum", or a
-      dict by output ("loss" is the loss of a step). Sums and means over the samples are recognised without it. If the
-      model mixes the samples of a batch, it does so within each micro-batch. To accept this and switch off the
-      MixedSamplesWarning, give `reduce` for each such output ("cat" if it has a batch dimension) or `reduce="cat"`.
+      dict of these by output, with the name that the error tells ("loss" is the loss of a step). Sums and means over
+      the samples are recognised without it. If the model mixes the samples of a batch, a micro-batch mixes only its
+      own, with a MixedSamplesWarning. To accept that without a warning, write `reduce="cat"`, or a dict of the outputs
+      that it is for: "cat" if they have a batch dimension, else "mean" or "sum".
     - `deferred_batch_norm`: None: running statistics are those of micro-batches, with a BatchStatisticsWarning. False:
       the same, without the warning. True: they are those of whole batches; each micro-batch is still normalised by its
       own mean and variance.
-    - `backward`: what computes the gradients in `step()`: "autograd"; or "code" (experimental): each stage's file has
-      its backward as code that can be read, with the user's lines, and split in two where the schedule wants it. A
-      stage that cannot be traced keeps autograd; `explain()` and its file say why. Not together with `strategy`,
-      `offload` or `compile_stages="device_graphs"`.
+    - `backward`: what computes the gradients in `step()`: "autograd"; or "code" (experimental): the file of each stage
+      has its backward as code to read, with the user's lines. A stage that cannot be traced keeps autograd; `explain()`
+      and its file say why. Not together with `strategy`, `offload` or `compile_stages="device_graphs"`.
     - `compile_stages`: run each stage through `torch.compile`, with Inductor (True), or with a backend, by name or as a
-      function; "device_graphs" records stages on accelerators, and then starts each as a whole. Random ops and the
-      model's own autograd functions stay outside. In schedules that split backward, a compiled stage does its whole
-      backward in the first half, unless that is code.
+      function; "device_graphs" records each stage on an accelerator once, on CUDA as a CUDA graph, and replays it.
+      Random ops and the model's own autograd functions stay outside. In schedules that split backward, a compiled stage
+      does its whole backward in the first half, unless `backward="code"`.
     - `transforms`: functions of your own from `torch.fx.GraphModule` to `torch.fx.GraphModule`, run in this order on
       each captured graph before it is cut: to fuse a pattern, or to quantise weights. The model's tensors are
       attributes of the module. Inputs, outputs and parameters must stay; a new tensor is a buffer of the module.
-    - `passes`: functions of your own from (`Program`, `PassContext`) to `Program`, run in this order after fxpipe's.
-      Stages, their devices and parameters, the inputs and outputs must stay. `pipe.trail` has the program after each.
-    - `dump`: a folder for all intermediate results; the environment variable FXPIPE_DUMP does the same.
-    - `group`: the ranks that are the devices: a ProcessGroup, or a DeviceMesh of one dimension. Without it, in a script
-      that torchrun started, or where a process group of several ranks is initialized, a count of `devices` means all
-      ranks; a list of devices means devices of this process. See `RankPipe`, and `RankPipe.parallelize` for several
-      pipes side by side.
-    - `timeout`: seconds after which a rank that does not answer counts as lost.
-    - `check_inputs`: over ranks, raise an error if ranks that are given the same argument are given different values.
+    - `passes`: functions of your own from (`fxpipe.ir.program.program.Program`, `fxpipe.passes.PassContext`) to a
+      `Program`, run in this order after fxpipe's; docs/contributing.md has an example. Stages, their devices and
+      parameters, inputs and outputs must stay. `pipe.trail` has the program after each.
+    - `dump`: a folder for text files of the graph, the program after each pass, profile, schedule and timeline, and the
+      generated code; the environment variable FXPIPE_DUMP does the same.
+    - `group`: the processes that are the devices, as a ProcessGroup or a DeviceMesh of one dimension; `devices` may
+      then be left out. If no group is given, but torchrun started the script, or a process group of several ranks is
+      initialized, it is all ranks, unless `devices` is a list or a kind: these mean devices of this process. See
+      `RankPipe`, and `RankPipe.parallelize` for several pipes side by side.
+    - `timeout`: seconds after which a rank that does not answer counts as lost; while ranks compile, an hour more.
+    - `check_inputs`: with a group, raise an error if ranks are given different values of the same argument.
 
     Raises PlanError for invalid options; at the first call CaptureError or InputError, CompileError if a stage cannot
     be compiled, or PlanError, with the name of the function, if a transform or pass returns what it must not.
 
-    >>> import torch
+    >>> import torch, fxpipe
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-    >>> pipe = compile(model, devices=2, chunks=4)
+    >>> pipe = fxpipe.compile(model, devices=2, chunks=4)
     >>> x = torch.randn(8, 4)
     >>> torch.allclose(pipe(x), model(x), atol=1e-6)
     True
@@ -355,11 +367,11 @@ def load(
 ) -> Loaded:
     """The pipe in a folder that `pipe.save` wrote, edits included, with the tensors of `model`.
 
-    The pipe takes the kind of call that it was saved for; nothing is captured. `compile_stages`, `group`, `timeout` and
-    `check_inputs` are those of `fxpipe.compile`. Several ranks are the devices of the package: each runs its own
-    stages, and all must have the same files. Raises:
+    Nothing is captured: the pipe takes calls of the kind that it was saved for, and raises InputError for others. Its
+    devices are those of the package; with several ranks, rank 0 runs the first of them, and so on, and all must have
+    the same files. `compile_stages`, `group`, `timeout` and `check_inputs` are those of `fxpipe.compile`. Raises:
 
-    - PackageError if the folder is not a package, or is for other devices, or does not fit the model;
+    - PackageError if the folder is not a package, is for other devices than the ranks have, or does not fit the model;
     - CompileError if a stage that was edited cannot be compiled;
     - RankError on every rank if one of them has failed or has other files.
     """

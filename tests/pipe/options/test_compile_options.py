@@ -60,7 +60,7 @@ def test_examples_are_values(options: dict[str, Option]) -> None:
         ({"chunks": 2.5}, "chunks is 2.5: write a whole number from 1 to 4096, as in chunks=8"),
         ({"chunks": "2"}, "chunks is '2': write a whole number"),
         ({"chunks": True}, "chunks is True: write a whole number"),
-        ({"balance": 2}, "balance is 2: write 'time', 'memory', or a list with the number of layers of each stage"),
+        ({"balance": 2}, "balance is 2: write 'time', 'memory', or a list with the number of blocks of each stage"),
         ({"balance": [1.5, 2]}, r"balance is \[1.5, 2\]: write"),
         ({"balance": "times"}, "did you mean 'time'?"),
         ({"warmup": 3}, r"warmup is 3: write a list of counts, as in warmup=\(3, 1\)"),
