@@ -80,7 +80,8 @@ class State:
 
 
 class DropInModule(nn.Module):
-    """`model` with another `forward`. Everything that is not the model's is in one attribute, `_state`."""
+    """What every pipe is: a module with the parameters, keys, hooks and attributes of `model`, the same objects, but
+    another `forward`. All that is not the model's is in one attribute, `_state`."""
 
     model: Any  # an nn.Module, with items and a length if it has them
     _state: State
@@ -145,19 +146,20 @@ class DropInModule(nn.Module):
 
     @running
     def forward_only(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs for the whole batch, without gradients: for evaluation. Over ranks, every rank calls it
-        and gets the outputs."""
+        """A call of the pipe under `torch.no_grad()`, for evaluation; call `eval()` before. In a `RankPipe` every rank
+        calls it and gets the outputs."""
         with torch.no_grad():
             return self(*args, **kwargs)
 
     @property
     def leads(self) -> bool:
-        """Whether this process prints, logs and shows progress: one process in each world does."""
+        """Whether this process prints, logs and shows progress: of all processes that train the model, one does."""
         return self._state.processes.leads
 
     def collect(self, value: Any, call: str = "collect") -> list[Any]:
-        """The values that all processes of the pipe pass, in the order of ranks. All must call it. Raises RankError if
-        a rank is lost, or in another call; `call` is what errors call this one."""
+        """The values that all processes of the pipe pass, in the order of ranks. All must call it. `value` may be
+        anything that can be pickled; `call` is the name of this call in errors. Raises RankError if a rank is lost, or
+        makes another call."""
         return self._state.processes.collect(value, call)
 
     def collect_all(self, value: Any, call: str = "collect_all") -> list[Any]:
@@ -165,21 +167,21 @@ class DropInModule(nn.Module):
         return self._state.processes.collect_all(value, call)
 
     def held_tensors(self) -> dict[str, Tensor]:
-        """The parameters and buffers that this process keeps and trains, by path. Over ranks: those of its stages, on
-        the leader also those that no stage uses. Each replica of a stage has all of the stage's, with the same values.
-        DTensors if pipes side by side have parts of them."""
+        """The parameters and buffers that this process keeps and trains, by name. In a `RankPipe`: those of its stages,
+        on rank 0 also those that no stage uses. Replicas of a stage have the same ones, with the same values. After
+        `parallelize` they may be DTensors."""
         return self._state.tensors.held()
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """As `held_tensors`, but each tensor in only one process, the first replica's, which saves it."""
+        """Of `held_tensors`, those that this process saves: each tensor is saved by one process, the first replica."""
         return self._state.tensors.own()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """The model's own, with its own keys; over ranks, those of the stages on this rank."""
+        """The model's parameters, with its keys, for optimizers; in a `RankPipe`, those of the stages on this rank."""
         return self._state.tensors.only_held(super().named_parameters(*args, **kwargs))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """The model's own, with its own keys; over ranks, those of the stages on this rank."""
+        """The model's buffers, with its keys; in a `RankPipe`, those of the stages on this rank."""
         return self._state.tensors.only_held(super().named_buffers(*args, **kwargs))
 
     def train(self, mode: bool = True) -> Self:
@@ -188,14 +190,14 @@ class DropInModule(nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own, with its own keys and hooks. Over ranks, the entries of this rank: all ranks together have
-        each entry exactly once. Entries of a stage with replicas are those of the first replica."""
+        """The model's own, with its keys and hooks. In a `RankPipe`, the entries that this rank saves: all ranks
+        together have each entry exactly once."""
         return self._state.tensors.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load into the model itself; waits until no thread runs the pipe. Over ranks, `state_dict` may be that of the
-        whole model or only have what this rank holds; entries of other ranks are ignored. All replicas must load the
-        same values, as from the `state_dict()` of the first one."""
+        """Load into the model itself; waits until no thread runs the pipe. In a `RankPipe`, `state_dict` may be that of
+        the whole model, or have only what this rank holds; entries of other ranks are ignored. All replicas must load
+        the same values."""
         with self._state.lock:
             return self._state.tensors.load_state_dict(state_dict, strict=strict, assign=assign)
 

@@ -72,12 +72,13 @@ class PipeState(State):
 
 
 class Pipe(DropInModule):
-    """The module that `fxpipe.compile` returns: it is called like the model, and `step` trains it."""
+    """The module that `fxpipe.compile` returns: it is called like the model, and `step` computes loss and gradients.
+    `pipe.model` is the model. Before the first call, `plan`, `schedule`, `explain` and the like raise FxpipeError."""
 
     _state: PipeState
 
     def __init__(self, model: nn.Module, options: Options, state: PipeState | None = None) -> None:
-        """`state`: None for a pipe in one process."""
+        """Called by `fxpipe.compile`. `state`: None for a pipe in one process."""
         if state is None:
             cache = BuildCache(model, options)
             state = PipeState(cache=cache, kinds=cache, processes=Processes(), tensors=Tensors(model))
@@ -85,15 +86,15 @@ class Pipe(DropInModule):
 
     @property
     def options(self) -> Options:
-        """The options of `fxpipe.compile`."""
+        """The arguments of `fxpipe.compile`, as attributes; those that were not given have their defaults."""
         return self._state.cache.options
 
     # Running ----------------------------------------------------------------------------------------------------------
 
     @Forward
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs for the whole batch, computed in micro-batches by the stages. Of a stage with replicas
-        only the first replica runs.
+        """The model's outputs for the whole batch, computed in micro-batches by the stages. Of a stage with replicas,
+        this uses only the first device.
 
         Arguments are the model's own. Raises InputError if they cannot be cut into micro-batches, CaptureError if the
         model cannot be captured, and whatever the model raises, with a note of stage, micro-batch and line. A model
@@ -123,16 +124,17 @@ class Pipe(DropInModule):
 
         - `args`, `kwargs`: the model's own. If an argument of the model's forward has the name of one here, such as
           `target`, pass it by position.
-        - `target`: a tensor, or lists, tuples and dicts of tensors; cut like the arguments.
+        - `target`: a tensor, or lists, tuples and dicts of tensors; cut like the arguments, by `batch_dim`.
         - `loss_fn(output, target)`, or `loss_fn(output)` without a target, returns one number or one for each sample.
           Whether one number is a mean or a sum over the samples is read from the ops of `loss_fn`; if they cannot be
-          traced, give `reduce=` to `fxpipe.compile`. If there is a number for each sample, the gradients are those of
-          the sum of these numbers. Without `loss_fn`, the model must return its loss, or an object with `.loss`.
+          traced, give `reduce=` to `fxpipe.compile`. If there is one for each sample, `step` returns them all, and the
+          gradients are those of the sum. Without `loss_fn`, the model must return its loss, or an object with `.loss`.
         - `outputs`: return (loss, what the model returns), detached.
-        - `scaler`: multiplies the gradients by the scale of a `torch.amp.GradScaler`, as `scaler.scale(loss)` does.
-        - `accumulate`: how many steps add up to one update. The gradients are divided by it, as by
-          `(loss / accumulate).backward()`; the returned loss is neither divided nor scaled.
-        - `timeline`: record when each action runs, for `pipe.timeline` and `pipe.compare()`.
+        - `scaler`: a `torch.amp.GradScaler`, or with several ranks a `fxpipe.GradScaler`: the gradients are those of
+          `scaler.scale(loss)`.
+        - `accumulate`: the number of calls of `step` for one update. The gradients of each call are divided by it, as
+          by `(loss / accumulate).backward()`; the returned loss is neither divided nor scaled.
+        - `timeline`: record when each action runs, for `pipe.timeline`, `compare()` and `diagnose()`.
 
         If anything fails, no gradient is added, the error says where, and the pipe can be used again at once. (Buffers
         that forward has changed by then, such as running statistics, are not restored.) Raises InputError,
@@ -171,12 +173,10 @@ class Pipe(DropInModule):
         rounds: int = 5,
         **kwargs: Any,
     ) -> Timeline:
-        """The predicted timeline of a step of this kind, from measured times of its actions: each worker runs its row
-        of the schedule `rounds` times, without waiting for others. Arguments are those of `step`. The model does not
-        change.
-
-        This is for CPU workers, which slow each other down in ways that a profile of single ops does not show.
-        """
+        """Predict the timeline of `step` with these arguments. The step runs once, to record what stages send. Then
+        each worker runs its own forwards and backwards `rounds` times on what was recorded, without waiting for others,
+        and the step is simulated with these times. Model and gradients do not change. Only for CPU workers: they slow
+        each other down in ways that a profile of single ops does not show."""
         self._state.processes.check_alone("rehearse")
         check_grad()
         check_step(rounds=rounds)
@@ -199,22 +199,22 @@ class Pipe(DropInModule):
     def verify(
         self, *args: Any, target: Any = NO_TARGET, loss_fn: Callable[..., Any] | None = None, **kwargs: Any
     ) -> Verified:
-        """Check that a call and a step with these arguments, which are those of `step`, compute the same as the plain
-        model: outputs, loss, all gradients and buffers. The plain model is a copy, which runs in its own dtype and in
-        float64. `str` of the result says what differs by more than rounding explains, and where first; `.ok` is true if
-        nothing does; `.save(path)` writes a report for an issue.
+        """Whether a call and a step with the arguments of `step` compute the same as the plain model: outputs, loss,
+        all gradients and buffers. A difference is not raised: `.ok` is false, `str` of the result says what differs,
+        and where first, and `.save(path)` writes a report for an issue.
 
-        If results depend on the micro-batch (BatchNorm, dropout, lines that mix samples, buffers that forward writes),
-        the plain model runs on each micro-batch. Gradients, buffers, attributes and random state are restored. It needs
-        the memory of two more models. Raises FxpipeError if the model cannot be copied, and what a call or step raises.
-        """
+        Copies of the plain model run in its own dtype and in float64. The pipe's results may be about ten times as far
+        from those in float64 as the plain model's. If results depend on the micro-batch (BatchNorm, dropout, lines that
+        mix samples, buffers that forward writes), the copies run on each micro-batch. Gradients, buffers, attributes
+        and random state are restored. Raises FxpipeError if the model cannot be copied, and what call or step raise."""
         self._state.processes.check_alone("verify")
         check_grad()
         with self._state.lock:
             return verify(self._state.cache, args, kwargs, target, loss_fn)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
-        """Capture, plan and generate for this kind of call, without running it. The model may be on the meta device."""
+        """All that the first call with these arguments does before it runs: capture, plan, write code. The first `step`
+        captures again, with the loss; parameters stay where they are. The model may be on the meta device."""
         cache, processes = self._state.cache, self._state.processes
 
         def call(given: Given) -> None:
@@ -235,20 +235,20 @@ class Pipe(DropInModule):
         checkpoint: str | Path | None = None,
         stages: Collection[int] | None = None,
     ) -> None:
-        """Give the model's tensors on the meta device memory and values, as `fxpipe.materialize` does. The values
-        depend on the seed (or `init`, or the checkpoint), not on the plan. `stages`: only the tensors of these stages;
-        tensors that no stage uses belong to stage 0."""
+        """Replace the model's tensors on the meta device by tensors with values, as `fxpipe.materialize` does: those
+        that this process needs, or only those of `stages`; tensors that no stage uses belong to stage 0. The values do
+        not depend on the plan. They are made on the CPU, and move to the stages' devices at the next call."""
         with self._state.lock:
             only = self.keys_here() if stages is None else self.keys_of(stages)
             materialize(self.model, seed, init=init, checkpoint=checkpoint, only=only)
 
     def keys_here(self) -> Collection[str] | None:
-        """The keys of the model's tensors that this process needs; None: all."""
+        """The names of the parameters and buffers that this process needs. Returns None in one process: all."""
         return None
 
     def keys_of(self, stages: Collection[int]) -> frozenset[str]:
-        """The keys of the model's tensors that belong to these stages. Raises FxpipeError before the first call, which
-        decides the stages."""
+        """The names of the parameters and buffers that belong to these stages. Raises FxpipeError before the first
+        call, which decides the stages."""
         tensors = tensors_of(self.model)
         homes = self._state.cache.homes(tensors)
         return frozenset(key for key, tensor in tensors.items() if homes.get(id(tensor), 0) in stages)
@@ -257,7 +257,7 @@ class Pipe(DropInModule):
         self, stages: Collection[int], device: str | torch.device | None = None, group: Any = None
     ) -> list[Any]:
         """These stages as `PipelineStage`s of torch.distributed.pipelining, on `device`, for the ranks of `group`, for
-        torch's schedules. They are for calls of the kind that was compiled or run last.
+        torch's schedules. They are for calls of the kind that was compiled or run last. On each of `world` ranks:
 
             pipe = fxpipe.compile(model, devices=["cpu"] * world, chunks=8, example_inputs=batch)
             (stage,) = pipe.torch_stages([rank], device)
@@ -265,8 +265,7 @@ class Pipe(DropInModule):
 
         torch's stages are a chain: skips and tied weights are relayed through the stages between. All micro-batches
         must have the same size, and the last stage returns its tensors in the order in which the model returns them.
-        Raises FxpipeError for a model whose loss or statistics are those of the whole batch.
-        """
+        Raises FxpipeError after a `step`, with deferred BatchNorm, and if a loss in the model needs the whole batch."""
         # Imported here, because its imports take as long as the rest of fxpipe.
         from fxpipe.pipe.build.torch_pipelining import torch_stages
 
@@ -284,7 +283,7 @@ class Pipe(DropInModule):
 
     @property
     def build(self) -> Build:
-        """Everything made for the kind of call that was compiled or run last."""
+        """All that was made for the kind of call that was compiled or run last: `.graph`, `.profile`, `.program` ..."""
         self.check_open()
         last = self._state.cache.last
         if last is None:
@@ -313,9 +312,9 @@ class Pipe(DropInModule):
 
     @property
     def timeline(self) -> Timeline | None:
-        """When each action of the last `step(..., timeline=True)` ran; None if there was none. Prints as a table;
-        `fxpipe.viz` draws it as text (`text_timeline.bars`), as SVG (`svg.draw`) and as a trace for Perfetto
-        (`chrome_trace.trace`)."""
+        """When each action of the last `step(..., timeline=True)` ran; None if there was none. Prints as a table.
+        `fxpipe.viz.svg.draw(pipe.timeline)` returns an SVG file as text; `html.draw`, `text_timeline.bars` and, for
+        Perfetto, `chrome_trace.trace` work alike."""
         return None if self._state.timed is None else self._state.timed.timeline
 
     @property
@@ -330,43 +329,44 @@ class Pipe(DropInModule):
 
     @property
     def trail(self) -> Mapping[str, Program | Placed]:
-        """The program after each pass that changed it: `pipe.trail["portals"]`. With a strategy, first the graph whose
-        ops have devices."""
+        """The program after each pass that changed it, by the pass's name, in order, from `pipe.trail["cut"]` on. With
+        a strategy, "shard" comes first: the graph with a device for each op."""
         return self.build.trail
 
     @property
     def graph_module(self) -> fx.GraphModule:
         """The captured graph as a `torch.fx.GraphModule` with the model's own tensors, a new one each time: for tools
-        that read these. It runs a whole batch at once; of a step it returns (loss, output)."""
+        that read these. It runs a whole batch at once. After a `step`, its loss is in it: it returns (loss, output)."""
         return graph_module(self.build.graph, self._state.cache.tensors(self.build.graph))
 
     @property
     def stage_modules(self) -> tuple[fx.GraphModule, ...]:
-        """Each stage as a `torch.fx.GraphModule`: a function of what the stage takes that returns what it gives."""
+        """Each stage as a `torch.fx.GraphModule` that takes the values that the stage receives for a micro-batch, and
+        returns those that it sends."""
         program, tensors = self.build.program, self._state.cache.tensors(self.build.graph)
         return tuple(stage_module(program, index, tensors) for index in range(len(program.stages)))
 
     def explain(self) -> str:
-        """A table: per stage its ops, parameters, time, memory and traffic; then the portals and shared parameters.
-        With a strategy, how each operator is cut, and the table by devices."""
+        """A table: per stage its ops, parameters, time, memory and traffic; then the portals (values that skip stages)
+        and shared parameters. With a strategy, how each operator is cut, and the table by devices."""
         return explain(self.build, self._state.cache.backend)
 
     def compare(self) -> str:
-        """A table of the predicted and the measured timeline of the last step with `timeline=True`. The prediction is
-        that of the last `rehearse`, if it was of the same kind, else it follows from the profile.
+        """A table of the predicted and the measured timeline of the last step with `timeline=True`; FxpipeError if
+        there was none. The prediction is that of the last `rehearse`, if it was for the same kind of step, else the
+        simulation with the profile.
 
-        The memory of a CPU worker is the most that its backward needs at once: the bytes that autograd, or a
-        recomputation, keeps for it, each storage counted once, without parameters. It is predicted by a run of the step
-        on meta tensors, exact to the byte. If that is not possible, the table shows the estimate of the profile, and a
-        line says why."""
+        The memory of a CPU worker is the most bytes that are kept for its backward at any moment, without parameters,
+        each storage counted once: predicted exactly, by a run of the step on meta tensors; if that is not possible, the
+        table shows the estimate of the profile, and a line says why."""
         timed = self._timed()
         with self._state.lock:
             return beside_predicted(self._state.cache, timed, self._state.rehearsed)
 
     def diagnose(self) -> Diagnosis:
-        """Where the time of the last step with `timeline=True` went, on each device: computing, recomputation, bubble,
-        imbalance, transfers that were waited for, host, stragglers. Prints as a table, with the prediction that
-        `compare` takes, then what costs most and what to change. Over ranks any rank may call it."""
+        """Where the time of the last step with `timeline=True` went, on each device. Prints as a table, with the
+        prediction of `compare`, then what costs most and what to change. Raises FxpipeError if there was no such step.
+        With several ranks, any rank may call it alone."""
         return diagnosed(self._timed(), self._state.rehearsed, self.options)
 
     def _timed(self) -> Timed:
@@ -383,9 +383,9 @@ class Pipe(DropInModule):
     # Keeping ----------------------------------------------------------------------------------------------------------
 
     def save(self, folder: str | Path, overwrite: bool = False) -> None:
-        """Write the package of the last kind of call, to be read, edited, and run again by `fxpipe.load`. A package
-        saved after a step can also be loaded over ranks, one for each device. Over ranks, all ranks call `save`, and
-        the leader writes. Raises PackageError if the folder is not empty, unless `overwrite` is true."""
+        """Write the files for the kind of call that was compiled or run last, to be read, edited, and run again by
+        `fxpipe.load`; if that was a step, also by several ranks, one for each device. All ranks call this, and rank 0
+        writes. Raises PackageError if the folder is not empty, unless `overwrite` is true."""
         cache, processes = self._state.cache, self._state.processes
         processes.write(lambda: save_package(cache, self.build, Path(folder), overwrite))
 

@@ -45,7 +45,7 @@ class LoadedRanksState(LoadedState):
 
 
 class LoadedRanks(Loaded):
-    """What `fxpipe.load` returns inside a torch.distributed world; see there, `Loaded`, and for calls `RankPipe`."""
+    """A `Loaded` whose devices are the processes of torch.distributed, called as a `RankPipe`."""
 
     _state: LoadedRanksState
     __deepcopy__, __reduce__ = refuse_copy, refuse_pickle
@@ -56,12 +56,12 @@ class LoadedRanks(Loaded):
 
     @property
     def world(self) -> World:
-        """The ranks of this pipe."""
+        """The ranks of this pipe, as `RankPipe.world`."""
         return self._state.processes.world
 
     @property
     def place(self) -> int:
-        """The number of this rank among all that train the model: the index of its value in `collect_all`."""
+        """The number of this rank, as `RankPipe.place`."""
         return self._state.processes.place
 
     def _refuse(self, _: Header, signatures: Given, error: BaseException) -> None:

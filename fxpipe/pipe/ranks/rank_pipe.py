@@ -9,11 +9,7 @@
     its part of the step, the consensus       its part of the step, the consensus
 
 `rank_calls` has how ranks make a call together, `rank_builds` the kinds of calls. A pipe may be a row of a mesh, side
-by side with others:
-
-    mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "pp"))
-    pipe = fxpipe.compile(model, chunks=8, group=mesh["pp"], example_inputs=batch)
-    pipe.parallelize(mesh["dp"], lambda part, dp: fully_shard(part, mesh=dp))
+by side with others: see `RankPipe.parallelize`.
 """
 
 from __future__ import annotations
@@ -48,17 +44,19 @@ class RankPipeState(PipeState):
 
 
 class RankPipe(Pipe):
-    """What `fxpipe.compile` returns inside a torch.distributed world; see there, and `Pipe`.
+    """A `Pipe` whose devices are the processes of torch.distributed; what `fxpipe.compile` returns then.
 
-    Every rank makes every call. The leader, rank 0, passes all arguments; another rank passes those that its stages
-    use, and may leave out the others or pass None: `pipe.step(target=y, loss_fn=loss_fn)` on the last rank. `loss_fn`
-    and `outputs` are the same on all ranks; `scaler`, `accumulate` and `timeline` are the leader's. Tensors that
-    several ranks are given must have the same values: checksums are compared, unless `check_inputs=False`.
+    Every rank makes every call, for the same whole batch; unlike in DDP, ranks have no batches of their own. The
+    leader, rank 0, passes all arguments; another rank passes those that its stages use, and may leave out the others or
+    pass None: `pipe.step(target=y, loss_fn=loss_fn)` on the last rank. `loss_fn` and `outputs` are the same on all
+    ranks; `scaler`, `accumulate` and `timeline` are the leader's. Tensors that several ranks are given must have the
+    same values: checksums are compared, unless `check_inputs=False`.
 
     Every rank gets the loss of the batch, and with `outputs` what the model returns; `pipe.timeline` is that of all
-    ranks, by the leader's clock. Gradients are added to those of this rank's parameters; an input that needs a gradient
-    gets it on every rank that passes the input. `pipe(x)` returns outputs without gradients: train with `step`. After
-    `parallelize`, if pipes side by side have parts of the parameters, all of them must make each call together.
+    ranks, by the leader's clock. Gradients are added to those of this rank's parameters, which `pipe.parameters()`
+    returns after the first call or `example_inputs`. If an input requires a gradient, each rank that passed it gets it.
+    `pipe(x)` raises FxpipeError where gradients are on: train with `step`, evaluate with `forward_only`. After
+    `parallelize` with FSDP or tensor parallelism, all rows of the mesh make each call together.
 
     If anything fails on any rank, no gradient is added on any rank. The rank that failed raises its error; the others
     raise RankError, also if a rank is lost.
@@ -78,47 +76,53 @@ class RankPipe(Pipe):
 
     @property
     def world(self) -> World:
-        """The ranks of this pipe."""
+        """The ranks of this pipe: `.group` is their ProcessGroup, `.rank` this rank's number in it, `.device` its
+        device, `.labels` the labels of all devices."""
         return self._state.processes.world
 
     @property
     def place(self) -> int:
-        """The number of this rank among all that train the model: the index of its value in `collect_all`."""
+        """The number of this rank among all that train the model, those of pipes side by side included: the index of
+        its value in `collect_all`."""
         return self._state.processes.place
 
     def keys_here(self) -> Collection[str]:
-        """The keys of `held_tensors`. Raises FxpipeError before the first call, which decides the stages."""
+        """The names of the parameters and buffers that this rank needs, those of `held_tensors`. Raises FxpipeError
+        before the first call, which decides the stages."""
         if self._state.cache.home is None:
             raise FxpipeError("it is not decided yet which rank has which stage: pass example_inputs to fxpipe.compile")
         return self.held_tensors().keys()
 
     def drop_others(self) -> None:
-        """Free the memory of the parameters and buffers that belong to other ranks. They keep their shapes for later
-        captures; their values must not be read. Raises FxpipeError before the first call."""
+        """Free the memory of the parameters and buffers that belong to other ranks; fxpipe itself never does. They
+        keep their shapes for later captures, and have no values to read. Raises FxpipeError before the first call."""
         self.keys_here()  # raises if the stages are not decided
         self._state.tensors.drop_others()
 
     def parallelize(self, mesh: Any, function: Function) -> nn.Module:
-        """Train several pipes side by side, by torch's own data and tensor parallelism: `function(part, mesh)` is
-        called once with this rank's part of the model, a module with the model's own submodules and names. Returns the
-        function's result.
+        """Train several pipes side by side, each a row of a mesh, by torch's own data and tensor parallelism:
+        `function(part, mesh)` is called once with this rank's part of the model, a module with the model's own
+        submodules and names. Returns the function's result.
 
+            mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "pp"))
+            pipe = fxpipe.compile(model, chunks=8, group=mesh["pp"], example_inputs=batch)
             pipe.parallelize(mesh["dp"], lambda part, dp: DistributedDataParallel(part, device_mesh=dp))
-            pipe.parallelize(mesh["dp"], lambda part, dp: fully_shard(part, mesh=dp))            # or this
-            pipe.parallelize(mesh["tp"], lambda part, tp: parallelize_module(part, tp, plan))    # or this; or it first
 
-        With data parallelism, each row of the mesh has its own batch, all of the same size. Gradients are averaged over
-        the rows once a step: if the loss is a mean, they are those of the mean over all batches. With tensor
-        parallelism, all rows have the same batch. Of the user's plan only the placements of parameters are used:
-        the cuts of other values follow from them, and values between stages are whole.
+        The function may also return `fully_shard(part, mesh=dp)`, or `parallelize_module(part, tp, plan)` with a mesh
+        of tensor parallelism; with both, call `parallelize` first for tensor parallelism, then for the data.
+
+        With data parallelism, each row has its own batch, all of the same size. Gradients are averaged over the rows
+        once a step: if the loss is a mean, they are those of the mean over all batches. With tensor parallelism, all
+        rows have the same batch. Of torch's `plan` only the placements of parameters count: how other values are
+        sharded follows from them, and between stages values are whole.
 
         With FSDP2 and tensor parallelism, parameters become DTensors, and the model's own lose their memory: make the
         optimizer from `pipe.parameters()` afterwards. All ranks call this, after `example_inputs` or `prepare`. If
-        anything fails in a row, no gradient is added in any row. Collectives that have begun wait for a lost rank for
-        as long as the mesh's process groups do.
+        anything fails in a row, no gradient is added in any row. If a rank is lost while others wait for it in a
+        collective of the mesh, the timeout of the mesh's process groups holds, not that of the pipe.
 
-        Raises FxpipeError before there is a plan, if the function returns something else, and if stages cannot compute
-        with parts of tensors; RankError if the rows do not have the same parts.
+        Raises FxpipeError before there is a plan, if the function returns none of the three, and if stages cannot
+        compute with parts of tensors; RankError if the rows do not have the same parts.
         """
         cache, ranks = self._state.cache, self._state.processes
         with ranks.together():

@@ -84,8 +84,8 @@ class Ranks(Processes):
     def check_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
         if type(scaler) is torch.amp.GradScaler:
             raise FxpipeError(
-                "this GradScaler sees the infinities of one rank alone, so ranks would skip other steps; use "
-                "fxpipe.GradScaler(pipe, ...)"
+                "torch's GradScaler looks for infinite gradients on its own rank alone, so some ranks would skip an "
+                "update that others make; use fxpipe.GradScaler(pipe, ...)"
             )
 
     @contextmanager

@@ -54,7 +54,8 @@ class LoadedState(State):
 
 
 class Loaded(DropInModule):
-    """What `fxpipe.load` returns; see there."""
+    """What `fxpipe.load` returns: a pipe without plan and capture. It has `forward`, `step`, `timeline`, `stages`,
+    `scheduler`, `package`, `close` and what every pipe has (`DropInModule`)."""
 
     _state: LoadedState
 
@@ -80,7 +81,7 @@ class Loaded(DropInModule):
 
     @property
     def timeline(self) -> Timeline | None:
-        """When each action of the last `step` ran, if it was timed; else None."""
+        """When each action of the last `step` ran; None if that was without `timeline=True`."""
         return self._state.timeline
 
     @Forward
@@ -105,9 +106,9 @@ class Loaded(DropInModule):
         timeline: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Forward and backward of a whole batch, as `pipe.step(...)`, for the kind of step that was saved. The loss is
-        in the files. `loss_fn` must be the same function with the same values; it may be left out if it has no
-        parameters or buffers of its own."""
+        """Forward and backward of a whole batch, as `Pipe.step`, for the kind of step that was saved. The loss is in
+        the files: `loss_fn` may be left out, unless it has parameters or buffers of its own. If it is given, it must be
+        the function that was saved, with the same constants."""
         processes = self._state.processes
 
         def call(given: Given) -> tuple[Any, ...]:
@@ -134,7 +135,7 @@ class Loaded(DropInModule):
             raise InputError("this package was saved after a step: call .step(...), or save one after calling the pipe")
         if torch.is_grad_enabled() and isinstance(self.scheduler, StepScheduler):
             raise InputError(
-                "this package was saved from a pipe over ranks, whose calls compute no gradients: call "
+                "this package was saved from a pipe of several ranks, whose calls compute no gradients: call "
                 ".forward_only(...), or save one after pipe.step(...)"
             )
         return self._inputs(given[0], given[1])
