@@ -10,7 +10,7 @@ from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.plan import layer_chain as chains
 from fxpipe.ir.plan.hybrid_plan import ALL_REDUCES, WARMUPS, HybridPlan
 from fxpipe.ir.plan.layer_chain import Chain
-from fxpipe.ir.units import show_seconds
+from fxpipe.ir.units import count, show_seconds
 
 from .event_time import Problem
 
@@ -120,10 +120,8 @@ class Certificate:
             known += (
                 f", and perhaps above DAPPLE's plan, whose planner did not end in time ({self.unfinished} searches)"
             )
-        return (
-            f"{known}: no plan takes less than {show_seconds(self.bound)} "
-            f"({self.simulated} plans simulated, {self.branches} branches, {show_seconds(self.seconds)})"
-        )
+        effort = f"{count(self.simulated, 'plan', 'plans')} simulated, {count(self.branches, 'branch', 'branches')}"
+        return f"{known}: no plan takes less than {show_seconds(self.bound)} ({effort}, {show_seconds(self.seconds)})"
 
 
 @dataclass(frozen=True)
