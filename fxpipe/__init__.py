@@ -17,7 +17,7 @@ It is called like the model, and has the model's own gradients:
 >>> torch.allclose(gradient, model[0].weight.grad, atol=1e-6)
 True
 
-What runs can be read:
+What runs can be read. F2 is the forward of micro-batch 2, B2 its backward; a clock is the time of one of them:
 
 >>> print(pipe.schedule)
 gpipe: 2 stages, 4 micro-batches
@@ -43,7 +43,9 @@ from fxpipe.api.compile import compile, load
 from fxpipe.api.plan import plan
 from fxpipe.api.profile import profile
 from fxpipe.api.search import search
-from fxpipe.ir.cluster.cluster import Cluster, Device
+from fxpipe.ir.cluster.cluster import Cluster, Device, Link, Switch
+from fxpipe.ir.cluster.matrix_speed import MatrixSpeed
+from fxpipe.ir.plan.layer_chain import Chain, Layer
 from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.plan.profile import Profile
 from fxpipe.ir.schedule.schedule import Schedule
@@ -75,6 +77,7 @@ from .errors import (
 __all__ = [
     "BatchStatisticsWarning",
     "CaptureError",
+    "Chain",
     "CheckpointError",
     "Cluster",
     "CompileError",
@@ -82,7 +85,10 @@ __all__ = [
     "FxpipeError",
     "GradScaler",
     "InputError",
+    "Layer",
+    "Link",
     "MaterializeError",
+    "MatrixSpeed",
     "MixedSamplesWarning",
     "PackageError",
     "Pipe",
@@ -93,6 +99,7 @@ __all__ = [
     "RankError",
     "Schedule",
     "Searched",
+    "Switch",
     "Timeline",
     "async_save_checkpoint",
     "backend",

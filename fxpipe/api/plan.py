@@ -65,37 +65,40 @@ def plan(
 ) -> Planned:
     """The plan for training steps of `batch_size` samples on `cluster`: stages, replicas, devices, micro-batches.
 
-    - `what`: a model, which may be on the meta device, with `example_inputs`: costs are estimated for each kind of
-      device. Or what `fxpipe.profile` returned: measured times are scaled to other kinds of devices, for each op by
-      the ratio of its estimates; times of a device that the cluster lacks are taken for the first device. Or a `Chain`
-      of layers: without `kinds`, its times are for the first device, and are scaled to other kinds by `Device.flops`.
-      Or a dict with a profile or chain for each kind of device, {"V100": ..., "K80": ...}; a key is a whole label, or
-      the part before the colon.
-    - `cluster`: a `Cluster`, or the name of a published one: "A", "B", "C" (DAPPLE's), "p100", "k80", "p40";
-      "a100", "h100", "b200" (nodes of 8; "h100:64" is eight of them).
-    - `planner`: "optimal" (with a proven bound on its distance from the optimum), "dapple", "pipedream", "gpipe",
-      "straight" (a device for each stage), "data parallel".
-    - `micro_batches`: into how many a batch is cut. If not given, the planner tries numbers that divide the batch; for
-      a model, the 8 that are nearest to four per device, each with costs estimated for its size. Replicas share whole
-      samples of a micro-batch; only in a `Chain` with `ideal_shares` they share it evenly, as in DAPPLE's paper.
+    - `what`: a model, which may be on the meta device, with `example_inputs`, whose batch may have another size: costs
+      are estimated for each kind of device. Or what `fxpipe.profile` returned: measured times are scaled to other kinds
+      of devices, for each op by the ratio of its estimates; if the cluster lacks the device, they are used as times of
+      its first device. Or a `fxpipe.Chain` of layers: without `kinds`, its times are for the first device, and are
+      scaled to other kinds by `Device.flops`. Or a dict with a profile or chain for each kind of device,
+      {"V100": ..., "K80": ...}; a key is a label, or its part before the colon.
+    - `cluster`: a `Cluster`, or the name of a published one: "A", "B", "C" (those of DAPPLE's paper, of 16 V100s),
+      "p100", "k80", "p40", "a100", "h100", "b200". "h100:64" has 64 devices, eight in a node.
+    - `planner`: "optimal" (with a proven bound on its distance from the optimum), "dapple", "pipedream" (those of the
+      papers), or one of three simple ones: "gpipe" (a device for each stage, stages as even as possible), "straight" (a
+      device for each stage, the slowest as fast as possible), "data parallel" (one stage on all devices).
+    - `micro_batches`: `chunks` of the pipe: into how many a batch is cut. If not given, the planner tries numbers that
+      divide the batch; for a model only the 8 that are nearest to four per device, each with costs for its size. Each
+      replica gets whole samples of a micro-batch, unless a `Chain` has `ideal_shares`.
     - `recompute`: True: all stages recompute. False: none. If not given, those that do not fit in memory otherwise.
-    - `tensor_parallel`: over how many devices of a server each op is cut: a number, several of which the best is
-      taken, or "auto" for all powers of two that a server has. How each op is cut is chosen so that a micro-batch
-      takes the least time on such a group. The devices of the cluster must then be of one kind.
-    - `schedule`: "1f1b" or "1f1b-late" (both are tried if not given); "gpipe", "zb-h1", "zb-h2": the plan is made
-      for 1F1B and runs in that order; "auto": the fastest of them all that fits, as simulated.
+    - `tensor_parallel`: over how many devices of a server each op is cut: a number; or a list of numbers, of which the
+      best is taken; or "auto": all powers of two up to the devices of a server. How each op is cut is chosen so that a
+      micro-batch takes the least time. Above 1, the devices of the cluster must be of one kind.
+    - `schedule`: "1f1b" or "1f1b-late"; if not given, both are tried. With "gpipe", "zb-h1" or "zb-h2", stages are
+      chosen for 1F1B, and then run in the order that is named. "auto": the fastest of all five that fits, as simulated.
     - `all_reduce`: replicas add up gradients at the "end" of the step, or "overlap" that with the last backward.
-    - `parameter_copies`: bytes in memory for each byte of parameters: 4 for Adam, 3 for momentum, 2 for plain SGD; 8
-      for Adam on parameters in bf16 with a master copy and moments in f32.
+    - `parameter_copies`: bytes in memory for each byte of parameters, with gradients and optimizer state: 4 for Adam
+      (parameter, gradient, two moments), 3 for momentum, 2 for plain SGD; 8 for Adam on parameters in bf16 with a
+      master copy and moments in f32.
     - `dtype`: the element type in which a model is planned, as for `fxpipe.profile`.
     - `most_layers`: the largest number of layers that a model is divided into; stages are made of whole layers.
     - `time_limit`: seconds that "optimal" may search.
 
     Raises PlanError if there is no plan, or none that fits in memory.
 
-    >>> from fxpipe.ir.plan.layer_chain import Layer
-    >>> chain = Chain("VGG", 32, (Layer("convs", 9e-3, 18e-3, 80e6, 1e9, 3e6), Layer("fc", 1e-3, 2e-3, 480e6, 1e6)))
-    >>> found = plan(chain, "B", 2048)
+    >>> import fxpipe
+    >>> convs = fxpipe.Layer("convs", forward=9e-3, backward=18e-3, parameters=80e6, saved=1e9, cut=3e6)
+    >>> fc = fxpipe.Layer("fc", forward=1e-3, backward=2e-3, parameters=480e6, saved=1e6)
+    >>> found = fxpipe.plan(fxpipe.Chain("VGG", 32, (convs, fc)), "B", batch_size=2048)
     >>> [(stage.device, len(stage.devices)) for stage in found.plan.stages], f"{found.seconds:.2f} s"
     ([('V100:0', 11), ('V100:11', 1)], '0.24 s')
     """

@@ -77,28 +77,36 @@ def profile(
     dtype: str | None = None,
     **kwargs: Any,
 ) -> ModelProfile:
-    """What each op of `model` costs in a call with these arguments: seconds forward and backward, bytes kept.
+    """What each op of `model` costs in a call with these arguments: seconds forward and backward, bytes kept for
+    backward. Returns a `Profile` that knows its model, for `fxpipe.plan` and `fxpipe.compile`.
 
     - `device`: for a `Device` of a cluster, or a `Cluster` (its first device), costs are estimated from FLOPs and
       bytes: nothing runs, and the model may be on the meta device. On a torch device, or None (the device of the
       model), costs are measured, op by op.
-    - `batch`: samples of a micro-batch; if not given, as many as the arguments have. A measurement may be for fewer, an
-      estimate also for more.
+    - `batch`: samples of a micro-batch; if not given, as many as the arguments have. For a measurement no more than
+      that.
     - `batch_dim`, `reduce`: as for `fxpipe.compile`.
     - `dtype`: the element type of an estimate; if not given, that of the model's tensors. "f64", "f32", "bf16" and
       "f16" are for tensors and products; "tf32": f32 with products in TF32; "f8": bf16 with products in float8.
 
     Raises CaptureError if the model cannot be captured, PlanError or InputError for invalid arguments.
 
+    >>> import torch, fxpipe
+    >>> from torch import nn
+    >>> class Net(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.up = nn.Linear(1024, 1024)
+    ...     def forward(self, x):
+    ...         return self.up(x).relu()
     >>> from fxpipe.ir.cluster.published_clusters import V100
     >>> with torch.device("meta"):
-    ...     model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU())
-    >>> print(profile(model, torch.zeros(64, 1024, device="meta"), device=V100))
-    Sequential, estimated on V100, batch 64
-    name     forward    backward    saved    output    parameters
-    input_1  22.1 us    22.1 us     262 kB   262 kB    4.2 MB
-    input_2  5.58 us    5.58 us     262 kB   262 kB    0 B
-    total    27.7 us    27.7 us     524 kB   524 kB    4.2 MB
+    ...     print(fxpipe.profile(Net(), torch.zeros(64, 1024), device=V100))
+    Net, estimated on V100, batch 64
+    name    forward    backward    saved    output    parameters
+    linear  22.1 us    22.1 us     262 kB   262 kB    4.2 MB
+    relu    5.58 us    5.58 us     262 kB   262 kB    0 B
+    total   27.7 us    27.7 us     524 kB   524 kB    4.2 MB
     """
     check_values(PROFILE, locals())
     check_model(model, "profile")

@@ -43,25 +43,28 @@ def search(
     dtype: str | None = None,
     **unknown: Never,
 ) -> Searched:
-    """The fastest strategy found for training steps of `what` on `cluster`, in simulation, that fits in memory.
+    """Search for the strategy with the shortest simulated training step that fits in memory. `fxpipe.plan` puts whole
+    layers on devices, as a pipeline; a strategy also cuts each operator.
 
-    - `what`: a model, with `example_inputs` (it may be on the meta device), or a graph of operators.
-    - `cluster`: a `Cluster`, or the name of a published one: "p100:4" is four devices of the "p100".
+    - `what`: a model, with `example_inputs` (it may be on the meta device), or a
+      `fxpipe.ir.operators.operators.OperatorGraph`.
+    - `cluster`: a `Cluster`, or the name of a published one, as for `fxpipe.plan`: "p100:4" has four P100s.
     - `batch`: samples in a step; if not given, as many as the inputs have.
-    - `budget`: seconds that the search may take. After them it goes on only until no change of one operator's cut or
-      place makes the step faster.
-    - `method`: "leaps" (changes many operators at once), or "mcmc" (the search of the SOAP paper).
+    - `budget`: seconds to search. The search then ends once no change of a single operator makes the step faster.
+    - `method`: "leaps" (changes many operators at once), or "mcmc" (FlexFlow's: Jia et al., "Beyond data and model
+      parallelism for deep neural networks", 2019).
     - `seed`: of the search's random numbers.
     - `parameter_copies`: bytes in memory for each byte of parameters, as for `fxpipe.plan`.
     - `dtype`: the element type, as for `fxpipe.profile`; for a graph of operators, the type of its products.
     - `progress`: whether to show a bar; if not given, only where standard error is a terminal.
 
-    Raises PlanError if the model has an op of an unknown kind (the message names the user's line), if numba is missing,
-    or if no strategy was found that fits in the memory of all devices.
+    Raises PlanError if the model has an op of an unknown kind (the message names the user's line), if numba is missing
+    (`pip install 'fxpipe[search]'`), or if no strategy was found that fits in the memory of all devices.
 
-    >>> from torch import ones
+    >>> import torch, fxpipe
+    >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 4096))
-    >>> found = search(model, "p100:4", example_inputs=ones(8, 4096), budget=1)
+    >>> found = fxpipe.search(model, "p100:4", example_inputs=torch.ones(8, 4096), budget=1)
     >>> found.seconds < found.data_parallel.seconds
     True
     """

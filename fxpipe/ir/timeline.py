@@ -61,9 +61,9 @@ class Timeline:
     """What happened when in one training step, simulated or measured. Print with `str`.
 
     - `name`: of the schedule.
-    - `spans`: what `devices`, and `links` between them, did, in any order.
-    - `memory`: per device the bytes in use over time: one step if only the high-water mark is known; empty if nothing
-      is known.
+    - `spans`: what `devices` and `links` (their labels) did, in any order, each with `start` and `end` in seconds.
+    - `memory`: per device pairs (seconds, bytes in use from then on), one pair if only the maximum is known; empty if
+      nothing is known. On CPU workers, bytes are only those kept for backward.
     - `call`: when the call of the step began and ended, if it was measured: before the first span its batch is cut,
       after the last one its gradients are added to the model's.
     """
@@ -113,12 +113,12 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The share of the devices' time that is idle."""
+        """The share of the devices' time, from the first start to the last end, that is `idle`."""
         return 1 - sum(self.busy) / (self.makespan * len(self.devices)) if self.makespan else 0.0
 
     @cached_property
     def high_water(self) -> tuple[int, ...]:
-        """The most bytes each device had in use; empty if memory is not known."""
+        """The most bytes that each device had in use, as in `memory`; empty if that is not known."""
         return tuple(max((held for _, held in steps), default=0) for steps in self.memory)
 
     def on(self, where: str) -> tuple[Span, ...]:

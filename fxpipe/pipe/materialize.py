@@ -67,21 +67,24 @@ def materialize(
     checkpoint: str | Path | None = None,
     only: Collection[str] | None = None,
 ) -> None:
-    """Give the model's tensors on the meta device memory on the CPU, and values.
+    """Replace the model's tensors on the meta device by tensors on the CPU, with values.
 
-    - `seed`: decides the values, together with the path of each tensor.
-    - `init(module, path)`: called for each module that has such tensors, itself or in its submodules, after the
-      module's own `reset_parameters`, if it has one; children before their parents, as in `model.apply`.
+    - `seed`: decides the values, together with the name of each tensor.
+    - `init(module, path)`: called for each module that has tensors on the meta device, itself or in its submodules,
+      after the module's own `reset_parameters()`, if it has one; children before their parents, as in `model.apply`.
     - `checkpoint`: the values by the model's own keys: a file with a `state_dict`, a `.safetensors` file, or a folder
       of torch.distributed.checkpoint. Tensors that are not in `state_dict()` are initialised.
-    - `only`: the keys of the tensors to make; None: all. Tied weights are made once, if `only` has one of their keys.
+    - `only`: the names of the tensors to make; None: all. Tied weights are made once, if `only` has one of their names.
 
     Parameters become new objects: make optimizers and hooks on them afterwards. Raises MaterializeError if nothing sets
-    a tensor, CheckpointError if the checkpoint lacks it or has it in another shape; then nothing has changed.
+    a tensor that is to be made, CheckpointError if the checkpoint lacks it or has it in another shape; then nothing has
+    changed.
 
+    >>> import torch, fxpipe
+    >>> from torch import nn
     >>> with torch.device("meta"):
     ...     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
-    >>> materialize(model, seed=1, only={"1.weight", "1.bias"})
+    >>> fxpipe.materialize(model, seed=1, only={"1.weight", "1.bias"})
     >>> model[0].weight.device.type, model[1].weight.device.type
     ('meta', 'cpu')
     """

@@ -60,10 +60,11 @@ def save_checkpoint(
 ) -> None:
     """Write a pipe, or a plain model, with its optimizer into a folder, each tensor under the model's own key.
 
-    With several processes, all of them call it, and each writes the tensors that it has. `extra` of the first process
-    is saved too: tensors and JSON values, as in `step=100, schedule=scheduler.state_dict(), rng=torch.get_rng_state()`.
-    A folder counts as a checkpoint only when it is complete. Raises CheckpointError if the folder already is one, or if
-    a value is neither tensor nor JSON; a failure on one rank of a pipe is a RankError on all others. After Ctrl-C,
+    With several processes, all of them call it, each with its own `optimizer` of `pipe.parameters()`, and each writes
+    the tensors that it has. `extra` of the first process is saved too: tensors and JSON values, as in `step=100,
+    schedule=scheduler.state_dict(), rng=torch.get_rng_state()`. A folder counts as a checkpoint only when it is
+    complete; what is left of an incomplete one may be written over. Raises CheckpointError if the folder already is
+    one, or if a value is neither tensor nor JSON; a failure on one rank is a RankError on all others. After Ctrl-C,
     KeyboardInterrupt is raised when all is written; after a second Ctrl-C, at once.
     """
     settle(model)
@@ -81,12 +82,12 @@ def async_save_checkpoint(
 
         saving = fxpipe.async_save_checkpoint("runs/100", pipe, optimizer, step=100)
         ...  # steps
-        saving.wait()  # all ranks; may be left out
+        saving.wait()  # optional; if one rank calls it, all must
 
     The next `save_checkpoint` or `async_save_checkpoint` of the same model waits for it, and so does the end of the
     process. The folder counts as a checkpoint from the moment when all processes have written all of it. Raises as
     `save_checkpoint` does for values that cannot be saved; an error of writing is raised by `wait`, or by the next
-    call that waits, on all ranks.
+    call that waits, on all ranks, or else printed at the end of the process.
     """
     settle(model)
     path, savers = Path(folder), savers_of(model)
@@ -130,12 +131,14 @@ def contents(
 def load_checkpoint(
     folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
-    """Read what `save_checkpoint` has written, from any number of stages, into a pipe or a plain model and its
-    optimizer, hyperparameters included. Returns the extras that were saved, by name.
+    """Load what `save_checkpoint` has written into a pipe or a plain model, and into its optimizer, with learning rates
+    and other hyperparameters. It may have been saved from another number of stages and ranks. Returns the extras that
+    were saved, by name.
 
-    Waits for the folder if an `async_save_checkpoint` of this process is still writing it. No code in the folder is
-    run. Tensors on the meta device are not read: call `materialize(checkpoint=folder)` first. Raises CheckpointError,
-    and changes nothing, if folder and model do not fit, or if the folder stays incomplete.
+    If an `async_save_checkpoint` of this process is still writing the folder, this waits, for other ranks at most the
+    timeout of the pipe. No code in the folder is run. Tensors on the meta device are not read: call
+    `materialize(checkpoint=folder)` first. Raises CheckpointError, and changes nothing, if folder and model do not fit,
+    or if the folder is not complete.
     """
     path = Path(folder)
     held = entries(path)
@@ -157,7 +160,8 @@ def load_checkpoint(
 
 
 def last_checkpoint(folder: str | Path) -> Path | None:
-    """The newest complete checkpoint among the subfolders of `folder`, or None."""
+    """Of the complete checkpoints among the subfolders of `folder`, the one that was completed last; None if there is
+    none."""
     tables = sorted(Path(folder).glob(f"*/{TABLE}"), key=lambda table: table.stat().st_mtime_ns)
     return tables[-1].parent if tables else None
 

@@ -152,8 +152,7 @@ def write(drafted: Draft, savers: Savers) -> None:
 
 
 class Saving:
-    """A checkpoint that is being written in the folder `path`. It is complete some time later, whether somebody waits
-    for it or not."""
+    """A checkpoint that is being written in the folder `path`, in the background: `wait` is optional."""
 
     def __init__(self, path: Path, drafted: Draft, savers: Savers) -> None:
         self.path, self._savers = path, savers
@@ -169,8 +168,8 @@ class Saving:
 
     def wait(self) -> None:
         """Return when the checkpoint is complete. All ranks call this. If writing has failed on one, its error is
-        raised there, and RankError on all others; the folder then is no checkpoint. Ctrl-C is raised when all is
-        written; a second one at once."""
+        raised there, and RankError on all others; the folder then is no checkpoint. After Ctrl-C, KeyboardInterrupt is
+        raised when all is written; after a second Ctrl-C, at once."""
         if self._settled:
             return
         collect = self._savers.collect
@@ -185,8 +184,8 @@ class Saving:
                 being_written.discard(self)
 
     def complete(self) -> None:
-        """Return when the checkpoint is complete. Any rank may call this alone. Raises CheckpointError if writing has
-        failed, or if other ranks are not done within the timeout."""
+        """As `wait`, but any rank may call it alone. Raises CheckpointError if writing has failed, or if other ranks are
+        not done within the timeout."""
         self._here.wait()
         end = time.monotonic() + self._savers.timeout
         while not (self.path / TABLE).exists():
@@ -265,7 +264,7 @@ class Saving:
         return True
 
     def report(self) -> None:
-        """At the end of the process: say that the checkpoint is not complete, if nobody has been told."""
+        """Called at the end of the process: print that the checkpoint is not complete, if no error has said so."""
         if self._error is not None:
             why = f"{type(self._error).__name__}: {self._error}"
         elif self._savers.leads and not self._complete:

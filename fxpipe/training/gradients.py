@@ -27,8 +27,8 @@ def clip_grad_norm_(
     foreach: bool | None = None,
 ) -> Tensor:
     """Scale the gradients of all parameters down so that their norm, over all stages, is at most `max_norm`. Returns
-    the norm before scaling. Over ranks, all ranks must call it; for a pipe in one process it does the same as
-    `torch.nn.utils.clip_grad_norm_`.
+    the norm before scaling. For a pipe in one process it does the same as `torch.nn.utils.clip_grad_norm_`; of several
+    ranks, all must call it.
 
     - `pipe`: the pipe itself, not its parameters.
     - `norm_type`: the order of the norm: 2.0, or `math.inf` for the largest absolute value, or another number.
@@ -37,10 +37,10 @@ def clip_grad_norm_(
 
     Raises RuntimeError, on every rank, if the norm is infinite or not a number and `error_if_nonfinite` is true.
 
-    >>> import fxpipe
+    >>> import torch, fxpipe
     >>> pipe = fxpipe.compile(torch.nn.Linear(2, 1), devices=1, chunks=1)
     >>> pipe.model.weight.grad = torch.tensor([[3.0, 4.0]])
-    >>> clip_grad_norm_(pipe, 1.0), pipe.model.weight.grad
+    >>> fxpipe.clip_grad_norm_(pipe, 1.0), pipe.model.weight.grad
     (tensor(5.), tensor([[0.6000, 0.8000]]))
     """
     parameters = [parameter for parameter in pipe.parameters() if parameter.grad is not None]
@@ -78,8 +78,8 @@ def together(norms: list[float], norm_type: float) -> float:
 
 
 class GradScaler(torch.amp.GradScaler):
-    """A `torch.amp.GradScaler` for a pipe: if a gradient is infinite or not a number on any rank, all skip the step,
-    and all keep the same scale. For a pipe in one process it does the same as torch's own.
+    """A `torch.amp.GradScaler` for a pipe: if a gradient is infinite or not a number on any rank, all skip
+    `optimizer.step()`, and all keep the same scale. For a pipe in one process it does the same as torch's own.
 
         scaler = fxpipe.GradScaler(pipe, "cuda")
         loss = pipe.step(x, target=y, loss_fn=loss_fn, scaler=scaler)

@@ -33,14 +33,14 @@ from .matrix_speed import MatrixSpeed, check_speeds
 
 @dataclass(frozen=True)
 class Device:
-    """One device. How long it takes for something is in `roofline.py`.
+    """One device.
 
     - `label`: its name, such as "cuda:0"; "cpu:1" is the second CPU worker.
     - `memory`: in bytes.
-    - `flops`: peak floating-point operations per second, but for the products that `matrices` tells.
+    - `flops`: peak floating-point operations per second of all but the matrix products in `matrices`.
     - `bandwidth`: peak bytes of memory read or written per second.
-    - `server`: the server that the device is in.
-    - `matrices`: how fast it multiplies matrices, by element type.
+    - `server`: the name of the server that the device is in.
+    - `matrices`: how fast it multiplies matrices: a `MatrixSpeed` for each element type.
     - `memory_efficiency`: the share of `bandwidth` that ops reach.
     - `source`: where the figures are from.
     """
@@ -56,7 +56,7 @@ class Device:
 
     @cached_property
     def speeds(self) -> tuple[float, float, tuple[MatrixSpeed, ...]]:
-        """All that times depend on: devices with the same speeds take equally long for everything."""
+        """All figures that times depend on."""
         return self.flops, self.bandwidth * self.memory_efficiency, self.matrices
 
 
@@ -113,8 +113,8 @@ ASSUMED_LINK = Link(("local", "local"), bandwidth=12e9, latency=10e-6)
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices in the order in which pipelines use them, with the links and switches between them. Check with `check`,
-    print with `str`."""
+    """Devices in the order in which pipelines use them, with the links and switches between them. Print with `str`;
+    `fxpipe.ir.cluster.cluster` has `check`, which raises ValueError for figures that cannot be, `dump` and `load`."""
 
     devices: tuple[Device, ...]
     links: tuple[Link, ...] = ()
@@ -135,7 +135,8 @@ class Cluster:
         cpu: Device = ASSUMED_CPU_WORKER,
         via: Link = ASSUMED_LINK,
     ) -> Cluster:
-        """Devices of this machine with assumed figures; a label that comes twice is one device.
+        """Devices with these labels, such as "cuda:0" or "cpu:1"; one that comes twice is one device. Labels that begin
+        with "cpu" have the figures of `cpu`, all others those of `gpu`; `via` is the link between any two.
 
         >>> [device.label for device in Cluster.of(["cpu:0", "cpu:1", "cpu:0"]).devices]
         ['cpu:0', 'cpu:1']
@@ -170,8 +171,7 @@ class Cluster:
 
     @cached_property
     def ports(self) -> dict[str, tuple[tuple[Switch, str], ...]]:
-        """For each device the ports above it, lowest first: (switch, the member of the switch that the device is
-        behind)."""
+        """For each device the ports that its traffic goes through, lowest first: (switch, the member whose port)."""
         return {device.label: tuple(_ports(device, self._switch_of)) for device in self.devices}
 
 

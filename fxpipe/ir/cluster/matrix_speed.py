@@ -14,7 +14,8 @@ STORED = {"f64": "f64", "f32": "f32", "tf32": "f32", "bf16": "bf16", "f16": "f16
 class MatrixSpeed:
     """How fast a device multiplies matrices of one element type.
 
-    - `dtype`: a key of `STORED`; "tf32" is float32 with 10 bits of mantissa in products, "f8" float8 in products.
+    - `dtype`: "f64", "f32", "tf32" (float32 with 10 bits of mantissa in products), "bf16", "f16" or "f8" (float8 in
+      products).
     - `peak`: floating-point operations per second, as the maker says (without sparsity).
     - `efficiency`: the share of the peak that large products reach.
     """

@@ -26,7 +26,7 @@ from .kind_times import KindTimes, check_kinds, kind_of
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer's costs.
+    """The costs of one layer, for `Chain`.
 
     - `forward`, `backward`: seconds for one micro-batch on one device.
     - `parameters`: bytes.
@@ -45,12 +45,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Chain:
-    """The layers of `model` in order. Check with `check`, print with `str`.
+    """The layers of `model` in order, for `fxpipe.plan`. Print with `str`.
 
     - `batch`: the samples of the micro-batch that costs are for.
     - `ideal_shares`: whether replicas share a micro-batch evenly however many samples it has, as in papers whose
       profiles know "a micro-batch" and no samples. If not, `batch` is a whole number, and replicas get whole samples.
-    - `kinds`: the times on kinds of devices where they are others than those of `layers`; see `on`.
+    - `kinds`: a `fxpipe.ir.plan.kind_times.KindTimes` for each kind of device whose times are not those of `layers`.
     - `forwards`, `backwards`, `parameters`, `saved`: running sums; the forward of a stage of layers a to b - 1 takes
       `forwards[b] - forwards[a]`.
     """

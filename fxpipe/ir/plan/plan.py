@@ -45,9 +45,9 @@ class Plan:
     - `model`: its name.
     - `stages`: in pipeline order.
     - `chunks`: the number of micro-batches.
-    - `schedule`: its name, or a grid.
+    - `schedule`: the name of the schedule, or its grid.
     - `deferred_batch_norm`: as in `fxpipe.compile`.
-    - `tensor_parallel`: over how many devices each op is cut; a stage names the first of them.
+    - `tensor_parallel`: over how many devices each op is cut; the devices of a stage are the first of each such group.
     """
 
     model: str

@@ -45,7 +45,8 @@ class OpCost:
 
 @dataclass(frozen=True)
 class Profile:
-    """The costs of all ops of a model, for one micro-batch. Check with `check`, print with `str`.
+    """The costs of all ops of a model, for one micro-batch, in seconds and bytes. Print with `str`;
+    `fxpipe.ir.plan.profile` has `check`, which raises ValueError for costs that cannot be, `dump` and `load`.
 
     - `model`: its name.
     - `batch`: the samples of the micro-batch.
@@ -66,7 +67,7 @@ class Profile:
         return show(self)
 
     def kind_of(self, label: str) -> str:
-        """The kind of `kinds` that a device is of; "" if ops take as long on it as on `device`."""
+        """The name of the entry of `kinds` with the times of this device; "" if these are those of `device`."""
         return kind_of(label, self.kinds)
 
     def on(self, label: str) -> Mapping[str, OpCost]:
@@ -74,8 +75,8 @@ class Profile:
         return self.by_kind[self.kind_of(label)]
 
     def replicas(self, devices: Sequence[str]) -> list[tuple[Mapping[str, OpCost], float]]:
-        """For each kind of device among those of a stage the costs of all ops, and the largest share of a micro-batch
-        that one of them has. The stage takes as long as the slowest; a device without samples keeps nobody waiting."""
+        """For the devices of a stage's replicas: for each kind of device, the costs of all ops, and the largest share
+        of a micro-batch that a device of this kind gets. Devices that get no sample are left out."""
         shares: dict[str, float] = {}
         for device, samples in zip(devices, dealt(self.batch, len(devices)), strict=True):
             kind = self.kind_of(device)

@@ -62,7 +62,8 @@ class Schedule:
     """The order of each device's actions. Print with `str`.
 
     - `name`: of the schedule.
-    - `devices`: for each device, its actions in order.
+    - `devices`: for each device, its actions in order: (kind, stage, micro-batch), where the kind is "F" (forward), "B"
+      (backward), or one of its halves: "I" (gradients of inputs), "W" (of weights).
     - `sources`: for each stage, the earlier stages that it takes values from; empty if the stages are a chain.
     """
 
@@ -75,7 +76,7 @@ class Schedule:
 
     @cached_property
     def place(self) -> dict[Action, tuple[int, int]]:
-        """For every action its device and its position there."""
+        """For each action the number of its device, and its position in that row."""
         return {a: (d, at) for d, row in enumerate(self.devices) for at, a in enumerate(row)}
 
     @cached_property

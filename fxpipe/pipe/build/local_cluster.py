@@ -45,15 +45,14 @@ def cpu_memory() -> int:
 
 
 def detect(workers: int | None = None) -> Cluster:
-    """This machine as a cluster, measured: its accelerators with the links between them; or CPU workers, which share
-    cores and memory evenly, if there are no accelerators or `workers` is given. Also `Cluster.detect()`.
+    """This machine as a cluster, measured in some seconds: its accelerators with the links between them; or CPU
+    workers, which share cores and memory evenly, if there are no accelerators or `workers` is given.
 
     - `workers`: the number of CPU workers; if not given, one for each core.
 
-    Floating-point operations per second are those of products of large matrices, for each element type; bandwidths
-    (bytes per second) are those of copies. A GPU whose data sheet fxpipe knows has the peaks of the sheet, and the
-    efficiency that was measured; any other device has the measured speed as its peak. Raises PlanError if `workers` is
-    below 1.
+    Floating-point operations per second are those of large matrix products, for each element type; bandwidths (bytes
+    per second) are those of copies. A GPU whose data sheet fxpipe knows has the peaks of the sheet, and the efficiency
+    that was measured; any other device has the measured speed as its peak. Raises PlanError if `workers` is below 1.
     """
     if workers is not None and workers < 1:
         raise PlanError(f"workers is {workers}; a machine has at least one CPU worker")

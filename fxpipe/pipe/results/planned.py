@@ -45,10 +45,10 @@ from .plan_alternatives import TriedSize
 
 @dataclass(frozen=True)
 class SampleWork:
-    """What the training of a sample is.
+    """What training on one sample takes.
 
-    - `flops`: floating-point operations of its products, forward and backward, without recomputation, by element type;
-      empty if they are not known.
+    - `flops`: floating-point operations of its matrix products, forward and backward, without recomputation, by element
+      type; empty if they are not known.
     - `tokens`: how many it has, 0 if it is no text.
     """
 
@@ -62,13 +62,15 @@ class Planned:
     Print with `str`.
 
     - `plan`: what `fxpipe.compile(plan=...)` runs: ops and devices of each stage; without ops if a chain was planned.
-    - `layers`: the same plan in the planner's terms: ranges of layers, and positions of devices in `cluster`.
-    - `chains`: the costs of the layers, a chain for each size of micro-batch.
+    - `layers`: the same plan in the planner's terms: for each stage its range of layers, and its devices as positions
+      in `cluster`, or with tensor parallelism in `groups`.
+    - `chains`: the model as layers with their costs, a `Chain` for each size of micro-batch.
     - `copies`: the `parameter_copies` that were given.
-    - `work`: the FLOPs and tokens of one sample.
+    - `work`: the FLOPs of one sample, forward and backward, and its tokens.
     - `shardings`: how each op is cut over the devices of a group, with tensor parallelism.
     - `tried`: what was found with each tensor-parallel size, if there were several.
-    - `certificate`: how far from the optimum the plan may be, if the planner proves it.
+    - `certificate`: no plan takes fewer seconds than its `.bound`; `.gap` is how far that is below the plan's time, as
+      a share of it. None if the planner proves nothing.
     """
 
     plan: Plan
@@ -84,7 +86,7 @@ class Planned:
     tried: tuple[TriedSize, ...] = ()
 
     def __str__(self) -> str:
-        """A head with the figures of the step, and a row for each stage."""
+        """The figures of the step, and a row for each stage."""
         line, layers = self.timeline, self.layers
         counts = f"{layers.micro_batches} micro-batches of {self.chain.batch:g}"
         shares = ", ideal shares" if self.chain.ideal_shares else ""
@@ -113,12 +115,13 @@ class Planned:
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The groups of devices that share each op, as positions in the cluster. `layers` has numbers of groups."""
+        """The groups of devices that share each op, as positions in the cluster; a group is one device without tensor
+        parallelism."""
         return groups(self.cluster, self.layers.tensor_parallel)
 
     @cached_property
     def grouped(self) -> Cluster:
-        """The cluster with a device for each group."""
+        """The cluster with one device in place of each group."""
         return grouped(self.cluster, self.layers.tensor_parallel)
 
     def devices(self, stage: HybridStage) -> tuple[int, ...]:
@@ -127,22 +130,22 @@ class Planned:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The order of each stage's actions."""
+        """The order of actions, with a row for each stage, not each device."""
         return self.order(self.plan.schedule)
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The simulated step. A row is a stage, with all of its devices."""
+        """The simulated step, with a row for each stage, not each device."""
         return self.simulate()
 
     @property
     def seconds(self) -> float:
-        """The simulated time of a step."""
+        """The simulated time of a step, in seconds."""
         return self.timeline.makespan
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens of text that are trained in a second; None if samples are no text."""
+        """Tokens of text per second; None if samples are no text."""
         return self.batch * self.work.tokens / self.seconds if self.work.tokens else None
 
     @property
@@ -158,7 +161,8 @@ class Planned:
 
     @property
     def memory_kinds(self) -> dict[str, MemoryKinds]:
-        """What is in the memory of each device that has a stage, at the fullest moment of a step."""
+        """What is in the memory of each device that has a stage at the fullest moment of a step, by label: bytes of
+        `parameters`, `gradients`, `optimizer` and `activations`."""
         found = {}
         for stage, peak_bytes in zip(self.layers.stages, self.timeline.high_water, strict=True):
             own = self.chain.parameters[stage.end] - self.chain.parameters[stage.first]
@@ -168,19 +172,13 @@ class Planned:
 
     @property
     def memory(self) -> dict[str, int]:
-        """The most bytes in use on each device that has a stage."""
+        """The most bytes in use on each device that has a stage, by label."""
         peaks = zip(self.layers.stages, self.timeline.high_water, strict=True)
         return {self.cluster.labels[device]: peak for stage, peak in peaks for device in self.devices(stage)}
 
-    @property
-    def request(self) -> Request:
-        """The request to search for alternatives: the same input, with 3 seconds for each search."""
-        return Request(
-            self.chains, self.grouped, self.batch, all_reduce=self.layers.all_reduce, copies=self.copies, seconds=3
-        )
-
     def order(self, schedule: str) -> Schedule:
-        """The schedule of this name, or grid, for the plan's stages."""
+        """The schedule of this name, or of this grid, for the plan's stages and micro-batches. Raises PlanError if
+        there is none."""
         stages = tuple(f"stage {s}" for s in range(len(self.layers.stages)))
         try:
             return make(schedule, stages, self.layers.micro_batches)
@@ -188,20 +186,25 @@ class Planned:
             raise PlanError(str(error)) from None
 
     def simulate(self, schedule: str | None = None) -> Timeline:
-        """The simulated step, in the order of another schedule if one is given. Raises PlanError if there is none."""
+        """The simulated step; if a schedule is given (its name, or a grid), in its order. Raises PlanError if there is
+        no such schedule."""
         order = self.schedule if schedule is None else self.order(schedule)
         return simulate_hybrid(self.chain, self.grouped, self.layers, order, self.copies)
 
     def explain(self) -> str:
-        """The stages, and the times of other plans and on more hardware; the search takes a few seconds."""
+        """The stages, and for comparison the time of a step with other planners' plans, with one more device and with
+        twice the bandwidth. Searching these takes a few seconds."""
         chosen, size = Answer(self.layers, self.seconds, self.certificate), self.layers.tensor_parallel
-        why = plan_alternatives.explain(self.planner, self.request, chosen, self.timeline, size)
+        request = Request(
+            self.chains, self.grouped, self.batch, all_reduce=self.layers.all_reduce, copies=self.copies, seconds=3
+        )
+        why = plan_alternatives.explain(self.planner, request, chosen, self.timeline, size)
         sizes = plan_alternatives.sizes(self.tried)
         shared = show(self.shardings) if self.shardings else ""
         return "\n\n".join(part for part in (str(self), why, sizes, shared) if part)
 
     def text(self, width: int = 80) -> str:
-        """The timeline as bars for a terminal."""
+        """The timeline as bars for a terminal, `width` characters wide."""
         return text.bars(self.timeline, width)
 
     def svg(self) -> str:
@@ -213,12 +216,12 @@ class Planned:
         return html.draw(self.timeline, self._title, str(self))
 
     def trace(self) -> str:
-        """The timeline for ui.perfetto.dev."""
+        """The timeline as the text of a JSON file, for ui.perfetto.dev."""
         return trace.trace(self.timeline)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan and the planner's input to a JSON file, for `fxpipe.compile(model, plan=path)` and
-        `fxpipe.pipe.results.planned.load`."""
+        """Write the plan and the planner's input to a JSON file, for `fxpipe.compile(model, plan=path)`;
+        `fxpipe.pipe.results.planned.load(path)` reads it back."""
         facts = to_plain(self)
         del facts["plan"]
         Path(path).write_text(write({**plans.plain(self.plan), "planned": facts}, 3))

@@ -35,11 +35,13 @@ from .strategy_table import table
 
 @dataclass(frozen=True)
 class Searched:
-    """A `strategy` of a `graph` on a `cluster`, with times estimated from FLOPs and bytes. Print with `str`.
+    """What `fxpipe.search` returns, for `fxpipe.compile(model, strategy=...)`: a `strategy` (how each operator is cut,
+    and which device computes each part) for the operators `graph` on `cluster`, with times estimated from FLOPs and
+    bytes. Print with `str`.
 
     - `trace`: the progress of the search, as pairs: seconds of searching, and seconds of the best step found by then.
     - `tried`: how many strategies were tried.
-    - `copies`: bytes in memory for each byte of parameters.
+    - `copies`: the `parameter_copies` that were given.
     """
 
     graph: OperatorGraph
@@ -50,7 +52,8 @@ class Searched:
     copies: float = 4
 
     def __str__(self) -> str:
-        """The facts, the strategy beside data parallelism, and how each operator is cut."""
+        """Step time, computation, traffic and memory of the strategy and of data parallelism, and how each operator is
+        cut."""
         parts = [
             f"{self.graph.name}: {facts(self)}",
             beside(self),
@@ -60,7 +63,7 @@ class Searched:
 
     @cached_property
     def cost(self) -> Cost:
-        """The estimated time of a part of an operator."""
+        """The function that estimates seconds, (forward, backward), from a part of an operator and a device."""
         return once(estimated())
 
     @cached_property
@@ -70,7 +73,7 @@ class Searched:
 
     @cached_property
     def seconds(self) -> float:
-        """The simulated time of a step; by the compiled core if numba is installed, else in plain Python."""
+        """The simulated time of a step, in seconds."""
         if "timeline" not in self.__dict__:
             try:
                 from fxpipe.planning.operators.compiled_core import Core
@@ -86,7 +89,7 @@ class Searched:
 
     @property
     def memory(self) -> dict[str, float]:
-        """Bytes in use on each device: parameters with their copies, and activations."""
+        """Bytes in use on each device, by label: parameters, gradients, optimizer state and activations."""
         sizes = held(self.graph, self.strategy, len(self.cluster.devices), self.copies)
         return dict(zip(self.cluster.labels, sizes, strict=True))
 
@@ -111,7 +114,8 @@ class Searched:
         return svg.draw(self.timeline, self.graph.name)
 
     def dump(self) -> str:
-        """Graph, cluster and strategy as JSON text; `parse` reads it back."""
+        """Operators, cluster and strategy as the text of a JSON file, whose path `fxpipe.compile(model, strategy=...)`
+        takes; `fxpipe.pipe.results.searched.load(path)` reads it back."""
         return write(
             StrategyFile(self.graph, self.cluster, strategy.by_name(self.graph, self.strategy), self.copies), 3
         )

@@ -25,8 +25,8 @@ def recomputing() -> Iterator[None]:
 
 
 def is_recomputing() -> bool:
-    """Whether this thread runs a stage's forward again, for its backward. Code that counts calls, logs, or measures in
-    a forward may skip the second run.
+    """True while a stage's forward runs a second time in this thread, because its activations were not kept for
+    backward. Code that counts calls, logs, or measures in a forward may skip the second run.
 
         class Counts(torch.autograd.Function):
             @staticmethod
@@ -34,8 +34,9 @@ def is_recomputing() -> bool:
                 if not fxpipe.is_recomputing():
                     seen.append(x.shape)
 
-    Call it where the user's own code runs in a pipe: in submodules that are kept whole, and in forward of custom
-    autograd functions. The rest of a forward is captured, and the answer would be captured as a constant. The answer is
-    False in the plain model, and while torch.utils.checkpoint inside of the model recomputes.
+    Call it where the user's own code runs in a pipe: in forward of custom autograd functions, and in submodules that
+    are kept whole, because they cannot be traced (`pipe.explain()` names them). All else is captured, and the answer
+    would be captured as a constant. The answer is False in the plain model, and while torch.utils.checkpoint inside of
+    the model recomputes.
     """
     return _now.recomputing
