@@ -31,8 +31,9 @@ class PackageError(FxpipeError):
 
 
 class MixedSamplesWarning(UserWarning):
-    """The model mixes the samples of a batch, but each micro-batch has only its own samples: the result is that of the
-    plain model on each micro-batch by itself. The message names the line, and says what to write."""
+    """The model mixes the samples of a batch, as `x - x.mean(0)` does, but each micro-batch has only its own samples:
+    the result is that of the plain model on each micro-batch by itself. The message names the line, and says what to
+    write."""
 
 
 class BatchStatisticsWarning(UserWarning):
@@ -45,7 +46,7 @@ class CompileError(FxpipeError):
 
 
 class MaterializeError(FxpipeError):
-    """A tensor on the meta device cannot be given values: nothing in the model defines them."""
+    """A tensor on the meta device gets no values: neither the model nor `init=` sets them. The message says how."""
 
 
 class CheckpointError(FxpipeError):

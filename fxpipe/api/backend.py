@@ -2,8 +2,8 @@
 
     compiled = torch.compile(model, backend="fxpipe", options={"devices": 4, "chunks": 8})
 
-torch.compile traces the model, sets its guards and calls `backend` once for each graph. A graph becomes a pipeline
-where that is correct and worth it. Backward is autograd's, so micro-batches run in GPipe's order.
+torch.compile traces the model, sets its guards and calls `backend` once for each graph. Backward is autograd's,
+so micro-batches run in GPipe's order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,13 @@ living: weakref.WeakValueDictionary[int, Compiled] = weakref.WeakValueDictionary
 def backend(
     module: fx.GraphModule, example_inputs: Any, *, options: Mapping[str, Any] | None = None, mode: str | None = None
 ) -> Callable[..., Any]:
-    """The function that torch.compile calls in place of a graph that it has traced.
+    """The backend of torch.compile: returns the function that runs in place of a graph that torch.compile has traced.
+
+        compiled = torch.compile(model, backend="fxpipe", options={"devices": 4, "chunks": 8})
+
+    A graph becomes a pipeline of micro-batches. It runs in one micro-batch, with a warning, if it cannot be cut along
+    the batch; as plain code if it has fewer ops with parameters than there are stages, or cannot be captured:
+    `fxpipe.backend.report()` says which, and why. The model's tensors do not move; stages on other devices have copies.
 
     `options` are arguments of `fxpipe.compile`: devices, chunks, checkpoint, memory_limit, plan, balance, split_at,
     batch_dim (by the name of the input's variable in the traced graph), reduce, deferred_batch_norm, dump. Invalid
@@ -84,6 +90,7 @@ def report() -> str:
 
 
 def row(made: Compiled, sizes: tuple[int, ...], way: Way) -> tuple[Any, ...]:
+    """The row of a graph at these batch sizes, as in HEADERS."""
     batch = ", ".join(map(str, sizes))
     ops, _ = made.lifted.work
     if way.live is None:

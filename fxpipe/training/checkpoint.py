@@ -63,9 +63,9 @@ def save_checkpoint(
     With several processes, all of them call it, each with its own `optimizer` of `pipe.parameters()`, and each writes
     the tensors that it has. `extra` of the first process is saved too: tensors and JSON values, as in `step=100,
     schedule=scheduler.state_dict(), rng=torch.get_rng_state()`. A folder counts as a checkpoint only when it is
-    complete; what is left of an incomplete one may be written over. Raises CheckpointError if the folder already is
-    one, or if a value is neither tensor nor JSON; a failure on one rank is a RankError on all others. After Ctrl-C,
-    KeyboardInterrupt is raised when all is written; after a second Ctrl-C, at once.
+    complete; an incomplete one is written over. Raises CheckpointError if the folder already is one, or if a value is
+    neither tensor nor JSON; a failure on one rank is a RankError on all others. After Ctrl-C, KeyboardInterrupt is
+    raised when all is written; after a second Ctrl-C, at once.
     """
     settle(model)
     path, savers = Path(folder), savers_of(model)

@@ -184,8 +184,8 @@ class Saving:
                 being_written.discard(self)
 
     def complete(self) -> None:
-        """As `wait`, but any rank may call it alone. Raises CheckpointError if writing has failed, or if other ranks are
-        not done within the timeout."""
+        """As `wait`, but any rank may call it alone. Raises CheckpointError if writing has failed, or if other ranks
+        are not done within the timeout."""
         self._here.wait()
         end = time.monotonic() + self._savers.timeout
         while not (self.path / TABLE).exists():

@@ -16,7 +16,8 @@ HEADERS = ("device", "busy", "", "idle", "peak memory")
 
 
 def draw(value: Timeline | Schedule, title: str = "", notes: str = "", width: int = 1200) -> str:
-    """The text of an HTML file. A schedule is drawn as if stages were alike; `notes` is plain text shown below."""
+    """The text of an HTML file, with a picture `width` pixels wide. In a schedule, every forward takes one unit of
+    time, and every backward two; `notes` is plain text shown below."""
     timeline = even(value) if isinstance(value, Schedule) else value
     name = title or timeline.name
     body = [

@@ -50,7 +50,8 @@ class _Arc:
 
 
 def draw(program: Program, title: str = "", theme: str = "auto") -> str:
-    """The picture as the text of an SVG file; `theme` is "light", "dark" or "auto"."""
+    """The picture as the text of an SVG file; `theme` is "light", "dark" or "auto", which follows the page
+    that shows it."""
     between = _values(program)
     over = _arcs((move.value, move.source, move.target) for move in program.moves if move.portal)
     under = _arcs((program.state(loan.state).path, loan.home, loan.user) for loan in program.loans)

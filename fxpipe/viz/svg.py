@@ -55,8 +55,9 @@ def draw(
     links: bool = True,
     theme: str = "auto",
 ) -> str:
-    """The picture as the text of an SVG file. A schedule is drawn as if stages were alike and a backward twice a
-    forward. `memory` and `links` are drawn where they are known; `theme` is "light", "dark" or "auto"."""
+    """The picture as the text of an SVG file, `width` pixels wide. In a schedule, every forward takes one unit of time,
+    and every backward two. `memory` and `links` are drawn where they are known; `theme` is "light", "dark" or
+    "auto", which follows the page that shows it."""
     timeline = even(value) if isinstance(value, Schedule) else value
     frame = _frame(timeline, width, shows_links=links, stages=not _plain(value))
     lines = [words(title or timeline.name, 24, 36, size=17, font_weight=600)]

@@ -36,8 +36,8 @@ COLOR = Style(dict.fromkeys("FBIWR", " "), ("│", "│"), {"F": 75, "B": 215, "
 
 
 def bars(value: Timeline | Schedule, width: int = 80, style: Style = UNICODE) -> str:
-    """The bars, `width` characters for the step. A schedule is drawn as if stages were alike and a backward twice a
-    forward.
+    """The bars, `width` characters for the step. In a schedule, every forward takes one unit of time, and every
+    backward two.
 
     >>> from fxpipe.ir.schedule.schedule import parse
     >>> print(bars(parse("F0 F1 B0 B1 \\n F0 B0 F1 B1", name="early"), width=20, style=ASCII))

@@ -32,10 +32,9 @@ class Diagnosis:
 
     - `plan`: what ran; `schedule`: the name of its schedule.
     - `chunks`: the number of micro-batches.
-    - `measured`, `predicted`: for each device the seconds of computing, recomputation, bubble, imbalance, transfers,
-      host and stragglers, in `parts`; they add up to the step's `seconds`.
+    - `measured`, `predicted`: the time of the step by device and part, each a `TimeSplit`.
     - `timeline`: the measured one.
-    - `again`: plans again from the measured times.
+    - `again`: what `replan` calls.
     """
 
     plan: Plan
@@ -63,7 +62,7 @@ class Diagnosis:
         return f"The largest loss is {part}: {share:.0%} of the devices' time. {ADVICE[part](self)}"
 
     def replan(self) -> Replanned:
-        """Plans again, from the times that this step has measured: the fastest plan that fits in memory, for
+        """Plan again with the times of this step. Returns the fastest plan that fits in memory, for
         `fxpipe.compile(model, plan=...)`, with its predicted step time and that of the plan that ran.
 
         Only the borders between stages change, also those that were chosen by `balance=` or `split_at=`. Devices,
@@ -74,7 +73,7 @@ class Diagnosis:
             found = pipe.diagnose().replan()
             pipe = fxpipe.compile(model, plan=found, profile=found.profile)
 
-        Over ranks each rank finds the same plan. Raises PlanError for a pipe with a strategy, which places each op.
+        Each of several ranks finds the same plan. Raises PlanError for a pipe with a strategy, which places each op.
         """
         return self.again()
 
@@ -99,12 +98,12 @@ class Diagnosis:
         return [*(show_seconds(split.parts[device][part]) for part in PARTS), show_seconds(split.seconds)]
 
     def worst(self, part: str) -> str:
-        """The device or link that costs most of a part."""
+        """The device or link that causes the most seconds of a part, such as "transfers"."""
         blamed = self.measured.blamed[part]
         return max(blamed, key=lambda by: blamed[by])
 
     def stages_on(self, device: str) -> str:
-        """The stages of a device, in words."""
+        """The stages of a device as text, such as "stages 0, 2"."""
         found = [str(index) for index, stage in enumerate(self.plan.stages) if device in stage.devices]
         return f"stage{'s' * (len(found) > 1)} {', '.join(found)}"
 

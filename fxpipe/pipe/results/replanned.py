@@ -22,10 +22,11 @@ class Replanned:
 
     - `plan`: the plan; the one that ran, if no other is predicted to be faster.
     - `seconds`: the predicted time of a step with it.
-    - `before`: the predicted time of a step with the plan that ran, from the same times.
-    - `measured`: what that step took, without the host's work before and after it.
+    - `before`: the predicted time of a step with the plan that ran, from the same measured times, in seconds.
+    - `measured`: the seconds of the step that ran, from its first action to its last; `TimeSplit.seconds` also has the
+      host's work before and after.
     - `profile`: the measured times, by op.
-    - `text`: the plan as the text of a JSON file.
+    - `text`: the plan as the text of a JSON file, as `save` writes it.
     """
 
     plan: Plan

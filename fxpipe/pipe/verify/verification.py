@@ -87,8 +87,11 @@ class Verified:
     """What `pipe.verify` found.
 
     - `ok`: whether nothing differs by more than rounding explains.
-    - `place`: where the pipe and the plain model begin to differ, if they do and it was found.
-    - `notes`: what was not compared, and what was used to compare.
+    - `compared`: for each output, loss, gradient and buffer, its distance from the reference, and how large it may be.
+    - `place`: the first stage, micro-batch and op where the pipe and the plain model differ; None if they do not, or
+      it was not found.
+    - `notes`: what was not compared, and why; and what the results were compared with, if not the whole batch in
+      float64.
     - `facts`: the machine, the options, the plan and the schedule, by title.
     """
 

@@ -32,13 +32,14 @@ PAUSE = 2.0  # an action is one if it takes this much longer than most of its st
 class TimeSplit:
     """Where the time of a step goes.
 
-    - `seconds`: of the step, from its call to its end.
-    - `parts`: by device the seconds of computing, recomputation, bubble (waiting that the schedule makes necessary),
-      imbalance (waiting because stages are not equal), transfers (waiting for values), host (waiting for the main
-      thread) and stragglers (waiting for, or being, a device that is slower than it should be). They add up to
-      `seconds`.
-    - `blamed`: by part the devices or links that cause it, each with its seconds: for computing and recomputation those
-      that it runs, for stragglers those beyond what it should take, for transfers and host those that others wait.
+    - `seconds`: the time of the step, from its call to its end.
+    - `parts`: by device the seconds of "computing", "recomputation", "bubble" (waiting that the schedule makes
+      necessary), "imbalance" (waiting because stages are not equal), "transfers" (waiting for values), "host" (waiting
+      for the main thread) and "stragglers" (waiting for, or being, a device that is slower than it should be). They add
+      up to `seconds`.
+    - `blamed`: by part the devices or links that cause it, with their seconds: of "computing" and "recomputation" what
+      a device runs, of "stragglers" what it runs longer than it should, of "transfers" and "host" what others wait for
+      it. "bubble" and "imbalance" have none.
     - `slowness`: by device its measured computing time divided by the predicted one; empty without a prediction.
     """
 
