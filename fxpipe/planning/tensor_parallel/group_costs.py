@@ -16,8 +16,9 @@ needed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
@@ -103,9 +104,9 @@ def fastest(
     least_sum.TooLarge where too many ops depend on each other at once."""
     table = _Costs(graph, sizes, {cost.name: cost for cost in known}, cuts, group)
     position = {op.name: at for at, op in enumerate(graph.ops)}
-    alone = [np.array([sum(table.alone(op, way)) for way in table.ways[op.name]]) for op in graph.ops]
+    alone = [table.alone_of_ways(op) for op in graph.ops]
     pairs = {(position[name], at): table.edges(op, name) for at, op in enumerate(graph.ops)
-             for name in table.inputs(op) if name in position}  # fmt: skip
+             for name in table.inputs[op.name] if name in position}  # fmt: skip
     seconds, chosen = least_sum(alone, {pair: costs for pair, costs in pairs.items() if costs.any()})
     ways = {op.name: table.ways[op.name][at] for op, at in zip(graph.ops, chosen, strict=True)}
     shardings = (
@@ -116,13 +117,21 @@ def fastest(
     return GroupCosts(tuple(table.costs(op, ways) for op in graph.ops), tuple(shardings), seconds)
 
 
+Table = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+
+
 @dataclass(frozen=True)
 class _Costs:
+    """What ops cost in each way. A model's layers are mostly alike, so results are remembered for each kind of op."""
+
     graph: Graph
     sizes: Mapping[str, int]
     known: Mapping[str, OpCost]
     cuts: Mapping[str, Sequence[OpCut]]
     group: Group
+    _alone: dict[int, Table] = field(default_factory=dict)
+    _edges: dict[object, Table] = field(default_factory=dict)
+    _costs: dict[object, OpCost] = field(default_factory=dict)
 
     @cached_property
     def states(self) -> frozenset[str]:
@@ -133,27 +142,59 @@ class _Costs:
         tensors = ((name, one) for name, one in self.graph.types.items() if isinstance(one, TensorType))
         return {name: tuple(dim_size(dim, self.sizes) for dim in one.shape) for name, one in tensors}
 
-    def inputs(self, op: Op) -> list[str]:
-        """What an op reads: of a piece also the tensor that is taken apart."""
-        return list(dict.fromkeys((*op.reads, *(name for cut in self.cuts[op.name] for name, _ in cut.reads))))
+    @cached_property
+    def inputs(self) -> dict[str, tuple[str, ...]]:
+        """What each op reads: of a piece also the tensor that is taken apart."""
+        return {
+            op.name: tuple(dict.fromkeys((*op.reads, *(name for cut in self.cuts[op.name] for name, _ in cut.reads))))
+            for op in self.graph.ops
+        }
+
+    @cached_property
+    def readers(self) -> dict[str, int]:
+        """How many ops read each value."""
+        return Counter(name for op in self.graph.ops for name in set(op.reads))
 
     @cached_property
     def ways(self) -> dict[str, tuple[Way, ...]]:
         """The ways of each op."""
         found = {}
-        readers = _readers(self.graph)
         for op in self.graph.ops:
             own = [Way(cut) for cut in self.cuts[op.name]]
-            if readers.get(op.name, 0) > 1:
+            if self.readers[op.name] > 1:
                 own += [Way(cut, True) for cut in self.cuts[op.name] if cut.layout != REPLICATED]
             found[op.name] = (*own, *(replace(way, summand=True) for way in own if way.whole))
         return found
 
     @cached_property
-    def _edges(self) -> dict[object, np.ndarray[tuple[int, ...], np.dtype[np.float64]]]:
-        return {}
+    def kinds(self) -> dict[str, int]:
+        """A number for each op: the same for two ops that have the same ways at the same costs."""
+        types, numbers = self.graph.types, dict[object, int]()
+        found = {}
+        for op in self.graph.ops:
+            names = self.inputs[op.name]
+            at = {name: position for position, name in enumerate(names)}
+            key = (
+                op_name(op),
+                replace(self.known[op.name], name=""),
+                types[op.name],
+                self.readers[op.name] > 1,
+                tuple(at[name] for name in op.reads),
+                tuple((types[name], name in self.states, name in self.cuts) for name in names),
+                tuple((cut.layout, cut.summed, tuple((at[name], parts) for name, parts in cut.reads))
+                      for cut in self.cuts[op.name]),
+            )  # fmt: skip
+            found[op.name] = numbers.setdefault(key, len(numbers))
+        return found
 
     # of an op ----------------------------------------------------------------------------------
+
+    def alone_of_ways(self, op: Op) -> Table:
+        """Seconds of forward and backward in each way, without what is read from other devices."""
+        kind = self.kinds[op.name]
+        if kind not in self._alone:
+            self._alone[kind] = np.array([sum(self.alone(op, way)) for way in self.ways[op.name]])
+        return self._alone[kind]
 
     def alone(self, op: Op, way: Way) -> tuple[float, float]:
         """Seconds of forward and of backward, without what is read from other devices."""
@@ -178,7 +219,7 @@ class _Costs:
             return 1.0
         if op.name in self.products:
             return 1 / self.group.degree
-        tensors = [name for name in self.inputs(op) if name in self.shapes]
+        tensors = [name for name in self.inputs[op.name] if name in self.shapes]
         all_of = self.bytes(op.name) + sum(map(self.bytes, tensors))
         made = self.bytes(op.name) / (1 if cut.layout == REPLICATED else self.group.degree)
         return (made + sum(self.bytes(name) * self.part(name, cut) for name in tensors)) / all_of if all_of else 1.0
@@ -211,15 +252,15 @@ class _Costs:
 
     # of an edge --------------------------------------------------------------------------------
 
-    def edges(self, op: Op, name: str) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    def edges(self, op: Op, name: str) -> Table:
         """Seconds of both directions between a value and its reader, for each way of the one and of the other."""
         givers, takers = self.ways[name], self.ways[op.name]
         if name not in self.shapes:
             return np.zeros((len(givers), len(takers)))
-        gives = tuple((way.layout, way.whole) for way in givers)
-        takes = tuple((dict(way.cut.reads).get(name), self.takes_whole(way)) for way in takers)
-        key = gives, takes, self.shapes[name], self.graph.types[name]
+        key = self.kinds[name], self.kinds[op.name], self.inputs[op.name].index(name)
         if key not in self._edges:
+            gives = [(way.layout, way.whole) for way in givers]
+            takes = [(dict(way.cut.reads).get(name), self.takes_whole(way)) for way in takers]
             self._edges[key] = np.array([[sum(self.edge(name, *give, *take)) for take in takes] for give in gives])
         return self._edges[key]
 
@@ -252,9 +293,17 @@ class _Costs:
 
     def costs(self, op: Op, ways: Mapping[str, Way]) -> OpCost:
         """What a device of the group has of an op."""
+        own = self.ways[op.name].index(ways[op.name])
+        given = tuple((ways[name].layout, ways[name].whole) for name in self.inputs[op.name] if name in ways)
+        key = self.kinds[op.name], own, given
+        if key not in self._costs:
+            self._costs[key] = self._cost(op, ways)
+        return replace(self._costs[key], name=op.name)
+
+    def _cost(self, op: Op, ways: Mapping[str, Way]) -> OpCost:
         way, cost, n = ways[op.name], self.known[op.name], self.group.degree
         there, back = self.alone(op, way)
-        for name in self.inputs(op):
+        for name in self.inputs[op.name]:
             if name in ways and name in self.shapes:
                 wanted, giver = dict(way.cut.reads).get(name), ways[name]
                 ahead, behind = self.edge(name, giver.layout, giver.whole, wanted, self.takes_whole(way))
@@ -274,14 +323,6 @@ class _Costs:
             output=cost.output if way.cut.layout == REPLICATED else round(cost.output / n),
             parameters=round(cost.parameters * sum(size * part for size, part in weights) / held) if held else 0,
         )
-
-
-def _readers(graph: Graph) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for op in graph.ops:
-        for name in set(op.reads):
-            found[name] = found.get(name, 0) + 1
-    return found
 
 
 def _scaled(seconds: float, share: float) -> float:
