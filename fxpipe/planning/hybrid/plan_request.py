@@ -14,7 +14,7 @@ from fxpipe.ir.units import count, show_seconds
 
 from .event_time import Problem
 
-MOST_MICRO_BATCHES = 256  # if the planner chooses: more take time to simulate, and gain very little
+MOST_MICRO_BATCHES = 1024  # if the planner chooses: more take time to simulate, and gain very little
 FEW = 4  # numbers of micro-batches that a slow planner tries
 EXACT = 1e-9  # a plan this little above the bound, relatively, is as good as optimal: sums have rounding errors
 

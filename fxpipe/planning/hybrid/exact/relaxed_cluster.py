@@ -7,14 +7,14 @@ a flat network both are exact.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import combinations
 from math import inf
 
 from fxpipe.ir.cluster.cluster import Cluster
-from fxpipe.ir.cluster.network import Rate, behind_ports, ring, split_concat
+from fxpipe.ir.cluster.network import Behind, Rate, behind_ports, ring, split_concat
 from fxpipe.ir.plan.layer_chain import Chain
 from fxpipe.planning.hybrid.event_time import Problem
 
@@ -39,25 +39,48 @@ class Rates:
 
 
 def rates(problem: Problem, runs: Sequence[Devices]) -> Rates:
-    """The best rates of the problem's cluster."""
-    cluster = problem.cluster
+    """The best rates of the problem's cluster, remembered."""
+    return _rates(problem.cluster, tuple(runs), problem.capped)
+
+
+@lru_cache(maxsize=8)  # a search asks for each number of micro-batches
+def _rates(cluster: Cluster, runs: tuple[Devices, ...], capped: bool) -> Rates:
     pairs = [(x, y) for x, y in combinations(range(len(runs)), 2)]
-    inner = [x for x, run in enumerate(runs) if len(run) > 1]
+    pairs += [(x, x) for x, run in enumerate(runs) if len(run) > 1]
     # A larger ring may use more network cards than one of two devices.
     everywhere = behind_ports(cluster, range(len(cluster.devices)))
-    rings = {(x, y): ring(cluster, (runs[x][0], runs[y][0]), everywhere) for x, y in pairs}
-    rings |= {(x, x): ring(cluster, runs[x][:2], everywhere) for x in inner}
-    ends = [(runs[x][0], runs[y][0]) for x, y in pairs] + [(runs[x][0], runs[x][1]) for x in inner]
-    latency = min((split_concat(cluster, [a], [b]).latency for a, b in ends), default=0.0)
+    looks = [_looks(cluster, run, everywhere) for run in runs]
+    known: dict[Hashable, tuple[float, float, float]] = {}
+
+    def of_two(x: int, y: int) -> tuple[float, float, float]:
+        """Bandwidth and latency of a ring of two devices, and the latency of a transfer. Most pairs look alike."""
+        key = looks[x], looks[y], x == y
+        if key not in known:
+            a, b = runs[x][0], runs[y][x == y]
+            known[key] = *ring(cluster, (a, b), everywhere), split_concat(cluster, [a], [b]).latency
+        return known[key]
+
+    found = {pair: of_two(*pair) for pair in pairs}
     memory = sorted((device.memory for device in cluster.devices), reverse=True)
-    room = tuple(memory) if problem.capped else (inf,) * len(memory)
+    room = tuple(memory) if capped else (inf,) * len(memory)
     return Rates(
-        _bandwidths([len(run) for run in runs], {pair: bandwidth for pair, (bandwidth, _) in rings.items()}),
-        min((seconds for _, seconds in rings.values()), default=0.0),
-        latency,
+        _bandwidths([len(run) for run in runs], {pair: bandwidth for pair, (bandwidth, _, _) in found.items()}),
+        min((seconds for _, seconds, _ in found.values()), default=0.0),
+        min((latency for _, _, latency in found.values()), default=0.0),
         1 / max(_out(cluster, run[0]) for run in runs),
         (inf, *room),
     )
+
+
+def _looks(cluster: Cluster, run: Devices, behind: Behind) -> Hashable:
+    """What the rates between two runs depend on: the ports above each. A switch of this run alone has no name."""
+    if cluster.links:
+        return run
+    ports = []
+    for switch, member in cluster.ports[cluster.labels[run[0]]]:
+        alone = sum(behind.get((switch.name, one), 0) for one in switch.members) == len(run)
+        ports.append((replace(switch, name="" if alone else switch.name, members=()), behind[switch.name, member]))
+    return tuple(ports)
 
 
 def _bandwidths(sizes: Sequence[int], pairs: dict[tuple[int, int], float]) -> tuple[float, ...]:

@@ -13,13 +13,13 @@ from itertools import pairwise
 from math import inf, prod
 from time import perf_counter
 
-from fxpipe.ir.plan.layer_chain import Chain
 from fxpipe.planning.hybrid.event_time import Problem, least_work
 from fxpipe.planning.hybrid.plan_request import EXACT, Request
 from fxpipe.planning.hybrid.simple_plans import one_each
 
 from . import lagrangian_bound as dual
 from . import lower_bound as bounds
+from .balanced_stages import balanced
 from .branch_and_bound import Refutation, refute
 from .device_symmetry import runs
 from .local_search import Search, improve
@@ -112,36 +112,32 @@ def seed(hunt: PlanSearch) -> None:
 
 
 def _plain(case: Case) -> Iterator[Shape]:
-    """The seeds of a case. If devices are of several kinds, the best pipeline of a device each is one of them."""
-    if len(case.problem.by_kind) > 1 and case.devices <= len(case.problem.chain):
-        yield case.shapes.shape(one_each(case.problem))
-    yield from map(case.shapes.placed, _sizes(case))
+    """The seeds of a case, the most promising first: data parallelism and straight pipelines. If devices are of several
+    kinds, the best pipeline of a device each is one of them."""
+    problem = case.problem
+    if len(problem.by_kind) > 1 and case.devices <= len(problem.chain):
+        yield case.shapes.shape(one_each(problem))
+    found = []
+    for devices in dict.fromkeys(_devices(case)):
+        one = balanced(problem, devices, case.shapes.recompute)
+        if one is not None:
+            found.append(((problem.micro_batches + len(devices) - 1) * one.seconds, one.ends, devices))
+    for _, ends, devices in sorted(found):
+        yield case.shapes.placed(tuple(zip(ends, devices, strict=True)))
 
 
-def _sizes(case: Case) -> Iterator[bounds.Sizes]:
-    """Data parallelism, and pipelines of k stages of about equal time with about equal numbers of replicas, or one
-    each."""
-    n, g = len(case.problem.chain), case.devices
+def _devices(case: Case) -> Iterator[tuple[int, ...]]:
+    """The devices of each stage in pipelines worth trying: about equal numbers; and equal ones that share out the
+    samples of a micro-batch, whatever devices are left over."""
+    n, g, samples = len(case.problem.chain), case.devices, case.problem.chain.samples
     for k in [k for k in range(1, min(n, g) + 1) if k <= 8 or k % 4 == 0 or k in (n, g)]:
-        yield tuple(zip(_even(case.problem.chain, k), _shares(g, k), strict=True))
-        if k > 1:
-            yield tuple((end, 1) for end in _even(case.problem.chain, k))
-
-
-def _even(chain: Chain, k: int) -> list[int]:
-    """The ends of k stages that take about equally long."""
-    times = [f + b for f, b in zip(chain.forwards, chain.backwards, strict=True)]
-    n, ends, at = len(chain), [], 0
-    for s in range(1, k):
-        target = times[-1] * s / k
-        at = max(at + 1, min(range(n + 1), key=lambda p: abs(times[p] - target)))
-        at = min(at, n - (k - s))
-        ends.append(at)
-    return [*ends, n]
-
-
-def _shares(devices: int, k: int) -> list[int]:
-    return [b - a for a, b in pairwise(devices * s // k for s in range(k + 1))]
+        yield tuple(b - a for a, b in pairwise(g * s // k for s in range(k + 1)))
+        yield (1,) * k
+        if samples is not None:
+            yield (max(r for r in range(1, g // k + 1) if samples % r == 0),) * k
+    for r in range(2, g + 1):
+        if samples is not None and samples % r == 0:
+            yield (r,) * min(g // r, n)
 
 
 def close_in(hunt: PlanSearch) -> None:
