@@ -39,15 +39,21 @@ def code_in_docstrings(app: Sphinx, what: str, name: str, obj: object, options: 
     lines[:] = re.sub(r"(?<=\n\n)((?:    [^\n]*\n?)+)", r"::\n\n\1", text).split("\n")
 
 
-def without_unknown(
+def short_signature(
     app: Sphinx, what: str, name: str, obj: object, options: object, signature: str | None, returns: str | None
 ) -> tuple[str | None, str | None]:
-    """`**unknown`, which only makes the error for a misspelled option, is no part of the signature to learn."""
-    return (None if signature is None else re.sub(r", \*\*unknown: [^,)]+", "", signature)), returns
+    """The signature to learn: without `**unknown`, which only makes the error for a misspelled option, and without the
+    rules by which files are checked."""
+    if signature is not None:
+        signature = re.sub(r", \*\*unknown: [^,)]+", "", signature)
+        signature = re.sub(
+            r"~typing\.Annotated\[(\w+), ~fxpipe\.ir\.dataclass_json\.Rule\([^\]]*\)\]", r"\1", signature
+        )
+    return signature, returns
 
 
 def setup(app: Sphinx) -> None:
     app.add_lexer("output", TextLexer)  # what the block before prints, to the letter
     app.add_lexer("measured", TextLexer)  # the same, with numbers that differ from run to run
     app.connect("autodoc-process-docstring", code_in_docstrings)
-    app.connect("autodoc-process-signature", without_unknown)
+    app.connect("autodoc-process-signature", short_signature)

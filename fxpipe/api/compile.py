@@ -94,18 +94,20 @@ def compile(
     stay the same objects: an optimizer may be made before or after. `devices` and `chunks` must be given, unless a plan
     or strategy has them.
 
-    - `devices`: a count: accelerators, such as CUDA devices, if there are enough, else CPU workers: threads of this
-      process, "cpu:0", "cpu:1" and so on, that share its cores. Or a kind, such as "cuda": all of its devices. Or a
-      list of devices, or a `Cluster`. Each device runs one stage, or two if the list has it twice, or several if
-      `schedule` says so. Inputs may be on any device; an output is on the device of the stage that makes it.
+    - `devices`: a number of accelerators, such as CUDA devices, or of CPU workers, if there are not as many
+      accelerators. CPU workers are threads of this process; they are named "cpu:0", "cpu:1" and so on, and share its
+      cores. Or a kind, such as "cuda": all of its devices. Or a list of devices, or a `Cluster`. Each device runs one
+      stage, or two if the list has it twice, or several if `schedule` says so. Inputs may be on any device; an output
+      is on the device of the stage that makes it.
     - `chunks`: the largest number of micro-batches that a batch is cut into. Their sizes differ by at most one sample;
       a batch with fewer samples makes fewer micro-batches.
     - `checkpoint`: which micro-batches are recomputed in backward instead of kept: "never" (none), "except_last" (all
-      of a batch but the last), "always" (all, but in `step()` those whose backward follows their forward at once: they
-      have nothing to gain). Or a set of stage numbers, from 0: "except_last" for these stages, "never" for the others.
-      Or "auto": for each stage the mode with which the simulated step is shortest, within `memory_limit`.
+      of a batch but the last), "always" (all). Or a set of stage numbers, from 0: "except_last" for these stages,
+      "never" for the others. Or "auto": for each stage the mode with which the simulated step is shortest, within
+      `memory_limit`. In `step()`, a forward that is followed by its backward at once is never recomputed: that would
+      save nothing.
     - `memory_limit`: for checkpoint="auto", the bytes that each device may use in a step. It holds for batches of the
-      size of the first; larger ones need more. On CPU workers only what is kept for backward counts, as in
+      size of the first; larger ones may need more. On CPU workers only what is kept for backward counts, as in
       `pipe.timeline.high_water`: exact with backward="code", otherwise estimated. On accelerators parameters, gradients
       and Adam's state count too. If no limit is given, it is the memory of the accelerator, or of the given `Cluster`;
       CPU workers need a limit. If nothing fits, the error says what would.

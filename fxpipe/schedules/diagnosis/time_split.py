@@ -38,7 +38,7 @@ class TimeSplit:
       for the main thread) and "stragglers" (waiting for, or being, a device that is slower than it should be). They add
       up to `seconds`.
     - `blamed`: by part the devices or links that cause it, with their seconds: of "computing" and "recomputation" what
-      a device runs, of "stragglers" what it runs longer than it should, of "transfers" and "host" what others wait for
+      a device runs, of "stragglers" how much longer than it should, of "transfers" and "host" how long devices wait for
       it. "bubble" and "imbalance" have none.
     - `slowness`: by device its measured computing time divided by the predicted one; empty without a prediction.
     """
