@@ -63,7 +63,7 @@ class Timeline:
     - `name`: of the schedule.
     - `spans`: what `devices` and `links` (their labels) did, in any order, each with `start` and `end` in seconds.
     - `memory`: per device pairs (seconds, bytes in use from then on), one pair if only the maximum is known; empty if
-      nothing is known. On CPU workers, bytes are only those kept for backward.
+      nothing is known. Measured on CPU workers, it is only what is kept for backward.
     - `call`: when the call of the step began and ended, if it was measured: before the first span its batch is cut,
       after the last one its gradients are added to the model's.
     """

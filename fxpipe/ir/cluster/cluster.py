@@ -114,7 +114,7 @@ ASSUMED_LINK = Link(("local", "local"), bandwidth=12e9, latency=10e-6)
 @dataclass(frozen=True)
 class Cluster:
     """Devices in the order in which pipelines use them, with the links and switches between them. Print with `str`;
-    `fxpipe.ir.cluster.cluster` has `check`, which raises ValueError for figures that cannot be, `dump` and `load`."""
+    `fxpipe.ir.cluster.cluster` has `check`, which raises ValueError for impossible figures, `dump` and `load`."""
 
     devices: tuple[Device, ...]
     links: tuple[Link, ...] = ()

@@ -46,7 +46,7 @@ class OpCost:
 @dataclass(frozen=True)
 class Profile:
     """The costs of all ops of a model, for one micro-batch, in seconds and bytes. Print with `str`;
-    `fxpipe.ir.plan.profile` has `check`, which raises ValueError for costs that cannot be, `dump` and `load`.
+    `fxpipe.ir.plan.profile` has `check`, which raises ValueError for impossible costs, `dump` and `load`.
 
     - `model`: its name.
     - `batch`: the samples of the micro-batch.

@@ -114,8 +114,8 @@ class Searched:
         return svg.draw(self.timeline, self.graph.name)
 
     def dump(self) -> str:
-        """Operators, cluster and strategy as the text of a JSON file, whose path `fxpipe.compile(model, strategy=...)`
-        takes; `fxpipe.pipe.results.searched.load(path)` reads it back."""
+        """Operators, cluster and strategy as JSON text. `fxpipe.compile(model, strategy=path)` runs a file of it;
+        `fxpipe.pipe.results.searched.load(path)` reads it back."""
         return write(
             StrategyFile(self.graph, self.cluster, strategy.by_name(self.graph, self.strategy), self.copies), 3
         )
