@@ -43,8 +43,9 @@ def instance(seed: int) -> tuple[nn.Module, torch.Tensor, Cluster, int]:
 
 def fastest(model: nn.Module, x: torch.Tensor, cluster: Cluster, micro_batches: int) -> float:
     """The seconds of the fastest of all plans; inf if none fits."""
-    known = fxpipe.profile(model, x, device=cluster).at(BATCH // micro_batches)
-    made, best = layers(known.graph, known, LAYERS), inf
+    whole = fxpipe.profile(model, x, device=cluster)
+    known = whole.at(BATCH // micro_batches)
+    made, best = layers(whole.graph, whole, LAYERS), inf
     for degree in degrees_of("auto", cluster):
         chains, where = (costed(known.graph, known, made),), cluster
         if degree > 1:
