@@ -118,7 +118,7 @@ def _init(program: Program, plan: Plan, totals: Program | None, homes: Sequence[
         Assign(("TENSORS",), _tensors(program, totals)),
         BLANK,
         Comment("What a call brings: name, shape (b is the batch), type."),
-        Assign(("INPUTS",), _input_types(program.graph)),
+        Assign(("INPUTS",), _input_types(program.graph, plan.chunks)),
         *loss,
         BLANK,
         BLANK,
@@ -172,11 +172,18 @@ def _tensors(program: Program, totals: Program | None) -> Doc:
     )
 
 
-def _input_types(graph: Graph) -> Doc:
+def _input_types(graph: Graph, chunks: int) -> Doc:
+    """A row for each input that the caller gives. A strategy is for micro-batches of one size, which is a number in the
+    graph; the caller's batch has `chunks` of them."""
     rows = []
     for item in graph.inputs:
         if item.path and isinstance(item.type, TensorType):
-            shape = literal(tuple(item.type.shape))
+            times = (chunks if dim == item.batch_dim else 1 for dim in range(len(item.type.shape)))
+            sizes = (
+                size * many if isinstance(size, int) else size
+                for size, many in zip(item.type.shape, times, strict=True)
+            )
+            shape = literal(tuple(sizes))
             rows.append(tuple_of((string(item.name), shape, string(DTYPES[item.type.dtype].torch))))
         elif item.path:
             rows.append(tuple_of((string(item.name), string(str(item.type)))))
