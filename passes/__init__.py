@@ -33,6 +33,7 @@ from fxpipe.passes.recompute_cheap import recompute_cheap
 from fxpipe.passes.relocate_devices import relocate_devices
 from fxpipe.passes.replicate import replicate
 from fxpipe.passes.sharding.group_segments import group_segments, sources
+from fxpipe.passes.sharding.move_homes import move_homes
 from fxpipe.passes.sharding.shard_parameters import shard_parameters
 from fxpipe.passes.stop_gradients import stop_gradients
 from fxpipe.passes.tie_weights import tie_weights
@@ -48,6 +49,7 @@ PASSES: tuple[Pass, ...] = (
     portals,
     recompute_cheap,
     tie_weights,
+    move_homes,
     relocate_devices,
     stop_gradients,
     copy_on_write,
@@ -69,11 +71,12 @@ def lower(
     samples: Mapping[str, int | None] | None = None,
     segmented: bool = False,
     backward: str = "autograd",
+    owners: Mapping[str, str] | None = None,
 ) -> Program:
     """The program for a graph and a plan. `watch(name, program)` sees it after `cut` and after each pass that changed
-    it; `samples`, `segmented` and `backward` as in `PassContext`. Raises PlanError where the model cannot be cut as
-    planned."""
-    context = PassContext(plan, samples, segmented, backward)
+    it; `samples`, `segmented`, `backward` and `owners` as in `PassContext`. Raises PlanError where the model cannot be
+    cut as planned."""
+    context = PassContext(plan, samples, segmented, backward, owners or {})
     program = _step("cut", lambda: cut(graph, plan), None, programs.check, watch)
     for run in passes:
         program = _step(run.__name__, partial(run, program, context), program, programs.check, watch)

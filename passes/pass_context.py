@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fxpipe.ir.plan.plan import Plan
 
@@ -18,9 +18,12 @@ class PassContext:
     - `segmented`: whether ops were placed one by one; then a device has many stages, which are segments of the stages
       of the pipeline.
     - `backward`: who computes gradients: "autograd", or generated "code".
+    - `owners`: by path, the device that owns a tensor of the model; one that is not named belongs to the first stage
+      that uses it.
     """
 
     plan: Plan
     samples: Mapping[str, int | None] | None = None
     segmented: bool = False
     backward: str = "autograd"
+    owners: Mapping[str, str] = field(default_factory=dict)

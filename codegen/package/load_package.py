@@ -151,7 +151,13 @@ def bound_stages(
     kinds += [
         (kind, known.get(label)) for kind, labels in zip(module.STAGES, replicas, strict=False) for label in labels
     ]
-    used = {path for kind, device in kinds if device is not None for path in kind.states}
+    sources = [{held: path for held, path, _ in kind.parts} for kind, _ in kinds]
+    used = {
+        own.get(path, path)
+        for (kind, device), own in zip(kinds, sources, strict=True)
+        if device is not None
+        for path in kind.states
+    }
     tensors = _tensors(module, model, others or {}, used)
     held = _load_constants(module) if constants is None else constants
     submodules = {
@@ -167,11 +173,12 @@ def bound_stages(
         for name in kind.constants:
             if name not in held:
                 raise PackageError(f"the package lacks its constant {name!r}, which {CONSTANTS} should have")
-        parts = {held for held, *_ in kind.parts}
         own = here is not None or at < len(devices) + len(totals)  # a replica in one process holds copies
         for path in kind.states if move and own else ():
-            if path not in parts:  # a tensor whose parts are on several devices stays where it is
+            if path not in sources[at]:
                 _move(tensors[path], device)
+            elif here is not None:  # in one process, a tensor whose parts are on several devices stays where it is
+                _move(tensors[sources[at][path]], device)
         stages.append(kind(tensors, held, device, submodules))
     whole = stages.pop(len(devices)) if totals else None
     return stages, whole

@@ -60,4 +60,4 @@ def _lent(program: Program, loan: Loan, name: str) -> LentTensor:
 def _path(program: Program, state: str) -> tuple[str, bool]:
     """The path or attribute of a tensor of the model in its stage, and whether it is a constant there."""
     constant = constant_names(program).get(state)
-    return constant or program.state(state).path, constant is not None
+    return constant or program.state(state).held, constant is not None

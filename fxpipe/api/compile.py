@@ -40,7 +40,7 @@ from fxpipe.pipe.options.option_forms import check as check_values
 from fxpipe.pipe.options.option_table import COMPILE, LOAD
 from fxpipe.pipe.pipe import Pipe
 from fxpipe.pipe.ranks.loaded_rank_pipe import load_on_rank
-from fxpipe.pipe.ranks.process_group import find_world, for_ranks
+from fxpipe.pipe.ranks.process_group import find_world
 from fxpipe.pipe.ranks.rank_pipe import RankPipe
 from fxpipe.pipe.results.planned import Planned, cluster_in
 from fxpipe.pipe.results.replanned import Replanned
@@ -194,7 +194,7 @@ def compile(
     check_model(model, "compile")
     world = find_world(devices, group, timeout)
     options = read_options(asked if world is None else asked | {"devices": world.labels})
-    pipe = Pipe(model, options) if world is None else RankPipe(model, for_ranks(options), world, check_inputs)
+    pipe = Pipe(model, options) if world is None else RankPipe(model, replace(options, ranks=True), world, check_inputs)
     if example_inputs is not None:
         args, kwargs = as_call(example_inputs)
         pipe.prepare(*args, **kwargs)

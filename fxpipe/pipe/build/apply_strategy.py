@@ -58,13 +58,21 @@ class Sharing:
     def __call__(self, graph: Graph, sizes: Mapping[str, int]) -> Placed:
         """Raises PlanError if the plan does not fit this graph, or an op cannot be cut."""
         try:
-            fitted = replace(with_loss(graph, self.plan), tensor_parallel=1)
+            plan = self.plan if graph.training else without_others(self.plan, graph)
+            fitted = replace(with_loss(graph, plan), tensor_parallel=1)
             check_plan(fitted, [op.name for op in graph.ops])
         except ValueError as error:
             raise PlanError(str(error)) from None
         replicas = [len(stage.devices) for stage in fitted.stages]
         shardings = {one.op: one for one in self.shardings}
         return share(graph, sizes, stage_of(fitted), replicas, shardings, self.plan.tensor_parallel)
+
+
+def without_others(plan: Plan, graph: Graph) -> Plan:
+    """The plan without ops that the graph does not have: in evaluation, a norm counts no batches."""
+    names = {op.name for op in graph.ops}
+    stages = (replace(stage, ops=tuple(op for op in stage.ops if op in names)) for stage in plan.stages)
+    return replace(plan, stages=tuple(stages))
 
 
 def shared_plan(asked: object) -> Planned | None:

@@ -65,6 +65,11 @@ class Placement:
     plan: Plan
     stages: Mapping[str, int]
 
+    @property
+    def owners(self) -> dict[str, str]:
+        """The device of each parameter and buffer."""
+        return {path: self.plan.stages[stage].device for path, stage in self.stages.items()}
+
 
 @dataclass(frozen=True, eq=False)
 class Build:

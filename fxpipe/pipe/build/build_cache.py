@@ -24,6 +24,7 @@ from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.graph.opaque_call import opaques
 from fxpipe.ir.plan.profile import Profile
+from fxpipe.ir.program.program import Program
 from fxpipe.pipe.drop_in_module import check_no_pipe_in
 from fxpipe.pipe.options.compile_options import Options, backend_of, every_device
 from fxpipe.pipe.progress import working
@@ -94,13 +95,17 @@ class BuildCache:
         """The build for a kind of call, and a number, which is 0 in one process (ranks must agree on it)."""
         return self.built(graph, inputs), 0
 
-    def built(self, graph: Graph, inputs: Sequence[Any]) -> Build:
-        """The build for a kind of call, made if there is none yet."""
+    def kind(self, graph: Graph, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """The key of the build for a call. Raises InputError if a strategy cannot be used for this batch."""
         sizes = None
         if self.options.place is not None:
             check_even(batch_size(graph, inputs), self.options.chunks)
             sizes = micro_batch_sizes(graph, inputs, self.options.chunks)
-        key = kind_of(graph, self.model.training, sizes)
+        return kind_of(graph, self.model.training, sizes)
+
+    def built(self, graph: Graph, inputs: Sequence[Any]) -> Build:
+        """The build for a kind of call, made if there is none yet."""
+        key = self.kind(graph, inputs)
         made = self.builds.get(key)
         if made is None:
             mode = "training" if self.model.training else "evaluation"
@@ -111,6 +116,8 @@ class BuildCache:
                 self.builds[key] = made
             if self.home is None and self.options.place is None:
                 self.home = Placement(made.plan, homes(graph, made.plan))
+            elif self.home is None and self.options.ranks:
+                self.home = Placement(made.plan, owned(made.program))
             if self.options.dump is not None:
                 dump(made, self.options.dump, len(self.builds))
         elif made.graph.states is not graph.states:
@@ -171,6 +178,12 @@ class BuildCache:
         self.folder.remove()
 
 
+def owned(program: Program) -> dict[str, int]:
+    """The stage that owns each parameter and buffer, or parts of it, by its path."""
+    states = ((program.state(name), stage.index) for stage in program.stages for name in stage.states)
+    return {state.path: stage for state, stage in states if state.kind != "constant"}
+
+
 Run = Callable[[Graph, tuple[Any, ...]], tuple[Any, ...]]
 Make = Callable[[BuildCache, Graph, Sequence[Any]], Build]
 Bind = Callable[[nn.Module, Build, Mapping[str, Tensor], ModuleType], Scheduler]
@@ -188,7 +201,7 @@ def build_here(cache: BuildCache, graph: Graph, inputs: Sequence[Any]) -> Build:
     sizes = micro_batch_sizes(graph, inputs, options.chunks)
     cluster = options.cluster or local_cluster(every_device(options))
     if options.place is not None:
-        return sharded_build.build(graph, sizes, cluster, options)
+        return sharded_build.build(graph, sizes, cluster, options, cache.home)
     with timed("profiling"):
         profile = cache.profile(graph, inputs, sizes, cluster)
     return build(graph, profile, sizes, cluster, options, cache.home)

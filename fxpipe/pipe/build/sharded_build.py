@@ -21,19 +21,23 @@ from fxpipe.ir.schedule.schedule_check import check
 from fxpipe.passes import lower, rewrite_placed, sources
 from fxpipe.pipe.options.compile_options import Options, make_schedule
 from fxpipe.pipe.options.user_passes import passes_of
+from fxpipe.planning import owners
 from fxpipe.planning.stages.device_segments import segments
 from fxpipe.profiling import estimate, on_kinds
+from fxpipe.schedules.make_schedule import make
 from fxpipe.schedules.simulate.action_costs import hops, stage_costs, taken_bytes
 from fxpipe.schedules.simulate.simulate import simulate
 from fxpipe.schedules.stage_segments import segmented
 
-from .build import Build, emitted, lowered_totals
+from .build import Build, Placement, emitted, lowered_totals
 from .phase_timing import timed
 from .state_write_order import check_write_order
 
 
-def build(graph: Graph, sizes: Mapping[str, int], cluster: Cluster, options: Options) -> Build:
-    """The build for a graph and the numbers of its symbolic sizes."""
+def build(
+    graph: Graph, sizes: Mapping[str, int], cluster: Cluster, options: Options, home: Placement | None = None
+) -> Build:
+    """The build for a graph and the numbers of its symbolic sizes. `home`: over ranks, what the first build decided."""
     assert options.place is not None
     trail: dict[str, Program | Placed] = {}
     with timed("sharding"):
@@ -47,7 +51,8 @@ def build(graph: Graph, sizes: Mapping[str, int], cluster: Cluster, options: Opt
         seconds = {cost.name: profile.on(where[cost.name])[cost.name].forward for cost in profile.ops}
         decided = _plan(placed, seconds, options)
     with timed("passes"):
-        program = lower(placed.graph, decided, trail.__setitem__, passes_of(options), segmented=True)
+        owned = owners(placed, options.devices, None if home is None else home.owners) if options.ranks else {}
+        program = lower(placed.graph, decided, trail.__setitem__, passes_of(options), segmented=True, owners=owned)
         totals = lowered_totals(graph, decided)
     with timed("simulator"):
         costs = stage_costs(decided, profile, taken_bytes(program, sizes), keeps_at_once=graph.loss is not None)
@@ -55,7 +60,8 @@ def build(graph: Graph, sizes: Mapping[str, int], cluster: Cluster, options: Opt
         check_write_order(schedule, program)
         labels = tuple(dict.fromkeys(program.devices))
         timeline = simulate(schedule, costs, hops(program, sizes, cluster), labels)
-    files = emitted(program, schedule, decided, profile, totals, graph.loss is not None, by_device=True)
+    as_steps = graph.loss is not None or options.ranks
+    files = emitted(program, schedule, decided, profile, totals, as_steps, by_device=True)
     return Build(
         graph, sizes, cluster, profile, decided, schedule, program, trail, timeline, files, totals, placed.cuts
     )
@@ -73,10 +79,14 @@ def _plan(placed: Placed, seconds: Mapping[str, float], options: Options) -> Pla
 def schedule_of(program: Program, options: Options) -> Schedule:
     """The schedule of a step: that of the pipeline's stages, with each action replaced by those of the stage's
     segments."""
-    chosen = options if program.graph.loss is not None else replace(options, schedule="gpipe")
     took_from, stages = sources(program), program.pipeline
     labels = dict(zip(stages, program.devices, strict=True))
-    coarse = make_schedule(chosen, [labels[stage] for stage in range(len(labels))], options.chunks)
+    devices = [labels[stage] for stage in range(len(labels))]
+    if program.graph.loss is None and options.ranks:
+        coarse = make("forward-only", devices, options.chunks)
+    else:
+        chosen = options if program.graph.loss is not None else replace(options, schedule="gpipe")
+        coarse = make_schedule(chosen, devices, options.chunks)
     made = segmented(coarse, stages, program.devices, took_from)
     check(made)
     return made

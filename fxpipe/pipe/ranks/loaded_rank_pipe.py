@@ -114,8 +114,9 @@ def replica_groups(live: RunningPackage, tensors: Mapping[str, Tensor]) -> dict[
     """The devices of the stage that uses each tensor, by the tensor's `id`."""
     found: dict[int, Sequence[str]] = {}
     for kind, labels in zip(live.package.STAGES, ranked(live).table.replica_groups, strict=True):
+        whole = {held: path for held, path, _ in kind.parts}
         for path in kind.states:
-            found.setdefault(id(tensors.get(path)), labels)
+            found.setdefault(id(tensors.get(whole.get(path, path))), labels)
     return found
 
 

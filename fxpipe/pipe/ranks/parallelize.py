@@ -40,7 +40,7 @@ WHAT = "return DistributedDataParallel(part, ...), fully_shard(part, ...) or par
 class Parallel:
     """The parallel form of this rank's part of the model.
 
-    - `replicated`: whether stages have replicas.
+    - `replicated`: whether stages have replicas; `placed`: whether a strategy, or a plan, cuts ops over ranks.
     - `module`: the module that backward of a step goes through.
     - `beside`: the ranks in the same column of the mesh.
     - `reduces`: whether there are collectives after a step; `gathers`: before or in it.
@@ -48,8 +48,8 @@ class Parallel:
     - `owners`: during a step, the parameter and layout for each tensor that a stage holds, by the tensor's `id`.
     """
 
-    def __init__(self, part: Part, world: World, replicated: bool) -> None:
-        self.part, self.world, self.replicated = part, world, replicated
+    def __init__(self, part: Part, world: World, replicated: bool, placed: bool) -> None:
+        self.part, self.world, self.replicated, self.placed = part, world, replicated, placed
         self.module: nn.Module = part
         self.beside = MeshSync(())
         self.reduces = self.gathers = False
@@ -112,6 +112,10 @@ class Parallel:
             if self.cut:
                 raise FxpipeError("DistributedDataParallel does not know DTensors: use fully_shard over the data")
             return DDP
+        if self.placed:
+            raise FxpipeError(
+                "the plan or strategy of this pipe cuts ops over ranks: return DistributedDataParallel(part, ...)"
+            )
         root = made is self.part and isinstance(made, FSDPModule)
         if not root and (made is not self.part or self._sharded()):
             raise FxpipeError(f"what was made of the part is a {type(made).__name__}: {WHAT}")

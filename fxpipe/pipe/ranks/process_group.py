@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +15,6 @@ from fxpipe.engines.ranks.rank_group import World, backends, join
 from fxpipe.engines.ranks.rendezvous import ADDRESS, may_meet_the_gone
 from fxpipe.errors import PlanError
 from fxpipe.ir.cluster.cluster import Cluster
-from fxpipe.pipe.options.compile_options import Options
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -87,13 +85,3 @@ def own_device(group: Any) -> torch.device:
     index = int(os.environ.get("LOCAL_RANK", dist.get_rank() % module.device_count()))
     module.set_device(index)
     return torch.device(kind, index)
-
-
-def for_ranks(options: Options) -> Options:
-    """The options of a pipe over ranks. Raises PlanError if there is a strategy."""
-    if options.place is not None:
-        raise PlanError(
-            "a strategy, or a plan with tensor parallelism, is for the devices of one process: name them in a list, as "
-            "in devices=['cpu', 'cpu']"
-        )
-    return replace(options, ranks=True)

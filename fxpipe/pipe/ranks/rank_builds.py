@@ -28,9 +28,10 @@ from fxpipe.ir.graph.opaque_call import opaques
 from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.plan.profile import Profile
 from fxpipe.ir.schedule.schedule import Schedule
+from fxpipe.pipe.build import sharded_build
 from fxpipe.pipe.build.build import Build, build
 from fxpipe.pipe.build.build_cache import BuildCache, build_here
-from fxpipe.pipe.build.call_binding import kind_of, match, micro_batch_sizes, with_states
+from fxpipe.pipe.build.call_binding import match, micro_batch_sizes, with_states
 from fxpipe.pipe.options.compile_options import Options
 from fxpipe.pipe.running_package import RunningPackage
 
@@ -100,7 +101,8 @@ class RankBuilds:
     def agree(self, graph: Graph, inputs: Sequence[Any]) -> tuple[Build, int]:
         """The build for a kind of call, and the kind's number, which is the same on all ranks. A new kind is built.
         Raises RankError if the kind is new on some ranks only."""
-        new = not self._knows(graph)
+        key = self.cache.kind(graph, inputs)
+        new = not self._knows(graph, key)
         if new:  # until the call has ended: stages may be compiled when they run first
             self.world.allowance = COMPILING
         if self.world.leads and new:
@@ -110,24 +112,26 @@ class RankBuilds:
                 f"this call is of a kind that is new on rank {self.world.rank if new else LEADER} alone: is the model "
                 "in training on one rank and in evaluation on the other, or does the loss function differ?"
             )
-        training = self.cache.model.training
         made = self.cache.built(graph, inputs)
-        key = kind_of(graph, training, None)
         if new:  # and all have agreed on it
             self.known[key] = len(self.keys)
-            self.texts.append(str(replace(graph, training=training)))
+            self.texts.append(self._text(graph, key))
             self.keys.append(key)
         return made, self.known[key]
 
-    def _knows(self, graph: Graph) -> bool:
+    def _text(self, graph: Graph, key: tuple[Any, ...]) -> str:
+        """What is the same in all calls of a kind, on all ranks: the graph, the mode, and the sizes if a build is for
+        these only."""
+        return f"{replace(graph, training=self.cache.model.training)}\n{key[1:]}"
+
+    def _knows(self, graph: Graph, key: tuple[Any, ...]) -> bool:
         """Whether there is a build for this kind of call. Ranks may recapture at different calls, so a new graph counts
         as known if its text is that of a known one."""
-        training, builds = self.cache.model.training, self.cache.builds
-        key = kind_of(graph, training, None)
+        builds = self.cache.builds
         if key in self.known:
             return True
-        graph = replace(graph, training=training)
-        text = str(graph)
+        text = self._text(graph, key)
+        graph = replace(graph, training=self.cache.model.training)
         if text not in self.texts:
             return False
         number = self.texts.index(text)
@@ -155,7 +159,7 @@ class RankBuilds:
             decided, failed_there = self.world.share()
             if decided is None:
                 raise RankError(f"rank {LEADER}: {failed_there}")
-            made = build_like(cache.options, graph, inputs, decided)
+            made = build_like(cache, graph, inputs, decided)
         agree(self.world, f"{made.program}\n{made.schedule}\n{digest(made.files)}")
         return made
 
@@ -173,9 +177,12 @@ class RankBuilds:
         return scheduler
 
 
-def build_like(options: Options, graph: Graph, inputs: Sequence[Any], decided: Decided) -> Build:
-    """The build of a graph with the leader's decisions."""
+def build_like(cache: BuildCache, graph: Graph, inputs: Sequence[Any], decided: Decided) -> Build:
+    """The build of a graph with the leader's decisions. A strategy decides the same on all ranks."""
+    options = cache.options
     sizes = micro_batch_sizes(graph, inputs, options.chunks)
+    if options.place is not None:
+        return sharded_build.build(graph, sizes, decided.cluster, options, cache.home)
     devices = tuple(stage.device for stage in decided.plan.stages)
     options = replace(options, plan=decided.plan, schedule=decided.schedule, devices=devices)
     return build(graph, decided.profile, sizes, decided.cluster, options, None)

@@ -133,7 +133,8 @@ class RankPipe(Pipe):
                 homes = cache.homes(tensors)
                 own = {id(tensor) for tensor in self.held_tensors().values()} & homes.keys()
                 groups = replica_groups(cache, tensors) or {}
-                made = Parallel(Part(self.model, own), self.world, any(len(group) > 1 for group in groups.values()))
+                replicated = any(len(group) > 1 for group in groups.values())
+                made = Parallel(Part(self.model, own), self.world, replicated, self.options.place is not None)
             found = made.apply(mesh, function)
             now = made.tensors()
             release([tensors[path] for path in now if tensors[path] is not now[path]], now.values())

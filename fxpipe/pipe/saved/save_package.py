@@ -32,8 +32,6 @@ def save_package(cache: BuildCache, made: Build, path: Path, overwrite: bool) ->
 
 def _message_table(cache: BuildCache, made: Build) -> MessageTable | None:
     """The messages of a step, if the package can be loaded over ranks; else None."""
-    if made.graph.loss is None and not cache.options.ranks:
-        return None
-    if cache.options.place is not None:
+    if not cache.options.ranks and (made.graph.loss is None or cache.options.place is not None):
         return None
     return message_table(made.program, made.schedule)

@@ -14,9 +14,10 @@ from dataclasses import replace
 
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.graph.cheap_ops import cheap_ops
-from fxpipe.ir.graph.graph import Graph
+from fxpipe.ir.graph.graph import Graph, State
 from fxpipe.ir.graph.legal_cuts import vmaps
 from fxpipe.ir.graph.value_types import nbytes
+from fxpipe.ir.operators.placed_graph import Placed
 from fxpipe.ir.plan.plan import Plan, StagePlan, stage_of
 from fxpipe.ir.plan.profile import Profile
 
@@ -36,6 +37,32 @@ def homes(graph: Graph, plan: Plan) -> dict[str, int]:
         for name in (*op.reads, *op.writes):
             if name in paths:
                 found[paths[name]] = min(stage[op.name], found.get(paths[name], stage[op.name]))
+    return found
+
+
+def owners(placed: Placed, labels: Sequence[str], known: Mapping[str, str] | None) -> dict[str, str]:
+    """The label of the device that owns each parameter and buffer, by its path, where ops are placed one by one and
+    each device is a process: of a parameter the one with the least to own so far among those that use it, of a buffer,
+    or what forward writes, the first one. `known`: what the first call has decided, where the first device owns all
+    that no op used; None at the first call."""
+    if known is not None:
+        return {state.path: known.get(state.path, labels[0]) for state in placed.graph.states}
+    users: dict[str, list[int]] = {}
+    for op in placed.graph.ops:
+        for name in (*op.reads, *op.writes):
+            users.setdefault(name, []).append(placed.devices[op.name])
+    written = {name for op in placed.graph.ops for name in op.writes}
+    by_path: dict[str, list[State]] = {}
+    for state in placed.graph.states:
+        by_path.setdefault(state.path, []).append(state)
+    found, owned = dict[str, str](), dict.fromkeys(labels, 0)
+    for path, states in by_path.items():
+        devices = sorted({device for state in states for device in users.get(state.name, ())})
+        if devices and states[0].kind != "constant":
+            fixed = states[0].kind == "buffer" or any(state.name in written for state in states)
+            least = devices[0] if fixed else min(devices, key=lambda device: owned[labels[device]])
+            found[path] = labels[least]
+            owned[labels[least]] += max(nbytes(state.type, {}) for state in states)
     return found
 
 

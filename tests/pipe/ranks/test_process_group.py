@@ -9,8 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from fxpipe.errors import PlanError
-from fxpipe.pipe.options.compile_options import Options
-from fxpipe.pipe.ranks.process_group import find_world, for_ranks
+from fxpipe.pipe.ranks.process_group import find_world
 
 TWO = ("cpu:0", "cpu:1")
 
@@ -45,11 +44,3 @@ def test_a_start_that_torchrun_may_repeat(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_what_makes_no_world(asked: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         find_world(2, **asked)
-
-
-def test_what_ranks_cannot_do() -> None:
-    with pytest.raises(
-        PlanError, match="a strategy, or a plan with tensor parallelism, is for the devices of one process"
-    ):
-        for_ranks(Options(TWO, 4, place=lambda graph, sizes: None))
-    assert for_ranks(Options(TWO, 4)).ranks

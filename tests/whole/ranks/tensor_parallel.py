@@ -1,0 +1,216 @@
+"""What ranks do in test_tensor_parallel_ranks.py: plans that cut ops over several ranks."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.api.search import operators_of
+from fxpipe.ir.cluster.published_clusters import preset
+from fxpipe.ir.program.device_programs import check
+from fxpipe.pipe.ranks.rank_pipe import RankPipe
+from fxpipe.planning.operators.expert_strategies import scattered
+from tests.helpers.models import MODELS
+from tests.helpers.transparency import build, inputs
+from tests.pipe.build.test_apply_strategy import CASES, loss_of
+from tests.training.test_checkpoint import Net, adam, batch, train
+from tests.whole.ranks.cases import raises, step_is_the_models
+from tests.whole.ranks.meshes import ddp, fsdp, rows_of
+from tests.whole.ranks.parts import clip_plain, loop, on_meta
+from tests.whole.ranks.rendezvous import like_nccl
+from tests.whole.test_placed import anywhere
+from tests.whole.test_steps import stepped
+from tests.whole.test_tensor_parallel import fast, loss, planned
+
+
+def over(group: Any, model: nn.Module, plan: Any, **options: Any) -> RankPipe:
+    pipe = fxpipe.compile(model, plan=plan, group=group, timeout=60, **options)
+    assert isinstance(pipe, RankPipe)
+    return pipe
+
+
+def plan_is_the_model(group: Any, name: str, how: str, mode: str = "") -> None:
+    """A step of this plan, and a call: the loss, outputs, all gradients and buffers are those of the model; nothing
+    that ranks send can deadlock."""
+    model, x, found = planned(name, how, dist.get_world_size(group))
+    plain, count = copy.deepcopy(model), found.layers.micro_batches
+    outputs = [plain(part) for part in x.tensor_split(count)]
+    total: Any = sum(loss(part) / count for part in outputs)
+    total.backward()
+    pipe = over(like_nccl(group, mode) if mode else group, model, found)
+    got = pipe.step(x, loss_fn=lambda output: loss(output), outputs=True)
+    close(got, (total.detach(), torch.cat(outputs).detach()))
+    check(pipe.programs)
+    wanted = dict(plain.named_parameters()) | dict(plain.named_buffers())
+    for key, tensor in pipe.held_tensors().items():
+        close(tensor.detach(), wanted[key].detach(), key)
+        close(tensor.grad, wanted[key].grad, key)
+    keys = [key for part in pipe.collect(list(pipe.state_dict())) for key in part]
+    assert sorted(keys) == sorted(plain.state_dict())
+    assert all(pipe.collect(len(pipe.held_tensors())))  # what ranks own is spread over them
+    pipe.eval()
+    close(pipe.forward_only(x), plain.eval()(x).detach())
+    pipe.close()
+
+
+def close(found: Any, wanted: Any, what: str = "") -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12, msg=lambda text: f"{what}: {text}")
+
+
+def plan_of(model: nn.Module, x: Tensor, count: int, degree: int, **options: Any) -> fxpipe.Planned:
+    """A plan of two micro-batches that cuts ops over `degree` of `count` ranks."""
+    options = {"tensor_parallel": degree, "micro_batches": 2, "recompute": False, **options}
+    return fxpipe.plan(model, fast(count), len(x), example_inputs=(x,), **options)
+
+
+def kept(group: Any, folder: Path) -> None:
+    """A model made on the meta device, all that users do around steps, a checkpoint with which other layouts and the
+    plain model go on, and a package."""
+    count = dist.get_world_size(group)
+    model, plain = on_meta(), on_meta()
+    plan = plan_of(Net(), batch(0), count, 2, planner="straight")
+    pipe = over(group, model, plan, example_inputs=batch(0))
+    pipe.materialize(seed=2)
+    fxpipe.materialize(plain, seed=2)
+    pipe.drop_others()
+    odd = model.layers[0].weight if "layers.0.weight" in pipe.keys_here() else None
+    scalers = fxpipe.GradScaler(pipe, "cpu", init_scale=1024.0), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    found = loop(model, pipe, scalers[0], fxpipe.clip_grad_norm_, odd)
+    wanted = loop(plain, plain, scalers[1], clip_plain, plain.layers[0].weight)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=0, equal_nan=True)
+    optimizer = adam(pipe)
+    train(pipe, optimizer, range(2))
+    fxpipe.save_checkpoint(folder / "checkpoint", pipe, optimizer, step=2)
+    pipe.save(folder / "package")
+    losses = train(pipe, optimizer, range(2, 5))
+    with raises("a batch of 7 cannot be cut into 2 micro-batches of one size"):
+        pipe.step(batch(0)[:7], target=batch(0)[:7], loss_fn=F.cross_entropy)
+    told = pipe.step(batch(0)[:4], target=batch(0)[:4], loss_fn=F.cross_entropy, timeline=True)
+    assert pipe.timeline is not None
+    assert len(pipe.timeline.devices) == count
+    assert "cpu:1" in pipe.explain()
+    assert "cpu:1 peak memory" in pipe.compare()
+    assert "cpu:1" in str(pipe.diagnose())
+    assert told == pipe.collect(told)[0]
+    pipe.close()
+    torch.manual_seed(dist.get_rank(group))
+    other = plan_of(Net(), batch(0), count, count)
+    line = fxpipe.compile(Net(), chunks=2, group=group, timeout=60, example_inputs=batch(0))
+    for run in (over(group, Net(), other, example_inputs=batch(0)), line, plain):
+        optimizer = adam(run)
+        assert fxpipe.load_checkpoint(folder / "checkpoint", run, optimizer) == {"step": 2}
+        torch.testing.assert_close(train(run, optimizer, range(2, 5)), losses, rtol=1e-9, atol=0)
+    loaded = fxpipe.load(folder / "package", Net(), group=group, timeout=60)
+    fxpipe.load_checkpoint(folder / "checkpoint", loaded)
+    torch.testing.assert_close(
+        loaded.step(batch(2), target=batch(2), loss_fn=F.cross_entropy).item(), losses[0], rtol=1e-9, atol=0
+    )
+    assert sum(loaded.collect(len(loaded.state_dict()))) == len(plain.state_dict())
+    for run in (line, loaded):
+        run.close()
+
+
+class Dropping(nn.Module):
+    """Draws random numbers between layers that are cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow, self.drop = nn.Linear(8, 16), nn.Linear(16, 8), nn.Dropout(0.4)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(x + self.narrow(self.drop(torch.tanh(self.wide(x)))))  # type: ignore[no-any-return]
+
+
+def draws_as_in_one_process(group: Any) -> None:
+    """Random numbers are those of the same plan in one process, and the gradient of an input is there, too."""
+    count = dist.get_world_size(group)
+    x = torch.linspace(-1, 1, 64, dtype=torch.float64).view(8, 8)
+    torch.manual_seed(0)
+    model, here = Dropping(), Dropping()
+    here.load_state_dict(model.state_dict())
+    plan = plan_of(model, x, count, 2)
+    wanted: list[Any] = [None]
+    pipe = over(group, model, plan)
+    if pipe.leads:
+        alone = fxpipe.compile(here, ["cpu"] * count, plan=plan)
+        wanted = [dropped(alone, x)]
+        alone.close()
+    dist.broadcast_object_list(wanted, group=group, group_src=0)
+    found = dropped(pipe, x)
+    close(found[:2], wanted[0][:2])
+    for key, grad in found[2].items():
+        close(grad, wanted[0][2][key], key)
+    assert sum(pipe.collect(len(found[2]))) == len(wanted[0][2]) == 4
+    pipe.eval()
+    close(pipe.forward_only(x), here.eval()(x).detach())
+    pipe.close()
+
+
+def dropped(run: fxpipe.Pipe, x: Tensor) -> tuple[Tensor, Any, dict[str, Any]]:
+    torch.manual_seed(5)
+    given = x.clone().requires_grad_()
+    loss = run.step(given, loss_fn=lambda output: output.pow(2).mean())
+    return loss, given.grad, {key: parameter.grad for key, parameter in run.named_parameters()}
+
+
+def ops_run_anywhere(group: Any, name: str, schedule: str, checkpoint: str) -> None:
+    """Every op on a rank drawn at random: a step is the model's."""
+    case, count = stepped(MODELS[name]), dist.get_world_size(group)
+    model, twin = build(case), build(case)
+    options: dict[str, Any] = {"reduce": "sum", **case.options, "schedule": schedule, "checkpoint": checkpoint}
+    pipe = fxpipe.compile(twin, chunks=3, strategy=anywhere(count, len(name)), group=group, timeout=60, **options)
+    assert isinstance(pipe, RankPipe)
+    for samples in (6, 3):
+        step_is_the_models(group, pipe, case, (model, twin), samples, 3)
+        check(pipe.programs)
+    pipe.close()
+
+
+def strategies_are_the_model(group: Any) -> None:
+    """Strategies drawn at random, each by the gradients and the output of a step."""
+    case, count = CASES["convolutional"], dist.get_world_size(group)
+    plain, args = build(case), inputs(case, 4)[0]
+    output = plain(*args)
+    loss_of(output).backward()
+    graph = operators_of(plain, preset("p100:4"), args, 2)
+    for number in range(3):
+        model = copy.deepcopy(plain)
+        model.zero_grad()
+        strategy = scattered(graph, count, Random(number))
+        pipe = fxpipe.compile(
+            model, chunks=2, strategy=(graph, strategy), schedule="1f1b", checkpoint="never", reduce="sum",
+            group=group, timeout=60,
+        )  # fmt: skip
+        close(pipe.step(*args, loss_fn=loss_of, outputs=True), (loss_of(output).detach(), output.detach()))
+        for key, tensor in pipe.named_parameters():
+            torch.testing.assert_close(tensor.grad, plain.get_parameter(key).grad, rtol=1e-9, atol=1e-9)
+        pipe.close()
+
+
+def rows_train_together(group: Any) -> None:
+    """Two rows of a mesh, each with its half of the batch: gradients are averaged by DistributedDataParallel; what
+    would cut parameters once more is refused."""
+    mesh = rows_of("dp", "pp")
+    model, x, _ = planned("mlp", "two stages of two")
+    plain, plan = copy.deepcopy(model), plan_of(model, x[:4], 2, 2)
+    pipe = over(mesh["pp"], model, plan, example_inputs=(x[:4],))
+    with raises("cuts ops over ranks: return DistributedDataParallel(part, ...)"):
+        pipe.parallelize(mesh["dp"], fsdp)
+    pipe.close()
+    pipe = over(mesh["pp"], copy.deepcopy(plain), plan, example_inputs=(x[:4],))
+    pipe.parallelize(mesh["dp"], ddp)
+    mine = x.chunk(2)[mesh.get_local_rank("dp")]
+    pipe.step(mine, loss_fn=lambda output: loss(output))
+    loss(plain(x)).backward()
+    for key, parameter in pipe.named_parameters():
+        close(parameter.grad, plain.get_parameter(key).grad, key)
+    pipe.close()
