@@ -169,15 +169,17 @@ def compile(
       parameters, inputs and outputs must stay. `pipe.trail` has the program after each.
     - `dump`: a folder for text files of the graph, the program after each pass, profile, schedule and timeline, and the
       generated code; the environment variable FXPIPE_DUMP does the same.
-    - `group`: the processes that are the devices, as a ProcessGroup or a DeviceMesh of one dimension; `devices` may
-      then be left out. If no group is given, but torchrun started the script, or a process group of several ranks is
-      initialized, it is all ranks, unless `devices` is a list or a kind: these mean devices of this process. See
-      `RankPipe`, and `RankPipe.parallelize` for several pipes side by side.
+    - `group`: the processes that are the devices, rank 0 the first, as a ProcessGroup or a DeviceMesh of one dimension;
+      `devices` may then be left out. If no group is given, but torchrun started the script, or a process group of
+      several ranks is initialized, it is all ranks, unless `devices` is a list or a kind: these mean devices of this
+      process. The result is a `fxpipe.pipe.ranks.rank_pipe.RankPipe`; see there how to call it, and `parallelize` for
+      several pipes side by side.
     - `timeout`: seconds after which a rank that does not answer counts as lost; while ranks compile, an hour more.
     - `check_inputs`: with a group, raise an error if ranks are given different values of the same argument.
 
-    Raises PlanError for invalid options; at the first call CaptureError or InputError, CompileError if a stage cannot
-    be compiled, or PlanError, with the name of the function, if a transform or pass returns what it must not.
+    Raises PlanError for invalid or unknown options; at the first call CaptureError or InputError, CompileError if a
+    stage cannot be compiled, or PlanError, with the name of the function, if a transform or pass returns what it must
+    not.
 
     >>> import torch, fxpipe
     >>> from torch import nn

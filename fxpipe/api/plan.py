@@ -79,7 +79,8 @@ def plan(
     - `micro_batches`: `chunks` of the pipe: into how many a batch is cut. If not given, the planner tries numbers that
       divide the batch; for a model only the 8 that are nearest to four per device, each with costs for its size. Each
       replica gets whole samples of a micro-batch, unless a `Chain` has `ideal_shares`.
-    - `recompute`: True: all stages recompute. False: none. If not given, those that do not fit in memory otherwise.
+    - `recompute`: `checkpoint` of the pipe: True ("always" for all stages), False ("never"), or if not given, "always"
+      for those stages that do not fit in memory otherwise.
     - `tensor_parallel`: over how many devices of a server each op is cut: a number; or a list of numbers, of which the
       best is taken; or "auto": all powers of two up to the devices of a server. How each op is cut is chosen so that a
       micro-batch takes the least time. Above 1, the devices of the cluster must be of one kind.

@@ -120,7 +120,8 @@ class Pipe(DropInModule):
         **kwargs: Any,
     ) -> Any:
         """Forward and backward of a whole batch, in the order of the schedule. Returns the loss of the batch, detached;
-        the gradients are added to the parameters' gradients, as by `loss.backward()`.
+        the gradients are added to the parameters' gradients, as by `loss.backward()`. `torch.autocast` applies as to
+        the plain model.
 
         - `args`, `kwargs`: the model's own. If an argument of the model's forward has the name of one here, such as
           `target`, pass it by position.

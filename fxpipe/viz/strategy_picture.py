@@ -74,7 +74,8 @@ def draw(
     width: int = 1200,
     theme: str = "auto",
 ) -> str:
-    """The picture as the text of an SVG file; `facts` is a line below the title, `theme` "light", "dark" or "auto"."""
+    """The picture as the text of an SVG file, with lines of boxes that are at most `width` pixels wide; `facts` is a
+    line below the title, `theme` "light", "dark" or "auto", which follows the page that shows it."""
     drawn = [operator for operator in graph if operator.kind != "input"]
     configs = dict(zip((operator.name for operator in graph), strategy.configs, strict=True))
     layout = _grid(drawn) or _layers(drawn)

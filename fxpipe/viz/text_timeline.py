@@ -20,7 +20,7 @@ from fxpipe.ir.units import show_seconds
 class Style:
     """How a bar is drawn.
 
-    - `fill`: for each kind of span its character.
+    - `fill`: for each kind of span ("F", "B", its halves "I" and "W", "R": recomputation) its character.
     - `edges`: the characters at both ends of a bar.
     - `colors`: for each kind its background, one of a terminal's 256 colours; None without colours.
     """

@@ -82,8 +82,8 @@ def load_on_rank(
         live = opened(folder, model, backend)
         if (root := loss_root(live.package, model)) is not None:
             raise PackageError(
-                f"the loss of this package has tensors of its own, {root}...: over ranks, it has to be a "
-                "function, or a part of the model"
+                f"the loss of this package has tensors of its own, {root}...: with several ranks, make it a function "
+                "without tensors, or a part of the model"
             )
         tensors = RankTensors(model, ranks, partial(replica_groups, live))
         state = LoadedRanksState(live=live, bind=partial(bind_on_rank, world), processes=ranks, tensors=tensors)
@@ -126,8 +126,8 @@ def table_of(package: Any) -> MessageTable:
     file = Path(next(iter(package.__path__))) / MESSAGES
     if not issubclass(package.Scheduler, StepScheduler):
         raise PackageError(
-            "this package was saved after a call of a pipe in one process; over ranks, save one after pipe.step(...), "
-            "or from a pipe over ranks"
+            "this package was saved after a plain call of a pipe in one process: several ranks need one that was saved "
+            "after pipe.step(...), or by a pipe of several ranks"
         )
     if not file.exists():
         raise PackageError(f"{file} is not there: this package is for devices of one process; save it anew")

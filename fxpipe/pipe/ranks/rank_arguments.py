@@ -60,7 +60,11 @@ def check_same(given: Given, signatures: Given, rank: int) -> None:
     for path in ours.keys() & theirs.keys():
         here, there = ((x.dtype, list(x.shape), x.requires_grad) for x in (ours[path], theirs[path]))
         if here[:2] == there[:2] and here != there:
-            raise RankError(f"{path} needs a gradient on one of the ranks {LEADER} and {rank} alone; let it on both")
+            one, other = (LEADER, rank) if there[2] else (rank, LEADER)
+            raise RankError(
+                f"{path} requires a gradient on rank {one} and not on rank {other}: call requires_grad_() on both, or "
+                "on neither"
+            )
         if here != there:
             raise RankError(
                 f"rank {rank} was given {path} of type {here[0]} and shape {here[1]}, and rank {LEADER} {there[0]} "

@@ -149,8 +149,8 @@ def ranked(live: RunningPackage) -> RankScheduler:
 
 
 def refuse_copy(pipe: Any, memo: dict[int, Any]) -> NoReturn:
-    raise FxpipeError("a pipe over ranks is not copied: copy pipe.model and compile that")
+    raise FxpipeError("a pipe of several ranks is not copied: copy pipe.model and compile that")
 
 
 def refuse_pickle(pipe: Any) -> NoReturn:
-    raise FxpipeError("a pipe over ranks is not pickled: save pipe.state_dict() on each rank")
+    raise FxpipeError("a pipe of several ranks is not pickled: save pipe.state_dict() on each rank")

@@ -1,4 +1,4 @@
-"""What tells at a glance whether the arguments of a call look as before."""
+"""What tells at a glance whether the arguments of a call look as before, and whether ranks agree on them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fxpipe.capture import NO_TARGET
-from fxpipe.pipe.ranks.rank_arguments import Given, glance
+from fxpipe.errors import RankError
+from fxpipe.pipe.ranks.rank_arguments import Given, check_same, glance
 
 X = torch.zeros(4, 2)
 
@@ -35,3 +36,14 @@ def test_other_looks(other: Given) -> None:
 def test_what_takes_more_than_a_glance() -> None:
     assert glance(call([X])) is None
     assert glance(call(X.to_sparse())) is None
+
+
+def test_a_gradient_that_only_some_ranks_ask_for() -> None:
+    with_gradient, without = call(X.clone().requires_grad_()), call(X)
+    with pytest.raises(
+        RankError, match="argument 0 requires a gradient on rank 0 and not on rank 2: call requires_grad_"
+    ):
+        check_same(without, with_gradient, 2)
+    with pytest.raises(RankError, match="argument 0 requires a gradient on rank 2 and not on rank 0"):
+        check_same(with_gradient, without, 2)
+    check_same(without, call(X + 1), 2)

@@ -93,7 +93,7 @@ def refused(group: Any, call: Path, edited: Path) -> None:
     """Packages that are not for several processes, not the same on all ranks, or not there on some."""
     rank = dist.get_rank(group)
     model = model_of(0)
-    with raises("saved after a call of a pipe in one process; over ranks, save one after pipe.step"):
+    with raises("after a plain call of a pipe in one process: several ranks need one that was saved after pipe.step"):
         fxpipe.load(call, model, group=group)
     with raises("-    # edited on rank 0", "+    # edited on rank 1"):
         fxpipe.load(edited / str(rank), model, group=group)
