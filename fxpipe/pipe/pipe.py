@@ -366,8 +366,8 @@ class Pipe(DropInModule):
 
     def diagnose(self) -> Diagnosis:
         """Where the time of the last step with `timeline=True` went, on each device. Prints as a table, with the
-        prediction of `compare`, then what costs most and what to change. Raises FxpipeError if there was no such step.
-        With several ranks, any rank may call it alone."""
+        prediction of `compare`, then what costs most and what to change; `.replan()` plans again with these times.
+        Raises FxpipeError if there was no such step. With several ranks, any rank may call it alone."""
         return diagnosed(self._timed(), self._state.rehearsed, self.options)
 
     def _timed(self) -> Timed:
