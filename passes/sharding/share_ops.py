@@ -6,6 +6,9 @@
                                                    z_0 = z_partial_0 + z_partial_1       on device 0
                                                    z_1 = z_partial_0 + z_partial_1       on device 1
 
+Of more than two devices, each adds up a slice of such a sum, and then takes the slices of the others: an all-reduce, as
+a reduce-scatter and an all-gather. What moves are values of the graph, so gradients go back in the same way.
+
 A stage has a group of devices for each replica, and replicas share the samples. Device numbers run through the stages,
 their groups, and the devices of a group. Of a value that all devices of a group have, each reads its own copy. An op
 that changes a state runs on the first device of a group alone, as does a random op that all devices would have whole:
@@ -24,7 +27,7 @@ from fxpipe.ir.graph.op_arguments import argument
 from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.ir.operators.group_layout import REPLICATED, Layout, OpSharding, boxes, volume
 from fxpipe.ir.operators.placed_graph import Placed
-from fxpipe.ir.operators.strategy import Region
+from fxpipe.ir.operators.strategy import Region, split
 from fxpipe.ir.replica_shares import dealt
 from fxpipe.passes.sharding.graph_rewriter import Part
 from fxpipe.passes.sharding.op_cuts import batch_symbol
@@ -140,5 +143,19 @@ class _ByGroup:
             sums.append(Part(s.partial_sum(op, rows, device, ranges), rows, device))
         for at, device in enumerate(devices):
             own = boxes(found.layout, s.shape(op), self.degree, at)
-            for region in (common for box in own if (common := overlap(box, rows)) is not None):
+            wanted = [common for box in own if (common := overlap(box, rows)) is not None]
+            if found.layout == REPLICATED and (slice_ := self.slice_of(rows, at)) is not None:
+                wanted = [slice_]
+            for region in wanted:
                 yield s.total(op, [s.b.piece(op, op.name, one, region, device) for one in sums], region, device)
+
+    def slice_of(self, rows: Region, at: int) -> Region | None:
+        """The slice that a device adds up of a sum that all devices will have: each adds up one, and takes the others
+        from those that have them. So each of n devices sends 2 (n - 1) / n of the sum, as in a ring, in place of n - 1.
+        None for two devices, which send each other as much either way, and if there is nothing to cut."""
+        dim = next((dim for dim, (first, after) in enumerate(rows) if after - first >= self.degree), None)
+        if self.degree == 2 or dim is None:
+            return None
+        first, after = rows[dim]
+        own = (first + end for end in split(after - first, self.degree, at))
+        return *rows[:dim], (next(own), next(own)), *rows[dim + 1 :]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from random import Random
 
 import pytest
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxpipe.ir.graph.graph import op_name
-from fxpipe.ir.operators.group_layout import OpSharding
+from fxpipe.ir.operators.group_layout import Layout, OpSharding
 from fxpipe.ir.operators.placed_graph import Placed
 from fxpipe.ir.operators.placed_graph import check as check_placed
 from fxpipe.passes.sharding.op_cuts import op_cuts
@@ -60,3 +61,18 @@ def test_all_devices_see_the_same_random_numbers() -> None:
         placed = shared(made, seed, (2,), 2)
         found = results(made.model, made.inputs, placed.graph)
         assert torch.allclose(found[0], torch.ones_like(found[0]))
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_a_sum_moves_as_in_a_ring(degree: int) -> None:
+    """Of a sum that all of n devices have in the end, each sends 2 (n - 1) / n."""
+    made = sample(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.zeros(4, 8))
+    sizes = {size.name: made.inputs[0].shape[size.dim] for size in made.graph.sizes}
+    first, last = (op.name for op in made.graph.ops if op_name(op) == "linear")
+    cut = {first: OpSharding(first, "linear", summed=1), last: OpSharding(last, "linear", Layout(1))}
+    placed = share(made.graph, sizes, {op.name: 0 for op in made.graph.ops}, (1,), cut, degree)
+    names = {op.name: op for op in placed.graph.ops}
+    moves = {(name, placed.devices[op.name]) for op in placed.graph.ops for name in op.reads if name in names}
+    far = [names[name] for name, device in moves if placed.devices[name] != device]
+    returned = (degree - 1) * 32 // degree  # what the first device takes from others for the caller
+    assert sum(prod(op.type.shape) for op in far) == 2 * (degree - 1) * 32 + returned
