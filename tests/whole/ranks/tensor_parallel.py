@@ -7,22 +7,25 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe import RankError
 from fxpipe.api.search import operators_of
 from fxpipe.ir.cluster.published_clusters import preset
 from fxpipe.ir.program.device_programs import check
 from fxpipe.pipe.ranks.rank_pipe import RankPipe
+from fxpipe.pipe.ranks.ranks import ranked
 from fxpipe.planning.operators.expert_strategies import scattered
 from tests.helpers.models import MODELS
 from tests.helpers.transparency import build, inputs
 from tests.pipe.build.test_apply_strategy import CASES, loss_of
 from tests.training.test_checkpoint import Net, adam, batch, train
-from tests.whole.ranks.cases import raises, step_is_the_models
+from tests.whole.ranks.cases import Boom, at, raises, step_is_the_models, throw
 from tests.whole.ranks.meshes import ddp, fsdp, rows_of
 from tests.whole.ranks.parts import clip_plain, loop, on_meta
 from tests.whole.ranks.rendezvous import like_nccl
@@ -213,4 +216,29 @@ def rows_train_together(group: Any) -> None:
     loss(plain(x)).backward()
     for key, parameter in pipe.named_parameters():
         close(parameter.grad, plain.get_parameter(key).grad, key)
+    pipe.close()
+
+
+def faults_are_told(group: Any) -> None:
+    """An action of a part fails: all ranks hear of it, no gradient is added, and the next step is exact."""
+    model, x, found = planned("mlp", "a stage of four")
+    pipe = over(group, model, found)
+
+    def step() -> Tensor:
+        total: Tensor = pipe.step(x, loss_fn=lambda output: loss(output))
+        return total
+
+    wanted, scheduler = step(), ranked(pipe._state.cache.live(pipe.build))
+    gradients = {key: parameter.grad.clone() for key, parameter in pipe.named_parameters()}
+    actions = [action for action in scheduler.steps.methods if action.micro_batch == 1]
+    for action in actions[:: len(actions) // 4]:
+        model.zero_grad()
+        at(pipe, str(action), throw)
+        here = scheduler.program.here(action.stage)
+        with pytest.raises(Boom if here else RankError, match="boom"):
+            step()
+        assert all(parameter.grad is None for parameter in model.parameters())
+    close(step(), wanted)
+    for key, parameter in pipe.named_parameters():
+        close(parameter.grad, gradients[key], key)
     pipe.close()

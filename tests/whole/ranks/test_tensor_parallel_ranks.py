@@ -13,7 +13,6 @@ from tests.whole.ranks.pool import Pool
 PLANS = (
     ("blocks", "a stage of four", ""),
     ("joined", "two stages of two", LAZY),
-    ("words", "two stages of two", ""),
     ("words", "two replicas of two", ""),
     ("image", "two replicas of two", ""),
     ("mlp", "a stage of four", EAGER),
@@ -45,6 +44,11 @@ def test_strategies(pool: Pool) -> None:
 @pytest.mark.slow
 def test_random_numbers(pool: Pool) -> None:
     pool.run(tensor_parallel.draws_as_in_one_process)
+
+
+@pytest.mark.slow
+def test_faults(pool: Pool) -> None:
+    pool.run(tensor_parallel.faults_are_told)
 
 
 @pytest.mark.slow
