@@ -9,7 +9,14 @@ pipeline sizes. Micro-batches are of 1 to 8 samples and a GPU has one to four st
 is the fastest by the paper's formula for the bubble, as the paper chose them by row; this one is simulated. Teraflop/s
 are by the paper's formula for the operations of a step, which counts recomputation.
 
+With `--plans`, each row is also planned by `fxpipe.plan(..., tensor_parallel="auto")`, for the same model, GPUs and
+batch. "theirs" is the prediction of their step, with interleaved stages, which plans have not; "the same in a plan" is
+their configuration without these, as the planner counts it; "ours" is the plan. All have the update of the parameters.
+Theirs always recompute, each layer by itself, as in the paper. Plans do so where memory asks for it, and then whole
+stages, which takes more memory; with `--recompute` all stages do.
+
     python -m benchmarks.megatron
+    python -m benchmarks.megatron --plans
 """
 
 from __future__ import annotations
@@ -19,6 +26,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from time import process_time
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,10 +36,16 @@ from tqdm import tqdm
 
 import fxpipe
 from fxpipe.api.profile import ModelProfile
-from fxpipe.ir.cluster.cluster import Device
+from fxpipe.api.tensor_parallel import Candidate, candidate
+from fxpipe.ir.cluster.cluster import Cluster, Device
 from fxpipe.ir.cluster.network import all_reduce
 from fxpipe.ir.cluster.published_clusters import A100, INFINIBAND_LATENCY, a100s
+from fxpipe.ir.cluster.what_if import fewer
+from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage
+from fxpipe.ir.plan.layer_chain import Chain
 from fxpipe.ir.plan.profile import OpCost, total
+from fxpipe.pipe.results.planned import Planned
+from fxpipe.planning.hybrid.group_layers import Layers, as_plan, costed
 from fxpipe.schedules.make_schedule import make
 from fxpipe.schedules.simulate.simulate import Hop, Reduction, StageCost, simulate
 
@@ -44,6 +59,10 @@ CARD = 25e9  # bytes per second of a GPU's network card
 SAMPLES = (1, 2, 4, 8)  # of a micro-batch
 MOST = 4  # stages of a GPU
 HEAD = ("parameters", "GPUs", "t", "p", "d", "micro-batch", "stages per GPU", "paper", "predicted", "off")
+PLAN_HEAD = (
+    "parameters", "GPUs", "their shape", "theirs", "the same in a plan", "ours", "ours to theirs", "our shape",
+    "micro-batches", "stages that recompute", "processor seconds to plan",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -231,7 +250,116 @@ def step(run: Run, samples: int, each: int, device: Device) -> float:
         names[:p],
         [Reduction(s, rows / each) for s in range(stages)],
     )
-    return line.makespan + STEP * parameters / (device.bandwidth * device.memory_efficiency)
+    return line.makespan + update(parameters, device)
+
+
+def update(parameters: float, device: Device) -> float:
+    """Seconds in which a GPU updates this many parameters."""
+    return STEP * parameters / (device.bandwidth * device.memory_efficiency)
+
+
+# A plan ---------------------------------------------------------------------------------------------------------------
+
+
+class Whole(nn.Module):
+    """A GPT of this many layers."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(VOCABULARY, run.hidden), nn.Embedding(SEQUENCE, run.hidden)
+        self.layers = nn.ModuleList(Layer(run.hidden, run.heads, 1) for _ in range(run.layers))
+        self.norm, self.head = nn.LayerNorm(run.hidden), nn.Linear(run.hidden, VOCABULARY, bias=False)
+
+    def forward(self, ids: Tensor, places: Tensor) -> Tensor:
+        x = F.dropout(self.words(ids) + self.places(places), 0.1)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(self.norm(x)).transpose(1, 2).float(), ids, reduction="none").mean(1)
+
+
+def cluster_of(run: Run, device: Device) -> Cluster:
+    """The GPUs of the run, all like `device`."""
+    nodes = fewer(a100s(-(-run.gpus // 8)), run.gpus)
+    known = (replace(device, label=one.label, server=one.server) for one in nodes.devices)
+    return replace(nodes, devices=tuple(known))
+
+
+def profiled(run: Run, device: Device) -> ModelProfile:
+    with torch.device("meta"):
+        model = Whole(run).half()
+        ids = torch.zeros(2, SEQUENCE, dtype=torch.long)
+    return fxpipe.profile(model, ids, ids, device=device)
+
+
+def planned(run: Run, known: ModelProfile, cluster: Cluster, **options: Any) -> Planned:
+    """The plan that is found, with the state of Megatron's optimizer."""
+    return fxpipe.plan(known, cluster, run.batch, tensor_parallel="auto", parameter_copies=STATE / HALF, **options)
+
+
+def with_update(found: Planned, device: Device) -> float:
+    """Seconds of a step of the plan, and of the update of its parameters."""
+    most = max(kinds.parameters for kinds in found.memory_kinds.values()) / HALF
+    return found.seconds + update(most, device)
+
+
+def the_same(run: Run, known: ModelProfile, cluster: Cluster, samples: int) -> Planned:
+    """Their configuration as a plan: equal stages of their tensor and data parallel sizes, which recompute, with
+    micro-batches of `samples` on each replica. Layers go to stages as in the paper; the embedding goes with the first
+    layer, the loss with the last."""
+    names = [op.name for op in known.graph.ops]
+    modules = {op.name: re.match(r"layers\.(\d+)", op.origin.module) for op in known.graph.ops}
+    first = [next(at for at, name in enumerate(names) if _layer(modules[name]) == n) for n in range(run.layers)]
+    ends = [*first[1:], len(names)]
+    made = Layers(
+        Chain(known.model, known.batch, ()),
+        tuple(tuple(names[a:b]) for a, b in zip([0, *ends[:-1]], ends, strict=True)),
+    )
+    rows = known.at(samples * run.replicas)
+    if run.tensor > 1:
+        one = candidate([rows], made, cluster, run.tensor)
+    else:
+        one = Candidate(1, cluster, (costed(rows.graph, rows, made),), ())
+    each, d = run.layers // run.pipeline, run.replicas
+    stages = tuple(
+        HybridStage(s * each, (s + 1) * each, tuple(range(s * d, (s + 1) * d)), True) for s in range(run.pipeline)
+    )
+    micro = run.batch // (d * samples)
+    hybrid = HybridPlan(known.model, stages, micro, samples=d * samples, tensor_parallel=run.tensor)
+    plan = as_plan(known.graph, made, hybrid, one.cluster.labels, "1f1b")
+    return Planned(plan, hybrid, one.chains, cluster, run.batch, "Megatron", STATE / HALF)
+
+
+def _layer(found: re.Match[str] | None) -> int | None:
+    return int(found[1]) if found else None
+
+
+def plan_rows(
+    chosen: Sequence[Run], device: Device, seconds: float, recompute: bool | None
+) -> Iterator[tuple[object, ...]]:
+    for run in tqdm(chosen, leave=False, disable=None):
+        started = process_time()
+        cluster = cluster_of(run, device)
+        known = profiled(run, cluster.devices[0])
+        ours = planned(run, known, cluster, time_limit=seconds, recompute=recompute)
+        took = process_time() - started
+        best = predict(run, device)
+        same = with_update(the_same(run, known, cluster, best.samples), device)
+        found = with_update(ours, device)
+        own = ours.layers
+        stages = [len(stage.devices) for stage in own.stages]
+        yield (
+            f"{run.parameters:g} B",
+            run.gpus,
+            f"{run.tensor} x {run.pipeline} x {run.replicas}",
+            best.seconds,
+            same,
+            found,
+            f"{found / best.seconds - 1:+.1%}",
+            f"{own.tensor_parallel} x {len(stages)} x {max(stages)}" + (" or less" if len(set(stages)) > 1 else ""),
+            own.micro_batches,
+            sum(stage.recompute for stage in own.stages),
+            round(took),
+        )
 
 
 # The table ------------------------------------------------------------------------------------------------------------
@@ -278,9 +406,17 @@ def rows(chosen: Sequence[Run], device: Device) -> Iterator[tuple[object, ...]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=10, help="how many of the table, from the first")
+    parser.add_argument("--plans", action="store_true", help="also find plans for the same models and GPUs")
+    parser.add_argument("--recompute", action="store_true", help="plans in which all stages recompute, as theirs do")
+    parser.add_argument("--seconds", type=float, default=60, help="that the search for a plan may take")
     options = parser.parse_args()
     table = runs()
     share = calibrated(table[0])
+    if options.plans:
+        title = "seconds of a step, theirs and ours; tensor x stages x replicas:"
+        plans = plan_rows(table[: options.rows], reaching(share), options.seconds, options.recompute or None)
+        show(title, PLAN_HEAD, plans)
+        return
     title = f"products in f16 reach {share:.1%} of an A100's peak, by the first row; Tflop/s per GPU:"
     show(title, HEAD, rows(table[: options.rows], reaching(share)))
 

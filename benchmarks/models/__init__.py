@@ -3,8 +3,22 @@
 from .alexnet import AlexNet
 from .amoebanet import AmoebaNetD
 from .inception import InceptionV3
+from .llama import LLAMA_7B, LLAMA_70B, Llama
 from .recurrent import NMT, RNNLM, RNNTC
 from .resnet import ResNet, resnet101
 from .unet import UNet
 
-__all__ = ["NMT", "RNNLM", "RNNTC", "AlexNet", "AmoebaNetD", "InceptionV3", "ResNet", "UNet", "resnet101"]
+__all__ = [
+    "LLAMA_7B",
+    "LLAMA_70B",
+    "NMT",
+    "RNNLM",
+    "RNNTC",
+    "AlexNet",
+    "AmoebaNetD",
+    "InceptionV3",
+    "Llama",
+    "ResNet",
+    "UNet",
+    "resnet101",
+]

@@ -59,7 +59,7 @@ def plan(
     all_reduce: str = "end",
     parameter_copies: float = 4,
     dtype: str | None = None,
-    most_layers: int = MOST,
+    most_layers: int | None = None,
     time_limit: float = 30,
     **unknown: Never,
 ) -> Planned:
@@ -91,7 +91,8 @@ def plan(
       (parameter, gradient, two moments), 3 for momentum, 2 for plain SGD; 8 for Adam on parameters in bf16 with a
       master copy and moments in f32.
     - `dtype`: the element type in which a model is planned, as for `fxpipe.profile`.
-    - `most_layers`: the largest number of layers that a model is divided into; stages are made of whole layers.
+    - `most_layers`: the largest number of layers that a model is divided into; stages are made of whole layers. If not
+      given, 64; on more than 64 devices as many as devices, up to 128.
     - `time_limit`: seconds that "optimal" may search.
 
     Raises PlanError if there is no plan, or none that fits in memory.
@@ -114,7 +115,8 @@ def plan(
     first, others = _by_kind(what, where)
     known = _profiled(first, where, example_inputs, dtype)
     with working(f"planning {known.model} for {count(len(where.devices), 'device', 'devices')}", time_limit):
-        found = _planned(known, others, planner, request, most_layers, degrees_of(tensor_parallel, where))
+        most = most_layers or max(MOST, min(2 * MOST, len(where.devices)))
+        found = _planned(known, others, planner, request, most, degrees_of(tensor_parallel, where))
         with timed("simulator"):
             return _ordered(found, schedule)
 

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.megatron import calibrated, costs, predict, reaching, runs, teraflops
+from benchmarks.megatron import (
+    calibrated,
+    cluster_of,
+    costs,
+    planned,
+    predict,
+    profiled,
+    reaching,
+    runs,
+    teraflops,
+    the_same,
+    with_update,
+)
 from benchmarks.paper_data import MISSING, folder
 from fxpipe.ir.cluster.published_clusters import A100, A100_REACHES
 from fxpipe.profiling.estimate import model_products
@@ -38,3 +50,17 @@ def test_what_a_gpu_computes_is_what_the_formula_counts() -> None:
     head = run.flops * (1 - 1 / (1 + 51200 / (16 * run.layers * run.hidden)))
     assert whole == pytest.approx(run.flops - head, rel=0.01)
     assert costs(run, 1, A100).layer.parameters == pytest.approx(2 * 12 * run.hidden**2 / run.tensor, rel=0.01)
+
+
+def test_a_plan_is_not_predicted_slower() -> None:
+    """Row 2: layers cut over 2 GPUs. Their configuration takes as long by the planner's costs as it was predicted, and
+    the plan of one size of micro-batch is faster."""
+    table = runs()
+    run, device = table[1], reaching(calibrated(table[0]))
+    best, cluster = predict(run, device), cluster_of(run, device)
+    known = profiled(run, cluster.devices[0])
+    same = the_same(run, known, cluster, best.samples)
+    assert with_update(same, device) == pytest.approx(best.seconds, rel=0.05)
+    ours = planned(run, known, cluster, micro_batches=16, time_limit=4.0)
+    assert with_update(ours, device) <= best.seconds
+    assert [one.size for one in ours.tried] == [1, 2, 4, 8]

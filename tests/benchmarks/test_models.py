@@ -8,7 +8,21 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.models import NMT, RNNLM, RNNTC, AlexNet, AmoebaNetD, InceptionV3, ResNet, UNet, resnet101
+from benchmarks.models import (
+    LLAMA_7B,
+    LLAMA_70B,
+    NMT,
+    RNNLM,
+    RNNTC,
+    AlexNet,
+    AmoebaNetD,
+    InceptionV3,
+    Llama,
+    ResNet,
+    UNet,
+    resnet101,
+)
+from benchmarks.models.llama import LlamaSize
 
 
 def parameters(model: nn.Module) -> int:
@@ -132,3 +146,25 @@ def test_alexnet_refuses_images_that_are_too_small() -> None:
     AlexNet(width=2, hidden=16, size=63)
     with pytest.raises(ValueError, match="62 pixels are too small"):
         AlexNet(width=2, hidden=16, size=62)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "count"), [(LLAMA_7B, 6_738_415_616), (LLAMA_70B, 68_976_648_192)])
+def test_llama_has_the_published_parameters(size: LlamaSize, count: int) -> None:
+    with torch.device("meta"):
+        model = Llama(size)
+    assert parameters(model) == count
+
+
+def test_a_token_of_llama_knows_those_before_it_alone() -> None:
+    """A change of the last token changes the loss of predicting it, and of no token before."""
+    torch.manual_seed(0)
+    model = Llama(LlamaSize(16, 24, 2, 4, 2, vocabulary=11, sequence=6))
+    ids = torch.randint(11, (2, 6))
+    other = ids.clone()
+    other[:, -1] = (ids[:, -1] + 1) % 11
+    (gradient,) = torch.autograd.grad(model(ids).sum(), model.layers[1].attention.keys.weight)
+    assert gradient.abs().sum() > 0
+    hidden = [model.layers[0](model.tokens(one), model.cos, model.sin) for one in (ids, other)]
+    assert torch.equal(hidden[0][:, :-1], hidden[1][:, :-1])
+    assert not torch.equal(hidden[0][:, -1], hidden[1][:, -1])

@@ -149,7 +149,7 @@ PLAN = table(
     Option("all_reduce", "when replicas add up gradients", (one_of("end", "overlap"),), "overlap"),
     COPIES,
     DTYPE,
-    Option("most_layers", "into how many layers a model is cut at most", (whole(1),), 64),
+    Option("most_layers", "into how many layers a model is cut at most", (whole(1),), 64, unset=True),
     Option("time_limit", "seconds that the search may take", (SECONDS,), 30),
 )  # fmt: skip
 
