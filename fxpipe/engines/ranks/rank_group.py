@@ -57,7 +57,7 @@ class World:
 
     - `group`: their ProcessGroup, for collectives.
     - `labels`: the labels of the devices, by rank; `device`: this rank's device.
-    - `control`: the process group for messages in host memory.
+    - `control`: the two process groups for messages in host memory: to smaller and to larger ranks.
     - `timeout`: seconds after which a rank that does not answer counts as lost; `limit`: the same as a timedelta;
       `allowance`: how much longer a wait may take now, as ranks may be compiling.
     - `store`: where ranks that notice a loss write it; `lost`: why no further step is possible, or None.
@@ -158,7 +158,8 @@ class World:
     def start(self, send: bool, peer: int, tensor: Tensor, tag: int = VALUES) -> Any:
         """Begin to send a tensor in host memory, or to receive into it. Raises Lost."""
         try:
-            return self.control.send([tensor], peer, tag) if send else self.control.recv([tensor], peer, tag)
+            group = self.control[send == (peer > self.rank)]
+            return group.send([tensor], peer, tag) if send else group.recv([tensor], peer, tag)
         except RuntimeError as error:
             raise self.lose(peer, error) from None
 
@@ -354,6 +355,16 @@ def backends(group: Any) -> dict[str, str]:
     return dict(part.split(":") for part in dist.get_backend_config(group).split(","))
 
 
+def each_way(store: Any, rank: int, size: int, limit: timedelta) -> tuple[Any, Any]:
+    """Two process groups of gloo, so that a connection has values in one direction only. While a thread sends, gloo's
+    own thread cannot read what arrives on the same connection: it spins, and may take the processor from the sender."""
+    c10d: Any = dist.distributed_c10d
+    down = c10d.ProcessGroupGloo(c10d.PrefixStore("down", store), rank, size, limit)
+    options = c10d.ProcessGroupGloo._Options()  # one thread reads both
+    options._devices, options._threads, options._timeout = down.options._devices, down.options._threads, limit
+    return down, c10d.ProcessGroupGloo(c10d.PrefixStore("up", store), rank, size, options)
+
+
 def join(group: Any, device: torch.device, timeout: float) -> World:
     """The world of the ranks of `group`. It has connections of its own, which all pipes on these ranks share. Raises
     RankError if a rank is lost meanwhile."""
@@ -368,7 +379,7 @@ def join(group: Any, device: torch.device, timeout: float) -> World:
     store = c10d.PrefixStore(f"fxpipe/{backend}/{'-'.join(map(str, ranks))}/{timeout}", c10d._get_default_store())
     store = fresh_store(store, rank, len(ranks), timeout)  # of ranks that are gone there may be addresses, and losses
     limit = timedelta(seconds=timeout)
-    control = c10d.ProcessGroupGloo(c10d.PrefixStore("control", store), rank, len(ranks), limit)
+    control = each_way(store, rank, len(ranks), limit)
     labels = tuple(f"{device.type}:{rank}" for rank in range(len(ranks)))
     made = World(group, rank, labels, device, control, timeout, store)
     try:

@@ -35,7 +35,7 @@ from .rank_program import RankMessage, RankProgram
 
 T = TypeVar("T")
 AHEAD = 32  # the most unfinished sends to one rank; each keeps its buffer
-EARLY, SMALL = 16, 2**16  # how many receives from one rank may be posted early, and the most bytes of each
+EARLY, SMALL = 32, 2**16  # how many receives from one rank may be posted early, and the most bytes of each
 
 
 class RankTransport:
@@ -112,7 +112,8 @@ class RankTransport:
 
     def _read(self, receive: Callable[[], Tensor], size: Size, number: str | None) -> Any:
         for peer in self.far:  # this rank is about to wait, so there is time
-            self.begin_to_receive(peer, EARLY)
+            if self.begun[peer] - self.reached[peer] < EARLY // 2:  # many at once, and then none for a while
+                self.begin_to_receive(peer, EARLY)
             self.world.listen(peer)  # for the verdict
         return read(receive(), size, number)
 
