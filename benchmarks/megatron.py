@@ -12,6 +12,8 @@ are by the paper's formula for the operations of a step, which counts recomputat
 With `--plans`, each row is also planned by `fxpipe.plan(..., tensor_parallel="auto")`, for the same model, GPUs and
 batch. "theirs" is the prediction of their step, with interleaved stages, which plans have not; "the same in a plan" is
 their configuration without these, as the planner counts it; "ours" is the plan. All have the update of the parameters.
+The planner cuts ops in the way that is fastest for a micro-batch. If that is large, sequences are cut and each GPU of a
+group has whole weights, so "the same in a plan" then adds up more gradients at the end of a step than theirs.
 Theirs always recompute, each layer by itself, as in the paper. Plans do so where memory asks for it, and then whole
 stages, which takes more memory; with `--recompute` all stages do.
 
