@@ -45,13 +45,15 @@ from fxpipe.capture.tracing.dynamo import Capture, Traced, dynamo
 from fxpipe.capture.tracing.fx_to_graph import Owner, draft
 from fxpipe.capture.tracing.numpy_folding import made_of_floats
 from fxpipe.capture.tracing.placeholders import size_of
+from fxpipe.capture.tracing.repeated.inline_layers import inline_layers
 from fxpipe.capture.tracing.rewriting.graph_view import Transform
 from fxpipe.capture.tracing.rewriting.inline_checkpoints import inline_checkpoints
 from fxpipe.capture.tracing.rewriting.transforms import transformed
 from fxpipe.capture.tracing.torch_modes import check_modes
 from fxpipe.capture.tracing.value_names import named_sizes
 from fxpipe.capture.twins.attribute_changes import Snapshot
-from fxpipe.capture.twins.twin import Twins
+from fxpipe.capture.twins.equal_modules import EqualModules
+from fxpipe.capture.twins.twin import Slot, Twins
 from fxpipe.errors import CaptureError, FxpipeError, PlanError
 from fxpipe.ir.graph.graph import Graph, Mixed
 
@@ -106,6 +108,7 @@ class CallCapture:
         self.arguments = Arguments(model, batch_dim, sizes)
         self.twins = Twins({"": model})
         self.pieces = Pieces()
+        self.equal = EqualModules()
         self._function = function
         # Weak references, because torch keeps every backend alive, and with it would keep the model.
         capture = weakref.WeakMethod(self._capture)
@@ -116,13 +119,18 @@ class CallCapture:
             lambda traced: capture()(traced),  # type: ignore[misc]
             lambda: starts()(),  # type: ignore[misc]
         )
-        self._route, self._unguarded = self._begin(), self.twins.unguarded
+        self._anew()
         self._now: Now | None = None
         self._work, self._working, self._works = work, ExitStack(), False
         self._signatures: list[CallSignature] = []
         self._told: set[Mixed] = set()
         self._warm = -1  # how many submodules were kept whole at the last run of forward by `warm`
         self._lock = threading.RLock()
+
+    def _anew(self) -> None:
+        """Forget what was captured."""
+        self.equal.relied.clear()
+        self._route, self._unguarded = self._begin(equal=self.equal), self.twins.unguarded
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Run) -> Any:
         return self.run(RequestedCall(args, kwargs), run)
@@ -215,7 +223,7 @@ class CallCapture:
             refused = sized_by_data(now.kind.drafted.graph, self.twins) if now.kind and now.kind.drafted else None
             if refused is None or self._another_way(now, [refused]) is None:
                 raise
-            self._route, self._unguarded = self._begin(), self.twins.unguarded
+            self._anew()
             return self._complete(request, run)
         return now, result
 
@@ -246,9 +254,9 @@ class CallCapture:
         """One call of the route, in which all tensors are hollow until `run` runs."""
         check_modes()
         self.twins.sync()
-        if self.pieces.renew(self.twins) or self._unguarded != self.twins.unguarded:
+        if self.pieces.renew(self.twins) | self.equal.renew(self.twins) or self._unguarded != self.twins.unguarded:
             # Dynamo could guard hooks too, but that would double the time of all guards of a call (torch 2.13).
-            self._route, self._unguarded = self._begin(), self.twins.unguarded
+            self._anew()
         # On the model's device, so that the caller may have the batch on any device.
         call = self.arguments.call(request, self.twins.device, rows)
         beside = self.twins.beside(*request.rest, *request.holders)
@@ -292,7 +300,7 @@ class CallCapture:
                 self.pieces.tell()
                 return result
             how = self._another_way(now, tried)
-            self._route, self._unguarded = self._begin(), self.twins.unguarded
+            self._anew()
         self.pieces.reset(before, self.twins)
         raise refusals(tried) from tried[-1].__cause__
 
@@ -331,6 +339,7 @@ class CallCapture:
 
     def _capture(self, traced: Traced) -> Callable[..., Any]:
         """The function that the route calls for a kind of call that it has just traced."""
+        traced, places = inline_layers(traced, self.twins.of)
         inline_checkpoints(traced.module)
         kind = Kind(traced)
         call_capture = weakref.ref(self)
@@ -341,6 +350,8 @@ class CallCapture:
             now = self._now
             assert now is not None
             now.kind = kind
+            if places is not None:
+                flat = tuple(place.twin if isinstance(place, Slot) else flat[place] for place in places)
             if kind.finished is None or now.run is None:
                 return self._dry(kind, now, flat)
             assert kind.drafted is not None

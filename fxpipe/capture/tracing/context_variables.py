@@ -39,6 +39,12 @@ class Contexts:
             self.output, self.values = output, {}
         return self.values.setdefault(variable, [])
 
+    def tokens(self, output: Any) -> tuple[int, ...]:
+        """What tells whether the variables are as they were."""
+        return (
+            tuple(id(token) for values in self.values.values() for token, _ in values) if self.output is output else ()
+        )
+
     @property
     def left(self) -> list[str]:
         """The names of the variables that were set and not reset."""

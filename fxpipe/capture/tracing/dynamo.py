@@ -31,6 +31,7 @@ from torch._guards import TracingContext
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from fxpipe.capture.capture_errors import Refused, Sizes, refusal
+from fxpipe.capture.twins.equal_modules import EqualModules
 from fxpipe.errors import CaptureError
 from fxpipe.runtime.interrupts import Interrupts
 
@@ -38,6 +39,7 @@ from .composite_ops import composed_in_python, one_step
 from .context_variables import Contexts, context_variables
 from .numpy_folding import folding
 from .patched import patched
+from .repeated.record_layers import recorded_layers
 
 SETTINGS: dict[str, object] = {
     "allow_rnn": True,  # nn.LSTM and its kind, as one op
@@ -85,9 +87,11 @@ Capture = Callable[[Traced], Callable[..., Any]]
 numbers = itertools.count()
 
 
-def dynamo(function: Callable[..., Any], capture: Capture, starts: Callable[[], None]) -> Callable[..., Any]:
+def dynamo(
+    function: Callable[..., Any], capture: Capture, starts: Callable[[], None], equal: EqualModules | None = None
+) -> Callable[..., Any]:
     """A function to call with the twin of a model and hollow arguments, in place of `function(model, *arguments)`.
-    `starts` is called before a new kind of call is traced."""
+    `starts` is called before a new kind of call is traced; of `equal` modules one is traced."""
 
     def backend(module: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -100,7 +104,7 @@ def dynamo(function: Callable[..., Any], capture: Capture, starts: Callable[[], 
     context: Any = torch._dynamo.optimize(backend, nopython=True)
     if not hasattr(context, "callback"):
         raise CaptureError(SWITCHED_OFF)
-    context.callback = configured = _Configured(context.callback, starts)
+    context.callback = configured = _Configured(context.callback, starts, equal or EqualModules())
     fresh = _fresh(function)
     run = context(fresh)
 
@@ -159,8 +163,8 @@ class _Configured:
       some models leave out too much when it is true.
     """
 
-    def __init__(self, compile: Callable[..., Any], starts: Callable[[], None]) -> None:
-        self.starts = starts
+    def __init__(self, compile: Callable[..., Any], starts: Callable[[], None], equal: EqualModules) -> None:
+        self.starts, self.equal = starts, equal
         self._torchdynamo_orig_backend = compile  # the name by which Dynamo finds the inner one
         self.ways: set[str] = set()
         self.modules: tuple[int, ...] | None = None
@@ -202,6 +206,7 @@ class _Configured:
                 _hooks_are_ops(),
                 _saved_variables(),
                 context_variables(contexts),
+                recorded_layers(self.equal, contexts),
                 _quiet("torch._subclasses.fake_tensor"),  # our error says it better
                 _quiet("torch._dynamo.metrics_context"),  # torch 2.11 cannot write down our settings
             ):

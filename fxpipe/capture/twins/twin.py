@@ -125,6 +125,11 @@ class Twins:
         return {slot.path: slot.real for slot in self.slots if slot.real is not None}
 
     @property
+    def news(self) -> object:
+        """Another object whenever the user has changed something."""
+        return self._watch
+
+    @property
     def unguarded(self) -> tuple[Any, ...]:
         """Another value once something changed that Dynamo has no guards for: hooks, which torch numbers, those of all
         modules included; and attributes that are not in a `__dict__`."""
