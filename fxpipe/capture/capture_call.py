@@ -43,11 +43,11 @@ from fxpipe.capture.opaque.learn_outputs import learn, run_plainly
 from fxpipe.capture.opaque.opaque_submodules import Pieces, sized_by_data
 from fxpipe.capture.tracing.dynamo import Capture, Traced, dynamo
 from fxpipe.capture.tracing.fx_to_graph import Owner, draft
-from fxpipe.capture.tracing.numpy_folding import made_of_floats
+from fxpipe.capture.tracing.patches.numpy_folding import made_of_floats
 from fxpipe.capture.tracing.placeholders import size_of
-from fxpipe.capture.tracing.repeated.inline_layers import inline_layers
 from fxpipe.capture.tracing.rewriting.graph_view import Transform
 from fxpipe.capture.tracing.rewriting.inline_checkpoints import inline_checkpoints
+from fxpipe.capture.tracing.rewriting.inline_layers import inline_layers
 from fxpipe.capture.tracing.rewriting.transforms import transformed
 from fxpipe.capture.tracing.torch_modes import check_modes
 from fxpipe.capture.tracing.value_names import named_sizes
@@ -65,7 +65,7 @@ from .model_exceptions import diagnosed
 from .nested_values import change
 from .recapture_reason import CallSignature, signature_of, why_new
 
-Route = Callable[[Callable[..., Any], Capture, Callable[[], None]], Callable[..., Any]]
+Route = Callable[[Callable[..., Any], Capture, Callable[[], None], EqualModules], Callable[..., Any]]
 Sizes = Callable[[int], Sequence[int]]
 Work = Callable[[str], AbstractContextManager[None]]
 
@@ -118,6 +118,7 @@ class CallCapture:
             function,
             lambda traced: capture()(traced),  # type: ignore[misc]
             lambda: starts()(),  # type: ignore[misc]
+            self.equal,
         )
         self._anew()
         self._now: Now | None = None
@@ -130,7 +131,7 @@ class CallCapture:
     def _anew(self) -> None:
         """Forget what was captured."""
         self.equal.relied.clear()
-        self._route, self._unguarded = self._begin(equal=self.equal), self.twins.unguarded
+        self._route, self._unguarded = self._begin(), self.twins.unguarded
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Run) -> Any:
         return self.run(RequestedCall(args, kwargs), run)

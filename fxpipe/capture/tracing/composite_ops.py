@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from fxpipe.ir.graph.ops import RECURRENT
 
-from .patched import patched
+from .patches.patched import patched
 
 Sizes = Sequence[int | torch.SymInt]
 COMPOSED = torch._C.DispatchKey.CompositeImplicitAutograd

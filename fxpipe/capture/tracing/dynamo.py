@@ -36,10 +36,10 @@ from fxpipe.errors import CaptureError
 from fxpipe.runtime.interrupts import Interrupts
 
 from .composite_ops import composed_in_python, one_step
-from .context_variables import Contexts, context_variables
-from .numpy_folding import folding
-from .patched import patched
-from .repeated.record_layers import recorded_layers
+from .patches.context_variables import Contexts, context_variables
+from .patches.numpy_folding import folding
+from .patches.patched import patched
+from .patches.record_layers import recorded_layers
 
 SETTINGS: dict[str, object] = {
     "allow_rnn": True,  # nn.LSTM and its kind, as one op
@@ -88,7 +88,7 @@ numbers = itertools.count()
 
 
 def dynamo(
-    function: Callable[..., Any], capture: Capture, starts: Callable[[], None], equal: EqualModules | None = None
+    function: Callable[..., Any], capture: Capture, starts: Callable[[], None], equal: EqualModules
 ) -> Callable[..., Any]:
     """A function to call with the twin of a model and hollow arguments, in place of `function(model, *arguments)`.
     `starts` is called before a new kind of call is traced; of `equal` modules one is traced."""
@@ -104,7 +104,7 @@ def dynamo(
     context: Any = torch._dynamo.optimize(backend, nopython=True)
     if not hasattr(context, "callback"):
         raise CaptureError(SWITCHED_OFF)
-    context.callback = configured = _Configured(context.callback, starts, equal or EqualModules())
+    context.callback = configured = _Configured(context.callback, starts, equal)
     fresh = _fresh(function)
     run = context(fresh)
 

@@ -4,7 +4,7 @@ tensors.
     h.0  Block                     h.1  Block
       .scale   0.5                   .scale   0.5           an equal number
       .config  an object             .config  the same object
-      .layer   0                     .layer   1             another number: equal only for a forward that does not read it
+      .layer   0                     .layer   1             another: equal for a forward that does not read it
       .fc      Linear                .fc      Linear        equal modules again
          .weight  f32[8, 8]             .weight  f32[8, 8]  tensors of one kind, each in its own layer only
 """
@@ -12,7 +12,7 @@ tensors.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -209,6 +209,3 @@ def pairs(first: nn.Module, other: nn.Module) -> Pairs | None:
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
     return (x for part in (module._parameters, module._buffers) for x in part.values() if x is not None)
-
-
-Groups = Callable[[nn.Module], int | None]

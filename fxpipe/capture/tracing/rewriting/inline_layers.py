@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, fx
 
 from fxpipe.capture.tracing.dynamo import Traced
+from fxpipe.capture.tracing.patches.layer_values import first_name
+from fxpipe.capture.tracing.patches.record_layers import Copied, Made
 from fxpipe.capture.twins.twin import Slot
-
-from .record_layers import Copied, Made
 
 Places = tuple[int | Slot, ...]
 
@@ -100,7 +100,8 @@ class _Inlined:
         """The nodes of a copied layer."""
         layer = copied.layer
         outside = (*layer.given, *layer.outer)
-        here = {node: self.of[given] for node, given in zip(outside, mark.args, strict=True)}
+        given: Any = mark.args
+        here = {node: self.of[now] for node, now in zip(outside, given, strict=True)}
         here |= {node: self.held[id(copied.pairs.tensors[key][1])] for node, key in layer.own.items()}
         modules = {str(id(first)): str(id(other)) for first, other in copied.pairs.modules}
         for made in layer.nodes:
@@ -144,12 +145,6 @@ def _size(node: fx.Node) -> Any:
 def _has_tensors(node: fx.Node) -> bool:
     value = node.meta.get("example_value")
     return any(isinstance(x, Tensor) for x in (value if isinstance(value, (tuple, list)) else (value,)))
-
-
-def first_name(node: fx.Node) -> str:
-    """What Dynamo called a node before it was given to a variable of the user."""
-    made = node.meta.get("source_fn_stack")
-    return str(made[-1][0]) if made else node.name
 
 
 def _base(name: str) -> str:

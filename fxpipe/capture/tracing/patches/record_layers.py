@@ -3,12 +3,13 @@
     x = self.h[0](x)       is traced: its nodes are remembered, and what it was called with
     x = self.h[1](x)       one op, `copied_layer`, on the same kind of arguments
 
-`inline_layers.py` puts the remembered nodes, with the other layer's tensors, in place of the op. So the graph is the one
-that Dynamo makes of each layer. Whatever is not certain to be traced alike is traced: see `Recorder`.
+`inline_layers.py` puts the remembered nodes, with the other layer's tensors, in place of the op. So the graph is the
+one that Dynamo makes of each layer. What is not certain to be traced alike is traced: see `Recorder`.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -16,28 +17,36 @@ from itertools import takewhile
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch._dynamo import variables
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.variables import builtin, object_protocol
-from torch._dynamo.variables.base import MutationType
+from torch._dynamo.variables import builtin
+from torch._dynamo.variables.base import MutationType, VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
-from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
-from torch._subclasses import FakeTensor
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.torch_version import TorchVersion
 
-from fxpipe.capture.tracing.context_variables import Contexts
-from fxpipe.capture.tracing.patched import patched
-from fxpipe.capture.twins.equal_modules import EqualModules, Pairs, Reliance, literal
+from fxpipe.capture.twins.equal_modules import EqualModules, Pairs, Reliance
 
-SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+from .context_variables import Contexts
+from .layer_values import SYMBOLIC, Given, Odd, Output, check, described, fake_kind, first_name, like, real_id, returned
+from .patched import patched
 
-
-class Odd(Exception):
-    """Something that is traced for each layer."""
+# Before torch 2.13, these are others: each layer is traced.
+KNOWN = TorchVersion(torch.__version__) >= "2.13" and all(
+    hasattr(owner, name)
+    for owner, name in (
+        (UnspecializedNNModuleVariable, "call_function"),
+        (UnspecializedNNModuleVariable, "var_getattr"),
+        (UserDefinedObjectVariable, "hash_impl"),
+        (variables.TensorVariable, "hash_impl"),
+        (VariableTracker, "get_id"),
+        (SideEffects, "check_allowed_side_effect"),
+        (builtin, "vt_identity_compare"),
+    )
+)
 
 
 def copied_layer(*values: Any) -> Any:
@@ -141,7 +150,7 @@ class Recorder:
 
     def made(self, kind: MutationType) -> None:
         """Something was made or found that may change."""
-        if self.open is not None and kind.scope != 0:  # type: ignore[attr-defined]
+        if self.open is not None and kind.scope != 0:
             self.open.made[id(kind)] = kind
 
     def changed(self, output: Any, kind: Any) -> None:
@@ -153,8 +162,9 @@ class Recorder:
             self.open.alike &= id(kind) in self.open.made
 
     def identified(self, *items: Any) -> None:
-        """It was asked which modules these are."""
-        if self.open is not None and all(isinstance(item, UnspecializedNNModuleVariable) for item in items):
+        """It was asked which modules or tensors these are."""
+        which = UnspecializedNNModuleVariable, variables.TensorVariable
+        if self.open is not None and all(isinstance(item, which) for item in items):
             self.open.alike = False
 
     # Calls ----------------------------------------------------------------------------------------------------------
@@ -170,9 +180,9 @@ class Recorder:
             return trace()
         items: list[Any] = []
         try:
-            described = _described((tuple(args), tuple(kwargs.items())), items)
+            said = described((tuple(args), tuple(kwargs.items())), items)
             given = [item.as_proxy().node for item in items]
-            what = group, described, tuple(map(given.index, given))
+            what = group, said, tuple(map(given.index, given))
             before = self._state(tx)
         except Odd:
             return trace()
@@ -187,13 +197,11 @@ class Recorder:
         found = self.equal.pairs(layer.module, other)
         if found is None or not self.equal.agree(found, layer.reads):
             return None
-        if any(_real(node) in found.own for node in (*given, *layer.given, *layer.outer)):
+        if any(real_id(node) in found.own for node in (*given, *layer.given, *layer.outer)):
             return None
         self.equal.relied.append(Reliance(layer.module, other, layer.reads))
-        last = None
-        for last in takewhile(lambda node: node.op == "placeholder", tracer.graph.nodes):
-            pass
-        return Copied(layer, found, last)
+        placeholders = list(takewhile(lambda node: node.op == "placeholder", tracer.graph.nodes))
+        return Copied(layer, found, placeholders[-1] if placeholders else None)
 
     def _traced(
         self, tx: Any, called: Any, what: Any, given: list[fx.Node], before: Hashable, trace: Callable[[], Any]
@@ -201,7 +209,7 @@ class Recorder:
         """Trace a layer, and remember it if it may stand for others."""
         graph = tx.output.current_tracer.graph
         there = {node for node in graph.nodes if node.op != "placeholder"}
-        kinds = [_fake_kind(node) for node in given]
+        kinds = [fake_kind(node) for node in given]
         self.open = now = Open()
         try:
             result = trace()
@@ -210,7 +218,7 @@ class Recorder:
         self.at(tx.output)
         try:
             after = self._state(tx)
-            if not now.alike or after != before or kinds != [_fake_kind(node) for node in given]:
+            if not now.alike or after != before or kinds != [fake_kind(node) for node in given]:
                 raise Odd
             new = [node for node in graph.nodes if node.op != "placeholder" and node not in there]
             layer = self._layer(called.value, now, given, new, result, after, _stack(tx))
@@ -240,22 +248,22 @@ class Recorder:
         own: dict[fx.Node, int] = {}
         outer: dict[fx.Node, None] = {}
         for node in new:
-            _check(node)
+            check(node)
             for used in node.all_input_nodes:
                 if used in inside or used in given:
                     continue
-                if used.op == "placeholder" and _real(used) in tensors:
-                    own[used] = _real(used)
+                if used.op == "placeholder" and real_id(used) in tensors:
+                    own[used] = real_id(used)
                 elif used.op == "placeholder" or isinstance(used.meta.get("example_value"), SYMBOLIC):
                     outer[used] = None
                 else:
                     raise Odd
         if not set(given).isdisjoint(own):
             raise Odd
-        nodes = tuple(Made(node, node.args, node.kwargs, _first_name(node), node.name) for node in new)
+        nodes = tuple(Made(node, node.args, node.kwargs, first_name(node), node.name) for node in new)
         reads = {key: frozenset(names) for key, names in now.reads.items()}
-        returned = _returned(result, given, inside)
-        return Layer(state, module, reads, nodes, tuple(given), tuple(outer), own, returned, stack)
+        gives = returned(result, given, inside)
+        return Layer(state, module, reads, nodes, tuple(given), tuple(outer), own, gives, stack)
 
     def _state(self, tx: Any) -> Hashable:
         """What a layer may read besides its arguments and the model. Raises Odd."""
@@ -277,18 +285,14 @@ class Recorder:
 @contextmanager
 def recorded_layers(equal: EqualModules, contexts: Contexts) -> Iterator[None]:
     """A context in which Dynamo traces one of equal layers."""
-    if not equal.groups:
+    if not equal.groups or not KNOWN:
         yield
         return
     recorder = Recorder(equal, contexts)
     module: Any = UnspecializedNNModuleVariable
-    objects: Any = UserDefinedObjectVariable
-    effects: Any = SideEffects
     kind: Any = MutationType
-    calling, reading, checking, making = (
-        module.call_function, module.var_getattr, effects.check_allowed_side_effect, kind.__init__
-    )  # fmt: skip
-    comparing, hashing, numbering = object_protocol.vt_identity_compare, objects.hash_impl, module.get_id
+    calling, reading, making = module.call_function, module.var_getattr, kind.__init__
+    checking: Any = SideEffects.check_allowed_side_effect
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         return recorder.call(tx, self, args, kwargs, lambda: calling(self, tx, args, kwargs))
@@ -305,120 +309,33 @@ def recorded_layers(equal: EqualModules, contexts: Contexts) -> Iterator[None]:
         making(self, *args)
         recorder.made(self)
 
-    def compare(left: Any, right: Any) -> Any:
-        recorder.identified(left, right)
-        return comparing(left, right)
+    def identified(asking: Any, count: int) -> Any:
+        def ask(*args: Any) -> Any:
+            recorder.identified(*args[:count])
+            return asking(*args)
 
-    def hash_impl(self: Any, tx: Any) -> Any:
-        recorder.identified(self)
-        return hashing(self, tx)
+        return ask
 
-    def get_id(self: Any, tx: Any) -> Any:
-        recorder.identified(self)
-        return numbering(self, tx)
-
+    comparing: Any = builtin.vt_identity_compare  # type: ignore[attr-defined]
+    identity = identified(comparing, 2)
     with ExitStack() as patches:
-        for patch in (
-            patched(module, call_function=call_function, var_getattr=var_getattr, get_id=get_id),
-            patched(objects, hash_impl=hash_impl),
-            patched(effects, check_allowed_side_effect=check_allowed_side_effect),
-            patched(kind, __init__=made),
-            patched(object_protocol, vt_identity_compare=compare),
-            patched(builtin, vt_identity_compare=compare),
+        for owner, functions in (
+            (module, {"call_function": call_function, "var_getattr": var_getattr}),
+            (SideEffects, {"check_allowed_side_effect": check_allowed_side_effect}),
+            (kind, {"__init__": made}),
+            (VariableTracker, {"get_id": identified(VariableTracker.get_id, 1)}),
+            (UserDefinedObjectVariable, {"hash_impl": identified(UserDefinedObjectVariable.hash_impl, 1)}),
+            (variables.TensorVariable, {"hash_impl": identified(variables.TensorVariable.hash_impl, 1)}),
+            (sys.modules[comparing.__module__], {"vt_identity_compare": identity}),
+            (builtin, {"vt_identity_compare": identity}),
         ):
-            patches.enter_context(patch)
+            patches.enter_context(patched(owner, **functions))
         yield
 
 
-# Arguments and results ------------------------------------------------------------------------------------------------
-
-
-def _described(value: Any, items: list[Any]) -> Hashable:
-    """What is known of an argument; the tensors and sizes in it are added to `items`. Raises Odd."""
-    if isinstance(value, tuple):
-        return tuple(_described(item, items) for item in value)
-    if isinstance(value, str):
-        return value
-    if isinstance(value, LazyVariableTracker):
-        value = value.realize()
-    if type(value) is variables.TensorVariable:
-        items.append(value)
-        return value.class_type, value.has_grad_fn, _fake_kind(value.as_proxy().node)
-    if type(value) is variables.SymNodeVariable:
-        items.append(value)
-        return _size(value.sym_num)
-    if type(value) is variables.TupleVariable:
-        return "tuple", tuple(_described(item, items) for item in value.items)
-    if isinstance(value, variables.ConstantVariable):
-        try:
-            return "literal", literal(value.as_python_constant())
-        except TypeError:
-            raise Odd from None
-    raise Odd
-
-
-def _fake_kind(node: fx.Node) -> Hashable:
-    """All that a trace may ask of a value. Raises Odd if it is not a plain fake tensor, or a size."""
-    value = node.meta.get("example_value")
-    if isinstance(value, SYMBOLIC):
-        return _size(value)
-    kind = type(value)
-    plain = kind is FakeTensor or (isinstance(value, FakeTensor) and kind is nn.Parameter)
-    if not plain or value.layout != torch.strided or value.constant is not None or free_unbacked_symbols(value):  # type: ignore
-        raise Odd
-    try:
-        flags = value.requires_grad, value.is_leaf, value.is_conj(), value.is_neg(), value.is_inference()  # type: ignore
-    except RuntimeError:
-        raise Odd from None
-    numbers = (*value.shape, *value.stride(), value.storage_offset())  # type: ignore
-    return kind, value.dtype, value.device, value.dim(), tuple(map(_size, numbers)), flags  # type: ignore
-
-
-def _size(size: Any) -> Hashable:
-    if not isinstance(size, SYMBOLIC):
-        return type(size), size
-    if free_unbacked_symbols(size):
-        raise Odd
-    return type(size), size.node.expr
-
-
-@dataclass(frozen=True)
-class Output:
-    """A tensor that a layer made."""
-
-    node: fx.Node
-    value: Tensor
-    named: bool
-
-
-@dataclass(frozen=True)
-class Given:
-    """A tensor that a layer was given, by its place."""
-
-    place: int
-
-
-def _returned(value: Any, given: list[fx.Node], made: set[fx.Node]) -> Any:
-    """What a layer returned. Raises Odd for what cannot be made again."""
-    if isinstance(value, LazyVariableTracker):
-        value = value.realize()
-    if type(value) is variables.TensorVariable:
-        node = value.as_proxy().node
-        if node in given:
-            return Given(given.index(node))
-        _fake_kind(node)
-        if node not in made or value.source:
-            raise Odd
-        return Output(node, node.meta["example_value"], value._is_name_set)
-    if type(value) is variables.TupleVariable and not value.source:
-        return [_returned(item, given, made) for item in value.items]
-    if isinstance(value, variables.ConstantVariable):
-        try:
-            literal(value.as_python_constant())
-        except TypeError:
-            raise Odd from None
-        return value
-    raise Odd
+def _output(value: Any) -> Any:
+    """Marks a tensor that a copied layer makes."""
+    raise AssertionError("a layer has not been put in place of its mark")
 
 
 def _put(tx: Any, copied: Copied, given: list[Any], tracer: Any) -> Any:
@@ -438,50 +355,11 @@ def _put(tx: Any, copied: Copied, given: list[Any], tracer: Any) -> Any:
         if item.node not in outputs:
             proxy = tx.output.create_proxy("call_function", _output, (mark,), {})
             proxy.node.meta["output"] = item.node
-            outputs[item.node] = wrap_fx_proxy(tx, proxy, _like(tx, item.value))
+            outputs[item.node] = wrap_fx_proxy(tx, proxy, like(tx, item.value))
             outputs[item.node]._is_name_set = item.named
         return outputs[item.node]
 
     return build(copied.layer.result)
-
-
-def _output(value: Any) -> Any:
-    """Marks a tensor that a copied layer makes."""
-    raise AssertionError("a layer has not been put in place of its mark")
-
-
-def _like(tx: Any, value: Tensor) -> Tensor:
-    """Another fake tensor of the same kind."""
-    with tx.fake_mode, torch.enable_grad():
-        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-        return made.requires_grad_().clone() if value.requires_grad else made
-
-
-# Nodes ----------------------------------------------------------------------------------------------------------------
-
-
-def _real(node: fx.Node) -> int:
-    """The id of the tensor that a placeholder stands for; 0 if there is none."""
-    argument = node.meta.get("grapharg")
-    return id(argument.example) if argument is not None and isinstance(argument.example, Tensor) else 0
-
-
-def _check(node: fx.Node) -> None:
-    """Raises Odd for a node that is not copied: one with a graph inside, or of a module, or with sizes that depend on
-    data."""
-    target = node.target
-    plain = node.op == "call_method" or (node.op == "call_function" and not hasattr(target, "piece"))
-    if not plain or isinstance(target, torch._ops.HigherOrderOperator) or target is copied_layer:
-        raise Odd
-    value = node.meta.get("example_value")
-    for item in value if isinstance(value, (tuple, list)) else (value,):
-        if isinstance(item, (Tensor, *SYMBOLIC)) and free_unbacked_symbols(item):
-            raise Odd
-
-
-def _first_name(node: fx.Node) -> str:
-    made = node.meta.get("source_fn_stack")
-    return str(made[-1][0]) if made else node.name
 
 
 def _stack(tx: Any) -> str:

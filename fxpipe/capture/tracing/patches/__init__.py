@@ -1,0 +1,1 @@
+"""What replaces functions of torch while a model is traced."""
