@@ -65,7 +65,7 @@ from .model_exceptions import diagnosed
 from .nested_values import change
 from .recapture_reason import CallSignature, signature_of, why_new
 
-Route = Callable[[Callable[..., Any], Capture, Callable[[], None], EqualModules], Callable[..., Any]]
+Route = Callable[[Callable[..., Any], Capture, Callable[[], None], Callable[[], Any]], Callable[..., Any]]
 Sizes = Callable[[int], Sequence[int]]
 Work = Callable[[str], AbstractContextManager[None]]
 
@@ -118,7 +118,7 @@ class CallCapture:
             function,
             lambda traced: capture()(traced),  # type: ignore[misc]
             lambda: starts()(),  # type: ignore[misc]
-            self.equal,
+            weakref.ref(self.equal),
         )
         self._anew()
         self._now: Now | None = None

@@ -88,10 +88,10 @@ numbers = itertools.count()
 
 
 def dynamo(
-    function: Callable[..., Any], capture: Capture, starts: Callable[[], None], equal: EqualModules
+    function: Callable[..., Any], capture: Capture, starts: Callable[[], None], equal: Callable[[], EqualModules]
 ) -> Callable[..., Any]:
     """A function to call with the twin of a model and hollow arguments, in place of `function(model, *arguments)`.
-    `starts` is called before a new kind of call is traced; of `equal` modules one is traced."""
+    `starts` is called before a new kind of call is traced; of the modules that are `equal` then, one is traced."""
 
     def backend(module: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -163,7 +163,9 @@ class _Configured:
       some models leave out too much when it is true.
     """
 
-    def __init__(self, compile: Callable[..., Any], starts: Callable[[], None], equal: EqualModules) -> None:
+    def __init__(
+        self, compile: Callable[..., Any], starts: Callable[[], None], equal: Callable[[], EqualModules]
+    ) -> None:
         self.starts, self.equal = starts, equal
         self._torchdynamo_orig_backend = compile  # the name by which Dynamo finds the inner one
         self.ways: set[str] = set()
@@ -206,7 +208,7 @@ class _Configured:
                 _hooks_are_ops(),
                 _saved_variables(),
                 context_variables(contexts),
-                recorded_layers(self.equal, contexts),
+                recorded_layers(self.equal(), contexts),
                 _quiet("torch._subclasses.fake_tensor"),  # our error says it better
                 _quiet("torch._dynamo.metrics_context"),  # torch 2.11 cannot write down our settings
             ):

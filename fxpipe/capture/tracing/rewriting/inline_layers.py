@@ -25,6 +25,8 @@ def inline_layers(traced: Traced, slots: Mapping[int, Slot]) -> tuple[Traced, Pl
     if not any("copied" in node.meta for node in traced.module.graph.nodes):
         return traced, None
     building = _Inlined(traced, slots)
+    for node in traced.module.graph.nodes:
+        node.meta.pop("copied", None)  # it holds modules, and torch may hold the graph
     names = tuple("" if isinstance(place, Slot) else traced.names[place] for place in building.places)
     boxed = tuple(not isinstance(place, Slot) and traced.boxed[place] for place in building.places)
     module = fx.GraphModule(traced.module, building.graph)
