@@ -41,8 +41,8 @@ from fxpipe.capture.batch.unrolled_batch import rejoin
 from fxpipe.capture.opaque.first_call import SIGNS, warm
 from fxpipe.capture.opaque.learn_outputs import learn, run_plainly
 from fxpipe.capture.opaque.opaque_submodules import Pieces, sized_by_data
-from fxpipe.capture.tracing.dynamo import Capture, Traced, dynamo
-from fxpipe.capture.tracing.fx_to_graph import Owner, draft
+from fxpipe.capture.tracing.dynamo import Traced, dynamo
+from fxpipe.capture.tracing.fx_to_graph import draft, owner_of
 from fxpipe.capture.tracing.patches.numpy_folding import made_of_floats
 from fxpipe.capture.tracing.placeholders import size_of
 from fxpipe.capture.tracing.rewriting.graph_view import Transform
@@ -50,10 +50,9 @@ from fxpipe.capture.tracing.rewriting.inline_checkpoints import inline_checkpoin
 from fxpipe.capture.tracing.rewriting.inline_layers import inline_layers
 from fxpipe.capture.tracing.rewriting.transforms import transformed
 from fxpipe.capture.tracing.torch_modes import check_modes
-from fxpipe.capture.tracing.value_names import named_sizes
 from fxpipe.capture.twins.attribute_changes import Snapshot
 from fxpipe.capture.twins.equal_modules import EqualModules
-from fxpipe.capture.twins.twin import Slot, Twins
+from fxpipe.capture.twins.twin import Twins
 from fxpipe.errors import CaptureError, FxpipeError, PlanError
 from fxpipe.ir.graph.graph import Graph, Mixed
 
@@ -65,7 +64,6 @@ from .model_exceptions import diagnosed
 from .nested_values import change
 from .recapture_reason import CallSignature, signature_of, why_new
 
-Route = Callable[[Callable[..., Any], Capture, Callable[[], None], Callable[[], Any]], Callable[..., Any]]
 Sizes = Callable[[int], Sequence[int]]
 Work = Callable[[str], AbstractContextManager[None]]
 
@@ -96,7 +94,6 @@ class CallCapture:
         sizes: Sizes = lambda batch: (batch,),
         function: Callable[..., Any] = call_model,
         loss: bool = False,
-        route: Route = dynamo,
         work: Work = lambda what: nullcontext(),
         transforms: Sequence[Transform] = (),
     ) -> None:
@@ -111,10 +108,9 @@ class CallCapture:
         self.equal = EqualModules()
         self._function = function
         # Weak references, because torch keeps every backend alive, and with it would keep the model.
-        capture = weakref.WeakMethod(self._capture)
-        starts = weakref.WeakMethod(self._starts)
+        capture, starts = weakref.WeakMethod(self._capture), weakref.WeakMethod(self._starts)
         self._begin = partial(
-            route,
+            dynamo,
             function,
             lambda traced: capture()(traced),  # type: ignore[misc]
             lambda: starts()(),  # type: ignore[misc]
@@ -181,10 +177,7 @@ class CallCapture:
         if self.twins.shape is None:  # it has parameters without a shape
             raise refused
         call = self.arguments.call(request, self.twins.device)
-
-        def attempt(function: Callable[..., Any], samples: int) -> None:
-            run_plainly(function, call, self.twins, request.holders, samples)
-
+        attempt = lambda function, rows: run_plainly(function, call, self.twins, request.holders, rows)  # noqa: E731
         raise diagnosed(refused, self.model, call, attempt)
 
     def _complete(self, request: RequestedCall, run: Run | None) -> tuple[Now, Any]:
@@ -340,7 +333,7 @@ class CallCapture:
 
     def _capture(self, traced: Traced) -> Callable[..., Any]:
         """The function that the route calls for a kind of call that it has just traced."""
-        traced, places = inline_layers(traced, self.twins.of)
+        traced, given = inline_layers(traced, self.twins.of)
         inline_checkpoints(traced.module)
         kind = Kind(traced)
         call_capture = weakref.ref(self)
@@ -351,8 +344,7 @@ class CallCapture:
             now = self._now
             assert now is not None
             now.kind = kind
-            if places is not None:
-                flat = tuple(place.twin if isinstance(place, Slot) else flat[place] for place in places)
+            flat = given(flat)
             if kind.finished is None or now.run is None:
                 return self._dry(kind, now, flat)
             assert kind.drafted is not None
@@ -373,10 +365,7 @@ class CallCapture:
                 raise refused
             if self.transforms:
                 kind.traced = transformed(kind.traced, flat, now.call, self.twins.slots, self.transforms)
-            modules = {str(id(module)): path for path, module in self.twins.named()}
-            name, sizes = type(self.model).__name__, named_sizes(self.model.forward)
-            owner = Owner(name, self.model.training, self.twins.slots, modules, sizes)
-            kind.drafted = draft(owner, kind.traced, flat, now.call)
+            kind.drafted = draft(owner_of(self.model, self.twins), kind.traced, flat, now.call)
             kind.hollows = stand_ins(kind.drafted)
             kind.past = self.twins.reached(kind.traced.guarded())
         # As late as possible, so that changes of other threads are not undone.

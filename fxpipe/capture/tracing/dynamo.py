@@ -88,10 +88,10 @@ numbers = itertools.count()
 
 
 def dynamo(
-    function: Callable[..., Any], capture: Capture, starts: Callable[[], None], equal: Callable[[], EqualModules]
+    function: Callable[..., Any], capture: Capture, starts: Callable[[], None], equal: weakref.ref[EqualModules]
 ) -> Callable[..., Any]:
     """A function to call with the twin of a model and hollow arguments, in place of `function(model, *arguments)`.
-    `starts` is called before a new kind of call is traced; of the modules that are `equal` then, one is traced."""
+    `starts` is called before a new kind of call is traced; of `equal` modules one is traced."""
 
     def backend(module: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -164,7 +164,7 @@ class _Configured:
     """
 
     def __init__(
-        self, compile: Callable[..., Any], starts: Callable[[], None], equal: Callable[[], EqualModules]
+        self, compile: Callable[..., Any], starts: Callable[[], None], equal: weakref.ref[EqualModules]
     ) -> None:
         self.starts, self.equal = starts, equal
         self._torchdynamo_orig_backend = compile  # the name by which Dynamo finds the inner one

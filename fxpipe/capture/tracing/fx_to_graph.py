@@ -10,14 +10,14 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
-from torch import fx
+from torch import fx, nn
 
 from fxpipe.capture.batch.squeeze_batch import with_named_squeezes
 from fxpipe.capture.call_arguments import Call
 from fxpipe.capture.capture_errors import at, line_of, without_symbols
 from fxpipe.capture.opaque.opaque_gradients import with_possible_gradients
 from fxpipe.capture.opaque.opaque_submodules import Piece
-from fxpipe.capture.twins.twin import Slot
+from fxpipe.capture.twins.twin import Slot, Twins
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.graph import Graph, Op, Origin, Ref, map_leaves
 from fxpipe.ir.graph.legal_cuts import ENTER_VMAP, LEAVE_VMAP
@@ -28,6 +28,7 @@ from .dynamo import Traced
 from .effects.op_effects import Step, steps
 from .placeholders import Builder, add_inputs, add_states, define
 from .symbolic_sizes import text, type_of
+from .value_names import named_sizes
 
 # Which argument of these is the number of a vmap: it becomes what entered that vmap, so that they stay together.
 VMAP_LEVEL = {"_add_batch_dim": 2, "_remove_batch_dim": 1}
@@ -61,6 +62,12 @@ class Owner:
     slots: Sequence[Slot]
     modules: Mapping[str, str]
     named_sizes: Mapping[tuple[str, int], str] = field(default_factory=dict)
+
+
+def owner_of(model: nn.Module, twins: Twins) -> Owner:
+    """What a trace of the twins is about."""
+    modules = {str(id(module)): path for path, module in twins.named()}
+    return Owner(type(model).__name__, model.training, twins.slots, modules, named_sizes(model.forward))
 
 
 def draft(owner: Owner, traced: Traced, flat: tuple[Any, ...], call: Call) -> Draft:

@@ -283,9 +283,9 @@ class Recorder:
 
 
 @contextmanager
-def recorded_layers(equal: EqualModules, contexts: Contexts) -> Iterator[None]:
+def recorded_layers(equal: EqualModules | None, contexts: Contexts) -> Iterator[None]:
     """A context in which Dynamo traces one of equal layers."""
-    if not equal.groups or not KNOWN:
+    if equal is None or not equal.groups or not KNOWN:
         yield
         return
     recorder = Recorder(equal, contexts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,21 +16,25 @@ from fxpipe.capture.tracing.patches.layer_values import first_name
 from fxpipe.capture.tracing.patches.record_layers import Copied, Made
 from fxpipe.capture.twins.twin import Slot
 
-Places = tuple[int | Slot, ...]
+Flat = tuple[Any, ...]
 
 
-def inline_layers(traced: Traced, slots: Mapping[int, Slot]) -> tuple[Traced, Places | None]:
-    """The trace without marks of `copied_layer`, and for each of its placeholders the place among Dynamo's, or the slot
-    of a tensor that Dynamo has not seen; None if there were no marks. `slots`: by the ids of tensors."""
+def inline_layers(traced: Traced, slots: Mapping[int, Slot]) -> tuple[Traced, Callable[[Flat], Flat]]:
+    """The trace with layers in place of the marks of `copied_layer`, and a function from Dynamo's flat arguments to
+    those of the new graph, which takes the tensors of these layers too. `slots`: of all tensors, by their ids."""
     if not any("copied" in node.meta for node in traced.module.graph.nodes):
-        return traced, None
-    building = _Inlined(traced, slots)
+        return traced, lambda flat: flat
+    inlined = _Inlined(traced, slots)
     for node in traced.module.graph.nodes:
         node.meta.pop("copied", None)  # it holds modules, and torch may hold the graph
-    names = tuple("" if isinstance(place, Slot) else traced.names[place] for place in building.places)
-    boxed = tuple(not isinstance(place, Slot) and traced.boxed[place] for place in building.places)
-    module = fx.GraphModule(traced.module, building.graph)
-    return replace(traced, module=module, names=names, boxed=boxed), tuple(building.places)
+    places = inlined.places
+    names = tuple("" if isinstance(place, Slot) else traced.names[place] for place in places)
+    boxed = tuple(not isinstance(place, Slot) and traced.boxed[place] for place in places)
+
+    def given(flat: Flat) -> Flat:
+        return tuple(place.twin if isinstance(place, Slot) else flat[place] for place in places)
+
+    return replace(traced, module=fx.GraphModule(traced.module, inlined.graph), names=names, boxed=boxed), given
 
 
 class _Inlined:

@@ -471,7 +471,9 @@ def test_nothing_keeps_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     capture = CallCapture(Net(InPlace))
     capture.capture((X,), {})
     assert capture.equal.relied
-    gone = [weakref.ref(part) for module in (capture.model, capture.twins.root) for part in module.modules()]
+    roots = capture.model, capture.twins.root
+    gone: list[Any] = [weakref.ref(part) for root in roots for part in (*root.modules(), *root.parameters())]
+    del roots
     del capture
     gc.collect()
     assert [part() for part in gone] == [None] * len(gone)
