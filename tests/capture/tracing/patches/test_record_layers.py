@@ -301,15 +301,6 @@ class Checkpointed(Net):
         return x
 
 
-class Within(nn.Module):
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.inner = Layer(index)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=False)
-
-
 class Tied(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -338,8 +329,6 @@ class Dense(Net):
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # with how many layers are copied
     "layers": (Net, 3),
-    "many": (lambda: Net(layers=9), 8),
-    "two": (lambda: Net(layers=2), 0),
     "batch norms": (lambda: Net(Normed), 3),
     "in place": (lambda: Net(InPlace), 3),
     "several values": (Pairs, 2),  # the first is given a tensor without gradients
@@ -352,12 +341,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # with how many laye
     "asking": (Askings, 0),
     "appending": (Appending, 0),
     "checkpointed": (Checkpointed, 0),
-    "checkpoints within": (lambda: Net(Within), 0),
     "tied": (Tied, 2),
     "shared": (Shared, 3),
     "of two sizes": (Dense, 1),
 }
-QUICK = ("several values", "in place")
+QUICK = ("in place",)
 
 
 @pytest.mark.parametrize("name", mostly_slow(MODELS, QUICK.__contains__))
@@ -384,16 +372,16 @@ def swapped(model: Net) -> None:
     model.h[1], model.h[2] = model.h[2], model.h[1]
 
 
+def doubled(layer: Layer, x: Tensor) -> Tensor:
+    return 2 * Layer.forward(layer, x)
+
+
 def patched_forward(model: Net) -> None:
-    model.h[2].forward = MethodType(Numbered.forward, model.h[2])
+    model.h[2].forward = MethodType(doubled, model.h[2])
 
 
 def of_other_class(model: Net) -> None:
     model.h[2].__class__ = Numbered
-
-
-def added(model: Net) -> None:
-    model.h.insert(2, copy.deepcopy(model.h[0]))
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -403,26 +391,19 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "its mode": lambda model: model.h[2].eval(),
     "a frozen weight": lambda model: model.h[2].up.weight.requires_grad_(False),
     "a submodule": lambda model: setattr(model.h[2], "up", nn.Linear(8, 12).double()),
-    "a submodule of other sizes": lambda model: setattr(model.h[2], "norm", nn.LayerNorm(8, 1e-3, False).double()),
-    "a submodule of another class": lambda model: setattr(model.h[2], "norm", nn.Tanh()),
     "a hook": lambda model: model.h[2].register_forward_hook(lambda module, args, y: y * 2),
-    "a hook of a submodule": lambda model: model.h[2].up.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
     "its forward": patched_forward,
     "its class": of_other_class,
     "the shape of a buffer": lambda model: setattr(model.h[2], "mean", torch.ones(5, 8).double()),
     "a weight": lambda model: setattr(model.h[2].up, "weight", nn.Parameter(torch.randn(12, 8).double())),
-    "no bias": lambda model: setattr(model.h[2].up, "bias", None),
     "a tie": retied,
     "the order": swapped,
-    "another layer": added,
     "a layer less": lambda model: model.h.__delitem__(2),
-    "an added attribute": lambda model: setattr(model.h[2], "more", 0),
-    "the traced one": lambda model: setattr(model.h[0], "scale", 2.0),
     "all": lambda model: [setattr(layer, "scale", 2.0) for layer in model.h],
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(CHANGES, lambda name: False))
+@pytest.mark.parametrize("name", mostly_slow(CHANGES, ().__contains__))
 def test_a_change_in_one_layer_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted(Net(), monkeypatch)
     counted.graph()
