@@ -260,6 +260,8 @@ class Recorder:
                     raise Odd
         if not set(given).isdisjoint(own):
             raise Odd
+        places = {node: place for place, node in enumerate(new[0].graph.nodes if own else ())}
+        own = dict(sorted(own.items(), key=lambda pair: places[pair[0]]))  # as Dynamo found them
         nodes = tuple(Made(node, node.args, node.kwargs, first_name(node), node.name) for node in new)
         reads = {key: frozenset(names) for key, names in now.reads.items()}
         gives = returned(result, given, inside)
