@@ -62,12 +62,12 @@ def mlp() -> nn.Module:
     return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))))
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
-    "blocks": (lambda: nn.Sequential(Block(16, 4), Block(16, 4)), torch.randn(8, 6, 16)),
-    "joined": (lambda: nn.Sequential(Joined(), Joined(), Joined()), torch.randn(8, 6, 16)),
-    "words": (Words, torch.randint(0, 24, (8, 6))),
-    "image": (image, torch.randn(8, 4, 4, 4)),
-    "mlp": (mlp, torch.randn(8, 16)),
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "blocks": (lambda: nn.Sequential(Block(16, 4), Block(16, 4)), lambda: torch.randn(8, 6, 16)),
+    "joined": (lambda: nn.Sequential(Joined(), Joined(), Joined()), lambda: torch.randn(8, 6, 16)),
+    "words": (Words, lambda: torch.randint(0, 24, (8, 6))),
+    "image": (image, lambda: torch.randn(8, 4, 4, 4)),
+    "mlp": (mlp, lambda: torch.randn(8, 16)),
 }
 PLANS: dict[str, dict[str, Any]] = {
     "two stages of two": {"tensor_parallel": 2, "planner": "straight", "micro_batches": 4, "recompute": False},
@@ -86,8 +86,9 @@ def loss(output: Tensor) -> Tensor:
 
 def planned(name: str, how: str, devices: int = 4) -> tuple[nn.Module, Tensor, fxpipe.Planned]:
     torch.manual_seed(0)
-    make, x = MODELS[name]
-    model, x = make().double(), x.double() if x.is_floating_point() else x
+    make, batch = MODELS[name]
+    model, x = make().double(), batch()
+    x = x.double() if x.is_floating_point() else x
     return model, x, fxpipe.plan(model, fast(devices), 8, example_inputs=(x,), **PLANS[how])
 
 
