@@ -81,11 +81,11 @@ def search(
         from fxpipe.planning.operators.strategy_search import search as fastest
     except ImportError as error:
         raise PlanError(str(error)) from None
-    with working("compiling the search, once for an installation, in about a minute"):
-        compile_core()
     shown = sys.stderr.isatty() if progress is None else progress
     what_for = f"{graph.name} for {count(len(where.devices), 'device', 'devices')}"
-    with timed("searching"), working(f"searching a strategy of {what_for}, for {budget:g} s"):
+    with working(f"searching a strategy of {what_for}, for {budget:g} s"), timed("searching"):
+        with timed("compiling, once for an installation"):
+            compile_core()
         try:
             found = fastest(
                 graph, where, budget=budget, seed=seed, progress=shown, method=method, copies=parameter_copies

@@ -195,13 +195,13 @@ def test_steps_in_one_go_leave_nothing(schedule: str, checkpoint: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "steps"), [("1f1b", 2000), ("zb-h1", 4000)])
-def test_thousands_of_steps_leave_nothing(schedule: str, steps: int) -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_thousands_of_steps_leave_nothing(schedule: str) -> None:
     pipe, take = tiny(schedule, "except_last")
     take(900)
     gc.collect()
     memory = allocated()
-    check(take, 100, steps)
+    check(take, 100, 2000)
     assert allocated() - memory < BYTES
     pipe.close()
 

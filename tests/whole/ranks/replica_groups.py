@@ -182,7 +182,10 @@ def refuse_scalers(group: Any, folder: Path) -> None:
     (F.mse_loss(plain(x), x) * 16).backward()
     pipe = fxpipe.compile(model, 2, 3, schedule="1f1b", group=group, timeout=60)
     wrong: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"scaler": torch.amp.GradScaler("cpu")}, "so ranks would skip other steps; use fxpipe.GradScaler(pipe, ...)"),
+        (
+            {"scaler": torch.amp.GradScaler("cpu")},
+            "so some ranks would skip an update that others make; use fxpipe.GradScaler(pipe, ...)",
+        ),
         ({"accumulate": 0}, "accumulate is 0"),
     )
 

@@ -88,7 +88,7 @@ def test_compiled_steps_with_replicas_are_the_models() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "batches"), [("own function", BATCHES), ("tied transformer", BATCHES[:2]), ("flatten time", BATCHES[:2])]
+    ("name", "batches"), [("own function", BATCHES), ("tied transformer", BATCHES[:1]), ("flatten time", BATCHES[:2])]
 )
 def test_steps_by_inductor_are_the_models(name: str, batches: Sequence[int]) -> None:
     """In one process: what it compiles for the first schedule, three seconds for each kernel, is there for the others.
