@@ -400,7 +400,7 @@ def simulate(p: Problem, c: Choices, s: State, at: Ints, choice: Ints, limit: fl
 
 @entry
 def exhaust(p: Problem, c: Choices, s: State, work: State, best: Floats, best_row: Ints, best_place: Ints) -> int:
-    """Find the fastest strategy that takes less than `best[0]` seconds, and put it where `metropolis.walk` does.
+    """Find the fastest strategy that takes less than `best[0]` seconds, and put it where `block_moves.explore` does.
     `work` is a second state to work in. Returns how many strategies were simulated, or -1 where there was no room."""
     n = p.n
     t = trips(p, c, work)

@@ -77,12 +77,12 @@ def search(core: FullCore, start: Strategy, seed: int, seconds: float) -> Cell:
     core.random[:] = random
     proposals, steps, began = 0, 1, process_time()
     while process_time() - began < seconds:
-        core.walk(steps, temperature)
+        core.explore(steps, temperature)
         proposals, steps = proposals + steps, 2 * steps
     once, times, ends = core.problem, [], set()
     for problem in (once, once._replace(simulations=2)):
         core.problem = problem
-        for walk in (core.walk_from_nothing, core.walk):
+        for walk in (core.walk_from_nothing, core.explore):
             times.append(chain(core, walk, start, random, proposals, temperature))
             ends.add((core.seconds, int(core.random[0])))
     core.problem = once

@@ -99,10 +99,10 @@ def over_time(name: str, where: str, seconds: float) -> Iterator[Row]:
     temperature = TEMPERATURE * delta.begin(start)
     full.begin(start)
     full.walk_from_nothing(0, temperature)  # compiled, or read from disk
-    delta.walk(0, temperature)
+    delta.explore(0, temperature)
     took, proposals, steps = [0.0, 0.0], 0, 16
     while took[0] < seconds:
-        for at, walk in enumerate((full.walk_from_nothing, delta.walk)):
+        for at, walk in enumerate((full.walk_from_nothing, delta.explore)):
             began = process_time()
             walk(steps, temperature)
             took[at] += process_time() - began

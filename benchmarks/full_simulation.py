@@ -29,7 +29,7 @@ class FullCore(Core):
         return int(differences(self.problem, self.state, work, rows, placed, times))
 
     def walk_from_nothing(self, steps: int, temperature: float) -> None:
-        """The chain of `walk` with algorithm 1 for each proposal, to be compared with it. Needs room from the start."""
+        """The chain of `explore` without leaps, with algorithm 1 for each proposal. Needs room from the start."""
         rows, places = self.arrays(self.strategy)
         chain = rows, places, np.array([self.seconds]), self._room()[1], np.zeros(self.problem.parts, np.int64)
         if walk_from_nothing(self.problem, self.state, self.random, steps, temperature, *chain) < 0:

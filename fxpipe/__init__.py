@@ -39,6 +39,9 @@ device 1      F0  B0  F1  B1  F2  B2  F3  B3
 (None, None)
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from fxpipe.api.compile import compile, load
 from fxpipe.api.plan import plan
 from fxpipe.api.profile import profile
@@ -56,8 +59,6 @@ from fxpipe.pipe.pipe import Pipe
 from fxpipe.pipe.results.planned import Planned
 from fxpipe.pipe.results.searched import Searched
 from fxpipe.runtime.autograd.is_recomputing import is_recomputing
-from fxpipe.training.checkpoint import async_save_checkpoint, last_checkpoint, load_checkpoint, save_checkpoint
-from fxpipe.training.gradients import GradScaler, clip_grad_norm_
 
 from .api import backend
 from .errors import (
@@ -72,7 +73,12 @@ from .errors import (
     PackageError,
     PlanError,
     RankError,
+    UnfinishedSearchWarning,
 )
+
+if TYPE_CHECKING:
+    from fxpipe.training.checkpoint import async_save_checkpoint, last_checkpoint, load_checkpoint, save_checkpoint
+    from fxpipe.training.gradients import GradScaler, clip_grad_norm_
 
 __all__ = [
     "BatchStatisticsWarning",
@@ -101,6 +107,7 @@ __all__ = [
     "Searched",
     "Switch",
     "Timeline",
+    "UnfinishedSearchWarning",
     "async_save_checkpoint",
     "backend",
     "clip_grad_norm_",
@@ -116,6 +123,17 @@ __all__ = [
     "save_checkpoint",
     "search",
 ]
+
+# These are imported when they are asked for: torch's sharded tensors and distributed checkpoints take a second.
+LATE = dict.fromkeys(("GradScaler", "clip_grad_norm_"), "fxpipe.training.gradients") | dict.fromkeys(
+    ("async_save_checkpoint", "last_checkpoint", "load_checkpoint", "save_checkpoint"), "fxpipe.training.checkpoint"
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(LATE[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -41,6 +41,10 @@ class BatchStatisticsWarning(UserWarning):
     the norms, what `deferred_batch_norm=True` changes and what it does not, and how to switch the warning off."""
 
 
+class UnfinishedSearchWarning(UserWarning):
+    """DAPPLE's search for a plan did not end within `time_limit`: the plan is the best that it had found by then."""
+
+
 class CompileError(FxpipeError):
     """A stage cannot be compiled by the backend that was asked for."""
 

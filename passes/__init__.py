@@ -18,6 +18,7 @@ from typing import TypeVar
 from fxpipe.errors import PlanError
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.operators import placed_graph
+from fxpipe.ir.operators.partial_sums import PartialSum
 from fxpipe.ir.operators.placed_graph import Placed
 from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.program import program as programs
@@ -32,13 +33,14 @@ from fxpipe.passes.recompute import recompute
 from fxpipe.passes.recompute_cheap import recompute_cheap
 from fxpipe.passes.relocate_devices import relocate_devices
 from fxpipe.passes.replicate import replicate
-from fxpipe.passes.sharding.group_segments import group_segments, sources
+from fxpipe.passes.sharding.all_reduces import all_reduces
+from fxpipe.passes.sharding.group_segments import group_segments
 from fxpipe.passes.sharding.move_homes import move_homes
 from fxpipe.passes.sharding.shard_parameters import shard_parameters
 from fxpipe.passes.stop_gradients import stop_gradients
 from fxpipe.passes.tie_weights import tie_weights
 
-__all__ = ["GRAPH_PASSES", "PASSES", "Pass", "PassContext", "cut", "lower", "rewrite_placed", "sources"]
+__all__ = ["GRAPH_PASSES", "PASSES", "Pass", "PassContext", "cut", "lower", "rewrite_placed"]
 
 Pass = Callable[[Program, PassContext], Program]
 Value = TypeVar("Value", Program, Placed)
@@ -50,6 +52,7 @@ PASSES: tuple[Pass, ...] = (
     recompute_cheap,
     tie_weights,
     move_homes,
+    all_reduces,
     relocate_devices,
     stop_gradients,
     copy_on_write,
@@ -72,11 +75,12 @@ def lower(
     segmented: bool = False,
     backward: str = "autograd",
     owners: Mapping[str, str] | None = None,
+    sums: tuple[PartialSum, ...] = (),
 ) -> Program:
     """The program for a graph and a plan. `watch(name, program)` sees it after `cut` and after each pass that changed
-    it; `samples`, `segmented`, `backward` and `owners` as in `PassContext`. Raises PlanError where the model cannot be
-    cut as planned."""
-    context = PassContext(plan, samples, segmented, backward, owners or {})
+    it; `samples`, `segmented`, `backward`, `owners` and `sums` as in `PassContext`. Raises PlanError where the model
+    cannot be cut as planned."""
+    context = PassContext(plan, samples, segmented, backward, owners or {}, sums)
     program = _step("cut", lambda: cut(graph, plan), None, programs.check, watch)
     for run in passes:
         program = _step(run.__name__, partial(run, program, context), program, programs.check, watch)

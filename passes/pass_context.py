@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from fxpipe.ir.operators.partial_sums import PartialSum
 from fxpipe.ir.plan.plan import Plan
 
 
@@ -20,6 +21,7 @@ class PassContext:
     - `backward`: who computes gradients: "autograd", or generated "code".
     - `owners`: by path, the device that owns a tensor of the model; one that is not named belongs to the first stage
       that uses it.
+    - `sums`: the sums of ops placed one by one that ranks may add up by all-reduce.
     """
 
     plan: Plan
@@ -27,3 +29,4 @@ class PassContext:
     segmented: bool = False
     backward: str = "autograd"
     owners: Mapping[str, str] = field(default_factory=dict)
+    sums: tuple[PartialSum, ...] = ()

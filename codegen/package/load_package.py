@@ -27,6 +27,7 @@ from fxpipe.codegen.scheduler.value_locations import torch_device
 from fxpipe.errors import PackageError, PlanError
 from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.runtime.accelerator import count, has_streams
+from fxpipe.runtime.stage import sources_of
 
 
 class _Uncached(SourceFileLoader):
@@ -151,7 +152,7 @@ def bound_stages(
     kinds += [
         (kind, known.get(label)) for kind, labels in zip(module.STAGES, replicas, strict=False) for label in labels
     ]
-    sources = [{held: path for held, path, _ in kind.parts} for kind, _ in kinds]
+    sources = [sources_of(kind) for kind, _ in kinds]
     used = {
         own.get(path, path)
         for (kind, device), own in zip(kinds, sources, strict=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ from fxpipe.ir.plan.plan import dump as dump_plan
 from fxpipe.ir.program.messages import MessageTable
 from fxpipe.ir.program.messages import dump as dump_table
 from fxpipe.ir.program.program import Program
+from fxpipe.ir.schedule.schedule import Schedule, partners
 
 CONSTANTS = "constants.pt"
 MESSAGES = "messages.json"
@@ -63,14 +64,14 @@ def package(
     notes: Sequence[str] = (),
     totals: Program | None = None,
     by_device: bool = False,
-    kinds: Collection[str] = (),
+    schedule: Schedule | None = None,
 ) -> dict[str, str]:
     """The files of the package, by name.
 
     - `notes`: facts for the header of each stage.
     - `totals`: a program of one stage that computes the totals of the whole batch.
     - `by_device`: whether the stages of a device are in one file.
-    - `kinds`: the kinds of actions that the schedule has.
+    - `schedule`: says which methods of backward and of pairs are needed.
     """
     notes = notes or [""] * len(program.stages)
     homes = _homes(program, by_device)
@@ -78,7 +79,9 @@ def package(
         pairs = dict(zip(program.devices, homes, strict=True))
         stages = {f"{home}.py": emit_device(program, device, notes) for device, home in pairs.items()}
     else:
-        stages = {f"{home}.py": emit_stage(program, j, notes[j], kinds) for j, home in enumerate(homes)}
+        kinds = {action.kind for action in schedule.place} if schedule else ()
+        beside = [partners(schedule, j) if schedule else () for j in range(len(homes))]
+        stages = {f"{home}.py": emit_stage(program, j, notes[j], kinds, beside[j]) for j, home in enumerate(homes)}
     others = {"scheduler.py": scheduler_source, "plan.json": dump_plan(plan)}
     others |= {} if totals is None else {"totals.py": emit_totals(totals)}
     return {"__init__.py": _init(program, plan, totals, homes), **stages, **others}

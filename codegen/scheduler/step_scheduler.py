@@ -6,6 +6,7 @@ stage what an action takes, computes and sends.
         forward_1(m, i)                           stage 1 on micro-batch i
         backward_1(m, i)                          or in two halves:
         input_gradient_1(m, i), weight_gradient_1(m, i)
+        forward_1_beside_backward_2(m, i, j)      an overlapped pair
 
 Micro-batches are not unrolled, so the file grows with the stages, and only the rows with the micro-batches.
 """
@@ -19,7 +20,7 @@ from fxpipe.codegen.scheduler.schedule_grid import portals, recomputed
 from fxpipe.codegen.scheduler.scheduler_class import attributes, differentiable, draws, lend, row, section
 from fxpipe.codegen.scheduler.value_locations import Places
 from fxpipe.codegen.text.line_layout import INDENT, WIDTH, Brackets, prefix
-from fxpipe.codegen.text.source_names import clip, doc_prose, quoted, string
+from fxpipe.codegen.text.source_names import clip, doc_prose, prose, quoted, string
 from fxpipe.codegen.text.statements import (
     BLANK,
     INSIDE,
@@ -32,14 +33,15 @@ from fxpipe.codegen.text.statements import (
     apart,
     rows_of,
     text_of,
+    tuple_of,
 )
 from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.program.program import Program, Stage, recut
-from fxpipe.ir.schedule.schedule import Schedule, plain, show
+from fxpipe.ir.schedule.schedule import Schedule, cell, partners, plain, show
 from fxpipe.ir.units import count
 
-TAKEN = frozenset(("self", "m", "i", "draw", "forward"))  # names that the methods use themselves
+TAKEN = frozenset(("self", "m", "i", "j", "draw", "forward"))  # names that the methods use themselves
 
 
 def emit_steps(program: Program, schedule: Schedule, plan: Plan, totals: Program | None = None) -> str:
@@ -55,9 +57,21 @@ def emit_steps(program: Program, schedule: Schedule, plan: Plan, totals: Program
     head = [*attributes(program, places, totals), *_attributes(program, places, schedule)]
     if offloaded:
         head += [BLANK, Comment("stages whose activations wait in host memory"), *offloaded]
-    sections = [section(s, (_forward(s, places), *_backward(s, places, kinds))) for s in program.stages]
+    sections = [
+        section(
+            s,
+            (
+                _forward(s, places),
+                *_backward(s, places, kinds),
+                *(_pair(s, program.stages[t], places) for t in partners(schedule, s.index)),
+            ),
+        )
+        for s in program.stages
+    ]
     body = apart([head, lend(program, places, "Step"), *sections])
     imports = [f"from fxpipe.engines.{file} import {', '.join(sorted(('Gradients', base, 'Step')))}"]
+    if schedule.pairs:
+        imports.insert(0, "from fxpipe.engines.common.overlapped_pair import forward_beside_backward")
     if any(op.random for stage in program.stages for op in stage.ops):
         imports.append("from fxpipe.runtime import Draws")
     lines = text_of([Block(f"class Scheduler({base}):", body)])
@@ -83,6 +97,8 @@ def _docstring(program: Program, schedule: Schedule) -> list[str]:
         "runs its row in this order: an action starts when the one before it is done and what it takes has arrived, "
         "and waits for nothing else."
     )
+    if schedule.pairs:
+        order += " A forward with a + and the backward behind it are one action."
     return [
         clip(f'"""{doc_prose(program.graph.model)}, trained: {facts}.', WIDTH),
         "",
@@ -117,6 +133,11 @@ def _attributes(program: Program, places: Places, schedule: Schedule) -> Iterato
     if cuts:
         yield Comment("values that other numbers of replicas cut in another way: from, to, dimension of the samples")
         yield from rows_of("cuts", cuts)
+    if program.sums:
+        yield Comment("what ranks add up on its way, forward and backward: of each rank the value, from, to")
+        yield from rows_of("all_reduces", (
+            tuple_of(row(places.name(m.value), m.source, m.target) for m in one.moves) for one in program.sums
+        ))  # fmt: skip
     yield Comment("of each stage, what of its arguments and of its results has a gradient, and its place there")
     yield from rows_of("gradients", (_graded(stage, places) for stage in program.stages))
     loss = next((output for output in program.graph.outputs if output.value == program.graph.loss), None)
@@ -127,7 +148,7 @@ def _attributes(program: Program, places: Places, schedule: Schedule) -> Iterato
     width, bare = max(map(len, labels)) + 2, plain(schedule)
     lines = ['rows = """']
     for label, actions in zip(labels, schedule.devices, strict=True):
-        text = " ".join(action.short if bare else str(action) for action in actions)
+        text = " ".join(cell(schedule, action, bare) for action in actions)
         lines += textwrap.wrap(text, INSIDE, initial_indent=label.ljust(width), subsequent_indent=" " * width)
     yield Lines((*lines, '"""'))
 
@@ -144,7 +165,23 @@ def _graded(stage: Stage, places: Places) -> Brackets:
 
 
 def _forward(stage: Stage, places: Places) -> Block:
-    j, program = stage.index, places.program
+    j = stage.index
+    taken, args = _taken(stage, places)
+    body, forward = list(taken), "m.forward"
+    if stage.checkpoint == "always":
+        body.append(Comment("computed again in backward; skipped when backward runs next"))
+        forward = "m.forward_to_recompute"
+    elif stage.checkpoint == "except_last":
+        body.append(Comment("all but the last are computed again in backward; skipped when backward runs next"))
+        body.append(Assign(("forward",), "m.forward if i == m.last else m.forward_to_recompute"))
+        forward = "forward"
+    body.append(Assign(_results(stage, places), Call(forward, (str(j), "i", *args))))
+    return Block(f"def forward_{j}(self, m: Step, i: int) -> None:", (*body, *_sent(stage, places)))
+
+
+def _taken(stage: Stage, places: Places) -> tuple[tuple[Statement, ...], tuple[str, ...]]:
+    """The statements that receive what the stage takes, and the arguments of its forward."""
+    j = stage.index
     body: list[Statement] = []
     arriving = [name for name in stage.takes if (name, j) in places.sources]
     if arriving:
@@ -155,27 +192,35 @@ def _forward(stage: Stage, places: Places) -> Block:
         messages = (str(j), "i", *(string(places.name(name)) for name in arriving))
         body.append(Assign(tuple(_variable(name, places) for name in arriving), Call("m.receive", messages)))
     draw = draws(stage, "m.stages")
-    body += draw
     takes = (_variable(name, places) if name in arriving else f"m[i].{places.name(name)}" for name in stage.takes)
-    args = (str(j), "i", *takes, *places.borrowed(stage), *(("draw",) if draw else ()))
-    forward = "m.forward"
-    if stage.checkpoint == "always":
-        body.append(Comment("computed again in backward; skipped when backward runs next"))
-        forward = "m.forward_to_recompute"
-    elif stage.checkpoint == "except_last":
-        body.append(Comment("all but the last are computed again in backward; skipped when backward runs next"))
-        body.append(Assign(("forward",), "m.forward if i == m.last else m.forward_to_recompute"))
-        forward = "forward"
-    body.append(Assign(tuple(_variable(name, places) for name in stage.gives), Call(forward, args)))
+    return (*body, *draw), (*takes, *places.borrowed(stage), *(("draw",) if draw else ()))
+
+
+def _results(stage: Stage, places: Places) -> tuple[str, ...]:
+    return tuple(_variable(name, places) for name in stage.gives)
+
+
+def _sent(stage: Stage, places: Places) -> Iterator[Statement]:
+    """The statements that send what the stage gives."""
+    j, program = stage.index, places.program
     for name in stage.gives:
         variable = _variable(name, places)
         for target in _targets(name, stage, program):
             if target == len(program.stages):
                 detach = ".detach()" if isinstance(program.types[name], TensorType) else ""  # a number has no graph
-                body.append(Assign((f"m[i].{places.name(name)}",), variable + detach))
+                yield Assign((f"m[i].{places.name(name)}",), variable + detach)
             else:
-                body.append(Call("m.send", (str(j), "i", string(places.name(name)), variable, f"to={target}")))
-    return Block(f"def forward_{j}(self, m: Step, i: int) -> None:", tuple(body))
+                yield from _why(name, stage.index, target, program)
+                yield Call("m.send", (str(j), "i", string(places.name(name)), variable, f"to={target}"))
+
+
+def _why(name: str, source: int, target: int, program: Program, of: str = "") -> list[Statement]:
+    """What happens on the way from stage to stage, if that is not a move alone."""
+    found = program.sum_of(name, target)
+    if found is None or all((move.source, move.target) != (source, target) for move in found.moves):
+        return []
+    ranks = ", ".join(program.stages[move.source].device.rpartition(":")[2] for move in found.moves)
+    return [Comment(f"all-reduce over ranks {ranks}: each has a part of {of}{prose(name)}, and all need the sum")]
 
 
 def _targets(name: str, stage: Stage, program: Program) -> list[int]:
@@ -204,36 +249,75 @@ def _backward(stage: Stage, places: Places, kinds: Iterable[str]) -> Iterator[Bl
 
 def _gradients(stage: Stage, places: Places, method: str) -> tuple[Statement, ...]:
     """The body of a backward method: receive the gradients of the gives, compute, send the gradients of the takes."""
-    j, program = stage.index, places.program
-    body: list[Statement] = []
-    if stage.checkpoint != "never":
-        body.append(Assign((), Call("m.recompute", (str(j), "i")), "while the gradients are on their way"))
-    roots = []
-    for name in stage.gives:
-        if differentiable(name, program):
-            body.append(_root(name, stage, places))
-            roots.append(_gradient(name, places))
-    takes = [name for name in stage.takes if differentiable(name, program)]
-    sent = [name for name in takes if places.sources[name, j] >= 0]
-    found = tuple(_gradient(name, places) if name in sent else "_" for name in takes)
-    body.append(Assign(found if sent else (), Call(method, (str(j), "i", *roots))))
+    arriving, roots = _roots(stage, places)
+    found, sent = _given(stage, places)
+    call = Call(method, (str(stage.index), "i", *roots))
+    return (*_recompute(stage), *arriving, Assign(found if sent else (), call), *sent)
+
+
+def _recompute(stage: Stage, i: str = "i") -> tuple[Statement, ...]:
+    if stage.checkpoint == "never":
+        return ()
+    return (Assign((), Call("m.recompute", (str(stage.index), i)), "while the gradients are on their way"),)
+
+
+def _roots(stage: Stage, places: Places, i: str = "i", end: str = "") -> tuple[list[Statement], list[str]]:
+    """The statements that receive the gradients of what the stage gives, and their variables, which end with `end`."""
+    names = [name for name in stage.gives if differentiable(name, places.program)]
+    return [_root(name, stage, places, i, end) for name in names], [_gradient(name, places) + end for name in names]
+
+
+def _given(stage: Stage, places: Places, i: str = "i", end: str = "") -> tuple[tuple[str, ...], list[Statement]]:
+    """The variables of the gradients of what the stage takes, and the statements that send them."""
+    takes = [name for name in stage.takes if differentiable(name, places.program)]
+    sent = [name for name in takes if places.sources[name, stage.index] >= 0]
+    sends: list[Statement] = []
     for name in sent:
-        to, value = f"to={places.sources[name, j]}", string(places.name(name))
-        body.append(Call("m.send_gradient", (str(j), "i", value, _gradient(name, places), to)))
-    return tuple(body)
+        to, value = f"to={places.sources[name, stage.index]}", string(places.name(name))
+        sends += _why(name, places.sources[name, stage.index], stage.index, places.program, "the gradient of ")
+        sends.append(Call("m.send_gradient", (str(stage.index), i, value, _gradient(name, places) + end, to)))
+    return tuple(_gradient(name, places) + end if name in sent else "_" for name in takes), sends
 
 
-def _root(name: str, stage: Stage, places: Places) -> Statement:
+def _root(name: str, stage: Stage, places: Places, i: str, end: str) -> Statement:
     """The gradient of a value that the stage gives: the sum of the gradients from all stages that take it."""
-    program, own = places.program, (str(stage.index), "i", string(places.name(name)))
+    program, own = places.program, (str(stage.index), i, string(places.name(name)))
+    variable = _gradient(name, places) + end
     users = (target for target in _targets(name, stage, program) if target < len(program.stages))
     parts = [Brackets("m.receive_gradient(", (*own, f"source={user}"), ")") for user in users]
     if name == program.graph.loss:
         parts.insert(0, Brackets("m.root(", own, ")"))
     if not parts:
-        return Assign((_gradient(name, places),), "None", "for the caller alone")
-    return Assign((_gradient(name, places),), parts[0] if len(parts) == 1 else Call("m.add", tuple(parts)))
+        return Assign((variable,), "None", "for the caller alone")
+    return Assign((variable,), parts[0] if len(parts) == 1 else Call("m.add", tuple(parts)))
 
 
 def _gradient(name: str, places: Places) -> str:
     return f"d{places.name(name)}"
+
+
+# Overlapped pairs -----------------------------------------------------------------------------------------------------
+
+
+def _pair(stage: Stage, partner: Stage, places: Places) -> Block:
+    """The forward of `stage` on micro-batch i beside the backward of `partner` on micro-batch j: both are sent when
+    both are done."""
+    taken, args = _taken(stage, places)
+    used = {*_results(stage, places), *args}
+    end = "_" * (not used.isdisjoint(_gradient(name, places) for name in (*partner.gives, *partner.takes)))
+    arriving, roots = _roots(partner, places, "j", end)
+    found, sent = _given(partner, places, "j", end)
+    again = {"always": ("again=True",), "except_last": ("again=i != m.last",)}.get(stage.checkpoint, ())
+    forward, backward = (_tuple(str(one.index), i, *rest) for one, i, rest in
+                         ((stage, "i", args), (partner, "j", roots)))  # fmt: skip
+    call = Call("forward_beside_backward", ("m", forward, backward, *again))
+    results = (*_results(stage, places), *found)
+    one = (f"[{results[0]}]",) if len(results) == 1 else results
+    return Block(
+        f"def forward_{stage.index}_beside_backward_{partner.index}(self, m: Step, i: int, j: int) -> None:",
+        (*_recompute(partner, "j"), *taken, *arriving, Assign(one, call), *_sent(stage, places), *sent),
+    )
+
+
+def _tuple(*items: str) -> Brackets:
+    return Brackets("(", items, ")", "literal")

@@ -16,7 +16,9 @@ from fxpipe.ir.graph.graph import Op, Ref
 from fxpipe.ir.graph.opaque_call import Opaque
 
 LONG_PATH = 80  # a path of the model with more characters is written in two statements
-_OWNER = re.compile(r"(self\..*\]\.\w+|self\..*)((?:\.\w+)+)")  # up to the last index, if there is one; the rest
+_OWNER = re.compile(
+    r"((?:self|other)\.(?:.*\]\.\w+|.*))((?:\.\w+)+)"
+)  # up to the last index, if there is one; the rest
 
 
 def assignments(op: Op, variables: Variables, taken: Collection[str]) -> Iterator[Doc | Assign]:

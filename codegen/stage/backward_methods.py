@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from fxpipe.codegen.stage.stage_body import body
 from fxpipe.codegen.stage.variables import Variables, assign
-from fxpipe.codegen.text.line_layout import Brackets, Doc
+from fxpipe.codegen.text.line_layout import Brackets, Doc, prefix
 from fxpipe.codegen.text.statements import Assign, Block, Statement
 from fxpipe.ir.graph.graph import Op
 from fxpipe.ir.program.backward import Backward, halves
@@ -33,7 +34,7 @@ def forward_stage(stage: Stage) -> Stage:
     return replace(stage, gives=(*stage.gives, *(name for name in stage.backward.keeps if name not in stage.gives)))
 
 
-def forward_result(stage: Stage, variables: Variables) -> Doc | None:
+def forward_result(stage: Stage, variables: Variables) -> Brackets | None:
     """What forward returns, if that is more than what the stage gives."""
     if stage.backward is None:
         return None
@@ -48,56 +49,83 @@ def backward_methods(
     backward = stage.backward
     if backward is None:
         return
-    arriving = tuple(gradient or f"d{name}" for name, gradient in backward.roots)
-    takes = tuple(gradient for _, gradient in backward.takes)
-    weights = tuple(gradient for _, gradient in backward.weights)
-    make = _Maker(program, stage, states, taken)
+    make = Maker(program, stage, states, taken)
     if "B" in kinds or not {"I", "W"} & set(kinds):
-        yield make.method("backward", backward.keeps, arriving, backward.ops, takes, weights)
+        yield make.whole().method("backward")
     if "I" in kinds:
-        parts = halves(backward, program.types)
-        yield make.method("input_gradient", backward.keeps, arriving, parts.first, takes, parts.hands)
-        yield make.method("weight_gradient", parts.hands, (), parts.second, None, weights)
+        yield from make.halves()
 
 
 def _list(names: Sequence[str], variables: Variables) -> Brackets:
     return Brackets("[", tuple(variables.of[name] if name else "None" for name in names), "]", "literal")
 
 
-class _Maker:
-    def __init__(self, program: Program, stage: Stage, states: Mapping[str, str], taken: Collection[str]) -> None:
-        self.program, self.stage, self.states, self.taken = program, stage, states, taken
+class Text(NamedTuple):
+    """The text of a method of backward: its arguments, how it unpacks what was kept, its ops, the lists that it
+    returns; and the names of its variables."""
 
-    def method(
+    arguments: tuple[str, ...]
+    unpack: tuple[Statement, ...]
+    statements: tuple[Statement, ...]
+    lists: tuple[Doc, ...]
+    names: frozenset[str]
+
+    def method(self, name: str) -> Block:
+        result = "tuple[list[Any], list[Any]]" if len(self.lists) > 1 else "list[Any]"
+        head = Brackets(f"def {name}(", ("self", *self.arguments), f") -> {result}:")
+        returned = (
+            Brackets("return ", self.lists, "", "bare") if len(self.lists) > 1 else prefix("return ", *self.lists)
+        )
+        return Block(head, (*self.unpack, *self.statements, returned))
+
+
+class Maker:
+    """Makes the methods of backward of a stage. `states`: the source of each tensor that the stage owns; `taken`: names
+    that their variables may not have."""
+
+    def __init__(self, program: Program, stage: Stage, states: Mapping[str, str], taken: Collection[str]) -> None:
+        assert stage.backward is not None
+        self.program, self.stage, self.states, self.taken = program, stage, states, taken
+        self.backward = stage.backward
+        self.arriving = tuple(gradient or f"d{name}" for name, gradient in self.backward.roots)
+        self.takes = tuple(gradient for _, gradient in self.backward.takes)
+
+    def whole(self, about: str = "gradient of ") -> Text:
+        """Backward in one piece. `about`: what its comments say before the user's line."""
+        weights = tuple(gradient for _, gradient in self.backward.weights)
+        return self.text(self.backward.keeps, self.arriving, self.backward.ops, (self.takes, weights), about)
+
+    def halves(self) -> Iterator[Block]:
+        """The methods of backward in two halves."""
+        parts, weights = halves(self.backward, self.program.types), tuple(g for _, g in self.backward.weights)
+        first = self.text(self.backward.keeps, self.arriving, parts.first, (self.takes, parts.hands))
+        yield first.method("input_gradient")
+        yield self.text(parts.hands, (), parts.second, (weights,)).method("weight_gradient")
+
+    def text(
         self,
-        name: str,
         kept: Sequence[str],
         arriving: Sequence[str],
         ops: tuple[Op, ...],
-        takes: Sequence[str] | None,
-        weights: Sequence[str],
-    ) -> Block:
-        """A method that unpacks what was `kept`, runs the ops, and returns the gradients of takes, if it has any, and
-        of weights."""
-        results = (*(takes or ()), *weights)
-        gives = tuple(dict.fromkeys(value for value in results if value))
+        results: Sequence[Sequence[str]],
+        about: str = "gradient of ",
+    ) -> Text:
+        """A method that unpacks what was `kept`, runs the ops, and returns lists of these results."""
+        gives = tuple(dict.fromkeys(value for values in results for value in values if value))
         stage = replace(self.stage, takes=(*kept, *arriving), borrows=(), gives=gives, ops=ops, backward=None)
         variables = assign(stage, self.program.types, self.states, {*self.taken, "kept"})
-        lists = [_list(values, variables) for values in (takes, weights) if values is not None]
-        returned: Doc = lists[0] if len(lists) == 1 else Brackets("", tuple(lists), "", "bare")
-        arguments = ["self", *(["kept: list[Any]"] if kept else ["_: list[Any]"])]
+        lists = tuple(_list(values, variables) for values in results)
+        arguments = ["kept: list[Any]"] if kept else ["_: list[Any]"]
         arguments += [f"{variables.of[value]}: Tensor" for value in arriving]
         unpack: list[Statement] = []
         if kept:
             names = tuple(variables.of[value] for value in kept)
             unpack += [Assign(names if len(names) > 1 else (f"[{names[0]}]",), "kept"), "kept.clear()"]
-        statements = body(
-            self.program, stage, variables, returns=returned, about="gradient of ",
+        *statements, _ = body(
+            self.program, stage, variables, returns="", about=about, taken=self.taken,
             owned=[value for value in kept if value not in gives],
         )  # fmt: skip
-        result = "tuple[list[Any], list[Any]]" if len(lists) > 1 else "list[Any]"
-        head = Brackets(f"def {name}(", tuple(arguments), f") -> {result}:")
-        return Block(head, (*unpack, *statements))
+        return Text(tuple(arguments), tuple(unpack), tuple(statements), lists, variables.names)
 
 
 def weight_places(stage: Stage, held: Mapping[str, str]) -> list[str]:
@@ -109,4 +137,4 @@ def weight_places(stage: Stage, held: Mapping[str, str]) -> list[str]:
             backward.weights]  # fmt: skip
 
 
-__all__ = ["KINDS", "backward_methods", "forward_result", "forward_stage", "weight_places"]
+__all__ = ["KINDS", "Maker", "backward_methods", "forward_result", "forward_stage", "weight_places"]

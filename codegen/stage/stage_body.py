@@ -46,14 +46,16 @@ def body(
     returns: Doc | None = None,
     about: str = "",
     owned: Collection[str] = (),
+    taken: Collection[str] = (),
 ) -> tuple[Statement, ...]:
     """The statements of the stage's `forward`.
 
     - `returns`: what it returns; if not given, the values that the stage gives.
     - `about`: what comments say before the user's line.
     - `owned`: the takes that nobody else holds, so that they may be deleted.
+    - `taken`: names of other code in the same method.
     """
-    steps = _steps(program, stage, variables, owned)
+    steps = _steps(program, stage, variables, owned, taken)
     statements = _Writer([f"{about}{text or 'the loss function'}" if about else text for text in _comments(steps)]).all(
         steps, True
     )
@@ -155,12 +157,14 @@ def _statements(step: _Step, gone: bool = True) -> Iterator[Statement]:
         yield Delete(step.releases)
 
 
-def _steps(program: Program, stage: Stage, variables: Variables, owned: Collection[str]) -> list[_Step]:
+def _steps(
+    program: Program, stage: Stage, variables: Variables, owned: Collection[str], taken: Collection[str]
+) -> list[_Step]:
     gone = releases(stage, variables, program.types, owned)
     ops = [op for op in stage.ops if op.name not in variables.folded]
     lines = [(op.origin.file, op.origin.line, op.origin.code) for op in ops]
     groups = list(accumulate((new != old for old, new in pairwise(lines)), initial=0))
-    taken = {text.partition(".")[0] for text in variables.of.values()}
+    taken = {*taken, *variables.names}
     return [
         _Step(op, tuple(assignments(op, variables, taken)), gone[op.name] if group < groups[-1] else (), group)
         for op, group in zip(ops, groups, strict=False)

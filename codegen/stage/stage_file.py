@@ -8,11 +8,13 @@ import textwrap
 from collections.abc import Collection, Iterable, Sequence
 
 from fxpipe.codegen.stage.backward_methods import backward_methods, forward_result, forward_stage, weight_places
+from fxpipe.codegen.stage.forward_signature import arguments, results
+from fxpipe.codegen.stage.pair_methods import pair_methods
 from fxpipe.codegen.stage.stage_body import body
 from fxpipe.codegen.stage.stage_constants import constant_names, state_paths
 from fxpipe.codegen.stage.stage_header import header
-from fxpipe.codegen.stage.variables import Variables, assign
-from fxpipe.codegen.text.line_layout import WIDTH, Brackets, Doc
+from fxpipe.codegen.stage.variables import assign
+from fxpipe.codegen.text.line_layout import WIDTH, Brackets
 from fxpipe.codegen.text.object_text import literal
 from fxpipe.codegen.text.op_text import modules
 from fxpipe.codegen.text.source_names import doc_prose, string
@@ -31,7 +33,7 @@ from fxpipe.codegen.text.statements import (
     tuple_of,
 )
 from fxpipe.ir.graph.opaque_call import Opaque, unsure
-from fxpipe.ir.graph.value_types import TensorType, ValueType
+from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.ir.once import once
 from fxpipe.ir.program.program import Program, RuntimeCall, Stage
 
@@ -44,12 +46,14 @@ def emit_totals(program: Program) -> str:
     return _emit(program, program.stages[0], "Totals", title, "")
 
 
-def emit_stage(program: Program, index: int, notes: str = "", kinds: Collection[str] = ()) -> str:
+def emit_stage(
+    program: Program, index: int, notes: str = "", kinds: Collection[str] = (), beside: Sequence[int] = ()
+) -> str:
     """The source of `stage<index>.py`. `notes` are facts for its header, such as measured times; `kinds` are the kinds
-    of actions that the schedule has."""
+    of actions that the schedule has; `beside` the stages whose backward its forward runs beside."""
     stage = program.stages[index]
     title = f"Stage {index} of {len(program.stages)} on {doc_prose(stage.device)}."
-    return _emit(program, stage, f"Stage{index}", title, notes, kinds)
+    return _emit(program, stage, f"Stage{index}", title, notes, kinds, [program.stages[t] for t in beside])
 
 
 def emit_device(program: Program, device: str, notes: Sequence[str]) -> str:
@@ -77,10 +81,18 @@ def _modules(stage: Stage) -> str:
     return (f": {some}" + (f" and {more} more" if more > 0 else "")) if found else ""
 
 
-def _emit(program: Program, stage: Stage, name: str, title: str, notes: str, kinds: Collection[str] = ()) -> str:
-    docstring, code = _parts(program, stage, name, title, notes, kinds=kinds)
+def _emit(
+    program: Program,
+    stage: Stage,
+    name: str,
+    title: str,
+    notes: str,
+    kinds: Collection[str] = (),
+    beside: Sequence[Stage] = (),
+) -> str:
+    docstring, code = _parts(program, stage, name, title, notes, kinds=kinds, beside=beside)
     lines = text_of([Block(f"class {name}(Stage):", code)])
-    return "\n".join([*docstring, "", *_imports(program, [stage]), "", "", *lines]) + "\n"
+    return "\n".join([*docstring, "", *_imports(program, [stage], beside), "", "", *lines]) + "\n"
 
 
 def _parts(
@@ -91,28 +103,31 @@ def _parts(
     notes: str,
     width: int = WIDTH,
     kinds: Collection[str] = (),
+    beside: Sequence[Stage] = (),
 ) -> tuple[list[str], tuple[Statement, ...]]:
     """The docstring of a stage, in lines of up to `width` characters, and the body of its class."""
-    taken = {module.partition(".")[0] for module in _needed(stage)} | {name, *_runtime_names(stage)}
+    needed = set(_needed(stage)).union(*map(_needed_backward, beside))
+    taken = {module.partition(".")[0] for module in needed} | {name, *_runtime_names(stage)}
     states, wider = state_paths(program, stage), forward_stage(stage)
     variables = assign(wider, program.types, states, taken, wider.gives[len(stage.gives) :])
     statements = body(program, wider, variables, returns=forward_result(stage, variables))
-    forward = Block(_signature(program, stage, variables), statements)
-    backward = backward_methods(program, stage, states, taken, kinds)
-    code = apart([_attributes(program, stage), [forward], *([method] for method in backward)])
+    head = Brackets("def forward(", ("self", *arguments(program, stage, variables)), f") -> {results(program, stage)}:")
+    methods = [Block(head, statements), *backward_methods(program, stage, states, taken, kinds)]
+    methods += pair_methods(program, stage, taken, beside)
+    code = apart([_attributes(program, stage), *([method] for method in methods)])
     return header(program, stage, variables.of, title, notes, width), code
 
 
 # The top of the file --------------------------------------------------------------------------------------------------
 
 
-def _imports(program: Program, stages: Sequence[Stage]) -> list[str]:
+def _imports(program: Program, stages: Sequence[Stage], beside: Sequence[Stage] = ()) -> list[str]:
     signature = [program.types[name] for stage in stages for name in (*stage.takes, *stage.borrows, *stage.gives)]
     tensor = ["from torch import Tensor"] if any(isinstance(kind, TensorType) for kind in signature) else []
     names = sorted(
         {name for stage in stages for name in _runtime_names(stage)}, key=lambda name: (name.islower(), name)
     )
-    needed = {module for stage in stages for module in _needed(stage)}
+    needed = {module for stage in stages for module in _needed(stage)}.union(*map(_needed_backward, beside))
     lines = import_blocks(needed, tensor, [f"from fxpipe.runtime import {', '.join(names)}"])
     if not any(stage.backward for stage in stages):
         return lines
@@ -123,7 +138,13 @@ def _imports(program: Program, stages: Sequence[Stage]) -> list[str]:
 @once
 def _needed(stage: Stage) -> Collection[str]:
     """The modules that the code of a stage names."""
-    ops = (*stage.ops, *(stage.backward.ops if stage.backward else ()))
+    found = {module for op in stage.ops for module in modules(op)} | {"torch" for op in stage.ops if op.regions}
+    return found | _needed_backward(stage)
+
+
+def _needed_backward(stage: Stage) -> set[str]:
+    """The modules that the backward of a stage names."""
+    ops = stage.backward.ops if stage.backward else ()
     return {module for op in ops for module in modules(op)} | {"torch" for op in ops if op.regions}
 
 
@@ -165,21 +186,3 @@ def _attributes(program: Program, stage: Stage) -> list[Statement]:
             found.append(Comment("for each gradient that backward returns, those that arrive and that it depends on"))
             found += rows_of("reaches", (tuple_of(map(str, places)) for places in stage.backward.reaches))
     return found
-
-
-def _signature(program: Program, stage: Stage, variables: Variables) -> Doc:
-    def typed(name: str) -> str:
-        return f"{variables.of[name]}: {_annotation(program.types[name])}"
-
-    arguments = ["self", *map(typed, stage.takes), *map(typed, stage.borrows)]
-    arguments += ["draw: Draws"] if any(op.random for op in stage.ops) else []
-    given = [_annotation(program.types[name]) for name in stage.gives]
-    given += ["list[Any]"] if stage.backward is not None else []
-    result = f"tuple[{', '.join(given)}]" if len(given) > 1 else given[0] if given else "None"
-    if len(result) > WIDTH // 2:
-        result = f"tuple[{' | '.join(sorted(set(given)))}, ...]"
-    return Brackets("def forward(", tuple(arguments), f") -> {result}:")
-
-
-def _annotation(kind: ValueType) -> str:
-    return "Tensor" if isinstance(kind, TensorType) else str(kind)

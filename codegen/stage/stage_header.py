@@ -52,6 +52,8 @@ def _takes(program: Program, stage: Stage, variables: Mapping[str, str]) -> Iter
 def _source(program: Program, move: Move) -> str:
     if move.source < 0:
         return "from the caller"
+    if any(move in one.moves for one in program.sums):
+        return f"the sum of what stage {move.source} and others give"
     return f"from stage {move.source}" + (", through a portal" if move in program.portals else "")
 
 
@@ -65,6 +67,9 @@ def _gives(program: Program, stage: Stage, variables: Mapping[str, str]) -> Iter
         near = [move for move in moves if move not in portals]
         far = [move for move in moves if move in portals]
         kind = str(program.types[name])
+        if any(move in one.moves for one in program.sums for move in moves):
+            yield _Row("gives", variables[name], kind, f"a part of the sum {_targets(moves, n)}")
+            continue
         if near or not far:
             yield _Row("gives", variables[name], kind, _targets(near, n))
         if far:

@@ -41,6 +41,11 @@ class Variables:
     folded: Collection[str]
     last_use: Mapping[str, float]
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of the variables themselves, and `self`."""
+        return frozenset(text.partition(".")[0] for text in self.of.values())
+
 
 def assign(
     stage: Stage,

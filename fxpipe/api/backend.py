@@ -11,18 +11,20 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 from torch import fx
 
 from fxpipe.errors import PlanError
-from fxpipe.pipe.build.compiled_graph import Compiled, Way
 from fxpipe.pipe.options.compile_options import Options
 from fxpipe.pipe.options.option_forms import refuse_unknown
 from fxpipe.pipe.options.option_table import COMPILE
 
 from .compile import read_options
+
+if TYPE_CHECKING:
+    from fxpipe.pipe.build.compiled_graph import Compiled, Way
 
 # The options of `fxpipe.compile` that apply to the backend.
 OPTIONS = ("devices", "chunks", "schedule", "checkpoint", "memory_limit", "plan", "balance", "split_at", "batch_dim",
@@ -47,6 +49,8 @@ def backend(
     batch_dim (by the name of the input's variable in the traced graph), reduce, deferred_batch_norm, dump. Invalid
     options raise PlanError when the compiled model is called. `mode` must be None.
     """
+    from fxpipe.pipe.build.compiled_graph import Compiled  # late: torch's Dynamo takes more than a second
+
     try:
         compiled = Compiled(next(numbers), module, checked(options or {}, mode))
     except PlanError as error:

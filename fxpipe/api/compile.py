@@ -7,12 +7,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
-from typing import Any, Never
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 from torch import nn
 
-from fxpipe.capture.tracing.rewriting.graph_view import Transform
 from fxpipe.errors import PlanError
 from fxpipe.ir import dataclass_json
 from fxpipe.ir.cluster.cluster import Cluster
@@ -34,18 +33,19 @@ from fxpipe.pipe.options.compile_options import (
     is_local,
     stage_devices,
 )
-from fxpipe.pipe.options.option_conflicts import refuse_beside_plan, refuse_beside_strategy
+from fxpipe.pipe.options.option_conflicts import refuse_beside_plan, refuse_beside_strategy, refuse_optimizer_sharding
 from fxpipe.pipe.options.option_forms import Default, refuse_unknown
 from fxpipe.pipe.options.option_forms import check as check_values
 from fxpipe.pipe.options.option_table import COMPILE, LOAD
 from fxpipe.pipe.pipe import Pipe
-from fxpipe.pipe.ranks.loaded_rank_pipe import load_on_rank
 from fxpipe.pipe.ranks.process_group import find_world
-from fxpipe.pipe.ranks.rank_pipe import RankPipe
 from fxpipe.pipe.results.planned import Planned, cluster_in
 from fxpipe.pipe.results.replanned import Replanned
 from fxpipe.pipe.saved.loaded_pipe import Loaded, load_here
 from fxpipe.schedules.make_schedule import Own
+
+if TYPE_CHECKING:
+    from fxpipe.capture.tracing.rewriting.graph_view import Transform
 
 # Parameters of `compile` that are not in Options.
 ASIDE = ("model", "example_inputs", "group", "timeout", "check_inputs", "unknown")
@@ -73,6 +73,7 @@ def compile(
     reduce: str | Mapping[str, str] | None = None,
     deferred_batch_norm: bool | None = None,
     backward: str = "autograd",
+    overlap_pairs: bool = False,
     compile_stages: bool | str | Callable[..., Any] = False,
     transforms: Sequence[Transform] = (),
     passes: Sequence[Pass] = (),
@@ -157,6 +158,8 @@ def compile(
     - `backward`: what computes the gradients in `step()`: "autograd"; or "code" (experimental): the file of each stage
       has its backward as code to read, with the user's lines. A stage that cannot be traced keeps autograd; `explain()`
       and its file say why. Not together with `strategy`, `offload` or `compile_stages="device_graphs"`.
+    - `overlap_pairs`: with backward="code", forward and backward of different micro-batches side by side on a device
+      run as one function that has the lines of both in turns. See docs/guides/schedules.md.
     - `compile_stages`: run each stage through `torch.compile`, with Inductor (True), or with a backend, by name or as a
       function; "device_graphs" records each stage on an accelerator once, on CUDA as a CUDA graph, and replays it.
       Random ops and the model's own autograd functions stay outside. In schedules that split backward, a compiled stage
@@ -195,16 +198,22 @@ def compile(
     check_values(COMPILE, {"timeout": timeout, "check_inputs": check_inputs})
     check_model(model, "compile")
     world = find_world(devices, group, timeout)
-    options = read_options(asked if world is None else asked | {"devices": world.labels})
-    pipe = Pipe(model, options) if world is None else RankPipe(model, replace(options, ranks=True), world, check_inputs)
+    options = read_options(asked if world is None else asked | {"devices": world.labels}, world is not None)
+    if world is None:
+        pipe = Pipe(model, options)
+    else:
+        from fxpipe.pipe.ranks.rank_pipe import RankPipe  # late: torch's sharded tensors take a second
+
+        pipe = RankPipe(model, check(replace(options, ranks=True)), world, check_inputs)
     if example_inputs is not None:
         args, kwargs = as_call(example_inputs)
         pipe.prepare(*args, **kwargs)
     return pipe
 
 
-def read_options(asked: Mapping[str, Any]) -> Options:
-    """The checked options for these arguments of `compile`; other arguments have their defaults."""
+def read_options(asked: Mapping[str, Any], ranks: bool = False) -> Options:
+    """The checked options for these arguments of `compile`; other arguments have their defaults. `ranks`: whether each
+    device is a rank."""
     defaults = {one.name: one.default for one in signature(compile).parameters.values() if one.name not in ASIDE}
     given = defaults | {name: COMPILE[name].take(value) for name, value in asked.items()}
     devices, chunks, replicas, schedule = (given[name] for name in ("devices", "chunks", "replicas", "schedule"))
@@ -222,6 +231,7 @@ def read_options(asked: Mapping[str, Any]) -> Options:
         refuse_beside_plan(shared.plan, told)
         place, schedule, chunks = Sharing(shared.plan, shared.shardings), shared.plan.schedule, shared.plan.chunks
         labels, given["checkpoint"] = _shared_devices(shared, devices), recomputed(shared.plan)
+        refuse_optimizer_sharding(shared.plan, labels, ranks)
         cluster = cluster or (shared.cluster if devices is None else None)
         replica_groups = deal(labels, None)
     elif chosen is not None:
@@ -229,6 +239,7 @@ def read_options(asked: Mapping[str, Any]) -> Options:
         stays = planned_for is not None and chosen == before and named(chosen).keys() <= set(planned_for.labels)
         cluster = cluster or (planned_for if stays else None)
         refuse_beside_plan(chosen, told)
+        refuse_optimizer_sharding(chosen, named(chosen), ranks)
         labels, chunks, schedule = tuple(stage.device for stage in chosen.stages), chosen.chunks, chosen.schedule
         replica_groups = {stage.device: stage.replicas for stage in chosen.stages}
         given["deferred_batch_norm"] = chosen.deferred_batch_norm or given["deferred_batch_norm"]
@@ -242,7 +253,7 @@ def read_options(asked: Mapping[str, Any]) -> Options:
     folder = given["dump"] or os.environ.get("FXPIPE_DUMP")
     as_they_are = (
         "warmup", "checkpoint", "balance", "profile", "batch_dim", "reduce", "deferred_batch_norm", "compile_stages",
-        "transforms", "passes", "backward", "memory_limit",
+        "transforms", "passes", "backward", "overlap_pairs", "memory_limit",
     )  # fmt: skip
     options = Options(
         devices=labels,
@@ -384,4 +395,6 @@ def load(
     world, backend = find_world(None, group, timeout), backend_of(compile_stages)
     if world is None:
         return load_here(Path(folder), model, backend)
+    from fxpipe.pipe.ranks.loaded_rank_pipe import load_on_rank  # late, as above
+
     return load_on_rank(Path(folder), model, world, backend, check_inputs)

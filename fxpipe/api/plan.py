@@ -5,6 +5,7 @@ model ─profile─▶ ModelProfile ─layers─▶ Chain ─planner─▶ Hybri
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
@@ -12,7 +13,7 @@ from typing import Any, Never
 
 from torch import nn
 
-from fxpipe.errors import PlanError
+from fxpipe.errors import PlanError, UnfinishedSearchWarning
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.cluster.device_kinds import other_kinds
 from fxpipe.ir.graph.graph import op_name
@@ -21,7 +22,7 @@ from fxpipe.ir.plan.hybrid_plan import HybridPlan
 from fxpipe.ir.plan.layer_chain import Chain, beside, scaled, slower
 from fxpipe.ir.plan.plan import Plan, StagePlan
 from fxpipe.ir.plan.profile import Profile
-from fxpipe.ir.units import count
+from fxpipe.ir.units import count, show_seconds
 from fxpipe.pipe.build.call_binding import as_call
 from fxpipe.pipe.build.phase_timing import timed
 from fxpipe.pipe.options.option_forms import check as check_values
@@ -58,6 +59,7 @@ def plan(
     recompute: bool | None = None,
     all_reduce: str = "end",
     parameter_copies: float = 4,
+    optimizer_sharding: str = "none",
     dtype: str | None = None,
     most_layers: int | None = None,
     time_limit: float = 30,
@@ -90,10 +92,15 @@ def plan(
     - `parameter_copies`: bytes in memory for each byte of parameters, with gradients and optimizer state: 4 for Adam
       (parameter, gradient, two moments), 3 for momentum, 2 for plain SGD; 8 for Adam on parameters in bf16 with a
       master copy and moments in f32.
+    - `optimizer_sharding`: "zero1": the replicas of a stage share out the optimizer's state, each keeps its part (ZeRO,
+      Rajbhandari et al., SC 2020). It is planned to take no more time: a reduce-scatter and an all-gather take the
+      place of the all-reduce, and move as many bytes (section 7.2.1). "auto": if the plan does not fit in memory
+      otherwise. `RankPipe.replica_group` shows the optimizer that does it.
     - `dtype`: the element type in which a model is planned, as for `fxpipe.profile`.
     - `most_layers`: the largest number of layers that a model is divided into; stages are made of whole layers. If not
       given, 64; on more than 64 devices as many as devices, up to 128.
-    - `time_limit`: seconds that "optimal" may search.
+    - `time_limit`: seconds that "optimal" and "dapple" may search. Where DAPPLE's search does not end in that time, an
+      UnfinishedSearchWarning says so, and the plan is the best that was found by then.
 
     Raises PlanError if there is no plan, or none that fits in memory.
 
@@ -109,7 +116,7 @@ def plan(
     where = read_cluster(cluster)
     request = Request(
         (), where, batch_size, micro_batches, WARMUPS.get(schedule or ""), recompute, all_reduce, parameter_copies,
-        time_limit,
+        time_limit, optimizer_sharding=optimizer_sharding,
     )  # fmt: skip
     check(request)
     first, others = _by_kind(what, where)
@@ -118,6 +125,7 @@ def plan(
         most = most_layers or max(MOST, min(2 * MOST, len(where.devices)))
         found = _planned(known, others, planner, request, most, degrees_of(tensor_parallel, where))
         with timed("simulator"):
+            found = replace(found, recompute=recompute, optimizer_sharding=optimizer_sharding)
             return _ordered(found, schedule)
 
 
@@ -226,7 +234,15 @@ def _scaled(chain: Chain, cluster: Cluster) -> Chain:
 
 def _searched(planner: str, request: Request) -> Answer:
     with timed("planning"):
-        return search(planner, request)
+        answer = search(planner, request)
+    if answer.unfinished:
+        warnings.warn(
+            f"DAPPLE's search did not end in {show_seconds(request.seconds)}, so this is the best plan that it found "
+            "by then: give a larger time_limit, or planner='optimal'",
+            UnfinishedSearchWarning,
+            stacklevel=2,
+        )
+    return answer
 
 
 def _own_order(hybrid: HybridPlan) -> str:
@@ -310,7 +326,17 @@ def _without_ops(hybrid: HybridPlan, cluster: Cluster, schedule: str) -> Plan:
     for stage in hybrid.stages:
         device, *others = (cluster.labels[position] for position in stage.devices)
         stages.append(StagePlan((), device, "always" if stage.recompute else "never", replicas=tuple(others)))
-    return Plan(hybrid.model, tuple(stages), hybrid.micro_batches, schedule)
+    return Plan(
+        hybrid.model, tuple(stages), hybrid.micro_batches, schedule, optimizer_sharding=hybrid.optimizer_sharding
+    )
+
+
+def _sharded(one: Planned) -> Planned:
+    """The plan with the optimizer's state shared out over replicas."""
+    zero1 = "zero1"
+    return replace(
+        one, plan=replace(one.plan, optimizer_sharding=zero1), layers=replace(one.layers, optimizer_sharding=zero1)
+    )
 
 
 def _ordered(found: Planned, schedule: str | None) -> Planned:
@@ -319,6 +345,8 @@ def _ordered(found: Planned, schedule: str | None) -> Planned:
         return found
     names = [n for n in STRAIGHT if n != "1f1b-late"] if schedule == AUTO else [str(schedule)]
     tried = [found, *(replace(found, plan=replace(found.plan, schedule=name)) for name in names)]
+    if found.optimizer_sharding == "auto":
+        tried = [one if fits(one) else _sharded(one) for one in tried]
     fitting = [one for one in (tried if schedule == AUTO else tried[1:]) if fits(one)]
     if not fitting:
         raise PlanError(

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.capture import CallCapture
 from fxpipe.codegen.package.load_package import tensors_of, worker_device
 from fxpipe.errors import InputError, PlanError
 from fxpipe.ir.cluster.cluster import Cluster, Device
@@ -111,6 +110,8 @@ def profile(
     check_values(PROFILE, locals())
     check_model(model, "profile")
     with timed("capture"):
+        from fxpipe.capture import CallCapture  # late: torch's Dynamo takes more than a second
+
         front = CallCapture(model, batch_dim, reduce=reduce, work=working)
         graph = replace(front.capture(inputs, kwargs), training=model.training)
     values = inputs_of(graph, inputs, kwargs)

@@ -15,6 +15,7 @@ from fxpipe.ir.operators.group_layout import OpSharding
 from fxpipe.ir.plan.layer_chain import Chain, nearest_at
 from fxpipe.passes.sharding.op_cuts import op_cuts
 from fxpipe.planning.hybrid.group_layers import Layers, costed
+from fxpipe.planning.tensor_parallel.group_costs import Group, fastest
 
 from .profile import ModelProfile
 
@@ -46,14 +47,7 @@ def degrees_of(asked: int | str | Sequence[int], cluster: Cluster) -> tuple[int,
 
 def candidate(profiles: Sequence[ModelProfile], made: Layers, cluster: Cluster, degree: int) -> Candidate:
     """The candidate for groups of `degree` devices. `profiles` are for one device, at each size of micro-batch. Raises
-    PlanError if the cluster has no such groups, or numpy is missing."""
-    try:
-        from fxpipe.planning.tensor_parallel.group_costs import (
-            Group,
-            fastest,
-        )  # imported here because it needs numpy, which only this does
-    except ImportError:
-        raise PlanError("tensor_parallel needs numpy: pip install 'fxpipe[search]'") from None
+    PlanError if the cluster has no such groups."""
     try:
         places = grouped(cluster, degree)
         group = Group(degree, slowest_ring(cluster, groups(cluster, degree)))

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +25,23 @@ STEP = ("target", "loss_fn", "outputs", "scaler", "accumulate", "timeline")  # a
 BatchDim = int | Mapping[str, int | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
+class NoTarget:
+    """The type of NO_TARGET, the target that was not given; None would be a target."""
+
+    def __repr__(self) -> str:
+        return "no target"
+
+    def __reduce__(self) -> str:
+        return "NO_TARGET"  # there is one, in every process
+
+
+NO_TARGET = NoTarget()
+
+
+# Tuples, and no data classes, as they are made for each call.
+
+
+class Leaf(NamedTuple):
     """A tensor among the arguments: its path as the user writes it, the tensor, its stand-in, its batch dimension."""
 
     path: str
@@ -36,8 +50,7 @@ class Leaf:
     batch_dim: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class RequestedCall:
+class RequestedCall(NamedTuple):
     """A call as the user makes it.
 
     - `targets`: for a step, a tuple of the target, or an empty one; None for a call.
@@ -52,8 +65,7 @@ class RequestedCall:
     holders: tuple[Any, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """A call with hollow arguments.
 
     - `args`, `kwargs`: the model's arguments.
@@ -84,6 +96,7 @@ class Arguments:
         self.batch_dim = batch_dim
         self.sizes = sizes
         self.twins: dict[Any, Tensor] = {}
+        self.known: dict[Any, Call] = {}
         self.named: dict[Any, tuple[str, ...]] = {}
         self.open = any(p.kind is p.VAR_KEYWORD for p in self.signature.parameters.values())
         self.target = "loss_target" if "target" in self.signature.parameters else "target"
@@ -91,6 +104,21 @@ class Arguments:
     def call(self, request: RequestedCall, device: torch.device | None, rows: int | None = None) -> Call:
         """The call with every tensor hollow, on `device`, and `rows` samples in the batch; if None, as many as in the
         largest micro-batch, but at least 2."""
+        key = form(request)
+        if key is None:
+            return self._call(request, device, rows)
+        key = (key, device, rows)
+        known = self.known.get(key)
+        if known is None:
+            made = self._call(request, device, rows)
+            if len(self.known) > 100:
+                self.known.clear()
+            # Without the user's tensors, which would be kept alive.
+            self.known[key] = with_reals(made, (leaf.twin for leaf in made.leaves.values()), ())
+            return made
+        return with_reals(known, (*request.args, *request.kwargs.values(), *(request.targets or ())), request.rest)
+
+    def _call(self, request: RequestedCall, device: torch.device | None, rows: int | None) -> Call:
         args, kwargs, targets = request.args, request.kwargs, request.targets or ()
         names = self.names(args, kwargs, request.targets is not None)
         reals: list[tuple[str, Tensor, int | None]] = []
@@ -178,6 +206,29 @@ class Arguments:
                 )
             raise
         raise AssertionError(f"{forward} takes what its signature {self.signature} does not")
+
+
+def form(request: RequestedCall) -> Any:
+    """A key for all calls with stand-ins like this one's: of a call whose arguments are plain tensors, each another.
+    None for other calls."""
+    values = (*request.args, *request.kwargs.values(), *(request.targets or ()))
+    facts = []
+    for x in values:
+        if type(x) is not Tensor or x.layout is not torch.strided:
+            return None
+        facts.append((x.shape, x.stride(), x.dtype, x.device, x.requires_grad))
+    if len(set(map(id, values))) < len(values):
+        return None
+    return len(request.args), (*request.kwargs,), request.targets is None, tuple(facts)
+
+
+def with_reals(call: Call, reals: Iterable[Tensor], rest: tuple[Any, ...]) -> Call:
+    """The call with other tensors of the user, in the order of the leaves."""
+    leaves = {
+        key: Leaf(path, real, twin, dim)
+        for (key, (path, _, twin, dim)), real in zip(call.leaves.items(), reals, strict=True)
+    }
+    return call._replace(leaves=leaves, rest=rest)
 
 
 def cut_along(batch_dim: BatchDim, path: str, tensor: Tensor) -> int | None:

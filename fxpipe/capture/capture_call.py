@@ -58,7 +58,7 @@ from fxpipe.ir.graph.graph import Graph, Mixed
 
 from .call_arguments import Arguments, BatchDim, Call, RequestedCall
 from .call_kinds import Kind, Now, Run
-from .capture_errors import NoOps, Refused, failed, refusals, without_frames, written_by_dynamo
+from .capture_errors import NoOps, Refused, failed, no_ops, refusals, without_frames, written_by_dynamo
 from .finish_graph import Finished, Seen, feed, finish, stand_ins
 from .model_exceptions import diagnosed
 from .nested_values import change
@@ -177,8 +177,7 @@ class CallCapture:
         if self.twins.shape is None:  # it has parameters without a shape
             raise refused
         call = self.arguments.call(request, self.twins.device)
-        attempt = lambda function, rows: run_plainly(function, call, self.twins, request.holders, rows)  # noqa: E731
-        raise diagnosed(refused, self.model, call, attempt)
+        raise diagnosed(refused, self.model, call, partial(run_plainly, call, self.twins, request.holders))
 
     def _complete(self, request: RequestedCall, run: Run | None) -> tuple[Now, Any]:
         try:
@@ -202,15 +201,14 @@ class CallCapture:
     def _completed(self, request: RequestedCall, run: Run | None) -> tuple[Now, Any]:
         """One call of the route; after a dry pass, the graph of its kind is complete. If the graph is refused because a
         size depends on data, keep the submodule with this op whole and try again."""
-        nothing = NoOps(f"{type(self.model).__name__} has no ops: there is nothing to run on devices; call it itself")
         now, result = self._pass(request, run)
         if now.kind is None:
-            raise nothing
+            raise no_ops(self.model)
         if now.snapshot is None:
             return now, result
         try:
             if not self._finish(now, result, request).graph.ops:
-                raise nothing
+                raise no_ops(self.model)
         except NoOps:
             raise
         except CaptureError:
@@ -248,7 +246,8 @@ class CallCapture:
         """One call of the route, in which all tensors are hollow until `run` runs."""
         check_modes()
         self.twins.sync()
-        if self.pieces.renew(self.twins) | self.equal.renew(self.twins) or self._unguarded != self.twins.unguarded:
+        news = self.pieces.renew(self.twins), self.equal.renew(self.twins)  # both, whatever the first one says
+        if any(news) or self._unguarded != self.twins.unguarded:
             # Dynamo could guard hooks too, but that would double the time of all guards of a call (torch 2.13).
             self._anew()
         # On the model's device, so that the caller may have the batch on any device.

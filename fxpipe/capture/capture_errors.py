@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from tabulate import tabulate
-from torch import fx
+from torch import fx, nn
 
 from fxpipe.errors import CaptureError, FxpipeError
 from fxpipe.ir.graph.graph import Op, Origin
@@ -149,6 +149,11 @@ class Refused(CaptureError):
 
 class NoOps(CaptureError):
     """The model computes nothing for such a call."""
+
+
+def no_ops(model: nn.Module) -> NoOps:
+    """What is raised for a call in which the model has no ops."""
+    return NoOps(f"{type(model).__name__} has no ops: there is nothing to run on devices; call it itself")
 
 
 class OutsideOfModules(CaptureError):

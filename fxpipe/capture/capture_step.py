@@ -13,7 +13,7 @@ from fxpipe.capture.tracing.rewriting.graph_view import Transform
 from fxpipe.errors import InputError
 from fxpipe.ir.graph.graph import Graph
 
-from .call_arguments import BatchDim, RequestedCall
+from .call_arguments import NO_TARGET, BatchDim, RequestedCall
 from .call_kinds import Run
 from .capture_call import CallCapture, Sizes, Work
 from .capture_errors import OutsideOfModules
@@ -26,19 +26,6 @@ R = TypeVar("R")
 def detached(path: str, tensor: Tensor) -> Tensor:
     """The tensor, detached if it needs a gradient."""
     return tensor.detach() if tensor.requires_grad else tensor
-
-
-class NoTarget:
-    """The type of NO_TARGET, the target that was not given; None would be a target."""
-
-    def __repr__(self) -> str:
-        return "no target"
-
-    def __reduce__(self) -> str:
-        return "NO_TARGET"  # there is one, in every process
-
-
-NO_TARGET = NoTarget()
 
 
 class StepCapture:

@@ -54,6 +54,8 @@ class Finished:
 
     def renewed(self, flat: tuple[Any, ...]) -> Finished:
         """The same with the constants of this call: a plain tensor attribute may have been set to another tensor."""
+        if not self.constants:
+            return self
         totals = self.graph.totals
         states = (*self.graph.states, *(totals.states if totals is not None else ()))
         old = {state.name: state.value for state in states if state.name in self.constants}
@@ -110,13 +112,14 @@ def _hint(size: Any) -> int:
 
 def feed(graph: Graph, draft: Draft, call: Call, flat: tuple[Any, ...]) -> tuple[Any, ...]:
     """The real values of the graph's inputs, without those that its totals compute."""
-    reals = {leaf.path: dense(leaf.real) for leaf in call.leaves.values()}
-    inputs = [item for item in graph.inputs if item.path]
-    values = (flat[draft.places[i.name]] if i.name in draft.places else reals[i.path] for i in inputs)
-    return tuple(
-        value.item() if isinstance(value, Tensor) and item.name in draft.places else value
-        for item, value in zip(inputs, values, strict=True)
-    )
+    reals, places, values = {leaf.path: leaf.real for leaf in call.leaves.values()}, draft.places, []
+    for item in graph.inputs:
+        if item.path and item.name in places:
+            value = flat[places[item.name]]
+            values.append(value.item() if isinstance(value, Tensor) else value)
+        elif item.path:
+            values.append(dense(reals[item.path]))
+    return tuple(values)
 
 
 def finish(

@@ -25,6 +25,7 @@ from .nested_values import parts_of, spelled
 
 LOSS_FN = "loss_fn"  # what the paths of the loss's own tensors begin with
 DEPTH = 4  # how far a loss function is searched for modules
+HOLDERS = (nn.Module, partial, MethodType, FunctionType)  # in which modules are found
 WRITE = "pass loss_fn=, a function of the output and the target, or let the model return its loss as `.loss`"
 
 
@@ -134,7 +135,8 @@ def modules_in(loss_fn: Any, path: str = LOSS_FN, depth: int = 0) -> Roots:
         held = _held_by(loss_fn)
     found: dict[str, nn.Module] = {}
     for name, value in held.items() if depth < DEPTH else ():
-        found |= modules_in(value, f"{path}.{name}", depth + 1)
+        if isinstance(value, HOLDERS):
+            found |= modules_in(value, f"{path}.{name}", depth + 1)
     return found
 
 
@@ -147,9 +149,8 @@ def objects_in(loss_fn: Any) -> tuple[Any, ...]:
 
 
 def _held_by(function: FunctionType) -> dict[str, Any]:
-    code = function.__code__
-    held = {name: function.__globals__[name] for name in code.co_names if name in function.__globals__}
-    held = {name: value for name, value in held.items() if isinstance(value, (nn.Module, partial))}
+    code, known = function.__code__, function.__globals__
+    held = {name: known[name] for name in code.co_names if isinstance(known.get(name), (nn.Module, partial))}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
             held[name] = cell.cell_contents

@@ -15,6 +15,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 
 from fxpipe.errors import FxpipeError, PlanError
 from fxpipe.pipe.options.option_forms import shown
@@ -27,10 +28,26 @@ F = TypeVar("F", bound=Callable[..., Any])
 SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
-# A method that torch.compile does not trace: the graph breaks at the call and continues after it.
-not_compiled: Callable[[F], F] = torch.compiler.disable(  # type: ignore[no-untyped-call]
-    reason="it runs a pipeline of fxpipe, which is compiled already"
-)
+def not_compiled(method: F) -> F:
+    """A method that torch.compile does not trace: the graph breaks at the call and continues after it. Like
+    torch.compiler.disable, which also imports Dynamo: that takes more than a second where nothing is traced."""
+
+    @wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = eval_frame.set_eval_frame(None)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            eval_frame.set_eval_frame(before)
+
+    marked: Any = run
+    skip: Any = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(
+        marked.__code__, eval_frame._FrameExecStrategy(skip, eval_frame._FrameAction.DEFAULT)
+    )
+    marked._torchdynamo_disable = marked._torchdynamo_disable_recursive = True
+    marked._torchdynamo_disable_msg = "it runs a pipeline of fxpipe, which is compiled already"
+    return marked  # type: ignore[no-any-return]
 
 
 def running(method: F) -> F:

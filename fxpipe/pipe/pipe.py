@@ -14,7 +14,7 @@ import copy
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
@@ -52,8 +52,10 @@ from .drop_in_module import DropInModule, Forward, State, check_grad
 from .materialize import Init, materialize
 from .processes import Processes, StepOptions, Tensors
 from .ranks.rank_arguments import Given
-from .ranks.rank_builds import RankBuilds
 from .running_package import Scheduler
+
+if TYPE_CHECKING:
+    from .ranks.rank_builds import RankBuilds
 
 
 @dataclass(kw_only=True)
@@ -267,8 +269,7 @@ class Pipe(DropInModule):
         torch's stages are a chain: skips and tied weights are relayed through the stages between. All micro-batches
         must have the same size, and the last stage returns its tensors in the order in which the model returns them.
         Raises FxpipeError after a `step`, with deferred BatchNorm, and if a loss in the model needs the whole batch."""
-        # Imported here, because its imports take as long as the rest of fxpipe.
-        from fxpipe.pipe.build.torch_pipelining import torch_stages
+        from fxpipe.pipe.build.torch_pipelining import torch_stages  # late: it takes as long as the rest of fxpipe
 
         with self._state.lock:
             folder, passes = self._state.cache.folder.new(), self.options.passes

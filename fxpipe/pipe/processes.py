@@ -4,8 +4,7 @@ process; over ranks see `ranks/ranks.py` and `ranks/rank_tensors.py`."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +18,7 @@ from .ranks.rank_arguments import Given
 from .running_package import RunningPackage
 
 
-@dataclass(frozen=True)
-class StepOptions:
+class StepOptions(NamedTuple):
     """How a step is run; see `Pipe.step`."""
 
     scaler: torch.amp.GradScaler | None

@@ -59,8 +59,14 @@ class Context:
         return stack
 
 
+PLAIN = Context(grad=True, inference=False, autocasts=())
+
+
 def current_context() -> Context:
     """The modes of this thread."""
+    if not torch._C._is_any_autocast_enabled():
+        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        return PLAIN if grad and not inference else Context(grad, inference, ())
     casts = [
         Autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled())
         for device in kinds()

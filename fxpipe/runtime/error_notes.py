@@ -1,8 +1,8 @@
 """Notes on exceptions that say where a task failed: `stage 2, micro-batch 5, at model.py:41  x = self.fc(x)`.
 
 The exception keeps its type and its traceback, which has the generated line; the comment above that line names the
-user's line. In backward no generated line runs: there the note names the user's innermost line in the traceback, such
-as one in an autograd function, or else the range of lines that the stage computes.
+user's line. In backward by autograd no generated line runs: there the note names the user's innermost line in the
+traceback, such as one in an autograd function, or else the range of lines that the stage computes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from fxpipe.errors import file_name
 
 from .stage import Stage
 
-_ORIGIN = re.compile(r"\s*# (\S+:\d+  .*)")
+# i and j are the micro-batches of an overlapped pair.
+_ORIGIN = re.compile(r"\s*# (?:[ij]: )?(gradient of )?(\S+:\d+  .*|the loss function)")
 _NOT_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 
 
@@ -36,25 +37,43 @@ def add_note(
             users = f"{file_name(name)}:{traceback.tb_lineno}  {code}".rstrip()
         traceback = traceback.tb_next
     task = f"stage {index}, micro-batch {micro_batch}" + (f", replica {replica}" if replica else "")
-    origin = user_line(type(stage), line)
-    if backward and origin is None:
+    gradient, origin = _comment(type(stage), line)
+    if backward and (gradient or origin is None):
         task += ", in backward"
-        origin = users
+        origin = origin or users
     of = "" if origin or not backward else _extent(type(stage))
     error.add_note(task + (f", at {origin}" if origin else f" of {of}" if of else ""))
 
 
 def user_line(kind: type[Stage], line: int) -> str | None:
-    """The user's file, line and code, from the comment above a line of the stage's forward."""
+    """The user's file, line and code, from the comment above a line of the stage."""
+    return _comment(kind, line)[1]
+
+
+def _comment(kind: type[Stage], line: int) -> tuple[bool, str | None]:
+    """Whether a line of the stage computes a gradient; and the user's line."""
     code = kind.forward.__code__
     lines = linecache.getlines(code.co_filename)[code.co_firstlineno : line]
-    comments = (match[1] for match in map(_ORIGIN.match, reversed(lines)) if match)
-    return next(comments, None)
+    match = next((match for match in map(_ORIGIN.match, reversed(lines)) if match), None)
+    return (match[1] is not None, match[2]) if match else (False, None)
+
+
+def in_pairs_forward(error: BaseException) -> bool:
+    """Whether the error comes from a line of forward in the code of an overlapped pair."""
+    found, traceback = False, error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if code.co_name.startswith("forward_beside_backward_"):
+            lines = linecache.getlines(code.co_filename)[code.co_firstlineno : traceback.tb_lineno]
+            comments = (line.split() for line in reversed(lines) if line.lstrip().startswith("# "))
+            found = next(comments, ["#", "j:"])[1] == "i:"
+        traceback = traceback.tb_next
+    return found
 
 
 def _extent(kind: type[Stage]) -> str:
     """The user's first and last line that the stage computes."""
     code = kind.forward.__code__
     comments = map(_ORIGIN.match, linecache.getlines(code.co_filename)[code.co_firstlineno :])
-    lines = [match[1] for match in comments if match]
+    lines = [match[2] for match in comments if match and not match[1]]
     return " ... ".join(dict.fromkeys((lines[0], lines[-1]))) if lines else ""

@@ -7,8 +7,10 @@ hold".
 
 from __future__ import annotations
 
-import signal
 import threading
+
+# What is behind the functions of `signal`, which make an enum of each number: that takes ten times as long.
+from _signal import SIGINT, getsignal, signal  # type: ignore[import-not-found]
 from collections.abc import Callable
 from types import FrameType
 from typing import Self
@@ -32,10 +34,10 @@ class Interrupts:
         self._before: Callable[[int, FrameType | None], object] | None = None
 
     def __enter__(self) -> Self:
-        before = signal.getsignal(signal.SIGINT)
+        before = getsignal(SIGINT)
         if callable(before) and threading.current_thread() is threading.main_thread():
             self._before = before
-            signal.signal(signal.SIGINT, self._handle)
+            signal(SIGINT, self._handle)
         return self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -51,7 +53,7 @@ class Interrupts:
 
     def __exit__(self, kind: object, raised: BaseException | None, _: object) -> None:
         if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
+            signal(SIGINT, self._before)
         error, self.error = self.error, None  # after that: what comes now is raised at once
         if raised is None and error is not None:
             raise error

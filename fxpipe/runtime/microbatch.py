@@ -88,8 +88,11 @@ def gather(values: Sequence[Any], dim: int | None, reduce: str | None, sizes: Se
     total = max(1, sum(sizes))
     shares = [size / total for size in sizes]
     if isinstance(values[0], Tensor) and values[0].dtype in (torch.float32, torch.float64):  # a few ops for all
-        weights = torch.tensor(shares, dtype=values[0].dtype, device=values[0].device)
-        return (torch.stack(list(values)) * weights.view(-1, *[1] * values[0].dim())).sum(0)
+        whole = torch.stack(tuple(values))
+        if shares[0] == shares[-1]:
+            return whole.mean(0)
+        weights = torch.tensor(shares, dtype=whole.dtype, device=whole.device)
+        return (whole * weights.view(-1, *[1] * values[0].dim())).sum(0)
     return _sum([value * share for value, share in zip(values, shares, strict=True)])
 
 

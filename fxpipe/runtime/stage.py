@@ -20,6 +20,8 @@ from fxpipe.runtime.autograd.backward_notes import watch
 
 from .deferred_norms import run_deferring
 
+Slot = tuple[dict[str, Any], str]  # where a tensor is held: a dict of a module, and the key there
+
 
 class Scope(nn.Module):
     """A part of a path. The model's names are attributes, `self.layers`. Names that Python cannot spell, and names of
@@ -29,11 +31,15 @@ class Scope(nn.Module):
     which Python reads only if the scope has no such attribute; an assignment always sets an attribute of the scope.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._items: dict[int | str, Scope] = {}  # its scopes by name, and by number if the name is one
+
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
     def __getitem__(self, key: int | str) -> Any:
-        found = self._modules.get(str(key))
+        found = self._items.get(key)
         return self._find(str(key)) if found is None else found
 
     def _find(self, name: str) -> Any:
@@ -51,7 +57,9 @@ class Scope(nn.Module):
         elif isinstance(value, Tensor):
             self._buffers[name] = value
         else:
-            self._modules[name] = value
+            self._modules[name] = self._items[name] = value
+            if name.isdecimal() and str(int(name)) == name:
+                self._items[int(name)] = value
 
     def tensor(self, path: str) -> Tensor:
         """The tensor at a path of the model."""
@@ -164,8 +172,10 @@ class Stage(Scope):
             scope._hold(name, Whole((calls or {})[path], None if path else self))
         self.copies: dict[str, tuple[Tensor, int]] = {}
         self.elsewhere: dict[str, Tensor] = {}
+        self._found: dict[str, Slot] = {}
+        self._slots: list[Slot] | None = None
         self.regions = {held: tuple([slice(*ends) for ends in region]) for held, _, region in self.parts}
-        sources = {held: path for held, path, _ in self.parts}
+        sources = sources_of(type(self))
         for path in self.states:
             self._put_state(path, tensors[sources.get(path, path)])
         for name in self.constants:
@@ -201,6 +211,8 @@ class Stage(Scope):
         """Hold another tensor at a path of the model."""
         scope, name = self._scope(path)
         scope._hold(name, tensor)
+        self._found.pop(path, None)
+        self._slots = None
 
     def refresh(self) -> None:
         """Copy again the constants on other devices that have changed, and all parameters and buffers in
@@ -242,26 +254,47 @@ class Stage(Scope):
             value = copied(value, self.device)
         object.__setattr__(self, name, value)
 
-    def slot(self, path: str) -> tuple[dict[str, Any], str]:
+    def tensor(self, path: str) -> Tensor:
+        held, name = self.slot(path)
+        found: Tensor = held[name]
+        return found
+
+    def slot(self, path: str) -> Slot:
         """The dict and the key that hold the tensor at a path of the model."""
-        scope, name = self._scope(path)
-        return (scope._parameters if name in scope._parameters else scope._buffers), name
+        found = self._found.get(path)
+        if found is None:
+            scope, name = self._scope(path)
+            found = self._found[path] = (scope._parameters if name in scope._parameters else scope._buffers), name
+        return found
 
     @property
-    def slots(self) -> Sequence[tuple[dict[str, Any], str]]:
+    def slots(self) -> Sequence[Slot]:
         """The dict and the key of each tensor that may need a gradient."""
-        found: list[tuple[dict[str, Any], str]] = [self.slot(path) for path in self.states]
-        found += [(vars(self), name) for name in self.constants if isinstance(vars(self)[name], Tensor)]
-        return [(held, name) for held, name in found if held[name].is_floating_point() or held[name].is_complex()]
+        if self._slots is None:
+            found: list[Slot] = [self.slot(path) for path in self.states]
+            found += [(vars(self), name) for name in self.constants if isinstance(vars(self)[name], Tensor)]
+            self._slots = [slot for slot in found if differentiable(slot[0][slot[1]])]
+        return self._slots
 
     def find_differentiable(self) -> None:
         held = [self.tensor(path) for path in self.states]
         held += [value for name in self.constants if isinstance(value := getattr(self, name), Tensor)]
-        self._differentiable = tuple([x for x in held if x.is_floating_point() or x.is_complex()])
+        self._differentiable = tuple(filter(differentiable, held))
+        self._slots = None
 
     def trainable(self) -> tuple[Tensor, ...]:
         """The tensors that need a gradient now: freezing and unfreezing take effect at the next call."""
         return tuple([x for x in self._differentiable if x.requires_grad])
+
+
+def sources_of(kind: type[Stage]) -> dict[str, str]:
+    """The path of the tensor that each part in `kind.parts` is of, by the path that stands for the part."""
+    return {held: path for held, path, _ in kind.parts}
+
+
+def differentiable(x: Tensor) -> bool:
+    """Whether a tensor of its type may need a gradient."""
+    return x.is_floating_point() or x.is_complex()
 
 
 def own_names() -> frozenset[str]:

@@ -8,7 +8,8 @@ Published, for n devices (DeepSeek's table, where PP is the number of stages, 2n
 (n - 1) (F&B + B - 3W), and 2n + 1 (stage, micro-batch) pairs are live on each device. F&B is the time of an overlapped
 pair. A row here runs one action at a time, so F&B is at most F + B, and the result of a forward can leave before the
 backward beside it is done: if F, I and W take 1 each, a device is idle for n - 1, not for 2 (n - 1).
-`benchmarks.schedule_measures.idle_in_pairs` runs the same rows with pairs, and gets the published bubble.
+`benchmarks.schedule_measures.idle_in_pairs` runs the same rows with pairs, and gets the published bubble; with
+overlap_pairs=True the pairs run as one action (`overlap_pairs.py`).
 """
 
 from __future__ import annotations

@@ -182,6 +182,11 @@ def _read(text: str) -> Schedule:
 def _fitted(schedule: Schedule, stage_devices: Sequence[str], chunks: int) -> Schedule:
     """The schedule with its rows in the order of the devices. Raises ValueError if it is not one for these stages, or
     cannot run."""
+    if schedule.pairs:
+        raise ValueError(
+            f"the schedule {schedule.name!r} has pairs, such as {min(schedule.pairs).short}+; leave out each +, and "
+            "write overlap_pairs=True"
+        )
     check(schedule)
     if schedule.num_stages != len(stage_devices):
         raise ValueError(_other(schedule, "stages", schedule.num_stages, len(stage_devices)))

@@ -30,7 +30,7 @@ from fxpipe.errors import CheckpointError
 from fxpipe.ir.dataclass_json import from_plain, parse
 from fxpipe.pipe.drop_in_module import DropInModule
 from fxpipe.pipe.materialize import listed
-from fxpipe.pipe.saved.tensor_sources import entries, read, writing
+from fxpipe.pipe.saved.checkpoint_folder import entries, read, writing
 from fxpipe.runtime.interrupts import Interrupts, ignore
 
 from .distributed_save import TABLE, OverRanks, Savers, Saving, draft, savers_of, write

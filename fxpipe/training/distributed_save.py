@@ -40,7 +40,7 @@ from fxpipe.pipe.drop_in_module import DropInModule
 from fxpipe.pipe.ranks.loaded_rank_pipe import LoadedRanks
 from fxpipe.pipe.ranks.rank_consistency import on_each
 from fxpipe.pipe.ranks.rank_pipe import RankPipe
-from fxpipe.pipe.saved.tensor_sources import being_written
+from fxpipe.pipe.saved.checkpoint_folder import being_written
 from fxpipe.runtime.interrupts import Interrupts, ignore
 
 OverRanks = RankPipe | LoadedRanks

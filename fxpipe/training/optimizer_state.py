@@ -7,6 +7,7 @@ processes with different stages. Here state is saved under the key of its parame
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -37,12 +38,22 @@ def name_of(parameter: Tensor, names: Names) -> str:
     return names[id(parameter)]
 
 
+def own_part(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that has the state on this rank: itself, or what a ZeroRedundancyOptimizer has for its part of the
+    parameters."""
+    module: Any = sys.modules.get("torch.distributed.optim")  # whoever has such an optimizer has imported it, for 2 s
+    return optimizer.optim if module and isinstance(optimizer, module.ZeroRedundancyOptimizer) else optimizer
+
+
 # Saving ---------------------------------------------------------------------------------------------------------------
 
 
 def kept(optimizer: torch.optim.Optimizer, names: Names, mine: Collection[str]) -> Iterator[tuple[str, Tensor]]:
     """The optimizer's state for the parameters whose keys are in `mine`, by keys as `layers.0.weight.exp_avg`. Raises
     CheckpointError for state that is neither tensor nor number."""
+    part = own_part(optimizer)
+    if part is not optimizer:  # no other rank has state for these parameters
+        optimizer, mine = part, names.values()
     states = ((name_of(parameter, names), state) for parameter, state in optimizer.state.items())
     for path, state in [(path, state) for path, state in states if path in mine]:
         for name, value in state.items():
@@ -81,6 +92,7 @@ def find_state(
     of: dict[str, list[str]] = defaultdict(list)
     for key in held:
         of[key.removesuffix(NUMBER).rpartition(".")[0]].append(key)
+    own = {id(parameter) for group in own_part(optimizer).param_groups for parameter in group["params"]}
     known: list[State] = []
     states: dict[int, dict[str, str]] = {}
     wanted: dict[str, Tensor] = {}
@@ -90,7 +102,7 @@ def find_state(
         keys = {number: name_of(parameter, names) for number, parameter in parameters.items()}
         known.append(hyperparameters(path, group, list(keys.values()), saved) | {"params": list(keys)})
         for number, key in keys.items():
-            if not parameters[number].is_meta and of[key]:
+            if not parameters[number].is_meta and of[key] and id(parameters[number]) in own:
                 wanted |= {full: like(held[full], parameters[number]) for full in of[key]}
                 states[number] = {full.removesuffix(NUMBER).rpartition(".")[2]: full for full in of[key]}
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,15 +28,19 @@ from fxpipe.passes.backward.readable_ops import (
     with_same_sizes,
     with_unknown_size,
 )
-from fxpipe.passes.backward.record_ops import Refused
-from fxpipe.passes.backward.trace_stage import Orders, Piece, Trace, layouts, trace
+from fxpipe.passes.backward.refused import Refused
 from fxpipe.passes.pass_context import PassContext
+
+if TYPE_CHECKING:
+    from fxpipe.passes.backward.trace_stage import Orders, Piece, Trace
 
 
 def lower_backward(program: Program, context: PassContext) -> Program:
     """The program with the backward of each stage as ops, if code is to compute gradients."""
     if context.backward != "code" or program.graph.loss is None:
         return program
+    from fxpipe.passes.backward.trace_stage import layouts, trace  # late: torch's symbolic sizes take a second
+
     around = _autocasts()
     orders = layouts(program, around)
     made = list(program.stages)
@@ -158,7 +163,7 @@ def _simplified_pieces(pieces: Sequence[Piece], backward: Sequence[Op], types: M
 def _renamed(piece: Piece, names: Mapping[str, str]) -> Piece:
     ops = [rename(op, names) for op in piece.ops]
     results = {place: names.get(name, name) for place, name in piece.results.items()}
-    return Piece(piece.op, ops, results, piece.grad)
+    return replace(piece, ops=ops, results=results)
 
 
 def _names(traced: Trace, known: Mapping[str, ValueType]) -> dict[str, str]:

@@ -22,6 +22,7 @@ from fxpipe.ir.graph.dtypes import short_name
 from fxpipe.ir.graph.graph import Op, Origin, Ref, map_leaves
 from fxpipe.ir.graph.value_types import Dim, ObjectType, ScalarType, TensorType, TupleType, ValueType
 from fxpipe.passes.backward.fake_sizes import Sizes, size_tree
+from fxpipe.passes.backward.refused import Refused
 
 aten = torch.ops.aten
 SAME = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}  # of which the result is the argument
@@ -45,10 +46,6 @@ _SIZE_OPERATORS: dict[type, Callable[..., Any]] = {
 }  # fmt: skip
 UNKNOWN = {"mkldnn_rnn_layer"}  # their results on fake tensors are not those of a run
 NOWHERE = Origin("", 0, "", "")
-
-
-class Refused(Exception):
-    """The stage cannot be traced, for the reason that this says."""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

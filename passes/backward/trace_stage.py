@@ -35,7 +35,8 @@ from fxpipe.ir.graph.shared_memory_values import known
 from fxpipe.ir.graph.value_types import Dim, ScalarType, TensorType, ValueType
 from fxpipe.ir.program.program import OWN_DEVICE, Program, RuntimeCall, Stage
 from fxpipe.passes.backward.fake_sizes import Sizes, numbers_in
-from fxpipe.passes.backward.record_ops import NOWHERE, Recorder, Refused, marked_draws
+from fxpipe.passes.backward.record_ops import NOWHERE, Recorder, marked_draws
+from fxpipe.passes.backward.refused import Refused
 from fxpipe.runtime.autograd.contiguous_layout import inverse
 
 Orders = dict[str, tuple[int, ...]]  # of the values that are not contiguous

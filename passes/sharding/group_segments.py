@@ -5,7 +5,6 @@ Devices that can reach each other both ways by moves form one stage; a new stage
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from fxpipe.ir.program.program import Program
@@ -19,7 +18,7 @@ def group_segments(program: Program, context: PassContext) -> Program:
 
 def _groups(program: Program) -> tuple[int, ...]:
     reaches: dict[str, set[str]] = {device: {device} for device in program.devices}
-    for segment, sources_ in reversed(list(enumerate(sources(program)))):
+    for segment, sources_ in reversed(list(enumerate(program.sources))):
         for source in sources_:
             reaches[program.devices[source]].add(program.devices[segment])
     for _ in reaches:  # iterate to the transitive closure
@@ -29,11 +28,3 @@ def _groups(program: Program) -> tuple[int, ...]:
     # A group comes after all groups that reach it, which reach more devices.
     order = sorted(dict.fromkeys(groups.values()), key=lambda group: -len(reaches[next(iter(group))]))
     return tuple(order.index(groups[device]) for device in program.devices)
-
-
-def sources(program: Program) -> Sequence[tuple[int, ...]]:
-    """For each stage, the stages that it takes values from."""
-    return [
-        tuple(sorted({move.source for move in program.moves if move.target == stage.index and move.source >= 0}))
-        for stage in program.stages
-    ]

@@ -42,18 +42,20 @@ def share(
     replicas: Sequence[int],
     shardings: Mapping[str, OpSharding],
     degree: int,
+    whole_sums: bool = False,
 ) -> Placed:
     """The graph that computes the same as `graph`, placed on groups of `degree` devices.
 
     - `sizes`: a number for each size.
     - `stage_of`: the stage of each op; `replicas`: how many groups each stage has.
     - `shardings`: how each op is cut; ops that are not named are replicated.
+    - `whole_sums`: whether a device adds up the whole of a sum that all have: over ranks, where that is an all-reduce.
     """
     samples = {item.name for item in graph.inputs if item.batch_dim is not None}
     for op in graph.ops:
         if samples.intersection(op.reads):
             samples.add(op.name)
-    sharing = _ByGroup(graph, sizes, stage_of, replicas, shardings, degree)
+    sharing = _ByGroup(graph, sizes, stage_of, replicas, shardings, degree, whole_sums)
     sharder = Sharder(graph, sizes, frozenset(samples), sharing)
     sharder.b.lane = lambda device: device % degree
     return sharder.placed()
@@ -70,7 +72,9 @@ class _ByGroup:
         replicas: Sequence[int],
         shardings: Mapping[str, OpSharding],
         degree: int,
+        whole_sums: bool,
     ) -> None:
+        self.whole_sums = whole_sums
         self.stage_of, self.replicas, self.shardings, self.degree = stage_of, replicas, shardings, degree
         self.first = list(accumulate((count * degree for count in replicas), initial=0))
         self.symbol = batch_symbol(graph)
@@ -152,9 +156,10 @@ class _ByGroup:
     def slice_of(self, rows: Region, at: int) -> Region | None:
         """The slice that a device adds up of a sum that all devices will have: each adds up one, and takes the others
         from those that have them. So each of n devices sends 2 (n - 1) / n of the sum, as in a ring, in place of n - 1.
-        None for two devices, which send each other as much either way, and if there is nothing to cut."""
+        None for two devices, which send each other as much either way, if there is nothing to cut, and for an
+        all-reduce, which does the same."""
         dim = next((dim for dim, (first, after) in enumerate(rows) if after - first >= self.degree), None)
-        if self.degree == 2 or dim is None:
+        if self.whole_sums or self.degree == 2 or dim is None:
             return None
         first, after = rows[dim]
         own = (first + end for end in split(after - first, self.degree, at))

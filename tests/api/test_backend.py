@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -122,6 +123,18 @@ def net(kind: type[nn.Module] = Net) -> tuple[nn.Module, nn.Module]:
     return model, twin
 
 
+class Numbers(nn.Module):
+    """Has two numbers, of which dynamic=True makes symbols."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.scale, self.rate = 2.0, 0.25
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(F.dropout(self.first(x) * self.scale, self.rate, training=False))
+
+
 def rows(batch: int) -> Tensor:
     return torch.randn(batch, 6, dtype=torch.float64)
 
@@ -137,6 +150,13 @@ def agree(model: Any, twin: Any, made: Any, *args: Any) -> None:
     for wanted, parameter in zip(model.parameters(), twin.parameters(), strict=True):
         assert (wanted.grad is None) == (parameter.grad is None)
         assert wanted.grad is None or torch.allclose(parameter.grad, wanted.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_symbolic_numbers_are_told_apart() -> None:
+    model, twin = net(Numbers)
+    made = compiled(twin, True, chunks=1)
+    agree(model, twin, made, rows(8))
+    assert ways()[-1] == ("8", 2, 1)
 
 
 def test_recompiles_are_those_of_torch_compile() -> None:

@@ -309,6 +309,59 @@ def test_tokens_utilization_and_memory_by_kind(tmp_path: Path) -> None:
     assert planned.load(tmp_path / "plan.json") == found
 
 
+def with_memory(cluster: str, each: float) -> Cluster:
+    found = preset(cluster)
+    return replace(found, devices=tuple(replace(device, memory=int(each)) for device in found.devices))
+
+
+BODY = Chain("Net", 12, (Layer("body", 9e-3, 18e-3, 1e9, 3e8, 8e6), Layer("head", 3e-3, 6e-3, 2e8, 2e8)))
+
+
+@pytest.mark.parametrize("asked", ["zero1", "auto"])
+def test_sharded_optimizer_state_makes_a_plan_fit(asked: str, tmp_path: Path) -> None:
+    """The body alone takes 4 GB with Adam, more than a device has; four replicas have 2.4 GB and a fourth of 2.4 GB."""
+    small = with_memory("h100:4", 3.6e9)
+    with pytest.raises(PlanError, match="allow recompute, optimizer_sharding='zero1', smaller"):
+        fxpipe.plan(BODY, small, 48)
+    found = fxpipe.plan(BODY, small, 48, optimizer_sharding=asked)
+    assert found.plan.optimizer_sharding == found.layers.optimizer_sharding == "zero1"
+    assert (len(found.memory), fits(found)) == (4, True)
+    kinds = found.memory_kinds["H100:0"]
+    assert (kinds.parameters, kinds.gradients, kinds.optimizer) == (1.2e9, 1.2e9, 0.6e9)
+    assert kinds.total == found.memory["H100:0"]
+    assert ", 1f1b, ZeRO-1\n" in str(found)
+    assert re.search(r"without ZeRO-1 +no plan found that fits", found.explain())
+    assert found.certificate is not None
+    assert str(found.certificate).startswith("proven optimal, with ZeRO-1")
+    found.save(tmp_path / "plan.json")
+    assert planned.load(tmp_path / "plan.json") == found
+    assert plans.load((tmp_path / "plan.json").read_text()).optimizer_sharding == "zero1"
+
+
+def test_explain_says_what_sharding_would_save_of_recomputation() -> None:
+    """Two stages of two replicas: 2 x 2 GB, and 1.2 GB of each micro-batch; the first has two of them."""
+    chain = Chain("Net", 12, tuple(Layer(name, 9e-3, 18e-3, 1e9, 2.4e9, 8e6) for name in "ab"))
+    found = fxpipe.plan(chain, with_memory("h100:4", 6.2e9), 48, micro_batches=4)
+    assert [stage.recompute for stage in found.layers.stages] == [True, False]
+    row = re.search(r"with ZeRO-1 +\S+ ms +-(\d+)", found.explain())
+    assert row is not None
+    assert int(row[1]) > 0
+
+
+def test_optimizer_state_is_sharded_only_where_memory_asks_for_it() -> None:
+    whole, sharded = (fxpipe.plan(BODY, "h100:4", 48, optimizer_sharding=asked) for asked in ("auto", "zero1"))
+    assert (whole.layers.optimizer_sharding, sharded.layers.optimizer_sharding) == ("none", "zero1")
+    assert whole.seconds == sharded.seconds
+    small, found = with_memory("h100:4", 5e9), {}  # for 4.8 GB, and 125 MB of each micro-batch that waits
+    for schedule in ("1f1b", "gpipe"):
+        given = {"micro_batches": 4, "schedule": schedule, "planner": "data parallel"}
+        found[schedule] = fxpipe.plan(BODY, small, 48, optimizer_sharding="auto", **given)
+        assert fits(found[schedule])
+    assert [one.plan.optimizer_sharding for one in found.values()] == ["none", "zero1"]
+    with pytest.raises(PlanError, match="does not fit in memory in the order of 'gpipe'"):
+        fxpipe.plan(BODY, small, 48, **given)
+
+
 def test_a_chain_has_no_utilization(hybrid: fxpipe.Planned) -> None:
     assert (hybrid.utilization, hybrid.tokens_per_second) == (None, None)
     assert "MFU" not in str(hybrid)

@@ -54,3 +54,16 @@ class Lstm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y, _ = self.lstm(x)
         return self.head(y[:, -1])
+
+
+class Gated(nn.Module):
+    """Two layers for two stages on one device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * torch.sigmoid(self.gate(x))
+        h = F.gelu(self.up(x))
+        return self.down(F.dropout(h, 0.1, self.training))

@@ -201,7 +201,7 @@ def test_thousands_of_steps_leave_nothing(schedule: str) -> None:
     take(900)
     gc.collect()
     memory = allocated()
-    check(take, 100, 2000)
+    check(take, 100, 1000)
     assert allocated() - memory < BYTES
     pipe.close()
 

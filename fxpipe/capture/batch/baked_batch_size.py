@@ -14,9 +14,8 @@ from torch import Tensor
 from fxpipe.capture.capture_errors import refuse
 from fxpipe.capture.nested_values import template
 from fxpipe.capture.tracing.fx_to_graph import Draft
-from fxpipe.capture.tracing.symbolic_sizes import BATCH
 from fxpipe.ir.graph.graph import Ref
-from fxpipe.ir.graph.value_types import Dim, TensorType, TupleType, ValueType
+from fxpipe.ir.graph.value_types import BATCH, Dim, TensorType, TupleType, ValueType
 
 
 def merge(draft: Draft, other: Draft, rows: tuple[int, int], results: tuple[Any, Any]) -> Draft:

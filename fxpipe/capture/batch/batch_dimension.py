@@ -25,7 +25,6 @@ from math import prod
 from typing import Any
 
 from fxpipe.capture.capture_errors import refuse
-from fxpipe.capture.tracing.symbolic_sizes import BATCH
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.graph import Graph, Op, Ref, called, op_name, refs
 from fxpipe.ir.graph.ops import (
@@ -42,6 +41,7 @@ from fxpipe.ir.graph.ops import (
     SIZES,
 )
 from fxpipe.ir.graph.value_types import (
+    BATCH,
     Dim,
     ScalarType,
     TensorType,

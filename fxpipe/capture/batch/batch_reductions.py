@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-from fxpipe.capture.tracing.symbolic_sizes import BATCH
 from fxpipe.ir.graph.graph import Graph, Op, Ref, called, refs
 from fxpipe.ir.graph.op_arguments import arguments
 from fxpipe.ir.graph.ops import (
@@ -42,7 +41,17 @@ from fxpipe.ir.graph.ops import (
     WEIGHTED_LOSSES,
     ZEROS,
 )
-from fxpipe.ir.graph.value_types import VMAP, ScalarType, TensorType, TupleType, ValueType, dim_names, in_vmap, tensors
+from fxpipe.ir.graph.value_types import (
+    BATCH,
+    VMAP,
+    ScalarType,
+    TensorType,
+    TupleType,
+    ValueType,
+    dim_names,
+    in_vmap,
+    tensors,
+)
 from fxpipe.ir.once import once
 
 from .batch_dimension import batch_dims, follow, multiple

@@ -17,9 +17,9 @@ from fxpipe.capture.call_arguments import Call
 from fxpipe.capture.capture_errors import refuse
 from fxpipe.capture.tracing.dynamo import Traced
 from fxpipe.capture.tracing.fx_to_graph import Draft
-from fxpipe.capture.tracing.symbolic_sizes import BATCH
 from fxpipe.errors import CaptureError, file_name
 from fxpipe.ir.graph.graph import UNKNOWN, Graph
+from fxpipe.ir.graph.value_types import BATCH
 
 from .batch_dimension import batch_dims
 

@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from fxpipe.capture.capture_errors import refuse, without_symbols
-from fxpipe.capture.tracing.symbolic_sizes import BATCH
 from fxpipe.ir.graph.dead_code import without_dead_ops
 from fxpipe.ir.graph.graph import Graph, Op, Output, is_opaque
-from fxpipe.ir.graph.value_types import ScalarType, TensorType, dim_names, tensors
+from fxpipe.ir.graph.value_types import BATCH, ScalarType, TensorType, dim_names, tensors
 
 from .batch_dimension import Flow, batch_dims, follow, multiple
 from .batch_reductions import SAME, Kind, kinds

@@ -13,10 +13,9 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 from fxpipe.capture.capture_errors import at
-from fxpipe.capture.tracing.symbolic_sizes import BATCH
 from fxpipe.errors import CaptureError, MixedSamplesWarning
 from fxpipe.ir.graph.graph import Graph, Mixed, Output
-from fxpipe.ir.graph.value_types import TensorType, dim_names, dim_size
+from fxpipe.ir.graph.value_types import BATCH, TensorType, dim_names, dim_size
 
 from .batch_dimension import Flow, Mixes, batch_dims
 

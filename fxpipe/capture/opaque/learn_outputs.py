@@ -108,7 +108,7 @@ def _called_otherwise(one: list[Heard], two: list[Heard]) -> Refused:
     return found
 
 
-def run_plainly(function: Callable[..., Any], call: Call, twins: Twins, holders: tuple[Any, ...], count: int) -> None:
+def run_plainly(call: Call, twins: Twins, holders: tuple[Any, ...], function: Callable[..., Any], count: int) -> None:
     """Call `function(model, *arguments)` on a copy with `count` samples; the model does not change. Raises what it
     raises."""
     running, given, rest, beside = _real_call(twins, call, holders, count)

@@ -21,14 +21,16 @@ from typing import Any
 import torch
 import torch.fx.experimental._config as shape_config
 from torch import fx
-from torch._C._dynamo.eval_frame import reset_code
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
 from torch._dynamo import convert_frame, variables
+from torch._dynamo.guards import DeletedGuardManagerWrapper
 from torch._dynamo.source import TensorProperty, TensorPropertySource
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import builtin, misc, tensor
 from torch._dynamo.variables.torch import tracing_state_functions
 from torch._guards import TracingContext
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from fxpipe.capture.capture_errors import Refused, Sizes, refusal
 from fxpipe.capture.twins.equal_modules import EqualModules
@@ -116,7 +118,7 @@ def dynamo(
             configured.modules, configured.sizes = None, {}
             try:
                 with Interrupts():  # Dynamo drops exceptions in guards
-                    return run(*given)
+                    return (_known(fresh, given) or run)(*given)
             except Exception as error:  # Dynamo may also fail with other exceptions, on code without source
                 if not isinstance(error, torch._dynamo.exc.TorchDynamoException) and configured.modules is None:
                     raise  # the pipeline's, which runs in here
@@ -128,6 +130,20 @@ def dynamo(
     # Dynamo's table from compiled to original code keeps both alive, and with them all that was captured.
     weakref.finalize(call, reset_code, fresh.__code__).atexit = False
     return call
+
+
+def _known(function: FunctionType, given: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """What Dynamo has compiled for calls like this one: the code whose guards hold. Dynamo finds it too, but first sets
+    all of its own state, and restores it afterwards, which takes as long as many small ops."""
+    if is_fx_symbolic_tracing() or torch._C._is_tracing():  # Dynamo says why it refuses these
+        return None
+    entries: list[Any] = _debug_get_cache_entry_list(function.__code__)
+    named = dict(zip(function.__code__.co_varnames, given, strict=False))
+    for entry in entries:
+        guards = entry.guard_manager
+        if not isinstance(guards, DeletedGuardManagerWrapper) and guards.check(named):
+            return FunctionType(entry.code, function.__globals__)
+    return None
 
 
 def _guarded() -> Callable[[], list[Any]]:
@@ -142,7 +158,7 @@ def _guarded() -> Callable[[], list[Any]]:
     return guarded
 
 
-def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
+def _fresh(function: Callable[..., Any]) -> FunctionType:
     """A copy of the function with its own code and globals, for each pipe: Dynamo keeps its cache, its limit and what
     it learns about sizes by code object, and puts compiled functions into the globals."""
     assert isinstance(function, FunctionType)

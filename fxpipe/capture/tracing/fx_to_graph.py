@@ -128,7 +128,7 @@ def _op(build: Builder, step: Step, position: int, env: dict[fx.Node, Any]) -> O
     _refuse_writes(build, touched, node, origin)
     _refuse_aliased(sharing, origin)
     # What the op changed, where it stands for that: `x += 1` gives back x, `x[i] = v` gives back nothing.
-    changed = env[node.args[0]] if node.target is operator.setitem else step.value  # type: ignore[index]
+    changed = env[node.args[0]] if node.target is operator.setitem else env[node]  # type: ignore[index]
     owners = build.nodes_of.get(id(changed), []) if touched else []
     target = build.of_node[owners[0]] if owners else None
     living = {build.of_node[node] for node in sharing if build.last_read.get(node, -1) > position}

@@ -14,11 +14,12 @@ from fxpipe.capture.call_arguments import Call
 from fxpipe.capture.twins.twin import Slot
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.graph import Input, Op, Size, State
-from fxpipe.ir.graph.value_types import ScalarType, TensorType, ValueType
+from fxpipe.ir.graph.value_types import BATCH, ScalarType, TensorType, ValueType
 
 from .dynamo import Traced
 from .effects.op_effects import memory
-from .symbolic_sizes import BATCH, first_symbols, symbol, type_of
+from .symbolic_sizes import first_symbols, symbol, type_of
+from .unmade_tensors import Unmade
 from .value_names import Names, usual_size
 
 
@@ -204,7 +205,7 @@ def add_state(build: Builder, slots: list[Slot], kind: ValueType) -> str:
 def define(build: Builder, node: fx.Node, env: dict[fx.Node, Any], name: str) -> None:
     value = env[node]
     build.of_node[node] = name
-    if isinstance(value, Tensor):
+    if isinstance(value, (Tensor, Unmade)):
         build.nodes_of.setdefault(id(value), []).append(node)
     for address in memory(value):
         build.sharing.setdefault(address, []).append(node)

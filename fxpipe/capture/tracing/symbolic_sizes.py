@@ -16,7 +16,7 @@ from torch import Tensor
 from fxpipe.ir.graph.dtypes import short_name
 from fxpipe.ir.graph.value_types import IN_VMAP, Dim, ObjectType, ScalarType, TensorType, TupleType, ValueType
 
-BATCH = "b"
+from .unmade_tensors import Unmade
 
 
 def symbol(size: Any) -> sympy.Symbol | None:
@@ -48,7 +48,7 @@ def type_of(value: Any, names: Mapping[sympy.Symbol, str]) -> ValueType:
     """The type of a traced value. Inside a vmap a tensor is an object that lives there only."""
     if isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
         return IN_VMAP
-    if isinstance(value, Tensor):
+    if isinstance(value, (Tensor, Unmade)):
         shape = tuple(text(size, names) for size in value.shape)
         return TensorType(short_name(value.dtype), shape, str(value.device), value.requires_grad)
     for kinds, kind in (

@@ -1,4 +1,4 @@
-"""Runs the stages of a step whose gradients are computed by generated code instead of autograd.
+"""Runs a stage of a step whose gradients are computed by generated code instead of autograd.
 
 What autograd does for other stages is done here: a gradient that does not arrive counts as zero, and what depends on no
 gradient that arrived gets None; the gradients of the model's tensors are added to those of the step's aliases.
@@ -6,7 +6,7 @@ gradient that arrived gets None; the gradients of the model's tensors are added 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from fxpipe.runtime.autograd.contiguous_layout import contiguous, ordered
 from fxpipe.runtime.caller_context import Context
 
 from .kept_values import Kept
+from .step_contract import Gradients
 
 Grads = Sequence[Tensor | None]
 NONE_MISSING = frozenset[int]()
@@ -49,169 +50,205 @@ class Later:
     missing: frozenset[int]
 
 
-def forward(stage: Stage, kept: Kept, context: Context, hooks: Any) -> Any:
-    """The results of forward; what backward needs goes to `kept.values`, counted by the step's hooks for saved tensors,
-    if it has any."""
-    *results, values = _run(stage.forward, context, _laid_out(stage, kept.args))
-    kept.values = _counted(values, hooks)
-    return results[0] if len(results) == 1 else tuple(results)
+class GeneratedBackward:
+    """A stage with a backward of its own, in one step.
+
+    - `weights`: the tensors in `stage.graded`, as the stage holds them in this step; an argument by its place, None for
+      a tensor that needs no gradient.
+    - `lent`: the places of these arguments.
+    - `gradients`: the arguments and results that have a gradient.
+    - `sized`: whether a gradient may have to be made for a result: its shape is kept.
+    - `inputs`: the caller's inputs that get a gradient: their pieces, by the stages that take them and micro-batch.
+    - `trains`: whether a tensor of the stage needs a gradient; `flows`: whether the results of the last forward do.
+    """
+
+    __slots__ = ("_run", "flows", "gradients", "inputs", "lent", "sized", "stage", "trains", "weights")
+
+    def __init__(
+        self,
+        stage: Stage,
+        gradients: Gradients,
+        outputs: Iterable[str],
+        context: Context,
+        inputs: Mapping[str, Sequence[Sequence[Tensor]]],
+    ) -> None:
+        """`outputs`: the names of the values that the step returns, the loss among them."""
+        self.stage, self.gradients, self.inputs = stage, gradients, inputs
+        self.weights = [self._weight(where) for where in stage.graded or ()]
+        self.lent = frozenset(where for where in self.weights if isinstance(where, int))
+        self.sized = len(gradients.gives) > 1 or not gradients.gives.keys().isdisjoint(outputs)
+        self.trains = bool(stage.trainable())
+        self.flows = False
+        self._run = run_in_autocast if context.autocasts else run
+
+    def _weight(self, where: str | int) -> Tensor | int | None:
+        if isinstance(where, int):
+            return where
+        stage = self.stage
+        tensor: Tensor = getattr(stage, where) if where in stage.constants else stage.tensor(where)
+        return tensor if tensor.requires_grad else None
+
+    def forward(self, args: Sequence[Any], hooks: Any) -> tuple[tuple[Any, ...], list[Any]]:
+        """The results of forward, and what backward needs, counted by the step's hooks for saved tensors, if it has
+        any."""
+        *results, values = self._run(self.stage.forward, self._arguments(args))
+        return tuple(results), values if hooks is None else counted(values, hooks)
+
+    def forward_beside_backward(
+        self, args: Sequence[Any], other: GeneratedBackward, method: str, kept: Kept, grads: Grads
+    ) -> tuple[tuple[Any, ...], list[Any], list[Any]] | None:
+        """Forward on `args`, as one `method` of the stage with the backward of `other` on what it has `kept`: the
+        results, what the stage's backward needs, and the gradients of the other's arguments. None, and nothing has run,
+        if there is no backward because no gradient has arrived."""
+        given, missing = other._arrived(kept, grads)
+        if given is None:
+            return None
+        stages = () if other is self else (other.stage,)
+        every = (*stages, *self._arguments(args), uncounted(kept, None), *given)
+        *results, values, takes, weights = self._run(getattr(self.stage, method), every)
+        return tuple(results), values, other._added(kept, takes, weights, missing)
+
+    def _arguments(self, args: Sequence[Any]) -> Sequence[Any]:
+        """The arguments of forward in the layout with which it was traced; notes whether the results need gradients."""
+        self.flows = self.trains or any(isinstance(x, Tensor) and x.requires_grad for x in args)
+        for x in args:
+            if self.stage.orders or (isinstance(x, Tensor) and (1 in x.shape or not x.is_contiguous())):
+                return laid_out(self.stage, args)
+        return args
+
+    def keep(self, kept: Kept, results: tuple[Any, ...], values: list[Any]) -> None:
+        """Keep what backward needs, and free the arguments and results of a forward that it does not look up. What
+        stays: arguments that are lent, the caller's inputs that get a gradient, the shapes of results, and the loss."""
+        needed = self.lent
+        if self.inputs:
+            pieces = {id(piece) for several in self.inputs.values() for each in several for piece in each}
+            needed = needed.union(place for place, x in enumerate(kept.args) if id(x) in pieces)
+        kept.args = tuple([x if place in needed else None for place, x in enumerate(kept.args)]) if needed else ()
+        kept.results = tuple(map(without_data, results)) if self.sized else ()
+        kept.values = values
+
+    def backward(self, kept: Kept, grads: Grads, hooks: Any) -> list[Any]:
+        """The gradients of the arguments of the stage; those of the weights are added to theirs."""
+        given, missing = self._arrived(kept, grads)
+        if given is None:
+            return [None] * len(self.gradients.takes)
+        takes, weights = self._run(self.stage.backward, (uncounted(kept, hooks), *given))
+        return self._added(kept, takes, weights, missing)
+
+    def _added(self, kept: Kept, takes: list[Any], weights: list[Any], missing: frozenset[int]) -> list[Any]:
+        """The gradients of the arguments, once those of the weights have been added to theirs."""
+        if missing:
+            weights, takes = self._reached(weights, missing, len(takes)), self._reached(takes, missing)
+        self._add(kept.args, weights)
+        return takes
+
+    def input_gradient(self, kept: Kept, grads: Grads, hooks: Any) -> tuple[list[Any], Later]:
+        """The gradients of the arguments of the stage, and what `weight_gradient` needs, counted by `hooks`."""
+        given, missing = self._arrived(kept, grads)
+        if given is None:
+            return [None] * len(self.gradients.takes), Later(kept.args, None, missing)
+        takes, handed = self._run(self.stage.input_gradient, (uncounted(kept, hooks), *given))
+        return self._reached(takes, missing), Later(kept.args, counted(handed, hooks), missing)
+
+    def weight_gradient(self, later: Later, hooks: Any) -> None:
+        """Add the gradients of the weights."""
+        if later.values is not None:
+            found = self._run(self.stage.weight_gradient, (uncounted(later, hooks),))
+            self._add(later.args, self._reached(found, later.missing, len(self.gradients.takes)))
+
+    def _arrived(self, kept: Kept, grads: Grads) -> tuple[Grads | None, frozenset[int]]:
+        """The gradients that the stage's code expects, zeros for those that are missing, and which are. None if all
+        are."""
+        arrives = self.stage.arrives
+        if not arrives:
+            for grad in grads:
+                if grad is None or 1 in grad.shape or not grad.is_contiguous():
+                    break
+            else:
+                return grads, NONE_MISSING
+        arrives = arrives or (True,) * len(grads)
+        missing = frozenset([k for k, grad in enumerate(grads) if grad is None and arrives[k]])
+        if len(missing) == sum(arrives):
+            return None, missing
+        if not missing:
+            return contiguous_ones(grads), missing
+        results = kept.results or ()
+        likes = [results[place] for place in self.gradients.gives.values()]
+        return contiguous_ones([full(likes[k], 0.0) if k in missing else x for k, x in enumerate(grads)]), missing
+
+    def _reached(self, found: list[Any], missing: frozenset[int], start: int = 0) -> list[Any]:
+        """The gradients, with None in place of those that depend on missing ones only. `start`: the place of the first
+        among all that backward returns."""
+        reaches = self.stage.reaches
+        if not missing or not reaches:
+            return found
+        return [None if missing.issuperset(reaches[start + k]) else grad for k, grad in enumerate(found)]
+
+    def _add(self, args: Sequence[Any], found: Iterable[Tensor | None]) -> None:
+        """Add the gradients to those of the weights."""
+        for weight, grad in zip(self.weights, found, strict=True):
+            if grad is None or weight is None:
+                continue
+            if isinstance(weight, int):
+                weight = args[weight]
+                if not weight.requires_grad:
+                    continue
+            held = weight.grad
+            if held is not None:
+                held.add_(grad)  # not +=, which would set the attribute too
+            else:
+                weight.grad = grad if grad.stride() == weight.stride() else torch.empty_like(weight).copy_(grad)
 
 
-def _run(method: Callable[..., Any], context: Context, args: Iterable[Any]) -> Any:
-    """What the method returns, computed without autograd. The caller's autocast is written out in the code."""
+def run(method: Callable[..., Any], args: Iterable[Any]) -> Any:
+    """What the method returns, computed without autograd."""
     before = torch.is_grad_enabled()
     torch._C._set_grad_enabled(False)  # as torch.no_grad, which takes as long as a small op
     try:
-        if not context.autocasts:
-            return method(*args)
-        with Context(False, False, ()).enter_autocast():
-            return method(*args)
+        return method(*args)
     finally:
         torch._C._set_grad_enabled(before)
 
 
-def graded_tensors(stage: Stage) -> list[Tensor | int]:
-    """The tensors in `stage.graded`, as the stage holds them now; an argument by its place."""
-
-    def found(where: str | int) -> Tensor | int:
-        if isinstance(where, int):
-            return where
-        tensor: Tensor = getattr(stage, where) if where in stage.constants else stage.tensor(where)
-        return tensor
-
-    return [found(where) for where in stage.graded or ()]
+def run_in_autocast(method: Callable[..., Any], args: Iterable[Any]) -> Any:
+    """`run` where the caller has autocast on: it is written out in the code."""
+    with Context(False, False, ()).enter_autocast():
+        return run(method, args)
 
 
-def let_go(
-    stage: Stage, kept: Kept, graded: Iterable[Tensor | int], inputs: Mapping[str, Sequence[Sequence[Tensor]]]
-) -> None:
-    """Free the arguments and results of a forward that backward does not look up. What stays: arguments that are lent,
-    the caller's inputs that get a gradient, the shapes of results, and the loss. `graded`: as of `graded_tensors`."""
-    needed = {place for place in graded if isinstance(place, int)}
-    if inputs:
-        pieces = {id(piece) for several in inputs.values() for each in several for piece in each}
-        needed |= {place for place, x in enumerate(kept.args) if id(x) in pieces}
-    kept.args = tuple([x if place in needed else None for place, x in enumerate(kept.args)]) if needed else ()
-    assert kept.results is not None
-    kept.results = tuple([_without_data(result) for result in kept.results])
+def laid_out(stage: Stage, args: Sequence[Any]) -> Sequence[Any]:
+    """The arguments of forward in the layout of memory with which the stage was traced."""
+    if not stage.orders:
+        return contiguous_ones(args)
+    orders = (*stage.orders, *[()] * (len(args) - len(stage.orders)))  # what is lent, and `draw`, come last
+    return [ordered(x, order) if isinstance(x, Tensor) else x for x, order in zip(args, orders, strict=True)]
 
 
-def _without_data(result: Any) -> Any:
+def contiguous_ones(values: Iterable[Any]) -> list[Any]:
+    """The values in the layout of memory with which the stage was traced: its kernels may rely on it."""
+    return [contiguous(x) if isinstance(x, Tensor) else x for x in values]
+
+
+def without_data(result: Any) -> Any:
     """A tensor's shape; the loss, a single number, stays a tensor."""
     return Like(result.shape, result.dtype, result.device) if isinstance(result, Tensor) and result.dim() else result
 
 
-def _counted(values: list[Any], hooks: Any) -> list[Any]:
+def full(like: Like | Tensor, value: float) -> Tensor:
+    """A tensor like this result, of this value."""
+    return like.full(value) if isinstance(like, Like) else torch.full_like(like, value)
+
+
+def counted(values: list[Any], hooks: Any) -> list[Any]:
     """The values, counted by the step's hooks for saved tensors, if it has any."""
     if not isinstance(hooks, saved_tensors.Saved):
         return values
     return [hooks.keep(x) if isinstance(x, Tensor) else x for x in values]
 
 
-def _laid_out(stage: Stage, args: Sequence[Any]) -> list[Any]:
-    """The arguments of forward in the layout of memory with which the stage was traced."""
-    if not stage.orders:
-        return _contiguous(args)
-    orders = (*stage.orders, *[()] * (len(args) - len(stage.orders)))  # what is lent, and `draw`, come last
-    return [ordered(x, order) if isinstance(x, Tensor) else x for x, order in zip(args, orders, strict=True)]
-
-
-def _contiguous(values: Iterable[Any]) -> list[Any]:
-    """The values in the layout of memory with which the stage was traced: its kernels may rely on it."""
-    return [contiguous(x) if isinstance(x, Tensor) and (1 in x.shape or not x.is_contiguous()) else x for x in values]
-
-
-def backward(
-    stage: Stage,
-    kept: Kept,
-    grads: Grads,
-    places: Collection[int],
-    context: Context,
-    hooks: Any,
-    graded: Sequence[Tensor | int],
-) -> list[Any] | None:
-    """The gradients of the arguments of stage; those of the weights are added to theirs. None if no gradient arrived.
-    `places`: the results that can have a gradient; `graded`: as of `graded_tensors`."""
-    given, missing = _arrived(stage, kept, grads, places)
-    if given is None:
-        return None
-    takes, weights = _run(stage.backward, context, (_uncounted(kept, hooks), *given))
-    if missing:
-        weights, takes = _reached(stage, weights, missing, len(takes)), _reached(stage, takes, missing)
-    _add(graded, kept.args, weights)
-    found: list[Any] = takes
-    return found
-
-
-def input_gradient(
-    stage: Stage, kept: Kept, grads: Grads, places: Collection[int], context: Context, hooks: Any
-) -> tuple[list[Any] | None, Later]:
-    """The gradients of the arguments of stage, None if no gradient arrived, and what `weight_gradient` needs, counted
-    by `hooks`."""
-    given, missing = _arrived(stage, kept, grads, places)
-    if given is None:
-        return None, Later(kept.args, None, missing)
-    takes, handed = _run(stage.input_gradient, context, (_uncounted(kept, hooks), *given))
-    return _reached(stage, takes, missing), Later(kept.args, _counted(handed, hooks), missing)
-
-
-def weight_gradient(
-    stage: Stage, later: Later, takes: int, context: Context, hooks: Any, graded: Sequence[Tensor | int]
-) -> None:
-    """Add the gradients of the weights. `takes`: how many arguments of the stage can have a gradient; `graded`: as of
-    `graded_tensors`."""
-    if later.values is not None:
-        found = _run(stage.weight_gradient, context, [_uncounted(later, hooks)])
-        _add(graded, later.args, _reached(stage, found, later.missing, takes))
-
-
-def _arrived(
-    stage: Stage, kept: Kept, grads: Grads, places: Collection[int]
-) -> tuple[list[Tensor | None] | None, frozenset[int]]:
-    """The gradients that the stage's code expects, zeros for those that are missing, and which are. None if all are."""
-    if not stage.arrives and not any(grad is None for grad in grads):
-        return _contiguous(grads), NONE_MISSING
-    arrives = stage.arrives or (True,) * len(grads)
-    missing = frozenset(k for k, grad in enumerate(grads) if arrives[k] and grad is None)
-    if len(missing) == sum(arrives):
-        return None, missing
-    if not missing:
-        return _contiguous(grads), missing
-    results = kept.results or ()
-    likes = [results[place] for place in places]
-    return _contiguous(full(likes[k], 0.0) if k in missing else grad for k, grad in enumerate(grads)), missing
-
-
-def full(like: Like | Tensor, value: float) -> Tensor:
-    """A tensor like this result, of this value."""
-    return like.full(value) if isinstance(like, Like) else torch.full_like(like.detach(), value)
-
-
-def _reached(stage: Stage, found: list[Any], missing: frozenset[int], start: int = 0) -> list[Any]:
-    """The gradients, with None in place of those that depend on missing ones only. `start`: the place of the first
-    among all that backward returns."""
-    if not missing or not stage.reaches:
-        return found
-    return [None if missing.issuperset(stage.reaches[start + k]) else grad for k, grad in enumerate(found)]
-
-
-def _uncounted(kept: Kept | Later, hooks: Any) -> list[Any]:
+def uncounted(kept: Kept | Later, hooks: Any) -> list[Any]:
     """What backward needs. `kept` lets go of it."""
     values, kept.values = kept.values or [], []
     if not isinstance(hooks, saved_tensors.Saved):
         return values
     return [x.give() if isinstance(x, saved_tensors.Kept) else x for x in values]
-
-
-def _add(graded: Sequence[Tensor | int], args: Sequence[Any], found: Iterable[Tensor | None]) -> None:
-    """Add the gradients to those of the tensors."""
-    for weight, grad in zip(graded, found, strict=True):
-        if isinstance(weight, int):
-            weight = args[weight]
-        if grad is None or not weight.requires_grad:
-            continue
-        held = weight.grad
-        if held is not None:
-            held.add_(grad)  # not +=, which would set the attribute too
-        else:
-            weight.grad = grad if grad.stride() == weight.stride() else torch.empty_like(weight).copy_(grad)

@@ -64,6 +64,7 @@ def pieces(rows: int, here: int, there: int, whole: bool, forward: bool) -> tupl
     return tuple([(0, to, 0) for to in range(len(theirs))] if forward else [(k, 0, 0) for k in range(len(ours))])
 
 
+@lru_cache(maxsize=4096)
 def gradient_key(name: str, source: int) -> str:
     """The name of the message with which stage `source` sends back the gradient of a value."""
     return f"gradient of {name} from stage {source}"

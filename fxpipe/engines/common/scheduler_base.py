@@ -129,11 +129,15 @@ class SchedulerBase:
     def wake(self) -> None:
         """Start the worker threads that are gone again: in a forked process all are. Raises RuntimeError if the pipe is
         closed."""
-        if not self._close.alive:
-            raise RuntimeError("the pipe has no workers: it was closed")
+        self.check_open()
         for worker in self._workers.values():
             if not worker.thread.is_alive():
                 worker.start()
+
+    def check_open(self) -> None:
+        """Raise RuntimeError if the pipe is closed."""
+        if not self._close.alive:
+            raise RuntimeError("the pipe has no workers: it was closed")
 
     def check_alive(self) -> None:
         """Raise RuntimeError if a worker thread is gone in the middle of a run."""
@@ -172,13 +176,15 @@ class SchedulerBase:
         if len(total) > 1:
             raise ValueError(f"the inputs do not have a common batch size, but {sorted(total)}")
         if self._on_cpu:  # stages on the CPU need the inputs there; the other stages copy them from there
-            batch = [value.cpu() if isinstance(value, Tensor) and not value.is_meta else value for value in batch]
+            batch = [x.cpu() if isinstance(x, Tensor) and not (x.is_cpu or x.is_meta) else x for x in batch]
         m = kind(split_sizes(total.pop(), chunks) if total else (1,), self.place, self.random)
-        for name, value in self.compute_totals(batch).items():
-            for micro_batch in m:
-                setattr(micro_batch, name, value)
+        if self.whole is not None:
+            for name, value in self.compute_totals(self.whole, batch).items():
+                for micro_batch in m:
+                    setattr(micro_batch, name, value)
         for value, (name, dim) in zip(batch, self.inputs, strict=True):
-            value = value.detach() if name in self.detached else value
+            if name in self.detached:
+                value = value.detach()
             for micro_batch, piece in zip(m, scatter(value, dim, m.sizes), strict=True):
                 setattr(micro_batch, name, piece)
         for name, source, dim in self.sizes:
@@ -186,19 +192,17 @@ class SchedulerBase:
                 setattr(micro_batch, name, getattr(micro_batch, source).shape[dim])
         return m
 
-    def compute_totals(self, batch: Sequence[Any]) -> dict[str, Any]:
+    def compute_totals(self, whole: Stage, batch: Sequence[Any]) -> dict[str, Any]:
         """The totals of the whole batch, by name, for each micro-batch; empty if their inputs are on other ranks."""
-        if self.whole is None:
-            return {}
         gives, takes = self.totals
         known = {name: value for (name, _), value in zip(self.inputs, batch, strict=True)}
         known |= {name: known[source].shape[dim] for name, source, dim in self.sizes}
         if any(isinstance(known[name], Tensor) and known[name].is_meta for name in takes):
             return {}
-        device = self.whole.device
+        device = whole.device
         args = [known[name].to(device) if isinstance(known[name], Tensor) else known[name] for name in takes]
         with torch.no_grad():
-            found = self.whole.forward(*args)
+            found = whole.forward(*args)
         return dict(zip(gives, (found,) if len(gives) == 1 else found, strict=True))
 
     def gather(self, m: Batches) -> tuple[Any, ...]:

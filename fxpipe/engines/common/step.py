@@ -29,8 +29,7 @@ from fxpipe.runtime.autograd.unalias_gradients import unshare
 from fxpipe.runtime.random import replica_seed
 from fxpipe.runtime.written_buffers import instead, keep, scratch
 
-from . import generated_backward
-from .generated_backward import Later
+from .generated_backward import GeneratedBackward, Later, full
 from .gradient_scale import Scale, scaled
 from .kept_values import Kept
 from .replica_routing import Routes, cut, gradient_key, joined, piece_name
@@ -55,7 +54,7 @@ class Step(Batches):
     - `mailboxes`: by stage, the mailbox with the messages to it.
     - `kept`: by stage and micro-batch, the arguments and results of a forward run.
     - `weights`: the second half of each backward whose first half is done.
-    - `graded`, `trains`: by stage, what its own backward returns gradients of, and whether any tensor needs a gradient.
+    - `generated`: by stage that runs here, its own backward; None where autograd computes gradients.
     - `pairs`: for each stage, the model's tensors, and the aliases that collect their gradients; `fresh`: the aliases
       that have no gradient yet.
     - `rows`: the actions of each worker; `done`: the workers at the end of their rows.
@@ -107,8 +106,13 @@ class Step(Batches):
         self.leaves: dict[str, list[list[Tensor]]] = {}
         self.shares = tuple([size / self.total for size in self.sizes])
         self.hooks = self.make_hooks()
-        self.graded = {j: generated_backward.graded_tensors(self.stages[j]) for j in own}
-        self.trains = {j: bool(self.stages[j].trainable()) for j in own}
+        outputs = [name for name, _, _ in engine.outputs]
+        self.generated = {
+            j: GeneratedBackward(self.stages[j], engine.gradients[j], outputs, self.context, self.leaves)
+            if self.stages[j].graded is not None
+            else None
+            for j in own
+        }
         for name, j in engine.feeds:
             if j in own:
                 self.feed(name, j)
@@ -121,6 +125,8 @@ class Step(Batches):
     def make_hooks(self) -> list[Saved | Offload | None]:
         """For each stage, the hooks for the tensors that autograd saves: they move these to the host, or, if backward
         is in two halves, free those that the second half does not need."""
+        if not self.engine.offloaded and not self.engine.splits:
+            return [None] * len(self.stages)
 
         def hooks(j: int, stage: Stage) -> Saved | Offload | None:
             held = [stand_in for _, stand_in in self.pairs[j]]
@@ -151,18 +157,17 @@ class Step(Batches):
 
     def receive(self, j: int, i: int, *names: str) -> Any:
         """The values sent to stage j for micro-batch i under these names: one value, or a list of several."""
-        mailbox, routes = self.mailboxes[j], self.routes
-        arrived, values = mailbox.arrived, []
-        for name in names:
-            if routes is not None and (j, name) in routes.of:
-                values.append(self._join(routes, j, i, name))
-                continue
-            key = (j, i, name)
-            if key not in arrived:
-                mailbox.wait(key)
-            value = arrived.pop(key)
-            values.append(self.open(value, j, i, name) if isinstance(value, Transfer) else value)
-        return values[0] if len(values) == 1 else values
+        return self._received(j, i, names[0]) if len(names) == 1 else [self._received(j, i, name) for name in names]
+
+    def _received(self, j: int, i: int, name: str) -> Any:
+        routes, mailbox, key = self.routes, self.mailboxes[j], (j, i, name)
+        if routes is not None and (j, name) in routes.of:
+            return self._join(routes, j, i, name)
+        arrived = mailbox.arrived
+        if key not in arrived:
+            mailbox.wait(key)
+        value = arrived.pop(key)
+        return self.open(value, j, i, name) if isinstance(value, Transfer) else value
 
     def _join(self, routes: Routes, j: int, i: int, name: str) -> Any:
         """The value of this name, joined from the pieces that other replicas sent."""
@@ -180,14 +185,16 @@ class Step(Batches):
 
     def receive_gradient(self, j: int, i: int, name: str, source: int) -> Tensor | None:
         """The gradient of a value that stage j gave to stage `source`."""
-        found: Tensor | None = self.receive(j, i, gradient_key(name, source))
+        found: Tensor | None = self._received(j, i, gradient_key(name, source))
         return found
 
     def send(self, j: int, i: int, name: str, value: Any, to: int) -> None:
         """Send a result of stage j to stage `to`, for which it is a leaf."""
         grad = False
         if isinstance(value, Tensor):
-            grad, value = value.requires_grad, value.detach()
+            own = self.generated[j]
+            grad = value.requires_grad if own is None else own.flows and name in own.gradients.gives
+            value = value.detach()
         self._post(j, i, to, name, value, grad)
 
     def send_gradient(self, j: int, i: int, name: str, value: Any, to: int) -> None:
@@ -267,35 +274,33 @@ class Step(Batches):
 
     def _run_kept(self, j: int, kept: Kept) -> Any:
         """Run stage j on the arguments that are kept, and keep its results too."""
-        stage, hooks = self.stages[j], self.hooks[j]
-        if stage.graded is not None:
-            results = self.marked(j, kept.args, generated_backward.forward(stage, kept, self.context, hooks))
-        else:  # under its hooks for saved tensors, if it has any
-            with hooks or nullcontext():
-                results = stage.forward(*kept.args)
+        own, hooks = self.generated[j], self.hooks[j]
+        if own is not None:
+            results, values = own.forward(kept.args, hooks)
+            own.keep(kept, results, values)
+            return results[0] if len(results) == 1 else results
+        with hooks or nullcontext():  # under its hooks for saved tensors, if it has any
+            results = self.stages[j].forward(*kept.args)
         kept.results = results if isinstance(results, tuple) else (results,)
-        if stage.graded is not None:
-            generated_backward.let_go(stage, kept, self.graded[j], self.leaves)
         return results
 
     def forward_to_recompute(self, j: int, i: int, *args: Any) -> Any:
         """Run stage j on micro-batch i and keep only its arguments. If its backward runs next, keep its graph too."""
         if (j, i) in self.engine.at_once:
             return Step.forward(self, j, i, *args)  # not self.forward: an observer must not see the action twice
-        stage = self.stages[j]
+        stage, own = self.stages[j], self.generated[j]
         kept = Kept(args, None, keep(stage) if stage.rereads else {})
-        if stage.graded is not None:
-            results = generated_backward.forward(stage, kept, self.context, None)
-            kept.values = None
-        else:
-            with torch.no_grad():
-                results = stage.forward(*args)
         self.kept[j, i] = kept
+        if own is not None:
+            results, _ = own.forward(args, None)
+            return results[0] if len(results) == 1 else results
+        with torch.no_grad():
+            results = stage.forward(*args)
         return self.marked(j, args, results)
 
     def marked(self, j: int, args: Sequence[Any], results: Any) -> Any:
         """The results of stage j, as values that need a gradient, if any of what it computes with does."""
-        if not (self.trains[j] or any(isinstance(x, Tensor) and x.requires_grad for x in args)):
+        if not (self.stages[j].trainable() or any(isinstance(x, Tensor) and x.requires_grad for x in args)):
             return results
         gives = self.engine.gradients[j].gives.values()
         several = results if isinstance(results, tuple) else (results,)
@@ -317,18 +322,15 @@ class Step(Batches):
         share = 1.0 if self.engine.loss_reduce in ("sum", None) else self.shares[i]
         loss = results[self.engine.gradients[j].gives[name]]
         if self.scale is None:
-            return generated_backward.full(loss, share)
-        return scaled(generated_backward.full(loss, share / self.scale.accumulate), self.scale)
+            return full(loss, share)
+        return scaled(full(loss, share / self.scale.accumulate), self.scale)
 
     def backward(self, j: int, i: int, *grads: Tensor | None) -> Any:
         """Backward of stage j and micro-batch i: from the gradients of its results to those of its arguments."""
         kept = self.kept.pop((j, i))
-        if kept.values is not None:
-            gives = self.engine.gradients[j].gives.values()
-            found = generated_backward.backward(
-                self.stages[j], kept, grads, gives, self.context, self.hooks[j], self.graded[j]
-            )
-            return self._given(j, kept, found)
+        own = self.generated[j]
+        if own is not None:
+            return self.given(j, kept, own.backward(kept, grads, self.hooks[j]))
         roots, given = kept.roots(grads, self.engine.gradients[j].gives.values())
         if roots:
             # torch.autograd.backward without its checks, which take as long as the rest for a small stage.
@@ -339,14 +341,12 @@ class Step(Batches):
         found = [kept.args[place].grad for place in self.engine.gradients[j].takes.values()]
         return found[0] if len(found) == 1 else found
 
-    def _given(self, j: int, kept: Kept, found: list[Any] | None) -> Any:
+    def given(self, j: int, kept: Kept, found: list[Any]) -> Any:
         """The gradients of stage j's arguments, as backward returns them; those of inputs are put where they wait."""
         if self.fresh[j]:
             self.settle(j)
-        takes = self.engine.gradients[j].takes.values()
-        found = [None] * len(takes) if found is None else found
         if self.leaves:
-            for place, grad in zip(takes, found, strict=True):
+            for place, grad in zip(self.engine.gradients[j].takes.values(), found, strict=True):
                 arg = kept.args[place] if kept.args else None
                 if arg is not None and arg.requires_grad:
                     arg.grad = grad
@@ -354,15 +354,13 @@ class Step(Batches):
 
     def input_gradient(self, j: int, i: int, *grads: Tensor | None) -> Any:
         """The half of backward that other stages wait for: the gradients of stage j's arguments."""
-        if self.stages[j].compiled and self.stages[j].graded is None:
+        own = self.generated[j]
+        if own is None and self.stages[j].compiled:
             return Step.backward(self, j, i, *grads)  # not self.backward, for the same reason
         kept, (takes, gives) = self.kept.pop((j, i)), self.engine.gradients[j]
-        if kept.values is not None:
-            stage = self.stages[j]
-            some, self.later[j, i] = generated_backward.input_gradient(
-                stage, kept, grads, gives.values(), self.context, self.hooks[j]
-            )
-            return self._given(j, kept, some)
+        if own is not None:
+            some, self.later[j, i] = own.input_gradient(kept, grads, self.hooks[j])
+            return self.given(j, kept, some)
         assert kept.results is not None
         results = [kept.results[place] for place in gives.values()]
         leaves = [kept.args[place] for place in takes.values()]
@@ -376,12 +374,11 @@ class Step(Batches):
 
     def weight_gradient(self, j: int, i: int) -> None:
         """The other half of backward: the gradients of the parameters of stage j."""
-        if self.stages[j].compiled and self.stages[j].graded is None:
+        own = self.generated[j]
+        if own is not None:
+            own.weight_gradient(self.later.pop((j, i)), self.hooks[j])
+        elif self.stages[j].compiled:
             return
-        if (j, i) in self.later:
-            takes = len(self.engine.gradients[j].takes)
-            later, hooks = self.later.pop((j, i)), self.hooks[j]
-            generated_backward.weight_gradient(self.stages[j], later, takes, self.context, hooks, self.graded[j])
         else:
             weight_gradient(self.weights.pop((j, i)))
         if self.fresh[j]:

@@ -22,6 +22,7 @@ class StepEngine(Protocol):
 
     devices: tuple[str, ...]
     feeds: tuple[tuple[str, int], ...]
+    outputs: tuple[tuple[str, int | None, str | None], ...]
     gradients: tuple[Gradients, ...]
     offloaded: tuple[int, ...]
     loss_reduce: str | None

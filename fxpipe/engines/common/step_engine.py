@@ -13,8 +13,7 @@ what a `Step` computes and sends.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Any
@@ -23,7 +22,8 @@ import torch
 from torch import Tensor
 
 from fxpipe.engines.transports.mailbox import LOST, Mailbox, Stopped, Transport
-from fxpipe.ir.schedule.schedule import Action, Schedule, at_once, order, parse
+from fxpipe.errors import PackageError
+from fxpipe.ir.schedule.schedule import Schedule, at_once, order, parse
 from fxpipe.runtime import Stage
 from fxpipe.runtime.autograd.gradient_aliases import Pair, alias, commit_gradients, put_together, standing_in
 from fxpipe.runtime.caller_context import Context
@@ -33,6 +33,7 @@ from fxpipe.runtime.streams import use_stream
 from fxpipe.runtime.worker import Report
 
 from .gradient_scale import Scale
+from .overlapped_pair import Overlapped, in_pairs
 from .replica_routing import Cut
 from .scheduler_base import SchedulerBase
 from .step import Observer, Rows, Step
@@ -56,6 +57,7 @@ class StepScheduler(SchedulerBase):
     - `loss_reduce`: how the losses of the micro-batches become the loss of the batch, as in `outputs`.
     - `cuts`: the values that move between stages of different numbers of replicas: name, source, target, and the
       dimension of the samples (None: the value is the same for all samples).
+    - `all_reduces`: what ranks add up on its way: of each rank of a group the value, source and target.
     """
 
     schedule: str = ""
@@ -65,17 +67,28 @@ class StepScheduler(SchedulerBase):
     offloaded: tuple[int, ...] = ()
     loss_reduce: str | None = None
     cuts: tuple[Cut, ...] = ()
+    all_reduces: tuple[tuple[tuple[str, int, int], ...], ...] = ()
 
     def __init__(self, stages: Sequence[Stage], whole: Stage | None = None, threads: bool = True) -> None:
+        """As `SchedulerBase`; without `threads`, a rank holds this scheduler. Raises PackageError for one that only
+        ranks can run."""
+        if threads and self.all_reduces:
+            raise PackageError(
+                "the stages of this package add up their parts by all-reduce, over ranks: load it over as many ranks, "
+                "or save one from a pipe in one process"
+            )
         super().__init__(stages, whole, threads)
-        rows = read_rows(self.rows)
+        labels, schedule = read_rows(self.rows)
         self.timetable: Rows = {
             label: tuple((action, getattr(type(self), f"{METHODS[action.kind]}_{action.stage}")) for action in row)
-            for label, row in rows.items()
+            for label, row in zip(labels, schedule.devices, strict=True)
         }
-        schedule = Schedule(self.schedule, tuple(rows.values()))
         self.methods = {action: method for row in self.timetable.values() for action, method in row}
         self.alone = {self.devices[-1]: tuple((action, self.methods[action]) for action in order(schedule)[0])}
+        self.paired, self._paired_alone = (
+            {label: in_pairs(row, schedule, type(self)) for label, row in rows.items()}
+            for rows in (self.timetable, self.alone)
+        )
         self._may_run_alone = len(self.timetable) > 1 and all(stage.device.type == "cpu" for stage in self.stages)
         self._paces: dict[int, ThreadAutotune] = {}  # by the size of the batch, in powers of two
         forwards = ((action.stage, action.micro_batch) for action in schedule.place if action.kind == "F")
@@ -92,7 +105,7 @@ class StepScheduler(SchedulerBase):
         if pace is None:
             pace = self._paces[size] = ThreadAutotune(len(self.alone[self.devices[-1]]))
         alone, start = pace.choose(), perf_counter()
-        outputs = self.step(batch, chunks, scale, None, self.alone if alone else None)
+        outputs = self.step(batch, chunks, scale, None, self._paired_alone if alone else None)
         pace.note(alone, perf_counter() - start)
         return outputs
 
@@ -119,18 +132,19 @@ class StepScheduler(SchedulerBase):
         observer: Observer | None = None,
         rows: Rows | None = None,
     ) -> Step:
-        """Run a step, without committing gradients and buffers to the model."""
+        """Run a step, without committing gradients and buffers to the model. Under an observer each action of a pair
+        runs by itself, so that it has a time and memory of its own."""
+        rows = rows or (self.paired if observer is None else self.timetable)
         self.refresh()
         m = self.cut(batch, chunks)
         with Interrupts(m.stop):
-            with self.begun(m, scale, rows or self.timetable, observer):
-                self._run(m)
+            self.take(m, scale, rows, observer)
             self.check(m)
         return m
 
     def refresh(self) -> None:
-        """Prepare for a step: start missing threads, and renew copies of the model's tensors."""
-        self.wake()
+        """Prepare for a step: renew copies of the model's tensors."""
+        self.check_open()
         for stage in self._copying:
             stage.refresh()
 
@@ -151,12 +165,11 @@ class StepScheduler(SchedulerBase):
         """A step with the micro-batches of the batch; with replicas, the calling thread's step."""
         return self.scatter(batch, chunks, Step)
 
-    @contextmanager
-    def begun(self, m: Step, scale: Scale | None, rows: Rows, observer: Observer | None) -> Iterator[None]:
-        """In this context the step is ready to run, and stages hold aliases of the tensors that need a gradient."""
+    def take(self, m: Step, scale: Scale | None, rows: Rows, observer: Observer | None) -> None:
+        """Run a step, with aliases in the stages for the tensors that need a gradient."""
         with standing_in(self.stages) as pairs:
             m.begin(self, pairs, scale, rows, self.mailboxes(rows), range(len(self.stages)), observer)
-            yield
+            self.run_rows(m)
 
     def mailboxes(self, rows: Rows) -> tuple[Transport, ...]:
         """For each stage the mailbox of its worker. If one thread runs all rows, all stages share its mailbox."""
@@ -169,21 +182,23 @@ class StepScheduler(SchedulerBase):
         pairs = put_together([pair for pairs in m.pairs for pair in pairs], self.stages)
         return outputs, [*pairs, *self.input_pairs(m.leaves, batch)]
 
-    def _run(self, m: Step) -> None:
+    def run_rows(self, m: Step) -> None:
         """Let every worker run its row; return when all are done or have stopped."""
         reports: SimpleQueue[Report] = SimpleQueue()
-        replica_devices, ours = self.replica_devices(m), self.devices[-1]
-        others = [label for label in replica_devices if label != ours]
+        workers = self.replica_devices(m)
+        ours = workers.pop(self.devices[-1])
         begun: list[str] = []
         try:
-            for label in others:
-                own, j = replica_devices[label]
+            if workers:
+                self.wake()
+            for label, (own, j) in workers.items():
                 self._workers[label].orders.put((self._work, own, (j, j), HERE, None, reports))
                 begun.append(label)
-            self._row(*replica_devices[ours])
+            self._row(*ours)
         except BaseException as error:  # the second Ctrl-C
             m.stop(error)
-        self._await(begun, reports, m)
+        if begun:
+            self._await(begun, reports, m)
         if len(m.done) < len(begun):
             try:
                 self.check_alive()
@@ -220,7 +235,7 @@ class StepScheduler(SchedulerBase):
     def _row(self, m: Step, j: int) -> None:
         """Run the row of the worker of stage j."""
         row, last, failed = m.rows[self.devices[j]], m.last, m.failed
-        action = None
+        action = method = None
         try:
             with use_stream(m.compute[j]):
                 for action, method in row:
@@ -231,6 +246,8 @@ class StepScheduler(SchedulerBase):
         except Stopped:
             return
         except BaseException as error:
+            if isinstance(method, Overlapped):
+                action = method.failed(error, m)
             if action is not None:
                 self.add_notes(error, m, action.stage, action.micro_batch, m.replica, action.kind != "F")
             m.stop(error)
@@ -256,18 +273,19 @@ def _sum(grads: Sequence[Tensor | None], like: Tensor) -> Tensor:
     return torch.stack(found).sum(0) if found else torch.zeros_like(like)
 
 
-def read_rows(text: str) -> dict[str, tuple[Action, ...]]:
-    """The actions of each worker.
+def read_rows(text: str) -> tuple[tuple[str, ...], Schedule]:
+    """The workers' labels, and their actions.
 
-    >>> rows = read_rows("cpu:0  0F0 0F1\\n       0B0 0B1\\ncpu:1  1F0 1B0 1F1 1B1")
-    >>> {label: [str(action) for action in row] for label, row in rows.items()}
-    {'cpu:0': ['0F0', '0F1', '0B0', '0B1'], 'cpu:1': ['1F0', '1B0', '1F1', '1B1']}
+    >>> labels, schedule = read_rows("cpu:0  0F0 0F1\\n       0B0 0B1\\ncpu:1  1F0 1B0 1F1 1B1")
+    >>> for label, row in zip(labels, schedule.devices):
+    ...     print(label, *row)
+    cpu:0 0F0 0F1 0B0 0B1
+    cpu:1 1F0 1B0 1F1 1B1
     """
     words: dict[str, list[str]] = {}
     for word in text.split():
-        if re.fullmatch(r"\d*[A-Z]\d+", word):
+        if re.fullmatch(r"\d*[A-Z]\d+\+?", word):
             words[next(reversed(words))].append(word)
         else:
             words[word] = []
-    schedule = parse("\n".join(" ".join(row) for row in words.values()))
-    return dict(zip(words, schedule.devices, strict=True))
+    return tuple(words), parse("\n".join(" ".join(row) for row in words.values()))

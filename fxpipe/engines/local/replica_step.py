@@ -11,8 +11,7 @@ The first replica of a stage is the stage itself; for the other replicas see `ru
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -72,8 +71,7 @@ class ReplicatedScheduler(StepScheduler):
             own.views = views
         return steps[self.devices[-1]]
 
-    @contextmanager
-    def begun(self, m: Step, scale: Scale | None, rows: Rows, observer: Observer | None) -> Iterator[None]:
+    def take(self, m: Step, scale: Scale | None, rows: Rows, observer: Observer | None) -> None:
         steps = {label: step for label, (step, _) in self.replica_devices(m).items()}
         with standing_in([*chain(*self.replica_groups)]) as flat:
             each = iter(flat)
@@ -89,7 +87,7 @@ class ReplicatedScheduler(StepScheduler):
                     step.begin(self, step.pairs, scale, rows, self.mailboxes(rows), runs, observer)
                 for step in steps.values():
                     step.done, step.failed = m.done, m.failed
-                yield
+                self.run_rows(m)
                 for stage, *others in self.replica_groups:
                     for replica in others:
                         absorb(stage, sums_of(replica))

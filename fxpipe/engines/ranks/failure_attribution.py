@@ -13,6 +13,7 @@ The verdict of the first rank that is done is the verdict of all.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
@@ -42,6 +43,22 @@ def blame(store: Any, rank: int, peer: int, reason: str, late: bool, patience: f
         known = own
     culprit, _, why = known.partition(" ")
     return int(culprit), why
+
+
+def silent(store: Any, rank: int, ranks: Sequence[int], patience: float) -> int:
+    """Of ranks that have waited for each other in one call, which timed out, the first one that does not say so within
+    `patience` seconds; if all do, the first other one. All but that one make this call."""
+    others = [other for other in ranks if other != rank]
+    end = time.monotonic() + patience
+    try:
+        store.set(f"waits/{rank}", "")
+        while missing := [other for other in others if not store.check([f"waits/{other}"])]:
+            if time.monotonic() > end:
+                return missing[0]
+            time.sleep(PAUSE)
+    except RuntimeError:  # the store is gone
+        pass
+    return others[0]
 
 
 def last_word(store: Any, rank: int, own: str, late: bool, patience: float) -> str:

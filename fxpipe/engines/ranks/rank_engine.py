@@ -14,10 +14,9 @@ cause. If a rank is lost, the ranks that need its messages fail in the same way,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -79,12 +78,13 @@ class RankScheduler:
         seed: int = 0,
         error: BaseException | None = None,
         timer: RankTimer | None = None,
-        given: Mapping[str, Tensor] = MappingProxyType({}),
+        given: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> tuple[Any, ...]:
         """Run a step: the outputs of the whole batch, on every rank. A rank must have the inputs that its stages use,
         and gets the gradients of its own stages and of the inputs that it has. `seed`: of the random ops. With an
-        `error`, this rank only takes part in the messages, and raises it. `given`: checksums of this rank's arguments,
-        which must not differ from those of other ranks. Raises RankError if they do, or if a rank is lost."""
+        `error`, this rank only takes part in the messages, and raises it. `given` computes the checksums of this
+        rank's arguments, which must not differ from those of others. Raises RankError if they do, or if a rank is
+        lost."""
         self.world.begin()
         seen = [self._seen(name, value) for (name, _), value in zip(self.steps.inputs, batch, strict=True)]
         held = nullcontext(error) if self.parallel is None else self.parallel.held(self, error)
@@ -106,7 +106,12 @@ class RankScheduler:
         return outputs
 
     def _begin(
-        self, batch: Sequence[Any], chunks: int, seed: int, error: BaseException | None, given: Mapping[str, Tensor]
+        self,
+        batch: Sequence[Any],
+        chunks: int,
+        seed: int,
+        error: BaseException | None,
+        given: Callable[[], Mapping[str, Tensor]],
     ) -> RankRun:
         """Prepare a step, with this rank's slices of the batch."""
         self.steps.refresh()
@@ -119,8 +124,13 @@ class RankScheduler:
         m.slice_of(whole, self.program.replica, self.program.routes)
         return RankRun(self.steps, self.program, m, whole, error, given)
 
-    def share_values(self) -> None:
-        """Copy the states of the first replica of each stage to the others. Raises Lost."""
+    def join(self) -> None:
+        """Make the groups in which ranks add up, but for ranks that share memory, and copy the states of the first
+        replica of each stage to the others. All ranks make this call. Raises Lost."""
+        if groups := self.program.groups:
+            hosted = self.world.communicators is None
+            near = [{*ranks} for ranks in self.world.collect([self.world.rank, *self.world.local_peers])]
+            self.world.make_sums([g for g in groups if not (hosted and all({*g} <= near[rank] for rank in g))])
         if self.replicated:
             own = [stage.tensor(path) for stage in self.stages for path in stage.states]
             broadcast_values(self.world, self.program.replica_group, own)
@@ -185,10 +195,10 @@ def take_step(
     scale: Scale | None,
     seed: int,
     timeline: bool,
-    given: Mapping[str, Tensor],
+    given: Callable[[], Mapping[str, Tensor]],
 ) -> tuple[tuple[Any, ...], Timeline | None]:
     """Run a step: the outputs, and the timeline of all ranks if `timeline` is set, else None. `timeline` must be the
-    same on all ranks. `given`: the checksums of this rank's arguments."""
+    same on all ranks. `given`: computes the checksums of this rank's arguments."""
     if not timeline:
         return scheduler.run(batch, chunks, scale, seed, given=given), None
     timer = RankTimer(scheduler.world)

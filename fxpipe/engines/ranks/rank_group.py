@@ -21,23 +21,22 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from fxpipe.engines.transports.communicators import Call, Communicators, Watch
-from fxpipe.engines.transports.message_format import Size, as_bytes, blank
-from fxpipe.engines.transports.same_machine import LocalPeer, neighbours
+from fxpipe.engines.transports.communicators import Call, Communicators, Watch, ended
+from fxpipe.engines.transports.message_format import Size, blank
+from fxpipe.engines.transports.same_machine import LocalPeer
 from fxpipe.engines.transports.shared_memory import BLOCK, Slot
-from fxpipe.errors import RankError
+from fxpipe.engines.transports.sum_groups import SumGroups
 
-from .failure_attribution import blame
-from .rendezvous import LEADER, fresh_store
+from .failure_attribution import blame, silent
+from .rendezvous import LEADER
 
-PAUSE = 2e-4  # seconds between two looks at a call on an accelerator
+SOON = 2.0  # seconds within which a rank that is gone is seen to be
 COMPILING = timedelta(hours=1)  # how much longer a wait may take while ranks compile
 VALUES, SAID = 0, 1  # tags: values and small messages may share a connection
 COUNT = 8  # bytes of the length that precedes a small message
@@ -66,7 +65,7 @@ class World:
     - `steps`: the number of steps begun, the same on every rank.
     - `process`: the id of this rank's process; a fork of it cannot use the connections.
     - `communicators`: the process groups for values on accelerators, or None if values go through host memory; `watch`:
-      who notices meanwhile that a rank is lost.
+      who notices meanwhile that a rank is lost, also while ranks add up; `sums`: the groups in which they do.
     """
 
     group: Any
@@ -76,6 +75,7 @@ class World:
     control: Any
     timeout: float
     store: Any
+    sums: SumGroups
     lost: Lost | None = None
     limit: timedelta = field(init=False)
     allowance: timedelta = timedelta(0)
@@ -194,37 +194,59 @@ class World:
             call.work.wait()
 
     def settle(self, call: Call) -> None:
-        """Wait on the host until a call of `exchange` is done. Raises Lost."""
+        """Wait on the host until a call of `exchange` or `add_up` is done. Raises Lost."""
         if call.work is None:
             return
-        if self.watch is None:
+        if self.lost is not None:
+            raise self.lost
+        if self.communicators is None and not call.ranks:
             self.finish(call.work, call.peer)
             return
         end = monotonic() + self.patience.total_seconds()
-        while not call.work.is_completed():
-            if (seen := self.watch.look()) is not None:
-                peer, culprit, why = seen
-                raise self._close(Lost(culprit, why)) if why else self.lose(peer, "")
+        while not ended(call.work, self.communicators is None):
+            self._look()
             if monotonic() > end:
-                raise self.lose(call.peer, "timed out")
-            sleep(PAUSE)
+                raise self._late(call)
         try:
             call.work.wait()
         except RuntimeError as error:
+            if self.communicators is not None:
+                raise self.give_up(error) from None
+            self._look(SOON)  # gloo does not say which rank is gone
+            raise self._late(call) from None
+
+    def _late(self, call: Call) -> Lost:
+        """What is lost after a call has timed out."""
+        peer = silent(self.store, self.rank, call.ranks, self.timeout / 4) if call.ranks else call.peer
+        return self.lose(peer, "timed out")
+
+    def _look(self, seconds: float = 0.0) -> None:
+        """Raise Lost if another rank is gone, or has given up, now or within so many seconds."""
+        assert self.watch is not None
+        if (seen := self.watch.look(seconds)) is not None:
+            peer, culprit, why = seen
+            raise self._close(Lost(culprit, why)) if why else self.lose(peer, "")
+
+    # Sums -------------------------------------------------------------------------------------------------------------
+
+    def make_sums(self, groups: Sequence[tuple[int, ...]]) -> None:
+        """Make groups in which ranks add up; all ranks give the same ones, in the same order. Raises Lost."""
+        try:
+            if groups and self.watch is None:
+                self.watch = Watch(self.rank, len(self.labels), self.collect, False, self.limit)
+            for call in self.sums.make(groups):
+                self.settle(call)
+        except (OSError, RuntimeError) as error:
             raise self.give_up(error) from None
 
-    def pass_on(self, tensor: Tensor, first: int, others: Sequence[int]) -> None:
-        """Copy a tensor of rank `first` to the other ranks of a group. Raises Lost."""
-        send = self.rank == first
-        data = as_bytes(tensor) if send else torch.empty(tensor.nbytes, dtype=torch.uint8, device=self.device)
-        calls = [Call(send, peer, data) for peer in (others if send else [first])]
-        if data.numel():
-            self.exchange(calls)
-            for call in calls:
-                self.settle(call)
-        if not send:
-            with torch.no_grad():
-                tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
+    def add_up(self, ranks: tuple[int, ...], flat: Tensor) -> Call:
+        """Begin to replace a flat tensor by the sum of those of all these ranks. Raises Lost."""
+        if self.lost is not None:
+            raise self.lost
+        try:
+            return self.sums.add_up(ranks, flat, self.patience)
+        except RuntimeError as error:
+            raise self.give_up(error) from None
 
     def lose(self, peer: int, error: Exception | str) -> Lost:
         """Find out which rank is lost, after an error with `peer`, and close the connections."""
@@ -251,9 +273,11 @@ class World:
         self.lost = lost
         for local_peer in self.local_peers.values():
             local_peer.close()
-        if self.watch is not None and self.communicators is not None:
+        if self.watch is not None:
             self.watch.give_up(lost.rank, str(lost))
-            self.communicators.abort()
+        for groups in (self.communicators, self.sums):
+            if groups is not None:
+                groups.abort()
         return lost
 
     # Small messages ---------------------------------------------------------------------------------------------------
@@ -342,57 +366,3 @@ class World:
         found = [value, *(pickle.loads(self.hear(peer)) for peer in self.others)]
         self.share(found)
         return found
-
-
-# To join a world ------------------------------------------------------------------------------------------------------
-
-
-_worlds: dict[Any, World] = {}
-
-
-def backends(group: Any) -> dict[str, str]:
-    """The backend of a group for each type of device."""
-    return dict(part.split(":") for part in dist.get_backend_config(group).split(","))
-
-
-def each_way(store: Any, rank: int, size: int, limit: timedelta) -> tuple[Any, Any]:
-    """Two process groups of gloo, so that a connection has values in one direction only. While a thread sends, gloo's
-    own thread cannot read what arrives on the same connection: it spins, and may take the processor from the sender."""
-    c10d: Any = dist.distributed_c10d
-    down = c10d.ProcessGroupGloo(c10d.PrefixStore("down", store), rank, size, limit)
-    options = c10d.ProcessGroupGloo._Options()  # one thread reads both
-    options._devices, options._threads, options._timeout = down.options._devices, down.options._threads, limit
-    return down, c10d.ProcessGroupGloo(c10d.PrefixStore("up", store), rank, size, options)
-
-
-def join(group: Any, device: torch.device, timeout: float) -> World:
-    """The world of the ranks of `group`. It has connections of its own, which all pipes on these ranks share. Raises
-    RankError if a rank is lost meanwhile."""
-    ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
-    backend = backends(group).get(device.type, "gloo")
-    key = (*ranks, device, timeout, backend, id(dist.group.WORLD))
-    if key in _worlds:
-        return _worlds[key]
-    # Makes backends directly: torch.distributed.new_group requires all ranks of the whole world to take part, or else
-    # (torch 2.13) that all ranks are in equally many groups, whose number gives the new group its name.
-    c10d: Any = dist.distributed_c10d
-    store = c10d.PrefixStore(f"fxpipe/{backend}/{'-'.join(map(str, ranks))}/{timeout}", c10d._get_default_store())
-    store = fresh_store(store, rank, len(ranks), timeout)  # of ranks that are gone there may be addresses, and losses
-    limit = timedelta(seconds=timeout)
-    control = each_way(store, rank, len(ranks), limit)
-    labels = tuple(f"{device.type}:{rank}" for rank in range(len(ranks)))
-    made = World(group, rank, labels, device, control, timeout, store)
-    try:
-        made.local_peers = neighbours(rank, made.collect)
-        if device.type != "cpu" or backend.upper() in c10d.Backend._plugins:
-            one_machine = len(made.local_peers) == len(ranks) - 1
-            made.watch = Watch(rank, len(ranks), made.collect, one_machine, limit)
-            made.communicators = Communicators(backend, store, rank, len(ranks), device, limit)
-            for call in made.communicators.touch():
-                made.settle(call)
-    except Lost as lost:
-        raise RankError(str(lost)) from None
-    except OSError as error:
-        raise RankError(f"rank {rank} cannot connect to the other ranks: {error}") from error
-    _worlds[key] = made
-    return made

@@ -13,7 +13,7 @@ from fxpipe.engines.common.replica_routing import Cut, Route, Routes, gradient_k
 from fxpipe.engines.transports.mailbox import Key
 from fxpipe.engines.transports.message_format import Size
 from fxpipe.ir.graph.value_types import Dim, dim_size
-from fxpipe.ir.program.device_programs import Message, Step, batches
+from fxpipe.ir.program.device_programs import Message, Parts, Step, batches
 from fxpipe.ir.program.messages import MessageTable
 from fxpipe.ir.schedule.schedule import Action
 
@@ -39,8 +39,22 @@ class RankMessage:
     route: Route | None
 
 
+@dataclass(frozen=True, slots=True)
+class RankSum:
+    """A sum of which several ranks make parts. `ranks`: those; `own`: the part of this one."""
+
+    ranks: tuple[int, ...]
+    own: RankMessage
+
+    @property
+    def micro_batch(self) -> int:
+        return self.own.message.micro_batch or 0
+
+
 Batch = tuple[tuple[bool, RankMessage], ...]  # messages that go together, each after whether it is sent
-Line = tuple[str, Any]  # "run" and an action, "reduce" or "gather" and a message, "batch" and a Batch
+Line = tuple[
+    str, Any
+]  # "run" and an action, "reduce" or "gather" and a message, "batch" and a Batch, "sum" and a RankSum
 
 
 class RankProgram:
@@ -71,11 +85,24 @@ class RankProgram:
 
     def _line(self, steps: Sequence[Step]) -> Line:
         do, what, _ = steps[0]
+        if isinstance(what, Parts):
+            own = next(message for message in what.messages if self.here(message.source))
+            return "sum", RankSum(self._group(what), self._message("send", own))
         if isinstance(what, Action) or do in ("reduce", "gather"):
             return do, what
         return "batch", tuple(
             [(do == "send", self._message(do, what)) for do, what, _ in steps if isinstance(what, Message)]
         )
+
+    def _group(self, parts: Parts) -> tuple[int, ...]:
+        """The ranks that make the parts of a sum."""
+        return tuple(sorted(self.ranks[message.source][0] for message in parts.messages))
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """All groups of ranks that add up, in the same order on all ranks."""
+        steps = chain.from_iterable(self.table.programs.rows)
+        return tuple(sorted({self._group(step.what) for step in steps if isinstance(step.what, Parts)}))
 
     def _message(self, do: str, what: Message) -> RankMessage:
         form, end = self.table.forms[what.value], what.target if do == "send" else what.source

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,7 +37,8 @@ class RankRun:
 
     - `m`: the step, with the rank's slices; `whole`: the whole micro-batches.
     - `error`: an earlier failure of this rank; then it only takes part in the messages.
-    - `given`: the checksums of the arguments of this rank, on their devices; `inputs`: the same, read.
+    - `given`: the checksums of this rank's arguments, on their devices, computed when the rank first waits.
+    - `inputs`: the same, read.
     - `numbers`: the outputs that are one number, by index.
     """
 
@@ -47,13 +49,14 @@ class RankRun:
         m: Step,
         whole: Batches,
         error: BaseException | None,
-        given: Mapping[str, Tensor],
+        given: Callable[[], Mapping[str, Tensor]],
     ) -> None:
         self.steps, self.program, self.world, self.m, self.whole = steps, program, program.world, m, whole
-        self.transport = RankTransport(program, m, error)
+        self.given = cache(given)
+        self.transport = RankTransport(program, m, error, self.given)
         self.weights = WeightExchange(m, self.transport)
         self.numbers: Numbers = {}
-        self.given, self.inputs = given, dict[str, int]()
+        self.inputs: dict[str, int] = {}
 
     def take(self, scale: Scale | None, timer: RankTimer | None, interrupts: Interrupts) -> None:
         """Run the step, observed by `timer`. Raises its first error; Ctrl-C counts as one between two lines."""
@@ -81,7 +84,9 @@ class RankRun:
                 transport.fail(interrupts.error)
             if do == "batch":
                 self._exchange(what)
-            elif transport.broken or (what.micro_batch is not None and what.micro_batch > m.last):
+            elif do == "sum" and what.micro_batch <= m.last:  # also if this rank has failed: the others wait for it
+                self._guarded(None, transport.add_up, what)
+            elif do == "sum" or transport.broken or (what.micro_batch is not None and what.micro_batch > m.last):
                 continue
             elif isinstance(what, Message):
                 self._guarded(None, weights.reduce, do, what)
@@ -197,7 +202,7 @@ class RankRun:
     def _settle(self) -> None:
         """Put this rank's outputs that are tensors of one number, such as the loss, into `numbers`; with replicas, its
         share of each; and read the checksums."""
-        self.inputs = {name: int(value) for name, value in self.given.items()}
+        self.inputs = {name: int(value) for name, value in self.given().items()}
         for at, (_, dim, reduce) in enumerate(self.steps.outputs):
             replica_group = self._home(at)
             if dim is not None or self.world.rank not in replica_group or not (values := self._values(at)):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from math import prod
 from typing import Any, TypeVar
@@ -22,16 +23,20 @@ from fxpipe.engines.transports.message_format import (
     blank,
     failure,
     nbytes,
+    order_of,
     read,
+    said,
+    say,
     seal,
     together,
 )
 from fxpipe.engines.transports.shared_memory import Slot
+from fxpipe.engines.transports.sum_groups import FAILED_PART, Marks, flat_part, mark, marks_of, sum_in
 from fxpipe.errors import RankError
 from fxpipe.ir.program.device_programs import Message
 
 from .rank_group import Lost
-from .rank_program import RankMessage, RankProgram
+from .rank_program import RankMessage, RankProgram, RankSum
 
 T = TypeVar("T")
 AHEAD = 32  # the most unfinished sends to one rank; each keeps its buffer
@@ -49,10 +54,13 @@ class RankTransport:
     - `coming`: the messages from each rank, in order; `begun`: how many of them have a posted receive; `reached`: how
       many receives the program has reached.
     - `far`: the ranks from which receives are posted early.
+    - `idle`: work for this rank while it waits for its first message; None once that is done.
     - `broken`: whether this rank has failed; `error`: why, or None if another rank failed first.
     """
 
-    def __init__(self, program: RankProgram, m: Step, error: BaseException | None) -> None:
+    def __init__(
+        self, program: RankProgram, m: Step, error: BaseException | None, idle: Callable[[], object] | None = None
+    ) -> None:
         self.program, self.world = program, program.world
         self.rows_of, self.sizes = m.rows_of, m.sizes
         self.known = [tuple([getattr(one, source).shape[dim] for _, source, dim in program.table.sizes]) for one in m]
@@ -66,7 +74,7 @@ class RankTransport:
         self.calls, self.issued = list[Call](), deque[Call]()
         self._step = weakref.proxy(m)  # it refers to this
         self.reached, self.begun = dict.fromkeys(others, 0), dict.fromkeys(others, 0)
-        self.broken, self.error = error is not None, error
+        self.idle, self.broken, self.error = idle, error is not None, error
 
     def fail(self, error: BaseException | None) -> None:
         """Mark this rank as failed: it computes nothing more. Only the first error is kept."""
@@ -111,11 +119,18 @@ class RankTransport:
         self.begun[peer] = begun
 
     def _read(self, receive: Callable[[], Tensor], size: Size, number: str | None) -> Any:
-        for peer in self.far:  # this rank is about to wait, so there is time
+        self._look_ahead()
+        return read(receive(), size, number)
+
+    def _look_ahead(self) -> None:
+        """Post receives while there is time, as this rank is about to wait."""
+        for peer in self.far:
             if self.begun[peer] - self.reached[peer] < EARLY // 2:  # many at once, and then none for a while
                 self.begin_to_receive(peer, EARLY)
             self.world.listen(peer)  # for the verdict
-        return read(receive(), size, number)
+        if self.idle is not None:
+            idle, self.idle = self.idle, None
+            idle()
 
     def dispatch(self, entry: RankMessage) -> None:
         """Begin to send the value of a message, or, if this rank has failed, the message that says so. Raises Lost."""
@@ -151,17 +166,22 @@ class RankTransport:
             value = self.arrived.pop(entry.key)
             grad = isinstance(value, Tensor) and value.requires_grad
             value = value.detach() if grad else value
-            try:
-                if beside:
-                    return apart(value, grad, size, buffer)
-                seal(value, grad, size, buffer)
-                return None
-            except ValueError as error:
-                self.fail(self.program.located(error, entry.message))
-            except (RuntimeError, MemoryError) as error:  # no memory for a copy, or an error of the device
-                self.fail(error)
+            write = apart if beside else seal
+            with self._failing(entry):
+                elements = write(value, grad, size, buffer)
+                return elements if beside else None
         failure(buffer)
         return None
+
+    @contextmanager
+    def _failing(self, entry: RankMessage) -> Iterator[None]:
+        """A context in which this rank writes the value of a message: an error makes it fail."""
+        try:
+            yield
+        except ValueError as error:
+            self.fail(self.program.located(error, entry.message))
+        except (RuntimeError, MemoryError) as error:  # no memory for a copy, or an error of the device
+            self.fail(error)
 
     def open_message(self, key: Key) -> Any:
         """Wait for a message: its value. Raises FailedElsewhere if its sender has failed, RankError if a rank is
@@ -171,6 +191,89 @@ class RankTransport:
             return opened()
         except Lost as error:
             raise self.located(error, entry.message) from None
+
+    # Sums -------------------------------------------------------------------------------------------------------------
+
+    def add_up(self, line: RankSum) -> None:
+        """Give this rank's part of a sum, or, if it has failed, what says so, and post the receive of the sum. Raises
+        Lost."""
+        value = None if self.broken else self.arrived.pop(line.own.key)
+        grad = isinstance(value, Tensor) and value.requires_grad
+        size = self.program.size(line.own, self.known[line.micro_batch])
+        post: Any = self._add_up_together if line.ranks in self.world.sums.groups else self._add_up_here
+        try:
+            opened = post(line, value if value is None else value.detach(), grad, size)
+        except Lost as error:
+            self.fail(self.located(error, line.own.message))
+        else:
+            self.posted[line.own.key] = line.own, opened
+
+    def _add_up_here(self, line: RankSum, value: Tensor | None, grad: bool, size: Size) -> Callable[[], Any]:
+        """Ranks that share memory send each other their parts, and each adds them up, in the same order. Returns a
+        function that waits for the sum. Raises Lost."""
+        others = [rank for rank in line.ranks if rank != self.world.rank]
+        for peer in others:
+            slot = self.world.slot(True, peer, size)
+            buffer = self.space(partial(blank, size)) if slot is None else slot.tensor(size)
+            with self._failing(line.own):
+                seal(value, grad, size, buffer)
+            if self.broken:
+                failure(buffer)
+            self._send(peer, slot, buffer)
+        coming = {peer: self.space(partial(self.world.receive, peer, size)) for peer in others}
+
+        def opened() -> Tensor | None:
+            parts = [read(coming[rank](), size, None) if rank in coming else value for rank in line.ranks]
+            needed = grad or any(part is not None and part.requires_grad for part in parts)
+            found = [part.detach() for part in parts if part is not None]
+            total = sum(found[1:], start=found[0]) if found else None
+            return total.requires_grad_() if total is not None and needed else total
+
+        return opened
+
+    def _add_up_together(
+        self, line: RankSum, value: Tensor | None, grad: bool, size: Size
+    ) -> Callable[[], Tensor | None]:
+        """Ranks add up in one call of their group. Returns a function that waits for the sum, or on an accelerator lets
+        its stream wait."""
+        flat, marks, order = None, FAILED_PART, list[int]()
+        hosted, device = self.world.communicators is None, self.world.device
+        if not self.broken:
+            with self._failing(line.own):
+                flat, marks = flat_part(value, size, device), (False, value is not None, grad)
+                order = [] if value is None else order_of(value) or []
+        if flat is None:
+            flat = self.space(partial(flat_part, None, size, device))
+        if hosted:
+            mark(flat, marks)
+        words = [] if hosted else self._tell(line.ranks, marks)
+        call = self.world.add_up(line.ranks, flat)
+        if not hosted:
+            self.issued.append(call)
+
+        def opened() -> Tensor | None:
+            self._look_ahead()
+            if hosted:
+                self.world.settle(call)
+                return sum_in(flat, size, marks_of(flat), order)
+            failed, there, grad = (any(some) for some in zip(marks, *(said(word()) for word in words), strict=True))
+            if there and not failed:
+                self.world.follow(call)
+            return sum_in(flat, size, (failed, there, grad), order)
+
+        return opened
+
+    def _tell(self, ranks: Sequence[int], marks: Marks) -> list[Callable[[], Tensor]]:
+        """Tell the other ranks of a group the marks of this one's part; returns functions that wait for theirs. Raises
+        Lost."""
+        words = []
+        for peer in ranks:
+            if peer != self.world.rank:
+                slot = self.world.slot(True, peer, WORD)
+                buffer = self.space(partial(blank, WORD)) if slot is None else slot.tensor(WORD)
+                self._send(peer, slot, say(buffer, marks))
+                words.append(self.space(partial(self.world.receive, peer, WORD)))
+        return words
 
     # Values on accelerators -------------------------------------------------------------------------------------------
 

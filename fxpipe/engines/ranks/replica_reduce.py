@@ -16,6 +16,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from fxpipe.engines.transports.communicators import Call as Sent
+from fxpipe.engines.transports.message_format import as_bytes
 from fxpipe.ir.program.gradient_buckets import Bucket
 from fxpipe.runtime import Stage
 from fxpipe.runtime.deferred_norms import Call, Pending, Seen, Sums, absorb, commit, discard, sums_of
@@ -104,7 +106,16 @@ def broadcast_values(world: World, replica_group: Sequence[int], tensors: Sequen
     """Give these tensors the values that they have on the first rank of a group of replicas. Raises Lost."""
     first, *others = replica_group
     for tensor in tensors:
-        world.pass_on(tensor, first, others)
+        send = world.rank == first
+        data = as_bytes(tensor) if send else torch.empty(tensor.nbytes, dtype=torch.uint8, device=world.device)
+        calls = [Sent(send, peer, data) for peer in (others if send else [first])]
+        if data.numel():
+            world.exchange(calls)
+            for call in calls:
+                world.settle(call)
+        if not send:
+            with torch.no_grad():
+                tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
 
 
 def commit_statistics(world: World, replica_group: Sequence[int], stages: Sequence[Stage]) -> None:

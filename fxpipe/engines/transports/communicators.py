@@ -23,12 +23,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from time import sleep
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+PAUSE = 2e-4  # seconds between two looks at a call on an accelerator
+SHORT = timedelta(seconds=0.05)  # between two looks at the other ranks
 NOTE = 512  # the most bytes of what a rank says when it gives up
 # NCCL's watchdog ends the process when a call takes too long or fails. Here ranks find that out by themselves, say
 # which rank is lost, and may save what they have.
@@ -41,12 +44,14 @@ SETTINGS = {
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """A send or receive. `work`: its batch, once it is issued; None if there are no bytes to move."""
+    """A send or receive, or a part of a sum. `work`: its batch, once it is issued; None if there are no bytes to move.
+    `ranks`: all that take part in a sum."""
 
     send: bool
     peer: int
     tensor: Tensor
     work: Any = None
+    ranks: tuple[int, ...] = ()
 
 
 class Communicators:
@@ -89,12 +94,40 @@ class Communicators:
             group.abort()
 
 
+def backends(group: Any) -> dict[str, str]:
+    """The backend of a group for each type of device."""
+    return dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+
+
+def each_way(store: Any, rank: int, size: int, limit: timedelta) -> tuple[Any, Any]:
+    """Two process groups of gloo, so that a connection has values in one direction only. While a thread sends, gloo's
+    own thread cannot read what arrives on the same connection: it spins, and may take the processor from the sender."""
+    c10d: Any = dist.distributed_c10d
+    down = c10d.ProcessGroupGloo(c10d.PrefixStore("down", store), rank, size, limit)
+    options = c10d.ProcessGroupGloo._Options()  # one thread reads both
+    options._devices, options._threads, options._timeout = down.options._devices, down.options._threads, limit
+    return down, c10d.ProcessGroupGloo(c10d.PrefixStore("up", store), rank, size, options)
+
+
 def new_group(backend: str, store: Any, rank: int, size: int, limit: timedelta) -> Any:
-    """A process group of this backend, made directly (see `join` in `engines/ranks/rank_group.py`)."""
+    """A process group of this backend, made directly (see `join` in `pipe/ranks/process_group.py`)."""
     c10d: Any = dist.distributed_c10d
     if backend.upper() in c10d.Backend._plugins:
         return c10d.Backend._plugins[backend.upper()].creator_fn(store, rank, size, limit)
-    return getattr(c10d, f"ProcessGroup{backend.upper()}")(store, rank, size, limit)
+    name = "Gloo" if backend == "gloo" else backend.upper()
+    return getattr(c10d, f"ProcessGroup{name}")(store, rank, size, limit)
+
+
+def ended(work: Any, on_host: bool) -> bool:
+    """Whether a call has ended, after a look at it, or a short wait for a call between hosts."""
+    if work.is_completed():
+        return True
+    if on_host:
+        with suppress(RuntimeError):
+            work.wait(SHORT)
+    else:
+        sleep(PAUSE)
+    return bool(work.is_completed())
 
 
 @contextmanager
@@ -114,7 +147,7 @@ def settings() -> Iterator[None]:
 
 class Watch:
     """Connections of a rank to all others, which tell at once that one is gone or has given up. Nothing else goes over
-    them, so a look never waits."""
+    them, so a look waits no longer than it is told to."""
 
     def __init__(
         self, rank: int, size: int, collect: Callable[[Any], list[Any]], one_machine: bool, limit: timedelta
@@ -139,9 +172,10 @@ class Watch:
         self._peers[made.fileno()], self._ranks[made.fileno()] = made, peer
         self._poll.register(made, select.POLLIN)
 
-    def look(self) -> tuple[int, int, str] | None:
-        """A rank that is gone or has given up, which rank it says is lost, and why (empty: it is gone itself)."""
-        for file, _ in self._poll.poll(0):
+    def look(self, seconds: float = 0.0) -> tuple[int, int, str] | None:
+        """A rank that is gone or has given up, now or within so many seconds, which rank it says is lost, and why
+        (empty: it is gone itself)."""
+        for file, _ in self._poll.poll(1e3 * seconds):
             peer = self._ranks[file]
             try:
                 said = self._peers[file].recv(NOTE)

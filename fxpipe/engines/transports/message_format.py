@@ -101,6 +101,19 @@ def together(buffer: Tensor, size: Size, elements: Callable[[], Tensor]) -> Any:
     return _opened(_word(buffer), size, lambda shape: elements().view(size[0]).view(shape))
 
 
+def say(buffer: Tensor, marks: tuple[bool, bool, bool]) -> Tensor:
+    """Write the word of a part of a sum: whether its rank has failed, has a part, and the part needs a gradient."""
+    failed, there, grad = marks
+    _write(buffer, FAILED * failed | MISSING * (not there) | GRAD * grad)
+    return buffer
+
+
+def said(buffer: Tensor) -> tuple[bool, bool, bool]:
+    """The marks in a word of `say`."""
+    word = _word(buffer)
+    return bool(word & FAILED), not word & MISSING, bool(word & GRAD)
+
+
 def as_bytes(value: Tensor) -> Tensor:
     """The elements of a tensor as flat bytes."""
     return value.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
@@ -116,7 +129,7 @@ def _laid_out(value: Tensor, size: Size) -> tuple[int, Tensor]:
             f"a value of type {value.dtype} and shape {list(value.shape)} was to be sent to another rank, where "
             f"{size[0]} and {list(size[1])} is expected: its type or shape depends on the data"
         )
-    order = _order(value)
+    order = order_of(value)
     if order is None:
         return 0, value
     return ORDERED | sum(dim << (4 + 4 * place) for place, dim in enumerate(order)), value.permute(order)
@@ -137,7 +150,7 @@ def _opened(word: int, size: Size, elements: Callable[[tuple[int, ...]], Tensor]
     return value.requires_grad_() if word & GRAD else value
 
 
-def _order(value: Tensor) -> list[int] | None:
+def order_of(value: Tensor) -> list[int] | None:
     """The dimensions from the largest stride to the smallest, for a tensor that is dense but not contiguous; else
     None."""
     if value.is_contiguous() or value.dim() > DIMS:

@@ -17,6 +17,7 @@ from math import prod
 from .dtypes import DTYPES
 
 Dim = int | str
+BATCH = "b"  # the size of the batch
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from tabulate import tabulate
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.replica_shares import uneven
 
+from .model_states import OPTIMIZER_SHARDINGS
+
 # How many micro-batches a stage runs forward before its first backward, for stage s of n: n - s, which just fills the
 # pipe (DAPPLE's P_A), or 2 (n - s) - 1, which also hides transfers (its P_B).
 WARMUPS = ("early", "late")
@@ -48,6 +50,7 @@ class HybridPlan:
       are ideal.
     - `tensor_parallel`: over how many devices each op is cut. Above 1, the positions of stages are those of groups, see
       `fxpipe.ir.cluster.device_groups`.
+    - `optimizer_sharding`: "zero1" if the replicas of a stage share out the optimizer's state, else "none".
     """
 
     model: str
@@ -57,6 +60,12 @@ class HybridPlan:
     all_reduce: str = "end"
     samples: int | None = None
     tensor_parallel: int = 1
+    optimizer_sharding: str = "none"
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Whether some device keeps only a part of the optimizer's state for its parameters."""
+        return self.optimizer_sharding == "zero1" and any(len(stage.devices) > 1 for stage in self.stages)
 
     def __str__(self) -> str:
         return show(self)
@@ -95,6 +104,8 @@ def check(plan: HybridPlan, layers: int, devices: int) -> None:
         raise ValueError(f"the plan has {plan.micro_batches} micro-batches; it needs at least one")
     if plan.warmup not in WARMUPS or plan.all_reduce not in ALL_REDUCES:
         raise ValueError(f"warm-up {plan.warmup!r} of {WARMUPS}, all-reduce {plan.all_reduce!r} of {ALL_REDUCES}")
+    if plan.optimizer_sharding not in OPTIMIZER_SHARDINGS:
+        raise ValueError(f"optimizer sharding {plan.optimizer_sharding!r} of {OPTIMIZER_SHARDINGS}")
     ends = [0, *(stage.end for stage in plan.stages)]
     for index, stage in enumerate(plan.stages):
         if stage.first != ends[index] or stage.end <= stage.first:
@@ -117,6 +128,8 @@ def show(plan: HybridPlan) -> str:
     head += f"{plan.warmup} warm-up, all-reduce {when}"
     if plan.tensor_parallel > 1:
         head += f", tensor parallel {plan.tensor_parallel}"
+    if plan.shards_optimizer:
+        head += ", ZeRO-1"
     if plan.samples is None and any(len(stage.devices) > 1 for stage in plan.stages):
         head += ", ideal shares"
     rows = [

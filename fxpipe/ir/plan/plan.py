@@ -10,9 +10,12 @@ from typing import Annotated, Any
 from fxpipe.ir.cluster.device_labels import Label
 from fxpipe.ir.dataclass_json import at_least, from_plain, one_of, parse, to_plain, write
 
+from .model_states import OPTIMIZER_SHARDINGS
+
 CHECKPOINT_MODES = ("never", "except_last", "always")
 MOST_CHUNKS = 4096  # micro-batches of a batch: a schedule's code and the time to plan grow with them
 Mode = Annotated[str, one_of(*CHECKPOINT_MODES)]
+Sharding = Annotated[str, one_of(*OPTIMIZER_SHARDINGS)]
 Chunks = Annotated[int, at_least(1, MOST_CHUNKS)]
 
 
@@ -48,6 +51,7 @@ class Plan:
     - `schedule`: the name of the schedule, or its grid.
     - `deferred_batch_norm`: as in `fxpipe.compile`.
     - `tensor_parallel`: over how many devices each op is cut; the devices of a stage are the first of each such group.
+    - `optimizer_sharding`: "zero1" if the replicas of a stage share out the optimizer's state, else "none".
     """
 
     model: str
@@ -56,6 +60,7 @@ class Plan:
     schedule: str = "gpipe"
     deferred_batch_norm: bool = False
     tensor_parallel: Annotated[int, at_least(1)] = 1
+    optimizer_sharding: Sharding = "none"
 
     def __str__(self) -> str:
         return show(self)

@@ -19,7 +19,7 @@ from fxpipe.ir.cluster.device_labels import Label
 from fxpipe.ir.dataclass_json import from_plain, parse, to_plain, write
 from fxpipe.ir.graph.graph import Graph, Op
 
-from .plan import Chunks, Mode, Plan, StagePlan
+from .plan import Chunks, Mode, Plan, Sharding, StagePlan
 from .plan import load as load_plan
 
 
@@ -50,6 +50,7 @@ class PlanFile:
     chunks: Chunks
     schedule: str = "gpipe"
     deferred_batch_norm: bool = False
+    optimizer_sharding: Sharding = "none"
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
@@ -108,7 +109,14 @@ def placed(file: PlanFile, graph: Graph) -> Plan:
         StagePlan(row, stage.device, stage.checkpoint, stage.offload, stage.replicas)
         for row, stage in zip(rows, file.stages, strict=True)
     )
-    return Plan(file.model, tuple(stages), file.chunks, file.schedule, file.deferred_batch_norm)
+    return Plan(
+        file.model,
+        tuple(stages),
+        file.chunks,
+        file.schedule,
+        file.deferred_batch_norm,
+        optimizer_sharding=file.optimizer_sharding,
+    )
 
 
 def places(graph: Graph) -> dict[str, int]:
@@ -148,6 +156,8 @@ def dump(plan: Plan, graph: Graph) -> str:
     file = told(plan, graph)
     data = to_plain(plan if file is None else file)
     stages = data.pop("stages")
+    if plan.optimizer_sharding == "none":  # as of nearly all plans
+        del data["optimizer_sharding"]
     return write({**data, "stages": [_line_second(stage) for stage in stages]}, 3)
 
 
@@ -170,7 +180,9 @@ def told(plan: Plan, graph: Graph) -> PlanFile | None:
                 begins, stage.device, stage.checkpoint, str(op.origin), tuple(also), stage.offload, stage.replicas
             )
         )
-    file = PlanFile(plan.model, tuple(stages), plan.chunks, plan.schedule, plan.deferred_batch_norm)
+    file = PlanFile(
+        plan.model, tuple(stages), plan.chunks, plan.schedule, plan.deferred_batch_norm, plan.optimizer_sharding
+    )
     try:
         return file if placed(file, graph) == plan else None
     except ValueError:

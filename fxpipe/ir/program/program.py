@@ -84,6 +84,17 @@ class Loan:
 
 
 @dataclass(frozen=True)
+class AllReduce:
+    """Moves within devices, one on each device of a group, whose values are added up on their way: what their sources
+    give are the parts of a sum, and what each target takes is the sum. Only over ranks."""
+
+    moves: tuple[Move, ...]
+
+    def __str__(self) -> str:
+        return f"all-reduce of {', '.join(map(str, self.moves))}"
+
+
+@dataclass(frozen=True)
 class Stage:
     """A run of ops on one device.
 
@@ -121,6 +132,7 @@ class Program:
     - `graph`: the captured model, for its inputs, states and outputs.
     - `types`: the type of every value, also of values that passes have added.
     - `pipeline`: where ops are placed one by one, the stage of the pipeline that each stage is a piece of; else empty.
+    - `sums`: the moves whose values are added up on their way.
     """
 
     graph: Graph
@@ -129,6 +141,7 @@ class Program:
     loans: tuple[Loan, ...]
     types: Mapping[str, ValueType]
     pipeline: tuple[int, ...] = ()
+    sums: tuple[AllReduce, ...] = ()
 
     def __str__(self) -> str:
         return show(self)
@@ -143,6 +156,21 @@ class Program:
         n = len(self.stages)
         at = self.pipeline or range(n)
         return tuple(m for m in self.moves if m.source >= 0 and m.target < n and at[m.target] - at[m.source] > 1)
+
+    @property
+    def sources(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage the stages that it takes from. Each that takes a sum takes from all that give a part."""
+        found: list[set[int]] = [set() for _ in self.stages]
+        ends = [(move.source, move.target) for move in self.moves]
+        ends += [(a.source, b.target) for one in self.sums for a in one.moves for b in one.moves]
+        for source, target in ends:
+            if source >= 0 and target < len(found):
+                found[target].add(source)
+        return tuple(tuple(sorted(stages)) for stages in found)
+
+    def sum_of(self, value: str, target: int) -> AllReduce | None:
+        """The all-reduce from which a stage takes this value; None if it takes what another stage gives."""
+        return next((one for one in self.sums for m in one.moves if (m.value, m.target) == (value, target)), None)
 
     def state(self, name: str) -> State:
         return self.graph.state(name)
@@ -164,6 +192,7 @@ def check(program: Program) -> None:
     - a stage takes a value that no move brings, or is sent one that it does not take;
     - a stage borrows a tensor that no stage lends;
     - a move does not go forward, or carries a value that its source does not give or that cannot leave its stage;
+    - moves whose values are added up are not within different devices, or their values have different types;
     - an output of the model is not moved to the caller.
     """
     n = len(program.stages)
@@ -171,6 +200,8 @@ def check(program: Program) -> None:
     for move in program.moves:
         _check_move(program, move)
         arriving[move.target].add(move.value)
+    for one in program.sums:
+        _check_sum(program, one)
     lent = {(loan.user, loan.state) for loan in program.loans}
     for stage in program.stages:
         missing = set(stage.takes) - arriving[stage.index] - _sizes(program)
@@ -200,6 +231,16 @@ def _check_move(program: Program, move: Move) -> None:
         raise ValueError(f"the move {move} carries a {program.types[move.value]}, which cannot leave its stage")
     if move.source >= 0 and move.value not in program.stages[move.source].gives:
         raise ValueError(f"the move {move}: stage {move.source} does not give {move.value!r}")
+
+
+def _check_sum(program: Program, one: AllReduce) -> None:
+    ends = [(program.stages[move.source].devices, program.stages[move.target].devices) for move in one.moves]
+    if any(here != there or len(here) > 1 for here, there in ends) or len(set(ends)) < len(ends):
+        raise ValueError(f"the {one}: each move has to be within a device of its own, without replicas")
+    if not set(one.moves) <= set(program.moves):
+        raise ValueError(f"the {one}: these are not all moves of the program")
+    if len({program.types[move.value] for move in one.moves}) > 1:
+        raise ValueError(f"the {one}: the values have different types")
 
 
 def _check_stage(program: Program, stage: Stage) -> None:
@@ -238,7 +279,7 @@ def _fault(program: Program, stage: Stage, reason: str) -> ValueError:
 def show(program: Program) -> str:
     """The listing of all stages and moves."""
     blocks = [show_stage(program, stage) for stage in program.stages]
-    moves = [f"  {move}" for move in (*program.moves, *program.loans)]
+    moves = [f"  {move}" for move in (*program.moves, *program.loans, *program.sums)]
     return "\n".join([*blocks, "moves", *moves])
 
 

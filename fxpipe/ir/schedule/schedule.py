@@ -18,6 +18,9 @@ and what it needs is done, all actions being one clock long. What an action need
 
 Stages are a chain, unless `sources` says from which others each one takes: then F waits for all sources of s, and B
 for all stages of which s is a source.
+
+`F2+ B0` is an overlapped pair: a forward and the backward of another micro-batch that run as one action. It starts when
+what both need is done, and is done when both are.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 from fxpipe.ir.units import count
@@ -65,11 +69,13 @@ class Schedule:
     - `devices`: for each device, its actions in order: (kind, stage, micro-batch), where the kind is "F" (forward), "B"
       (backward), or one of its halves: "I" (gradients of inputs), "W" (of weights).
     - `sources`: for each stage, the earlier stages that it takes values from; empty if the stages are a chain.
+    - `pairs`: the forwards that run as one action with the backward that directly follows them in the row.
     """
 
     name: str
     devices: tuple[tuple[Action, ...], ...]
     sources: tuple[tuple[int, ...], ...] = ()
+    pairs: frozenset[Action] = frozenset()
 
     def __str__(self) -> str:
         return show(self)
@@ -78,6 +84,12 @@ class Schedule:
     def place(self) -> dict[Action, tuple[int, int]]:
         """For each action the number of its device, and its position in that row."""
         return {a: (d, at) for d, row in enumerate(self.devices) for at, a in enumerate(row)}
+
+    @cached_property
+    def beside(self) -> dict[Action, Action]:
+        """For each forward in a pair the backward beside it."""
+        following = {a: b for row in self.devices for a, b in pairwise(row)} if self.pairs else {}
+        return {forward: following[forward] for forward in self.pairs if forward in following}
 
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:
@@ -103,7 +115,17 @@ class Schedule:
 
 
 def needs(schedule: Schedule, action: Action) -> tuple[Action, ...]:
-    """The actions that must be done before this one can start."""
+    """The actions that must be done before this one can start. For a forward in a pair also what the backward beside it
+    needs; and a pair is done when its backward is."""
+    beside = schedule.beside
+    if not beside:
+        return _own_needs(schedule, action)
+    both = (action, beside[action]) if action in beside else (action,)
+    found = dict.fromkeys(need for one in both for need in _own_needs(schedule, one))
+    return tuple(dict.fromkeys(beside.get(need, need) for need in found))
+
+
+def _own_needs(schedule: Schedule, action: Action) -> tuple[Action, ...]:
     kind, s, i = action
     if kind == "W":
         return (Action("I", s, i),)
@@ -113,6 +135,11 @@ def needs(schedule: Schedule, action: Action) -> tuple[Action, ...]:
     users = schedule.users[s] if schedule.sources else range(s + 1, min(s + 2, schedule.num_stages))
     gradients = (Action("I", user, i) for user in users)
     return Action("F", s, i), *(g if g in schedule.place else g._replace(kind="B") for g in gradients)
+
+
+def partners(schedule: Schedule, stage: int) -> tuple[int, ...]:
+    """The stages whose backward some forward of this stage is in a pair with, ascending."""
+    return tuple(sorted({other.stage for one, other in schedule.beside.items() if one.stage == stage}))
 
 
 def at_once(schedule: Schedule, stage: int, micro_batch: int) -> bool:
@@ -235,9 +262,14 @@ def _cells(schedule: Schedule) -> list[dict[int, str]]:
     """Per device the text at each clock."""
     bare = plain(schedule)
     return [
-        {clock: action.short if bare else str(action) for clock, action in zip(column, row, strict=True)}
+        {clock: cell(schedule, action, bare) for clock, action in zip(column, row, strict=True)}
         for column, row in zip(clocks(schedule), schedule.devices, strict=True)
     ]
+
+
+def cell(schedule: Schedule, action: Action, bare: bool = False) -> str:
+    """The text of an action, `bare` without its stage. A forward in a pair ends with a +."""
+    return (action.short if bare else str(action)) + "+" * (action in schedule.pairs)
 
 
 def _line(name: str, left: int, row: dict[int, str], width: int) -> str:
@@ -247,7 +279,7 @@ def _line(name: str, left: int, row: dict[int, str], width: int) -> str:
 
 _TITLE = re.compile(r"\s*(\S.*?): \d+ stages?, \d+ micro-batch(es)?\s*")
 _LABEL = re.compile(r"\s*(device \d+\b:?|[^\s:]+:\S*)")
-_ACTION = re.compile(r"(\d*)([FBIW])(\d+)")
+_ACTION = re.compile(r"(\d*)([FBIW])(\d+)(\+?)")
 
 
 def parse(text: str, name: str = "by hand") -> Schedule:
@@ -272,7 +304,7 @@ def parse(text: str, name: str = "by hand") -> Schedule:
 def dump_csv(schedule: Schedule) -> str:
     """A line per device, a column per clock, every action with its stage; `load_csv` reads it back."""
     at = [
-        dict(zip(column, map(str, row), strict=True))
+        dict(zip(column, (cell(schedule, action) for action in row), strict=True))
         for column, row in zip(clocks(schedule), schedule.devices, strict=True)
     ]
     return "".join(",".join(row.get(clock, "") for clock in range(max(row, default=-1) + 1)) + "\n" for row in at)
@@ -280,20 +312,23 @@ def dump_csv(schedule: Schedule) -> str:
 
 def load_csv(text: str, name: str = "csv") -> Schedule:
     """The schedule of a CSV file. Idle clocks are empty cells, or left out."""
-    return _schedule(name, [[cell.strip() for cell in line.split(",") if cell.strip()] for line in text.splitlines()])
+    return _schedule(name, [[word.strip() for word in line.split(",") if word.strip()] for line in text.splitlines()])
 
 
 def _schedule(name: str, rows: list[list[str]]) -> Schedule:
-    matches = [[(cell, _ACTION.fullmatch(cell)) for cell in row if cell != "."] for row in rows]
+    matches = [[(text, _ACTION.fullmatch(text)) for text in row if text != "."] for row in rows]
     numbered = {bool(match[1]) for row in matches for _, match in row if match}
     devices: list[tuple[Action, ...]] = []
+    pairs: set[Action] = set()
     for device, row in enumerate(matches):
         actions: list[Action] = []
-        for cell, match in row:
+        for text, match in row:
             if match is None:
-                raise ValueError(f"device {device}: {cell!r} is not an action; write F0, or 2F0 with the stage")
+                raise ValueError(f"device {device}: {text!r} is not an action; write F0, or 2F0 with the stage")
             if len(numbered) > 1 and not match[1]:
-                raise ValueError(f"device {device}: {cell!r} has no stage, as others have; write {device}{cell}")
+                raise ValueError(f"device {device}: {text!r} has no stage, as others have; write {device}{text}")
             actions.append(Action(match[2], int(match[1] or device), int(match[3])))
+            if match[4]:
+                pairs.add(actions[-1])
         devices.append(tuple(actions))
-    return Schedule(name, tuple(devices))
+    return Schedule(name, tuple(devices), pairs=frozenset(pairs))

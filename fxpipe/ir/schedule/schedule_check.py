@@ -25,7 +25,7 @@ def check(schedule: Schedule) -> None:
 
 
 def _misplaced(schedule: Schedule) -> Iterator[Mark]:
-    """Actions of no known kind, that stand twice, or whose stage is on two devices."""
+    """Actions of no known kind, that stand twice, or whose stage is on two devices; and pairs that are none."""
     home: dict[int, int] = {}
     seen: set[Action] = set()
     for device, row in enumerate(schedule.devices):
@@ -37,6 +37,10 @@ def _misplaced(schedule: Schedule) -> Iterator[Mark]:
             if home.setdefault(action.stage, device) != device:
                 yield device, position, f"stage {action.stage} is on device {home[action.stage]} already"
             seen.add(action)
+            follows = row[position + 1] if position + 1 < len(row) else action
+            paired = (action.kind, follows.kind) == ("F", "B") and action.micro_batch != follows.micro_batch
+            if action in schedule.pairs and not paired:
+                yield device, position, f"{_name(action)} has no B of another micro-batch behind it, to run as a pair"
 
 
 def _missing(schedule: Schedule) -> Iterator[Mark]:

@@ -40,4 +40,5 @@ def only(schedule: Schedule, chunks: int) -> Schedule:
     if chunks < 1:
         raise ValueError(f"chunks is {chunks}; a schedule needs at least one")
     rows = (tuple(action for action in row if action.micro_batch < chunks) for row in schedule.devices)
-    return replace(schedule, devices=tuple(rows))
+    pairs = (one for one, other in schedule.beside.items() if max(one.micro_batch, other.micro_batch) < chunks)
+    return replace(schedule, devices=tuple(rows), pairs=frozenset(pairs))

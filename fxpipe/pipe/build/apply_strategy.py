@@ -50,10 +50,11 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Sharing:
-    """Cuts the ops of a graph over the groups of a plan's stages."""
+    """Cuts the ops of a graph over the groups of a plan's stages. `whole_sums`: as for `share`."""
 
     plan: Plan
     shardings: tuple[OpSharding, ...]
+    whole_sums: bool = False
 
     def __call__(self, graph: Graph, sizes: Mapping[str, int]) -> Placed:
         """Raises PlanError if the plan does not fit this graph, or an op cannot be cut."""
@@ -65,7 +66,7 @@ class Sharing:
             raise PlanError(str(error)) from None
         replicas = [len(stage.devices) for stage in fitted.stages]
         shardings = {one.op: one for one in self.shardings}
-        return share(graph, sizes, stage_of(fitted), replicas, shardings, self.plan.tensor_parallel)
+        return share(graph, sizes, stage_of(fitted), replicas, shardings, self.plan.tensor_parallel, self.whole_sums)
 
 
 def without_others(plan: Plan, graph: Graph) -> Plan:

@@ -47,6 +47,7 @@ from fxpipe.schedules.auto_checkpoint import NothingFits, auto_checkpoint
 from fxpipe.schedules.auto_schedule import auto
 from fxpipe.schedules.make_schedule import AUTO, SCHEDULES, make
 from fxpipe.schedules.one_f_one_b import gpipe
+from fxpipe.schedules.overlap_pairs import overlapped
 from fxpipe.schedules.simulate.action_costs import fitting, hops, stage_costs, taken_bytes, timed_hops
 from fxpipe.schedules.simulate.merge_backward_halves import merge_backward_halves
 from fxpipe.schedules.simulate.replica_costs import reductions, spread
@@ -83,6 +84,7 @@ class Build:
     - `source`: the fingerprint of the model that was captured.
     - `kept`: what each stage keeps of a micro-batch, where its backward is code.
     - `memory`: with checkpoint="auto", by device the bytes that it needs at most, and its limit.
+    - `pairs`: with overlap_pairs=True, lines about the overlapped pairs.
     """
 
     graph: Graph
@@ -100,6 +102,7 @@ class Build:
     source: Fingerprint | None = None
     kept: tuple[KeptBytes | None, ...] = ()
     memory: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    pairs: tuple[str, ...] = ()
 
     @cached_property
     def batch_norms(self) -> tuple[BatchNorm, ...]:
@@ -157,8 +160,7 @@ def emitted(
             scheduler = emit_steps(program, schedule, plan, totals)
         else:
             scheduler = emit_scheduler(program, plan.chunks, totals=totals)
-        kinds = {action.kind for action in schedule.place}
-        return package(program, plan, scheduler, notes, totals, by_device, kinds)
+        return package(program, plan, scheduler, notes, totals, by_device, schedule)
 
 
 def draft(
@@ -254,29 +256,26 @@ def _drafted(
             decided, program = with_modes(decided, modes), recomputing(program, modes)
             trail = {name: recomputing(one, modes) if isinstance(one, Program) else one for name, one in trail.items()}
         costs = costs_of(decided)
-        forwards = all(action.kind == "F" for action in schedule.place)
-        if options.schedule in SCHEDULES and not forwards:  # not one that the user wrote
+
+        def in_memory(one: Schedule) -> bool:
+            return not room or fits(simulate(one, costs_of(decided, copies), between, labels), room)
+
+        if options.schedule in SCHEDULES and any(action.kind != "F" for action in schedule.place):  # not the user's own
             merged = merge_backward_halves(schedule, costs, between)
-            if not room or fits(simulate(merged, costs_of(decided, copies), between, labels), room):
-                schedule = merged
+            schedule = merged if in_memory(merged) else schedule
+        pairs: tuple[str, ...] = ()
+        if options.overlap_pairs and trains:
+            alone = [stage.index for stage in program.stages if stage.backward is None]
+            schedule, pairs = overlapped(
+                schedule, alone, lambda one: simulate(one, costs, between, labels).makespan, in_memory
+            )
         timeline = spread(simulate(schedule, costs, between, labels, sums), replica_groups(runs))
         needs = simulate(schedule, costs_of(decided, copies), between, labels).high_water if room else ()
         memory = {label: (need, room[label]) for label, need in zip(labels, needs, strict=False)}
     return Build(
-        graph,
-        sizes,
-        cluster,
-        profile,
-        decided,
-        schedule,
-        program,
-        trail,
-        timeline,
-        {},
-        totals,
-        kept=kept,
-        memory=memory,
-    )
+        graph, sizes, cluster, profile, decided, schedule, program, trail, timeline, {}, totals,
+        kept=kept, memory=memory, pairs=pairs,
+    )  # fmt: skip
 
 
 def _tell_of_slices(program: Program) -> None:
@@ -306,7 +305,7 @@ def without_replicas(plan: Plan) -> Plan:
 def predict(made: Build, chunks: int, times: Times | None = None) -> Timeline:
     """The predicted timeline of a timed step of `chunks` micro-batches, from the profile, or from the `times` of its
     actions. Memory is counted as in a timed step: on a GPU all of it, on a CPU worker only what backward needs."""
-    program, sizes, schedule = made.program, made.sizes, only(made.schedule, chunks)
+    program, sizes, schedule = made.program, made.sizes, only(replace(made.schedule, pairs=frozenset()), chunks)
     labels = tuple(dict.fromkeys(program.devices))
     copies = 0 if all(label.startswith("cpu") for label in labels) else 2
     taken = taken_bytes(program, sizes)

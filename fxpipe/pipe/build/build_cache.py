@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fxpipe.capture import CallCapture, NoOps, StepCapture
+from fxpipe.capture import NoOps
 from fxpipe.codegen.package.load_package import bind, tensors_of, worker_device
 from fxpipe.codegen.package.package_files import constants
 from fxpipe.errors import FxpipeError
@@ -63,6 +63,8 @@ class BuildCache:
         bind: Bind | None = None,
         leads: Callable[[], bool] = lambda: True,
     ) -> None:
+        from fxpipe.capture import CallCapture, StepCapture  # late: torch's Dynamo takes more than a second
+
         self.model, self.options, self.leads = model, options, leads
         self._make, self._bind = make or build_here, bind or bind_here
         self.backend = backend_of(options.compile_stages)

@@ -113,6 +113,7 @@ def special_lines(build: Build) -> list[str]:
         if isinstance(op.target, Opaque)
     ]
     lines += backward_lines(build)
+    lines += build.pairs
     lines += memory_lines(build)
     lines += [
         f"mixes samples, each micro-batch by itself: {mixed.origin} ({mixed.what}); seen in {', '.join(mixed.outputs)}"

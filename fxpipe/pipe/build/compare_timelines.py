@@ -13,7 +13,6 @@ from fxpipe.ir.graph.graph import Graph, is_opaque, op_name
 from fxpipe.ir.graph.ops import RECURRENT
 from fxpipe.ir.plan import plan_file
 from fxpipe.ir.plan.plan import Plan
-from fxpipe.ir.program.program import Program
 from fxpipe.ir.schedule.sub_schedule import only
 from fxpipe.ir.timeline import Timeline, compare
 from fxpipe.pipe.options.compile_options import Options
@@ -57,7 +56,7 @@ def beside_predicted(cache: BuildCache, timed: Timed, rehearsed: Rehearsed) -> s
 def diagnosed(timed: Timed, rehearsed: Rehearsed, options: Options) -> Diagnosis:
     """Where the time of a step went, beside the rehearsed timeline, if it is for the same step, else the predicted."""
     made, chunks = timed.made, timed.chunks
-    schedule = replace(only(made.schedule, chunks), sources=sources(made.program))
+    schedule = replace(only(made.schedule, chunks), sources=made.program.sources)
     predicted = _of_same_step(timed, rehearsed) or predict(made, chunks)
     measured = split(timed.timeline, schedule, predicted)
     again = partial(replanned, timed, options)
@@ -77,8 +76,9 @@ def replanned(timed: Timed, options: Options) -> Replanned:
     found = draft(made.graph, profile, made.sizes, made.cluster, like(made.plan, options), None)
     before, seconds = (predict(one, timed.chunks).makespan for one in (now, found))
     best = found if seconds < before else now
-    text = plan_file.dump(best.plan, made.graph)
-    return Replanned(best.plan, min(seconds, before), before, line.makespan, profile, text)
+    plan = replace(best.plan, optimizer_sharding=made.plan.optimizer_sharding)
+    text = plan_file.dump(plan, made.graph)
+    return Replanned(plan, min(seconds, before), before, line.makespan, profile, text)
 
 
 def like(plan: Plan, options: Options) -> Options:
@@ -98,15 +98,6 @@ def like(plan: Plan, options: Options) -> Options:
         replicas={stage.device: stage.replicas for stage in stages},
         deferred_batch_norm=plan.deferred_batch_norm,
     )
-
-
-def sources(program: Program) -> tuple[tuple[int, ...], ...]:
-    """For each stage those that it takes from."""
-    found: list[set[int]] = [set() for _ in program.stages]
-    for move in program.moves:
-        if move.source >= 0 and move.target < len(found):
-            found[move.target].add(move.source)
-    return tuple(tuple(sorted(stages)) for stages in found)
 
 
 def _of_same_step(timed: Timed, rehearsed: Rehearsed) -> Timeline | None:

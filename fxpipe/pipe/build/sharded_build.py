@@ -8,17 +8,18 @@ A segment is a stage: a device may have many of them, and values move from a seg
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.graph.graph import Graph
+from fxpipe.ir.operators.partial_sums import PartialSum, partial_sums
 from fxpipe.ir.operators.placed_graph import Placed
 from fxpipe.ir.plan.plan import Plan, StagePlan
 from fxpipe.ir.program.program import Program
 from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.ir.schedule.schedule_check import check
-from fxpipe.passes import lower, rewrite_placed, sources
+from fxpipe.passes import lower, rewrite_placed
 from fxpipe.pipe.options.compile_options import Options, make_schedule
 from fxpipe.pipe.options.user_passes import passes_of
 from fxpipe.planning import owners
@@ -29,6 +30,7 @@ from fxpipe.schedules.simulate.action_costs import hops, stage_costs, taken_byte
 from fxpipe.schedules.simulate.simulate import simulate
 from fxpipe.schedules.stage_segments import segmented
 
+from .apply_strategy import Sharing
 from .build import Build, Placement, emitted, lowered_totals
 from .phase_timing import timed
 from .state_write_order import check_write_order
@@ -40,8 +42,11 @@ def build(
     """The build for a graph and the numbers of its symbolic sizes. `home`: over ranks, what the first build decided."""
     assert options.place is not None
     trail: dict[str, Program | Placed] = {}
+    place = options.place
+    if options.ranks and isinstance(place, Sharing):
+        place = replace(place, whole_sums=True)
     with timed("sharding"):
-        placed = rewrite_placed(options.place(graph, sizes), len(options.devices), trail.__setitem__)
+        placed = rewrite_placed(place(graph, sizes), len(options.devices), trail.__setitem__)
     with timed("profiling"):
         first = options.devices[0]
         alone = estimate(placed.graph, sizes, cluster.device(first))
@@ -49,10 +54,13 @@ def build(
     with timed("planning"):
         where = {op: options.devices[device] for op, device in placed.devices.items()}
         seconds = {cost.name: profile.on(where[cost.name])[cost.name].forward for cost in profile.ops}
-        decided = _plan(placed, seconds, options)
+        sums = partial_sums(placed) if options.ranks else ()
+        decided = _plan(placed, seconds, options, sums)
     with timed("passes"):
         owned = owners(placed, options.devices, None if home is None else home.owners) if options.ranks else {}
-        program = lower(placed.graph, decided, trail.__setitem__, passes_of(options), segmented=True, owners=owned)
+        program = lower(
+            placed.graph, decided, trail.__setitem__, passes_of(options), segmented=True, owners=owned, sums=sums
+        )
         totals = lowered_totals(graph, decided)
     with timed("simulator"):
         costs = stage_costs(decided, profile, taken_bytes(program, sizes), keeps_at_once=graph.loss is not None)
@@ -67,11 +75,12 @@ def build(
     )
 
 
-def _plan(placed: Placed, seconds: Mapping[str, float], options: Options) -> Plan:
+def _plan(placed: Placed, seconds: Mapping[str, float], options: Options, sums: Sequence[PartialSum]) -> Plan:
     """A plan with a stage for each segment. "except_last" with one micro-batch recomputes nothing: "never"."""
     checkpoint = "never" if (options.checkpoint, options.chunks) == ("except_last", 1) else str(options.checkpoint)
     stages = (
-        StagePlan(segment.ops, options.devices[segment.device], checkpoint) for segment in segments(placed, seconds)
+        StagePlan(segment.ops, options.devices[segment.device], checkpoint)
+        for segment in segments(placed, seconds, sums)
     )
     return Plan(placed.graph.model, tuple(stages), options.chunks, str(options.schedule))
 
@@ -79,7 +88,7 @@ def _plan(placed: Placed, seconds: Mapping[str, float], options: Options) -> Pla
 def schedule_of(program: Program, options: Options) -> Schedule:
     """The schedule of a step: that of the pipeline's stages, with each action replaced by those of the stage's
     segments."""
-    took_from, stages = sources(program), program.pipeline
+    stages = program.pipeline
     labels = dict(zip(stages, program.devices, strict=True))
     devices = [labels[stage] for stage in range(len(labels))]
     if program.graph.loss is None and options.ranks:
@@ -87,6 +96,6 @@ def schedule_of(program: Program, options: Options) -> Schedule:
     else:
         chosen = options if program.graph.loss is not None else replace(options, schedule="gpipe")
         coarse = make_schedule(chosen, devices, options.chunks)
-    made = segmented(coarse, stages, program.devices, took_from)
+    made = segmented(coarse, stages, program.devices, program.sources)
     check(made)
     return made

@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxpipe.capture.tracing.rewriting.graph_view import Transform
 from fxpipe.errors import PlanError, nearest
 from fxpipe.ir.cluster import cluster as clusters
 from fxpipe.ir.cluster.cluster import Cluster
@@ -26,6 +25,9 @@ from fxpipe.pipe.build.compiled.device_graphs import NAME, device_graphs, refusa
 from fxpipe.runtime import accelerator
 from fxpipe.runtime.accelerator import has_streams
 from fxpipe.schedules.make_schedule import AUTO, SCHEDULES, STRAIGHT, WARM, Own, make, placement
+
+if TYPE_CHECKING:
+    from fxpipe.capture.tracing.rewriting.graph_view import Transform
 
 Place = Callable[[Graph, Mapping[str, int]], Placed]  # what a strategy makes of a graph with these sizes
 
@@ -59,6 +61,7 @@ class Options:
     compile_stages: bool | str | Callable[..., Any] = False
     dump: Path | None = None
     backward: str = "autograd"
+    overlap_pairs: bool = False
     memory_limit: int | None = None
     replicas: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     place: Place | None = None
@@ -95,6 +98,8 @@ def check(options: Options) -> Options:
         check_auto(options)
     if options.backward == "code":
         check_code(options)
+    if options.overlap_pairs:
+        check_pairs(options)
     check_graphs(options)
     if options.place is not None:
         check_placed(options)
@@ -124,6 +129,22 @@ def check_code(options: Options) -> None:
     }.items():
         if given:
             raise PlanError(f"backward='code' does not go with {name} yet: leave out one of them")
+
+
+def check_pairs(options: Options) -> None:
+    """Raise PlanError for options with which a forward and a backward cannot run as one function."""
+    if options.backward != "code":
+        raise PlanError(
+            f"overlap_pairs puts the lines of a forward and of a backward into one function, and backward is "
+            f"{options.backward!r}: add backward='code', or leave out overlap_pairs"
+        )
+    if options.compile_stages:
+        raise PlanError("overlap_pairs does not go with compile_stages yet: leave out one of them")
+    if options.ranks:
+        raise PlanError(
+            "overlap_pairs does not go with devices that are processes yet: leave it out, or run all devices in one "
+            "process"
+        )
 
 
 def check_placed(options: Options) -> None:

@@ -1,8 +1,9 @@
-"""Options beside a plan or a strategy that decides the same thing: they are refused."""
+"""What does not go with a plan or a strategy: options that decide the same thing, and processes that cannot do what the
+plan says. It is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from fxpipe.errors import PlanError
@@ -31,6 +32,21 @@ def refuse_beside_plan(plan: Plan | PlanFile, given: Mapping[str, Any]) -> None:
                 f"{name} is {_shown(asked)}, and the plan says {says}: leave out {name}, or change the plan, as in its "
                 "JSON file"
             )
+
+
+def refuse_optimizer_sharding(plan: Plan | PlanFile, devices: Collection[str], ranks: bool) -> None:
+    """Raise PlanError if the plan shards the optimizer's state over replicas, and one of them would have all of it.
+
+    `devices` are those that stand for the plan's, `ranks` is whether each is a rank. CPU workers of one process have
+    one memory, with the state in it once. Over ranks, the optimizer may shard it (`RankPipe.replica_group`), and with
+    tensor parallelism it is always sharded: each parameter has one owner among all replicas."""
+    placed: tuple[StagePlan | StagePlace, ...] = plan.stages
+    shards = plan.optimizer_sharding != "none" and any(stage.replicas for stage in placed)
+    if shards and not ranks and not all(label.startswith("cpu") for label in devices):
+        raise PlanError(
+            "the plan shards the optimizer's state over replicas (ZeRO-1), and in one process the first device of a "
+            "stage has all of it: start a rank for each device, or plan with optimizer_sharding='none'"
+        )
 
 
 def _said_by(plan: Plan | PlanFile) -> dict[str, tuple[Any, str]]:

@@ -23,6 +23,7 @@ from fxpipe.pipe.build.compiled.device_graphs import NAME
 from fxpipe.pipe.results.planned import Planned
 from fxpipe.pipe.results.replanned import Replanned
 from fxpipe.pipe.results.searched import Searched
+from fxpipe.planning.hybrid.plan_request import ASKED_SHARDINGS
 from fxpipe.planning.hybrid.planners import PLANNERS
 from fxpipe.schedules.make_schedule import AUTO, SCHEDULES, STRAIGHT, is_grid
 
@@ -123,6 +124,7 @@ COMPILE = table(
     Option("deferred_batch_norm", "running statistics of whole batches", (flag(),), True, unset=True),
     Option("backward", "what computes the gradients of a step: autograd, or generated code", (one_of(*BACKWARDS),),
            "code"),
+    Option("overlap_pairs", "run a forward and the backward beside it as one function", (flag(),), True),
     Option("compile_stages", "run each stage through torch.compile, with this backend or Inductor",
            (flag(), one_of(more=backends, text="the name of a backend of torch.compile"), function("a function")),
            "inductor"),
@@ -148,6 +150,8 @@ PLAN = table(
     Option("recompute", "all stages or none; the planner's choice, if not given", (flag(),), True, unset=True),
     Option("all_reduce", "when replicas add up gradients", (one_of("end", "overlap"),), "overlap"),
     COPIES,
+    Option("optimizer_sharding", "zero1: the replicas of a stage share out the optimizer's state; auto: if it must be",
+           (one_of(*ASKED_SHARDINGS),), "zero1"),
     DTYPE,
     Option("most_layers", "into how many layers a model is cut at most", (whole(1),), 64, unset=True),
     Option("time_limit", "seconds that the search may take", (SECONDS,), 30),

@@ -27,7 +27,9 @@ from fxpipe.ir.schedule.schedule import Action
 from fxpipe.pipe.build.compiled.compiled_stages import Backend
 from fxpipe.pipe.running_package import RunningPackage
 from fxpipe.pipe.saved.loaded_pipe import Loaded, LoadedState, loss_root, opened
+from fxpipe.runtime.stage import sources_of
 
+from .process_group import replica_process_group
 from .rank_arguments import Given
 from .rank_calls import Header
 from .rank_consistency import agree
@@ -58,6 +60,12 @@ class LoadedRanks(Loaded):
     def world(self) -> World:
         """The ranks of this pipe, as `RankPipe.world`."""
         return self._state.processes.world
+
+    @property
+    def replica_group(self) -> Any:
+        """The process group of the ranks that have the same stages as this one, as `RankPipe.replica_group`."""
+        with self._state.processes.together():
+            return replica_process_group(self.world, ranked(self._state.live).program.replica_group)
 
     @property
     def place(self) -> int:
@@ -93,7 +101,7 @@ def load_on_rank(
     try:
         agree(world, None if error else text_of(folder), error)
         if error is None:
-            ranked(live).share_values()
+            ranked(live).join()
     except Lost as lost:
         raise RankError(str(lost)) from None
     if error is not None:
@@ -114,7 +122,7 @@ def replica_groups(live: RunningPackage, tensors: Mapping[str, Tensor]) -> dict[
     """The devices of the stage that uses each tensor, by the tensor's `id`."""
     found: dict[int, Sequence[str]] = {}
     for kind, labels in zip(live.package.STAGES, ranked(live).table.replica_groups, strict=True):
-        whole = {held: path for held, path, _ in kind.parts}
+        whole = sources_of(kind)
         for path in kind.states:
             found.setdefault(id(tensors.get(whole.get(path, path))), labels)
     return found
@@ -135,7 +143,13 @@ def table_of(package: Any) -> MessageTable:
         found = load_table(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise PackageError(f"{file}: {error}") from None
-    rows = read_rows(package.Scheduler.rows)
+    labels, schedule = read_rows(package.Scheduler.rows)
+    if schedule.pairs:
+        raise PackageError(
+            "this package has overlapped pairs, which run on devices of one process: save one that was made without "
+            "overlap_pairs"
+        )
+    rows = dict(zip(labels, schedule.devices, strict=True))
     firsts = {label: replica_group[0] for replica_group in found.replica_groups for label in replica_group}
     for label, steps in zip(found.programs.devices, found.programs.rows, strict=True):
         runs = tuple(step.what for step in steps if isinstance(step.what, Action) and step.what.kind != "R")

@@ -24,11 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 from fxpipe.codegen.package.load_package import tensors_of
 from fxpipe.engines.ranks.mesh_sync import MeshSync
 from fxpipe.engines.ranks.rank_engine import RankScheduler
-from fxpipe.engines.ranks.rank_group import World, join
+from fxpipe.engines.ranks.rank_group import World
 from fxpipe.errors import FxpipeError, PlanError
 from fxpipe.runtime.autograd.gradient_aliases import Pair, alias, commit_gradients
 from fxpipe.runtime.dtensor_stage import Layout, compute_sharded
 
+from .process_group import join
 from .rank_consistency import agree, on_each
 from .stage_module import Graded, Part, add_through
 

@@ -11,9 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fxpipe.engines.ranks.rank_group import World, backends, join
-from fxpipe.engines.ranks.rendezvous import ADDRESS, may_meet_the_gone
-from fxpipe.errors import PlanError
+from fxpipe.engines.ranks.rank_group import Lost, World
+from fxpipe.engines.ranks.rendezvous import ADDRESS, fresh_store, may_meet_the_gone
+from fxpipe.engines.transports.communicators import Communicators, Watch, backends, each_way
+from fxpipe.engines.transports.same_machine import neighbours
+from fxpipe.engines.transports.sum_groups import SumGroups
+from fxpipe.errors import PlanError, RankError
 from fxpipe.ir.cluster.cluster import Cluster
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -76,6 +79,34 @@ def process_group(group: Any) -> Any:
     return group.get_group()
 
 
+def replica_process_group(world: World, replicas: Sequence[int]) -> Any:
+    """The process group of these ranks of the world, made by the first call, which all of them make. Raises RankError
+    if one does not.
+
+    Made directly, as the connections in `join` are, but known to torch.distributed, for what others do with it. Its
+    name is of this world and these ranks, so it does not matter which groups they have made before, in which order."""
+    key: tuple[World | int, ...] = (world, *replicas)
+    if key not in _replica_groups:
+        c10d: Any = dist.distributed_c10d
+        everywhere = dist.get_process_group_ranks(world.group)
+        ranks = sorted(everywhere[rank] for rank in replicas)
+        backend, place = dist.get_backend_config(world.group), ranks.index(dist.get_rank())
+        name = f"fxpipe/replicas/{ranks}/{everywhere}/{world.device.type}/{world.timeout}/{backend}"
+        try:
+            made, _ = c10d._new_process_group_helper(
+                len(ranks), place, ranks, backend, world.store, name, timeout=world.limit
+            )
+        except RuntimeError as error:
+            names = ", ".join(map(str, replicas))
+            raise RankError(f"not all of the ranks {names} have asked for their replica_group: {error}") from None
+        c10d._world.pg_group_ranks[made] = {rank: number for number, rank in enumerate(ranks)}
+        _replica_groups[key] = made
+    return _replica_groups[key]
+
+
+_replica_groups: dict[tuple[World | int, ...], Any] = {}
+
+
 def own_device(group: Any) -> torch.device:
     """The device of this rank: an accelerator if the group has a backend for one, else the CPU."""
     kind = next((kind for kind, backend in backends(group).items() if kind != "cpu" and backend != "gloo"), "cpu")
@@ -85,3 +116,43 @@ def own_device(group: Any) -> torch.device:
     index = int(os.environ.get("LOCAL_RANK", dist.get_rank() % module.device_count()))
     module.set_device(index)
     return torch.device(kind, index)
+
+
+# To join a world ------------------------------------------------------------------------------------------------------
+
+_worlds: dict[Any, World] = {}
+
+
+def join(group: Any, device: torch.device, timeout: float) -> World:
+    """The world of the ranks of `group`. It has connections of its own, which all pipes on these ranks share. Raises
+    RankError if a rank is lost meanwhile."""
+    ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
+    backend = backends(group).get(device.type, "gloo")
+    key = (*ranks, device, timeout, backend, id(dist.group.WORLD))
+    if key in _worlds:
+        return _worlds[key]
+    # Makes backends directly: torch.distributed.new_group requires all ranks of the whole world to take part, or else
+    # (torch 2.13) that all ranks are in equally many groups, whose number gives the new group its name.
+    c10d: Any = dist.distributed_c10d
+    store = c10d.PrefixStore(f"fxpipe/{backend}/{'-'.join(map(str, ranks))}/{timeout}", c10d._get_default_store())
+    store = fresh_store(store, rank, len(ranks), timeout)  # of ranks that are gone there may be addresses, and losses
+    limit = timedelta(seconds=timeout)
+    control = each_way(store, rank, len(ranks), limit)
+    labels = tuple(f"{device.type}:{rank}" for rank in range(len(ranks)))
+    queued = device.type != "cpu" or backend.upper() in c10d.Backend._plugins
+    sums = SumGroups(backend if queued else "gloo", store, rank, device, limit)
+    made = World(group, rank, labels, device, control, timeout, store, sums)
+    try:
+        made.local_peers = neighbours(rank, made.collect)
+        if queued:
+            one_machine = len(made.local_peers) == len(ranks) - 1
+            made.watch = Watch(rank, len(ranks), made.collect, one_machine, limit)
+            made.communicators = Communicators(backend, store, rank, len(ranks), device, limit)
+            for call in made.communicators.touch():
+                made.settle(call)
+    except Lost as lost:
+        raise RankError(str(lost)) from None
+    except OSError as error:
+        raise RankError(f"rank {rank} cannot connect to the other ranks: {error}") from error
+    _worlds[key] = made
+    return made

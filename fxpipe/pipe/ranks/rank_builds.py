@@ -81,7 +81,7 @@ class RankBuilds:
             on_each(self.world.collect, load)
         live = self.cache.live(made)
         if new:
-            ranked(live).share_values()
+            ranked(live).join()
         return live
 
     def refuse(self, header: Header, signatures: Given, error: BaseException) -> None:

@@ -21,6 +21,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -86,7 +87,7 @@ class RankCalls:
     - `header`: the leader's header; `waits`: whether this rank has not received it yet.
     - `joined`: whether this rank has begun its part, so that all ranks learn of an error here.
     - `name`: the name of this rank's call in errors; `target`: whether it was given a target.
-    - `given`: the checksums of this rank's own arguments, if `check_inputs`.
+    - `given`: computes the checksums of this rank's own arguments; none without `check_inputs`.
 
     From one call to the next:
 
@@ -96,7 +97,7 @@ class RankCalls:
 
     def __init__(self, world: World, check_inputs: bool = True) -> None:
         self.world, self.check_inputs = world, check_inputs
-        self.given: Mapping[str, Tensor] = {}
+        self.given: Callable[[], Mapping[str, Tensor]] = dict
         self.header, self.waits, self.joined, self.name = Header(), False, False, "step"
         self.target = False
         self.signatures: Given = (), {}, None
@@ -109,7 +110,7 @@ class RankCalls:
         compares = self.check_inputs and name != "prepare"
 
         def checked(whole: Given) -> Any:
-            self.given = checksums(given) if compares else {}
+            self.given = partial(checksums, given) if compares else dict
             return call(whole)
 
         return self._lead(checked, given) if self.world.leads else self._follow(checked, given, refuse)

@@ -29,6 +29,7 @@ from fxpipe.pipe.options.compile_options import Options
 from fxpipe.pipe.pipe import Pipe, PipeState
 
 from .parallelize import Function, Parallel, release
+from .process_group import replica_process_group
 from .rank_builds import RankBuilds
 from .rank_tensors import RankTensors
 from .ranks import Ranks, ranked, refuse_copy, refuse_pickle, weakly
@@ -85,6 +86,24 @@ class RankPipe(Pipe):
         """The number of this rank among all that train the model, those of pipes side by side included: the index of
         its value in `collect_all`."""
         return self._state.processes.place
+
+    @property
+    def replica_group(self) -> Any:
+        """The ProcessGroup of torch.distributed of the ranks that have the same stages as this one, in the order of
+        ranks; of this rank alone if its stages have no replicas. For an optimizer whose state they share out (ZeRO-1):
+
+            optimizer = ZeroRedundancyOptimizer(
+                pipe.parameters(), torch.optim.Adam, process_group=pipe.replica_group, lr=1e-3
+            )
+
+        All replicas read it, and make the group when they first do. Raises FxpipeError before the first call, which
+        decides the stages, and RankError if a rank does not answer."""
+        self.keys_here()  # raises if the stages are not decided
+        cache, world = self._state.cache, self.world
+        groups = (stage.devices for stage in cache.home.plan.stages) if cache.home else ()
+        own = next((labels for labels in groups if world.label in labels), (world.label,))
+        with self._state.processes.together():
+            return replica_process_group(world, [world.labels.index(label) for label in own])
 
     def keys_here(self) -> Collection[str]:
         """The names of the parameters and buffers that this rank needs, those of `held_tensors`. Raises FxpipeError

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fxpipe.ir.plan.model_states import ModelStates
 from fxpipe.ir.units import show_bytes
 
 KINDS = ("parameters", "gradients", "optimizer", "activations")
@@ -17,7 +18,7 @@ KINDS = ("parameters", "gradients", "optimizer", "activations")
 class MemoryKinds:
     """Bytes on a device at the fullest moment of a step.
 
-    - `optimizer`: what it keeps for each parameter, and master copies.
+    - `parameters`, `gradients`, `optimizer`: as in `ModelStates`.
     - `activations`: what waits for backward, recomputed or not, and what a stage takes.
     """
 
@@ -35,16 +36,11 @@ class MemoryKinds:
         return tuple(show_bytes(getattr(self, kind)) for kind in KINDS)
 
 
-def memory_kinds(parameters: float, copies: float, peak: int) -> MemoryKinds:
-    """The kinds in a peak of `peak` bytes, of which `copies` bytes are there for each byte of parameters: the first is
-    the parameter, the second its gradient, the others are the optimizer's.
+def memory_kinds(states: ModelStates, peak: int) -> MemoryKinds:
+    """The kinds in a peak of `peak` bytes, of which these states are a part.
 
-    >>> memory_kinds(10, 4, 100)
+    >>> memory_kinds(ModelStates(10, 10, 20), 100)
     MemoryKinds(parameters=10, gradients=10, optimizer=20, activations=60)
-    >>> memory_kinds(10, 1.5, 20)
-    MemoryKinds(parameters=10, gradients=5, optimizer=0, activations=5)
     """
-    one, two = min(copies, 1.0), min(copies, 2.0)
-    held = round(parameters * copies)
-    weights, gradients = round(parameters * one), round(parameters * (two - one))
+    held, weights, gradients = round(sum(states)), round(states.parameters), round(states.gradients)
     return MemoryKinds(weights, gradients, held - weights - gradients, peak - held)

@@ -23,7 +23,7 @@ from fxpipe.ir.timeline import Timeline
 from fxpipe.ir.units import show_seconds
 from fxpipe.pipe.build.phase_timing import timed
 from fxpipe.planning.hybrid.plan_request import Answer, Request
-from fxpipe.planning.hybrid.planners import dapple_in_time, search
+from fxpipe.planning.hybrid.planners import search
 
 OTHERS = ("data parallel", "straight", "dapple")
 DAPPLE_SECONDS = 10.0  # that its search may take; on 16 devices it takes less than one
@@ -86,26 +86,36 @@ def _rival(name: str, request: Request, chosen: Answer) -> Row:
         try:
             if name == "dapple":
                 count = chosen.plan.micro_batches
-                answer = dapple_in_time(replace(request, micro_batches=count, seconds=DAPPLE_SECONDS))
+                answer = search(name, replace(request, micro_batches=count, seconds=DAPPLE_SECONDS))
             else:
                 answer = search(name, request)
         except PlanError as error:
             return name, "", "", str(error)
     m = answer.plan.micro_batches
     facts = f"{m} micro-batch{'es' if m > 1 else ''}, {answer.plan.warmup} warm-up"
+    facts += f", its search did not end in {show_seconds(DAPPLE_SECONDS)}" * (answer.unfinished > 0)
     return _row(f"{name} {shape(answer.plan.stages)}", answer, chosen, facts)
 
 
 def _what_if(planner: str, request: Request, chosen: Answer, size: int) -> list[Row]:
-    """The same planner on a changed cluster, with the micro-batches of the plan, so that nothing else differs."""
+    """The same planner, with the micro-batches of the plan, so that nothing else differs: on a changed cluster; and
+    without ZeRO-1, if the plan has it, or with it, if some stages recompute."""
     more = "one more device" if size == 1 else f"{size} more devices"
-    changes = {more: one_more(request.cluster), "twice the bandwidth": widened(request.cluster, 2)}
-    same = replace(request, micro_batches=chosen.plan.micro_batches, warmup=chosen.plan.warmup)
+    own = replace(request, micro_batches=chosen.plan.micro_batches)
+    same = replace(own, warmup=chosen.plan.warmup)
+    changes = {
+        more: replace(same, cluster=one_more(request.cluster)),
+        "twice the bandwidth": replace(same, cluster=widened(request.cluster, 2)),
+    }
+    if chosen.plan.shards_optimizer:
+        changes["without ZeRO-1"] = replace(own, optimizer_sharding="none")
+    elif request.optimizer_sharding == "none" and any(stage.recompute for stage in chosen.plan.stages):
+        changes["with ZeRO-1"] = replace(own, optimizer_sharding="zero1")
     rows = []
-    for name, cluster in changes.items():
+    for name, changed in changes.items():
         with timed(name):
             try:
-                answer = search(planner, replace(same, cluster=cluster))
+                answer = search(planner, changed)
             except PlanError as error:
                 rows.append((name, "", "", str(error)))
                 continue

@@ -26,6 +26,7 @@ from fxpipe.ir.plan import layer_chain as chains
 from fxpipe.ir.plan import plan as plans
 from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, replica_group, shape
 from fxpipe.ir.plan.layer_chain import Chain, for_micro_batches
+from fxpipe.ir.plan.model_states import model_states
 from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.replica_shares import uneven
 from fxpipe.ir.schedule.schedule import Schedule
@@ -69,6 +70,7 @@ class Planned:
     - `work`: the FLOPs of one sample, forward and backward, and its tokens.
     - `shardings`: how each op is cut over the devices of a group, with tensor parallelism.
     - `tried`: what was found with each tensor-parallel size, if there were several.
+    - `recompute`, `optimizer_sharding`: those that were asked for; `layers` has those of the plan.
     - `certificate`: no plan takes fewer seconds than its `.bound`; `.gap` is how far that is below the plan's time, as
       a share of it. None if the planner proves nothing.
     """
@@ -84,6 +86,8 @@ class Planned:
     certificate: Certificate | None = None
     shardings: tuple[OpSharding, ...] = ()
     tried: tuple[TriedSize, ...] = ()
+    recompute: bool | None = None
+    optimizer_sharding: str = "none"
 
     def __str__(self) -> str:
         """The figures of the step, and a row for each stage."""
@@ -92,6 +96,8 @@ class Planned:
         shares = ", ideal shares" if self.chain.ideal_shares else ""
         if layers.tensor_parallel > 1:
             shares += f", tensor parallel {layers.tensor_parallel}"
+        if layers.shards_optimizer:
+            shares += ", ZeRO-1"
         head = [
             f"{self.plan.model}: {shape(layers.stages)} on {len(self.memory)} of {len(self.cluster.devices)} devices, "
             f"{counts}, {self.plan.schedule}{shares}",
@@ -165,9 +171,10 @@ class Planned:
         `parameters`, `gradients`, `optimizer` and `activations`."""
         found = {}
         for stage, peak_bytes in zip(self.layers.stages, self.timeline.high_water, strict=True):
-            own = self.chain.parameters[stage.end] - self.chain.parameters[stage.first]
+            replicas, sharding = len(stage.devices), self.layers.optimizer_sharding
+            states = model_states(self.chain, stage.first, stage.end, replicas, self.copies, sharding)
             for device in self.devices(stage):
-                found[self.cluster.labels[device]] = memory_kinds(own, self.copies, peak_bytes)
+                found[self.cluster.labels[device]] = memory_kinds(states, peak_bytes)
         return found
 
     @property
@@ -196,7 +203,14 @@ class Planned:
         twice the bandwidth. Searching these takes a few seconds."""
         chosen, size = Answer(self.layers, self.seconds, self.certificate), self.layers.tensor_parallel
         request = Request(
-            self.chains, self.grouped, self.batch, all_reduce=self.layers.all_reduce, copies=self.copies, seconds=3
+            self.chains,
+            self.grouped,
+            self.batch,
+            recompute=self.recompute,
+            all_reduce=self.layers.all_reduce,
+            copies=self.copies,
+            seconds=3,
+            optimizer_sharding=self.optimizer_sharding,
         )
         why = plan_alternatives.explain(self.planner, request, chosen, self.timeline, size)
         sizes = plan_alternatives.sizes(self.tried)

@@ -32,6 +32,7 @@ from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.cluster.network import Rate, all_reduce, split_concat
 from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, warmup_of
 from fxpipe.ir.plan.layer_chain import Chain, Layer
+from fxpipe.ir.plan.model_states import model_states
 from fxpipe.ir.replica_shares import dealt, largest_share
 
 Devices = tuple[int, ...]
@@ -73,6 +74,11 @@ class Problem:
     - `warmup`, `all_reduce`: as in `HybridPlan`.
     - `copies`: bytes in memory for each byte of parameters: 2 with the gradient, more with the optimizer's state.
     - `capped`: whether plans must fit in memory.
+    - `optimizer_sharding`: as in `HybridPlan`, or "auto": that of plans that do not fit in memory otherwise.
+
+    Replicas that share out the optimizer's state need not all-reduce their gradients: a reduce-scatter gives each the
+    sums for its share, and an all-gather the parameters that the others have updated. In a ring these two take as long
+    as the all-reduce, which is a reduce-scatter and an all-gather (ZeRO, section 7.2.1). So they are counted as one.
     """
 
     chain: Chain
@@ -82,6 +88,7 @@ class Problem:
     all_reduce: str = "end"
     copies: float = 2
     capped: bool = True
+    optimizer_sharding: str = "none"
     _stages: dict[tuple[int, int, Devices, bool], StageTimes] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -154,6 +161,11 @@ class Problem:
             share = self._shares[replicas] = largest_share(self.chain.samples, replicas)
         return share
 
+    def fixed(self, first: int, end: int, replicas: int) -> float:
+        """Bytes that each device of a stage holds whatever it computes."""
+        sharding = "none" if self.optimizer_sharding == "none" else "zero1"
+        return sum(model_states(self.chain, first, end, replicas, self.copies, sharding))
+
     def ring(self, devices: Devices) -> Rate:
         """The rate of an all-reduce, remembered."""
         rate = self._all_reduce.get(devices)
@@ -204,7 +216,7 @@ def _stage_times(problem: Problem, first: int, end: int, devices: Devices, recom
         forward if recompute else 0.0,
         backward,
         _tail(problem, first, end, devices),
-        fixed=problem.copies * (chain.parameters[end] - chain.parameters[first]),
+        fixed=problem.fixed(first, end, len(devices)),
         kept=taken if recompute else saved,
         once=saved if recompute else 0.0,
         room=min(problem.cluster.devices[device].memory for device in devices) if problem.capped else inf,
@@ -232,8 +244,12 @@ def least_work(problem: Problem) -> float:
 
 def plan_of(problem: Problem, stages: tuple[HybridStage, ...]) -> HybridPlan:
     """The plan of these stages."""
-    chain, m = problem.chain, problem.micro_batches
-    return HybridPlan(chain.model, stages, m, problem.warmup, problem.all_reduce, chain.samples)
+    chain, m, sharding = problem.chain, problem.micro_batches, problem.optimizer_sharding
+    if sharding == "auto":
+        sharding = "none" if fits(replace(problem, optimizer_sharding="none"), stages) else "zero1"
+    return HybridPlan(
+        chain.model, stages, m, problem.warmup, problem.all_reduce, chain.samples, optimizer_sharding=sharding
+    )
 
 
 def fits(problem: Problem, stages: Sequence[HybridStage]) -> bool:

@@ -137,4 +137,11 @@ def as_plan(graph: Graph, made: Layers, hybrid: HybridPlan, labels: Sequence[str
         device, *others = (labels[position] for position in stage.devices)
         mode = "always" if stage.recompute else "never"
         stages.append(StagePlan(tuple(sorted(ops, key=captured.__getitem__)), device, mode, replicas=tuple(others)))
-    return Plan(graph.model, tuple(stages), hybrid.micro_batches, schedule, tensor_parallel=hybrid.tensor_parallel)
+    return Plan(
+        graph.model,
+        tuple(stages),
+        hybrid.micro_batches,
+        schedule,
+        tensor_parallel=hybrid.tensor_parallel,
+        optimizer_sharding=hybrid.optimizer_sharding,
+    )

@@ -10,12 +10,14 @@ from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.plan import layer_chain as chains
 from fxpipe.ir.plan.hybrid_plan import ALL_REDUCES, WARMUPS, HybridPlan
 from fxpipe.ir.plan.layer_chain import Chain
+from fxpipe.ir.plan.model_states import OPTIMIZER_SHARDINGS
 from fxpipe.ir.units import count, show_seconds
 
 from .event_time import Problem
 
 MOST_MICRO_BATCHES = 1024  # if the planner chooses: more take time to simulate, and gain very little
 FEW = 4  # numbers of micro-batches that a slow planner tries
+ASKED_SHARDINGS = (*OPTIMIZER_SHARDINGS, "auto")
 EXACT = 1e-9  # a plan this little above the bound, relatively, is as good as optimal: sums have rounding errors
 
 
@@ -26,7 +28,7 @@ class Request:
     - `chains`: the same layers with costs at several sizes of micro-batch; other sizes are scaled from the nearest
     - `micro_batches`, `warmup`: those of the plan
     - `recompute`: whether all stages do (True), none (False), or those that do not fit in memory otherwise (None)
-    - `all_reduce`, `copies`, `capped`: as in `Problem`
+    - `all_reduce`, `copies`, `capped`, `optimizer_sharding`: as in `Problem`
     - `seconds`: how long a search may take
     """
 
@@ -40,6 +42,7 @@ class Request:
     copies: float = 4
     seconds: float = 30
     capped: bool = True
+    optimizer_sharding: str = "none"
 
     @property
     def warmups(self) -> tuple[str, ...]:
@@ -57,7 +60,16 @@ class Request:
 
     def problem(self, micro_batches: int, warmup: str) -> Problem:
         chain = chains.for_micro_batches(self.chains, self.batch, micro_batches)
-        return Problem(chain, self.cluster, micro_batches, warmup, self.all_reduce, self.copies, self.capped)
+        return Problem(
+            chain,
+            self.cluster,
+            micro_batches,
+            warmup,
+            self.all_reduce,
+            self.copies,
+            self.capped,
+            self.optimizer_sharding,
+        )
 
 
 def check(request: Request) -> None:
@@ -81,6 +93,10 @@ def check(request: Request) -> None:
         raise PlanError(f"there is no warm-up {request.warmup!r}; there are {', '.join(WARMUPS)}")
     if request.all_reduce not in ALL_REDUCES:
         raise PlanError(f"there is no all-reduce {request.all_reduce!r}; there are {', '.join(ALL_REDUCES)}")
+    if request.optimizer_sharding not in ASKED_SHARDINGS:
+        raise PlanError(
+            f"there is no optimizer sharding {request.optimizer_sharding!r}; there are {', '.join(ASKED_SHARDINGS)}"
+        )
     if not request.seconds > 0:
         raise PlanError(f"{request.seconds} seconds to search; give more than none")
 
@@ -97,6 +113,7 @@ class Certificate:
     - `ideal_shares`: whether the replicas of all plans share micro-batches evenly, whole samples or not.
     - `unfinished`: for how many numbers of micro-batches and warm-ups DAPPLE's planner took too long. Its plan with one
       of these may be faster; with all others it is not.
+    - `optimizer_sharding`: that of all plans: "none", "zero1", or "auto", where memory asks for it.
     """
 
     bound: float
@@ -106,6 +123,7 @@ class Certificate:
     seconds: float
     ideal_shares: bool = False
     unfinished: int = 0
+    optimizer_sharding: str = "none"
 
     @property
     def proven(self) -> bool:
@@ -116,6 +134,8 @@ class Certificate:
         known = "proven optimal" if self.proven else f"at most {self.gap:.2%} above the optimum"
         if self.ideal_shares:
             known += ", with ideal shares"
+        if self.optimizer_sharding != "none":
+            known += ", with ZeRO-1" + (" where memory asks for it" if self.optimizer_sharding == "auto" else "")
         if self.unfinished:
             known += (
                 f", and perhaps above DAPPLE's plan, whose planner did not end in time ({self.unfinished} searches)"
@@ -126,8 +146,10 @@ class Certificate:
 
 @dataclass(frozen=True)
 class Answer:
-    """A plan, the seconds of its step by event time, and a certificate, if the planner gives one."""
+    """A plan, the seconds of its step by event time, and a certificate, if the planner gives one. `unfinished`: how
+    many searches of DAPPLE's planner did not end in time."""
 
     plan: HybridPlan
     seconds: float
     certificate: Certificate | None = None
+    unfinished: int = 0

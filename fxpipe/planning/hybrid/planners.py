@@ -21,7 +21,6 @@ from time import perf_counter
 from fxpipe.errors import PlanError
 from fxpipe.ir.cluster.cluster import Cluster, link
 from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, warmup_of
-from fxpipe.ir.units import show_seconds
 from fxpipe.planning.hybrid.exact.optimal_plan import optimal
 
 from .dapple import DappleSearch
@@ -86,28 +85,37 @@ def best_of(found: Sequence[Answer]) -> Answer:
         sum(proof.seconds for proof in proofs),
         best.plan.samples is None,
         sum(proof.unfinished for proof in proofs),
+        proofs[0].optimizer_sharding,
     )
     return replace(best, certificate=certificate)
 
 
-def _tried(stages_of: Callable[[Problem], Stages], few: bool = False) -> Callable[[Request], Answer]:
-    """A planner from a function that cuts and places; `few`: it is slow, so it tries few numbers of micro-batches."""
+def _tried(stages_of: Callable[[Problem], Stages], most: int = MOST_MICRO_BATCHES) -> Callable[[Request], Answer]:
+    """A planner from a function that cuts and places, for at most so many numbers of micro-batches."""
 
     def planner(request: Request) -> Answer:
-        best: tuple[float, HybridPlan] | None = None
-        for m in request.counts(FEW if few else MOST_MICRO_BATCHES):
-            for warmup in request.warmups:
-                problem = request.problem(m, warmup)
-                stages = recomputing(problem, stages_of(problem), request.recompute)
-                seconds = event_time(problem, stages)
-                if seconds < (best[0] if best else inf):
-                    best = seconds, plan_of(problem, stages)
-        if best is None:
-            why = " without recomputation" if request.recompute is False else ""
-            raise PlanError(f"{request.chains[0].model} does not fit in memory like that{why}")
-        return Answer(best[1], best[0])
+        return _fastest(request, _problems(request, most), stages_of)
 
     return planner
+
+
+def _problems(request: Request, most: int) -> list[Problem]:
+    """A problem for each warm-up and each of at most `most` numbers of micro-batches."""
+    return [request.problem(m, warmup) for m in request.counts(most) for warmup in request.warmups]
+
+
+def _fastest(request: Request, problems: Sequence[Problem], stages_of: Callable[[Problem], Stages]) -> Answer:
+    """The fastest plan of all problems, cut and placed by `stages_of`. Raises PlanError if none fits in memory."""
+    best: tuple[float, HybridPlan] | None = None
+    for problem in problems:
+        stages = recomputing(problem, stages_of(problem), request.recompute)
+        seconds = event_time(problem, stages)
+        if seconds < (best[0] if best else inf):
+            best = seconds, plan_of(problem, stages)
+    if best is None:
+        why = " without recomputation" if request.recompute is False else ""
+        raise PlanError(f"{request.chains[0].model} does not fit in memory like that{why}")
+    return Answer(best[1], best[0])
 
 
 def recomputing(problem: Problem, stages: Stages, recompute: bool | None) -> Stages:
@@ -125,25 +133,21 @@ def recomputing(problem: Problem, stages: Stages, recompute: bool | None) -> Sta
 # Ways to cut and place ----------------------------------------------------------------------------------------------
 
 
-def _dapple(problem: Problem) -> Stages:
-    search = DappleSearch(problem, recomputes=True)
-    search.run()
-    return search.stages
-
-
-def dapple_in_time(request: Request) -> Answer:
-    """The answer of DAPPLE's planner. Raises PlanError if it takes more than the seconds of the request: on clusters of
-    many servers with several devices each, its search may take hours."""
-    check(request)
-    until = perf_counter() + request.seconds
+def _dapple(request: Request) -> Answer:
+    """DAPPLE's plan for few numbers of micro-batches, as its search is slow: on many servers of several devices each it
+    may take hours. The searches share the time; one that does not end gives its best plan so far."""
+    until, problems = perf_counter() + request.seconds, _problems(request, FEW)
+    left, unfinished = len(problems), 0
 
     def stages_of(problem: Problem) -> Stages:
-        search = DappleSearch(problem, recomputes=True)
-        if not search.run(until):
-            raise PlanError(f"its search did not end in {show_seconds(request.seconds)}")
-        return search.stages
+        nonlocal left, unfinished
+        search, now = DappleSearch(problem, recomputes=True), perf_counter()
+        unfinished += not search.run(now + (until - now) / left)
+        left -= 1
+        return search.best[1]
 
-    return _tried(stages_of, few=True)(request)
+    answer = _fastest(request, problems, stages_of)
+    return replace(answer, unfinished=unfinished)
 
 
 def _pipedream(problem: Problem) -> Stages:
@@ -173,8 +177,8 @@ def levels(cluster: Cluster) -> list[Level]:
 
 PLANNERS: dict[str, Callable[[Request], Answer]] = {
     "optimal": _optimal,
-    "dapple": _tried(_dapple, few=True),
-    "pipedream": _tried(_pipedream, few=True),
+    "dapple": _dapple,
+    "pipedream": _tried(_pipedream, FEW),
     "gpipe": _tried(gpipe),
     "straight": _tried(one_each),
     "data parallel": _tried(whole),

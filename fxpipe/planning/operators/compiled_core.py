@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -10,8 +10,8 @@ from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.operators.operators import OperatorGraph
 from fxpipe.ir.operators.strategy import Config, Strategy, check, cut
 from fxpipe.planning.operators.compiled.block_moves import explore, leap
-from fxpipe.planning.operators.compiled.flat_arrays import RANK, Floats, Ints, problem, state
-from fxpipe.planning.operators.compiled.metropolis import begin, improve, walk
+from fxpipe.planning.operators.compiled.flat_arrays import RANK, Ints, problem, state
+from fxpipe.planning.operators.compiled.metropolis import begin, improve
 
 from .compiled.cut_patterns import patterns
 from .operator_costs import Cost
@@ -20,7 +20,7 @@ from .strategy_space import fixed
 
 class Core:
     """A strategy of one graph on one cluster, to be changed and simulated. `random` is the state of the random numbers,
-    `best` the best strategy of all walks. `capacity` is the room for messages to begin with, `copies` how many bytes
+    `best` the best strategy of the chain. `capacity` is the room for messages to begin with, `copies` how many bytes
     are in memory for each byte of weights."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Core:
 
     @property
     def best(self) -> tuple[Strategy, float]:
-        """The best strategy of all walks since `begin`, and its seconds."""
+        """The best strategy of the chain since `begin`, and its seconds."""
         seconds, rows, places = self.best_arrays
         return self._strategy(rows, places), float(seconds[0])
 
@@ -83,32 +83,16 @@ class Core:
             best[:] = now
         return self.seconds
 
-    def walk(self, steps: int, temperature: float) -> list[tuple[int, float]]:
-        """Go `steps` steps of the chain; `temperature` is in seconds. Returns (step, seconds) of each improvement."""
-        return self._steps(
-            steps,
-            lambda left, trace: walk(
-                *(self.problem, self.state, self.random, left, temperature),
-                *(*self.best_arrays, trace, self._devices),
-            ),
-        )
-
-    def explore(self, steps: int, temperature: float, share: float) -> list[tuple[int, float]]:
-        """As `walk`, where a `share` of the steps are leaps: changes of many operators at once."""
-        return self._steps(
-            steps,
-            lambda left, trace: explore(
-                *(self.problem, self._patterns, self.state, self._leap, self.random, left, temperature, share),
-                *(*self.best_arrays, trace, self._devices),
-            ),
-        )
-
-    def _steps(self, steps: int, go: Callable[[int, Floats], int]) -> list[tuple[int, float]]:
-        """Take all steps, and make more room each time there was not enough."""
+    def explore(self, steps: int, temperature: float, share: float = 0.0) -> list[tuple[int, float]]:
+        """Go `steps` steps of the chain; `temperature` is in seconds. A `share` of the steps are leaps: changes of many
+        operators at once. Returns (step, seconds) of each improvement."""
         found: list[tuple[int, float]] = []
         trace, done = np.zeros((steps + 1, 2)), 0
         while done < steps:
-            taken = go(steps - done, trace)
+            taken = explore(
+                *(self.problem, self._patterns, self.state, self._leap, self.random, steps - done, temperature, share),
+                *(*self.best_arrays, trace, self._devices),
+            )
             found += [(done + int(at), float(cost)) for at, cost in trace[1 : int(trace[0, 0]) + 1]]
             done += taken
             if done < steps:

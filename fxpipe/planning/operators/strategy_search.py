@@ -128,7 +128,6 @@ def compile_core() -> None:
     start = data_parallel(graph, 1)
     core = Core(graph, Cluster.of(["cpu:0"]), estimated(), (start,))
     seconds = core.begin(start)
-    core.walk(1, seconds)
     core.explore(1, seconds, 0.5)
     core.improve(0)
 
@@ -194,7 +193,7 @@ def _mcmc(
         start = last = monotonic()
         steps = 16
         while (now := monotonic()) - start < each and now - last < each / 2:
-            if core.walk(steps, hot * costs[name]):
+            if core.explore(steps, hot * costs[name]):
                 last = monotonic()
             tried += steps
             steps = _next_steps(steps, monotonic() - now)

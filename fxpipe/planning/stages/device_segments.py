@@ -12,16 +12,18 @@ holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 from heapq import heappop, heappush
+from itertools import pairwise
 from math import inf
 
 from fxpipe.errors import PlanError
 from fxpipe.ir.graph.graph import Graph, Op
 from fxpipe.ir.graph.legal_cuts import ties
 from fxpipe.ir.graph.shared_memory_values import memory_of
+from fxpipe.ir.operators.partial_sums import PartialSum
 from fxpipe.ir.operators.placed_graph import Placed
 
 from .op_order import Edges, requirements
@@ -37,15 +39,19 @@ class Segment:
     ops: tuple[str, ...]
 
 
-def segments(placed: Placed, seconds: Mapping[str, float] | None = None) -> tuple[Segment, ...]:
+def segments(
+    placed: Placed, seconds: Mapping[str, float] | None = None, sums: Sequence[PartialSum] = ()
+) -> tuple[Segment, ...]:
     """The segments in an order in which they can run; those of a device run in this order. `seconds` is how long each
-    op takes, 0 if not given: then segments are as few as possible. Raises PlanError if ops that must run together are
-    on several devices."""
+    op takes, 0 if not given: then segments are as few as possible. A device makes its part of one of `sums` in an
+    earlier segment than it adds up. Raises PlanError if ops that must run together are on several devices."""
     graph = placed.graph
     before = requirements(graph)
-    whole = blocks(graph, before, _made_of_nothing(placed, before))
+    position = {op.name: at for at, op in enumerate(graph.ops)}
+    chains = [pair for one in sums for adds in one.adds for pair in pairwise(map(position.__getitem__, adds))]
+    whole = blocks(graph, before, [*_made_of_nothing(placed, before), *chains])
     _refuse_torn(graph, placed, whole)
-    return _Turns(placed, before, whole, seconds or {}).taken()
+    return _Turns(placed, before, whole, seconds or {}, {position[part] for one in sums for part in one.parts}).taken()
 
 
 # Ops that stay together -----------------------------------------------------------------------------------------------
@@ -125,6 +131,7 @@ def _refuse_torn(graph: Graph, placed: Placed, blocks: Sequence[tuple[int, ...]]
 class _Turns:
     """Gives blocks to devices, segment by segment. A block is named by its first op.
 
+    - `parts`: ops whose readers are in later segments.
     - `free`: when each device is done, in seconds.
     - `ended`: when each block is done.
     - `ready`: for each device a heap of the blocks that may run, as (`way`, first op).
@@ -134,6 +141,7 @@ class _Turns:
     before: Edges
     blocks: Sequence[tuple[int, ...]]
     seconds: Mapping[str, float]
+    parts: Collection[int]
     free: dict[int, float] = field(default_factory=dict)
     ended: dict[int, float] = field(default_factory=dict)
     ready: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
@@ -198,7 +206,7 @@ class _Turns:
         taken, later = list[int](), list[int]()
         while self.ready[device]:
             _, first = heappop(self.ready[device])
-            late = self.arrival(first) > start
+            late = self.arrival(first) > start or self.begins(first, taken)
             keeps_values = now + self.cost[first] - given > WORTH
             keeps_gradients = now - start > WORTH and bool(self.taken_by(first))
             if late or keeps_values or keeps_gradients:
@@ -216,6 +224,11 @@ class _Turns:
         for first in {at for at in taken if at in self.at}:  # all is given at the end
             self.ended[first] = now
         return taken
+
+    def begins(self, first: int, taken: Collection[int]) -> bool:
+        """Whether a block reads a part of a sum that is among the ops `taken` so far for a segment."""
+        parts = (need for at in self.at[first] for need in self.before[at] if need in self.parts)
+        return any(part in taken for part in parts)
 
     def release(self, first: int) -> None:
         """Make ready the blocks that waited only for this one."""

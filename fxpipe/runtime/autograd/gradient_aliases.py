@@ -8,8 +8,8 @@ parameter's memory and collect its gradients, which are added to the parameter o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,35 +26,48 @@ def alias(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_()
 
 
-@contextmanager
-def standing_in(stages: Sequence[Stage]) -> Iterator[list[list[Pair]]]:
-    """In this context the stages hold aliases of all tensors that need a gradient; gives the pairs of each stage. Where
-    code computes gradients, it counts on contiguous memory: tensors of another layout, such as `channels_last`, are
-    copied."""
-    found: list[list[Pair]] = [[] for _ in stages]
-    swapped = []
-    try:
-        for stage, pairs in zip(stages, found, strict=True):
-            written = {id(stage.tensor(path)) for path in stage.mutates}
-            for held, name in stage.slots:
-                tensor = held[name]
-                plain = tensor.detach() if tensor.requires_grad else tensor
-                if stage.graded is not None:
-                    plain = contiguous(plain)
-                    if not tensor.is_contiguous() and id(tensor) in written:
-                        raise FxpipeError(
-                            f"{type(stage).__name__} writes into {name}, which is not contiguous in memory, as "
-                            "backward='code' needs it: make it contiguous, or write backward='autograd'"
-                        )
-                if tensor.requires_grad:
-                    pairs.append((tensor, plain.requires_grad_()))
-                if plain is not tensor:
-                    held[name] = plain
-                    swapped.append((held, name, tensor))
-        yield found
-    finally:
-        for held, name, tensor in swapped:
+class standing_in:  # lower case, as contextlib.suppress; @contextmanager would take several times as long
+    """A context in which the stages hold aliases of all tensors that need a gradient; gives the pairs of each stage.
+    Where code computes gradients, it counts on contiguous memory: tensors of another layout, such as `channels_last`,
+    are copied."""
+
+    __slots__ = ("_stages", "_swapped")
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._stages = stages
+        self._swapped: list[tuple[dict[str, Any], str, Tensor]] = []
+
+    def __enter__(self) -> list[list[Pair]]:
+        try:
+            return [self._pairs(stage) for stage in self._stages]
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        for held, name, tensor in self._swapped:
             held[name] = tensor
+
+    def _pairs(self, stage: Stage) -> list[Pair]:
+        pairs, swapped, graded = [], self._swapped, stage.graded is not None
+        for held, name in stage.slots:
+            tensor = plain = held[name]
+            wanted = tensor.requires_grad
+            if wanted:
+                plain = tensor.detach()
+            if graded and (1 in plain.shape or not plain.is_contiguous()):
+                plain = contiguous(plain)
+                if not tensor.is_contiguous() and any(stage.tensor(path) is tensor for path in stage.mutates):
+                    raise FxpipeError(
+                        f"{type(stage).__name__} writes into {name}, which is not contiguous in memory, as "
+                        "backward='code' needs it: make it contiguous, or write backward='autograd'"
+                    )
+            if wanted:
+                pairs.append((tensor, plain.requires_grad_()))
+            if plain is not tensor:
+                swapped.append((held, name, tensor))
+                held[name] = plain
+        return pairs
 
 
 def put_together(pairs: Sequence[Pair], stages: Sequence[Stage]) -> list[Pair]:

@@ -5,16 +5,16 @@ A tensor that several stages share (a loan) is sent once a step, not once per mi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
 
 from fxpipe.ir.cluster.cluster import Cluster, link
-from fxpipe.ir.cluster.network import split_concat
+from fxpipe.ir.cluster.network import all_reduce, split_concat
 from fxpipe.ir.graph.value_types import nbytes, tensors
 from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.plan.profile import Profile, total
 from fxpipe.ir.program.kept_bytes import KeptBytes, Memory, size
-from fxpipe.ir.program.program import Program
+from fxpipe.ir.program.program import AllReduce, Program
 from fxpipe.ir.schedule.action_times import Times
 
 from .replica_costs import positions
@@ -91,7 +91,8 @@ def hops(program: Program, sizes: Mapping[str, int], cluster: Cluster, samples: 
     """A hop for each pair of stages that values move between: all values one after the other over the pair's link, and
     back the gradients of those that have one. The caller's inputs and outputs are not counted. `samples`: those of a
     micro-batch, which replicas share; with None, shares are ideal."""
-    return tuple(_hop(program, sizes, cluster, samples, *ends, values) for ends, values in _moved(program))
+    found = [_hop(program, sizes, cluster, samples, *ends, values) for ends, values in _moved(program)]
+    return (*found, *(hop for one in program.sums for hop in _sum_hops(program, sizes, cluster, one)))
 
 
 def timed_hops(program: Program, times: Times) -> tuple[Hop, ...]:
@@ -100,7 +101,25 @@ def timed_hops(program: Program, times: Times) -> tuple[Hop, ...]:
     for ends, values in _moved(program):
         back = any(tensor.grad for value in values for tensor in tensors(program.types[value]))
         found.append(Hop(*ends, times.wake, times.wake if back else 0.0, ", ".join(values)))
+    found += [
+        Hop(a, b, times.wake, times.wake, name) for one in program.sums for a, b, name in _pairs(one)
+    ]  # fmt: skip
     return tuple(found)
+
+
+def _sum_hops(program: Program, sizes: Mapping[str, int], cluster: Cluster, one: AllReduce) -> Iterator[Hop]:
+    """The hops of an all-reduce: it occupies the links between all devices of its group."""
+    rate = all_reduce(cluster, positions(cluster, [program.stages[move.source].device for move in one.moves]))
+    types = tensors(program.types[one.moves[0].value])
+    forward = rate.seconds(sum(tensor.nbytes(sizes) for tensor in types))
+    backward = rate.seconds(sum(tensor.nbytes(sizes) for tensor in types if tensor.grad))
+    yield from (Hop(a, b, forward, backward, name) for a, b, name in _pairs(one))
+
+
+def _pairs(one: AllReduce) -> Iterator[tuple[int, int, str]]:
+    """The stages that give a part of a sum, each with the stages of other devices that take the sum."""
+    for a in one.moves:
+        yield from ((a.source, b.target, f"all-reduce of {b.value}") for b in one.moves if b != a)
 
 
 def _moved(program: Program) -> list[tuple[tuple[int, int], list[str]]]:

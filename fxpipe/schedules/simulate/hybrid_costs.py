@@ -14,6 +14,7 @@ from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.cluster.network import all_reduce, split_concat
 from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, replica_group
 from fxpipe.ir.plan.layer_chain import Chain, Layer
+from fxpipe.ir.plan.model_states import model_states
 from fxpipe.ir.replica_shares import dealt, largest_share
 from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.ir.timeline import Timeline
@@ -21,16 +22,19 @@ from fxpipe.ir.timeline import Timeline
 from .simulate import Hop, Reduction, StageCost, simulate
 
 
-def stage_cost(chain: Chain, cluster: Cluster, stage: HybridStage, copies: float = 2) -> StageCost:
+def stage_cost(
+    chain: Chain, cluster: Cluster, stage: HybridStage, copies: float = 2, optimizer_sharding: str = "none"
+) -> StageCost:
     """What a stage costs for a micro-batch; `chain` and `copies` are as in `simulate_hybrid`."""
     share, layers = largest_share(chain.samples, len(stage.devices)), slice(stage.first, stage.end)
     replicas = _replicas(chain, cluster, stage)
+    states = model_states(chain, stage.first, stage.end, len(stage.devices), copies, optimizer_sharding)
     return StageCost(
         max(sum(layer.forward for layer in own) * part for own, part in replicas),
         max(sum(layer.backward for layer in own) * part for own, part in replicas),
         saved=round(sum(layer.saved for layer in chain.layers[layers]) * share),
         taken=round(chain.cuts[stage.first] * share),
-        fixed=round(copies * sum(layer.parameters for layer in chain.layers[layers])),
+        fixed=round(sum(states)),
         checkpoint="always" if stage.recompute else "never",
     )
 
@@ -80,7 +84,7 @@ def simulate_hybrid(
         hops.append(Hop(s, s + 1, there, back))
     return simulate(
         schedule,
-        [stage_cost(chain, cluster, stage, copies) for stage in plan.stages],
+        [stage_cost(chain, cluster, stage, copies, plan.optimizer_sharding) for stage in plan.stages],
         hops,
         [replica_group(cluster, stage.devices) for stage in plan.stages],
         [one for s in range(len(plan.stages)) for one in _reductions(chain, cluster, plan, s)],

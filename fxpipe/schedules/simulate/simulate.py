@@ -8,6 +8,8 @@ The model of a step, for stage s and micro-batch i:
 
 - F(s, i) and B(s, i) start when the device is free and what comes over the links has arrived;
 - the recomputation of (s, i) starts when the device is free: it does not wait for the gradient;
+- an overlapped pair starts when what both need has arrived, takes as long as both one after the other, and what both
+  make leaves at its end;
 - a value leaves when its stage has made it, and a gradient when B or I has; each pair of devices has a link in each
   direction that carries one value at a time, and a transfer keeps neither device busy;
 - the replicas of a stage run in lock-step and are one device here; after its last backward their gradients are added
@@ -167,12 +169,18 @@ def simulate(
     actions, stuck = order(schedule)
     if stuck:
         check(schedule)
+    forwards = {backward: forward for forward, backward in schedule.beside.items()}
     for action in actions:
         ready = max((clock.ended[need] for need in needs(schedule, action)), default=0.0)
+        if action in schedule.beside:
+            ready = max(ready, clock.arrived.get(schedule.beside[action], 0.0))
         span = _compute(clock, schedule, action, home[action.stage], costs[action.stage], ready)
-        clock.ended[action] = span.end
-        for hop, target, seconds in sends.get((action.kind, action.stage), ()):
-            _transfer(clock, schedule, action, hop, home, target, seconds)
+        if action in schedule.beside:  # what it makes leaves when the backward beside it is done, too
+            continue
+        for done in (forwards[action], action) if action in forwards else (action,):
+            clock.ended[done] = span.end
+            for hop, target, seconds in sends.get((done.kind, done.stage), ()):
+                _transfer(clock, schedule, done, hop, home, target, seconds)
     _reduce(clock, schedule, home, reductions)
     fixed = {name: sum(costs[s].fixed for s, d in enumerate(home) if d == name) for name in names}
     memory = tuple(_steps(clock.held[name], fixed[name]) for name in names)

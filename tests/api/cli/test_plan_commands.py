@@ -100,11 +100,12 @@ def test_options_of_the_function(here: Path, capsys: pytest.CaptureFixture[str])
         "--micro-batches",
         "4",
     )
-    more = ("--dtype", "bf16", "--parameter-copies", "8", "--all-reduce", "overlap")
+    more = ("--dtype", "bf16", "--parameter-copies", "8", "--all-reduce", "overlap", "--optimizer-sharding", "zero1")
     assert run(*make, *more, "--recompute", "--out", "plan.json") == 0
     assert "MFU" in capsys.readouterr().out
     found = load("plan.json")
     assert (found.copies, found.layers.all_reduce, found.work.flops[0][0]) == (8, "overlap", "bf16")
+    assert found.plan.optimizer_sharding == found.layers.optimizer_sharding == "zero1"
     assert all(stage.recompute for stage in found.layers.stages)
     assert run(*make, "--no-recompute", "--out", "plan.json") == 0
     assert not any(stage.recompute for stage in load("plan.json").layers.stages)

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from fxpipe.engines.ranks import failure_attribution as blaming
-from fxpipe.engines.ranks.failure_attribution import blame
+from fxpipe.engines.ranks.failure_attribution import blame, silent
 
 LATE, GONE = "did not answer for 4 s", "is gone"
 PATIENCE = 1.0  # seconds
@@ -46,6 +46,14 @@ def test_who_is_gone_has_seen_nothing() -> None:
 
 def test_in_a_ring_one_of_them() -> None:
     assert len(blamed({0: (1, LATE), 1: (2, LATE), 2: (0, GONE)})) == 1
+
+
+def test_who_does_not_say_that_a_common_call_timed_out() -> None:
+    for here, wanted in (((0, 2, 3), {1}), ((0, 1, 2, 3), {0, 1})):
+        store = dist.HashStore()
+        with ThreadPoolExecutor(len(here)) as ranks:
+            said = [ranks.submit(silent, store, rank, range(4), PATIENCE) for rank in here]
+            assert {future.result() for future in said} == wanted
 
 
 def test_the_first_word_counts() -> None:

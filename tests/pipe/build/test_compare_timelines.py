@@ -42,9 +42,9 @@ def times(profile: Profile, **factors: float) -> Profile:
     return replace(profile, ops=tuple(ops))
 
 
-def replanned(pipe: fxpipe.Pipe, profile: Profile) -> Replanned:
+def replanned(pipe: fxpipe.Pipe, profile: Profile, sharding: str = "none") -> Replanned:
     """Planned again after a step that took what the profile says."""
-    made = pipe.build
+    made = replace(pipe.build, plan=replace(pipe.plan, optimizer_sharding=sharding))
     timeline = predict(replace(made, profile=profile), 4)
     return diagnosed(Timed(made, timeline, ()), None, pipe.options).replan()
 
@@ -71,6 +71,7 @@ def test_all_ops_of_a_stage_are_slower(options: dict[str, Any]) -> None:
         assert (mine.forward, mine.backward) == pytest.approx((true.forward, true.backward), rel=1e-9)
     best = draft(pipe.build.graph, truth, pipe.build.sizes, pipe.build.cluster, pipe.options, None)
     assert found.plan == best.plan != pipe.plan
+    assert replanned(pipe, truth, "zero1").plan == replace(found.plan, optimizer_sharding="zero1")
     assert [replace(stage, ops=()) for stage in found.plan.stages] == [
         replace(stage, ops=()) for stage in pipe.plan.stages
     ]

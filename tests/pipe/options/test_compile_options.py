@@ -110,6 +110,7 @@ def test_compile(options: dict[str, Any], message: str) -> None:
         (lambda: fxpipe.plan(CHAIN, "B", 64, recompute="no"), "recompute is 'no': write True or False"),
         (lambda: fxpipe.plan(CHAIN, "B", 64, time_limit=0), "time_limit is 0: write a number of seconds above 0"),
         (lambda: fxpipe.plan(CHAIN, "B", 64, parameter_copies="4"), "parameter_copies is '4': write a number above 0"),
+        (lambda: fxpipe.plan(CHAIN, "B", 64, optimizer_sharding=1), "optimizer_sharding is 1: write 'none', 'zero1', "),
         (lambda: fxpipe.search(model(), "k80:2", example_inputs=X, methods="mcmc"), "did you mean 'method'"),
         (lambda: fxpipe.search(model(), "k80:2", example_inputs=X, method="mcm"), "did you mean 'mcmc'"),
         (lambda: fxpipe.search(model(), "k80:2", example_inputs=X, budget=float("nan")), "budget is nan: write"),

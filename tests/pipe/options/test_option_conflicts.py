@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 import fxpipe
 from fxpipe.errors import PlanError
 from fxpipe.ir.plan.plan import Plan, StagePlan
+from fxpipe.pipe.options.option_conflicts import refuse_optimizer_sharding
 
 PLAN = Plan(
     "Sequential",
@@ -52,6 +54,34 @@ def test_what_the_plan_says_otherwise(options: dict[str, Any], says: str) -> Non
     with pytest.raises(PlanError, match=re.escape(says)) as found:
         fxpipe.compile(net(), plan=PLAN, **options)
     assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "told"),
+    [
+        ("cpu", False, ""),
+        ("cpu", True, ""),
+        ("cuda", True, ""),
+        ("cuda", False, "in one process the first device of a stage has all of it: start a rank for each device"),
+    ],
+)
+def test_who_can_shard_the_optimizer(device: str, ranks: bool, told: str) -> None:
+    stage = StagePlan(("tanh",), f"{device}:0", "never", replicas=(f"{device}:1",))
+    plan = Plan("Sequential", (stage,), 2, "1f1b")
+    sharded = replace(plan, optimizer_sharding="zero1")
+    alone = replace(sharded, stages=(replace(stage, replicas=()),))
+    for one in (plan, alone):
+        refuse_optimizer_sharding(one, stage.devices, ranks)
+    with pytest.raises(PlanError, match=re.escape(told)) if told else nullcontext():
+        refuse_optimizer_sharding(sharded, stage.devices, ranks)
+
+
+def test_compile_asks_whether_the_optimizer_can_be_sharded() -> None:
+    stage = StagePlan(("input_1", "tanh"), "cuda:0", "never", replicas=("cuda:1",))
+    plan = Plan("Sequential", (stage,), 2, "1f1b", optimizer_sharding="zero1")
+    with pytest.raises(PlanError, match="the plan shards the optimizer's state over replicas"):
+        fxpipe.compile(net(), plan=plan)
+    fxpipe.compile(net(), plan=plan, devices=["cpu", "cpu"]).close()
 
 
 def test_the_same_may_be_said_twice() -> None:

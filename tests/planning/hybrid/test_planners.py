@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+import fxpipe
 from fxpipe.errors import PlanError
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.plan.hybrid_plan import check, shape
 from fxpipe.ir.plan.layer_chain import Chain, Layer
-from fxpipe.planning.hybrid.plan_request import Request
-from fxpipe.planning.hybrid.planners import PLANNERS, dapple_in_time, levels, search
+from fxpipe.planning.hybrid.plan_request import FEW, Request
+from fxpipe.planning.hybrid.planners import PLANNERS, levels, search
 from tests.planning.hybrid.test_event_time import servers
 
 CHAIN = Chain("m", 4, tuple(Layer(str(i), 1 + i % 3, 2, parameters=10 + 30 * i, saved=40, cut=8) for i in range(6)))
@@ -72,11 +73,13 @@ def test_costs_at_several_micro_batches() -> None:
         assert search(name, Request(several, CLUSTER, 16)).seconds >= found.seconds
 
 
-def test_dapple_in_time() -> None:
+def test_dapple_ends_in_time() -> None:
     request = Request((CHAIN,), CLUSTER, 16)
-    assert dapple_in_time(request) == search("dapple", request)
-    with pytest.raises(PlanError, match=r"its search did not end in 1 ns"):
-        dapple_in_time(replace(request, seconds=1e-9))
+    whole, begun = search("dapple", request), search("dapple", replace(request, seconds=1e-9))
+    assert (whole.unfinished, begun.unfinished) == (0, 2 * len(request.counts(FEW)))
+    assert whole.seconds <= begun.seconds <= search("data parallel", request).seconds
+    with pytest.warns(fxpipe.UnfinishedSearchWarning, match=r"did not end in 1 us, so this is the best plan that it"):
+        fxpipe.plan(CHAIN, CLUSTER, 16, planner="dapple", time_limit=1e-6)
 
 
 def test_levels() -> None:

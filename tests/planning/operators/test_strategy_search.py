@@ -7,7 +7,7 @@ pytest.importorskip("numba")
 from benchmarks.exhaustive_search import best_of_all
 from fxpipe.ir.cluster.published_clusters import preset
 from fxpipe.planning.operators.compiled.block_moves import explore
-from fxpipe.planning.operators.compiled.metropolis import begin, improve, walk
+from fxpipe.planning.operators.compiled.metropolis import begin, improve
 from fxpipe.planning.operators.compiled_core import Core
 from fxpipe.planning.operators.models.published_models import MODELS
 from fxpipe.planning.operators.operator_costs import estimated, once
@@ -112,7 +112,7 @@ def test_an_unknown_method():
 
 def test_a_search_compiles_nothing_more():
     compile_core()
-    functions = begin, improve, walk, explore
+    functions = begin, improve, explore
     known = [len(function.signatures) for function in functions]
     for method in METHODS:
         search(lenet(), cluster(4), budget=0.1, method=method)

@@ -220,6 +220,19 @@ def clip_plain(run: nn.Module, most: float) -> Tensor:
     return nn.utils.clip_grad_norm_(run.parameters(), most)
 
 
+def loops_alike(model: nn.Module, pipe: fxpipe.Pipe, plain: nn.Module) -> None:
+    """`loop` of the pipe of a model on the meta device, where each rank keeps its own part only, beside the plain
+    one."""
+    pipe.materialize(seed=2)
+    fxpipe.materialize(plain, seed=2)
+    pipe.drop_others()
+    odd = model.layers[0].weight if "layers.0.weight" in (pipe.keys_here() or ()) else None
+    scalers = fxpipe.GradScaler(pipe, "cpu", init_scale=1024.0), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    found = loop(model, pipe, scalers[0], fxpipe.clip_grad_norm_, odd)
+    wanted = loop(plain, plain, scalers[1], clip_plain, plain.layers[0].weight)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=0, equal_nan=True)
+
+
 def looped(group: Any) -> None:
     torch.manual_seed(1)
     model, plain = Net(), Net()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from math import isclose
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Adam
 
 import fxpipe
 from fxpipe.errors import PlanError
@@ -20,7 +22,8 @@ from tests.helpers.models import MODELS
 from tests.helpers.transparency import build
 from tests.training.test_checkpoint import Net, adam, batch, train
 from tests.whole.ranks.cases import raises, step_is_the_models
-from tests.whole.ranks.parts import clip_plain, loop, on_meta, piped
+from tests.whole.ranks.parts import loops_alike, on_meta, piped
+from tests.whole.ranks.rendezvous import like_nccl
 from tests.whole.test_numbers import assert_same, steps_are_the_models, twins
 from tests.whole.test_steps import stepped
 
@@ -41,6 +44,10 @@ def is_the_model(group: Any, name: str, counts: Sequence[int], schedule: str, ch
         for batch in (8, 7, 2):
             step_is_the_models(group, pipe, case, (model, twin), batch, CHUNKS)
             same(group, pipe)
+        labels = next(stage.devices for stage in pipe.build.plan.stages if pipe.world.label in stage.devices)
+        assert dist.get_process_group_ranks(pipe.replica_group) == [pipe.world.labels.index(label) for label in labels]
+        dist.all_reduce(total := torch.ones(()), group=pipe.replica_group)
+        assert total == len(labels)
     except PlanError as error:
         if "cannot be cut between samples" not in str(error):
             raise
@@ -120,6 +127,7 @@ def is_as_in_one_process(group: Any, folder: Path, counts: Sequence[int], schedu
         same(group, pipe)
     pipe.save(folder)
     loaded = fxpipe.load(folder, Everything(), group=group, timeout=60)
+    assert loaded.replica_group is pipe.replica_group
     loaded.load_state_dict(values[0])
     again = []
     for run in (pipe, loaded):
@@ -141,14 +149,7 @@ def kept(group: Any, folder: Path, counts: Sequence[int], others: Sequence[int])
     model, plain = on_meta(), on_meta()
     pipe = piped(group, model, example_inputs=batch(0), replicas=counts)
     assert isinstance(pipe, RankPipe)
-    pipe.materialize(seed=2)
-    fxpipe.materialize(plain, seed=2)
-    pipe.drop_others()
-    odd = model.layers[0].weight if "layers.0.weight" in pipe.keys_here() else None
-    scalers = fxpipe.GradScaler(pipe, "cpu", init_scale=1024.0), torch.amp.GradScaler("cpu", init_scale=1024.0)
-    found = loop(model, pipe, scalers[0], fxpipe.clip_grad_norm_, odd)
-    wanted = loop(plain, plain, scalers[1], clip_plain, plain.layers[0].weight)
-    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=0, equal_nan=True)
+    loops_alike(model, pipe, plain)
     same(group, pipe)
     optimizer = adam(pipe)
     train(pipe, optimizer, range(2))
@@ -162,6 +163,64 @@ def kept(group: Any, folder: Path, counts: Sequence[int], others: Sequence[int])
         assert fxpipe.load_checkpoint(folder, run, optimizer) == {"step": 2}
         torch.testing.assert_close(train(run, optimizer, range(2, 5)), losses, rtol=1e-9, atol=0)
     other.close()
+
+
+def optimizer_is_sharded(group: Any, mode: str, folder: Path) -> float:
+    """Steps of Adam whose state the replicas of a plan's stages share out: the model's, also after a checkpoint, with
+    which another such pipe and the plain model go on. Returns the share of the state that this rank has."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # here: it takes 2 s
+
+    fast = like_nccl(group, mode) if mode else group
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.Tanh()))).double()
+    x, y = torch.randn(2, 12, 8, dtype=torch.float64)
+    decided = fxpipe.compile(copy.deepcopy(plain), 4, CHUNKS, replicas=(2, 2), group=fast, example_inputs=x)
+    plan = replace(decided.build.plan, optimizer_sharding="zero1", schedule="1f1b")
+    decided.close()
+
+    def piped() -> tuple[RankPipe, ZeroRedundancyOptimizer]:
+        made = fxpipe.compile(copy.deepcopy(plain), plan=plan, group=fast, timeout=60, example_inputs=x)
+        assert isinstance(made, RankPipe)
+        return made, ZeroRedundancyOptimizer(made.parameters(), Adam, process_group=made.replica_group, lr=0.01)
+
+    def trained(run: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(3):
+            if isinstance(run, RankPipe):
+                run.step(x, target=y, loss_fn=F.mse_loss)
+            else:
+                F.mse_loss(run(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def same_values(run: RankPipe) -> None:
+        values = plain.state_dict()
+        for key, tensor in run.held_tensors().items():
+            torch.testing.assert_close(tensor.detach(), values[key], rtol=1e-9, atol=1e-12, msg=key)
+        same(group, run)
+
+    (pipe, optimizer), (other, again) = piped(), piped()
+    rank, alone = dist.get_rank(group), Adam(plain.parameters(), lr=0.01)
+    assert pipe.replica_group is other.replica_group
+    assert dist.get_process_group_ranks(pipe.replica_group) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    for run, its in ((pipe, optimizer), (plain, alone)):
+        trained(run, its)
+    same_values(pipe)
+    fxpipe.save_checkpoint(folder, pipe, optimizer)
+    trained(pipe, optimizer)
+    for loaded, its in ((other, again), (plain, alone)):
+        for state in its.state.values():
+            state.clear()
+        fxpipe.load_checkpoint(folder, loaded, its)
+        trained(loaded, its)
+    for one in (pipe, other):
+        same_values(one)
+        one.close()
+
+    def held(of: torch.optim.Optimizer) -> int:
+        return sum(state[name].nbytes for state in of.state.values() for name in ("exp_avg", "exp_avg_sq"))
+
+    assert held(again.optim) == held(optimizer.optim)
+    return held(optimizer.optim) / sum(2 * parameter.nbytes for parameter in pipe.parameters())
 
 
 def numbers_are_the_models(group: Any, counts: Sequence[int]) -> None:

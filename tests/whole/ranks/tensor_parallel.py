@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,8 +19,11 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import RankError
 from fxpipe.api.search import operators_of
+from fxpipe.engines.transports.message_format import FailedElsewhere
+from fxpipe.engines.transports.sum_groups import FAILED_PART, flat_part, mark, marks_of, sum_in
 from fxpipe.ir.cluster.published_clusters import preset
-from fxpipe.ir.program.device_programs import check
+from fxpipe.ir.program.device_programs import Parts, check
+from fxpipe.pipe.ranks.process_group import find_world
 from fxpipe.pipe.ranks.rank_pipe import RankPipe
 from fxpipe.pipe.ranks.ranks import ranked
 from fxpipe.planning.operators.expert_strategies import scattered
@@ -25,18 +31,25 @@ from tests.helpers.models import MODELS
 from tests.helpers.transparency import build, inputs
 from tests.pipe.build.test_apply_strategy import CASES, loss_of
 from tests.training.test_checkpoint import Net, adam, batch, train
-from tests.whole.ranks.cases import Boom, at, raises, step_is_the_models, throw
+from tests.whole.ranks.cases import Boom, apart, at, raises, step_is_the_models, throw
 from tests.whole.ranks.meshes import ddp, fsdp, rows_of
-from tests.whole.ranks.parts import clip_plain, loop, on_meta
+from tests.whole.ranks.parts import loops_alike, on_meta
 from tests.whole.ranks.rendezvous import like_nccl
 from tests.whole.test_placed import anywhere
 from tests.whole.test_steps import stepped
 from tests.whole.test_tensor_parallel import fast, loss, planned
 
+FAR = "far"  # ranks that share no memory, over gloo
+TIMEOUTS = {"": 60, FAR: 63}  # worlds are kept by their timeout
 
-def over(group: Any, model: nn.Module, plan: Any, **options: Any) -> RankPipe:
-    pipe = fxpipe.compile(model, plan=plan, group=group, timeout=60, **options)
-    assert isinstance(pipe, RankPipe)
+
+def over(group: Any, model: nn.Module, plan: Any, mode: str = "", **options: Any) -> RankPipe:
+    """A pipe over ranks that share memory, or of another `mode`: FAR, or one of a group with NCCL's rules."""
+    with apart(mode == FAR):
+        fast = group if mode in ("", FAR) else like_nccl(group, mode)
+        pipe = fxpipe.compile(model, plan=plan, group=fast, timeout=TIMEOUTS.get(mode, 60), **options)
+        assert isinstance(pipe, RankPipe)
+        assert bool(pipe.world.local_peers) == (mode != FAR)
     return pipe
 
 
@@ -48,10 +61,13 @@ def plan_is_the_model(group: Any, name: str, how: str, mode: str = "") -> None:
     outputs = [plain(part) for part in x.tensor_split(count)]
     total: Any = sum(loss(part) / count for part in outputs)
     total.backward()
-    pipe = over(like_nccl(group, mode) if mode else group, model, found)
+    found = replace(found, plan=replace(found.plan, optimizer_sharding="zero1"))  # each parameter has one owner
+    pipe = over(group, model, found, mode)
     got = pipe.step(x, loss_fn=lambda output: loss(output), outputs=True)
     close(got, (total.detach(), torch.cat(outputs).detach()))
     check(pipe.programs)
+    if name == "mlp":
+        adds_up(pipe, mode)
     wanted = dict(plain.named_parameters()) | dict(plain.named_buffers())
     for key, tensor in pipe.held_tensors().items():
         close(tensor.detach(), wanted[key].detach(), key)
@@ -62,6 +78,15 @@ def plan_is_the_model(group: Any, name: str, how: str, mode: str = "") -> None:
     pipe.eval()
     close(pipe.forward_only(x), plain.eval()(x).detach())
     pipe.close()
+
+
+def adds_up(pipe: RankPipe, mode: str) -> None:
+    """Sums of the parts of a group are all-reduces, forward and backward, in groups that are made once, unless ranks
+    share memory."""
+    sums = [step.what for row in pipe.programs.rows for step in row if isinstance(step.what, Parts)]
+    assert {one.messages[0].gradient for one in sums} == {False, True}
+    assert "# all-reduce over ranks 0, 1" in pipe.files["scheduler.py"]
+    assert bool(pipe.world.sums.groups) == bool(mode)
 
 
 def close(found: Any, wanted: Any, what: str = "") -> None:
@@ -81,14 +106,7 @@ def kept(group: Any, folder: Path) -> None:
     model, plain = on_meta(), on_meta()
     plan = plan_of(Net(), batch(0), count, 2, planner="straight")
     pipe = over(group, model, plan, example_inputs=batch(0))
-    pipe.materialize(seed=2)
-    fxpipe.materialize(plain, seed=2)
-    pipe.drop_others()
-    odd = model.layers[0].weight if "layers.0.weight" in pipe.keys_here() else None
-    scalers = fxpipe.GradScaler(pipe, "cpu", init_scale=1024.0), torch.amp.GradScaler("cpu", init_scale=1024.0)
-    found = loop(model, pipe, scalers[0], fxpipe.clip_grad_norm_, odd)
-    wanted = loop(plain, plain, scalers[1], clip_plain, plain.layers[0].weight)
-    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=0, equal_nan=True)
+    loops_alike(model, pipe, plain)
     optimizer = adam(pipe)
     train(pipe, optimizer, range(2))
     fxpipe.save_checkpoint(folder / "checkpoint", pipe, optimizer, step=2)
@@ -219,10 +237,10 @@ def rows_train_together(group: Any) -> None:
     pipe.close()
 
 
-def faults_are_told(group: Any) -> None:
+def faults_are_told(group: Any, mode: str) -> None:
     """An action of a part fails: all ranks hear of it, no gradient is added, and the next step is exact."""
     model, x, found = planned("mlp", "a stage of four")
-    pipe = over(group, model, found)
+    pipe = over(group, model, found, mode)
 
     def step() -> Tensor:
         total: Tensor = pipe.step(x, loss_fn=lambda output: loss(output))
@@ -242,3 +260,56 @@ def faults_are_told(group: Any) -> None:
     for key, parameter in pipe.named_parameters():
         close(parameter.grad, gradients[key], key)
     pipe.close()
+
+
+def lose_one(group: Any, mode: str) -> None:
+    """Rank 1 ends while the others wait for its part of a sum."""
+    model, x, found = planned("mlp", "a stage of four")
+    pipe = over(group, model, found, mode)
+
+    def step() -> None:
+        pipe.step(x, loss_fn=lambda output: loss(output))
+
+    step()
+    adds_up(pipe, mode)
+    at(pipe, "1F1", lambda: os.kill(os.getpid(), signal.SIGKILL))
+    try:
+        step()
+    except RankError:
+        with raises("start all ranks again"):
+            step()
+        raise
+
+
+def odd_parts(group: Any) -> None:
+    """Parts of which some ranks have none, or that need no gradient, and the memory of a group: what each rank gets."""
+    rank, world = dist.get_rank(group), find_world(None, group, 64)
+    world.make_sums([(0, 1), (1, 0)])
+    made = dict(world.sums.groups)
+    world.make_sums([(1, 0)])
+    assert world.sums.groups == made  # once
+    size = torch.float64, (2, 3)
+    value = torch.arange(6.0, dtype=torch.float64).view(2, 3)
+    for parts, wanted in (
+        ((value, 2 * value), 3 * value),
+        ((value, None), value),
+        ((None, None), None),
+        ((value, FailedElsewhere), FailedElsewhere),
+    ):
+        own = parts[rank]
+        failed = own is FailedElsewhere
+        flat = flat_part(None if failed else own, size, world.device)
+        mark(flat, FAILED_PART if failed else (False, own is not None, rank == 0 and own is not None))
+        world.settle(world.add_up((0, 1), flat))
+        if wanted is FailedElsewhere:
+            with pytest.raises(FailedElsewhere):
+                sum_in(flat, size, marks_of(flat), ())
+            continue
+        found = sum_in(flat, size, marks_of(flat), (1, 0))
+        assert (found is None) == (wanted is None)
+        if found is not None:
+            assert torch.equal(found, wanted)
+            assert found.requires_grad
+            assert found.stride() == (1, 2)
+    with pytest.raises(ValueError, match=r"of type torch.float64 and shape \[3\] is to be added up"):
+        flat_part(value[0], size, world.device)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.rendezvous_group import LAZY
 from tests.whole.ranks import replica_groups
 from tests.whole.ranks.pool import Pool
 
@@ -28,6 +29,15 @@ def test_steps_are_the_models(pool: Pool) -> None:
 def test_the_same_as_in_one_process(pool: Pool, tmp_path: Path) -> None:
     """A weight that two stages share, random numbers, statistics, a batch that leaves a replica without work."""
     pool.run(replica_groups.is_as_in_one_process, tmp_path / "saved", (1, 2), "1f1b", False, ranks=(0, 1, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["", LAZY])
+def test_the_optimizers_state_is_sharded(pool: Pool, tmp_path: Path, mode: str) -> None:
+    first, second = 0.4, 0.6  # torch shares out whole tensors, so halves are not exact
+    shares = pool.run(replica_groups.optimizer_is_sharded, mode, tmp_path / "saved")
+    assert all(first < share < second for share in shares)
+    assert [shares[0] + shares[1], shares[2] + shares[3]] == pytest.approx([1, 1])
 
 
 def test_python_numbers(pool: Pool) -> None:

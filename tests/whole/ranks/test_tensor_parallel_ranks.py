@@ -8,7 +8,8 @@ import pytest
 
 from tests.helpers.rendezvous_group import EAGER, LAZY
 from tests.whole.ranks import tensor_parallel
-from tests.whole.ranks.pool import Pool
+from tests.whole.ranks.pool import Pool, RankFailed
+from tests.whole.ranks.tensor_parallel import FAR
 
 PLANS = (
     ("blocks", "a stage of four", ""),
@@ -16,6 +17,7 @@ PLANS = (
     ("words", "two replicas of two", ""),
     ("image", "two replicas of two", ""),
     ("mlp", "a stage of four", EAGER),
+    ("mlp", "a stage of four", FAR),
 )
 PLACED = (("tied transformer", "1f1b", "always"), ("batch norm", "zb-h1", "never"))
 
@@ -47,8 +49,26 @@ def test_random_numbers(pool: Pool) -> None:
 
 
 @pytest.mark.slow
-def test_faults(pool: Pool) -> None:
-    pool.run(tensor_parallel.faults_are_told)
+@pytest.mark.parametrize("mode", ["", FAR])
+def test_faults(pool: Pool, mode: str) -> None:
+    pool.run(tensor_parallel.faults_are_told, mode)
+
+
+def test_parts_of_sums(pool: Pool) -> None:
+    pool.run(tensor_parallel.odd_parts, ranks=(0, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [FAR, EAGER])
+def test_a_lost_rank_frees_those_that_add_up(mode: str) -> None:
+    ranks = Pool(4)
+    try:
+        ranks.start(tensor_parallel.lose_one, mode, ranks=range(4))
+        for rank in (0, 2, 3):
+            with pytest.raises(RankFailed, match="rank 1 is gone"):
+                ranks.results((rank,), 60)
+    finally:
+        ranks.close()
 
 
 @pytest.mark.slow

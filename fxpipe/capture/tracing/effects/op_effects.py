@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import convert_frame
 from torch._guards import TracingContext, tracing
+from torch._prims_common import compute_required_storage_length
 from torch._subclasses import FakeTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxpipe.capture.capture_errors import line_of, modules_around, refusal
 from fxpipe.capture.tracing.composite_ops import composed_in_python, drops, one_step
 from fxpipe.capture.tracing.dynamo import Traced
+from fxpipe.capture.tracing.unmade_tensors import Unmade, settled
 from fxpipe.ir.graph.graph import Region
 
 from .equal_ops import EqualOps
@@ -42,10 +44,9 @@ ASSERTIONS = {"_assert_scalar", "_assert_async", "sym_constrain_range", "sym_con
 
 @dataclass(frozen=True)
 class Step:
-    """One op of the traced graph, as it ran: its value and the type-bearing facts at that time."""
+    """What the run of one op of the traced graph showed."""
 
     node: fx.Node
-    value: Any
     written: tuple[int, ...]
     random: bool
     regions: tuple[Region, ...]
@@ -87,6 +88,8 @@ def _idle(schema: Any, args: Any, kwargs: Any) -> bool:
 
 def memory(value: Any) -> Iterator[int]:
     """The storages of a value. A tensor inside a vmap has none that is known."""
+    if isinstance(value, Unmade):
+        yield value.memory.address
     if isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
         return
     if isinstance(value, Tensor):
@@ -103,7 +106,7 @@ def steps(traced: Traced) -> tuple[dict[fx.Node, Any], list[Step]]:
     found: list[Step] = []
     regions: list[tuple[fx.Node | None, Region]] = []
     dead = _dead_numbers(traced.module.graph)
-    equal = EqualOps(traced.mode)
+    equal = EqualOps(traced.mode, _run)
     grad = torch.is_grad_enabled()
     # What replaces functions of torch's does so for the whole process, so no other thread may capture meanwhile.
     with convert_frame.compile_lock, ExitStack() as contexts:
@@ -119,11 +122,12 @@ def steps(traced: Traced) -> tuple[dict[fx.Node, Any], list[Step]]:
         for node in traced.module.graph.nodes:
             if node.op == "placeholder":
                 env[node] = node.meta["example_value"]
+                _size_memory(env[node])
             elif node.op == "get_attr":
                 value = _attribute(traced.module, node.target)
                 env[node] = traced.mode.from_tensor(value, static_shapes=True) if _is_real(value) else value
             elif node.op == "output":
-                env[node] = fx.map_arg(node.args[0], env.__getitem__)
+                env[node] = equal.made(fx.map_arg(node.args[0], env.__getitem__))
             elif _name(node) in REGION_NAMES or node.target in ENTER_GRAD:
                 _region(node, env, regions, ambient)
             elif _changes_nothing(node, env):
@@ -131,28 +135,39 @@ def steps(traced: Traced) -> tuple[dict[fx.Node, Any], list[Step]]:
                 node.replace_all_uses_with(node.args[0])
             elif _name(node) not in ASSERTIONS and node not in dead:
                 inside = tuple(region for _, region in regions)
-                found.append(_step(node, env, inside, effects, equal))
-                env[node] = found[-1].value
+                env[node], step = _step(node, env, inside, effects, equal)
+                found.append(step)
             if node in env:
                 equal.add(env[node])
-    return env, found
+    return {node: settled(value) for node, value in env.items()}, found
+
+
+def _size_memory(value: Any) -> None:
+    """Give a hollow tensor's memory the size that torch gives it in the first op that makes a view, so that it is the
+    same before and after."""
+    if type(value) is FakeTensor and value.layout == torch.strided and value.untyped_storage().nbytes() == 0:
+        shape, stride, offset = value.shape, value.stride(), int(value.storage_offset())
+        if all(type(number) is int for number in (*shape, *stride)):
+            value.untyped_storage().resize_(
+                compute_required_storage_length(shape, stride, offset) * value.element_size()
+            )
 
 
 def _step(
     node: fx.Node, env: dict[fx.Node, Any], regions: tuple[Region, ...], effects: Effects, equal: EqualOps
-) -> Step:
+) -> tuple[Any, Step]:
     """One op: what is known from an equal one, or what its run shows."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: settled(env[used]))
     key = equal.key(node, args, kwargs, regions)
-    if (known := equal.find(key, node, args, kwargs)) is not None:
-        return Step(node, node.meta["example_value"], (), known.random, regions)
+    if (known := equal.find(key)) is not None:
+        return equal.value(known, node, args, kwargs), Step(node, (), known.random, regions)
+    args, kwargs = equal.made((args, kwargs))
     effects.written, effects.random = {}, False
     _say_where(node)
     value = _run(node, args, kwargs)
-    random = effects.random or drops(node)
-    if not effects.written:
-        value = equal.learn(key, node, args, kwargs, value, random)
-    return Step(node, value, tuple(effects.written), random, regions)
+    step = Step(node, tuple(effects.written), effects.random or drops(node), regions)
+    equal.learn(key, node, args, kwargs, regions, (value, step.written, step.random))
+    return value, step
 
 
 def _say_where(node: fx.Node) -> None:
@@ -176,7 +191,10 @@ def _changes_nothing(node: fx.Node, env: dict[fx.Node, Any]) -> bool:
     that: parameters may stay what they are."""
     if _name(node) == "_lower_version_count_by_1":
         return node.args[0].target is not torch.Tensor.set_  # type: ignore[union-attr]
-    return node.target is torch.Tensor.set_ and len(node.args) == 2 and env[node.args[0]] is env[node.args[1]]  # type: ignore[index]
+    if node.target is not torch.Tensor.set_ or len(node.args) != 2:
+        return False
+    one, other = (settled(env[item]) for item in node.all_input_nodes[:1] + node.all_input_nodes[-1:])
+    return one is other
 
 
 def _run(node: fx.Node, args: Any, kwargs: Any) -> Any:

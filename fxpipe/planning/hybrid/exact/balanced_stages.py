@@ -24,12 +24,14 @@ FAR = 16.0  # if the slowest stage must take this many times as long as an even 
 class _Stage:
     """A stage of which the layers are not known yet.
 
+    - `count`: how many devices it has.
     - `replicas`: as in `Problem.replicas`.
     - `share`: the largest share of a micro-batch that a replica has.
     - `ahead`: the forwards before its first backward.
     - `room`: bytes of memory.
     """
 
+    count: int
     replicas: tuple[Replica, ...]
     share: float
     ahead: int
@@ -68,7 +70,7 @@ def _stages(problem: Problem, devices: Sequence[int]) -> list[_Stage]:
         own = tuple(range(start, start + count))
         room = min(problem.cluster.devices[device].memory for device in own) if problem.capped else float("inf")
         ahead = warmup_of(problem.warmup, s, len(devices), problem.micro_batches)
-        found.append(_Stage(problem.replicas(own), problem.share(count), ahead, room))
+        found.append(_Stage(count, problem.replicas(own), problem.share(count), ahead, room))
     return found
 
 
@@ -83,7 +85,7 @@ class _Balancing:
         problem, chain = self.problem, self.problem.chain
         forward = max((own.forwards[end] - own.forwards[first]) * part for own, part in stage.replicas)
         both = forward + max((own.backwards[end] - own.backwards[first]) * part for own, part in stage.replicas)
-        fixed = problem.copies * (chain.parameters[end] - chain.parameters[first])
+        fixed = problem.fixed(first, end, stage.count)
         saved = (chain.saved[end] - chain.saved[first]) * stage.share
         if self.recompute is not True and both <= limit and fixed + stage.ahead * saved <= stage.room:
             return True

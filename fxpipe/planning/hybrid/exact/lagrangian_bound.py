@@ -20,7 +20,7 @@ from time import perf_counter
 
 from fxpipe.ir.replica_shares import fewest
 
-from .lower_bound import Sizes
+from .lower_bound import OutOfTime, Sizes
 from .relaxed_cluster import Relaxed
 
 
@@ -32,10 +32,13 @@ class LagrangianBound:
     sizes: Sizes
 
 
-def dual(relaxed: Relaxed, devices: int, limit: float, price: float, floors: list[float]) -> LagrangianBound:
+def dual(
+    relaxed: Relaxed, devices: int, limit: float, price: float, floors: list[float], until: float = inf
+) -> LagrangianBound:
     """The dynamic programming for one price; `inf` seconds if some layer fits in no stage. `floors[a]` is a lower bound
     on the seconds of the stages before layer a. It is raised where this price gives a higher one: the layers from a on
-    need their share of the devices, and the stages before have only the rest."""
+    need their share of the devices, and the stages before have only the rest. Raises OutOfTime at `until`, by
+    `perf_counter`."""
     chain, m = relaxed.chain, relaxed.problem.micro_batches
     n, share, latency = len(chain), relaxed.rates.share, relaxed.rates.latency
     total = [f + b for f, b in zip(chain.forwards, chain.backwards, strict=True)]
@@ -44,6 +47,8 @@ def dual(relaxed: Relaxed, devices: int, limit: float, price: float, floors: lis
     least = [0.0] + [inf] * n
     came: list[tuple[int, int]] = [(0, 0)] * (n + 1)
     for b in range(1, n + 1):
+        if perf_counter() > until:
+            raise OutOfTime
         times = m if b == n else 1
         spare = devices - m * (total[n] - total[b - 1]) / limit
         floors[b - 1] = max(floors[b - 1], least[b - 1] - price * spare if b > 1 else 0.0)
@@ -96,7 +101,7 @@ def _fewest(relaxed: Relaxed, a: int, b: int, devices: int, limit: float, before
     overlaps = relaxed.problem.all_reduce == "overlap"
     slow = relaxed.problem.slow
     hides = slow.backwards[b] - slow.backwards[a]
-    r = _held(relaxed, a, b, devices)
+    r = relaxed.held(a, b)
     while r <= devices:  # more replicas take longer to add up: each round may ask for more
         tail = relaxed.ring(r).seconds(parameters)
         if overlaps:
@@ -110,16 +115,6 @@ def _fewest(relaxed: Relaxed, a: int, b: int, devices: int, limit: float, before
     return r
 
 
-def _held(relaxed: Relaxed, a: int, b: int, devices: int) -> int:
-    """The least replicas with which a stage has memory for one micro-batch."""
-    chain, room = relaxed.chain, relaxed.rates.room[1]
-    left = room - relaxed.problem.copies * (chain.parameters[b] - chain.parameters[a])
-    saved = chain.saved[b] - chain.saved[a] + (chain.cuts[a] if relaxed.must else 0.0)
-    if left == inf or saved <= left:
-        return 1
-    return fewest(chain.samples, left / saved * (1 + 1e-9)) or devices + 1
-
-
 def search(
     relaxed: Relaxed, devices: int, low: float, high: float, steps: int = 12, until: float = inf
 ) -> tuple[float, list[Sizes]]:
@@ -127,24 +122,23 @@ def search(
     on the way that do not use too many devices. It ends at `until`, by `perf_counter`."""
     found: list[Sizes] = []
     for _ in range(steps):
-        if low >= high * (1 - 1e-3) or perf_counter() > until:
+        if low >= high * (1 - 1e-3):
             break
         middle = (low + high) / 2
-        if _refuted(relaxed, devices, middle, found, until):
-            low = middle
-        else:
-            high = middle
+        try:
+            refuted = _refuted(relaxed, devices, middle, found, until)
+        except OutOfTime:
+            break
+        low, high = (middle, high) if refuted else (low, middle)
     return low, found
 
 
 def _refuted(relaxed: Relaxed, devices: int, limit: float, found: list[Sizes], until: float) -> bool:
     """Whether some price refutes the limit. Raises the price until a plan uses no more devices than there are, then
-    bisects: the bound is concave in the price."""
+    bisects: the bound is concave in the price. Raises OutOfTime at `until`."""
     few, many, floors = 0.0, limit / devices, [0.0] * len(relaxed.chain)
     for _ in range(30):
-        if perf_counter() > until:
-            return False
-        made = dual(relaxed, devices, limit, many, floors)
+        made = dual(relaxed, devices, limit, many, floors, until)
         if made.seconds >= limit:
             return True
         if sum(r for _, r in made.sizes) <= devices:
@@ -152,10 +146,8 @@ def _refuted(relaxed: Relaxed, devices: int, limit: float, found: list[Sizes], u
             break
         few, many = many, 4 * many
     for _ in range(10):
-        if perf_counter() > until:
-            return False
         price = (few + many) / 2
-        made = dual(relaxed, devices, limit, price, floors)
+        made = dual(relaxed, devices, limit, price, floors, until)
         if made.seconds >= limit:
             return True
         if sum(r for _, r in made.sizes) <= devices:

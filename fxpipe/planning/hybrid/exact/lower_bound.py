@@ -19,182 +19,169 @@ that can be refuted so. The stages of least `through` are good plans, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from math import inf
 from time import perf_counter
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fxpipe.ir.plan.hybrid_plan import warmup_of
 
-from .relaxed_cluster import Relaxed
+from .relaxed_cluster import Floats, Relaxed
 
+Ints = NDArray[np.int64]
 Table = list[list[list[float]]]  # by cut, most devices before it, and replicas of the stage after it
-End = tuple[float, float, float]  # the three columns, before the transfer
 Sizes = tuple[tuple[int, int], ...]  # the end and the replicas of each stage
 
 
-class Part(NamedTuple):
-    """What a stage of layers `first` to b - 1 with r replicas adds to the chains of events, at least, in seconds.
+class Parts(NamedTuple):
+    """What stages add to the chains of events, at least, in seconds: by the stage's end, first layer and replicas.
 
     - `forward`: of one micro-batch.
     - `both`: forward and backward of one micro-batch.
-    - `work`: of all micro-batches, recomputation included.
+    - `work`: of all micro-batches, recomputation included; infinite if the stage does not fit in memory.
     - `tail`: of the all-reduce after the last backward.
     """
 
-    first: int
-    forward: float
-    both: float
-    work: float
-    tail: float
+    forward: Floats
+    both: Floats
+    work: Floats
+    tail: Floats
 
 
-Parts = list[list[list[Part]]]  # by end and replicas
+class Ends(NamedTuple):
+    """The columns for all stages before a cut, before the transfer: by most devices before the cut, and replicas of the
+    stage before it. `start`: its first layer."""
+
+    arrive: Floats
+    through: Floats
+    own: Floats
+    start: Ints
 
 
 @dataclass
 class Tables:
-    """The columns above for the stages before each cut and the transfer across it.
+    """The columns above for the stages before each cut and the transfer across it: by cut, most devices before it, and
+    replicas of the stage after it. 0 before the first layer, infinite where no stages are left.
 
-    - `total`: the least of whole plans, in seconds.
-    - `sizes`: the plan that the choices lead to.
-    - `last`, `starts`, `before`: the choices.
+    - `last`: the columns for all layers.
+    - `starts`: by end, devices and replicas of a stage, its first layer.
+    - `before`: by cut, devices and replicas of the stage after it: the devices and the replicas of the stage before it.
     """
 
-    limit: float
-    arrive: Table
-    through: Table
-    own: Table
-    total: float = inf
-    sizes: Sizes = ()
-    last: tuple[int, int] = (0, 0)
-    starts: dict[tuple[int, int, int], int] = field(default_factory=dict)
-    before: dict[tuple[int, int, int], tuple[int, int]] = field(default_factory=dict)
+    columns: tuple[Floats, Floats, Floats]
+    last: Ends
+    starts: list[Ints]
+    before: list[tuple[Ints, Ints]]
 
+    @cached_property
+    def arrive(self) -> Table:
+        return self.columns[0].tolist()  # type: ignore[no-any-return]
 
-def parts(relaxed: Relaxed, devices: int) -> Parts:
-    """All stages that fit in memory, by end and replicas."""
-    n = len(relaxed.chain)
-    return [[list(_parts(relaxed, b, r)) if b and r else [] for r in range(devices + 1)] for b in range(n + 1)]
+    @cached_property
+    def through(self) -> Table:
+        return self.columns[1].tolist()  # type: ignore[no-any-return]
 
+    @cached_property
+    def own(self) -> Table:
+        return self.columns[2].tolist()  # type: ignore[no-any-return]
 
-def _parts(relaxed: Relaxed, b: int, r: int) -> Iterator[Part]:
-    problem, chain = relaxed.problem, relaxed.chain
-    m = problem.micro_batches
-    ahead = 1 if b == len(chain) else warmup_of(problem.warmup, 0, 2, m)
-    rate, share, slow = relaxed.ring(r), problem.share(r), problem.slow
-    free = ready = 0.0
-    for a in range(b - 1, -1, -1):
-        forward, backward = relaxed.times(a, b, r)
-        both = forward + backward
-        if problem.all_reduce == "end" or r == 1:
-            tail = rate.seconds(chain.parameters[b] - chain.parameters[a])
-        else:
-            ready += slow.layers[a].backward * share  # the slower, the less of the all-reduce is left
-            free = max(free, ready) + rate.seconds(chain.layers[a].parameters)
-            tail = free - ready
-        again = relaxed.repeats(a, b, r, ahead)
-        if again is not None:
-            yield Part(a, forward, both, m * (both + (forward if again else 0.0)), tail)
+    @cached_property
+    def total(self) -> float:
+        """The least of whole plans, in seconds."""
+        return float(self.last.own[-1].min())
+
+    @property
+    def sizes(self) -> Sizes:
+        """The plan that the choices lead to, from the last stage back."""
+        if self.total == inf:
+            return ()
+        b, g = len(self.starts), len(self.last.own) - 1
+        r = int(self.last.own[g].argmin())
+        first, found = int(self.last.start[g, r]), [(b, r)]
+        while first:
+            b, (devices, replicas) = first, self.before[first]
+            g, r = int(devices[g - r, r]), int(replicas[g - r, r])
+            found.append((b, r))
+            first = int(self.starts[b][g, r])
+        return tuple(reversed(found))
 
 
 class OutOfTime(Exception):
     """The search has used up its nodes or its time."""
 
 
+def parts(relaxed: Relaxed, devices: int) -> Parts:
+    """All stages, with up to this many replicas."""
+    problem, n = relaxed.problem, len(relaxed.chain)
+    forward, backward = relaxed.times(devices)
+    both = forward + backward
+    ahead = np.array([*[warmup_of(problem.warmup, 0, 2, problem.micro_batches)] * n, 1])
+    fits, again = relaxed.repeats(devices, ahead[:, None, None])
+    work = problem.micro_batches * (both + np.where(again, forward, 0.0))
+    return Parts(forward, both, np.where(fits, work, inf), relaxed.tails(devices))
+
+
 def tables(relaxed: Relaxed, parts: Parts, devices: int, limit: float, until: float) -> Tables:
     """The tables for up to this many devices. Raises OutOfTime at `until`, by `perf_counter`."""
-    n = len(relaxed.chain)
-    made = Tables(limit, _column(n, devices), _column(n, devices), _column(n, devices))
+    n, size = len(relaxed.chain), devices + 1
+    nothing = np.full((n, size, size), inf)
+    nothing[0] = 0
+    columns = nothing, nothing.copy(), nothing.copy()
+    none = np.zeros((0, 0), np.int64)
+    starts, before = [none], [(none, none)]  # of cut 0
     for b in range(1, n):
         if perf_counter() > until:
             raise OutOfTime
-        ends = [
-            [_end(made, parts[b][r], b, g, r) if 0 < r <= g else None for r in range(g + 1)] for g in range(devices)
-        ]
-        _cross(relaxed, made, b, devices, ends)
-    for r in range(1, devices + 1):
-        end = _end(made, parts[n][r], n, devices, r)
-        if end is not None and end[2] < made.total:
-            made.total, made.last = end[2], (devices, r)
-    made.sizes = _sizes(made, n)
-    return made
+        ends = _ends(columns, parts, b, limit)
+        starts.append(ends.start)
+        before.append(_cross(relaxed, columns, b, devices, ends, limit))
+    return Tables(columns, _ends(columns, parts, n, limit), starts, before)
 
 
-def _column(n: int, devices: int) -> Table:
-    """A column to fill: 0 before the first layer, inf (not known yet) before all others."""
-    size = range(devices + 1)
-    return [[[inf if cut else 0.0 for _ in size] for _ in size] for cut in range(n)]
+def _ends(columns: tuple[Floats, ...], parts: Parts, b: int, limit: float) -> Ends:
+    """The columns for all stages before cut b."""
+    size = columns[0].shape[1]
+    r = np.arange(size)
+    g = r[:, None]
+    left = np.maximum(g - r, 0)
+    # By first layer, devices, replicas.
+    arrived, way, most = (column[:b, left, r] for column in columns)
+    forward, both, work, tail = (part[b, :b, None] for part in parts)
+    way = np.maximum(way, arrived + tail)
+    most = np.maximum(most, way + work)
+    out = (most >= limit) | (r > g)
+    through = np.where(out, inf, way + both)
+    return Ends(
+        np.where(out, inf, arrived + forward).min(0), through.min(0), np.where(out, inf, most).min(0), through.argmin(0)
+    )
 
 
-def _end(made: Tables, fitting: list[Part], b: int, g: int, r: int) -> End | None:
-    """The columns for all stages before cut b on at most g devices, if the last of them has r replicas."""
-    arrive, through, own, limit = made.arrive, made.through, made.own, made.limit
-    left, start = g - r, -1
-    least_arrive = least_through = least_own = inf
-    for first, forward, both, work, tail in fitting:
-        arrived, way = arrive[first][left][r], through[first][left][r]
-        if arrived + tail > way:
-            way = arrived + tail
-        most = own[first][left][r]
-        if way + work > most:
-            most = way + work
-        if most >= limit:
-            continue
-        if arrived + forward < least_arrive:
-            least_arrive = arrived + forward
-        if way + both < least_through:
-            least_through, start = way + both, first
-        if most < least_own:
-            least_own = most
-    if start < 0:
-        return None
-    made.starts[b, g, r] = start
-    return least_arrive, least_through, least_own
-
-
-def _cross(relaxed: Relaxed, made: Tables, b: int, devices: int, ends: list[list[End | None]]) -> None:
-    """Fill the columns of cut b: those of all stages before it, with the transfer to a stage of q replicas."""
+def _cross(
+    relaxed: Relaxed, columns: tuple[Floats, ...], b: int, devices: int, ends: Ends, limit: float
+) -> tuple[Ints, Ints]:
+    """Fill the columns of cut b: those of all stages before it, with the transfer to the next stage. Returns the
+    choices."""
     chain, m = relaxed.chain, relaxed.problem.micro_batches
     rest = chain.forwards[-1] - chain.forwards[b] + chain.backwards[-1] - chain.backwards[b]
-    for q in range(1, devices):
-        seconds = [relaxed.crossing(b, max(r, 1), q) for r in range(devices)]
-        arrive, through, own = made.arrive[b], made.through[b], made.own[b]
-        for g in range(1, devices - q + 1):
-            least_arrive, least_through, least_own = arrive[g - 1][q], through[g - 1][q], own[g - 1][q]
-            choice = made.before.get((b, g - 1, q))
-            after = rest * relaxed.problem.share(devices - g)
-            for r in range(1, g + 1):
-                end = ends[g][r]
-                if end is None:
-                    continue
-                across = seconds[r]
-                most = max(end[2], end[1] + (m + 1) * across + after)
-                if most >= made.limit:
-                    continue
-                if end[0] + across < least_arrive:
-                    least_arrive = end[0] + across
-                if end[1] + 2 * across < least_through:
-                    least_through, choice = end[1] + 2 * across, (g, r)
-                if most < least_own:
-                    least_own = most
-            arrive[g][q], through[g][q], own[g][q] = least_arrive, least_through, least_own
-            if choice is not None:
-                made.before[b, g, q] = choice
-
-
-def _sizes(made: Tables, n: int) -> Sizes:
-    """The plan that the choices lead to, from the last stage back."""
-    if made.total == inf:
-        return ()
-    b, (g, r), found = n, made.last, []
-    while True:
-        found.append((b, r))
-        first = made.starts[b, g, r]
-        if first == 0:
-            return tuple(reversed(found))
-        b, (g, r) = first, made.before[first, g - r, r]
+    after = rest * relaxed.shares(devices)[::-1]  # with the devices that are left
+    across = relaxed.crossings(b, devices)  # by replicas before and after
+    # By devices, replicas before and after.
+    most = np.maximum(ends.own[..., None], ends.through[..., None] + (m + 1) * across + after[:, None, None])
+    out = most >= limit
+    arrive = np.where(out, inf, ends.arrive[..., None] + across).min(1)
+    own = np.where(out, inf, most).min(1)
+    each = np.where(out, inf, ends.through[..., None] + 2 * across)
+    through, replicas = each.min(1), each.argmin(1)
+    for column, found in zip(columns, (arrive, through, own), strict=True):  # on that many devices or fewer
+        np.minimum.accumulate(found, 0, out=column[b])
+    best = columns[1][b]
+    better = best < np.vstack([np.full_like(best[:1], inf), best[:-1]])
+    chosen = np.maximum.accumulate(np.where(better, np.arange(devices + 1)[:, None], 0), 0)
+    return chosen, np.take_along_axis(replicas, chosen, 0)
 
 
 def root(

@@ -23,6 +23,7 @@ from __future__ import annotations
 from time import perf_counter
 
 from fxpipe.errors import PlanError
+from fxpipe.ir.plan.model_states import model_states
 from fxpipe.ir.units import show_bytes
 from fxpipe.planning.hybrid.event_time import plan_of
 from fxpipe.planning.hybrid.plan_request import Answer, Certificate, Request, check
@@ -65,18 +66,21 @@ def optimal(request: Request) -> Answer:
         perf_counter() - started,
         plan.samples is None,
         rival.unfinished,
+        request.optimizer_sharding,
     )
     return Answer(plan, hunt.time, certificate)
 
 
 def _too_large(request: Request) -> str:
-    chain, devices = request.chains[0], request.cluster.devices
+    chain, devices, sharding = request.chains[0], request.cluster.devices, request.optimizer_sharding
     memory = max(device.memory for device in devices)
-    held = [request.copies * layer.parameters for layer in chain.layers]
+    replicas = len(devices) if sharding != "none" else 1
+    held = [sum(model_states(chain, at, at + 1, replicas, request.copies, "zero1")) for at in range(len(chain))]
     largest = max(range(len(held)), key=held.__getitem__)
+    advice = "optimizer_sharding='zero1', " if sharding == "none" and request.copies > 2 else ""
     return (
-        f"no plan found that fits in memory: the parameters of {chain.model} take {show_bytes(sum(held))} with their "
-        f"gradients, layer {chain.layers[largest].name!r} alone {show_bytes(held[largest])}, and the largest of "
-        f"{len(devices)} devices has {show_bytes(memory)}; allow recompute, smaller micro-batches or a larger "
-        "cluster"
+        f"no plan found that fits in memory: the parameters of {chain.model} take {show_bytes(sum(held))} with "
+        f"gradients and optimizer, layer {chain.layers[largest].name!r} alone {show_bytes(held[largest])}, and the "
+        f"largest of {len(devices)} devices has {show_bytes(memory)}; allow recompute, {advice}smaller micro-batches "
+        "or a larger cluster"
     )

@@ -7,11 +7,15 @@ a flat network both are exact.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import combinations
 from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.cluster.network import Behind, Rate, behind_ports, ring, split_concat
@@ -19,6 +23,8 @@ from fxpipe.ir.plan.layer_chain import Chain
 from fxpipe.planning.hybrid.event_time import Problem
 
 from .device_symmetry import Devices
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -116,15 +122,6 @@ def _out(cluster: Cluster, position: int) -> float:
     return total or inf
 
 
-def _ranked(seconds: list[tuple[float, int]], r: int) -> float:
-    """The seconds of the r-th fastest device, given those of each kind and how many devices are of it."""
-    for own, count in sorted(seconds):
-        r -= count
-        if r <= 0:
-            return own
-    raise AssertionError("a stage has no more replicas than there are devices")
-
-
 @dataclass
 class Relaxed:
     """The least costs of stages of a problem, by their replicas. `must`: whether stages must, must not (False) or may
@@ -133,6 +130,7 @@ class Relaxed:
     problem: Problem
     rates: Rates
     must: bool | None
+    _held: dict[tuple[int, int], int] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def chain(self) -> Chain:
@@ -144,18 +142,25 @@ class Relaxed:
         """The costs on each kind of device, and how many devices are of it."""
         return [(chain, self.problem.kinds.count(kind)) for kind, chain in self.problem.by_kind.items()]
 
-    def times(self, first: int, end: int, r: int) -> tuple[float, float]:
-        """Seconds of a stage forward and backward. The largest share is that of one of r replicas, and the smallest
-        that of another which is no faster than the r-th fastest device."""
-        share, chain = self.problem.share(r), self.chain
-        forward = (chain.forwards[end] - chain.forwards[first]) * share
-        backward = (chain.backwards[end] - chain.backwards[first]) * share
+    def times(self, devices: int) -> tuple[Floats, Floats]:
+        """Seconds of stages forward and backward, by end, first layer and replicas. The largest share is that of one of
+        r replicas, and the smallest that of another which is no faster than the r-th fastest device."""
+        return self._times(devices, "forwards"), self._times(devices, "backwards")
+
+    def _times(self, devices: int, what: str) -> Floats:
+        found = between(getattr(self.chain, what)) * self.shares(devices)
         if len(self._kinds) == 1:
-            return forward, backward
-        smallest = self._smallest(r)
-        forwards = [(own.forwards[end] - own.forwards[first], count) for own, count in self._kinds]
-        backwards = [(own.backwards[end] - own.backwards[first], count) for own, count in self._kinds]
-        return max(forward, _ranked(forwards, r) * smallest), max(backward, _ranked(backwards, r) * smallest)
+            return found
+        seconds = np.stack([between(getattr(own, what)) for own, _ in self._kinds])
+        order = seconds.argsort(0)
+        as_fast = np.array([count for _, count in self._kinds])[order].cumsum(0)  # how many devices are
+        kind = (as_fast < np.arange(devices + 1)).sum(0)[None]
+        ranked = np.take_along_axis(np.take_along_axis(seconds, order, 0), kind, 0)[0]
+        slowest: Floats = ranked * np.array([self._smallest(max(r, 1)) for r in range(devices + 1)])
+        return np.maximum(found, slowest)
+
+    def shares(self, devices: int) -> Floats:
+        return np.array([self.problem.share(max(r, 1)) for r in range(devices + 1)])
 
     def _smallest(self, r: int) -> float:
         samples = self.chain.samples
@@ -167,20 +172,62 @@ class Relaxed:
             return Rate(0.0, 0.0)
         return Rate(2 * (r - 1) * self.rates.ring_latency, 2 * (r - 1) / r / self.rates.bandwidths[r])
 
-    def crossing(self, cut: int, r: int, q: int) -> float:
-        """Seconds of one transfer from r to q replicas."""
-        count, share = self.chain.cuts[cut], self.problem.share(min(r, q))
-        return self.rates.latency + count * self.rates.share * share if count else 0.0
+    def tails(self, devices: int) -> Floats:
+        """Seconds of the all-reduce of stages after the last backward, by end, first layer and replicas."""
+        rings = [self.ring(max(r, 1)) for r in range(devices + 1)]
+        latency, per_byte = map(np.array, zip(*rings, strict=True))
+        count = between(self.chain.parameters)
+        found = np.where(count > 0, latency + count * per_byte, 0.0)
+        if self.problem.all_reduce == "end":
+            return found
+        # Backward, layer by layer: the slower, the less of the all-reduce is left.
+        free = ready = np.zeros_like(found[:, 0])
+        for a in range(len(self.chain) - 1, -1, -1):
+            inside = np.arange(len(found))[:, None] > a
+            ready = ready + np.where(inside, self.problem.slow.layers[a].backward * self.shares(devices), 0.0)
+            free = np.maximum(free, ready) + np.where(inside, found[a + 1, a], 0.0)
+            found[:, a] = free - ready
+        return found
 
-    def repeats(self, first: int, end: int, r: int, ahead: int) -> bool | None:
-        """Whether a stage has to recompute; None if it does not fit in memory even so."""
-        chain, problem = self.chain, self.problem
-        share = problem.share(r)
-        saved = (chain.saved[end] - chain.saved[first]) * share
-        left = self.rates.room[r] - problem.copies * (chain.parameters[end] - chain.parameters[first])
-        slack = 1e-9 * self.rates.room[r] if self.rates.room[r] < inf else 0.0
-        if not self.must and ahead * saved <= left + slack:
-            return False
-        if self.must is False:
-            return None
-        return True if ahead * chain.cuts[first] * share + saved <= left + slack else None
+    def crossings(self, cut: int, devices: int) -> Floats:
+        """Seconds of one transfer, by replicas before and after."""
+        count, r = self.chain.cuts[cut], np.arange(devices + 1)
+        larger = self.shares(devices)[np.minimum(r[:, None], r)]
+        return self.rates.latency + count * self.rates.share * larger if count else 0 * larger
+
+    def held(self, first: int, end: int) -> int:
+        """The least replicas with which a stage has memory for one micro-batch, remembered; more than there are devices
+        if it never has."""
+        found = self._held.get((first, end))
+        if found is None:
+            chain, problem, room = self.chain, self.problem, self.rates.room[1]
+            saved = chain.saved[end] - chain.saved[first] + (chain.cuts[first] if self.must else 0.0)
+
+            def fits(r: int) -> bool:
+                return saved * problem.share(r) <= (room - problem.fixed(first, end, r)) * (1 + 1e-9)
+
+            counts = range(1, len(self.rates.room))
+            found = self._held[first, end] = 1 + bisect_left(counts, True, key=fits)  # the more, the less each holds
+        return found
+
+    def repeats(self, devices: int, ahead: Floats) -> tuple[Floats, Floats]:
+        """Whether stages fit in memory, and whether they have to recompute for that, by end, first layer and replicas.
+        `ahead`: by end, how many micro-batches they keep."""
+        chain, problem, room = self.chain, self.problem, np.array(self.rates.room[: devices + 1])
+        states = [problem.fixed(0, len(chain), max(r, 1)) / (chain.parameters[-1] or 1) for r in range(devices + 1)]
+        shares = self.shares(devices)
+        saved = between(chain.saved) * shares
+        left = room - between(chain.parameters) * np.array(states)
+        left = left + np.where(room < inf, 1e-9 * room, 0.0)
+        cuts = np.array(chain.cuts[: len(chain)])[:, None] * shares
+        at_once = (ahead * saved <= left) & (not self.must)
+        again = (ahead * cuts + saved <= left) & (self.must is not False)
+        fits = (at_once | again) & (np.arange(devices + 1) > 0)
+        return fits, ~at_once
+
+
+def between(sums: Sequence[float]) -> Floats:
+    """The sums over the layers of each stage, from running sums: by end and first layer; 0 before it."""
+    whole = np.array(sums)
+    found: Floats = np.maximum(whole[:, None] - whole[:-1], 0)[..., None]
+    return found

@@ -74,11 +74,12 @@ def cases_of(request: Request) -> list[Case]:
 
 @dataclass
 class PlanSearch:
-    """The cases, and the best plan so far."""
+    """The cases, and the best plan so far; of equal ones that of the first case: its number is `index`."""
 
     cases: list[Case]
     until: float
     case: Case | None = None
+    index: int = 0
     shape: Shape = ()
     time: float = inf
     branches: int = 0
@@ -91,8 +92,8 @@ class PlanSearch:
     def keep(self, index: int, shape: Shape, time: float) -> None:
         if time < inf:
             self.pool.append((time, index, shape))
-        if time < self.time:
-            self.case, self.shape, self.time = self.cases[index], shape, time
+        if (time, index) < (self.time, self.index):
+            self.case, self.index, self.shape, self.time = self.cases[index], index, shape, time
 
 
 def seed(hunt: PlanSearch) -> None:
@@ -141,21 +142,22 @@ def _devices(case: Case) -> Iterator[tuple[int, ...]]:
 
 
 def close_in(hunt: PlanSearch) -> None:
-    """Find a first bound for each case, and try the plans that come with it. Cases of the lowest bounds come first."""
+    """Find a first bound for each case, then a higher one for those that are still open, and try the plans that come
+    with them. Cases of the lowest bounds come first."""
     for case in hunt.cases:
         case.bound = least_work(case.problem) * (1 - EXACT / 10)
-    order = sorted(range(len(hunt.cases)), key=lambda index: hunt.cases[index].bound)
     started = perf_counter()
     part = 1 / 3 if any(case.tabled for case in hunt.cases) else 2 / 3  # without tables nothing else raises bounds
     stop = started + (hunt.until - started) * part
-    for index in order:
-        case = hunt.cases[index]
-        if perf_counter() > stop:
-            break
-        found = _first_bound(case, hunt.time, stop)
-        for sizes in dict.fromkeys(found):
-            if sum(r for _, r in sizes) <= case.devices:
-                hunt.offer(index, case.shapes.placed(sizes))
+    for look in (_first_bound, _higher_bound):
+        for index, case in sorted(enumerate(hunt.cases), key=lambda pair: pair[1].bound):
+            if perf_counter() > stop:
+                return
+            for sizes in dict.fromkeys(look(case, hunt.time, stop) if case.bound < hunt.time else ()):
+                if hunt.case is not None and perf_counter() > stop:
+                    return
+                if sum(r for _, r in sizes) <= case.devices:
+                    hunt.offer(index, case.shapes.placed(sizes))
 
 
 def _first_bound(case: Case, high: float, until: float) -> list[bounds.Sizes]:
@@ -169,10 +171,15 @@ def _first_bound(case: Case, high: float, until: float) -> list[bounds.Sizes]:
     except bounds.OutOfTime:
         return []
     case.bound = max(case.bound, min(made.total, high))
-    found = [made.sizes] if made.sizes else []
-    if case.bound < high < inf:
-        low, more = bounds.root(case.relaxed, case.parts, case.devices, case.bound, high, 5, until)
-        case.bound, found = max(case.bound, low), found + more
+    return [made.sizes] if made.sizes else []
+
+
+def _higher_bound(case: Case, high: float, until: float) -> list[bounds.Sizes]:
+    """As `_first_bound`, with several tables, where there can be tables."""
+    if not case.tabled or high == inf:
+        return []
+    low, found = bounds.root(case.relaxed, case.parts, case.devices, case.bound, high, 5, until)
+    case.bound = max(case.bound, low)
     return found
 
 

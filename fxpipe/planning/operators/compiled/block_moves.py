@@ -274,13 +274,19 @@ def explore(
     trace: Floats,
     devices: Ints,
 ) -> int:
-    """As `metropolis.walk`, where a `share` of the steps are leaps."""
+    """Go `steps` steps, from the strategy in `s`; a `share` of them are leaps. Returns how many were taken: fewer if
+    there was no room for messages.
+
+    - `best`: one number, the best cost in seconds; its strategy is in `best_row` and `best_place`.
+    - `trace`: gets the number of improvements in `[0, 0]`, and then (step, cost) of each.
+    - `devices`: scratch.
+    """
     found = 0
     for i in range(p.n):
         note(p, s, to, i)
     for step in range(steps):
         again, room = random[0], True
-        if uniform(random) < share:
+        if share > 0 and uniform(random) < share:
             order, first, after = window(q, random)
             members = q.order[order, first:after]
             draw(p, q, random, to, members, devices)

@@ -1,6 +1,6 @@
-"""Compiled: what Python calls of the core. A Markov chain over strategies after Metropolis and Hastings, as in the SOAP
-paper: draw an operator and a config for it, keep the change if the step got faster, and with probability
-exp(-(slower by) / temperature) if it got slower.
+"""Compiled: the steps of a Markov chain over strategies after Metropolis and Hastings, as in the SOAP paper: draw an
+operator and a config for it, keep the change if the step got faster, and with probability
+exp(-(slower by) / temperature) if it got slower. The chain itself is `block_moves.explore`.
 
 The random number of this decision is drawn before the simulation, so that a proposal is given up as soon as it is sure
 to be too slow.
@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from .delta_simulation import attempt, simulate_all
-from .flat_arrays import Floats, Ints, Problem, State
-from .graph_update import build, compact, copy, room
+from .flat_arrays import Ints, Problem, State
+from .graph_update import build, compact, room
 from .numba_compiler import compiled, entry
 
 
@@ -99,44 +99,3 @@ def improve(p: Problem, s: State, i: int, devices: Ints) -> int:
         if attempt(p, s, i, row, devices, np.nextafter(s.cost[0], 0.0)):
             found = 1
     return found
-
-
-@entry
-def walk(
-    p: Problem,
-    s: State,
-    random: Ints,
-    steps: int,
-    temperature: float,
-    best: Floats,
-    best_row: Ints,
-    best_place: Ints,
-    trace: Floats,
-    devices: Ints,
-) -> int:
-    """Go `steps` steps, from the strategy in `s`. Returns how many were taken: fewer if there was no room for messages.
-
-    - `best`: one number, the best cost in seconds; its strategy is in `best_row` and `best_place`.
-    - `trace`: gets the number of improvements in `[0, 0]`, and then (step, cost) of each.
-    - `devices`: scratch.
-    """
-    M, found, cost, task = p.parts, 0, s.cost, s.task
-    for step in range(steps):
-        again = random[0]
-        i, row = propose(p, random, devices)
-        if not has_room(p, s, i, row):
-            random[0] = again
-            trace[0, 0] = found
-            return step
-        limit = threshold(cost[0], temperature, random)
-        if attempt(p, s, i, row, devices, limit) and cost[0] < best[0]:
-            best[0] = cost[0]
-            copy(best_row, s.row)
-            for j in range(p.n):
-                for k in range(M):
-                    best_place[j, k] = task[2 * j * M + k].place
-            found += 1
-            trace[found, 0] = step
-            trace[found, 1] = best[0]
-    trace[0, 0] = found
-    return steps

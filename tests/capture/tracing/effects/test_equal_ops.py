@@ -16,6 +16,7 @@ from fxpipe.capture.tracing.dynamo import Traced
 from fxpipe.capture.tracing.effects import op_effects
 from fxpipe.capture.tracing.effects.equal_ops import EqualOps
 from fxpipe.capture.tracing.effects.op_effects import Step, memory
+from fxpipe.capture.tracing.unmade_tensors import Unmade
 from tests.helpers.marks import mostly_slow
 from tests.helpers.models import MODELS
 
@@ -24,9 +25,9 @@ Ran = tuple[dict[fx.Node, Any], list[Step]]
 
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Each graph is run in full, and then as always; the answers must be the same. Of each graph: how many ops ran, of
-    how many."""
-    always, run = op_effects.steps, op_effects._run
+    """Each graph is run in full, then with all that is known made at once, and then as always; the answers must be the
+    same. Of each graph: how many ops ran, of how many."""
+    always, run, value = op_effects.steps, op_effects._run, EqualOps.value
     count, found = [0], []
 
     def counted(node: fx.Node, *args: Any) -> Any:
@@ -37,10 +38,13 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         with monkeypatch.context() as patch:
             patch.setattr(EqualOps, "key", lambda *args: None)
             full = always(traced)
+        with monkeypatch.context() as patch:
+            patch.setattr(EqualOps, "value", lambda equal, *args: equal.made(value(equal, *args)))
+            assert _said(*always(traced)) == _said(*full)
         count[0] = 0
         fast = always(traced)
         found.append((count[0], len(fast[1])))
-        assert _said(*fast) == _said(*full)
+        assert _said(*fast, leaves=False) == _said(*full, leaves=False)
         return fast
 
     monkeypatch.setattr(op_effects, "_run", counted)
@@ -48,12 +52,12 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
-def _said(env: dict[fx.Node, Any], steps: list[Step]) -> list[Any]:
-    """All values, by their types, the first node with the same tensor and the first with the same memory; and for each
-    op what it writes."""
+def _said(env: dict[fx.Node, Any], steps: list[Step], leaves: bool = True) -> list[Any]:
+    """All values, by their types, the first node with the same tensor and the first with the same memory, and whether
+    they are leaves; and for each op what it writes."""
     homes: dict[int, int] = {}
     objects: dict[int, int] = {}
-    values = [_value(env[node], index, homes, objects) for index, node in enumerate(env)]
+    values = [_value(env[node], index, homes, objects, leaves) for index, node in enumerate(env)]
     order = {node: index for index, node in enumerate(env)}
     return [values, [(s.node, _written(s, order[s.node], homes), s.random, s.regions) for s in steps]]
 
@@ -63,21 +67,31 @@ def _written(step: Step, index: int, homes: dict[int, int]) -> list[int]:
     return [home for address in step.written if (home := homes.get(address, index + 1)) <= index]
 
 
-def _value(value: Any, index: int, homes: dict[int, int], objects: dict[int, int]) -> Any:
+def _value(value: Any, index: int, homes: dict[int, int], objects: dict[int, int], leaves: bool) -> Any:
     if isinstance(value, (tuple, list)):
-        return type(value), [_value(item, index, homes, objects) for item in value]
-    if not isinstance(value, Tensor):
+        return type(value), [_value(item, index, homes, objects, leaves) for item in value]
+    if not isinstance(value, (Tensor, Unmade)):
         return type(value), str(value) if isinstance(value, (int, float, torch.SymInt)) else None
     places = [homes.setdefault(address, index) for address in memory(value)]
     if not places:
         return "in a vmap"
-    sizes = str((*value.shape, *value.stride(), value.storage_offset(), value.untyped_storage().nbytes()))
     same = objects.setdefault(id(value), index)
+    if isinstance(value, Unmade):
+        sizes = _sizes(*value.shape, *value.kind.stride, value.kind.offset, value.kind.bytes)
+        return value.dtype, value.device, sizes, value.requires_grad, places, same
+    sizes = _sizes(*value.shape, *value.stride(), value.storage_offset(), value.untyped_storage().nbytes())
+    if not leaves:
+        return value.dtype, value.device, sizes, value.requires_grad, places, same
     try:
         is_leaf: bool | str = value.is_leaf
     except RuntimeError as error:  # a view made without gradients, of memory that was then written with them
         is_leaf = str(error)
     return value.dtype, value.device, sizes, value.requires_grad, is_leaf, places, same
+
+
+def _sizes(*numbers: Any) -> list[Any]:
+    """Numbers, and sums of products of symbols."""
+    return [number.node.expr.expand() if isinstance(number, torch.SymInt) else number for number in numbers]
 
 
 QUICK = ("dropout", "in place", "complex")

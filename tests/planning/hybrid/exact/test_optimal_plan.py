@@ -163,6 +163,65 @@ def test_chooses_micro_batches_warmup_and_recompute(seed):
     assert event_time(own, plan.stages) == found.seconds
 
 
+def most_held(problem: Problem, stages: tuple[HybridStage, ...], sharding: str) -> float:
+    """The share of its memory that the fullest device uses, from the definition: with "zero1" each of r replicas has an
+    r-th of what there is beside parameters and gradients."""
+    chain, m, n, found = problem.chain, problem.micro_batches, len(stages), 0.0
+    for s, stage in enumerate(stages):
+        own, r = chain.layers[stage.first : stage.end], len(stage.devices)
+        share = 1 / r if chain.ideal_shares else -(-chain.samples // r) / chain.samples
+        state = max(problem.copies - 2, 0) / (r if sharding == "zero1" else 1)
+        fixed = (min(problem.copies, 2) + state) * sum(layer.parameters for layer in own)
+        waiting = min(m, n - s if problem.warmup == "early" else 2 * (n - s) - 1)
+        saved = sum(layer.saved for layer in own) * share
+        taken = chain.layers[stage.first - 1].cut * share if stage.first else 0.0
+        kept = waiting * taken + saved if stage.recompute else waiting * saved
+        room = min(problem.cluster.devices[device].memory for device in stage.devices)
+        found = max(found, (fixed + kept) / room)
+    return found
+
+
+def compare_sharded(seed: int) -> str:
+    """On a random problem whose memory is tight, the plan is the fastest of all that fit if the optimizer's state is
+    sharded, and "auto" shards it only if the plan would not fit otherwise. Returns the plan's sharding, "" without."""
+    rng = random.Random(seed)
+    problem, _, _ = instance(seed, layers=5, devices=4)
+    asked, recompute = rng.choice(["zero1", "auto"]), rng.choice([None, None, False, True])
+    copies, chain, devices = rng.choice([3, 4, 8]), problem.chain, problem.cluster.devices
+    total = sum(copies * layer.parameters + layer.saved for layer in chain.layers)
+    memory = [int(total * rng.uniform(0.2, 1.0)) + 1] * len(devices)
+    memory[-1] = int(memory[-1] * rng.choice([1, 1, 1.5]))
+    cluster = replace(
+        problem.cluster, devices=tuple(replace(one, memory=room) for one, room in zip(devices, memory, strict=True))
+    )
+    problem = replace(problem, cluster=cluster, copies=copies, capped=True, optimizer_sharding=asked)
+    roomy = replace(problem, capped=False)
+    choices = (False, True) if recompute is None else (recompute,)
+    best = inf
+    for stages in all_stages(len(chain), len(devices), choices):
+        if most_held(problem, stages, "zero1") <= 1:
+            best = min(best, event_time(roomy, stages, best))
+    given = {"recompute": recompute, "optimizer_sharding": asked}
+    if best == inf:
+        with pytest.raises(PlanError, match="no plan found that fits in memory"):
+            plan_for(problem, **given)
+        return ""
+    found = plan_for(problem, **given)
+    check(found.plan, len(chain), len(devices))
+    assert found.certificate.proven
+    assert found.seconds == pytest.approx(best, rel=1e-9)
+    assert event_time(roomy, found.plan.stages) == pytest.approx(found.seconds, rel=1e-12)
+    assert most_held(problem, found.plan.stages, found.plan.optimizer_sharding) <= 1
+    fits_whole = most_held(problem, found.plan.stages, "none") <= 1
+    assert found.plan.optimizer_sharding == ("none" if asked == "auto" and fits_whole else "zero1")
+    return found.plan.optimizer_sharding
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_sharded_optimizer_state_equals_brute_force(seed):
+    compare_sharded(seed)
+
+
 def test_recomputes_only_where_it_must():
     """One stage holds 2 x (5 + 5) and 11 / 2 bytes; the first of two 2 x 5 and 2 x 10, or only 10 if it recomputes."""
     chain = Chain("m", 1, (Layer("a", 1, 2, 5, saved=10, cut=1), Layer("b", 1, 2, 5, saved=1)))

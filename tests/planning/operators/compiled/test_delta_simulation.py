@@ -28,7 +28,7 @@ def follow(core, proposals):
     moved = 0
     for step in range(proposals):
         before = core.seconds
-        core.walk(1, before * (1e6 if step % 2 else 1e-3))
+        core.explore(1, before * (1e6 if step % 2 else 1e-3))
         moved += core.seconds != before
         assert core.differences() == 0, f"proposal {step}"
     return moved
@@ -101,7 +101,7 @@ def test_the_core_grows_when_messages_need_room():
 def test_the_chain_is_the_same_with_either_simulation():
     graph = rnnlm()
     found = []
-    for walk in ("walk", "walk_from_nothing"):
+    for walk in ("explore", "walk_from_nothing"):
         core = FullCore(graph, cluster(4), estimated(), seed=3)
         core.begin(data_parallel(graph, 4))
         getattr(core, walk)(500, core.seconds * 0.05)
