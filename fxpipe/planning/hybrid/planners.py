@@ -25,7 +25,7 @@ from fxpipe.planning.hybrid.exact.optimal_plan import optimal
 
 from .dapple import DappleSearch
 from .device_placement import servers
-from .event_time import Problem, event_time, least_work, plan_of
+from .event_time import Problem, event_time, plan_of
 from .pipedream import Level, pipedream
 from .plan_request import FEW, MOST_MICRO_BATCHES, Answer, Certificate, Request, check
 from .simple_plans import gpipe, one_each, whole
@@ -42,32 +42,6 @@ def search(planner: str, request: Request) -> Answer:
         raise PlanError(f"there is no planner {planner!r}; write one of {', '.join(map(repr, PLANNERS))}")
     check(request)
     return PLANNERS[planner](request)
-
-
-def _optimal(request: Request) -> Answer:
-    return _each_optimal(request) if request.micro_batches is None and len(request.chains) > 1 else optimal(request)
-
-
-def _each_optimal(request: Request) -> Answer:
-    """The best plan if costs are known at several sizes of micro-batch: each number of micro-batches is searched by
-    itself, that of the least work first. One whose work alone, evenly shared, takes longer than the best plan is left
-    out."""
-    until = perf_counter() + request.seconds
-    counts = request.counts(max(len(request.chains), FEW))  # at least those that DAPPLE's planner tries
-    work = {m: least_work(request.problem(m, "early")) for m in counts}
-    found: list[Answer] = []
-    refusals: list[PlanError] = []
-    for left, m in zip(range(len(work), 0, -1), sorted(work, key=work.__getitem__), strict=True):
-        if found and work[m] >= min(answer.seconds for answer in found):
-            break  # and so do all that follow
-        try:
-            seconds = max((until - perf_counter()) / left, LEAST_SECONDS)
-            found.append(optimal(replace(request, micro_batches=m, seconds=seconds)))
-        except PlanError as error:
-            refusals.append(error)
-    if not found:
-        raise refusals[-1]
-    return best_of(found)
 
 
 def best_of(found: Sequence[Answer]) -> Answer:
@@ -176,7 +150,7 @@ def levels(cluster: Cluster) -> list[Level]:
 
 
 PLANNERS: dict[str, Callable[[Request], Answer]] = {
-    "optimal": _optimal,
+    "optimal": optimal,
     "dapple": _dapple,
     "pipedream": _tried(_pipedream, FEW),
     "gpipe": _tried(gpipe),
