@@ -6,7 +6,7 @@ model ─profile─▶ ModelProfile ─layers─▶ Chain ─planner─▶ Hybri
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import Any, Never
@@ -29,14 +29,15 @@ from fxpipe.pipe.options.option_forms import check as check_values
 from fxpipe.pipe.options.option_forms import refuse_unknown
 from fxpipe.pipe.options.option_table import PLAN, read_cluster
 from fxpipe.pipe.progress import working
+from fxpipe.pipe.results.find_plan import find_plan
 from fxpipe.pipe.results.plan_alternatives import TriedSize
 from fxpipe.pipe.results.planned import Planned, SampleWork
 from fxpipe.planning.hybrid.group_layers import MOST, Layers, as_plan, costed, layers
 from fxpipe.planning.hybrid.plan_request import Answer, Request, check
-from fxpipe.planning.hybrid.planners import LEAST_SECONDS, best_of, search
+from fxpipe.planning.hybrid.planners import LEAST_SECONDS, best_of
 from fxpipe.profiling import on_kinds
 from fxpipe.profiling.estimate import model_products
-from fxpipe.schedules.make_schedule import AUTO, STRAIGHT
+from fxpipe.schedules.make_schedule import AUTO, LOOPED, STRAIGHT
 
 from .profile import ModelProfile, profile
 from .tensor_parallel import Candidate, candidate, degrees_of
@@ -56,6 +57,7 @@ def plan(
     micro_batches: int | None = None,
     tensor_parallel: int | str | Sequence[int] = 1,
     schedule: str | None = None,
+    stages_per_device: int | None = None,
     recompute: bool | None = None,
     all_reduce: str = "end",
     parameter_copies: float = 4,
@@ -88,6 +90,10 @@ def plan(
       micro-batch takes the least time. Above 1, the devices of the cluster must be of one kind.
     - `schedule`: "1f1b" or "1f1b-late"; if not given, both are tried. With "gpipe", "zb-h1" or "zb-h2", stages are
       chosen for 1F1B, and then run in the order that is named. "auto": the fastest of all five that fits, as simulated.
+      "interleaved", "interleaved-late", "looped-bfs", "zb-v", "dualpipe-v": each device has several stages, and the
+      layers are cut evenly for each number of replicas, of stages on a device and of micro-batches. Not with
+      `tensor_parallel`.
+    - `stages_per_device`: for "interleaved", "interleaved-late" and "looped-bfs"; 2 and 4 are tried if not given.
     - `all_reduce`: replicas add up gradients at the "end" of the step, or "overlap" that with the last backward.
     - `parameter_copies`: bytes in memory for each byte of parameters, with gradients and optimizer state: 4 for Adam
       (parameter, gradient, two moments), 3 for momentum, 2 for plain SGD; 8 for Adam on parameters in bf16 with a
@@ -123,7 +129,13 @@ def plan(
     known = _profiled(first, where, example_inputs, dtype)
     with working(f"planning {known.model} for {count(len(where.devices), 'device', 'devices')}", time_limit):
         most = most_layers or max(MOST, min(2 * MOST, len(where.devices)))
-        found = _planned(known, others, planner, request, most, degrees_of(tensor_parallel, where))
+        degrees = degrees_of(tensor_parallel, where)
+        if schedule in LOOPED and max(degrees) > 1:
+            raise PlanError(
+                f"tensor_parallel does not go with schedule={schedule!r} yet: leave out one of them, or write a "
+                f"schedule with one stage on each device: {', '.join(STRAIGHT)}"
+            )
+        found = _planned(known, others, planner, request, most, degrees, schedule, stages_per_device)
         with timed("simulator"):
             found = replace(found, recompute=recompute, optimizer_sharding=optimizer_sharding)
             return _ordered(found, schedule)
@@ -136,10 +148,19 @@ def _planned(
     request: Request,
     most: int,
     degrees: Sequence[int],
+    schedule: str | None,
+    stages_per_device: int | None,
 ) -> Planned:
     """The planner's answer; the stages of its plan have ops, unless a `Chain` was planned. `others` are the costs on
     kinds of devices where they are known; otherwise they are estimated."""
     where, about = request.cluster, (request.cluster, request.batch, planner, request.copies)
+
+    def find(asked: Request) -> Answer:
+        return _searched(planner, asked, schedule, stages_per_device)
+
+    def order(plan: HybridPlan) -> str:
+        return schedule if schedule in LOOPED else "1f1b" if plan.warmup == "early" else "1f1b-late"
+
     if isinstance(known, Chain):
         if degrees != (1,):
             raise PlanError("tensor_parallel is for models: nothing tells how the layers of a Chain could be cut")
@@ -148,17 +169,17 @@ def _planned(
             known = beside(known, same)
         elif not known.kinds:
             known = _scaled(known, where)
-        answer = _searched(planner, replace(request, chains=(known,)))
-        decided = _without_ops(answer.plan, where, _own_order(answer.plan))
+        answer = find(replace(request, chains=(known,)))
+        decided = _without_ops(answer.plan, where, order(answer.plan))
         return Planned(decided, answer.plan, (known,), *about, certificate=answer.certificate)
     with timed("layers"):
         made = layers(known.graph, known, most)
-    found, tried = _each_degree(known, others, planner, request, made, degrees)
+    found, tried = _each_degree(known, others, find, request, made, degrees)
     best, _ = min(found, key=lambda pair: pair[1].seconds)
     answer = best_of([answer for _, answer in found])
     plan = replace(answer.plan, tensor_parallel=best.degree)
     return Planned(
-        as_plan(known.graph, made, plan, best.cluster.labels, _own_order(plan)),
+        as_plan(known.graph, made, plan, best.cluster.labels, order(plan)),
         plan,
         best.chains,
         *about,
@@ -172,7 +193,7 @@ def _planned(
 def _each_degree(
     known: ModelProfile,
     others: Mapping[str, ModelProfile | Chain],
-    planner: str,
+    find: Callable[[Request], Answer],
     request: Request,
     made: Layers,
     degrees: Sequence[int],
@@ -192,7 +213,7 @@ def _each_degree(
                     one = Candidate(1, request.cluster, chains, ())
             seconds = max((until - perf_counter()) / left, LEAST_SECONDS)
             asked = replace(request, chains=one.chains, cluster=one.cluster, seconds=seconds)
-            found.append((one, _searched(planner, asked)))
+            found.append((one, find(asked)))
             tried.append(TriedSize(degree, found[-1][1].seconds))
         except PlanError as error:
             tried.append(TriedSize(degree, refusal=str(error)))
@@ -232,9 +253,9 @@ def _scaled(chain: Chain, cluster: Cluster) -> Chain:
     return beside(chain, {kind: slower(chain, known.flops / device.flops) for kind, device in kinds.items()})
 
 
-def _searched(planner: str, request: Request) -> Answer:
+def _searched(planner: str, request: Request, schedule: str | None, stages_per_device: int | None) -> Answer:
     with timed("planning"):
-        answer = search(planner, request)
+        answer = find_plan(planner, request, schedule, stages_per_device)
     if answer.unfinished:
         warnings.warn(
             f"DAPPLE's search did not end in {show_seconds(request.seconds)}, so this is the best plan that it found "
@@ -243,11 +264,6 @@ def _searched(planner: str, request: Request) -> Answer:
             stacklevel=2,
         )
     return answer
-
-
-def _own_order(hybrid: HybridPlan) -> str:
-    """The schedule that the planner assumed."""
-    return "1f1b" if hybrid.warmup == "early" else "1f1b-late"
 
 
 def _sizes(known: ModelProfile, request: Request) -> list[ModelProfile]:
@@ -341,7 +357,7 @@ def _sharded(one: Planned) -> Planned:
 
 def _ordered(found: Planned, schedule: str | None) -> Planned:
     """The plan with the requested schedule, or for "auto" with the fastest one that fits in memory."""
-    if schedule in (None, *WARMUPS):
+    if schedule in (None, *WARMUPS, *LOOPED):
         return found
     names = [n for n in STRAIGHT if n != "1f1b-late"] if schedule == AUTO else [str(schedule)]
     tried = [found, *(replace(found, plan=replace(found.plan, schedule=name)) for name in names)]

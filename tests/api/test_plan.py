@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from contextlib import closing
@@ -67,6 +68,42 @@ def test_schedules(schedule: str) -> None:
     assert found.seconds == found.simulate(found.plan.schedule).makespan
     if schedule == "auto":
         assert all(found.seconds <= found.simulate(name).makespan for name in ("gpipe", "1f1b"))
+
+
+def test_several_stages_on_each_device(tmp_path: Path) -> None:
+    """Saved, explained and run, with replicas; in a V the last stage is on the devices of the first."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(8))).double()
+    x, plain_model = torch.randn(12, 12, dtype=torch.double), copy.deepcopy(model)
+    F.mse_loss(plain_model(x), x).backward()
+    for schedule, times in (("interleaved", 2), ("zb-v", None)):
+        found = fxpipe.plan(
+            model, "p100:4", 12, example_inputs=x, micro_batches=3, schedule=schedule, stages_per_device=times
+        )
+        groups = [stage.devices for stage in found.layers.stages]
+        assert groups == ([(0, 1), (2, 3)] * 2 if schedule == "interleaved" else [(0, 1), (2, 3), (2, 3), (0, 1)])
+        assert found.seconds >= found.certificate.bound
+        assert set(found.memory) == {f"P100:{device}" for device in range(4)}
+        assert all(kinds.total == found.memory[label] for label, kinds in found.memory_kinds.items())
+        assert "2:2 x 2 on 4 of 4 devices" in str(found)
+        assert "P100:0-1" in found.text()
+        assert re.search(r"P100:\d-\d set the pace", found.explain())
+        found.save(tmp_path / "plan.json")
+        assert planned.load(tmp_path / "plan.json") == found
+        pipe = fxpipe.compile(model, devices=4, plan=tmp_path / "plan.json", example_inputs=x)
+        pipe.step(x, target=x, loss_fn=F.mse_loss)
+        assert pipe.schedule.name == schedule
+        for own, other in zip(model.parameters(), plain_model.parameters(), strict=True):
+            torch.testing.assert_close(own.grad, other.grad, rtol=1e-12, atol=1e-14)
+        model.zero_grad()
+        pipe.close()
+
+
+def test_stages_per_device_that_cannot_be() -> None:
+    with pytest.raises(PlanError, match="stages_per_device is 2, and with schedule='1f1b' each device has one stage"):
+        fxpipe.plan(CHAIN, "h100", 64, schedule="1f1b", stages_per_device=2)
+    layers, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8))), torch.zeros(8, 8)
+    with pytest.raises(PlanError, match="tensor_parallel does not go with schedule='interleaved' yet"):
+        fxpipe.plan(layers, "h100", 8, example_inputs=x, schedule="interleaved", tensor_parallel="auto")
 
 
 def test_a_schedule_that_does_not_fit() -> None:
@@ -168,7 +205,7 @@ def test_plans_that_the_engine_cannot_run(straight: fxpipe.Planned, hybrid: fxpi
 def test_explain(hybrid: fxpipe.Planned) -> None:
     text = hybrid.explain()
     assert text.startswith(str(hybrid))
-    assert re.search(r"stage \d sets the pace", text)
+    assert re.search(r"stage \d sets the pace: computing takes", text)
     for line in ("optimal", "data parallel DP", "straight", "dapple", "one more device", "twice the bandwidth"):
         assert re.search(rf"^  {line}", text, re.MULTILINE), text
     assert "proven optimal" in text
@@ -195,7 +232,12 @@ def test_pictures(hybrid: fxpipe.Planned) -> None:
         ("UNet", "A", {}, "cannot plan a str"),
         (fxpipe.Profile("m", 1, "cpu", "measured", ()), "A", {}, "does not know the model"),
         (CHAIN, "A", {"planner": "best"}, "planner is 'best': write 'optimal', 'dapple'"),
-        (CHAIN, "A", {"schedule": "zb-v"}, "schedule is 'zb-v': write 'gpipe', .*, as in schedule='1f1b'"),
+        (
+            CHAIN,
+            "A",
+            {"schedule": "forward-only"},
+            "schedule is 'forward-only': write 'gpipe', .*, as in schedule='1f1b'",
+        ),
         (CHAIN, "A", {"micro_batches": 0}, "micro_batches is 0: write a whole number from 1 to 4096"),
         (Chain("huge", 1, (Layer("a", 1, 1, 1e15),)), "A", {"planner": "straight"}, "1 layers: they cannot"),
         (Chain("huge", 1, (Layer("a", 1, 1, 1e15),)), "A", {"time_limit": 1}, "fits in memory"),

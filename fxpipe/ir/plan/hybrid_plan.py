@@ -32,7 +32,8 @@ ALL_REDUCES = ("end", "overlap")
 class HybridStage:
     """One stage: layers `first` to `end` - 1.
 
-    - `devices`: positions in the cluster, ascending, one for each replica; each takes a share of every micro-batch.
+    - `devices`: positions in the cluster, ascending, one for each replica; each takes a share of every micro-batch. In
+      interleaved and V schedules several stages have the same devices.
     - `recompute`: whether only what the stage takes is kept, and forward runs again in backward.
     """
 
@@ -82,15 +83,19 @@ def warmup_of(policy: str, stage: int, stages: int, micro_batches: int) -> int:
 
 
 def shape(stages: Sequence[HybridStage]) -> str:
-    """The replicas of each stage, as papers write them: "8:8", "straight", or "DP" for one stage.
+    """The replicas of each stage, as papers write them: "8:8", "straight", or "DP" for one stage; if devices have
+    several stages each, those of the first ones, and how many.
 
     >>> shape([HybridStage(0, 3, (0, 1)), HybridStage(3, 5, (2,))])
     '2:1'
+    >>> shape([HybridStage(s, s + 1, devices) for s, devices in enumerate([(0, 1), (2, 3)] * 2)])
+    '2:2 x 2'
     """
-    replicas = [len(stage.devices) for stage in stages]
+    replicas = [len(devices) for devices in dict.fromkeys(stage.devices for stage in stages)]
+    several = f" x {len(stages) // len(replicas)}" if len(stages) > len(replicas) else ""
     if len(replicas) == 1:
-        return "DP"
-    return "straight" if max(replicas) == 1 else ":".join(map(str, replicas))
+        return f"DP{several}"
+    return ("straight" if max(replicas) == 1 else ":".join(map(str, replicas))) + several
 
 
 def cuts(stages: Sequence[HybridStage]) -> tuple[int, ...]:
@@ -112,13 +117,18 @@ def check(plan: HybridPlan, layers: int, devices: int) -> None:
             raise ValueError(f"stage {index} has layers {stage.first} to {stage.end - 1}; it starts at {ends[index]}")
     if ends[-1] != layers:
         raise ValueError(f"the stages have {ends[-1]} layers, the model {layers}")
-    used: set[int] = set()
+    used: dict[int, tuple[int, ...]] = {}
     for index, stage in enumerate(plan.stages):
         if not stage.devices or any(a >= b for a, b in pairwise(stage.devices)):
             raise ValueError(f"stage {index} is on devices {stage.devices}; give at least one, ascending")
-        if not set(stage.devices) <= set(range(devices)) - used:
-            raise ValueError(f"stage {index} is on devices {stage.devices}, of {devices}, of which {used} are taken")
-        used.update(stage.devices)
+        if not set(stage.devices) <= set(range(devices)):
+            raise ValueError(f"stage {index} is on devices {stage.devices}, of {devices}")
+        for device in stage.devices:
+            if used.setdefault(device, stage.devices) != stage.devices:
+                raise ValueError(
+                    f"stage {index} is on devices {stage.devices}, and another one on {used[device]}: two stages share "
+                    "all of their devices or none"
+                )
 
 
 def show(plan: HybridPlan) -> str:

@@ -61,6 +61,9 @@ class Chain:
     ideal_shares: bool = False
     kinds: tuple[KindTimes, ...] = ()
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))  # of a list, too
+
     def __str__(self) -> str:
         return show(self)
 

@@ -25,7 +25,7 @@ from fxpipe.pipe.results.replanned import Replanned
 from fxpipe.pipe.results.searched import Searched
 from fxpipe.planning.hybrid.plan_request import ASKED_SHARDINGS
 from fxpipe.planning.hybrid.planners import PLANNERS
-from fxpipe.schedules.make_schedule import AUTO, SCHEDULES, STRAIGHT, is_grid
+from fxpipe.schedules.make_schedule import AUTO, LOOPED, SCHEDULES, STRAIGHT, is_grid
 
 from .option_forms import (
     Option,
@@ -146,7 +146,8 @@ PLAN = table(
     Option("micro_batches", "the planner's choice, if not given", (CHUNKS,), 8, unset=True),
     Option("tensor_parallel", "over how many devices of a server each op is cut, several to try, or auto",
            (whole(1), one_of("auto"), many(whole(1), "a list of numbers of devices", least=1)), (1, 2, 4, 8)),
-    Option("schedule", "1f1b or 1f1b-late, if not given", (one_of(*STRAIGHT, AUTO),), "1f1b", unset=True),
+    Option("schedule", "1f1b or 1f1b-late, if not given", (one_of(*STRAIGHT, *LOOPED, AUTO),), "1f1b", unset=True),
+    COMPILE["stages_per_device"],
     Option("recompute", "all stages or none; the planner's choice, if not given", (flag(),), True, unset=True),
     Option("all_reduce", "when replicas add up gradients", (one_of("end", "overlap"),), "overlap"),
     COPIES,

@@ -11,7 +11,7 @@ what if
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tabulate import tabulate
@@ -28,6 +28,7 @@ from fxpipe.planning.hybrid.planners import search
 OTHERS = ("data parallel", "straight", "dapple")
 DAPPLE_SECONDS = 10.0  # that its search may take; on 16 devices it takes less than one
 Row = tuple[str, str, str, str]
+Find = Callable[[str, Request], Answer]
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,12 @@ class TriedSize:
     refusal: str = ""
 
 
-def explain(planner: str, request: Request, chosen: Answer, timeline: Timeline, size: int = 1) -> str:
-    """A text: the plans of other planners beside the chosen one, and the time of a step on more hardware. With `size`
-    above 1 a device of the request stands for that many."""
+def explain(planner: str, find: Find, request: Request, chosen: Answer, timeline: Timeline, size: int = 1) -> str:
+    """A text: the plans of other planners beside the chosen one, and the time of a step on more hardware, for which
+    `find` finds the plan. With `size` above 1 a device of the request stands for that many."""
     rivals = [_rival(name, request, chosen) for name in OTHERS if name != planner]
-    lines = [_pace(timeline), "", "why", *_table([_own(planner, chosen), *rivals])]
-    return "\n".join([*lines, "", "what if", *_table(_what_if(planner, request, chosen, size))])
+    lines = [_pace(timeline, len(chosen.plan.stages)), "", "why", *_table([_own(planner, chosen), *rivals])]
+    return "\n".join([*lines, "", "what if", *_table(_what_if(planner, find, request, chosen, size))])
 
 
 def sizes(tried: Sequence[TriedSize]) -> str:
@@ -64,11 +65,12 @@ def sizes(tried: Sequence[TriedSize]) -> str:
     return "\n".join(["tensor parallel", *_table(rows)])
 
 
-def _pace(line: Timeline) -> str:
-    """A line on what limits the step: the slowest stage, and the time of adding up gradients."""
+def _pace(line: Timeline, stages: int) -> str:
+    """A line on what limits the step: the slowest stage, or devices of several, and the time of adding up gradients."""
     slowest = max(range(len(line.busy)), key=line.busy.__getitem__)
     last = max((span.end for span in line.spans if span.kind != "A"), default=0.0)
-    facts = [f"stage {slowest} sets the pace: it computes {line.busy[slowest] / line.makespan:.0%} of the time"]
+    which = f"stage {slowest} sets" if stages == len(line.busy) else f"{line.devices[slowest]} set"
+    facts = [f"{which} the pace: computing takes {line.busy[slowest] / line.makespan:.0%} of the time"]
     if line.end > last:
         facts.append(f"{show_seconds(line.end - last)} of the step are replicas adding up gradients")
     return "; ".join(facts)
@@ -97,7 +99,7 @@ def _rival(name: str, request: Request, chosen: Answer) -> Row:
     return _row(f"{name} {shape(answer.plan.stages)}", answer, chosen, facts)
 
 
-def _what_if(planner: str, request: Request, chosen: Answer, size: int) -> list[Row]:
+def _what_if(planner: str, find: Find, request: Request, chosen: Answer, size: int) -> list[Row]:
     """The same planner, with the micro-batches of the plan, so that nothing else differs: on a changed cluster; and
     without ZeRO-1, if the plan has it, or with it, if some stages recompute."""
     more = "one more device" if size == 1 else f"{size} more devices"
@@ -115,7 +117,7 @@ def _what_if(planner: str, request: Request, chosen: Answer, size: int) -> list[
     for name, changed in changes.items():
         with timed(name):
             try:
-                answer = search(planner, changed)
+                answer = find(planner, changed)
             except PlanError as error:
                 rows.append((name, "", "", str(error)))
                 continue

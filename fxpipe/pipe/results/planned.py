@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from tabulate import tabulate
@@ -26,20 +26,20 @@ from fxpipe.ir.plan import layer_chain as chains
 from fxpipe.ir.plan import plan as plans
 from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, replica_group, shape
 from fxpipe.ir.plan.layer_chain import Chain, for_micro_batches
-from fxpipe.ir.plan.model_states import model_states
+from fxpipe.ir.plan.model_states import ModelStates, model_states
 from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.replica_shares import uneven
 from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.ir.timeline import Timeline
 from fxpipe.ir.units import show_bytes, show_seconds
 from fxpipe.planning.hybrid.plan_request import Answer, Certificate, Request
-from fxpipe.schedules.make_schedule import make
-from fxpipe.schedules.simulate.hybrid_costs import simulate_hybrid, stage_cost
+from fxpipe.schedules.simulate.hybrid_costs import order_of, rows, simulate_hybrid, stage_cost
 from fxpipe.viz import chrome_trace as trace
 from fxpipe.viz import html, svg
 from fxpipe.viz import text_timeline as text
 
 from . import plan_alternatives
+from .find_plan import find_plan
 from .memory_kinds import KINDS, MemoryKinds, memory_kinds
 from .plan_alternatives import TriedSize
 
@@ -136,12 +136,12 @@ class Planned:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The order of actions, with a row for each stage, not each device."""
+        """The order of actions; the replicas of a stage have one row."""
         return self.order(self.plan.schedule)
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The simulated step, with a row for each stage, not each device."""
+        """The simulated step; the replicas of a stage have one row."""
         return self.simulate()
 
     @property
@@ -170,25 +170,33 @@ class Planned:
         """What is in the memory of each device that has a stage at the fullest moment of a step, by label: bytes of
         `parameters`, `gradients`, `optimizer` and `activations`."""
         found = {}
-        for stage, peak_bytes in zip(self.layers.stages, self.timeline.high_water, strict=True):
-            replicas, sharding = len(stage.devices), self.layers.optimizer_sharding
-            states = model_states(self.chain, stage.first, stage.end, replicas, self.copies, sharding)
-            for device in self.devices(stage):
-                found[self.cluster.labels[device]] = memory_kinds(states, peak_bytes)
+        for group, peak_bytes in zip(rows(self.layers.stages), self.timeline.high_water, strict=True):
+            own = [
+                model_states(
+                    self.chain, stage.first, stage.end, len(group), self.copies, self.layers.optimizer_sharding
+                )
+                for stage in self.layers.stages
+                if stage.devices == group
+            ]
+            states = ModelStates(*map(sum, zip(*own, strict=True)))
+            found.update(dict.fromkeys(self._labels(group), memory_kinds(states, peak_bytes)))
         return found
 
     @property
     def memory(self) -> dict[str, int]:
         """The most bytes in use on each device that has a stage, by label."""
-        peaks = zip(self.layers.stages, self.timeline.high_water, strict=True)
-        return {self.cluster.labels[device]: peak for stage, peak in peaks for device in self.devices(stage)}
+        peaks = zip(rows(self.layers.stages), self.timeline.high_water, strict=True)
+        return {label: peak for group, peak in peaks for label in self._labels(group)}
+
+    def _labels(self, positions: Sequence[int]) -> list[str]:
+        """The labels of all devices of these groups."""
+        return [self.cluster.labels[device] for group in positions for device in self.groups[group]]
 
     def order(self, schedule: str) -> Schedule:
         """The schedule of this name, or of this grid, for the plan's stages and micro-batches. Raises PlanError if
         there is none."""
-        stages = tuple(f"stage {s}" for s in range(len(self.layers.stages)))
         try:
-            return make(schedule, stages, self.layers.micro_batches)
+            return order_of(schedule, self.layers)
         except ValueError as error:
             raise PlanError(str(error)) from None
 
@@ -212,7 +220,9 @@ class Planned:
             seconds=3,
             optimizer_sharding=self.optimizer_sharding,
         )
-        why = plan_alternatives.explain(self.planner, request, chosen, self.timeline, size)
+        times = len(self.layers.stages) // len(rows(self.layers.stages))
+        own = partial(find_plan, schedule=self.plan.schedule, stages_per_device=times)
+        why = plan_alternatives.explain(self.planner, own, request, chosen, self.timeline, size)
         sizes = plan_alternatives.sizes(self.tried)
         shared = show(self.shardings) if self.shardings else ""
         return "\n\n".join(part for part in (str(self), why, sizes, shared) if part)
@@ -277,25 +287,27 @@ def _use(planned: Planned) -> str:
 
 def _rows(planned: Planned) -> list[tuple[str, ...]]:
     micro, line, kinds = planned.chain, planned.timeline, planned.memory_kinds
-    rows: list[tuple[str, ...]] = []
+    found: list[tuple[str, ...]] = []
+    groups = rows(planned.layers.stages)
     for s, stage in enumerate(planned.layers.stages):
         cost = stage_cost(micro, planned.grouped, stage)
         room = min(planned.grouped.devices[device].memory for device in stage.devices)
-        rows.append(
+        row = groups.index(stage.devices)
+        found.append(
             (
                 str(s),
                 _names(micro, stage),
                 replica_group(planned.cluster, planned.devices(stage)),
                 show_seconds(cost.forward),
                 show_seconds(cost.backward),
-                f"{line.busy[s] / line.makespan:.0%}" if line.makespan else "",
+                f"{line.busy[row] / line.makespan:.0%}" if line.makespan else "",
                 *kinds[planned.grouped.labels[stage.devices[0]]].cells(),
-                f"{show_bytes(line.high_water[s])} of {show_bytes(room)}",
+                f"{show_bytes(line.high_water[row])} of {show_bytes(room)}",
                 show_bytes(micro.cuts[stage.end]) if stage.end < len(micro) else "",
                 "always" if stage.recompute else "never",
             )
         )
-    return rows
+    return found
 
 
 def _names(chain: Chain, stage: HybridStage) -> str:

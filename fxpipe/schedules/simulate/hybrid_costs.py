@@ -7,17 +7,18 @@ is over its parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.cluster.network import all_reduce, split_concat
-from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, replica_group
+from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, ranges, replica_group
 from fxpipe.ir.plan.layer_chain import Chain, Layer
 from fxpipe.ir.plan.model_states import model_states
 from fxpipe.ir.replica_shares import dealt, largest_share
 from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.ir.timeline import Timeline
+from fxpipe.schedules.make_schedule import make
 
 from .simulate import Hop, Reduction, StageCost, simulate
 
@@ -65,15 +66,25 @@ def _reductions(chain: Chain, cluster: Cluster, plan: HybridPlan, s: int) -> Ite
         yield Reduction(s, rate.seconds(layer.parameters), ends[0] - end, layer.name)
 
 
+def rows(stages: Sequence[HybridStage]) -> tuple[tuple[int, ...], ...]:
+    """The devices of each row of a schedule, in order of first appearance: all replicas have one row."""
+    return tuple(dict.fromkeys(stage.devices for stage in stages))
+
+
+def order_of(schedule: str, plan: HybridPlan) -> Schedule:
+    """The schedule of this name, or of this grid, for a plan. Raises ValueError if there is none."""
+    return make(schedule, [ranges(stage.devices) for stage in plan.stages], plan.micro_batches)
+
+
 def simulate_hybrid(
     chain: Chain, cluster: Cluster, plan: HybridPlan, schedule: Schedule, copies: float = 2
 ) -> Timeline:
-    """The timeline of a step of `plan` in the order of `schedule`. `chain` has costs at the size of the plan's
-    micro-batches; `copies` is how many bytes are in memory for each byte of parameters. Raises ValueError if the
-    schedule is not one for the plan."""
-    if schedule.chunks != plan.micro_batches or len(schedule.devices) != len(plan.stages):
+    """The timeline of a step of `plan` in the order of `schedule`, as from `order_of`. `chain` has costs at the size of
+    the plan's micro-batches; `copies` is how many bytes are in memory for each byte of parameters. Raises ValueError if
+    the schedule is not one for the plan."""
+    if schedule.chunks != plan.micro_batches or schedule.num_stages != len(plan.stages):
         raise ValueError(
-            f"the schedule {schedule.name!r} is for {len(schedule.devices)} stages and {schedule.chunks} micro-batches;"
+            f"the schedule {schedule.name!r} is for {schedule.num_stages} stages and {schedule.chunks} micro-batches;"
             f" the plan has {len(plan.stages)} and {plan.micro_batches}"
         )
     hops = []
@@ -86,6 +97,6 @@ def simulate_hybrid(
         schedule,
         [stage_cost(chain, cluster, stage, copies, plan.optimizer_sharding) for stage in plan.stages],
         hops,
-        [replica_group(cluster, stage.devices) for stage in plan.stages],
+        [replica_group(cluster, devices) for devices in rows(plan.stages)],
         [one for s in range(len(plan.stages)) for one in _reductions(chain, cluster, plan, s)],
     )

@@ -36,6 +36,7 @@ def test_json_round_trip():
 
 def test_accepted():
     check(PLAN, layers=5, devices=4)
+    check(replace(PLAN, stages=(HybridStage(0, 2, (0, 1)), HybridStage(2, 5, (0, 1)))), layers=5, devices=4)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,10 @@ def test_accepted():
         (replace(PLAN, stages=(HybridStage(0, 5, ()),)), "at least one"),
         (replace(PLAN, stages=(HybridStage(0, 5, (1, 0)),)), "ascending"),
         (replace(PLAN, stages=(HybridStage(0, 5, (4,)),)), "of 4"),
-        (replace(PLAN, stages=(HybridStage(0, 2, (0,)), HybridStage(2, 5, (0,)))), "taken"),
+        (
+            replace(PLAN, stages=(HybridStage(0, 2, (0, 1)), HybridStage(2, 5, (0,)))),
+            "share all of their devices or none",
+        ),
     ],
 )
 def test_refused(plan, message):

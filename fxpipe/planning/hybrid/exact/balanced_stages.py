@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from fxpipe.ir.plan.hybrid_plan import warmup_of
-from fxpipe.planning.hybrid.event_time import Problem, Replica
+from fxpipe.planning.hybrid.event_time import Devices, Problem, Replica
 
 CLOSE = 1.002  # the limit is found to this factor
 FAR = 16.0  # if the slowest stage must take this many times as long as an even one, there is no plan worth trying
@@ -46,9 +46,9 @@ class Balance:
     seconds: float
 
 
-def balanced(problem: Problem, devices: Sequence[int], recompute: bool | None) -> Balance | None:
-    """The balance of a pipeline whose stages have these numbers of devices, in the order of the cluster; None if it
-    would not fit in memory. Stages that do not fit without recomputation recompute, if they may."""
+def balanced(problem: Problem, devices: Sequence[Devices], recompute: bool | None) -> Balance | None:
+    """The balance of a pipeline whose stages are on these devices; None if it would not fit in memory. Stages that do
+    not fit without recomputation recompute, if they may."""
     found = _Balancing(problem, tuple(_stages(problem, devices)), recompute)
     work = problem.fast.forwards[-1] + problem.fast.backwards[-1]
     even = work / sum(1 / stage.share for stage in found.stages)
@@ -64,13 +64,21 @@ def balanced(problem: Problem, devices: Sequence[int], recompute: bool | None) -
     return Balance(found.even(ends, high), high)
 
 
-def _stages(problem: Problem, devices: Sequence[int]) -> list[_Stage]:
+def in_order(counts: Sequence[int]) -> list[Devices]:
+    """The devices of stages of these numbers of devices, in the order of the cluster.
+
+    >>> in_order([2, 1])
+    [(0, 1), (2,)]
+    """
+    return [tuple(range(end - count, end)) for count, end in zip(counts, accumulate(counts), strict=True)]
+
+
+def _stages(problem: Problem, devices: Sequence[Devices]) -> list[_Stage]:
     found = []
-    for s, (start, count) in enumerate(zip(accumulate(devices, initial=0), devices, strict=False)):
-        own = tuple(range(start, start + count))
+    for s, own in enumerate(devices):
         room = min(problem.cluster.devices[device].memory for device in own) if problem.capped else float("inf")
         ahead = warmup_of(problem.warmup, s, len(devices), problem.micro_batches)
-        found.append(_Stage(count, problem.replicas(own), problem.share(count), ahead, room))
+        found.append(_Stage(len(own), problem.replicas(own), problem.share(len(own)), ahead, room))
     return found
 
 

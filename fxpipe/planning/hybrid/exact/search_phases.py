@@ -19,7 +19,7 @@ from fxpipe.planning.hybrid.simple_plans import one_each
 
 from . import lagrangian_bound as dual
 from . import lower_bound as bounds
-from .balanced_stages import balanced
+from .balanced_stages import balanced, in_order
 from .branch_and_bound import Refutation, refute
 from .device_symmetry import runs
 from .local_search import Search, improve
@@ -122,7 +122,7 @@ def _plain(case: Case) -> Iterator[Shape]:
         yield case.shapes.shape(one_each(problem))
     found = []
     for devices in dict.fromkeys(_devices(case)):
-        one = balanced(problem, devices, case.shapes.recompute)
+        one = balanced(problem, in_order(devices), case.shapes.recompute)
         if one is not None:
             found.append(((problem.micro_batches + len(devices) - 1) * one.seconds, one.ends, devices))
     for _, ends, devices in sorted(found):

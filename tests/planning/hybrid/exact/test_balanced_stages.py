@@ -11,7 +11,7 @@ import pytest
 from fxpipe.ir.plan.hybrid_plan import HybridStage, warmup_of
 from fxpipe.ir.plan.layer_chain import Chain, Layer
 from fxpipe.planning.hybrid.event_time import Problem, fits
-from fxpipe.planning.hybrid.exact.balanced_stages import CLOSE, balanced
+from fxpipe.planning.hybrid.exact.balanced_stages import CLOSE, balanced, in_order
 from tests.planning.hybrid.exact.test_optimal_plan import instance
 from tests.planning.hybrid.exact.test_unequal_devices import unequal
 from tests.planning.hybrid.test_event_time import servers
@@ -43,7 +43,7 @@ def test_no_cuts_have_a_faster_slowest_stage(make, recompute):
         k = rng.randint(1, min(n, len(problem.cluster.devices)))
         devices = (1 + rng.randint(0, len(problem.cluster.devices) - k), *(1,) * (k - 1))
         best = min(slowest(problem, (*cuts, n), devices, recompute) for cuts in combinations(range(1, n), k - 1))
-        one = balanced(problem, devices, recompute)
+        one = balanced(problem, in_order(devices), recompute)
         if one is None:
             assert recompute is None or best == inf
             continue
@@ -59,10 +59,10 @@ def test_no_cuts_have_a_faster_slowest_stage(make, recompute):
 def test_a_stage_with_less_memory_for_its_layers_has_fewer():
     chain = Chain("m", 1, tuple(Layer(str(i), 1.0, 2.0, saved=1e6) for i in range(8)))
     problem = Problem(chain, servers(1, 3, 1e12, 1e12, 0.0, memory=6 * 10**6), 8)
-    one = balanced(problem, (1, 1, 1), False)
+    one = balanced(problem, in_order((1, 1, 1)), False)
     assert one is not None
     assert one.ends == (2, 5, 8)
     assert one.seconds == pytest.approx(9.0, rel=CLOSE - 1)
     stages = [HybridStage(a, b, (s,)) for s, (a, b) in enumerate(pairwise((0, *one.ends)))]
     assert fits(problem, stages)
-    assert balanced(problem, (1,), False) is None
+    assert balanced(problem, in_order((1,)), False) is None
