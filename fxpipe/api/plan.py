@@ -33,7 +33,7 @@ from fxpipe.pipe.results.find_plan import find_plan
 from fxpipe.pipe.results.plan_alternatives import TriedSize
 from fxpipe.pipe.results.planned import Planned, SampleWork
 from fxpipe.planning.hybrid.group_layers import MOST, Layers, as_plan, costed, layers
-from fxpipe.planning.hybrid.plan_request import Answer, Request, check
+from fxpipe.planning.hybrid.plan_request import Answer, Request, check, work_bound
 from fxpipe.planning.hybrid.planners import LEAST_SECONDS, best_of
 from fxpipe.profiling import on_kinds
 from fxpipe.profiling.estimate import model_products
@@ -138,7 +138,7 @@ def plan(
         found = _planned(known, others, planner, request, most, degrees, schedule, stages_per_device)
         with timed("simulator"):
             found = replace(found, recompute=recompute, optimizer_sharding=optimizer_sharding)
-            return _ordered(found, schedule)
+            return _ordered(found, request, schedule)
 
 
 def _planned(
@@ -355,8 +355,9 @@ def _sharded(one: Planned) -> Planned:
     )
 
 
-def _ordered(found: Planned, schedule: str | None) -> Planned:
-    """The plan with the requested schedule, or for "auto" with the fastest one that fits in memory."""
+def _ordered(found: Planned, request: Request, schedule: str | None) -> Planned:
+    """The plan with the requested schedule, or for "auto" with the fastest one that fits in memory. What is proven of
+    plans for 1F1B does not hold in other orders, so the certificate has the bound that does."""
     if schedule in (None, *WARMUPS, *LOOPED):
         return found
     names = [n for n in STRAIGHT if n != "1f1b-late"] if schedule == AUTO else [str(schedule)]
@@ -369,7 +370,11 @@ def _ordered(found: Planned, schedule: str | None) -> Planned:
             f"{found.plan.model} does not fit in memory in the order of {schedule!r}: more micro-batches wait than in "
             "that of '1f1b'; allow recompute=True, or write schedule='auto'"
         )
-    return min(fitting, key=lambda one: one.seconds)
+    best = min(fitting, key=lambda one: one.seconds)
+    if best.certificate is None or not best.seconds:
+        return best
+    bound = min(best.seconds, work_bound(replace(request, chains=best.chains, cluster=best.grouped)))
+    return replace(best, certificate=replace(best.certificate, bound=bound, gap=1 - bound / best.seconds))
 
 
 def fits(found: Planned) -> bool:

@@ -70,6 +70,18 @@ def test_schedules(schedule: str) -> None:
         assert all(found.seconds <= found.simulate(name).makespan for name in ("gpipe", "1f1b"))
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "auto"])
+def test_what_is_proven_of_1f1b_is_not_said_of_other_orders(schedule: str) -> None:
+    """Zero bubble is faster than any 1F1B."""
+    chain = Chain("m", 4, tuple(Layer(str(i), 1e-3, 2e-3, 4e8, cut=1e6) for i in range(12)))
+    proven, found = (fxpipe.plan(chain, "h100:4", 32, micro_batches=8, schedule=name) for name in (None, schedule))
+    assert proven.certificate.proven
+    assert found.seconds < proven.seconds or schedule == "gpipe"
+    assert not found.certificate.proven
+    assert found.certificate.bound == pytest.approx(8 * 12 * 3e-3 / 4)
+    assert found.certificate.gap == pytest.approx(1 - found.certificate.bound / found.seconds)
+
+
 def test_several_stages_on_each_device(tmp_path: Path) -> None:
     """Saved, explained and run, with replicas; in a V the last stage is on the devices of the first."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(8))).double()

@@ -24,9 +24,9 @@ from fxpipe.errors import PlanError
 from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage
 from fxpipe.ir.units import count
 
-from .event_time import Problem, least_work, plan_of
+from .event_time import Problem, plan_of
 from .exact.balanced_stages import balanced
-from .plan_request import FEW, Answer, Certificate, Request
+from .plan_request import FEW, Answer, Certificate, Request, work_bound
 
 Placement = Callable[[int, int], Sequence[int]]  # of n devices and v stages on each: the device of each stage
 Simulated = tuple[float, Sequence[float]]  # seconds of a step, and the most bytes on a device of each stage
@@ -84,7 +84,7 @@ def looped(request: Request, order: LoopedOrder) -> Answer:
             f"no plan found that fits in memory{why} with several stages on each device: allow recompute, smaller "
             "micro-batches or a larger cluster, or leave out schedule="
         )
-    bound = min(seconds, *map(least_work, problems))
+    bound = min(seconds, work_bound(request))
     certificate = Certificate(
         bound,
         1 - bound / seconds if seconds else 0.0,

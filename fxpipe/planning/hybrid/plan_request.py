@@ -13,7 +13,7 @@ from fxpipe.ir.plan.layer_chain import Chain
 from fxpipe.ir.plan.model_states import OPTIMIZER_SHARDINGS
 from fxpipe.ir.units import count, show_seconds
 
-from .event_time import Problem
+from .event_time import Problem, least_work
 
 MOST_MICRO_BATCHES = 1024  # if the planner chooses: more take time to simulate, and gain very little
 FEW = 4  # numbers of micro-batches that a slow planner tries
@@ -49,11 +49,14 @@ class Request:
         """The warm-ups to try."""
         return WARMUPS if self.warmup is None else (self.warmup,)
 
-    def counts(self, most: int = MOST_MICRO_BATCHES) -> list[int]:
+    def counts(self, most: int | None = None) -> list[int]:
         """The numbers of micro-batches to try: the one asked for, or those that divide the batch; if these are more
-        than `most`, the ones nearest to four for each device."""
+        than `most`, the ones nearest to four for each device. If not given, there are as many as sizes at which costs
+        are known, but at least those that slow planners try; and all if costs are known at one size and scaled."""
         if self.micro_batches is not None:
             return [self.micro_batches]
+        if most is None:
+            most = max(len(self.chains), FEW) if len(self.chains) > 1 else MOST_MICRO_BATCHES
         every = [m for m in range(1, min(self.batch, MOST_MICRO_BATCHES) + 1) if self.batch % m == 0]
         wanted = 4 * len(self.cluster.devices)
         return sorted(sorted(every, key=lambda m: max(m / wanted, wanted / m))[:most])
@@ -99,6 +102,12 @@ def check(request: Request) -> None:
         )
     if not request.seconds > 0:
         raise PlanError(f"{request.seconds} seconds to search; give more than none")
+
+
+def work_bound(request: Request) -> float:
+    """Seconds that no plan takes less than, whatever the order of its actions: all of the model's work, shared by all
+    devices without a loss."""
+    return min(least_work(request.problem(m, "early")) for m in request.counts())
 
 
 @dataclass(frozen=True)

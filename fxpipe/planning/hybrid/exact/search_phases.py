@@ -14,7 +14,7 @@ from math import inf, prod
 from time import perf_counter
 
 from fxpipe.planning.hybrid.event_time import Problem, least_work
-from fxpipe.planning.hybrid.plan_request import EXACT, FEW, MOST_MICRO_BATCHES, Request
+from fxpipe.planning.hybrid.plan_request import EXACT, Request
 from fxpipe.planning.hybrid.simple_plans import one_each
 
 from . import lagrangian_bound as dual
@@ -65,10 +65,8 @@ class Case:
 
 
 def cases_of(request: Request) -> list[Case]:
-    """A case for each number of micro-batches and each warm-up. The cluster looks the same in all of them. If costs are
-    known at several sizes of micro-batch, there are as many numbers, and no fewer than DAPPLE's planner tries."""
-    most = max(len(request.chains), FEW) if len(request.chains) > 1 else MOST_MICRO_BATCHES
-    problems = [request.problem(m, warmup) for m in request.counts(most) for warmup in request.warmups]
+    """A case for each number of micro-batches and each warm-up. The cluster looks the same in all of them."""
+    problems = [request.problem(m, warmup) for m in request.counts() for warmup in request.warmups]
     groups = runs(request.cluster, problems[0].kinds)
     best = rates(problems[0], groups)
     return [Case(Shapes(one, groups, request.recompute), Relaxed(one, best, request.recompute)) for one in problems]
