@@ -2,11 +2,12 @@
 
     python -m benchmarks.simulator_accuracy
     python -m benchmarks.simulator_accuracy --plans     plans with and without tensor parallelism
+    python -m benchmarks.simulator_accuracy --ranks     these plans over two processes
 
 Workers that share caches and memory slow each other down, so what actions take is measured under the same load: each
-worker runs its row of the schedule on real values and waits for nobody (see `fxpipe.engines.local.action_profiler`).
-The simulator then says when each action can start, and so how long the workers wait for each other. No number is
-adjusted.
+worker runs its row of the schedule on real values and waits for nobody (`pipe.rehearse`, see
+`fxpipe.engines.rehearsal`). The simulator then says when each action can start, and so how long the workers wait for
+each other. No number is adjusted.
 
     workers   from the start of the first action to the end of the last: of the simulated timeline, and of that of a
               step that notes when its actions ran
@@ -14,8 +15,7 @@ adjusted.
               ended, the gradients are added to the model's. Predicted is what the workers take, and what a rehearsal
               took before and after
 
-Rehearsals and steps take turns. Each rehearsal is simulated with its own times, and medians are compared. Each worker
-has one thread.
+Rehearsals and steps take turns, and `off` is the median of all rounds. Each worker has one thread.
 """
 
 from __future__ import annotations
@@ -24,9 +24,14 @@ import argparse
 import copy
 import gc
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -34,6 +39,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: OpenMP spins, and busy workers become ten times slower
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor, nn
@@ -43,11 +49,8 @@ import fxpipe
 from benchmarks.models import ResNet
 from fxpipe.demo.transformer import PixelTransformer
 from fxpipe.demo.unet import UNet
-from fxpipe.engines.local.action_profiler import Rehearsal
 from fxpipe.ir.cluster.cluster import Cluster
-from fxpipe.ir.schedule.action_times import Times
-from fxpipe.ir.timeline import compare
-from fxpipe.pipe.build.build import predict, rehearsed
+from fxpipe.ir.timeline import Timeline, compare
 
 WORKERS = ["cpu:0", "cpu:1"]
 BAR = 0.15  # the error that is allowed
@@ -127,18 +130,24 @@ PLANS = (
 
 @dataclass(frozen=True)
 class Result:
-    """Seconds: what the workers take and what the call takes, as predicted and as measured; `spans` has both
-    timelines side by side."""
+    """Seconds: what the workers take, as predicted and as measured; of each round, what the call takes, likewise.
+    `spans` has both timelines side by side."""
 
     setting: Setting | PlanSetting
     workers: tuple[float, float]
-    step: tuple[float, float]
+    steps: Sequence[tuple[float, float]]
     spans: str = ""
 
     @property
+    def step(self) -> tuple[float, float]:
+        """What the call takes, as predicted and as measured."""
+        return median(one for one, _ in self.steps), median(one for _, one in self.steps)
+
+    @property
     def off(self) -> float:
-        """How far the predicted step is from the measured one, as a part of that."""
-        return self.step[0] / self.step[1] - 1
+        """How far the predicted step is from the measured one, as a part of that. In each round both are taken within
+        seconds, as the machine may be slower in some than in others."""
+        return median(predicted / measured for predicted, measured in self.steps) - 1
 
 
 def cases() -> dict[str, Callable[[], Case]]:
@@ -183,21 +192,22 @@ class Trial:
         self.model = copy.deepcopy(case.model)
         self.pipe = fxpipe.compile(self.model, **setting.options(case))
         self.pipe.step(case.x, target=case.target, loss_fn=case.loss)
-        self.rehearsal = Rehearsal(self.pipe.scheduler, (case.x, case.target), setting.chunks)  # type: ignore[arg-type]
         self.clear()
 
     def clear(self) -> None:
-        self.times: list[Times] = []
+        self.predicted: list[Timeline] = []
         self.steps: list[float] = []
-        self.timelines: list[Any] = []
+        self.measured: list[Timeline] = []
 
     def once(self) -> None:
         """A rehearsal, a step, and a step that notes when its actions ran."""
         self.model.zero_grad()
-        self.times.append(self.rehearsal.once())
+        case = self.case
+        self.predicted.append(self.pipe.rehearse(case.x, target=case.target, loss_fn=case.loss, rounds=1))
         self.steps.append(self.step())
         self.step(timeline=True)
-        self.timelines.append(self.pipe.timeline)
+        assert self.pipe.timeline is not None
+        self.measured.append(self.pipe.timeline)
 
     def step(self, timeline: bool = False) -> float:
         """Seconds of the call."""
@@ -207,13 +217,11 @@ class Trial:
         return perf_counter() - start
 
     def result(self) -> Result:
-        build, chunks = self.pipe.build, self.setting.chunks
-        makespans = [predict(build, chunks, times).makespan for times in self.times]
-        calls = [times.before + span + times.after for times, span in zip(self.times, makespans, strict=True)]
-        measured = sorted(self.timelines, key=lambda one: one.makespan)[(len(self.timelines) - 1) // 2]
-        workers = median(makespans), median(one.makespan for one in self.timelines)
-        step = median(calls), median(self.steps)
-        return Result(self.setting, workers, step, compare(rehearsed(build, chunks, self.times), measured))
+        both = self.predicted, self.measured
+        predicted, measured = (median(one.makespan for one in some) for some in both)
+        calls = [end - start for start, end in (one.window for one in self.predicted)]
+        spans = compare(*(sorted(some, key=lambda one: one.makespan)[(len(some) - 1) // 2] for some in both))
+        return Result(self.setting, (predicted, measured), list(zip(calls, self.steps, strict=True)), spans)
 
 
 def trials(case: Case, settings: Sequence[Setting | PlanSetting], rounds: int) -> list[Result]:
@@ -232,6 +240,44 @@ def trials(case: Case, settings: Sequence[Setting | PlanSetting], rounds: int) -
         gc.enable()
         for trial in made:
             trial.pipe.close()
+
+
+def in_turn(
+    models: Sequence[str], settings: Sequence[Setting | PlanSetting], rounds: int
+) -> Iterator[tuple[str, list[Result]]]:
+    """The results of each model."""
+    torch.set_num_threads(1)
+    for key in models:
+        torch.manual_seed(0)
+        yield key, trials(cases()[key](), settings, rounds)
+
+
+def over_ranks(*arguments: Any) -> Iterator[tuple[str, list[Result]]]:
+    """The results of each model, as rank 0 of two processes measures them."""
+    context = get_context("spawn")
+    ends = [context.Pipe() for _ in WORKERS]
+    with tempfile.TemporaryDirectory(prefix="gloo-") as folder:
+        processes = [
+            context.Process(target=serve, args=(theirs, rank, str(Path(folder) / "meet"), arguments))
+            for rank, (_, theirs) in enumerate(ends)
+        ]
+        for process, (_, theirs) in zip(processes, ends, strict=True):
+            process.start()
+            theirs.close()
+        with suppress(EOFError):
+            while True:
+                yield ends[0][0].recv()
+        for process in processes:
+            process.join()
+
+
+def serve(end: Connection, rank: int, meeting: str, arguments: Sequence[Any]) -> None:
+    """What each rank does: rank 0 sends what it measures."""
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=len(WORKERS))
+    for found in in_turn(*arguments):
+        if rank == 0:
+            end.send(found)
+    dist.barrier()
 
 
 def table(results: Sequence[Result]) -> str:
@@ -274,13 +320,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--only", nargs="+", default=list(cases()), choices=list(cases()), help="models")
     parser.add_argument("--plans", action="store_true", help="plans, with and without tensor parallelism")
+    parser.add_argument("--ranks", action="store_true", help="these plans over two ranks, each a process")
     parser.add_argument("--spans", action="store_true", help="show for each setting where prediction and truth differ")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+    settings = PLANS if options.plans or options.ranks else SETTINGS
+    measure = over_ranks if options.ranks else in_turn
     everything: list[Result] = []
-    for key in options.only:
-        results = trials(cases()[key](), PLANS if options.plans else SETTINGS, options.rounds)
+    for key, results in measure(options.only, settings, options.rounds):
         everything += results
         print(f"\n{key}\n\n{table(results)}\n", *verdict(results), sep="\n")
         for one in results if options.spans else ():

@@ -22,7 +22,6 @@ from torch import fx, nn
 from fxpipe.capture import NO_TARGET
 from fxpipe.codegen.graph_modules import graph_module, stage_module
 from fxpipe.codegen.package.load_package import tensors_of
-from fxpipe.engines.local.action_profiler import rehearse
 from fxpipe.engines.local.memory_dry_run import without_memory
 from fxpipe.errors import FxpipeError
 from fxpipe.ir.graph.graph import Graph
@@ -108,7 +107,7 @@ class Pipe(DropInModule):
         def call(given: Given) -> Any:
             return cache.call(given[0], given[1], self._runner(None))
 
-        return processes.call(call, (args, kwargs, NO_TARGET), trains=False)
+        return processes.call(call, (args, kwargs, NO_TARGET), "forward")
 
     def step(
         self,
@@ -152,7 +151,7 @@ class Pipe(DropInModule):
             run = self._runner(StepOptions(scaler, check_accumulate(accumulate), timeline))
             return cache.step_capture.step(*given, loss_fn, outputs, run)
 
-        loss, output = processes.call(call, (args, kwargs, target), trains=True)
+        loss, output = processes.call(call, (args, kwargs, target), "step")
         return (loss, output) if outputs else loss
 
     def _runner(self, step: StepOptions | None) -> Callable[[Graph, tuple[Any, ...]], tuple[Any, ...]]:
@@ -176,28 +175,29 @@ class Pipe(DropInModule):
         rounds: int = 5,
         **kwargs: Any,
     ) -> Timeline:
-        """Predict the timeline of `step` with these arguments. The step runs once, to record what stages send. Then
+        """Predict the timeline of `step` with these arguments. The step runs once, to record what stages receive. Then
         each worker runs its own forwards and backwards `rounds` times on what was recorded, without waiting for others,
-        and the step is simulated with these times. Model and gradients do not change. Only for CPU workers: they slow
-        each other down in ways that a profile of single ops does not show."""
-        self._state.processes.check_alone("rehearse")
-        check_grad()
-        check_step(rounds=rounds)
-        cache = self._state.cache
-        predicted: list[Timeline] = []
+        and the step is simulated with these times. Model, gradients and random state do not change. Only for CPU
+        workers, also over ranks: they slow each other down in ways that a profile of single ops does not show. Raises
+        FxpipeError for GPUs and for stages with replicas."""
+        cache, kinds, processes = self._state.cache, self._state.kinds, self._state.processes
 
         def run(graph: Graph, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            made = cache.built(graph, inputs)
+            made, kind = kinds.agree(graph, inputs)
             check_rehearsal(made)
-            times, outputs, memory = rehearse(cache.live(made).step_scheduler, inputs, self.options.chunks, rounds)
+            times, outputs, memory = processes.rehearse(kinds.live(made), inputs, self.options.chunks, rounds, kind)
             chunks = len(split_sizes(batch_size(graph, inputs), self.options.chunks))
-            predicted.append(replace(rehearsed(made, chunks, times), memory=memory))
-            self._state.rehearsed = made, predicted[0]
+            self._state.rehearsed = made, replace(rehearsed(made, chunks, times), memory=memory)
             return outputs
 
-        with self._state.lock:
-            cache.step_capture.step(args, kwargs, target, loss_fn, False, run)
-        return predicted[0]
+        def call(given: Given) -> None:
+            check_grad()
+            check_step(rounds=rounds)
+            cache.step_capture.step(*given, loss_fn, False, run)
+
+        processes.call(call, (args, kwargs, target), "rehearse")
+        assert self._state.rehearsed is not None
+        return self._state.rehearsed[1]
 
     def verify(
         self, *args: Any, target: Any = NO_TARGET, loss_fn: Callable[..., Any] | None = None, **kwargs: Any

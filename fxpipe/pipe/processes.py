@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fxpipe.codegen.package.load_package import tensors_of
 from fxpipe.engines.common.step_timer import take_step
+from fxpipe.engines.rehearsal.action_profiler import Rehearsed, rehearse
 from fxpipe.ir.timeline import Timeline
 
 from .fork_lock import Lock
@@ -31,10 +32,11 @@ class Processes:
 
     - `leads`, `collect`, `collect_all`: see the methods of `DropInModule`.
     - `lock`: held by the thread that uses the pipe.
-    - `call`: make a call together with all processes; returns its result. `trains`: True for a step, False for a
-      forward, None if nothing runs.
+    - `call`: make a call together with all processes; returns its result. `name`: "step", "forward" or "rehearse", or
+      "prepare" if nothing runs.
     - `take`: run this process's part of a call; returns its outputs, and the timeline of a step if it was requested.
       `step` is None for a forward without backward; `kind` is the number of this kind of call.
+    - `rehearse`: the same for a rehearsal.
     - `prepared`: tell that a call of this kind is compiled but does not run.
     - `write`: run a function in one process on behalf of all.
     - `check_alone`, `check_forward`, `check_scaler`: raise FxpipeError for what several processes cannot do.
@@ -53,7 +55,7 @@ class Processes:
     def collect_all(self, value: Any, call: str = "collect_all") -> list[Any]:
         return self.collect(value, call)
 
-    def call(self, call: Callable[[Given], Any], given: Given, trains: bool | None = None) -> Any:
+    def call(self, call: Callable[[Given], Any], given: Given, name: str = "prepare") -> Any:
         with self.lock:
             return call(given)
 
@@ -63,6 +65,11 @@ class Processes:
         if step is None:
             return live.scheduler.run(inputs, chunks), None
         return take_step(live.step_scheduler, inputs, chunks, step.scaler, step.accumulate, step.timeline)
+
+    def rehearse(
+        self, live: RunningPackage, inputs: Sequence[Any], chunks: int, rounds: int, kind: int = 0
+    ) -> Rehearsed:
+        return rehearse(live.step_scheduler, inputs, chunks, rounds)
 
     def prepared(self, kind: int) -> None: ...
 

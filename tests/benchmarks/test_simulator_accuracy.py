@@ -47,7 +47,7 @@ def results(*measured: float) -> list[Result]:
     made = []
     for k, seconds in enumerate(measured):
         setting = Setting("even", "gpipe", "never", 4 + k)
-        made.append(Result(setting, (0.09, 0.1), (0.1 + 0.01 * k, seconds)))
+        made.append(Result(setting, (0.09, 0.1), [(0.1 + 0.01 * k, seconds)]))
     return made
 
 

@@ -30,13 +30,13 @@ from fxpipe.errors import InputError, RankError
 from fxpipe.ir.program.messages import MessageTable
 from fxpipe.ir.timeline import Timeline
 from fxpipe.runtime import Stage
-from fxpipe.runtime.autograd.gradient_aliases import commit_gradients
+from fxpipe.runtime.autograd.gradient_aliases import Pair, commit_gradients
 from fxpipe.runtime.deferred_norms import commit
 from fxpipe.runtime.interrupts import Interrupts, ignore
 
 from .rank_group import Lost, World
 from .rank_program import RankProgram
-from .rank_run import RankRun
+from .rank_run import RankObserver, RankRun
 from .rank_timer import RankTimer
 from .replica_reduce import broadcast_values, commit_statistics, written
 
@@ -77,14 +77,15 @@ class RankScheduler:
         scale: Scale | None = None,
         seed: int = 0,
         error: BaseException | None = None,
-        timer: RankTimer | None = None,
+        observer: RankObserver | None = None,
         given: Callable[[], Mapping[str, Tensor]] = dict,
+        commit_pairs: Callable[[list[Pair]], None] = commit_gradients,
     ) -> tuple[Any, ...]:
         """Run a step: the outputs of the whole batch, on every rank. A rank must have the inputs that its stages use,
         and gets the gradients of its own stages and of the inputs that it has. `seed`: of the random ops. With an
         `error`, this rank only takes part in the messages, and raises it. `given` computes the checksums of this
-        rank's arguments, which must not differ from those of others. Raises RankError if they do, or if a rank is
-        lost."""
+        rank's arguments, which must not differ from those of others. `commit_pairs` adds the gradients to the model's.
+        Raises RankError if checksums differ, or if a rank is lost."""
         self.world.begin()
         seen = [self._seen(name, value) for (name, _), value in zip(self.steps.inputs, batch, strict=True)]
         held = nullcontext(error) if self.parallel is None else self.parallel.held(self, error)
@@ -92,15 +93,15 @@ class RankScheduler:
             try:
                 self._even_out()  # other calls may have changed the buffers
                 run = self._begin(seen, chunks, seed, error or self._check(batch), given)
-                run.take(scale, timer, interrupts)
+                run.take(scale, observer, interrupts)
                 self._commit()
                 outputs, pairs = run.outputs(), run.pairs(batch)
-                if timer is not None:
-                    timer.report()
+                if observer is not None:
+                    observer.report()
             except Lost as lost:
                 raise RankError(str(lost)) from None
             if self.parallel is None or not run.m.grad:
-                commit_gradients(pairs)
+                commit_pairs(pairs)
             else:
                 self.parallel.add(pairs)
         return outputs
@@ -202,7 +203,7 @@ def take_step(
     if not timeline:
         return scheduler.run(batch, chunks, scale, seed, given=given), None
     timer = RankTimer(scheduler.world)
-    outputs = scheduler.run(batch, chunks, scale, seed, timer=timer, given=given)
+    outputs = scheduler.run(batch, chunks, scale, seed, observer=timer, given=given)
     return outputs, timer.timeline(scheduler.steps.schedule, scheduler.table.replica_groups)
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fxpipe.engines.common.gradient_scale import Scale
 from fxpipe.engines.common.scheduler_base import Batches
-from fxpipe.engines.common.step import Step, wrap
+from fxpipe.engines.common.step import Observer, Step, wrap
 from fxpipe.engines.common.step_engine import StepScheduler
 from fxpipe.engines.transports.message_format import FailedElsewhere
 from fxpipe.errors import RankError
@@ -25,11 +25,20 @@ from fxpipe.runtime.streams import use_stream
 
 from .rank_group import Lost
 from .rank_program import Batch, RankProgram
-from .rank_timer import RankTimer
 from .rank_transport import RankTransport
 from .rendezvous import LEADER
 from .step_consensus import Failure, Numbers, consensus, share_value
 from .weight_exchange import WeightExchange
+
+
+class RankObserver(Observer, Protocol):
+    """Observes a step of one rank."""
+
+    def watch(self, run: RankRun) -> None:
+        """Called after `begin`; may `wrap` methods of the run and of its transport."""
+
+    def report(self) -> None:
+        """Called on all ranks when the step has succeeded, to exchange what was seen. Raises Lost."""
 
 
 class RankRun:
@@ -58,17 +67,16 @@ class RankRun:
         self.numbers: Numbers = {}
         self.inputs: dict[str, int] = {}
 
-    def take(self, scale: Scale | None, timer: RankTimer | None, interrupts: Interrupts) -> None:
-        """Run the step, observed by `timer`. Raises its first error; Ctrl-C counts as one between two lines."""
+    def take(self, scale: Scale | None, observer: RankObserver | None, interrupts: Interrupts) -> None:
+        """Run the step under an observer. Raises its first error; Ctrl-C counts as one between two lines."""
         m, stages, broken = self.m, self.steps.stages, self.transport.broken
         if not m.grad:
             wrap(m, dict.fromkeys(("forward", "forward_to_recompute"), keep_nothing))
         with standing_in(stages) as pairs:
-            m.begin(
-                self.steps, pairs, scale, {}, [self.transport] * len(stages), [] if broken else self.program.own, timer
-            )
-            if timer is not None:
-                timer.watch(self.transport)
+            own = [] if broken else self.program.own
+            m.begin(self.steps, pairs, scale, {}, [self.transport] * len(stages), own, observer)
+            if observer is not None:
+                observer.watch(self)
             if not broken:
                 self.weights.lend()
             self._run(interrupts)
@@ -92,9 +100,13 @@ class RankRun:
                 self._guarded(None, weights.reduce, do, what)
             elif what.kind != "R":  # the methods of backward recompute by themselves
                 self._guarded(what, self._act, what)
-        for key in list(transport.posted):  # a rank that has failed still receives all messages to it
-            self._guarded(None, transport.open_message, key)
+        self._receive_rest()
         self._conclude()
+
+    def _receive_rest(self) -> None:
+        """Receive the messages that no action has taken: a rank that has failed still receives all messages to it."""
+        for key in list(self.transport.posted):
+            self._guarded(None, self.transport.open_message, key)
 
     def _exchange(self, batch: Batch) -> None:
         """Send and receive the messages of a batch."""

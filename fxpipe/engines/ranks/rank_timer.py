@@ -26,6 +26,7 @@ from fxpipe.ir.timeline import Span, Steps, Timeline
 from .clock_sync import ahead
 from .rank_group import World
 from .rank_program import RankMessage, RankSum
+from .rank_run import RankRun
 from .rank_transport import RankTransport
 
 
@@ -58,9 +59,9 @@ class RankTimer:
     def begin(self, m: Step) -> None:
         self.timer.begin(m)
 
-    def watch(self, transport: RankTransport) -> None:
-        """Record the messages of the transport, too."""
-        wrap(transport, {"dispatch": self.dispatch, "open_message": self.open_message, "add_up": self.add_up})
+    def watch(self, run: RankRun) -> None:
+        """Record the messages, too."""
+        wrap(run.transport, {"dispatch": self.dispatch, "open_message": self.open_message, "add_up": self.add_up})
 
     def dispatch(self, transport: RankTransport, dispatch: Callable[..., None], entry: RankMessage) -> None:
         if transport.size(entry) is not None:

@@ -48,7 +48,7 @@ from fxpipe.schedules.auto_schedule import auto
 from fxpipe.schedules.make_schedule import AUTO, SCHEDULES, make
 from fxpipe.schedules.one_f_one_b import gpipe
 from fxpipe.schedules.overlap_pairs import overlapped
-from fxpipe.schedules.simulate.action_costs import fitting, hops, stage_costs, taken_bytes, timed_hops
+from fxpipe.schedules.simulate.action_costs import fitting, hops, stage_costs, taken_bytes
 from fxpipe.schedules.simulate.merge_backward_halves import merge_backward_halves
 from fxpipe.schedules.simulate.replica_costs import reductions, spread
 from fxpipe.schedules.simulate.simulate import StageCost, simulate
@@ -304,19 +304,21 @@ def without_replicas(plan: Plan) -> Plan:
 
 def predict(made: Build, chunks: int, times: Times | None = None) -> Timeline:
     """The predicted timeline of a timed step of `chunks` micro-batches, from the profile, or from the `times` of its
-    actions. Memory is counted as in a timed step: on a GPU all of it, on a CPU worker only what backward needs."""
+    actions and of what surrounds them. Memory is counted as in a timed step: on a GPU all of it, on a CPU worker only
+    what backward needs."""
     program, sizes, schedule = made.program, made.sizes, only(replace(made.schedule, pairs=frozenset()), chunks)
     labels = tuple(dict.fromkeys(program.devices))
     copies = 0 if all(label.startswith("cpu") for label in labels) else 2
     taken = taken_bytes(program, sizes)
     costs = stage_costs(made.plan, made.profile, taken, copies, keeps_at_once=True, kept=made.kept)
+    cluster = made.cluster if times is None else replace(made.cluster, links=times.links, switches=())
+    between = hops(program, sizes, cluster, made.profile.batch)
     if times is None:
-        sums = reductions(made.plan, made.profile, made.cluster)
-        return spread(
-            simulate(schedule, costs, hops(program, sizes, made.cluster, made.profile.batch), labels, sums),
-            replica_groups(made.plan),
-        )
-    return simulate(schedule, costs, timed_hops(program, times), labels, took=times.actions)
+        sums = reductions(made.plan, made.profile, cluster)
+        return spread(simulate(schedule, costs, between, labels, sums), replica_groups(made.plan))
+    found = simulate(schedule, costs, between, labels, took=times.actions)
+    spans = tuple(times.computing(span) if span.where in labels else span for span in found.spans)
+    return replace(found, spans=spans, call=(-times.before, found.makespan + times.after))
 
 
 def rehearsed(made: Build, chunks: int, rounds: Sequence[Times]) -> Timeline:

@@ -24,6 +24,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fxpipe.capture import NO_TARGET
@@ -33,6 +34,8 @@ from fxpipe.engines.ranks.rank_engine import RankScheduler, take_step
 from fxpipe.engines.ranks.rank_group import COMPILING, World
 from fxpipe.engines.ranks.rendezvous import LEADER
 from fxpipe.engines.ranks.step_consensus import describe
+from fxpipe.engines.rehearsal.action_profiler import Rehearsed
+from fxpipe.engines.rehearsal.rank_profiler import rehearse_ranks
 from fxpipe.errors import RankError
 from fxpipe.ir.timeline import Timeline
 from fxpipe.runtime.random import new_seed
@@ -53,7 +56,7 @@ class Header:
     - `kind`: the number of the kind of call, in the order of first calls, or NEW.
     - `seed`: of the random ops.
     - `scale`: factor of the gradients.
-    - `timeline`: whether the step is timed.
+    - `timeline`: whether the step is timed; `rounds`: how often it is rehearsed.
     - `runs`: whether anything runs.
     - `given`: None, or, if shapes differ from the last call, the pickled arguments, with tensors on the meta device.
     - `failed`: the error, if the leader makes no call.
@@ -65,6 +68,7 @@ class Header:
     seed: int = 0
     scale: Scale | None = None
     timeline: bool = False
+    rounds: int = 0
     runs: bool = True
     given: bytes | None = None
     failed: str | None = None
@@ -161,6 +165,16 @@ class RankCalls:
             self.header = replace(self.header, scale=scale, timeline=timeline)
         header = self._join(kind, scheduler.random)
         return take_step(scheduler, inputs, chunks, header.scale, header.seed, header.timeline, self.given)
+
+    def rehearse(
+        self, scheduler: RankScheduler, inputs: Sequence[Any], chunks: int, kind: int, rounds: int
+    ) -> Rehearsed:
+        """Rehearse a step on this rank; the leader's `rounds` are used."""
+        if self.world.leads:
+            self.header = replace(self.header, rounds=rounds)
+        with torch.random.fork_rng(devices=[]):
+            header = self._join(kind, scheduler.random)
+        return rehearse_ranks(scheduler, inputs, chunks, header.rounds, header.seed, self.given)
 
     def tell(self, kind: int = NEW, seed: int = 0, runs: bool = True) -> Header:
         """On the leader: send the header with what is known so far. For a new kind, a second header follows later."""

@@ -50,8 +50,8 @@ class RankPipe(Pipe):
     Every rank makes every call, for the same whole batch; unlike in DDP, ranks have no batches of their own. The
     leader, rank 0, passes all arguments; another rank passes those that its stages use, and may leave out the others or
     pass None: `pipe.step(target=y, loss_fn=loss_fn)` on the last rank. If one is missing, the error names it. `loss_fn`
-    and `outputs` are the same on all ranks; `scaler`, `accumulate` and `timeline` are the leader's. Tensors that
-    several ranks are given must have the same values: checksums are compared, unless `check_inputs=False`.
+    and `outputs` are the same on all ranks; `scaler`, `accumulate`, `timeline` and `rounds` are the leader's. Tensors
+    that several ranks are given must have the same values: checksums are compared, unless `check_inputs=False`.
 
     Every rank gets the loss of the batch, and with `outputs` what the model returns; `pipe.timeline` is that of all
     ranks, by the leader's clock. Gradients are added to those of this rank's parameters, which `pipe.parameters()`

@@ -15,6 +15,7 @@ import torch
 from fxpipe.engines.common.gradient_scale import Scale
 from fxpipe.engines.ranks.rank_engine import RankScheduler
 from fxpipe.engines.ranks.rank_group import Lost, World
+from fxpipe.engines.rehearsal.action_profiler import Rehearsed
 from fxpipe.errors import FxpipeError, RankError
 from fxpipe.ir.timeline import Timeline
 from fxpipe.pipe.processes import Processes, StepOptions
@@ -26,7 +27,6 @@ from .rank_calls import Call, RankCalls, Refuse
 from .rank_consistency import on_each
 
 R = TypeVar("R")
-CALLS = {True: "step", False: "forward", None: "prepare"}  # names of calls in errors
 
 
 class Ranks(Processes):
@@ -45,10 +45,12 @@ class Ranks(Processes):
         self.world, self.calls = world, RankCalls(world, check_inputs)
         self.parallel: Parallel | None = None
 
-    def call(self, call: Call, given: Given, trains: bool | None = None) -> Any:
-        beside = nullcontext() if self.parallel is None or trains is None else self.parallel.call(trains)
+    def call(self, call: Call, given: Given, name: str = "prepare") -> Any:
+        if self.parallel is not None and name == "rehearse":
+            raise FxpipeError("rehearse is for a pipe by itself: call it before parallelize")
+        beside = nullcontext() if self.parallel is None or name == "prepare" else self.parallel.call(name == "step")
         with beside, self.together():
-            return self.calls.make(call, given, self.refuse, CALLS[trains])
+            return self.calls.make(call, given, self.refuse, name)
 
     def take(
         self, live: RunningPackage, inputs: Sequence[Any], chunks: int, step: StepOptions | None, kind: int = 0
@@ -60,6 +62,11 @@ class Ranks(Processes):
         elif step is not None and step.accumulate > 1:
             scale = Scale(accumulate=step.accumulate)
         return self.calls.take(ranked(live), inputs, chunks, kind, scale, timed)
+
+    def rehearse(
+        self, live: RunningPackage, inputs: Sequence[Any], chunks: int, rounds: int, kind: int = 0
+    ) -> Rehearsed:
+        return self.calls.rehearse(ranked(live), inputs, chunks, kind, rounds)
 
     def prepared(self, kind: int) -> None:
         if self.world.leads and not self.calls.joined:

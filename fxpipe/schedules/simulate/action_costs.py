@@ -15,7 +15,6 @@ from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.plan.profile import Profile, total
 from fxpipe.ir.program.kept_bytes import KeptBytes, Memory, size
 from fxpipe.ir.program.program import AllReduce, Program
-from fxpipe.ir.schedule.action_times import Times
 
 from .replica_costs import positions
 from .simulate import Hop, StageCost
@@ -93,18 +92,6 @@ def hops(program: Program, sizes: Mapping[str, int], cluster: Cluster, samples: 
     micro-batch, which replicas share; with None, shares are ideal."""
     found = [_hop(program, sizes, cluster, samples, *ends, values) for ends, values in _moved(program)]
     return (*found, *(hop for one in program.sums for hop in _sum_hops(program, sizes, cluster, one)))
-
-
-def timed_hops(program: Program, times: Times) -> tuple[Hop, ...]:
-    """The hops between workers that share their memory: nothing moves, but a worker that waits has to wake up."""
-    found = []
-    for ends, values in _moved(program):
-        back = any(tensor.grad for value in values for tensor in tensors(program.types[value]))
-        found.append(Hop(*ends, times.wake, times.wake if back else 0.0, ", ".join(values)))
-    found += [
-        Hop(a, b, times.wake, times.wake, name) for one in program.sums for a, b, name in _pairs(one)
-    ]  # fmt: skip
-    return tuple(found)
 
 
 def _sum_hops(program: Program, sizes: Mapping[str, int], cluster: Cluster, one: AllReduce) -> Iterator[Hop]:

@@ -13,8 +13,7 @@ from fxpipe.ir.plan.kind_times import KindTimes
 from fxpipe.ir.plan.plan import Plan, StagePlan
 from fxpipe.ir.plan.profile import OpCost, Profile
 from fxpipe.ir.program.program import Loan, Move, Program, Stage
-from fxpipe.ir.schedule.action_times import Times
-from fxpipe.schedules.simulate.action_costs import hops, stage_costs, taken_bytes, timed_hops
+from fxpipe.schedules.simulate.action_costs import hops, stage_costs, taken_bytes
 from fxpipe.schedules.simulate.simulate import Hop, StageCost
 
 OPS = (
@@ -98,11 +97,3 @@ def test_hops() -> None:
 def test_nothing_moves_within_a_device() -> None:
     cluster = Cluster((Device("cpu:0", 10**9, 1e9, 1e9),), ())
     assert {(hop.forward, hop.backward) for hop in hops(program(*["cpu:0"] * 3), {"b": 2}, cluster)} == {(0.0, 0.0)}
-
-
-def test_hops_of_workers_that_wake_up() -> None:
-    assert timed_hops(program("cpu:0", "cpu:1", "cpu:0"), Times({}, wake=0.5)) == (
-        Hop(0, 1, 0.5, 0.5, "x"),
-        Hop(0, 2, 0.5, 0.5, "skip, mask"),
-        Hop(1, 2, 0.5, 0.5, "x2"),
-    )

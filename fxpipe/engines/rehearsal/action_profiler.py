@@ -15,6 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import combinations
+from math import inf
 from queue import SimpleQueue
 from statistics import median
 from threading import Thread
@@ -28,6 +31,7 @@ from fxpipe.engines.common.step import Method, Rows, Step, wrap
 from fxpipe.engines.common.step_engine import StepScheduler
 from fxpipe.engines.common.step_timer import StepTimer
 from fxpipe.engines.transports.mailbox import Key
+from fxpipe.ir.cluster.cluster import Link
 from fxpipe.ir.schedule.action_times import Times
 from fxpipe.ir.schedule.schedule import Action
 from fxpipe.ir.timeline import Steps
@@ -35,6 +39,8 @@ from fxpipe.runtime.autograd.gradient_aliases import Pair, alias, commit_gradien
 from fxpipe.runtime.deferred_norms import discard
 from fxpipe.runtime.written_buffers import instead
 
+# The times of each rehearsal, the outputs of the batch, and the peak memory of each worker, in bytes.
+Rehearsed = tuple[list[Times], tuple[Any, ...], tuple[Steps, ...]]
 Sent = Mapping[Key, tuple[Any, bool]]  # each value that was sent, and whether it needs a gradient
 
 
@@ -51,6 +57,9 @@ class Rehearsal:
             self.sent: Sent = recorder.sent
             self.memory = recorder.timer.timeline(engine.schedule).memory
             self.outputs, _ = engine.outcome(m, batch)
+        # Values stay where they are, but a worker that waits for one has to wake up.
+        seconds = wake() if len(set(engine.devices)) > 1 else 0.0
+        self.links = tuple(Link(ends, inf, seconds) for ends in combinations(sorted(set(engine.devices)), 2))
 
     def once(self) -> Times:
         """The times of one rehearsal."""
@@ -71,7 +80,7 @@ class Rehearsal:
             dict(sorted(found.seconds.items())),
             before=begins - start - found.filling,
             after=end - ends - (copied - copying),
-            wake=wake() if len(set(self.engine.devices)) > 1 else 0.0,
+            links=self.links,
         )
 
 
@@ -112,7 +121,7 @@ class Replay:
             m.mailboxes[key[0]].arrived[key] = (
                 value.detach().requires_grad_(grad) if isinstance(value, Tensor) else value
             )
-        wrap(m, {"recompute": self.recompute, "_post": nobody_waits})
+        wrap(m, {"recompute": partial(timed_recompute, self.seconds), "_post": nobody_waits})
         self.filling = perf_counter() - start
 
     def rows(self, rows: Rows) -> Rows:
@@ -135,11 +144,15 @@ class Replay:
 
         return run
 
-    def recompute(self, m: Step, recompute: Callable[[Step, int, int], None], j: int, i: int) -> None:
-        if m.kept[j, i].results is None:
-            start = perf_counter()
-            recompute(m, j, i)
-            self.seconds[Action("R", j, i)] = perf_counter() - start
+
+def timed_recompute(
+    seconds: dict[Action, float], m: Step, recompute: Callable[[Step, int, int], None], j: int, i: int
+) -> None:
+    """Recompute, and note the seconds as those of an action of its own."""
+    if m.kept[j, i].results is None:
+        start = perf_counter()
+        recompute(m, j, i)
+        seconds[Action("R", j, i)] = perf_counter() - start
 
 
 def nobody_waits(*message: Any) -> None:
@@ -192,10 +205,7 @@ def wake(rounds: int = 50) -> float:
     return median(seconds)
 
 
-def rehearse(
-    engine: StepScheduler, batch: Sequence[Any], chunks: int, rounds: int, warmup: int = 1
-) -> tuple[list[Times], tuple[Any, ...], tuple[Steps, ...]]:
-    """The times of `rounds` rehearsals, after `warmup` that do not count; the outputs of the batch; and the peak memory
-    of each worker, in bytes."""
+def rehearse(engine: StepScheduler, batch: Sequence[Any], chunks: int, rounds: int, warmup: int = 1) -> Rehearsed:
+    """Rehearse a step `rounds` times, after `warmup` times that do not count."""
     rehearsal = Rehearsal(engine, batch, chunks)
     return [rehearsal.once() for _ in range(warmup + rounds)][warmup:], rehearsal.outputs, rehearsal.memory

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.engines.local.action_profiler import rehearse, stand_ins, wake
+from fxpipe.engines.rehearsal.action_profiler import rehearse, stand_ins, wake
 from fxpipe.ir.schedule.action_times import Times
 from fxpipe.ir.schedule.schedule import Action
 from tests.helpers.slow_module import Slow
@@ -92,7 +92,9 @@ def test_every_kind_of_action_is_timed(pipes: list[fxpipe.Pipe], schedule: str) 
         assert expected <= set(one.actions) <= expected | again
         assert Action("R", 0, 0) in one.actions
         assert min(one.actions.values()) > 0
-        assert min(one.before, one.after, one.wake) > 0
+        assert min(one.before, one.after) > 0
+        assert [link.ends for link in one.links] == [("cpu:0", "cpu:1")]
+        assert 0 < one.links[0].latency < float("inf") == one.links[0].bandwidth
     assert any(torch.is_tensor(found) and found.shape == loss.shape for found in outputs)
 
 
