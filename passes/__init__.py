@@ -76,11 +76,12 @@ def lower(
     backward: str = "autograd",
     owners: Mapping[str, str] | None = None,
     sums: tuple[PartialSum, ...] = (),
+    sizes: Mapping[str, int] | None = None,
 ) -> Program:
     """The program for a graph and a plan. `watch(name, program)` sees it after `cut` and after each pass that changed
-    it; `samples`, `segmented`, `backward`, `owners` and `sums` as in `PassContext`. Raises PlanError where the model
-    cannot be cut as planned."""
-    context = PassContext(plan, samples, segmented, backward, owners or {}, sums)
+    it; `samples`, `segmented`, `backward`, `owners`, `sums` and `sizes` as in `PassContext`. Raises PlanError where
+    the model cannot be cut as planned."""
+    context = PassContext(plan, samples, segmented, backward, owners or {}, sums, sizes or {})
     program = _step("cut", lambda: cut(graph, plan), None, programs.check, watch)
     for run in passes:
         program = _step(run.__name__, partial(run, program, context), program, programs.check, watch)

@@ -21,6 +21,7 @@ class PassContext:
     - `backward`: who computes gradients: "autograd", or generated "code".
     - `owners`: by path, the device that owns a tensor of the model; one that is not named belongs to the first stage
       that uses it.
+    - `sizes`: a number for each symbolic size of a micro-batch, to weigh what is kept.
     - `sums`: the sums of ops placed one by one that ranks may add up by all-reduce.
     """
 
@@ -30,3 +31,4 @@ class PassContext:
     backward: str = "autograd"
     owners: Mapping[str, str] = field(default_factory=dict)
     sums: tuple[PartialSum, ...] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict)

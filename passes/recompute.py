@@ -6,6 +6,9 @@ Three kinds of stages recompute nothing, whatever the plan says:
 - stages that give no value with a gradient: no backward reaches them;
 - stages that call a submodule whole which sets its own attributes, or draws random numbers of Python or numpy: a second
   run would have other results.
+
+What is cheap alone ("selective") is recomputed in backward as code only, which steps have; a call recomputes all of
+forward, except for the last micro-batch.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ def recompute(program: Program, context: PassContext) -> Program:
             return stage
         if any(isinstance(op.target, Opaque) and op.target.remembers for op in stage.ops):
             return stage
+        if mode == "selective" and program.graph.loss is None:
+            mode = "except_last"
         return replace(stage, checkpoint=mode)
 
     stages = tuple(map(marked, program.stages))

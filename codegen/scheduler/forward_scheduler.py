@@ -28,6 +28,7 @@ from fxpipe.codegen.text.statements import (
     text_of,
 )
 from fxpipe.ir.graph.value_types import TensorType
+from fxpipe.ir.plan.plan import FORWARD_AGAIN
 from fxpipe.ir.program.program import Program, Stage
 
 RUNTIME = ("Draws", "checkpoint", "copy", "fork", "join", "wait")  # what the methods may use of fxpipe.runtime
@@ -131,7 +132,7 @@ def _compute(stage: Stage, places: Places) -> Block:
     gone = tuple(places.at(name, j) for name in stage.takes if places.done(name, j))
     body: tuple[Statement, ...] = (
         *draws(stage, "self.stages"),
-        *((call,) if stage.checkpoint == "never" else _checkpointed(stage, call, places)),
+        *(_checkpointed(stage, call, places) if stage.checkpoint in FORWARD_AGAIN else (call,)),
         *_sends(stage, places),
         Delete(gone, "used for the last time"),
     )

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from fxpipe.codegen.text.line_layout import INDENT, WIDTH
 from fxpipe.codegen.text.source_names import clip, doc_prose
+from fxpipe.ir.plan.plan import FORWARD_AGAIN
 from fxpipe.ir.program.program import Program
 from fxpipe.ir.units import count
 
@@ -44,13 +45,13 @@ def portals(program: Program) -> list[str]:
 def recomputed(program: Program) -> str:
     """Which stages are computed again in backward, for the title."""
     modes = {stage.checkpoint for stage in program.stages}
-    if modes == {"never"}:
+    if modes.isdisjoint(FORWARD_AGAIN):
         return ""
     if modes == {"always"}:
         return ", recomputed in backward"
     if modes == {"except_last"}:
         return ", all but the last recomputed in backward"
-    some = [str(stage.index) for stage in program.stages if stage.checkpoint != "never"]
+    some = [str(stage.index) for stage in program.stages if stage.checkpoint in FORWARD_AGAIN]
     return f", stage{'s' if len(some) > 1 else ''} {', '.join(some)} recomputed in backward"
 
 

@@ -36,7 +36,7 @@ from fxpipe.codegen.text.statements import (
     tuple_of,
 )
 from fxpipe.ir.graph.value_types import TensorType
-from fxpipe.ir.plan.plan import Plan
+from fxpipe.ir.plan.plan import FORWARD_AGAIN, Plan
 from fxpipe.ir.program.program import Program, Stage, recut
 from fxpipe.ir.schedule.schedule import Schedule, cell, partners, plain, show
 from fxpipe.ir.units import count
@@ -256,7 +256,7 @@ def _gradients(stage: Stage, places: Places, method: str) -> tuple[Statement, ..
 
 
 def _recompute(stage: Stage, i: str = "i") -> tuple[Statement, ...]:
-    if stage.checkpoint == "never":
+    if stage.checkpoint not in FORWARD_AGAIN:
         return ()
     return (Assign((), Call("m.recompute", (str(stage.index), i)), "while the gradients are on their way"),)
 

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from fxpipe.codegen.stage.stage_body import body
+from fxpipe.codegen.stage.stage_body import GRADIENT_OF, body
 from fxpipe.codegen.stage.variables import Variables, assign
 from fxpipe.codegen.text.line_layout import Brackets, Doc, prefix
 from fxpipe.codegen.text.statements import Assign, Block, Statement
@@ -90,7 +90,7 @@ class Maker:
         self.arriving = tuple(gradient or f"d{name}" for name, gradient in self.backward.roots)
         self.takes = tuple(gradient for _, gradient in self.backward.takes)
 
-    def whole(self, about: str = "gradient of ") -> Text:
+    def whole(self, about: str = GRADIENT_OF) -> Text:
         """Backward in one piece. `about`: what its comments say before the user's line."""
         weights = tuple(gradient for _, gradient in self.backward.weights)
         return self.text(self.backward.keeps, self.arriving, self.backward.ops, (self.takes, weights), about)
@@ -108,7 +108,7 @@ class Maker:
         arriving: Sequence[str],
         ops: tuple[Op, ...],
         results: Sequence[Sequence[str]],
-        about: str = "gradient of ",
+        about: str = GRADIENT_OF,
     ) -> Text:
         """A method that unpacks what was `kept`, runs the ops, and returns lists of these results."""
         gives = tuple(dict.fromkeys(value for values in results for value in values if value))
@@ -123,7 +123,7 @@ class Maker:
             unpack += [Assign(names if len(names) > 1 else (f"[{names[0]}]",), "kept"), "kept.clear()"]
         *statements, _ = body(
             self.program, stage, variables, returns="", about=about, taken=self.taken,
-            owned=[value for value in kept if value not in gives],
+            owned=[value for value in kept if value not in gives], recomputed=self.backward.recomputed,
         )  # fmt: skip
         return Text(tuple(arguments), tuple(unpack), tuple(statements), lists, variables.names)
 

@@ -23,7 +23,7 @@ from itertools import groupby, zip_longest
 
 from fxpipe.codegen.stage.backward_methods import Maker, forward_result, forward_stage
 from fxpipe.codegen.stage.forward_signature import arguments, results
-from fxpipe.codegen.stage.stage_body import body
+from fxpipe.codegen.stage.stage_body import GRADIENT_OF, body
 from fxpipe.codegen.stage.stage_constants import state_paths
 from fxpipe.codegen.stage.variables import assign
 from fxpipe.codegen.text.line_layout import Brackets
@@ -48,7 +48,7 @@ def _pair_method(program: Program, stage: Stage, taken: Collection[str], partner
     is_other, states = partner.index != stage.index, state_paths(program, partner)
     if is_other:
         states = {name: f"other{text.removeprefix('self')}" for name, text in states.items()}
-    backward = Maker(program, partner, states, {*taken, *variables.names}).whole("j: gradient of ")
+    backward = Maker(program, partner, states, {*taken, *variables.names}).whole(f"j: {GRADIENT_OF}")
     returned = forward_result(stage, variables)
     assert returned is not None
     *forward, _ = body(program, wider, variables, returns=returned, about="i: ", taken={*taken, *backward.names})

@@ -26,6 +26,8 @@ from fxpipe.ir.graph.legal_cuts import ENTER_VMAP, LEAVE_VMAP
 from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.program.program import Program, Stage
 
+GRADIENT_OF = "gradient of "  # what comments in backward begin with
+
 
 @dataclass(frozen=True)
 class _Step:
@@ -47,6 +49,7 @@ def body(
     about: str = "",
     owned: Collection[str] = (),
     taken: Collection[str] = (),
+    recomputed: Collection[str] = (),
 ) -> tuple[Statement, ...]:
     """The statements of the stage's `forward`.
 
@@ -54,11 +57,10 @@ def body(
     - `about`: what comments say before the user's line.
     - `owned`: the takes that nobody else holds, so that they may be deleted.
     - `taken`: names of other code in the same method.
+    - `recomputed`: the ops that forward has run before; their comments say so.
     """
-    steps = _steps(program, stage, variables, owned, taken)
-    statements = _Writer([f"{about}{text or 'the loss function'}" if about else text for text in _comments(steps)]).all(
-        steps, True
-    )
+    steps = _steps(program, stage, variables, owned, taken, recomputed)
+    statements = _Writer(_comments(steps, about, recomputed)).all(steps, True)
     if returns is not None:
         return (*statements, prefix("return ", returns))
     given = tuple(variables.of[name] for name in stage.gives)
@@ -158,11 +160,16 @@ def _statements(step: _Step, gone: bool = True) -> Iterator[Statement]:
 
 
 def _steps(
-    program: Program, stage: Stage, variables: Variables, owned: Collection[str], taken: Collection[str]
+    program: Program,
+    stage: Stage,
+    variables: Variables,
+    owned: Collection[str],
+    taken: Collection[str],
+    recomputed: Collection[str],
 ) -> list[_Step]:
     gone = releases(stage, variables, program.types, owned)
     ops = [op for op in stage.ops if op.name not in variables.folded]
-    lines = [(op.origin.file, op.origin.line, op.origin.code) for op in ops]
+    lines = [(op.origin.file, op.origin.line, op.origin.code, op.name in recomputed) for op in ops]
     groups = list(accumulate((new != old for old, new in pairwise(lines)), initial=0))
     taken = {*taken, *variables.names}
     return [
@@ -174,12 +181,16 @@ def _steps(
 # Comments and regions -------------------------------------------------------------------------------------------------
 
 
-def _comments(steps: Sequence[_Step]) -> list[str]:
-    """For each group, the user's file, line, module and code."""
+def _comments(steps: Sequence[_Step], about: str, recomputed: Collection[str]) -> list[str]:
+    """For each group, the user's file, line, module and code; before them what `about` says, or that the group is
+    recomputed."""
     texts = []
     for _, run in groupby(steps, key=lambda step: step.group):
         ops = [step.op for step in run]
-        texts.append(_origin(ops[0].origin, _common([op.origin.module for op in ops])))
+        text = _origin(ops[0].origin, _common([op.origin.module for op in ops]))
+        again = ops[0].name in recomputed
+        start = about.replace(GRADIENT_OF, "recomputed: ") if again else about
+        texts.append(f"{start}{text or 'the loss function'}" if start else text)
     return texts
 
 

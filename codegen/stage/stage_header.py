@@ -14,6 +14,7 @@ from fxpipe.ir.program.program import Move, Program, Stage
 
 _RECOMPUTE = {
     "never": "",
+    "selective": "what is cheap to compute is recomputed in backward",
     "except_last": "recomputed in backward, except the last micro-batch",
     "always": "recomputed in backward",
 }

@@ -20,16 +20,7 @@ from fxpipe.ir.plan.plan import Plan, StagePlan
 from fxpipe.ir.plan.plan_file import PlanFile, StagePlace
 from fxpipe.ir.plan.profile import Profile
 from fxpipe.passes import Pass
-from fxpipe.pipe.build.apply_strategy import (
-    RequestedCall,
-    Sharing,
-    place_of,
-    recomputed,
-    shared_plan,
-    strategy_devices,
-    strategy_of,
-    way_of,
-)
+from fxpipe.pipe.build.apply_strategy import RequestedCall, Sharing, place_of, recomputed, shared_plan
 from fxpipe.pipe.build.call_binding import as_call
 from fxpipe.pipe.drop_in_module import check_model
 from fxpipe.pipe.options.compile_options import (
@@ -112,10 +103,10 @@ def compile(
     - `chunks`: the largest number of micro-batches that a batch is cut into. Their sizes differ by at most one sample;
       a batch with fewer samples makes fewer micro-batches.
     - `checkpoint`: which micro-batches are recomputed in backward instead of kept: "never" (none), "except_last" (all
-      of a batch but the last), "always" (all). Or a set of stage numbers, from 0: "except_last" for these stages,
-      "never" for the others. Or "auto": for each stage the mode with which the simulated step is shortest, within
-      `memory_limit`. In `step()`, a forward that is followed by its backward at once is never recomputed: that would
-      save nothing.
+      of a batch but the last), "always" (all). "selective", with backward="code": what is cheap to compute is
+      recomputed where that keeps less; calls, and stages that autograd trains, run as with "except_last". A set of
+      stage numbers: "except_last" for these, "never" for the others. "auto": for each stage that of the first three
+      with which the simulated step is shortest, within `memory_limit`. No forward runs again right before its backward.
     - `memory_limit`: for checkpoint="auto", the bytes that each device may use in a step. It holds for batches of the
       size of the first; larger ones may need more. On CPU workers only what is kept for backward counts, as in
       `pipe.timeline.high_water`: exact with backward="code", otherwise estimated. On accelerators parameters, gradients
@@ -233,9 +224,8 @@ def read_options(asked: Mapping[str, Any], ranks: bool = False) -> Options:
     cluster = devices if isinstance(devices, Cluster) else None
     if given["strategy"] is not None:
         place, count = place_of(given["strategy"])
-        refuse_beside_strategy(told, strategy_of(place))
-        labels = strategy_devices(devices, count)
-        chunks, schedule, given["checkpoint"] = way_of(strategy_of(place), given, told)
+        refuse_beside_strategy(told)
+        labels, chunks = _strategy_devices(devices, count), chunks or 1
         replica_groups = deal(labels, None)
     elif shared is not None:
         refuse_beside_plan(shared.plan, told)
@@ -299,6 +289,21 @@ def _elsewhere(named: Sequence[str]) -> str:
         f"the plan is for {', '.join(named)}; say which devices of this machine stand for them, as in "
         f"devices={len(named)}"
     )
+
+
+def _strategy_devices(
+    devices: int | str | Sequence[str | torch.device] | Cluster | None, count: int | None
+) -> tuple[str, ...]:
+    """The labels of at least `count` different devices, for the devices that a strategy numbers."""
+    asked = count if devices is None else devices
+    if asked is None:
+        raise PlanError("say on which devices the function places ops, as in devices=4")
+    labels = device_labels(asked)
+    if len(labels) < (count or 0):
+        raise PlanError(f"the strategy is for {count} devices, and devices names {len(labels)}")
+    if len(set(labels)) < len(labels):
+        raise PlanError(f"a strategy has a number for each device; name each of {', '.join(labels)} once")
+    return labels
 
 
 def read_plan(

@@ -4,7 +4,8 @@ Stages are traced from the last to the first: whether a gradient arrives at a st
 results. A stage that cannot be traced keeps autograd, and says why.
 
 What forward keeps is made small and readable: an op of the stage stays as it is, `F.linear(x, weight)`, unless backward
-needs something that it computes inside; views are made again in backward.
+needs something that it computes inside; views are made again in backward. In a stage with checkpoint "selective", so is
+all that is cheap to compute, where that keeps less memory.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fxpipe.ir.graph.graph import Op, Origin, Ref, Region, op_name, rename
+from fxpipe.ir.graph.graph import Op, Ref, Region, op_name, rename
 from fxpipe.ir.graph.ops import VIEWS
-from fxpipe.ir.graph.value_types import TensorType, ValueType
+from fxpipe.ir.graph.value_types import Dim, TensorType, TupleType, ValueType
 from fxpipe.ir.program.backward import Backward
 from fxpipe.ir.program.program import Program, Stage
 from fxpipe.passes.backward.readable_ops import (
@@ -29,6 +30,7 @@ from fxpipe.passes.backward.readable_ops import (
     with_unknown_size,
 )
 from fxpipe.passes.backward.refused import Refused
+from fxpipe.passes.backward.selective import Recorded, computed_again, in_halves, is_cheap
 from fxpipe.passes.pass_context import PassContext
 
 if TYPE_CHECKING:
@@ -51,12 +53,25 @@ def lower_backward(program: Program, context: PassContext) -> Program:
             continue
         try:
             traced = trace(replace(program, types=types), stage, arriving, around, orders)
-            lowered, more = _lowered(program, stage, traced, types)
+            lowered, more = _selective(program, stage, traced, types, context.sizes)
             made[stage.index] = _with_orders(lowered, orders)
             types |= more
         except Refused as refused:
-            made[stage.index] = replace(stage, autograd_because=str(refused))
+            mode = "except_last" if stage.checkpoint == "selective" else stage.checkpoint
+            made[stage.index] = replace(stage, autograd_because=str(refused), checkpoint=mode)
     return replace(program, stages=tuple(made), types=types)
+
+
+def _selective(
+    program: Program, stage: Stage, traced: Trace, known: Mapping[str, ValueType], sizes: Mapping[str, int]
+) -> tuple[Stage, dict[str, ValueType]]:
+    """As `_lowered`. If what is to be kept cannot be written as code, all that backward needs is kept: "never"."""
+    if stage.checkpoint != "selective":
+        return _lowered(program, stage, traced, known)
+    try:
+        return _lowered(program, stage, traced, known, sizes)
+    except Refused:
+        return _lowered(program, replace(stage, checkpoint="never"), traced, known)
 
 
 def _with_orders(stage: Stage, orders: Orders) -> Stage:
@@ -89,21 +104,37 @@ def _arrives(program: Program, stages: Sequence[Stage], stage: Stage, name: str)
 
 
 def _lowered(
-    program: Program, stage: Stage, traced: Trace, known: Mapping[str, ValueType]
+    program: Program,
+    stage: Stage,
+    traced: Trace,
+    known: Mapping[str, ValueType],
+    sizes: Mapping[str, int] | None = None,
 ) -> tuple[Stage, dict[str, ValueType]]:
-    """The stage with its backward, and the types of its new values."""
+    """The stage with its backward, and the types of its new values. With `sizes`, a number for each symbolic size,
+    what is cheap is computed again."""
     types = {**known, **traced.types}
     named = _names(traced, known)
     pieces = [_renamed(piece, named) for piece in traced.pieces]
+    cheap = {op.name for piece in pieces for op in piece.ops if is_cheap(op.target)}
     types |= {named.get(name, name): kind for name, kind in traced.types.items()}
     backward = with_reshapes([_written_well(rename(op, named), types) for op in traced.backward], types)
     backward = _simplified_pieces(pieces, backward, types)
+    memory = {named.get(name, name): (named.get(owner, owner), size) for name, (owner, size) in traced.memory.items()}
     made = {op.name: op for piece in pieces for op in piece.ops}
     own = {op.name for op in stage.ops}
     inside = {name: op for name, op in made.items() if name not in own}
     settled = with_reshapes([*stage.ops, *inside.values()], types)
-    views = {op.name: op for op in settled if op.name in inside and _is_view(op)}
-    backward = _with_views(backward, views, types)
+    forward = {op.name: op for op in settled if op.name in inside and _is_view(op)}
+    if sizes is not None:
+        same = _aliases(pieces)
+        backward = [rename(op, same) for op in backward]
+        ops = with_reshapes([rename(op, same) for piece in pieces for op in piece.ops], types)
+        recorded = Recorded(ops, cheap, memory, types, {name for op in backward for name in op.writes})
+        needed = [name for op in backward for name in op.reads]
+        forward = {op.name: op for op in computed_again(program, stage, recorded, needed, sizes)}
+    chosen = {*forward}
+    backward, again, recomputed = _with_again(backward, forward, memory, types)
+    memory |= {again[name]: (again.get(owner, owner), size) for name, (owner, size) in memory.items() if name in again}
     backward, same = simplified(backward, types)
     wished = {named[name] for name in traced.wishes if name in named}
     here = {op.name for op in backward}
@@ -130,19 +161,24 @@ def _lowered(
     read = {name for op in backward for name in op.reads}
     read |= {gradient for _, gradient in (*takes, *weights) if gradient}
     keeps = tuple(name for name in dict.fromkeys(order) if name in read - made_here - begins - held)
-    sizes = {size.name for size in program.graph.sizes}
-    lost = read - made_here - begins - held - set(keeps) - sizes
+    numbers = {size.name for size in program.graph.sizes}
+    lost = read - made_here - begins - held - set(keeps) - numbers
     if lost:
         raise Refused(f"backward reads {', '.join(sorted(lost))}, which forward does not have")
     written = read & set(stage.mutates)
     if written:
         raise Refused(f"backward reads {', '.join(sorted(written))}, which forward writes")
-    needs = {name for op in (*ops, *backward) for name in op.reads if name in sizes}
+    needs = {name for op in (*ops, *backward) for name in op.reads if name in numbers}
     stage_takes = (*stage.takes, *sorted(needs - set(stage.takes)))
-    keeps = (*keeps, *sorted(read & sizes - set(keeps)))
-    memory = {final(name): (final(owner), size) for name, (owner, size) in traced.memory.items()}
+    keeps = (*keeps, *sorted(read & numbers - set(keeps)))
+    memory = {final(name): (final(owner), size) for name, (owner, size) in memory.items()}
     scattered = frozenset(map(final, traced.scattered))
-    code = Backward(keeps, roots, tuple(backward), takes, weights, memory, scattered=scattered)
+    code = Backward(
+        keeps, roots, tuple(backward), takes, weights, memory, scattered=scattered,
+        recomputed=frozenset(map(final, recomputed)) & made_here, repeats=_repeats(pieces, chosen),
+    )  # fmt: skip
+    if sizes is not None:
+        code = in_halves(code, {final(name) for name in again.values()} & made_here, types, sizes)
     used = {op.name for op in (*ops, *backward)} | begins
     return (
         replace(stage, ops=tuple(ops), takes=stage_takes, backward=code),
@@ -205,28 +241,63 @@ def _is_view(op: Op) -> bool:
     return op_name(op) in VIEWS and op.target is not operator.getitem and not op.writes and not op.random
 
 
-def _with_views(backward: Sequence[Op], views: Mapping[str, Op], types: dict[str, ValueType]) -> list[Op]:
-    """Backward, with the views of forward that it reads made again, just before they are read first."""
+def _with_again(
+    backward: Sequence[Op],
+    forward: Mapping[str, Op],
+    memory: Mapping[str, tuple[str, Dim]],
+    types: dict[str, ValueType],
+) -> tuple[list[Op], dict[str, str], set[str]]:
+    """Backward, with those of these ops of `forward`, in its order, whose results it reads, just before they are read
+    first; the new names of these results; and which of these ops compute something. Views after all of these have the
+    line of what reads them."""
+    order = {name: place for place, name in enumerate(forward)}
+    parts: dict[str, list[str]] = {}
+    for op in forward.values():
+        if op.target is operator.getitem and isinstance(types[op.args[0].name], TupleType):
+            parts.setdefault(op.args[0].name, []).append(op.name)
     found: list[Op] = []
     again: dict[str, str] = {}
-
-    def bring(name: str, origin: Origin) -> None:
-        op = views.get(name)
-        if op is None or name in again:
-            return
-        for read in op.reads:
-            bring(read, origin)
-        again[name] = f"{name}_"
-        while again[name] in types:
-            again[name] += "_"
-        types[again[name]] = types[name]
-        found.append(replace(op, origin=origin, regions=(), draw=None))
-
+    recomputed = set[str]()
     for op in backward:
-        for name in op.reads:
-            bring(name, op.origin)
+        waiting, needed = [*op.reads], set[str]()
+        while waiting:
+            name = waiting.pop()
+            if name in forward and name not in again and name not in needed:
+                needed.add(name)
+                waiting += [*forward[name].reads, *parts.get(name, ())]
+        last = max((order[name] for name in needed if memory.get(name, ("",))[0] == name), default=-1)
+        for name in sorted(needed, key=order.__getitem__):
+            again[name] = f"{name}_"
+            while again[name] in types:
+                again[name] += "_"
+            types[again[name]] = types[name]
+            if order[name] <= last:
+                recomputed.add(again[name])
+            origin = forward[name].origin if order[name] <= last else op.origin
+            found.append(replace(forward[name], origin=origin, regions=(), draw=None))
         found.append(op)
-    return [rename(op, again) for op in found]
+    return [rename(op, again) for op in found], again, recomputed
+
+
+def _aliases(pieces: Sequence[Piece]) -> dict[str, str]:
+    """The names of results that are another value, such as that of a dropout in evaluation, with that value's name."""
+    made = {op.name for piece in pieces for op in piece.ops}
+    found: dict[str, str] = {}
+    for piece in pieces:
+        value = piece.results.get(None, piece.op.name)
+        if value != piece.op.name and piece.op.name not in made:
+            found[piece.op.name] = found.get(value, value)
+    return found
+
+
+def _repeats(pieces: Sequence[Piece], again: set[str]) -> dict[str, float]:
+    """For each op of the stage the share of its work that backward does again; views and parts of tuples are none."""
+    found = {}
+    for piece in pieces:
+        works = [op.name for op in piece.ops if not _is_view(op) and op.target is not operator.getitem]
+        if not again.isdisjoint(works):
+            found[piece.op.name] = sum(name in again for name in works) / len(works)
+    return found
 
 
 def _alive(ops: Sequence[Op], wanted: Iterable[str]) -> list[Op]:
@@ -252,7 +323,7 @@ def _forward(stage: Stage, pieces: Sequence[Piece], read: set[str], types: dict[
             if not any(op.name == other.name for other in found):
                 raise Refused(f"{op.name} is read twice, at {op.origin}")
             continue
-        if not piece.grad or not (read & here) - results - {op.name}:
+        if not (read & here) - results - {op.name}:
             found.append(op)
             users = {other.op.name for other in pieces}
             for place, name in piece.results.items():

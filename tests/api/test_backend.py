@@ -429,7 +429,7 @@ def test_nothing_moves(home: str) -> None:
         ({"devices": 0}, r"devices is 0: write a count"),
         (
             {"checkpoint": "sometimes"},
-            r"checkpoint is 'sometimes': write 'never', 'except_last', 'always', 'auto', or a set of stages",
+            r"checkpoint is 'sometimes': write 'never', 'selective', 'except_last', 'always', 'auto', or a set",
         ),
         ({"checkpoint": {5}}, r"checkpoint names the stages \[5\]"),
         ({"schedule": "1f1b"}, r"schedule is '1f1b': .* GPipe's order; .*fxpipe.compile\(model.*pipe.step"),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.errors import PlanError
+from fxpipe.pipe.build.build import predict
 from fxpipe.pipe.options.compile_options import Options, device_labels, stage_devices
 from tests.helpers.models import MODELS
 from tests.helpers.transparency import assert_same, build, inputs
@@ -54,6 +55,8 @@ def check(name: str, devices: int, schedules: tuple[tuple[str, str], ...]) -> No
         ("dropout", "1f1b", "always"),
         ("skip ladder", "gpipe", "never"),
         ("tied weight", "zb-h1", "except_last"),
+        ("dropout", "zb-h1", "selective"),
+        ("tied weight", "1f1b", "selective"),
         # What its second stage drops out is transposed: a mask is drawn in the order of memory.
         pytest.param("transformer with dropout", "gpipe", "never", marks=pytest.mark.slow),
     ],
@@ -67,6 +70,12 @@ def test_a_step_is_the_models(name: str, schedule: str, checkpoint: str) -> None
 def test_every_schedule_and_mode_is_the_model(index: int, name: str) -> None:
     for turn, chosen in enumerate([*product(NAMES, CHECKPOINTS)][index % 12 :: 12]):  # twelve models see them all
         check(name, DEVICES[(index + turn) % len(DEVICES)], (chosen,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("index", "name"), list(enumerate(MODELS)), ids=MODELS)
+def test_selective_recomputation_is_the_model(index: int, name: str) -> None:
+    check(name, 2, ((("gpipe", "1f1b", "zb-h1")[index % 3], "selective"),))
 
 
 class Net(nn.Module):
@@ -249,3 +258,27 @@ def test_what_does_not_go_with_code_is_refused(option: str, value: Any) -> None:
     chunks = None if option == "strategy" else 4
     with pytest.raises(PlanError, match=f"does not go with {option}.* yet"):
         fxpipe.compile(Net(), 2, chunks, backward="code", **{option: value})
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_selective_recomputation_keeps_less_and_changes_no_bit(schedule: str) -> None:
+    found, kept = [], []
+    for mode in ("never", "selective"):
+        model, pipe = made(schedule=schedule, checkpoint=mode)
+        x, y = data(8)
+        pipe.step(x, target=y, loss_fn=F.mse_loss, timeline=True)
+        assert pipe.timeline is not None
+        assert pipe.timeline.high_water == predict(pipe.build, 4).high_water
+        kept.append(sum(pipe.timeline.high_water))
+        found.append(gradients(model))
+        assert f"{mode}" in pipe.explain()
+        pipe.close()
+    assert all(
+        torch.equal(one, other) for one, other in zip(*found, strict=True) if one is not None and other is not None
+    )
+    assert kept[1] < kept[0]
+
+
+def test_selective_recomputation_needs_code() -> None:
+    with pytest.raises(PlanError, match="add backward='code', or write 'except_last'"):
+        fxpipe.compile(Net(), 2, 4, checkpoint="selective")

@@ -12,7 +12,9 @@ from fxpipe.ir.dataclass_json import at_least, from_plain, one_of, parse, to_pla
 
 from .model_states import OPTIMIZER_SHARDINGS
 
-CHECKPOINT_MODES = ("never", "except_last", "always")
+CHECKPOINT_MODES = ("never", "selective", "except_last", "always")
+FORWARD_AGAIN = ("except_last", "always")  # the modes in which all of a stage's forward runs a second time
+WHOLE_MODES = ("never", *FORWARD_AGAIN)  # those that hold for all of a stage; "auto" chooses one of them
 MOST_CHUNKS = 4096  # micro-batches of a batch: a schedule's code and the time to plan grow with them
 Mode = Annotated[str, one_of(*CHECKPOINT_MODES)]
 Sharding = Annotated[str, one_of(*OPTIMIZER_SHARDINGS)]
@@ -25,7 +27,8 @@ class StagePlan:
 
     - `ops`: their names, in the order they run.
     - `device`: where it runs.
-    - `checkpoint`: when it recomputes: "never", "except_last" (all micro-batches but the last) or "always".
+    - `checkpoint`: what it recomputes: nothing ("never"), what is cheap ("selective"), or all of its forward, for all
+      micro-batches but the last ("except_last") or for all ("always").
     - `offload`: whether what it keeps for backward waits in host memory.
     - `replicas`: further devices that run the same stage, each for its slice of every micro-batch.
     """

@@ -12,12 +12,13 @@ rest, which only the weights wait for.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fxpipe.ir.graph.graph import Op, show_op
 from fxpipe.ir.graph.shared_memory_values import memory
-from fxpipe.ir.graph.value_types import Dim, ValueType
+from fxpipe.ir.graph.value_types import Dim, TupleType, ValueType
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,10 @@ class Backward:
     - `orders`: for each argument of the stage its dimensions from the largest stride to the smallest, () for a
       contiguous one; empty if all are contiguous.
     - `scattered`: results of the stage that are not dense in memory, such as `x[:, 0]`. Who takes one copies it.
+    - `recomputed`: the ops that compute again what forward has computed and not kept; views are not counted.
+    - `in_halves`: of all ops that have run in forward, views too, those that run in the first half, and those that run
+      in the second; empty where each runs in the half that reads it, the first if both do.
+    - `repeats`: for each op of the stage that they are of, the share of its work that runs again.
     """
 
     keeps: tuple[str, ...]
@@ -44,6 +49,9 @@ class Backward:
     memory: Mapping[str, tuple[str, Dim]] = field(default_factory=dict, compare=False)
     orders: tuple[tuple[int, ...], ...] = ()
     scattered: frozenset[str] = field(default=frozenset(), compare=False)
+    recomputed: frozenset[str] = frozenset()
+    in_halves: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
+    repeats: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     @property
     def arriving(self) -> tuple[str, ...]:
@@ -77,13 +85,24 @@ class Halves:
 
 def halves(backward: Backward, types: Mapping[str, ValueType]) -> Halves:
     """The ops that the gradients of the takes need, and the others."""
-    wanted = needed(backward.ops, {gradient for _, gradient in backward.takes if gradient}, types)
-    first = tuple(op for op in backward.ops if op.name in wanted)
-    second = tuple(op for op in backward.ops if op.name not in wanted)
+    wanted = first_half(backward, types)
+    chosen = frozenset().union(*backward.in_halves)
+    first = tuple(op for op in backward.ops if op.name in (backward.in_halves[0] if op.name in chosen else wanted))
+    later = {op.name for op in backward.ops if op.name not in wanted | chosen} | backward.in_halves[1]
+    second = tuple(op for op in backward.ops if op.name in later)
     known = {*backward.keeps, *backward.arriving, *(op.name for op in first)}
     read = {name for op in second for name in op.reads} | {gradient for _, gradient in backward.weights}
+    read -= {op.name for op in second}
     order = (*backward.keeps, *backward.arriving, *(op.name for op in first))
     return Halves(first, tuple(name for name in order if name in known & read), second)
+
+
+def first_half(backward: Backward, types: Mapping[str, ValueType]) -> set[str]:
+    """The names of the ops that the gradients of the takes need. A tuple is unpacked at once: kept as a whole, it would
+    keep parts that nobody needs."""
+    wanted = needed(backward.ops, {gradient for _, gradient in backward.takes if gradient}, types)
+    parts = (op for op in backward.ops if op.target is operator.getitem and isinstance(types[op.reads[0]], TupleType))
+    return wanted | {op.name for op in parts if op.reads[0] in wanted}
 
 
 def needed(ops: Sequence[Op], wanted: Collection[str], types: Mapping[str, ValueType]) -> set[str]:

@@ -25,7 +25,7 @@ from fxpipe.ir.operators.placed_graph import Placed
 from fxpipe.ir.operators.strategy import Config
 from fxpipe.ir.plan import plan as plans
 from fxpipe.ir.plan import plan_file
-from fxpipe.ir.plan.plan import CHECKPOINT_MODES, Plan, StagePlan, with_modes
+from fxpipe.ir.plan.plan import WHOLE_MODES, Plan, StagePlan, with_modes
 from fxpipe.ir.plan.plan_file import PlanFile, placed
 from fxpipe.ir.plan.profile import Profile
 from fxpipe.ir.program.kept_bytes import KeptBytes, kept_bytes
@@ -199,7 +199,7 @@ def _plans(
         return [decide(graph, profile, cluster, options, home, uncut)]
     found: dict[tuple[StagePlan, ...], Plan] = {}
     refusals: list[PlanError] = []
-    for mode in CHECKPOINT_MODES:
+    for mode in WHOLE_MODES:
         try:
             decided = decide(graph, profile, cluster, replace(options, checkpoint=mode), home, uncut)
         except PlanError as error:
@@ -225,7 +225,7 @@ def _drafted(
     trail: dict[str, Program | Placed] = {}
     with timed("passes"):
         chosen = passes_of(options)
-        program = lower(graph, decided, trail.__setitem__, chosen, samples, backward=options.backward)
+        program = lower(graph, decided, trail.__setitem__, chosen, samples, backward=options.backward, sizes=sizes)
         _tell_of_slices(program)
         totals = lowered_totals(graph, decided)
     with timed("simulator"):
@@ -235,7 +235,7 @@ def _drafted(
 
         def costs_of(plan: Plan, copies: int = 2) -> tuple[StageCost, ...]:
             runs = plan if trains else without_replicas(plan)
-            return stage_costs(runs, profile, taken, copies, keeps_at_once=trains, kept=kept)
+            return stage_costs(runs, profile, taken, copies, keeps_at_once=trains, kept=kept, program=program)
 
         runs = decided if trains else without_replicas(decided)
         between, sums = hops(program, sizes, cluster, profile.batch), reductions(runs, profile, cluster)
@@ -245,8 +245,8 @@ def _drafted(
         copies = parameter_copies(runs, options)
         if room and options.plan is None:
             can = [stage.checkpoint != "never" for stage in program.stages]
-            every = {mode: costs_of(with_modes(decided, [mode] * len(can)), copies) for mode in CHECKPOINT_MODES}
-            ways = [[every[mode][s] for mode in CHECKPOINT_MODES[: None if can[s] else 1]] for s in range(len(can))]
+            every = {mode: costs_of(with_modes(decided, [mode] * len(can)), copies) for mode in WHOLE_MODES}
+            ways = [[every[mode][s] for mode in WHOLE_MODES[: None if can[s] else 1]] for s in range(len(can))]
             try:
                 modes = [one.checkpoint for one in auto_checkpoint(schedule, ways, room, labels, between, sums)]
             except NothingFits:
@@ -310,7 +310,7 @@ def predict(made: Build, chunks: int, times: Times | None = None) -> Timeline:
     labels = tuple(dict.fromkeys(program.devices))
     copies = 0 if all(label.startswith("cpu") for label in labels) else 2
     taken = taken_bytes(program, sizes)
-    costs = stage_costs(made.plan, made.profile, taken, copies, keeps_at_once=True, kept=made.kept)
+    costs = stage_costs(made.plan, made.profile, taken, copies, True, made.kept, program)
     cluster = made.cluster if times is None else replace(made.cluster, links=times.links, switches=())
     between = hops(program, sizes, cluster, made.profile.batch)
     if times is None:

@@ -98,6 +98,11 @@ def check(options: Options) -> Options:
         check_auto(options)
     if options.backward == "code":
         check_code(options)
+    elif "selective" in recomputations(options):
+        raise PlanError(
+            "checkpoint='selective' says for each value whether it is kept, and autograd decides that by itself: add "
+            "backward='code', or write 'except_last'"
+        )
     if options.overlap_pairs:
         check_pairs(options)
     check_graphs(options)
@@ -106,6 +111,12 @@ def check(options: Options) -> Options:
     elif options.schedule != AUTO:
         make_schedule(options, options.devices, options.chunks)
     return options
+
+
+def recomputations(options: Options) -> tuple[str, ...]:
+    """The modes of the stages, as far as options say them."""
+    planned = () if options.plan is None else tuple(stage.checkpoint for stage in options.plan.stages)
+    return (options.checkpoint, *planned) if isinstance(options.checkpoint, str) else planned
 
 
 def check_auto(options: Options) -> None:

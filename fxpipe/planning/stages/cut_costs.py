@@ -21,6 +21,7 @@ from fxpipe.ir.graph.cheap_ops import cheap_ops
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.graph.legal_cuts import spans
 from fxpipe.ir.graph.value_types import tensors
+from fxpipe.ir.plan.plan import FORWARD_AGAIN
 from fxpipe.ir.plan.profile import OpCost, Profile
 
 from .balance import StageCosts
@@ -81,7 +82,7 @@ def stage_costs(
     stages = []
     others = further or [()] * len(devices)
     for s, (device, checkpoint, more) in enumerate(zip(devices, checkpoints, others, strict=True)):
-        recomputes = checkpoint != "never"
+        recomputes = checkpoint in FORWARD_AGAIN
         live = 1 if recomputes else chunks
         replicas = profile.replicas((device, *more))
         own, share = replicas[0]  # bytes are the same everywhere, and the first replica has the largest share

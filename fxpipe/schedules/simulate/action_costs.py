@@ -6,13 +6,14 @@ A tensor that several stages share (a loan) is sent once a step, not once per mi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import ceil
 
 from fxpipe.ir.cluster.cluster import Cluster, link
 from fxpipe.ir.cluster.network import all_reduce, split_concat
 from fxpipe.ir.graph.value_types import nbytes, tensors
-from fxpipe.ir.plan.plan import Plan
-from fxpipe.ir.plan.profile import Profile, total
+from fxpipe.ir.plan.plan import FORWARD_AGAIN, Plan, StagePlan
+from fxpipe.ir.plan.profile import OpCost, Profile, total
 from fxpipe.ir.program.kept_bytes import KeptBytes, Memory, size
 from fxpipe.ir.program.program import AllReduce, Program
 
@@ -27,6 +28,7 @@ def stage_costs(
     copies: int = 2,
     keeps_at_once: bool = False,
     kept: Sequence[KeptBytes | None] = (),
+    program: Program | None = None,
 ) -> tuple[StageCost, ...]:
     """A cost for each stage of `plan`, from a profile of one of its micro-batches, which the replicas of a stage share:
     a stage takes as long as its slowest replica, and holds what the one with the most samples does.
@@ -35,10 +37,13 @@ def stage_costs(
     - `copies`: how often a parameter is in memory: 2 for it and its gradient, more with the optimizer's state.
     - `keeps_at_once`: whether nothing is recomputed if backward directly follows forward.
     - `kept`: what each stage keeps, if that is known better than from the profile.
+    - `program`: what the plan has become; it tells what a stage with checkpoint "selective" recomputes.
     """
     found = []
     for index, stage in enumerate(plan.stages):
-        replicas = [(total([costs[op] for op in stage.ops]), share) for costs, share in profile.replicas(stage.devices)]
+        lowered = None if program is None else program.stages[index]
+        again = lowered.backward.repeats if lowered is not None and lowered.backward is not None else {}
+        replicas = [(_total(costs, stage, again), share) for costs, share in profile.replicas(stage.devices)]
         own, share = replicas[0]  # bytes are the same everywhere, and the first replica has the largest share
         exact = _slice(kept[index] if kept else None, share)
         found.append(
@@ -49,11 +54,18 @@ def stage_costs(
                 taken=ceil((taken[index] if taken else 0) * share) if exact is None else size(exact.taken),
                 kept=exact,
                 fixed=own.parameters * copies,
-                checkpoint=stage.checkpoint,
+                checkpoint=lowered.checkpoint if lowered and stage.checkpoint == "selective" else stage.checkpoint,
                 keeps_at_once=keeps_at_once,
             )
         )
     return tuple(found)
+
+
+def _total(costs: Mapping[str, OpCost], stage: StagePlan, again: Mapping[str, float]) -> OpCost:
+    """The cost of all ops of a stage. `again`: the share of their forward that backward runs again."""
+    found = total([costs[op] for op in stage.ops])
+    more = sum(costs[op].forward * share for op, share in again.items() if op in costs)
+    return replace(found, backward=found.backward + more) if more else found
 
 
 def _slice(kept: KeptBytes | None, share: float) -> KeptBytes | None:
@@ -71,11 +83,11 @@ def fitting(plan: Plan, costs: Sequence[StageCost], cluster: Cluster) -> int:
     """How many micro-batches fit into the memory of every device at once, at least 1: D of DAPPLE, section V."""
     fixed: dict[str, int] = {}
     for stage, cost in zip(plan.stages, costs, strict=True):
-        again = 0 if stage.checkpoint == "never" else cost.saved
+        again = cost.saved if stage.checkpoint in FORWARD_AGAIN else 0
         fixed[stage.device] = fixed.get(stage.device, 0) + cost.fixed + again
     fits = [plan.chunks]
     for stage, cost in zip(plan.stages, costs, strict=True):
-        each = cost.saved if stage.checkpoint == "never" else cost.taken
+        each = cost.taken if stage.checkpoint in FORWARD_AGAIN else cost.saved
         room = min(cluster.device(label).memory for label in stage.devices) - fixed[stage.device]
         fits += [room // each] if each else []
     return max(1, min(fits))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.codegen.stage.stage_file import emit_stage
-from tests.helpers.backward_nets import Block, Lstm, UNet
+from tests.helpers.backward_nets import Block, Gated, Lstm, UNet
 from tests.helpers.coded_programs import coded
 
 
@@ -31,3 +31,11 @@ def test_golden_backward(
     source = emit_stage(coded(net().double(), x), 0, kinds=kinds)
     linted(source)
     golden(f"codegen/backward/{net.__name__.lower()}.py", source)
+
+
+def test_golden_selective(golden: Callable[[str, str], None], linted: Callable[[str], None]) -> None:
+    """What is cheap is computed again, under the user's line; so is layer norm, whose results both halves need."""
+    program = coded(Gated().double(), torch.randn(4, 8, dtype=torch.float64), 4, "selective")
+    source = emit_stage(program, 1, kinds="FBIW")
+    linted(source)
+    golden("codegen/backward/selective.py", source)

@@ -54,7 +54,10 @@ def test_examples_are_values(options: dict[str, Option]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"checkpoint": 3}, "checkpoint is 3: write 'never', 'except_last', 'always', 'auto', or a set of stages"),
+        (
+            {"checkpoint": 3},
+            "checkpoint is 3: write 'never', 'selective', 'except_last', 'always', 'auto', or a set of stages",
+        ),
         ({"checkpoint": 7}, "checkpoint is 7: write"),
         ({"checkpoint": "allways"}, "checkpoint is 'allways': write .*; did you mean 'always'?"),
         ({"chunks": 2.5}, "chunks is 2.5: write a whole number from 1 to 4096, as in chunks=8"),
