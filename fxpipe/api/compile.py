@@ -20,7 +20,16 @@ from fxpipe.ir.plan.plan import Plan, StagePlan
 from fxpipe.ir.plan.plan_file import PlanFile, StagePlace
 from fxpipe.ir.plan.profile import Profile
 from fxpipe.passes import Pass
-from fxpipe.pipe.build.apply_strategy import RequestedCall, Sharing, place_of, recomputed, shared_plan
+from fxpipe.pipe.build.apply_strategy import (
+    RequestedCall,
+    Sharing,
+    place_of,
+    recomputed,
+    shared_plan,
+    strategy_devices,
+    strategy_of,
+    way_of,
+)
 from fxpipe.pipe.build.call_binding import as_call
 from fxpipe.pipe.drop_in_module import check_model
 from fxpipe.pipe.options.compile_options import (
@@ -224,8 +233,9 @@ def read_options(asked: Mapping[str, Any], ranks: bool = False) -> Options:
     cluster = devices if isinstance(devices, Cluster) else None
     if given["strategy"] is not None:
         place, count = place_of(given["strategy"])
-        refuse_beside_strategy(told)
-        labels, chunks = _strategy_devices(devices, count), chunks or 1
+        refuse_beside_strategy(told, strategy_of(place))
+        labels = strategy_devices(devices, count)
+        chunks, schedule, given["checkpoint"] = way_of(strategy_of(place), given, told)
         replica_groups = deal(labels, None)
     elif shared is not None:
         refuse_beside_plan(shared.plan, told)
@@ -289,21 +299,6 @@ def _elsewhere(named: Sequence[str]) -> str:
         f"the plan is for {', '.join(named)}; say which devices of this machine stand for them, as in "
         f"devices={len(named)}"
     )
-
-
-def _strategy_devices(
-    devices: int | str | Sequence[str | torch.device] | Cluster | None, count: int | None
-) -> tuple[str, ...]:
-    """The labels of at least `count` different devices, for the devices that a strategy numbers."""
-    asked = count if devices is None else devices
-    if asked is None:
-        raise PlanError("say on which devices the function places ops, as in devices=4")
-    labels = device_labels(asked)
-    if len(labels) < (count or 0):
-        raise PlanError(f"the strategy is for {count} devices, and devices names {len(labels)}")
-    if len(set(labels)) < len(labels):
-        raise PlanError(f"a strategy has a number for each device; name each of {', '.join(labels)} once")
-    return labels
 
 
 def read_plan(

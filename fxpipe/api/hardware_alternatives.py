@@ -42,7 +42,13 @@ def _row(found: Searched, name: str, change: Callable[[Cluster], Cluster], budge
         return name, "", "", "", "", str(error)
     kept = replace(found, cluster=cluster)
     with timed(name):
-        again = search(found.graph, cluster, budget=budget, parameter_copies=found.copies)
+        again = search(
+            found.graph,
+            cluster,
+            budget=budget,
+            micro_batches=found.strategy.micro_batches,
+            parameter_copies=found.copies,
+        )
     best = min(kept, again, key=lambda one: one.seconds)
     return name, *_beside(found, kept), *_beside(found, best), ""
 

@@ -15,7 +15,7 @@ from fxpipe.errors import PlanError
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.cluster.matrix_speed import STORED
 from fxpipe.ir.graph.dtypes import DTYPES
-from fxpipe.ir.operators.operators import OperatorGraph
+from fxpipe.ir.operators.operators import OperatorGraph, micro_batch_numbers
 from fxpipe.ir.units import count
 from fxpipe.pipe.build.call_binding import as_call
 from fxpipe.pipe.build.phase_timing import timed
@@ -35,6 +35,7 @@ def search(
     *,
     example_inputs: Any = None,
     batch: int | None = None,
+    micro_batches: int | str = 1,
     budget: float = 60,
     seed: int = 0,
     progress: bool | None = None,
@@ -44,12 +45,16 @@ def search(
     **unknown: Never,
 ) -> Searched:
     """Search for the strategy with the shortest simulated training step that fits in memory. `fxpipe.plan` puts whole
-    layers on devices, as a pipeline; a strategy also cuts each operator.
+    layers on devices, as a pipeline; a strategy also cuts each operator. Where memory is short, groups of operators are
+    recomputed in backward; which ones is part of the search.
 
     - `what`: a model, with `example_inputs` (it may be on the meta device), or a
       `fxpipe.ir.operators.operators.OperatorGraph`.
     - `cluster`: a `Cluster`, or the name of a published one, as for `fxpipe.plan`: "p100:4" has four P100s.
     - `batch`: samples in a step; if not given, as many as the inputs have.
+    - `micro_batches`: into how many equal parts the samples of a step are cut. They run one after the other, and their
+      gradients are added up: a device keeps the activations of one of them at a time. "auto": the number that divides
+      the batch and with which the step is the fastest; with BatchNorm, 1.
     - `budget`: seconds to search. The search then ends once no change of a single operator makes the step faster.
     - `method`: "leaps" (changes many operators at once), or "mcmc" (FlexFlow's: Jia et al., "Beyond data and model
       parallelism for deep neural networks", 2019).
@@ -59,7 +64,8 @@ def search(
     - `progress`: whether to show a bar; if not given, only where standard error is a terminal.
 
     Raises PlanError if the model has an op of an unknown kind (the message names the user's line), if numba is missing
-    (`pip install 'fxpipe[search]'`), or if no strategy was found that fits in the memory of all devices.
+    (`pip install 'fxpipe[search]'`), if the batch cannot be cut into equal micro-batches, or if no strategy was found
+    that fits in the memory of all devices.
 
     >>> import torch, fxpipe
     >>> from torch import nn
@@ -81,6 +87,7 @@ def search(
         from fxpipe.planning.operators.strategy_search import search as fastest
     except ImportError as error:
         raise PlanError(str(error)) from None
+    numbers = micro_batch_numbers(graph) if isinstance(micro_batches, str) else (micro_batches,)
     shown = sys.stderr.isatty() if progress is None else progress
     what_for = f"{graph.name} for {count(len(where.devices), 'device', 'devices')}"
     with working(f"searching a strategy of {what_for}, for {budget:g} s"), timed("searching"):
@@ -88,7 +95,14 @@ def search(
             compile_core()
         try:
             found = fastest(
-                graph, where, budget=budget, seed=seed, progress=shown, method=method, copies=parameter_copies
+                graph,
+                where,
+                budget=budget,
+                seed=seed,
+                progress=shown,
+                method=method,
+                copies=parameter_copies,
+                micro_batches=numbers,
             )
         except ValueError as error:
             raise PlanError(str(error)) from None

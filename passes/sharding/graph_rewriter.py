@@ -61,6 +61,7 @@ class GraphRewriter:
         self.sizes = sizes
         self.ops: list[Op] = []
         self.devices: dict[str, int] = {}
+        self.made_for: dict[str, str] = {}
         self.symbolic = graph.types
         self.captured: dict[str, ValueType] = {n: concrete(t, sizes) for n, t in self.symbolic.items()}
         self.types: dict[str, ValueType] = {item.name: self.captured[item.name] for item in graph.inputs}
@@ -153,6 +154,7 @@ class GraphRewriter:
         )
         self.ops.append(made)
         self.devices[name] = device
+        self.made_for[name] = op.name
         self.types[name] = made.type
         self.taken.add(name)
         return name

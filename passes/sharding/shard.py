@@ -65,7 +65,19 @@ def shard(graph: Graph, reading: Reading, strategy: Strategy, sizes: Mapping[str
                 "can be simulated, but only those of linear layers and matrix products can be run; give it holders=1"
             )
     samples = frozenset(reading.views) | {item.name for item in graph.inputs if item.batch_dim is not None}
-    return Sharder(graph, sizes, samples, _ByOperator(reading, strategy)).placed()
+    sharder = Sharder(graph, sizes, samples, _ByOperator(reading, strategy))
+    placed = sharder.placed()
+    return (
+        replace(placed, groups=_groups(placed, sharder.b.made_for, reading, strategy))
+        if strategy.recomputed
+        else placed
+    )
+
+
+def _groups(placed: Placed, made_for: Mapping[str, str], reading: Reading, strategy: Strategy) -> dict[str, int]:
+    """For each op that was made for one of an operator the group in which that is recomputed, -1 for none."""
+    operators = {op.name: reading.views.get(made_for[op.name]) for op in placed.graph.ops}
+    return {name: strategy.group_of.get(view.operator, -1) for name, view in operators.items() if view is not None}
 
 
 class Sharder:

@@ -14,9 +14,9 @@ holds a copy; cutting P (parameter) cuts the weights with it. A dimension withou
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
+from math import gcd, prod
 from typing import Literal
 
 from tabulate import tabulate
@@ -188,6 +188,33 @@ def check(graph: OperatorGraph) -> None:
             theirs = f"shares them with {first.name!r}, which has {first.weights}"
             raise ValueError(f"{where} has {operator.weights} weights, but {theirs}")
         before.add(operator.name)
+
+
+def micro_batch(graph: OperatorGraph, number: int) -> OperatorGraph:
+    """The operators for one of `number` equal micro-batches. Raises ValueError if samples cannot be divided so."""
+    if number == 1:
+        return graph
+    for operator in graph:
+        for one in operator.output:
+            if one.role == "S" and one.size % number:
+                raise ValueError(
+                    f"{graph.name} cannot run in {number} equal micro-batches: its operator {operator.name!r} puts out "
+                    f"{one}"
+                )
+    return replace(graph, operators=tuple(replace(o, output=_divided(o, number)) for o in graph))
+
+
+def micro_batch_numbers(graph: OperatorGraph) -> tuple[int, ...]:
+    """Into how many equal micro-batches a step may be cut, in order. Only 1 if an operator needs the whole batch: a
+    BatchNorm, whose statistics would be others."""
+    if any(operator.kind == "batch_norm" for operator in graph):
+        return (1,)
+    most = gcd(*(one.size for operator in graph for one in operator.output if one.role == "S")) or 1
+    return tuple(number for number in range(1, most + 1) if most % number == 0)
+
+
+def _divided(operator: Operator, number: int) -> tuple[Dimension, ...]:
+    return tuple(replace(d, size=d.size // number) if d.role == "S" else d for d in operator.output)
 
 
 def show(graph: OperatorGraph) -> str:

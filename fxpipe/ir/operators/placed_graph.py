@@ -9,7 +9,7 @@ a value that an op on another device reads has to go there.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fxpipe.ir.graph.graph import Graph, show_op
 
@@ -23,11 +23,14 @@ class Placed:
 
     - `devices`: for each op of `graph`, by name, the number of its device.
     - `cuts`: how a strategy cuts each operator; empty without one.
+    - `groups`: for ops of operators, by name, the number of the group that a strategy recomputes them in, or -1 for
+      those that it does not recompute; empty if it recomputes nothing. Other ops go with any of them.
     """
 
     graph: Graph
     devices: Mapping[str, int]
     cuts: tuple[tuple[Operator, Config], ...] = ()
+    groups: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return "\n".join(f"device {self.devices[op.name]}   {show_op(op)}" for op in self.graph.ops)

@@ -20,17 +20,22 @@ layouts of Megatron-LM (Shoeybi et al., 2019):
     norm      copies/4               4  0 1 2 3
 
 Parts with the same region are neighbours: of all numbers, that of the holder runs fastest.
+
+A step may run as several micro-batches, one after the other, whose gradients are added up; parts are then parts of a
+micro-batch. And groups of operators may be recomputed: in backward, each device runs its parts of such a group again,
+from what they read of other groups and of other devices (Chen et al., "Training deep nets with sublinear memory cost",
+2016).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import prod
 
-from .operators import Dimension, Operator, OperatorGraph
+from .operators import Dimension, Operator, OperatorGraph, micro_batch
 
 Region = tuple[tuple[int, int], ...]  # for each dimension the first index and the one after the last
 
@@ -55,13 +60,25 @@ class Config:
 
 @dataclass(frozen=True)
 class Strategy:
-    """A config for each operator, in the graph's order. Check with `check`."""
+    """How a step is computed. Check with `check`.
+
+    - `configs`: a config for each operator, in the graph's order.
+    - `micro_batches`: into how many equal parts the samples of a step are cut.
+    - `recomputed`: the groups of operators, by name, that are computed again in backward.
+    """
 
     configs: tuple[Config, ...]
+    micro_batches: int = 1
+    recomputed: tuple[tuple[str, ...], ...] = ()
 
     def replace(self, at: int, config: Config) -> Strategy:
         """The strategy with another config for the operator at position `at`."""
-        return Strategy((*self.configs[:at], config, *self.configs[at + 1 :]))
+        return replace(self, configs=(*self.configs[:at], config, *self.configs[at + 1 :]))
+
+    @cached_property
+    def group_of(self) -> dict[str, int]:
+        """For each operator that is recomputed, by name, the number of its group."""
+        return {name: number for number, group in enumerate(self.recomputed) for name in group}
 
 
 def split(size: int, degree: int, part: int) -> tuple[int, int]:
@@ -142,8 +159,17 @@ def check(graph: OperatorGraph, strategy: Strategy, devices: int) -> None:
         raise ValueError(
             f"{graph.name} has {len(graph)} operators, but the strategy has {len(strategy.configs)} configs"
         )
-    for operator, config in zip(graph, strategy.configs, strict=True):
+    if strategy.micro_batches < 1:
+        raise ValueError(f"the strategy has {strategy.micro_batches} micro-batches; a step has at least 1")
+    for operator, config in zip(micro_batch(graph, strategy.micro_batches), strategy.configs, strict=True):
         check_config(operator, config, devices)
+    seen = set[str]()
+    for name in (name for group in strategy.recomputed for name in group):
+        if name not in graph.positions:
+            raise ValueError(f"the strategy recomputes {name!r}, and {graph.name} has no such operator")
+        if name in seen:
+            raise ValueError(f"the strategy recomputes operator {name!r} twice; name it in one group")
+        seen.add(name)
 
 
 def cut(operator: Operator, config: Config) -> str:
@@ -163,10 +189,16 @@ def by_name(graph: OperatorGraph, strategy: Strategy) -> dict[str, Config]:
     return {operator.name: config for operator, config in zip(graph, strategy.configs, strict=True)}
 
 
-def of_names(graph: OperatorGraph, configs: Mapping[str, Config], devices: int) -> Strategy:
+def of_names(
+    graph: OperatorGraph,
+    configs: Mapping[str, Config],
+    devices: int,
+    micro_batches: int = 1,
+    recomputed: tuple[tuple[str, ...], ...] = (),
+) -> Strategy:
     """The strategy with these configs, by operator. Raises ValueError if they do not fit the graph."""
     if strange := sorted(configs.keys() ^ graph.positions.keys()):
         raise ValueError(f"the strategy and {graph.name} do not have the same operators: {', '.join(strange[:5])}")
-    strategy = Strategy(tuple(configs[operator.name] for operator in graph))
+    strategy = Strategy(tuple(configs[operator.name] for operator in graph), micro_batches, recomputed)
     check(graph, strategy, devices)
     return strategy

@@ -3,11 +3,15 @@ tensor parallelism, which does the same."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from fxpipe.errors import PlanError
+from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.operators.group_layout import OpSharding
 from fxpipe.ir.operators.operators import OperatorGraph
@@ -18,7 +22,7 @@ from fxpipe.ir.plan.plan import Plan, stage_of
 from fxpipe.ir.plan.plan import check as check_plan
 from fxpipe.passes.sharding import shard
 from fxpipe.passes.sharding.share_ops import share
-from fxpipe.pipe.options.compile_options import Place
+from fxpipe.pipe.options.compile_options import Place, device_labels
 from fxpipe.pipe.results.planned import Planned
 from fxpipe.pipe.results.planned import load as load_planned
 from fxpipe.pipe.results.searched import Searched, load
@@ -100,9 +104,39 @@ def recomputed(plan: Plan) -> str:
     return modes.pop()
 
 
+def strategy_of(place: Place | None) -> Strategy | None:
+    """The strategy by which a function places ops; None for a caller's own function."""
+    return place.strategy if isinstance(place, Sharding) else None
+
+
+def way_of(strategy: Strategy | None, given: Mapping[str, Any], told: Mapping[str, Any]) -> tuple[int, Any, Any]:
+    """The options chunks, schedule and checkpoint with this strategy, for all that are `given`, and those of them that
+    the user has `told`. Several micro-batches run one after the other, and a strategy says what is recomputed."""
+    micro_batches = strategy.micro_batches if strategy else 1
+    says = strategy is not None and (micro_batches > 1 or bool(strategy.recomputed))
+    schedule = "1f1b" if micro_batches > 1 and "schedule" not in told else given["schedule"]
+    checkpoint = "never" if says and "checkpoint" not in told else given["checkpoint"]
+    return given["chunks"] or micro_batches, schedule, checkpoint
+
+
+def strategy_devices(
+    devices: int | str | Sequence[str | torch.device] | Cluster | None, count: int | None
+) -> tuple[str, ...]:
+    """The labels of at least `count` different devices, for the devices that a strategy numbers."""
+    asked = count if devices is None else devices
+    if asked is None:
+        raise PlanError("say on which devices the function places ops, as in devices=4")
+    labels = device_labels(asked)
+    if len(labels) < (count or 0):
+        raise PlanError(f"the strategy is for {count} devices, and devices names {len(labels)}")
+    if len(set(labels)) < len(labels):
+        raise PlanError(f"a strategy has a number for each device; name each of {', '.join(labels)} once")
+    return labels
+
+
 def place_of(asked: RequestedCall) -> tuple[Place, int | None]:
-    """A function that places ops, and the number of devices it uses; None for the caller's own function. Raises
-    PlanError if `asked` is not a valid strategy."""
+    """A function that places ops, a `Sharding` for a strategy, and the number of devices it uses; None for the caller's
+    own function. Raises PlanError if `asked` is not a valid strategy."""
     if isinstance(asked, (str, Path)):
         asked = load(asked)
     if isinstance(asked, Searched):

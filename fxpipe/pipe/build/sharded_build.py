@@ -30,7 +30,7 @@ from fxpipe.schedules.simulate.action_costs import hops, stage_costs, taken_byte
 from fxpipe.schedules.simulate.simulate import simulate
 from fxpipe.schedules.stage_segments import segmented
 
-from .apply_strategy import Sharing
+from .apply_strategy import Sharing, strategy_of
 from .build import Build, Placement, emitted, lowered_totals
 from .phase_timing import timed
 from .state_write_order import check_write_order
@@ -76,10 +76,11 @@ def build(
 
 
 def _plan(placed: Placed, seconds: Mapping[str, float], options: Options, sums: Sequence[PartialSum]) -> Plan:
-    """A plan with a stage for each segment. "except_last" with one micro-batch recomputes nothing: "never"."""
+    """A plan with a stage for each segment. "except_last" with one micro-batch recomputes nothing: "never". Segments
+    that the strategy recomputes always do."""
     checkpoint = "never" if (options.checkpoint, options.chunks) == ("except_last", 1) else str(options.checkpoint)
     stages = (
-        StagePlan(segment.ops, options.devices[segment.device], checkpoint)
+        StagePlan(segment.ops, options.devices[segment.device], "always" if segment.again else checkpoint)
         for segment in segments(placed, seconds, sums)
     )
     return Plan(placed.graph.model, tuple(stages), options.chunks, str(options.schedule))
@@ -87,15 +88,17 @@ def _plan(placed: Placed, seconds: Mapping[str, float], options: Options, sums: 
 
 def schedule_of(program: Program, options: Options) -> Schedule:
     """The schedule of a step: that of the pipeline's stages, with each action replaced by those of the stage's
-    segments."""
+    segments. Of a strategy's own micro-batches, 1F1B runs one after the other, so that a device keeps one at a time."""
     stages = program.pipeline
+    strategy = strategy_of(options.place)
+    limit = 1 if strategy and strategy.micro_batches > 1 else None
     labels = dict(zip(stages, program.devices, strict=True))
     devices = [labels[stage] for stage in range(len(labels))]
     if program.graph.loss is None and options.ranks:
         coarse = make("forward-only", devices, options.chunks)
     else:
         chosen = options if program.graph.loss is not None else replace(options, schedule="gpipe")
-        coarse = make_schedule(chosen, devices, options.chunks)
+        coarse = make_schedule(chosen, devices, options.chunks, limit)
     made = segmented(coarse, stages, program.devices, program.sources)
     check(made)
     return made

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from fxpipe.errors import PlanError
+from fxpipe.ir.operators.strategy import Strategy
 from fxpipe.ir.plan.plan import Plan, StagePlan
 from fxpipe.ir.plan.plan_file import PlanFile, StagePlace
 
@@ -15,11 +16,22 @@ SAID_BY_STRATEGY = (
 )  # fmt: skip
 
 
-def refuse_beside_strategy(given: Mapping[str, Any]) -> None:
-    """Raise PlanError if one of the `given` options decides something that the strategy decides."""
+def refuse_beside_strategy(given: Mapping[str, Any], strategy: Strategy | None) -> None:
+    """Raise PlanError if one of the `given` options decides something that the strategy decides. `strategy`: None for a
+    function that places ops."""
     if told := [name for name in SAID_BY_STRATEGY if given.get(name)]:
         raise PlanError(
             f"{' and '.join(told)} beside strategy: the strategy says where everything runs; leave out one of them"
+        )
+    chunks, checkpoint = given.get("chunks"), given.get("checkpoint")
+    if strategy and strategy.micro_batches > 1 and chunks not in (None, strategy.micro_batches):
+        raise PlanError(
+            f"chunks is {chunks}, and the strategy is for {strategy.micro_batches} micro-batches: leave out chunks, or "
+            "search with other micro_batches"
+        )
+    if strategy and strategy.recomputed and checkpoint not in (None, "never"):
+        raise PlanError(
+            f"checkpoint is {_shown(checkpoint)}, and the strategy says what is recomputed: leave out checkpoint"
         )
 
 

@@ -161,6 +161,7 @@ PLAN = table(
 SEARCH = table(
     CLUSTER,
     Option("batch", "samples in a training step, those of the inputs if not given", (whole(1),), 64, unset=True),
+    Option("micro_batches", "into how many a step is cut, or auto: the best number", (CHUNKS, one_of(AUTO)), AUTO),
     Option("budget", "seconds that the search may take", (SECONDS,), 60),
     Option("seed", "of what the search draws", (whole(0),), 0),
     COPIES,

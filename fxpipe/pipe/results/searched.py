@@ -21,7 +21,7 @@ from fxpipe.ir.operators import operators, strategy
 from fxpipe.ir.operators.operators import OperatorGraph
 from fxpipe.ir.operators.strategy import Config, Strategy
 from fxpipe.ir.timeline import Timeline
-from fxpipe.ir.units import show_bytes, show_seconds
+from fxpipe.ir.units import count, show_bytes, show_seconds
 from fxpipe.planning.operators.expert_strategies import data_parallel
 from fxpipe.planning.operators.operator_costs import Cost, estimated, once
 from fxpipe.planning.operators.simulate_strategy import timeline
@@ -57,7 +57,7 @@ class Searched:
         parts = [
             f"{self.graph.name}: {facts(self)}",
             beside(self),
-            table(zip(self.graph, self.strategy.configs, strict=True)),
+            table(zip(self.graph, self.strategy.configs, strict=True), self.strategy.group_of),
         ]
         return "\n\n".join([*parts, history(self)] if self.trace else parts)
 
@@ -79,13 +79,19 @@ class Searched:
                 from fxpipe.planning.operators.compiled_core import Core
             except ImportError:
                 return self.timeline.makespan
-            return Core(self.graph, self.cluster, self.cost, (self.strategy,), roles="").begin(self.strategy)
+            number, groups = self.strategy.micro_batches, len(self.strategy.recomputed)
+            core = Core(
+                self.graph, self.cluster, self.cost, (self.strategy,), "", micro_batches=number, groups=max(1, groups)
+            )
+            return core.begin(self.strategy)
         return self.timeline.makespan
 
     @cached_property
     def transferred(self) -> float:
-        """Bytes that are sent over links in a step."""
-        return sum(task.size for task in tasks(self.graph, self.cluster, self.strategy, self.cost))
+        """Bytes that are sent over links in a step: values and gradients of each micro-batch, and once those of
+        weights."""
+        todo = tasks(self.graph, self.cluster, self.strategy, self.cost)
+        return sum(task.size * (self.strategy.micro_batches if task.key[0] < 2 else 1) for task in todo)
 
     @property
     def memory(self) -> dict[str, float]:
@@ -117,15 +123,28 @@ class Searched:
         """Operators, cluster and strategy as JSON text. `fxpipe.compile(model, strategy=path)` runs a file of it;
         `fxpipe.pipe.results.searched.load(path)` reads it back."""
         return write(
-            StrategyFile(self.graph, self.cluster, strategy.by_name(self.graph, self.strategy), self.copies), 3
+            StrategyFile(
+                self.graph,
+                self.cluster,
+                strategy.by_name(self.graph, self.strategy),
+                self.copies,
+                self.strategy.micro_batches,
+                self.strategy.recomputed,
+            ),
+            3,
         )
 
 
 def facts(found: Searched) -> str:
-    """A line: the time of a step, and the speed-up over data parallelism."""
+    """A line: the time of a step, the speed-up over data parallelism, micro-batches, and what is recomputed."""
     times = found.data_parallel.seconds / found.seconds if found.seconds else 1.0
-    devices = len(found.cluster.devices)
-    return f"{show_seconds(found.seconds)} a step on {devices} devices, {times:.2f} times as fast as data parallel"
+    devices, number = len(found.cluster.devices), found.strategy.micro_batches
+    again, placed = len(found.strategy.group_of), sum(operator.kind != "input" for operator in found.graph)
+    return (
+        f"{show_seconds(found.seconds)} a step on {devices} devices, {times:.2f} times as fast as data parallel"
+        + (f"; {number} micro-batches" if number > 1 else "")
+        + (f"; {again} of {count(placed, 'operator', 'operators')} recomputed" if again else "")
+    )
 
 
 def history(found: Searched) -> str:
@@ -153,12 +172,15 @@ def beside(found: Searched) -> str:
 
 @dataclass(frozen=True)
 class StrategyFile:
-    """The contents of the JSON file; `strategy` has the config of each operator by its name."""
+    """The contents of the JSON file; `strategy` has the config of each operator by its name, `recomputed` the groups of
+    operators that are computed again in backward."""
 
     graph: OperatorGraph
     cluster: Cluster
     strategy: Mapping[str, Config]
     copies: float = 4
+    micro_batches: int = 1
+    recomputed: tuple[tuple[str, ...], ...] = ()
 
 
 def parse(text: str) -> Searched:
@@ -166,7 +188,8 @@ def parse(text: str) -> Searched:
     file = read(StrategyFile, text)
     operators.check(file.graph)
     clusters.check(file.cluster)
-    configs = strategy.of_names(file.graph, file.strategy, len(file.cluster.devices))
+    devices = len(file.cluster.devices)
+    configs = strategy.of_names(file.graph, file.strategy, devices, file.micro_batches, file.recomputed)
     return Searched(file.graph, file.cluster, configs, copies=file.copies)
 
 

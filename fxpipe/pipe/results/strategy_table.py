@@ -5,12 +5,13 @@ conv1     conv2d  2  height/2     0-3
 fc6       linear               4  0-3
 fc7       linear                  2
 
-Where regions have several holders, another column says which and how many: `summed/4` or `copies/2`.
+Where regions have several holders, another column says which and how many: `summed/4` or `copies/2`. Where operators
+are recomputed, another says which.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from tabulate import tabulate
 
@@ -18,14 +19,16 @@ from fxpipe.ir.operators.operators import Operator
 from fxpipe.ir.operators.strategy import Config, shared
 
 
-def table(cuts: Iterable[tuple[Operator, Config]]) -> str:
-    """How each operator is cut in its sample, attribute and parameter dimensions (S, A, P), and its devices. Steps of a
-    layer with the same cuts and devices are one row."""
-    alike: dict[tuple[str, Config], list[Operator]] = {}
+def table(cuts: Iterable[tuple[Operator, Config]], recomputed: Container[str] = ()) -> str:
+    """How each operator is cut in its sample, attribute and parameter dimensions (S, A, P), its devices, and whether it
+    is among the `recomputed` ones. Steps of a layer that are alike in all this are one row."""
+    alike: dict[tuple[str, Config, bool], list[Operator]] = {}
     for operator, config in cuts:
         if operator.kind != "input":
-            alike.setdefault((operator.weight_group or operator.name, config), []).append(operator)
-    several = any(config.holders > 1 for _, config in alike)
+            key = operator.weight_group or operator.name, config, operator.name in recomputed
+            alike.setdefault(key, []).append(operator)
+    several = any(config.holders > 1 for _, config, _ in alike)
+    some = any(again for _, _, again in alike)
     rows = [
         (
             steps[0].name + (f" and {len(steps) - 1} more" if len(steps) > 1 else ""),
@@ -33,10 +36,12 @@ def table(cuts: Iterable[tuple[Operator, Config]]) -> str:
             *(_cut(steps[0], config, role) for role in "SAP"),
             *([f"{shared(steps[0])}/{config.holders}" if config.holders > 1 else ""] if several else ()),
             _run(config.devices),
+            *(["yes" if again else ""] if some else ()),
         )
-        for (_, config), steps in alike.items()
+        for (_, config, again), steps in alike.items()
     ]
-    headers = ("operator", "kind", "S", "A", "P", *(["holders"] if several else ()), "devices")
+    columns = (*(["holders"] if several else ()), "devices", *(["recomputed"] if some else ()))
+    headers = ("operator", "kind", "S", "A", "P", *columns)
     lines = tabulate(rows, headers, tablefmt="plain", disable_numparse=True).splitlines()
     return "\n".join(line.rstrip() for line in lines)
 

@@ -7,13 +7,14 @@ from collections.abc import Iterable
 import numpy as np
 
 from fxpipe.ir.cluster.cluster import Cluster
-from fxpipe.ir.operators.operators import OperatorGraph
+from fxpipe.ir.operators.operators import OperatorGraph, micro_batch
 from fxpipe.ir.operators.strategy import Config, Strategy, check, cut
 from fxpipe.planning.operators.compiled.block_moves import explore, leap
 from fxpipe.planning.operators.compiled.flat_arrays import RANK, Ints, problem, state
 from fxpipe.planning.operators.compiled.metropolis import begin, improve
 
 from .compiled.cut_patterns import patterns
+from .compiled.recompute_arrays import RecomputeArrays
 from .operator_costs import Cost
 from .strategy_space import fixed
 
@@ -21,7 +22,8 @@ from .strategy_space import fixed
 class Core:
     """A strategy of one graph on one cluster, to be changed and simulated. `random` is the state of the random numbers,
     `best` the best strategy of the chain. `capacity` is the room for messages to begin with, `copies` how many bytes
-    are in memory for each byte of weights."""
+    are in memory for each byte of weights. All strategies have this many `micro_batches`, and recompute at most as many
+    `groups` of operators; a change keeps what is recomputed."""
 
     def __init__(
         self,
@@ -33,11 +35,15 @@ class Core:
         seed: int = 0,
         capacity: int = 1 << 16,
         copies: float = 0.0,
+        micro_batches: int = 1,
+        groups: int = 1,
     ) -> None:
-        self.graph, self.devices = graph, len(cluster.devices)
+        self.whole, self.micro_batches, self.groups = graph, micro_batches, groups
+        self.graph, self.devices = micro_batch(graph, micro_batches), len(cluster.devices)
         self.placed = tuple(at for at, operator in enumerate(graph) if operator.kind != "input")
-        self.problem = problem(graph, cluster, cost, tuple(starts), roles, copies)
-        self.state = state(self.problem, capacity)
+        self.problem = problem(self.graph, cluster, cost, tuple(starts), roles, copies, micro_batches)
+        self.again = RecomputeArrays(self.graph, self.placed, self.problem)
+        self.state = state(self.problem, capacity, groups)
         self.random: Ints = np.array([(seed * 0x9E3779B97F4A7C15 + 0x1234567) % (1 << 63) or 1], np.int64)
         self._devices = np.zeros(self.problem.parts, np.int64)
         self._patterns = patterns(self.problem, [graph.operators[at] for at in self.placed])
@@ -54,7 +60,27 @@ class Core:
     @property
     def held(self) -> list[float]:
         """Bytes that the current strategy needs on each device."""
-        return [float(size) for size in self.state.device["held"]]
+        after = self.state.since[:, ::-1].cumsum(axis=1)[:, ::-1][:, 1:]  # by group, of operators after it
+        more = (self.state.again[:, :-1] - after).max(axis=1, initial=0.0)
+        return [float(size) for size in self.state.device["held"] + more]
+
+    @property
+    def most_held(self) -> float:
+        """Bytes that no strategy exceeds on a device, if nothing is recomputed."""
+        self.again.set(())
+        p = self.problem
+        parts = [p.kept[first : first + count].sum() for first, count in zip(p.seconds_first, p.row_parts, strict=True)]
+        operators = [max(parts[p.row_first[i] : p.row_first[i + 1]]) for i in range(p.n)]
+        return float(sum(operators) + p.shares * p.held_bytes.sum())
+
+    @property
+    def least_seconds(self) -> float:
+        """Seconds that no strategy undercuts, whatever it recomputes: all computations, shared evenly."""
+        p = self.problem
+        each = (p.seconds[:, :, 0] + self.again.backward).min(axis=0)
+        parts = [each[first : first + count].sum() for first, count in zip(p.seconds_first, p.row_parts, strict=True)]
+        operators = [min(parts[p.row_first[i] : p.row_first[i + 1]]) for i in range(p.n)]
+        return float(sum(operators)) * self.micro_batches / self.devices
 
     @property
     def seconds(self) -> float:
@@ -77,8 +103,9 @@ class Core:
     def begin(self, strategy: Strategy) -> float:
         """Make a strategy the current and the best one; returns the seconds of its step."""
         rows, places = self.arrays(strategy)
+        self.again.set(strategy.recomputed)
         while not begin(self.problem, self.state, rows, places):
-            self.state = state(self.problem, 2 * len(self.state.message))
+            self.state = state(self.problem, 2 * len(self.state.message), self.groups)
         for best, now in zip(self.best_arrays, (self.seconds, rows, places), strict=True):
             best[:] = now
         return self.seconds
@@ -107,14 +134,18 @@ class Core:
 
     def grow(self) -> None:
         """Make room for twice as many messages."""
-        larger = state(self.problem, 2 * len(self.state.message))
+        larger = state(self.problem, 2 * len(self.state.message), self.groups)
         for name, array in self.state._asdict().items():
             getattr(larger, name)[: len(array)] = array
         self.state = larger
 
     def arrays(self, strategy: Strategy) -> tuple[Ints, Ints]:
         """The row and the devices of each operator that is placed. Raises ValueError if the strategy does not fit."""
-        check(self.graph, strategy, self.devices)
+        check(self.whole, strategy, self.devices)
+        if strategy.micro_batches != self.micro_batches:
+            raise ValueError(f"a strategy of {strategy.micro_batches} micro-batches is not one of {self.micro_batches}")
+        if len(strategy.recomputed) > self.groups:
+            raise ValueError(f"{len(strategy.recomputed)} groups are recomputed; there is room for {self.groups}")
         p = self.problem
         rows, places = np.zeros(p.n, np.int64), np.zeros((p.n, p.parts), np.int64)
         for i, at in enumerate(self.placed):
@@ -134,4 +165,4 @@ class Core:
             degrees = tuple(map(int, p.degrees[rows[i], : len(configs[at].degrees)]))
             devices = tuple(map(int, places[i, : p.row_parts[rows[i]]]))
             configs[at] = Config(degrees, devices, int(p.degrees[rows[i], RANK]))
-        return Strategy(tuple(configs))
+        return Strategy(tuple(configs), self.micro_batches, self.again.groups or ())

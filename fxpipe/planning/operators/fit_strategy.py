@@ -13,7 +13,8 @@ from fxpipe.ir.operators.strategy import Config, Strategy, check
 
 
 def fit(graph: OperatorGraph, strategy: Strategy, other: OperatorGraph, devices: int) -> Strategy:
-    """The `strategy` of `graph`, for `other`. Raises ValueError, with the operator, if that is another model."""
+    """The `strategy` of `graph`, for `other`, which is as large as a micro-batch. Raises ValueError, with the operator,
+    if that is another model."""
     known = dict(zip(graph.positions, strategy.configs, strict=True))
     found: dict[str, Config] = {}
     for operator in other:
@@ -23,7 +24,8 @@ def fit(graph: OperatorGraph, strategy: Strategy, other: OperatorGraph, devices:
                 raise ValueError(_strange(graph, operator))
             config = _follow(operator, found)
         found[operator.name] = config
-    fitted = Strategy(tuple(found.values()))
+    here = (tuple(name for name in group if name in found) for group in strategy.recomputed)
+    fitted = Strategy(tuple(found.values()), recomputed=tuple(group for group in here if group))
     check(other, fitted, devices)
     return fitted
 

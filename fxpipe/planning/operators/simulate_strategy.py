@@ -1,6 +1,9 @@
 """The time and timeline of a strategy: the SOAP paper's algorithm 1, in plain Python. Each device and each link does
 its tasks in the order in which they become ready, ties by their keys.
 
+Micro-batches run one after the other, each as the last one does until its computations have ended; then it exchanges
+the gradients of weights.
+
 `search` uses the compiled core, which gives the same times a thousand times as fast.
 """
 
@@ -59,22 +62,39 @@ def makespan(times: Mapping[Key, Times]) -> float:
     return max((one.end for one in times.values()), default=0.0)
 
 
+def computed(times: Mapping[Key, Times]) -> float:
+    """Seconds until the last task has ended that is not for the exchange of weights' gradients."""
+    return max((one.end for key, one in times.items() if key[0] < 2), default=0.0)
+
+
 def simulate(graph: OperatorGraph, cluster: Cluster, strategy: Strategy, cost: Cost) -> float:
     """Seconds that a training step takes. Raises ValueError if the strategy does not fit the graph or cluster."""
-    return makespan(run(tasks(graph, cluster, strategy, cost)))
+    times = run(tasks(graph, cluster, strategy, cost))
+    return makespan(times) + (strategy.micro_batches - 1) * computed(times)
 
 
 def timeline(graph: OperatorGraph, cluster: Cluster, strategy: Strategy, cost: Cost, name: str = "step") -> Timeline:
     """What each device and each link does when. A span's stage is the number of its operator or group of weights."""
     todo = tasks(graph, cluster, strategy, cost)
     labels, wires = cluster.labels, links(cluster).names
-    last = len(graph) - 1
-    return Timeline(name, labels, tuple(_spans(todo, run(todo), (*labels, *wires), last)), wires)
+    times, places, last = run(todo), (*labels, *wires), len(graph) - 1
+    repeated = [task for task in todo if task.key[0] < 2]
+    spans = [
+        span
+        for i in range(strategy.micro_batches)
+        for span in _spans(repeated if i < strategy.micro_batches - 1 else todo, times, places, last, i)
+    ]
+    return Timeline(name, labels, tuple(spans), wires)
 
 
-def _spans(todo: Iterable[Task], times: Mapping[Key, Times], places: Sequence[str], last: int) -> Iterable[Span]:
+def _spans(
+    todo: Iterable[Task], times: Mapping[Key, Times], places: Sequence[str], last: int, i: int
+) -> Iterable[Span]:
+    """The spans of micro-batch i."""
+    began = i * computed(times)
     for task in todo:
         if task.device >= 0:
             stage = last - task.key[1] if task.key[0] == 1 else task.key[1]
             when = times[task.key]
-            yield Span(places[task.device], when.start, when.end, SPANS[task.kind], stage, 0, task.label)
+            place, kind = places[task.device], SPANS[task.kind]
+            yield Span(place, began + when.start, began + when.end, kind, stage, i, task.label)

@@ -1,10 +1,17 @@
-"""Searching for a fast strategy: a chain of changes, then single changes until none is an improvement."""
+"""Searching for a fast strategy: a chain of changes, then single changes until none is an improvement.
+
+Where memory may be too small, the same is tried in several ways: with each allowed number of micro-batches, and
+recomputing nothing or all groups of operators (`strategy_space`). Half of the time for exploring goes to all ways
+alike, the other half to the best. Single groups are then added to what is recomputed, or left out, as long as the step
+gets faster.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain, combinations
 from math import inf
 from random import Random
 from time import monotonic
@@ -13,7 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 from fxpipe.ir.cluster.cluster import Cluster
-from fxpipe.ir.operators.operators import OperatorGraph
+from fxpipe.ir.operators.operators import OperatorGraph, micro_batch
 from fxpipe.ir.operators.strategy import Strategy
 from fxpipe.ir.units import show_bytes, show_seconds
 
@@ -22,8 +29,10 @@ from .expert_strategies import data_parallel, expert, megatron, model_parallel, 
 from .models.operator_kinds import features, linear
 from .operator_costs import Cost, estimated
 from .strategy_memory import held
+from .strategy_space import Groups, groups
 
 TEMPERATURE = 0.01  # of the start's seconds: a change that costs as much is kept with probability 1 / e
+OVERFULL_TEMPERATURE = 0.3  # in place of it, if no start fits in memory: what lacks memory differs by much in cost
 COOLED = 0.01  # of the temperature, in the end
 MOST_LEAPS = 0.8  # of the steps in the beginning
 OVERFULL = 10.0  # times the slowest start's seconds count for a strategy that does not fit in memory
@@ -38,7 +47,8 @@ class Found:
 
     - `strategy`: the best one found.
     - `seconds`: of its step.
-    - `local_optimum`: whether it is known that no single change makes it faster.
+    - `local_optimum`: whether it is known that no single change makes it faster: of how one operator is cut and placed,
+      or of whether one group is recomputed.
     - `proposals`: how many strategies were tried.
     - `trace`: (seconds since the search began, seconds of the best step by then), for each improvement.
     - `starts`: the strategies it began with, by name, and the seconds of their steps.
@@ -76,6 +86,8 @@ def search(
     method: str = "leaps",
     finish: bool = True,
     copies: float | None = None,
+    micro_batches: Sequence[int] = (1,),
+    recompute: bool = True,
 ) -> Found:
     """The best strategy found in `budget` seconds. Two thirds of them go to exploring, by `method`:
 
@@ -90,34 +102,99 @@ def search(
 
     `cost` gives the seconds of parts, by default estimates; `temperature` is relative to the start's seconds; `roles`
     are those of dimensions that may be cut (`strategy_space`). With `copies`, bytes in memory for each byte of weights,
-    only strategies that fit in the memory of all devices are found. Raises ValueError for a budget, method or starts
-    that cannot be, and if no strategy was found that fits.
+    only strategies that fit in the memory of all devices are found; unless `recompute` is false, they may recompute.
+    A step has one of the numbers of `micro_batches`: the least of them if every strategy fits in memory with it, since
+    more of them are never faster. Raises ValueError for a budget, method, starts or micro-batches that cannot be, and
+    if no strategy was found that fits.
     """
     if budget <= 0:
         raise ValueError(f"a search of {budget} seconds finds nothing; give it a budget above 0")
     if method not in METHODS:
         raise ValueError(f"there is no method {method!r}; there are {', '.join(METHODS)}")
-    given = dict(starts) if starts is not None else starting(graph, len(cluster.devices), seed, roles)
-    if starts is None and method == "leaps":
-        given |= {"model parallel": model_parallel(graph, len(cluster.devices)), "one device": one_device(graph)}
-    if not given:
+    if starts is not None and not starts:
         raise ValueError("there is no strategy to start from")
+    if not micro_batches:
+        raise ValueError("no number of micro-batches is allowed; write micro_batches=(1,)")
     compile_core()
-    core = Core(graph, cluster, cost or estimated(), given.values(), roles, seed, copies=copies or 0.0)
-    costs = {name: core.begin(start) for name, start in given.items()}
-    overfull = OVERFULL * max(costs.values())
+    cost, devices = cost or estimated(), len(cluster.devices)
+    least, *more = sorted(set(micro_batches))
+    room = [ROUNDED * device.memory for device in cluster.devices]
+    every = groups(graph) if recompute and copies is not None else ()
+
+    def core_of(number: int) -> tuple[Core, dict[str, Strategy]]:
+        part = micro_batch(graph, number)
+        given = dict(starts) if starts is not None else starting(part, devices, seed, roles)
+        if starts is None and method == "leaps":
+            given |= {"model parallel": model_parallel(part, devices), "one device": one_device(part)}
+        given = {name: replace(one, micro_batches=number) for name, one in given.items()}
+        return Core(
+            graph, cluster, cost, given.values(), roles, seed, 1 << 16, copies or 0.0, number, len(every)
+        ), given
+
+    cores = [core_of(least)]
+    if copies is None or cores[0][0].most_held <= min(room):
+        every, more = (), []
+    cores += map(core_of, more)
+    ways = [Way(core, given, recomputed) for core, given in cores for recomputed in dict.fromkeys([(), every])]
+    overfull = OVERFULL * max(max(way.costs().values()) for way in ways)
     if copies is not None:
-        core.hold_in_memory((ROUNDED * device.memory for device in cluster.devices), overfull)
-        costs = {name: core.begin(start) for name, start in given.items()}
-    log = Log(costs.values())
+        for core, _ in cores:
+            core.hold_in_memory(room, overfull)
+    log = Log(min(way.costs().values()) for way in ways)
     with tqdm(total=budget, desc="search", unit="s", disable=not progress, bar_format=BAR) as log.bar:
-        best, explored = METHODS[method](core, given, costs, budget * 2 / 3, temperature, log)
+        way, best, explored = _explore(ways, METHODS[method], budget * 2 / 3, temperature, every, log)
+        core, costs = way.core, way.costs()
         core.begin(best)
-        tried, optimum = polish(core, inf if finish else budget - log.passed, log)
+        tried, optimum = settle(core, every, inf if finish else budget - log.passed, log)
     if copies is not None:
         _check_memory(graph, cluster, core.strategy, copies, explored + tried)
     trace = tuple(one for one in log.trace if copies is None or one[1] < overfull)
     return Found(core.strategy, core.seconds, optimum, explored + tried, trace, tuple(costs.items()))
+
+
+@dataclass(frozen=True)
+class Way:
+    """A number of micro-batches, which is the core's, what is recomputed at first, and strategies to start from."""
+
+    core: Core
+    given: Mapping[str, Strategy]
+    recomputed: Groups
+
+    @property
+    def starts(self) -> dict[str, Strategy]:
+        return {name: replace(one, recomputed=self.recomputed) for name, one in self.given.items()}
+
+    def costs(self) -> dict[str, float]:
+        """The seconds of the starts."""
+        return {name: self.core.begin(start) for name, start in self.starts.items()}
+
+
+Explore = Callable[[Core, Mapping[str, Strategy], Mapping[str, float], float, float, "Log"], tuple[Strategy, int]]
+
+
+def _explore(
+    ways: Sequence[Way], method: Explore, budget: float, hot: float, every: Groups, log: Log
+) -> tuple[Way, Strategy, int]:
+    """All ways in half of the time, and the best one in the other half; a single way in all of it. A way that cannot be
+    faster than what is known is left out. Returns the best way and strategy, and how many were tried."""
+    if len(ways) == 1:
+        return ways[0], *method(ways[0].core, ways[0].starts, ways[0].costs(), budget, hot, log)
+    found: list[tuple[float, Way, Strategy]] = []
+    tried, end = 0, log.passed + budget / 2
+    for at, way in enumerate(ways):
+        costs = way.costs()
+        if found and way.core.least_seconds >= min(one[0] for one in found):
+            continue
+        share = max(budget / 1000, (end - log.passed) / (len(ways) - at))
+        fits = min(costs.values()) < way.core.problem.overfull[0]
+        best, more = method(way.core, way.starts, costs, share, hot if fits else OVERFULL_TEMPERATURE, log)
+        way.core.begin(best)
+        tried += more + flip(way.core, every, log)[0]
+        found.append((way.core.seconds, way, way.core.strategy))
+    seconds, way, best = min(found, key=lambda one: one[0])
+    way.core.begin(best)
+    again, more = method(way.core, {"best": best}, {"best": seconds}, budget / 2, hot, log)
+    return way, again, tried + more
 
 
 @cache
@@ -140,7 +217,8 @@ def _check_memory(graph: OperatorGraph, cluster: Cluster, best: Strategy, copies
         raise ValueError(
             f"no strategy for {graph.name} was found that fits in memory, of {tried:,} tried: the one that lacks least "
             f"needs {show_bytes(need)} on {device.label}, which has {show_bytes(device.memory)}, with {copies:g} bytes "
-            "for each byte of parameters; use more devices, or a smaller batch, parameter_copies or dtype"
+            "for each byte of parameters; use more devices or micro-batches, or a smaller batch, parameter_copies or "
+            "dtype"
         )
 
 
@@ -176,7 +254,7 @@ def _leaps(
         began = monotonic()
         core.explore(steps, hot * costs[name] * COOLED**done, MOST_LEAPS * (1 - done))
         tried += steps
-        steps = _next_steps(steps, monotonic() - began)
+        steps = _next_steps(steps, monotonic() - began, budget)
         log(core.best[1], f"{tried:,} tried")
     return core.best[0], tried
 
@@ -196,7 +274,7 @@ def _mcmc(
             if core.explore(steps, hot * costs[name]):
                 last = monotonic()
             tried += steps
-            steps = _next_steps(steps, monotonic() - now)
+            steps = _next_steps(steps, monotonic() - now, each)
             log(core.best[1], f"from {name}, {tried:,} tried")
         ends.append(core.best)
     return min(ends, key=lambda end: end[1])[0], tried
@@ -205,9 +283,44 @@ def _mcmc(
 METHODS = {"leaps": _leaps, "mcmc": _mcmc}
 
 
-def _next_steps(steps: int, took: float) -> int:
-    """How many steps to take until the next look at the clock."""
-    return max(1, min(int(steps * SLICE / max(took, 1e-6)), 8 * steps))
+def _next_steps(steps: int, took: float, budget: float) -> int:
+    """How many steps to take until the next look at the clock, in a search of `budget` seconds."""
+    return max(1, min(int(steps * min(SLICE, budget / 4) / max(took, 1e-6)), 8 * steps))
+
+
+def settle(core: Core, every: Groups, budget: float, log: Log) -> tuple[int, bool]:
+    """`polish` and `flip` in turn, until neither is an improvement, or `budget` seconds have passed. Returns how many
+    strategies were tried, and whether the last one is a local optimum."""
+    end, tried = monotonic() + budget, 0
+    while True:
+        more, optimum = polish(core, end - monotonic(), log)
+        tried += more
+        if not optimum:
+            return tried, False
+        more, changed = flip(core, every, log)
+        tried += more
+        if not changed:
+            return tried, True
+
+
+def flip(core: Core, every: Groups, log: Callable[[float, str], None]) -> tuple[int, bool]:
+    """Recompute single groups of these, or no longer, or one in place of another, as long as that makes the step
+    faster. Returns how many strategies were tried, and whether any was faster."""
+    best, seconds, now = core.strategy, core.seconds, set(core.strategy.recomputed)
+    tried, better, changed = 0, True, False
+    while better:
+        better = False
+        for turned in chain(combinations(every, 1), combinations(every, 2)):
+            if len(turned) == 2 and len(now.intersection(turned)) != 1:
+                continue
+            tried += 1
+            again = now ^ set(turned)
+            recomputed = tuple(group for group in every if group in again)
+            if core.begin(replace(best, recomputed=recomputed)) < seconds:
+                best, seconds, now, better, changed = core.strategy, core.seconds, again, True, True
+                log(seconds, f"{len(now)} of {len(every)} groups are recomputed")
+    core.begin(best)
+    return tried, changed
 
 
 def polish(core: Core, budget: float = inf, log: Callable[[float, str], None] | None = None) -> tuple[int, bool]:

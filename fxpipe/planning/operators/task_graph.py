@@ -1,4 +1,5 @@
-"""The task graph of a strategy for one training step, in plain Python: the reference for the compiled core.
+"""The task graph of a strategy for one training step, in plain Python: the reference for the compiled core. With
+several micro-batches it is that of the last one, after which gradients of weights are exchanged.
 
     F conv1 0 ─────────────────▶ F fc 0 ─▶ ... ─▶ B fc 0 ─────────────▶ B conv1 0 ─┐
         └──▶ T conv1 0 -> fc 1 ─▶ F fc 1 ─▶ ... ─▶ B fc 1 ─▶ T ─▶ B conv1 0        ├─▶ gathered ─▶ S conv1, each device
@@ -16,6 +17,8 @@
   on 2 (n - 1) / n of what n devices hold. The SOAP paper sends them to one device and back: as many bytes, but the link
   of that device would be the bottleneck of every strategy.
   Gradients that only copies of one part have are the same, so they are not exchanged.
+- The backward of an operator that is recomputed takes its forward's seconds, too. Messages and sums are not repeated:
+  what a part received is kept.
 - The update of the weights and the sending of the batch to the devices are not counted.
 
 A task's key orders tasks that are ready at the same time. It follows from positions in the graph, never from the order
@@ -30,7 +33,7 @@ from itertools import product
 from math import lcm, prod
 
 from fxpipe.ir.cluster.cluster import Cluster
-from fxpipe.ir.operators.operators import Operator, OperatorGraph
+from fxpipe.ir.operators.operators import Operator, OperatorGraph, micro_batch
 from fxpipe.ir.operators.strategy import Config, Region, Strategy, check, regions, summed_regions
 
 from .input_regions import reads, volume
@@ -63,8 +66,9 @@ class Task:
 
 
 def tasks(graph: OperatorGraph, cluster: Cluster, strategy: Strategy, cost: Cost) -> tuple[Task, ...]:
-    """All tasks of a training step, by keys."""
+    """All tasks of a training step, by keys; with several micro-batches, those of the last."""
     check(graph, strategy, len(cluster.devices))
+    graph = micro_batch(graph, strategy.micro_batches)
     wires = links(cluster)
     sums = Sums(graph, strategy, wires)
     moves = tuple(transfers(graph, strategy, wires, sums))
@@ -80,7 +84,8 @@ def tasks(graph: OperatorGraph, cluster: Cluster, strategy: Strategy, cost: Cost
             f, b, total, label = sums.forward(at, k), sums.backward(at, k), sums.gradient(at, k), f"{operator.name} {k}"
             given = (*arriving.get(b, ()), *(sums.ends(total) if total in arriving else ()))
             found.append(Task(f, "F", device, forward, tuple(arriving.get(f, ())), label))
-            found.append(Task(b, "B", device, backward, given or sums.value(at, k), label))
+            again = forward if operator.name in strategy.group_of else 0.0
+            found.append(Task(b, "B", device, backward + again, given or sums.value(at, k), label))
         found += sums.tasks(at, arriving)
     found += exchanges(graph, strategy, wires)
     return tuple(sorted(found, key=lambda task: task.key))

@@ -8,6 +8,9 @@ at that time, and what follows from that on the same device; ops that lead to an
 segment gets all its inputs when it starts and sends all its outputs when it ends, so it also ends before an op that
 would keep another device waiting for longer than `WORTH`. In backward inputs and outputs change roles, and the same
 holds.
+
+Where a strategy recomputes groups of operators, a segment has ops of one group only, or none that is recomputed; and a
+device computes in the order of the graph, so that a group is in as few segments as possible.
 """
 
 from __future__ import annotations
@@ -33,10 +36,11 @@ WORTH = 2e-4  # seconds: what it takes to end a segment, begin another, and wake
 
 @dataclass(frozen=True)
 class Segment:
-    """Ops, by name and in the order they run, on device number `device`."""
+    """Ops, by name and in the order they run, on device number `device`. `again`: whether they are recomputed."""
 
     device: int
     ops: tuple[str, ...]
+    again: bool = False
 
 
 def segments(
@@ -162,7 +166,10 @@ class _Turns:
         self.cost = {
             first: sum(self.seconds.get(ops[at].name, 0.0) for at in block) for first, block in self.at.items()
         }
-        self.way = self.ways()
+        groups = self.placed.groups
+        names = {first: [ops[at].name for at in block] for first, block in self.at.items()}
+        self.group = {first: next((groups[n] for n in block if n in groups), None) for first, block in names.items()}
+        self.way = dict.fromkeys(self.at, 0.0) if groups else self.ways()
         for first, count in self.waits.items():
             if not count:
                 self.offer(first)
@@ -184,7 +191,9 @@ class _Turns:
         ops, found = self.placed.graph.ops, []
         while any(self.ready.values()):
             start, _, device = min(self.earliest(device) for device, heads in self.ready.items() if heads)
-            found.append(Segment(device, tuple(ops[at].name for at in sorted(self.turn(device, start)))))
+            taken = sorted(self.turn(device, start))
+            again = any(self.group.get(at) not in (None, -1) for at in taken)
+            found.append(Segment(device, tuple(ops[at].name for at in taken), again))
         return tuple(found)
 
     def earliest(self, device: int) -> tuple[float, int, int]:
@@ -202,16 +211,18 @@ class _Turns:
 
     def turn(self, device: int, start: float) -> list[int]:
         """The ops of the next segment: blocks that can run from `start` on, as long as no device waits too long."""
-        now, given = start, inf
+        now, given, group = start, inf, None
         taken, later = list[int](), list[int]()
         while self.ready[device]:
             _, first = heappop(self.ready[device])
             late = self.arrival(first) > start or self.begins(first, taken)
             keeps_values = now + self.cost[first] - given > WORTH
             keeps_gradients = now - start > WORTH and bool(self.taken_by(first))
-            if late or keeps_values or keeps_gradients:
+            other = group is not None and self.group[first] not in (None, group)
+            if late or keeps_values or keeps_gradients or other:
                 later.append(first)
                 continue
+            group = self.group[first] if group is None else group
             now += self.cost[first]
             taken += self.at[first]
             self.ended[first] = now

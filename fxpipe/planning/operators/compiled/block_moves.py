@@ -23,7 +23,7 @@ from .cut_patterns import Patterns
 from .delta_simulation import MARGIN, attempt, keep, run
 from .edge_messages import count_waits, exchange, hold, join, pass_on, unload
 from .flat_arrays import Floats, Ints, Problem, State
-from .graph_update import compact, copy, excess, is_jam, put
+from .graph_update import compact, copy, excess, forget, is_jam, put
 from .metropolis import below, choose, has_room, propose, threshold, uniform
 from .numba_compiler import compiled, entry
 from .restart_state import restart
@@ -176,6 +176,8 @@ def take(p: Problem, s: State, to: Leap, members: Ints) -> None:
     for d in range(p.devices):
         s.device[d].load_ = s.device[d].load
         s.device[d].held_ = s.device[d].held
+        copy(s.again_[d], s.again[d])
+        copy(s.since_[d], s.since[d])
     copy(s.link_load_, s.link_load)
     edges = to.edges[: to.counts[0]]
     for e in edges:
@@ -189,7 +191,7 @@ def take(p: Problem, s: State, to: Leap, members: Ints) -> None:
         forward, backward = 2 * i * M, (4 * p.n - 2 * i - 1) * M
         for k in range(p.row_parts[s.row[i]]):
             s.device[s.task[forward + k].place].load -= s.task[forward + k].span + s.task[backward + k].span
-            s.device[s.task[forward + k].place].held -= p.kept[p.seconds_first[s.row[i]] + k]
+            forget(p, s, i, k)
         row = s.row[i]
         for k in range(M):
             to.old_spans[i, k] = s.task[forward + k].span
@@ -236,6 +238,8 @@ def go_back(p: Problem, s: State, to: Leap, members: Ints, top: int) -> None:
     for d in range(p.devices):
         s.device[d].load = s.device[d].load_
         s.device[d].held = s.device[d].held_
+        copy(s.again[d], s.again_[d])
+        copy(s.since[d], s.since_[d])
     copy(s.link_load, s.link_load_)
     s.top[0] = top
 

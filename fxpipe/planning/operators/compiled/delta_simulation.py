@@ -111,15 +111,17 @@ def attempt(p: Problem, s: State, i: int, row: int, devices: Ints, limit: float)
 
 @compiled
 def run(p: Problem, s: State, size: int, limit: float) -> float:
-    """Simulate to the end, from a queue of `size` events. Returns the seconds of the step, inf if above `limit`."""
+    """Simulate the last micro-batch to the end, from a queue of `size` events. Returns the seconds of the step, inf if
+    above `limit`: each micro-batch before takes as long as the last one's computations."""
     n, M = p.n, p.parts
     task, arrival, message, device = s.task, s.arrival, s.message, s.device
     queue, sync, link_free = s.queue, s.sync, s.link_free
     half, slots = 2 * n * M, 4 * n * M
-    most = 0.0
+    work = most = 0.0  # when the last computation has ended, and the last exchange of gradients
     limit *= MARGIN
+    each_limit = limit / p.micro_batches
     for d in range(p.devices):
-        if device[d].free + device[d].left > limit:
+        if device[d].free + device[d].left > each_limit:
             return np.inf
     while size > 0:
         time, key = queue[0].time, queue[0].key
@@ -130,7 +132,7 @@ def run(p: Problem, s: State, size: int, limit: float) -> float:
             if t < slots and (t // M & 1 == 1) == (t < half):
                 task[t].start_ = time
                 time = add_up(p, s, t, time)
-                most = max(most, time)
+                work = max(work, time)
             elif t < slots:
                 d = task[t].place
                 begin = max(time, device[d].free)
@@ -138,7 +140,7 @@ def run(p: Problem, s: State, size: int, limit: float) -> float:
                 device[d].free = time
                 device[d].left -= task[t].span
                 task[t].start_ = begin
-                if time + device[d].left > limit:
+                if time + device[d].left > each_limit:
                     return np.inf
             else:
                 task[t].start_ = time
@@ -146,7 +148,7 @@ def run(p: Problem, s: State, size: int, limit: float) -> float:
             size = push(queue, size, time, key + 1)
         elif t < half:
             i, k = t // M // 2, t % M
-            most = max(most, time)
+            work = max(work, time)
             each = holders(p, s, i)
             if t // M & 1 == 1:
                 for x in range(k * each, (k + 1) * each):
@@ -162,7 +164,7 @@ def run(p: Problem, s: State, size: int, limit: float) -> float:
                 size = arrive(arrival, queue, size, x, time)
         elif t < slots:
             i, k = 2 * n - 1 - t // M // 2, t % M
-            most = max(most, time)
+            work = max(work, time)
             for x in range(p.in_first[i], p.in_first[i + 1]):
                 e = p.in_edges[x]
                 base, each = gradient_slots(p, s, e)
@@ -180,7 +182,8 @@ def run(p: Problem, s: State, size: int, limit: float) -> float:
                     most = max(most, link_free[w])
     for w in range(p.links):
         most = max(most, link_free[w])
-    return most if most <= limit else np.inf
+    cost = max(work, most) + (p.micro_batches - 1) * work
+    return cost if cost <= limit else np.inf
 
 
 @compiled

@@ -80,6 +80,13 @@ def overlaps(
 
 
 @compiled
+def keep_bytes(p: Problem, s: State, i: int, d: int, size: float) -> None:
+    """Device d keeps so many bytes more for the backward of operator i."""
+    s.device[d].held += size
+    s.since[d, p.before[i]] += size
+
+
+@compiled
 def join(p: Problem, s: State, edges: Ints) -> bool:
     """Make the rows of these edges anew, at the end of those in use, from the rows and places of their operators, and
     add them to the load of links. False if there is no room."""
@@ -163,7 +170,8 @@ def _write(p: Problem, s: State, y: int, peer: int, a: int, b: int, elements: fl
     one = s.message[y]
     one.peer = peer
     one.wire = p.link[a, b]
-    one.lasts = p.latency[a, b] + elements * p.element / p.rate[a, b]
+    one.size = elements * p.element
+    one.lasts = p.latency[a, b] + one.size / p.rate[a, b]
     if a != b:
         s.link_load[one.wire] += one.lasts
 
@@ -225,6 +233,8 @@ def _rows_from_holders(p: Problem, s: State, e: int) -> None:
         for x in range(s.pair_first[m], s.pair_first[m + 1]):
             k = s.pair[1, x]
             _write(p, s, count[k], m, s.task[2 * i * p.parts + k].place, to, s.volume[x])
+            if p.inside[e] and s.message[count[k]].wire >= 0:
+                keep_bytes(p, s, j, to, s.message[count[k]].size)
             count[k] += 1
     s.top[0] = at
 
@@ -312,12 +322,17 @@ def _elements(p: Problem, s: State, i: int, region: int) -> int:
 
 @compiled
 def unload(p: Problem, s: State, edges: Ints) -> None:
-    """Take the messages of these edges off the load of their links."""
+    """Take the messages of these edges off the load of their links, and off the memory of those that get them."""
     message, load = s.message, s.link_load
     for x in range(len(edges)):
         for y in range(s.backward_rows[edges[x], 0], s.forward_rows[edges[x], p.parts]):
             if message[y].wire >= 0:
                 load[message[y].wire] -= message[y].lasts
+        if p.inside[edges[x]]:
+            parts = 2 * p.target[edges[x]] * p.parts
+            for y in range(s.forward_rows[edges[x], 0], s.forward_rows[edges[x], p.parts]):
+                if message[y].wire >= 0:
+                    keep_bytes(p, s, p.target[edges[x]], s.task[parts + message[y].peer].place, -message[y].size)
 
 
 @compiled

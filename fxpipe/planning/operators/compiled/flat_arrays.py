@@ -7,6 +7,7 @@ Letters:
 - M: the most parts of an operator; k and m are parts.
 - D: devices; E: edges.
 - G: groups of shared weights; U: equal shares of a group's weights.
+- R: groups of operators that are recomputed.
 
 Every output has four dimensions here; missing ones have size 1. After them comes the summed dimension; its degree is
 the number of holders, also where there is no such dimension and the holders are copies.
@@ -45,7 +46,6 @@ from fxpipe.ir.operators.strategy import Config, Strategy, summed_regions
 from fxpipe.planning.operators.input_regions import needs
 from fxpipe.planning.operators.message_links import links
 from fxpipe.planning.operators.operator_costs import Cost, once, part
-from fxpipe.planning.operators.strategy_memory import activations
 from fxpipe.planning.operators.strategy_space import configs
 from fxpipe.planning.operators.task_graph import weight_groups, weight_shards
 
@@ -91,10 +91,15 @@ class Problem(NamedTuple):
     seconds: Floats  # [kinds of devices, all parts of all rows, 2]
     device_kind: Ints  # [D]
     kept: Floats  # [all parts of all rows] bytes of activations, as `seconds`
+    dropped: Floats  # [all parts of all rows] bytes that are there only while the operator's group is recomputed
+    again_group: Ints  # [n] the group in which it is recomputed, -1 if it is not; groups are in the order of their ends
+    before: Ints  # [n] how many groups end before the operator
+    inside: Ints  # [E] whether both ends are recomputed in one group
     held_bytes: Floats  # [G] bytes that a share of the group's weights takes on a device that holds it
     room: Floats  # [D] bytes of memory
     overfull: Floats  # [1] seconds that count for a strategy that does not fit in memory
     choice_first: Ints  # [rows + 1] number of the row's first choice: one for each device that it can begin on
+    micro_batches: int = 1
     simulations: int = 1  # of each proposal; more than one to measure their time
 
 
@@ -106,7 +111,8 @@ def _record(ints: str, floats: str) -> np.dtype[np.void]:
 # Fields that end in "_" have the values of the proposal that is being tried.
 TASK = _record("place waits", "span ready start end ready_ start_ end_")
 ARRIVAL = _record("pending", "latest")  # what a task still waits for, and when the last of it came
-MESSAGE = _record("peer wire", "lasts begin begin_")  # wire: the link, -1 within a device; lasts: its seconds
+# wire: the link, -1 within a device; lasts: its seconds; size: bytes
+MESSAGE = _record("peer wire", "lasts begin begin_ size")
 EXTENT = _record("", "first_ready last_ready first_end last_end")
 SYNC = _record("wire", "lasts begin begin_")  # lasts: 0 where nothing is passed on
 # load: seconds of all its tasks; left: of those not yet begun; held: bytes of its parts and weights
@@ -130,6 +136,10 @@ class State(NamedTuple):
     summands: Ints  # [G, U] how many gradients are added up for it, those of copies once
     sync: Records  # [G, D]
     device: Records  # [D]
+    again: Floats  # [D, R + 1] bytes that are there only while a group is recomputed
+    again_: Floats
+    since: Floats  # [D, R + 1] by `before`: those of `held` that are not of weights
+    since_: Floats
     link_free: Floats  # [links]
     link_load: Floats  # [links] seconds of all messages
     link_load_: Floats
@@ -155,8 +165,10 @@ def problem(
     starts: Sequence[Strategy] = (),
     roles: str = "SAP",
     copies: float = 0.0,
+    micro_batches: int = 1,
 ) -> Problem:
-    """The search as arrays. Dimensions of these `roles` may be cut. Degrees of the strategies `starts` are added to
+    """The search as arrays, for one of this many micro-batches, of which `graph` is one; nothing is recomputed yet
+    (`recompute_arrays.py`). Dimensions of these `roles` may be cut. Degrees of the strategies `starts` are added to
     those of `strategy_space.configs`. `copies` is how many bytes are in memory for each byte of weights. Raises
     ValueError for an operator of more than four dimensions."""
     placed = [at for at, operator in enumerate(graph) if operator.kind != "input"]
@@ -181,6 +193,7 @@ def problem(
     in_first, in_edges = _grouped(len(placed), [j for _, j in ends])
     around_first, around = _grouped(len(placed), [end for both in ends for end in both])
     shards = [weight_shards(operator, row)[0] for operator, own in zip(operators, rows, strict=True) for row in own]
+    parts = sum(row.parts for own in rows for row in own)
     return Problem(
         n=len(placed),
         parts=max(devices, max(row.parts for own in rows for row in own)),
@@ -214,11 +227,16 @@ def problem(
         seconds=seconds,
         choice_first=_ints(np.cumsum([0, *(max(0, devices + 1 - row.parts) for own in rows for row in own)])),
         device_kind=_ints([kinds.index(d.speeds) for d in cluster.devices]),
-        kept=_kept(graph, operators, rows),
+        kept=np.zeros(parts),
+        dropped=np.zeros(parts),
+        again_group=np.full(len(placed), -1),
+        before=np.zeros(len(placed), np.int64),
+        inside=np.zeros(len(edges), np.int64),
         held_bytes=np.array([copies * operators[group[0]].weights * graph.element for group in groups], np.float64)
         / lcm(*shards),
         room=np.full(devices, np.inf),
         overfull=np.zeros(1),
+        micro_batches=micro_batches,
     )
 
 
@@ -244,12 +262,6 @@ def _seconds(
             for kind, seconds in zip(found, known[likeness], strict=True):
                 kind.extend(seconds)
     return _ints(first), np.array(found, np.float64)
-
-
-def _kept(graph: OperatorGraph, operators: list[Operator], rows: list[list[Config]]) -> Floats:
-    """The bytes of activations of each part of each row."""
-    pairs = ((operator, row) for operator, own in zip(operators, rows, strict=True) for row in own)
-    return np.array([size for pair in pairs for size in activations(graph, *pair)], np.float64)
 
 
 def _need(graph: OperatorGraph, consumer: int, which: int) -> list[tuple[int, ...]]:
@@ -279,11 +291,11 @@ def _ints(numbers: Any) -> Ints:
     return np.array(numbers, np.int64)
 
 
-def state(p: Problem, capacity: int) -> State:
-    """An empty state with room for `capacity` messages."""
+def state(p: Problem, capacity: int, groups: int = 1) -> State:
+    """An empty state with room for `capacity` messages, and for this many groups that are recomputed."""
     slots, edges = 4 * p.n * p.parts, len(p.source)
     most = int(max(np.diff(p.out_first) + np.diff(p.in_first), default=0))
-    groups = max(1, p.groups)
+    weights = max(1, p.groups)
 
     def ints(*shape: int) -> Ints:
         return np.zeros(shape, np.int64)
@@ -300,11 +312,15 @@ def state(p: Problem, capacity: int) -> State:
         forward_rows=ints(edges, p.parts + 1),
         backward_rows=ints(edges, p.parts + 1),
         message=np.zeros(capacity, MESSAGE),
-        cover=ints(groups, p.devices, p.shares),
-        held=ints(groups, p.shares),
-        summands=ints(groups, p.shares),
-        sync=np.zeros((groups, p.devices), SYNC),
+        cover=ints(weights, p.devices, p.shares),
+        held=ints(weights, p.shares),
+        summands=ints(weights, p.shares),
+        sync=np.zeros((weights, p.devices), SYNC),
         device=np.zeros(p.devices, DEVICE),
+        again=floats(p.devices, groups + 1),
+        again_=floats(p.devices, groups + 1),
+        since=floats(p.devices, groups + 1),
+        since_=floats(p.devices, groups + 1),
         link_free=floats(p.links),
         link_load=floats(p.links),
         link_load_=floats(p.links),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .edge_messages import count_waits, exchange, hold, holders, join, pass_on, unload
+from .edge_messages import count_waits, exchange, hold, holders, join, keep_bytes, pass_on, unload
 from .flat_arrays import Floats, Ints, Problem, State
 from .numba_compiler import compiled
 
@@ -30,8 +30,19 @@ def put(p: Problem, s: State, i: int, row: int, devices: Ints) -> None:
         s.task[forward + k].span = p.seconds[p.device_kind[d], first + k, 0]
         s.task[backward + k].span = p.seconds[p.device_kind[d], first + k, 1]
         s.device[d].load += s.task[forward + k].span + s.task[backward + k].span
-        s.device[d].held += p.kept[first + k]
+        keep_bytes(p, s, i, d, p.kept[first + k])
+        if p.again_group[i] >= 0:
+            s.again[d, p.again_group[i]] += p.dropped[first + k]
     pass_on(p, s, i)
+
+
+@compiled
+def forget(p: Problem, s: State, i: int, k: int) -> None:
+    """Take the bytes of part k of operator i off its device."""
+    d, at = s.task[2 * i * p.parts + k].place, p.seconds_first[s.row[i]] + k
+    keep_bytes(p, s, i, d, -p.kept[at])
+    if p.again_group[i] >= 0:
+        s.again[d, p.again_group[i]] -= p.dropped[at]
 
 
 @compiled
@@ -41,6 +52,8 @@ def build(p: Problem, s: State, rows: Ints, devices: Ints) -> bool:
     for d in range(p.devices):
         s.device[d].load = 0.0
         s.device[d].held = 0.0
+        s.again[d].fill(0.0)
+        s.since[d].fill(0.0)
     for t in range(4 * p.n * p.parts):
         s.task[t].waits = 0
     s.cover.fill(0)
@@ -92,7 +105,8 @@ def compact(p: Problem, s: State) -> None:
 
 @compiled
 def is_overload(p: Problem, s: State, i: int, row: int, devices: Ints, limit: float) -> bool:
-    """Whether a device would have more than `limit` seconds of work if operator i were placed like this."""
+    """Whether a device would have more than `limit` seconds of work, in all micro-batches, if operator i were placed
+    like this."""
     M, device, task = p.parts, s.device, s.task
     for d in range(p.devices):
         device[d].left = device[d].load
@@ -105,7 +119,7 @@ def is_overload(p: Problem, s: State, i: int, row: int, devices: Ints, limit: fl
     most = 0.0
     for d in range(p.devices):
         most = max(most, device[d].left)
-    return most > limit
+    return most * p.micro_batches > limit
 
 
 @compiled
@@ -123,7 +137,11 @@ def excess(p: Problem, s: State) -> float:
     fits takes, and more the more memory it lacks. 0 if it fits."""
     lacks = 0.0
     for d in range(p.devices):
-        lacks += max(0.0, s.device[d].held / p.room[d] - 1.0)
+        most, after = 0.0, 0.0
+        for r in range(s.again.shape[1] - 2, -1, -1):
+            after += s.since[d, r + 1]
+            most = max(most, s.again[d, r] - after)
+        lacks += max(0.0, (s.device[d].held + most) / p.room[d] - 1.0)
     return float(p.overfull[0] * (1.0 + lacks)) if lacks > 0 else 0.0
 
 
@@ -159,6 +177,8 @@ def _remember(p: Problem, s: State, i: int, around: Ints) -> float:
     for d in range(p.devices):
         s.device[d].load_ = s.device[d].load
         s.device[d].held_ = s.device[d].held
+        copy(s.again_[d], s.again[d])
+        copy(s.since_[d], s.since[d])
         if p.group[i] >= 0:
             s.old_sync[d] = s.sync[p.group[i], d]
     copy(s.link_load_, s.link_load)
@@ -177,7 +197,7 @@ def _remember(p: Problem, s: State, i: int, around: Ints) -> float:
         s.old_span[k] = s.task[forward + k].span
         s.old_span[M + k] = s.task[backward + k].span
         s.device[s.old_place[k]].load -= s.old_span[k] + s.old_span[M + k]
-        s.device[s.old_place[k]].held -= p.kept[p.seconds_first[s.row[i]] + k]
+        forget(p, s, i, k)
         touched = min(touched, s.task[forward + k].ready)
     return touched
 
@@ -207,6 +227,8 @@ def take_back(p: Problem, s: State, i: int, row: int, top: int) -> None:
     for d in range(p.devices):
         s.device[d].load = s.device[d].load_
         s.device[d].held = s.device[d].held_
+        copy(s.again[d], s.again_[d])
+        copy(s.since[d], s.since_[d])
         if g >= 0:
             s.sync[g, d] = s.old_sync[d]
     copy(s.link_load, s.link_load_)
