@@ -18,7 +18,7 @@ from typing import TypeVar
 from fxpipe.errors import PlanError
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.operators import placed_graph
-from fxpipe.ir.operators.partial_sums import PartialSum
+from fxpipe.ir.operators.collective_patterns import CollectivePattern
 from fxpipe.ir.operators.placed_graph import Placed
 from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.program import program as programs
@@ -33,7 +33,7 @@ from fxpipe.passes.recompute import recompute
 from fxpipe.passes.recompute_cheap import recompute_cheap
 from fxpipe.passes.relocate_devices import relocate_devices
 from fxpipe.passes.replicate import replicate
-from fxpipe.passes.sharding.all_reduces import all_reduces
+from fxpipe.passes.sharding.collectives import collectives
 from fxpipe.passes.sharding.group_segments import group_segments
 from fxpipe.passes.sharding.move_homes import move_homes
 from fxpipe.passes.sharding.shard_parameters import shard_parameters
@@ -52,7 +52,7 @@ PASSES: tuple[Pass, ...] = (
     recompute_cheap,
     tie_weights,
     move_homes,
-    all_reduces,
+    collectives,
     relocate_devices,
     stop_gradients,
     copy_on_write,
@@ -75,13 +75,13 @@ def lower(
     segmented: bool = False,
     backward: str = "autograd",
     owners: Mapping[str, str] | None = None,
-    sums: tuple[PartialSum, ...] = (),
+    patterns: tuple[CollectivePattern, ...] = (),
     sizes: Mapping[str, int] | None = None,
 ) -> Program:
     """The program for a graph and a plan. `watch(name, program)` sees it after `cut` and after each pass that changed
-    it; `samples`, `segmented`, `backward`, `owners`, `sums` and `sizes` as in `PassContext`. Raises PlanError where
-    the model cannot be cut as planned."""
-    context = PassContext(plan, samples, segmented, backward, owners or {}, sums, sizes or {})
+    it; `samples`, `segmented`, `backward`, `owners` and `sizes` as in `PassContext`, `patterns` as its `collectives`.
+    Raises PlanError where the model cannot be cut as planned."""
+    context = PassContext(plan, samples, segmented, backward, owners or {}, patterns, sizes or {})
     program = _step("cut", lambda: cut(graph, plan), None, programs.check, watch)
     for run in passes:
         program = _step(run.__name__, partial(run, program, context), program, programs.check, watch)

@@ -24,7 +24,7 @@ def wire(program: Program, ops: Sequence[tuple[Op, ...]], moves: Iterable[Move])
     for move in moves:
         takes[move.target].add(move.value)
         if move.source >= 0:
-            gives[move.source].add(move.value)
+            gives[move.source].add(move.given)
 
     def changed(stage: Stage) -> Stage:
         takes_, gives_ = (tuple(sorted(names[stage.index], key=order.__getitem__)) for names in (takes, gives))

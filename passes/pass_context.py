@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fxpipe.ir.operators.partial_sums import PartialSum
+from fxpipe.ir.operators.collective_patterns import CollectivePattern
 from fxpipe.ir.plan.plan import Plan
 
 
@@ -22,7 +22,7 @@ class PassContext:
     - `owners`: by path, the device that owns a tensor of the model; one that is not named belongs to the first stage
       that uses it.
     - `sizes`: a number for each symbolic size of a micro-batch, to weigh what is kept.
-    - `sums`: the sums of ops placed one by one that ranks may add up by all-reduce.
+    - `collectives`: ops placed one by one that may be collectives of ranks.
     """
 
     plan: Plan
@@ -30,5 +30,5 @@ class PassContext:
     segmented: bool = False
     backward: str = "autograd"
     owners: Mapping[str, str] = field(default_factory=dict)
-    sums: tuple[PartialSum, ...] = ()
+    collectives: tuple[CollectivePattern, ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)

@@ -47,6 +47,8 @@ def stop_gradients(program: Program, context: PassContext) -> Program:
     stages = tuple(map(stopped, program.stages))
     inputs = {move.value for move in program.moves if move.source < 0}
     types |= {name: without_gradient(types[name]) for name in inputs if unasked(name)}
+    made = {move.value for one in program.collectives for move in one.moves if not carries_gradient(types[move.given])}
+    types |= {name: without_gradient(types[name]) for name in made}
     return program if types == program.types else replace(program, stages=stages, types=types)
 
 
@@ -54,11 +56,15 @@ def _wanted(program: Program, ops: Sequence[Op], root: Callable[[str], str]) -> 
     """The values, by their memory, that get a gradient if all outputs have one."""
     types, made = program.types, {op.name for op in ops}
     wanted = {root(output.value) for output in program.graph.outputs}
-    for op in reversed(ops):
-        results = (op.name, *op.writes)
-        if any(root(name) in wanted for name in results) and any(carries_gradient(types[name]) for name in results):
-            # The type of an input or a state does not tell what ops have written into it.
-            wanted |= {root(name) for name in op.reads if name not in made or carries_gradient(types[name])}
+    for stage in reversed(program.stages):
+        for one in program.collectives:  # these make what later stages take
+            if any(root(move.value) in wanted for move in one.moves):
+                wanted |= {root(move.given) for move in one.moves if move.source == stage.index}
+        for op in reversed(stage.ops):
+            results = (op.name, *op.writes)
+            if any(root(name) in wanted for name in results) and any(carries_gradient(types[name]) for name in results):
+                # The type of an input or a state does not tell what ops have written into it.
+                wanted |= {root(name) for name in op.reads if name not in made or carries_gradient(types[name])}
     return wanted
 
 

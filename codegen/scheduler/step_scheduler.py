@@ -37,7 +37,9 @@ from fxpipe.codegen.text.statements import (
 )
 from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.ir.plan.plan import FORWARD_AGAIN, Plan
-from fxpipe.ir.program.program import Program, Stage, recut
+from fxpipe.ir.program.device_programs import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from fxpipe.ir.program.program import Move, Program, Stage, recut
+from fxpipe.ir.program.transfers import BACK
 from fxpipe.ir.schedule.schedule import Schedule, cell, partners, plain, show
 from fxpipe.ir.units import count
 
@@ -133,10 +135,11 @@ def _attributes(program: Program, places: Places, schedule: Schedule) -> Iterato
     if cuts:
         yield Comment("values that other numbers of replicas cut in another way: from, to, dimension of the samples")
         yield from rows_of("cuts", cuts)
-    if program.sums:
-        yield Comment("what ranks add up on its way, forward and backward: of each rank the value, from, to")
-        yield from rows_of("all_reduces", (
-            tuple_of(row(places.name(m.value), m.source, m.target) for m in one.moves) for one in program.sums
+    if program.collectives:
+        yield Comment("what ranks make together on its way, and its gradient: of each rank the value, from, to")
+        yield from rows_of("collectives", (
+            tuple_of([string(one.kind), *(row(places.name(m.value), m.source, m.target) for m in one.moves)])
+            for one in program.collectives
         ))  # fmt: skip
     yield Comment("of each stage, what of its arguments and of its results has a gradient, and its place there")
     yield from rows_of("gradients", (_graded(stage, places) for stage in program.stages))
@@ -205,27 +208,38 @@ def _sent(stage: Stage, places: Places) -> Iterator[Statement]:
     j, program = stage.index, places.program
     for name in stage.gives:
         variable = _variable(name, places)
-        for target in _targets(name, stage, program):
-            if target == len(program.stages):
+        for move in _moves(name, stage, program):
+            if move.target == len(program.stages):
                 detach = ".detach()" if isinstance(program.types[name], TensorType) else ""  # a number has no graph
                 yield Assign((f"m[i].{places.name(name)}",), variable + detach)
             else:
-                yield from _why(name, stage.index, target, program)
-                yield Call("m.send", (str(j), "i", string(places.name(name)), variable, f"to={target}"))
+                yield from _why(move, program)
+                yield Call("m.send", (str(j), "i", string(places.name(move.value)), variable, f"to={move.target}"))
 
 
-def _why(name: str, source: int, target: int, program: Program, of: str = "") -> list[Statement]:
+WHY = {
+    ALL_REDUCE: "each has a part of {}, and all need the sum",
+    REDUCE_SCATTER: "each has a part of {}, and needs a slice of the sum",
+    ALL_GATHER: "each has a slice of {}, and all need the whole",
+}
+
+
+def _why(move: Move, program: Program, back: bool = False) -> list[Statement]:
     """What happens on the way from stage to stage, if that is not a move alone."""
-    found = program.sum_of(name, target)
-    if found is None or all((move.source, move.target) != (source, target) for move in found.moves):
+    found = program.collective_of(move)
+    if found is None:
         return []
-    ranks = ", ".join(program.stages[move.source].device.rpartition(":")[2] for move in found.moves)
-    return [Comment(f"all-reduce over ranks {ranks}: each has a part of {of}{prose(name)}, and all need the sum")]
+    kind = BACK[found.kind] if back else found.kind
+    ranks = ", ".join(program.stages[one.source].device.rpartition(":")[2] for one in found.moves)
+    what = prose(move.value if found.kind == ALL_GATHER else move.given)
+    why = WHY[kind].format(f"the gradient of {what}" if back else what)
+    return [Comment(f"{kind} over ranks {ranks}: {why}")]
 
 
-def _targets(name: str, stage: Stage, program: Program) -> list[int]:
-    """The stages that the value goes to, the caller last."""
-    return sorted(move.target for move in program.moves if move.value == name and move.source == stage.index)
+def _moves(name: str, stage: Stage, program: Program) -> list[Move]:
+    """The moves of a value that the stage gives, that to the caller last."""
+    found = (move for move in program.moves if move.given == name and move.source == stage.index)
+    return sorted(found, key=lambda move: move.target)
 
 
 def _variable(name: str, places: Places) -> str:
@@ -274,19 +288,23 @@ def _given(stage: Stage, places: Places, i: str = "i", end: str = "") -> tuple[t
     sends: list[Statement] = []
     for name in sent:
         to, value = f"to={places.sources[name, stage.index]}", string(places.name(name))
-        sends += _why(name, places.sources[name, stage.index], stage.index, places.program, "the gradient of ")
+        arrives = (move for move in places.program.moves if (move.value, move.target) == (name, stage.index))
+        sends += _why(next(arrives), places.program, back=True)
         sends.append(Call("m.send_gradient", (str(stage.index), i, value, _gradient(name, places) + end, to)))
     return tuple(_gradient(name, places) + end if name in sent else "_" for name in takes), sends
 
 
 def _root(name: str, stage: Stage, places: Places, i: str, end: str) -> Statement:
     """The gradient of a value that the stage gives: the sum of the gradients from all stages that take it."""
-    program, own = places.program, (str(stage.index), i, string(places.name(name)))
+    program, own = places.program, (str(stage.index), i)
     variable = _gradient(name, places) + end
-    users = (target for target in _targets(name, stage, program) if target < len(program.stages))
-    parts = [Brackets("m.receive_gradient(", (*own, f"source={user}"), ")") for user in users]
+    moves = (move for move in _moves(name, stage, program) if move.target < len(program.stages))
+    parts = [
+        Brackets("m.receive_gradient(", (*own, string(places.name(move.value)), f"source={move.target}"), ")")
+        for move in moves
+    ]
     if name == program.graph.loss:
-        parts.insert(0, Brackets("m.root(", own, ")"))
+        parts.insert(0, Brackets("m.root(", (*own, string(places.name(name))), ")"))
     if not parts:
         return Assign((variable,), "None", "for the caller alone")
     return Assign((variable,), parts[0] if len(parts) == 1 else Call("m.add", tuple(parts)))

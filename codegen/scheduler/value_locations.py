@@ -28,7 +28,8 @@ class Places:
         given = [item.name for item in program.graph.inputs] + [size.name for size in program.graph.sizes]
         self._homes = dict.fromkeys(given, -1)
         for move in program.moves:
-            self._homes[move.value] = min(move.source, self._homes.get(move.value, move.source))
+            for value in (move.given, move.value):
+                self._homes[value] = min(move.source, self._homes.get(value, move.source))
         self._names = attributes(self._homes)
         self._lent = attributes(state.name for state in program.graph.states)
         self._takers: dict[str, list[int]] = {}

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from fxpipe.codegen.text.line_layout import INDENT, WIDTH
 from fxpipe.codegen.text.source_names import doc_prose
 from fxpipe.ir.graph.value_types import TensorType
+from fxpipe.ir.program.device_programs import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from fxpipe.ir.program.program import Move, Program, Stage
 
 _RECOMPUTE = {
@@ -18,6 +19,9 @@ _RECOMPUTE = {
     "except_last": "recomputed in backward, except the last micro-batch",
     "always": "recomputed in backward",
 }
+
+
+MADE = {ALL_REDUCE: "the sum", REDUCE_SCATTER: "a slice of the sum", ALL_GATHER: "the whole"}
 
 
 class _Row(NamedTuple):
@@ -53,8 +57,8 @@ def _takes(program: Program, stage: Stage, variables: Mapping[str, str]) -> Iter
 def _source(program: Program, move: Move) -> str:
     if move.source < 0:
         return "from the caller"
-    if any(move in one.moves for one in program.sums):
-        return f"the sum of what stage {move.source} and others give"
+    if (found := program.collective_of(move)) is not None:
+        return f"{MADE[found.kind]} of what stage {move.source} and others give"
     return f"from stage {move.source}" + (", through a portal" if move in program.portals else "")
 
 
@@ -63,13 +67,16 @@ def _gives(program: Program, stage: Stage, variables: Mapping[str, str]) -> Iter
     leaving: dict[str, list[Move]] = {name: [] for name in stage.gives}
     for move in program.moves:
         if move.source == stage.index:
-            leaving[move.value].append(move)
+            leaving[move.given].append(move)
     for name, moves in leaving.items():
-        near = [move for move in moves if move not in portals]
-        far = [move for move in moves if move in portals]
+        shared = [move for move in moves if move.part]
+        near = [move for move in moves if move not in portals and move not in shared]
+        far = [move for move in moves if move in portals and move not in shared]
         kind = str(program.types[name])
-        if any(move in one.moves for one in program.sums for move in moves):
-            yield _Row("gives", variables[name], kind, f"a part of the sum {_targets(moves, n)}")
+        for move in shared:
+            found = program.collective_of(move)
+            yield _Row("gives", variables[name], kind, f"to {found.kind if found else ''}, for stage {move.target}")
+        if shared and not near:
             continue
         if near or not far:
             yield _Row("gives", variables[name], kind, _targets(near, n))

@@ -98,9 +98,9 @@ def _arrives(program: Program, stages: Sequence[Stage], stage: Stage, name: str)
         return False
     if name == program.graph.loss:
         return True
-    users = [stages[m.target] for m in program.moves if m.value == name and m.source == stage.index and
+    users = [(stages[m.target], m.value) for m in program.moves if m.given == name and m.source == stage.index and
              m.target < len(stages)]  # fmt: skip
-    return any(user.backward is None or dict(user.backward.takes).get(name) for user in users)
+    return any(user.backward is None or dict(user.backward.takes).get(value) for user, value in users)
 
 
 def _lowered(

@@ -57,7 +57,7 @@ class StepScheduler(SchedulerBase):
     - `loss_reduce`: how the losses of the micro-batches become the loss of the batch, as in `outputs`.
     - `cuts`: the values that move between stages of different numbers of replicas: name, source, target, and the
       dimension of the samples (None: the value is the same for all samples).
-    - `all_reduces`: what ranks add up on its way: of each rank of a group the value, source and target.
+    - `collectives`: what ranks make together on its way: the kind, and of each rank the value, source and target.
     """
 
     schedule: str = ""
@@ -67,15 +67,15 @@ class StepScheduler(SchedulerBase):
     offloaded: tuple[int, ...] = ()
     loss_reduce: str | None = None
     cuts: tuple[Cut, ...] = ()
-    all_reduces: tuple[tuple[tuple[str, int, int], ...], ...] = ()
+    collectives: tuple[tuple[str | tuple[str, int, int], ...], ...] = ()
 
     def __init__(self, stages: Sequence[Stage], whole: Stage | None = None, threads: bool = True) -> None:
         """As `SchedulerBase`; without `threads`, a rank holds this scheduler. Raises PackageError for one that only
         ranks can run."""
-        if threads and self.all_reduces:
+        if threads and self.collectives:
             raise PackageError(
-                "the stages of this package add up their parts by all-reduce, over ranks: load it over as many ranks, "
-                "or save one from a pipe in one process"
+                "the stages of this package exchange their parts in collectives, over ranks: load it over as many "
+                "ranks, or save one from a pipe in one process"
             )
         super().__init__(stages, whole, threads)
         labels, schedule = read_rows(self.rows)

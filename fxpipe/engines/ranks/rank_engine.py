@@ -126,12 +126,12 @@ class RankScheduler:
         return RankRun(self.steps, self.program, m, whole, error, given)
 
     def join(self) -> None:
-        """Make the groups in which ranks add up, but for ranks that share memory, and copy the states of the first
+        """Make the groups of collectives, but for ranks that share memory, and copy the states of the first
         replica of each stage to the others. All ranks make this call. Raises Lost."""
         if groups := self.program.groups:
             hosted = self.world.communicators is None
             near = [{*ranks} for ranks in self.world.collect([self.world.rank, *self.world.local_peers])]
-            self.world.make_sums([g for g in groups if not (hosted and all({*g} <= near[rank] for rank in g))])
+            self.world.make_groups([g for g in groups if not (hosted and all({*g} <= near[rank] for rank in g))])
         if self.replicated:
             own = [stage.tensor(path) for stage in self.stages for path in stage.states]
             broadcast_values(self.world, self.program.replica_group, own)

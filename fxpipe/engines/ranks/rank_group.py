@@ -27,11 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.engines.transports.collective_groups import CollectiveGroups
 from fxpipe.engines.transports.communicators import Call, Communicators, Watch, ended
 from fxpipe.engines.transports.message_format import Size, blank
 from fxpipe.engines.transports.same_machine import LocalPeer
 from fxpipe.engines.transports.shared_memory import BLOCK, Slot
-from fxpipe.engines.transports.sum_groups import SumGroups
 
 from .failure_attribution import blame, silent
 from .rendezvous import LEADER
@@ -65,7 +65,7 @@ class World:
     - `steps`: the number of steps begun, the same on every rank.
     - `process`: the id of this rank's process; a fork of it cannot use the connections.
     - `communicators`: the process groups for values on accelerators, or None if values go through host memory; `watch`:
-      who notices meanwhile that a rank is lost, also while ranks add up; `sums`: the groups in which they do.
+      who notices meanwhile that a rank is lost, also during collectives; `collectives`: the groups for these.
     """
 
     group: Any
@@ -75,7 +75,7 @@ class World:
     control: Any
     timeout: float
     store: Any
-    sums: SumGroups
+    collectives: CollectiveGroups
     lost: Lost | None = None
     limit: timedelta = field(init=False)
     allowance: timedelta = timedelta(0)
@@ -194,7 +194,7 @@ class World:
             call.work.wait()
 
     def settle(self, call: Call) -> None:
-        """Wait on the host until a call of `exchange` or `add_up` is done. Raises Lost."""
+        """Wait on the host until a call of `exchange` or `begin_collective` is done. Raises Lost."""
         if call.work is None:
             return
         if self.lost is not None:
@@ -227,24 +227,24 @@ class World:
             peer, culprit, why = seen
             raise self._close(Lost(culprit, why)) if why else self.lose(peer, "")
 
-    # Sums -------------------------------------------------------------------------------------------------------------
+    # Collectives ------------------------------------------------------------------------------------------------------
 
-    def make_sums(self, groups: Sequence[tuple[int, ...]]) -> None:
-        """Make groups in which ranks add up; all ranks give the same ones, in the same order. Raises Lost."""
+    def make_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
+        """Make groups for collectives; all ranks give the same ones, in the same order. Raises Lost."""
         try:
             if groups and self.watch is None:
                 self.watch = Watch(self.rank, len(self.labels), self.collect, False, self.limit)
-            for call in self.sums.make(groups):
+            for call in self.collectives.make(groups):
                 self.settle(call)
         except (OSError, RuntimeError) as error:
             raise self.give_up(error) from None
 
-    def add_up(self, ranks: tuple[int, ...], flat: Tensor) -> Call:
-        """Begin to replace a flat tensor by the sum of those of all these ranks. Raises Lost."""
+    def begin_collective(self, kind: str, ranks: tuple[int, ...], part: Tensor, found: Tensor) -> Call:
+        """Begin a collective of these ranks; see `CollectiveGroups`. Raises Lost."""
         if self.lost is not None:
             raise self.lost
         try:
-            return self.sums.add_up(ranks, flat, self.patience)
+            return self.collectives.begin(kind, ranks, part, found, self.patience)
         except RuntimeError as error:
             raise self.give_up(error) from None
 
@@ -275,7 +275,7 @@ class World:
             local_peer.close()
         if self.watch is not None:
             self.watch.give_up(lost.rank, str(lost))
-        for groups in (self.communicators, self.sums):
+        for groups in (self.communicators, self.collectives):
             if groups is not None:
                 groups.abort()
         return lost

@@ -13,7 +13,14 @@ from fxpipe.engines.common.replica_routing import Cut, Route, Routes, gradient_k
 from fxpipe.engines.transports.mailbox import Key
 from fxpipe.engines.transports.message_format import Size
 from fxpipe.ir.graph.value_types import Dim, dim_size
-from fxpipe.ir.program.device_programs import Message, Parts, Step, batches
+from fxpipe.ir.program.device_programs import (
+    ALL_GATHER,
+    REDUCE_SCATTER,
+    GroupCall,
+    Message,
+    Step,
+    batches,
+)
 from fxpipe.ir.program.messages import MessageTable
 from fxpipe.ir.schedule.schedule import Action
 
@@ -40,11 +47,18 @@ class RankMessage:
 
 
 @dataclass(frozen=True, slots=True)
-class RankSum:
-    """A sum of which several ranks make parts. `ranks`: those; `own`: the part of this one."""
+class RankCollective:
+    """A collective of several ranks.
 
+    - `kind`, `dim`: as in `GroupCall`; `ranks`: those that take part, in the order of the slices.
+    - `own`: the message of this rank; its form is that of a slice if `sliced`, else that of the whole.
+    """
+
+    kind: str
+    dim: int
     ranks: tuple[int, ...]
     own: RankMessage
+    sliced: bool
 
     @property
     def micro_batch(self) -> int:
@@ -54,7 +68,7 @@ class RankSum:
 Batch = tuple[tuple[bool, RankMessage], ...]  # messages that go together, each after whether it is sent
 Line = tuple[
     str, Any
-]  # "run" and an action, "reduce" or "gather" and a message, "batch" and a Batch, "sum" and a RankSum
+]  # "run", an action; "reduce" or "gather", a message; "batch", a Batch; "collective", a RankCollective
 
 
 class RankProgram:
@@ -85,24 +99,27 @@ class RankProgram:
 
     def _line(self, steps: Sequence[Step]) -> Line:
         do, what, _ = steps[0]
-        if isinstance(what, Parts):
+        if isinstance(what, GroupCall):
             own = next(message for message in what.messages if self.here(message.source))
-            return "sum", RankSum(self._group(what), self._message("send", own))
+            # Messages have the form of what the later stage takes; a gradient is given by that stage.
+            sliced = what.kind == (ALL_GATHER if own.gradient else REDUCE_SCATTER)
+            entry = self._message("send", own)
+            return "collective", RankCollective(what.kind, what.dim, self._group(what), entry, sliced)
         if isinstance(what, Action) or do in ("reduce", "gather"):
             return do, what
         return "batch", tuple(
             [(do == "send", self._message(do, what)) for do, what, _ in steps if isinstance(what, Message)]
         )
 
-    def _group(self, parts: Parts) -> tuple[int, ...]:
-        """The ranks that make the parts of a sum."""
-        return tuple(sorted(self.ranks[message.source][0] for message in parts.messages))
+    def _group(self, call: GroupCall) -> tuple[int, ...]:
+        """The ranks that take part in a collective, in the order of the slices."""
+        return tuple(self.ranks[message.source][0] for message in call.messages)
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """All groups of ranks that add up, in the same order on all ranks."""
+        """All groups of ranks that have collectives, in the same order on all ranks."""
         steps = chain.from_iterable(self.table.programs.rows)
-        return tuple(sorted({self._group(step.what) for step in steps if isinstance(step.what, Parts)}))
+        return tuple(sorted({self._group(step.what) for step in steps if isinstance(step.what, GroupCall)}))
 
     def _message(self, do: str, what: Message) -> RankMessage:
         form, end = self.table.forms[what.value], what.target if do == "send" else what.source

@@ -92,9 +92,11 @@ class RankRun:
                 transport.fail(interrupts.error)
             if do == "batch":
                 self._exchange(what)
-            elif do == "sum" and what.micro_batch <= m.last:  # also if this rank has failed: the others wait for it
-                self._guarded(None, transport.add_up, what)
-            elif do == "sum" or transport.broken or (what.micro_batch is not None and what.micro_batch > m.last):
+            elif (
+                do == "collective" and what.micro_batch <= m.last
+            ):  # also if this rank has failed: the others wait for it
+                self._guarded(None, transport.share, what)
+            elif do == "collective" or transport.broken or (what.micro_batch is not None and what.micro_batch > m.last):
                 continue
             elif isinstance(what, Message):
                 self._guarded(None, weights.reduce, do, what)

@@ -25,7 +25,7 @@ from fxpipe.ir.timeline import Span, Steps, Timeline
 
 from .clock_sync import ahead
 from .rank_group import World
-from .rank_program import RankMessage, RankSum
+from .rank_program import RankCollective, RankMessage
 from .rank_run import RankRun
 from .rank_transport import RankTransport
 
@@ -61,16 +61,16 @@ class RankTimer:
 
     def watch(self, run: RankRun) -> None:
         """Record the messages, too."""
-        wrap(run.transport, {"dispatch": self.dispatch, "open_message": self.open_message, "add_up": self.add_up})
+        wrap(run.transport, {"dispatch": self.dispatch, "open_message": self.open_message, "share": self.share})
 
     def dispatch(self, transport: RankTransport, dispatch: Callable[..., None], entry: RankMessage) -> None:
         if transport.size(entry) is not None:
             self.sending[entry.message] = perf_counter()
         dispatch(transport, entry)
 
-    def add_up(self, transport: RankTransport, add_up: Callable[..., None], line: RankSum) -> None:
+    def share(self, transport: RankTransport, share: Callable[..., None], line: RankCollective) -> None:
         self.sending[line.own.message] = perf_counter()
-        add_up(transport, line)
+        share(transport, line)
 
     def open_message(self, transport: RankTransport, open_message: Callable[..., Any], key: Key) -> Any:
         message = transport.posted[key][0].message
@@ -113,7 +113,7 @@ def together(name: str, replica_groups: Sequence[Sequence[str]], notes: Sequence
         for message, at in sorted(one.sent.items(), key=lambda pair: pair[1]):
             (source, here), (target, there) = message.sender, message.receiver
             ends = replica_groups[source][here], replica_groups[target][there]
-            link = f"all-reduce of {ends[0]}" if ends[0] == ends[1] else " -> ".join(ends)
+            link = f"collectives of {ends[0]}" if ends[0] == ends[1] else " -> ".join(ends)
             links.setdefault(link, []).append((at, taken[message], message))
     spans = [span for one in notes for span in one.spans]
     spans += [span for link in sorted(links) for span in carried(link, links[link])]

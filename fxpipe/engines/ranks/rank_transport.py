@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.engines.common.step import Step
+from fxpipe.engines.transports.collective_groups import FAILED_PART, Exchange, Marks, mark, marks_of
 from fxpipe.engines.transports.communicators import Call
 from fxpipe.engines.transports.mailbox import Key
 from fxpipe.engines.transports.message_format import (
@@ -31,12 +32,11 @@ from fxpipe.engines.transports.message_format import (
     together,
 )
 from fxpipe.engines.transports.shared_memory import Slot
-from fxpipe.engines.transports.sum_groups import FAILED_PART, Marks, flat_part, mark, marks_of, sum_in
 from fxpipe.errors import RankError
-from fxpipe.ir.program.device_programs import Message
+from fxpipe.ir.program.device_programs import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Message
 
 from .rank_group import Lost
-from .rank_program import RankMessage, RankProgram, RankSum
+from .rank_program import RankCollective, RankMessage, RankProgram
 
 T = TypeVar("T")
 AHEAD = 32  # the most unfinished sends to one rank; each keeps its buffer
@@ -192,62 +192,87 @@ class RankTransport:
         except Lost as error:
             raise self.located(error, entry.message) from None
 
-    # Sums -------------------------------------------------------------------------------------------------------------
+    # Collectives ------------------------------------------------------------------------------------------------------
 
-    def add_up(self, line: RankSum) -> None:
-        """Give this rank's part of a sum, or, if it has failed, what says so, and post the receive of the sum. Raises
-        Lost."""
+    def share(self, line: RankCollective) -> None:
+        """Give this rank's part to a collective, or, if it has failed, what says so, and post the receive of what is
+        made of all parts. Raises Lost."""
         value = None if self.broken else self.arrived.pop(line.own.key)
         grad = isinstance(value, Tensor) and value.requires_grad
-        size = self.program.size(line.own, self.known[line.micro_batch])
-        post: Any = self._add_up_together if line.ranks in self.world.sums.groups else self._add_up_here
+        exchange = self._form(line)
+        post: Any = self._share_together if line.ranks in self.world.collectives.groups else self._share_here
         try:
-            opened = post(line, value if value is None else value.detach(), grad, size)
+            opened = post(line, exchange, value if value is None else value.detach(), grad)
         except Lost as error:
             self.fail(self.located(error, line.own.message))
         else:
             self.posted[line.own.key] = line.own, opened
 
-    def _add_up_here(self, line: RankSum, value: Tensor | None, grad: bool, size: Size) -> Callable[[], Any]:
-        """Ranks that share memory send each other their parts, and each adds them up, in the same order. Returns a
-        function that waits for the sum. Raises Lost."""
-        others = [rank for rank in line.ranks if rank != self.world.rank]
-        for peer in others:
+    def _form(self, line: RankCollective) -> Exchange:
+        """The types and shapes of a collective of this micro-batch."""
+        dtype, shape = size = self.program.size(line.own, self.known[line.micro_batch])
+        count, dim = len(line.ranks), line.dim
+        length = 0 if line.kind == ALL_REDUCE else shape[dim] * count if line.sliced else shape[dim] // count
+        other = size if line.kind == ALL_REDUCE else (dtype, (*shape[:dim], length, *shape[dim + 1 :]))
+        given, taken = (size, other) if line.own.message.gradient else (other, size)
+        return Exchange(line.kind, count, dim, given, taken, self.world.communicators is None)
+
+    def _share_here(
+        self, line: RankCollective, exchange: Exchange, value: Tensor | None, grad: bool
+    ) -> Callable[[], Any]:
+        """Ranks that share memory send each other their parts, or the slice that the other one needs, and each adds
+        them up or joins them, in the same order. Returns a function that waits for the result. Raises Lost."""
+        given, taken = exchange.given, exchange.taken
+        size = taken if line.kind == REDUCE_SCATTER else given
+        own, coming = value, dict[int, Callable[[], Tensor]]()
+        for at, peer in enumerate(line.ranks):
+            piece = None
+            with self._failing(line.own):
+                piece = value if value is None or line.kind != REDUCE_SCATTER else exchange.slices(value)[at]
+            if peer == self.world.rank:
+                own = piece
+                continue
             slot = self.world.slot(True, peer, size)
             buffer = self.space(partial(blank, size)) if slot is None else slot.tensor(size)
             with self._failing(line.own):
-                seal(value, grad, size, buffer)
+                seal(piece, grad, size, buffer)
             if self.broken:
                 failure(buffer)
             self._send(peer, slot, buffer)
-        coming = {peer: self.space(partial(self.world.receive, peer, size)) for peer in others}
+            coming[peer] = self.space(partial(self.world.receive, peer, size))
 
         def opened() -> Tensor | None:
-            parts = [read(coming[rank](), size, None) if rank in coming else value for rank in line.ranks]
+            parts = [read(coming[rank](), size, None) if rank in coming else own for rank in line.ranks]
             needed = grad or any(part is not None and part.requires_grad for part in parts)
             found = [part.detach() for part in parts if part is not None]
-            total = sum(found[1:], start=found[0]) if found else None
-            return total.requires_grad_() if total is not None and needed else total
+            if not found:
+                return None
+            if line.kind == ALL_GATHER:
+                whole = [found[0].new_zeros(size[1]) if part is None else part.detach() for part in parts]
+                return torch.cat(whole, line.dim).requires_grad_(needed)
+            return sum(found[1:], start=found[0]).requires_grad_(needed)
 
         return opened
 
-    def _add_up_together(
-        self, line: RankSum, value: Tensor | None, grad: bool, size: Size
+    def _share_together(
+        self, line: RankCollective, exchange: Exchange, value: Tensor | None, grad: bool
     ) -> Callable[[], Tensor | None]:
-        """Ranks add up in one call of their group. Returns a function that waits for the sum, or on an accelerator lets
+        """Ranks make one call of their group. Returns a function that waits for the result, or on an accelerator lets
         its stream wait."""
-        flat, marks, order = None, FAILED_PART, list[int]()
-        hosted, device = self.world.communicators is None, self.world.device
+        part, marks, order = None, FAILED_PART, list[int]()
+        hosted, device = exchange.marked, self.world.device
         if not self.broken:
             with self._failing(line.own):
-                flat, marks = flat_part(value, size, device), (False, value is not None, grad)
+                part, marks = exchange.part(value, device), (False, value is not None, grad)
                 order = [] if value is None else order_of(value) or []
-        if flat is None:
-            flat = self.space(partial(flat_part, None, size, device))
+        if part is None:
+            part = self.space(partial(exchange.part, None, device))
+        found = self.space(partial(self.world.collectives.space, line.kind, part, line.ranks))
+        marks = FAILED_PART if self.broken else marks
         if hosted:
-            mark(flat, marks)
+            mark(part, marks)
         words = [] if hosted else self._tell(line.ranks, marks)
-        call = self.world.add_up(line.ranks, flat)
+        call = self.world.begin_collective(line.kind, line.ranks, part, found)
         if not hosted:
             self.issued.append(call)
 
@@ -255,11 +280,11 @@ class RankTransport:
             self._look_ahead()
             if hosted:
                 self.world.settle(call)
-                return sum_in(flat, size, marks_of(flat), order)
+                return exchange.opened(found, marks_of(found), order)
             failed, there, grad = (any(some) for some in zip(marks, *(said(word()) for word in words), strict=True))
             if there and not failed:
                 self.world.follow(call)
-            return sum_in(flat, size, (failed, there, grad), order)
+            return exchange.opened(found, (failed, there, grad), order)
 
         return opened
 

@@ -28,12 +28,13 @@ from fxpipe.engines.common.step import Step, wrap
 from fxpipe.engines.common.step_timer import ACTIONS, StepTimer
 from fxpipe.engines.ranks.rank_engine import RankScheduler
 from fxpipe.engines.ranks.rank_group import World
-from fxpipe.engines.ranks.rank_program import RankSum
+from fxpipe.engines.ranks.rank_program import RankCollective
 from fxpipe.engines.ranks.rank_run import RankRun
 from fxpipe.engines.ranks.rank_transport import RankTransport
 from fxpipe.engines.transports.mailbox import Key
 from fxpipe.engines.transports.same_machine import SPIN
 from fxpipe.ir.cluster.cluster import Link
+from fxpipe.ir.program.device_programs import ALL_GATHER
 from fxpipe.ir.schedule.action_times import Times
 from fxpipe.ir.schedule.schedule import Action
 from fxpipe.ir.timeline import Steps
@@ -151,7 +152,7 @@ class Replay:
 
     def watch(self, run: RankRun) -> None:
         wrap(run, {"_act": self.act, "_receive_rest": self.receive_rest, "_conclude": self.conclude})
-        wrap(run.transport, {"open_message": self.open_message, "add_up": self.add_up})
+        wrap(run.transport, {"open_message": self.open_message, "share": self.share})
 
     def report(self) -> None:
         """There is nothing to exchange before the end of the call."""
@@ -166,9 +167,9 @@ class Replay:
         self.computed[Action(kind, j, i)] = start, perf_counter()
         return found
 
-    def add_up(self, transport: RankTransport, add_up: Callable[..., None], line: RankSum) -> None:
-        self.parts[line.own.key] = len(line.ranks)
-        add_up(transport, line)
+    def share(self, transport: RankTransport, share: Callable[..., None], line: RankCollective) -> None:
+        self.parts[line.own.key] = 1 if line.kind == ALL_GATHER else len(line.ranks)
+        share(transport, line)
 
     def open_message(self, transport: RankTransport, open_message: Callable[..., Any], key: Key) -> Any:
         """The recorded value, in the time that it takes to read a message that is there, or to add up parts."""

@@ -44,14 +44,15 @@ SETTINGS = {
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """A send or receive, or a part of a sum. `work`: its batch, once it is issued; None if there are no bytes to move.
-    `ranks`: all that take part in a sum."""
+    """A send or receive, or a collective. `work`: its batch, once it is issued; None if there are no bytes to move.
+    `ranks`: all that take part in a collective; `part`: what this one gives, which has to live as long."""
 
     send: bool
     peer: int
     tensor: Tensor
     work: Any = None
     ranks: tuple[int, ...] = ()
+    part: Tensor | None = None
 
 
 class Communicators:

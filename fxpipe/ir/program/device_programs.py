@@ -1,5 +1,5 @@
-"""Everything that each device does in a training step: a list of steps, each of them a run, a send, a receive, an
-all-reduce, a reduce or a gather.
+"""Everything that each device does in a training step: a list of steps, each of them a run, a send, a receive, a
+collective of several devices, a reduce or a gather.
 
     gpipe on 2 devices
     cuda:0
@@ -30,7 +30,8 @@ from typing import NamedTuple
 
 from fxpipe.ir.schedule.schedule import Action
 
-CALLS = frozenset(("send", "receive", "all-reduce"))  # what meets the same of other devices
+ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = COLLECTIVES = "all-reduce", "reduce-scatter", "all-gather"
+CALLS = frozenset(("send", "receive", *COLLECTIVES))  # what meets the same of other devices
 Replica = tuple[int, int]  # a stage, and the number of a replica of it
 
 
@@ -70,15 +71,22 @@ class Message(NamedTuple):
         return self.target, self.replicas[1]
 
 
-class Parts(NamedTuple):
-    """Parts of a sum that several devices make, and that each of them gets, of one micro-batch. Each part is a message
-    within its device.
+class GroupCall(NamedTuple):
+    """A collective of one micro-batch: each device of a group gives a part, and gets what is made of all parts. That is
+    a message within the device, with the name of what the later stage takes.
 
-    >>> print(Parts((Message("y", 0, 2, 1), Message("y_0", 1, 3, 1))))
+    - `kind`: "all-reduce": all get the sum of the parts; "reduce-scatter": each gets its slice of the sum;
+      "all-gather": the parts are slices, and all get the whole.
+    - `messages`: one for each device, in the order of the slices.
+    - `dim`: the dimension of slices.
+
+    >>> print(GroupCall("all-reduce", (Message("y", 0, 2, 1), Message("y_0", 1, 3, 1))))
     y[1]  0 -> 2 + y_0[1]  1 -> 3
     """
 
+    kind: str
     messages: tuple[Message, ...]
+    dim: int = 0
 
     def __str__(self) -> str:
         return " + ".join(map(str, self.messages))
@@ -93,7 +101,8 @@ class Step(NamedTuple):
 
     - "run": run an action; kind R is a recomputation.
     - "send", "receive": send a message, or post its receive.
-    - "all-reduce": give a part of a sum, and post its receive: all devices of the group take part in one call.
+    - "all-reduce", "reduce-scatter", "all-gather": give a part, and post the receive of what is made of all parts: all
+      devices of the group take part in one call.
     - "reduce": add the gradient of a message to the device's own.
     - "gather": replace the device's own gradients by the sum in a message.
 
@@ -102,7 +111,7 @@ class Step(NamedTuple):
     """
 
     do: str
-    what: Action | Message | Parts
+    what: Action | Message | GroupCall
     round: int = 0
 
     def __str__(self) -> str:
@@ -133,7 +142,8 @@ def check(programs: DevicePrograms) -> None:
     - a message is sent but not received, or received but not sent;
     - messages are received in another order than they are sent;
     - a message is received after the action that takes it;
-    - a device does not take part in a sum, or before the action that makes its part, or after the one that takes it;
+    - a device does not take part in a collective, or before the action that makes its part, or after the one that takes
+      the result;
     - devices deadlock, where nothing is buffered.
     """
     faults = (_misplaced, _unmatched, _too_late, _alone, _stuck)
@@ -225,11 +235,11 @@ def _too_late(programs: DevicePrograms) -> Iterator[Fault]:
 
 
 def _alone(programs: DevicePrograms) -> Iterator[Fault]:
-    """Finds sums in which a device takes no part, or not between the actions that make and take its part."""
+    """Finds collectives in which a device takes no part, or not between the actions that give and take."""
     device_of = _device_of_each(programs)
     there = [{step.what: at for at, step in enumerate(row) if step.do != "receive"} for row in programs.rows]
     for device, row in enumerate(programs.rows):
-        for position, what in ((at, step.what) for at, step in enumerate(row) if isinstance(step.what, Parts)):
+        for position, what in ((at, step.what) for at, step in enumerate(row) if isinstance(step.what, GroupCall)):
             ends = [(device_of.get(m.sender), device_of.get(m.receiver), m) for m in what.messages]
             own = [m for here, to, m in ends if here == to == device]
             missing = [str(m) for here, to, m in ends if here is None or here != to or what not in there[here]]
@@ -240,19 +250,23 @@ def _alone(programs: DevicePrograms) -> Iterator[Fault]:
             for kind in kinds:
                 made, taken = (there[device].get(Action(kind, s, own[0].micro_batch or 0)) for s in own[0][1:3])
                 if (made is not None and made > position) or (taken is not None and taken < position):
-                    yield device, position, f"adds up {own[0]} before the part is made, or after the sum is taken"
+                    yield (
+                        device,
+                        position,
+                        f"{what.kind} of {own[0]} before the part is made, or after the result is taken",
+                    )
 
 
 def _stuck(programs: DevicePrograms) -> Iterator[Fault]:
     """Finds devices that wait for ever, by running all programs where nothing is buffered: each device takes its steps
     one after the other, and ends a batch only when all ends of its messages are in the current batches of their
-    devices, and an all-reduce only when it is the current call of all devices of its group. So nothing has to arrive
+    devices, and a collective only when it is the current call of all devices of its group. So nothing has to arrive
     early, and one queue for all calls of a device is enough, whichever communicators they are of.
 
     As each device waits only for what stands before in its own row, a program that passes does so, too, where messages
     may arrive earlier, batches end one part after the other, or fewer messages are sent."""
     rows = [[batch for batch in batches(row) if batch[0][1].do in CALLS] for row in programs.rows]
-    ends: dict[Message | Parts, list[tuple[int, int]]] = {}  # the device and batch of all ends of each message or sum
+    ends: dict[Message | GroupCall, list[tuple[int, int]]] = {}  # the device and batch of all ends of each call
     for device, row in enumerate(rows):
         for at, batch in enumerate(row):
             for _, step in batch:
@@ -293,7 +307,7 @@ def batches(row: Sequence[Step]) -> Iterator[_Batch]:
 
 def _meeting(
     rows: Sequence[Sequence[_Batch]],
-    ends: Mapping[Message | Parts, Sequence[tuple[int, int]]],
+    ends: Mapping[Message | GroupCall, Sequence[tuple[int, int]]],
     current: Sequence[int],
     first: int,
 ) -> set[int]:

@@ -97,7 +97,7 @@ def _from_other_device(program: Program, stage: Stage, name: str) -> bool:
     roots = {gradient: value for value, gradient in stage.backward.roots} if stage.backward is not None else {}
     ends = {move.source for move in program.moves if move.value == name and move.target == stage.index}
     if name in roots:
-        ends = {move.target for move in program.moves if move.value == roots[name] and move.source == stage.index}
+        ends = {move.target for move in program.moves if move.given == roots[name] and move.source == stage.index}
     others = [program.stages[end] for end in ends if 0 <= end < len(program.stages)]
     return len(others) == 1 and others[0].device != stage.device and stage.device.startswith("cpu")
 
@@ -109,7 +109,7 @@ def _source(program: Program, stage: Stage, name: str, same_process: bool) -> tu
     if name in stage.takes:
         ends = [(move.source, name) for move in program.moves if move.value == name and move.target == stage.index]
     elif name in roots:
-        moves = [move for move in program.moves if move.value == roots[name] and move.source == stage.index]
+        moves = [move for move in program.moves if move.given == roots[name] and move.source == stage.index]
         users = [program.stages[move.target] for move in moves if move.target < len(program.stages)]
         ends = [
             (user.index, dict(user.backward.takes).get(roots[name], "") if user.backward else "?") for user in users

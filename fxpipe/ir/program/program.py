@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxpipe.ir.graph.graph import Graph, Op, State, may_cross, show_op
-from fxpipe.ir.graph.value_types import ValueType
+from fxpipe.ir.graph.value_types import TensorType, ValueType
 from fxpipe.ir.program import backward as backwards
 from fxpipe.ir.program.backward import Backward
+from fxpipe.ir.program.device_programs import ALL_REDUCE, REDUCE_SCATTER
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,19 @@ class RuntimeCall:
 @dataclass(frozen=True)
 class Move:
     """`value` goes from stage `source` to stage `target`, once per micro-batch. If the stages have different numbers of
-    replicas, the value is cut along `dim`; None: it is the same for all samples."""
+    replicas, the value is cut along `dim`; None: it is the same for all samples. If it is made on its way, in a
+    collective, `part` is the value that the source gives."""
 
     value: str
     source: int
     target: int
     dim: int | None = None
+    part: str = ""
+
+    @property
+    def given(self) -> str:
+        """The value at the source."""
+        return self.part or self.value
 
     @property
     def portal(self) -> bool:
@@ -67,7 +75,8 @@ class Move:
 
     def __str__(self) -> str:
         along = "" if self.dim is None else f"  along {self.dim}"
-        return f"{self.value}  {self.source} -> {self.target}" + ("  portal" if self.portal else "") + along
+        way = f"{self.source} -> {self.target}" + ("  portal" if self.portal else "")
+        return f"{self.given}  {way}{along}" + (f"  as {self.value}" if self.part else "")
 
 
 @dataclass(frozen=True)
@@ -84,14 +93,21 @@ class Loan:
 
 
 @dataclass(frozen=True)
-class AllReduce:
-    """Moves within devices, one on each device of a group, whose values are added up on their way: what their sources
-    give are the parts of a sum, and what each target takes is the sum. Only over ranks."""
+class Collective:
+    """Moves within devices, one on each device of a group, that are one call of all these devices: what each target
+    takes is made of the parts that all sources give. Only over ranks.
 
+    - `kind`: "all-reduce", "reduce-scatter" or "all-gather", as in `GroupCall`.
+    - `moves`: in the order of the slices; `dim`: the dimension of slices.
+    """
+
+    kind: str
     moves: tuple[Move, ...]
+    dim: int = 0
 
     def __str__(self) -> str:
-        return f"all-reduce of {', '.join(map(str, self.moves))}"
+        along = "" if self.kind == ALL_REDUCE else f" along {self.dim}"
+        return f"{self.kind}{along} of {', '.join(map(str, self.moves))}"
 
 
 @dataclass(frozen=True)
@@ -132,7 +148,7 @@ class Program:
     - `graph`: the captured model, for its inputs, states and outputs.
     - `types`: the type of every value, also of values that passes have added.
     - `pipeline`: where ops are placed one by one, the stage of the pipeline that each stage is a piece of; else empty.
-    - `sums`: the moves whose values are added up on their way.
+    - `collectives`: the moves whose values are made on their way.
     """
 
     graph: Graph
@@ -141,7 +157,7 @@ class Program:
     loans: tuple[Loan, ...]
     types: Mapping[str, ValueType]
     pipeline: tuple[int, ...] = ()
-    sums: tuple[AllReduce, ...] = ()
+    collectives: tuple[Collective, ...] = ()
 
     def __str__(self) -> str:
         return show(self)
@@ -159,18 +175,19 @@ class Program:
 
     @property
     def sources(self) -> tuple[tuple[int, ...], ...]:
-        """For each stage the stages that it takes from. Each that takes a sum takes from all that give a part."""
+        """For each stage the stages that it takes from. One that takes what a collective makes takes from all that
+        give a part."""
         found: list[set[int]] = [set() for _ in self.stages]
         ends = [(move.source, move.target) for move in self.moves]
-        ends += [(a.source, b.target) for one in self.sums for a in one.moves for b in one.moves]
+        ends += [(a.source, b.target) for one in self.collectives for a in one.moves for b in one.moves]
         for source, target in ends:
             if source >= 0 and target < len(found):
                 found[target].add(source)
         return tuple(tuple(sorted(stages)) for stages in found)
 
-    def sum_of(self, value: str, target: int) -> AllReduce | None:
-        """The all-reduce from which a stage takes this value; None if it takes what another stage gives."""
-        return next((one for one in self.sums for m in one.moves if (m.value, m.target) == (value, target)), None)
+    def collective_of(self, move: Move) -> Collective | None:
+        """The collective that makes the value of a move; None if it takes what another stage gives."""
+        return next((one for one in self.collectives if move in one.moves), None) if move.part else None
 
     def state(self, name: str) -> State:
         return self.graph.state(name)
@@ -192,7 +209,7 @@ def check(program: Program) -> None:
     - a stage takes a value that no move brings, or is sent one that it does not take;
     - a stage borrows a tensor that no stage lends;
     - a move does not go forward, or carries a value that its source does not give or that cannot leave its stage;
-    - moves whose values are added up are not within different devices, or their values have different types;
+    - the moves of a collective are not within different devices, or their types do not fit it;
     - an output of the model is not moved to the caller.
     """
     n = len(program.stages)
@@ -200,8 +217,8 @@ def check(program: Program) -> None:
     for move in program.moves:
         _check_move(program, move)
         arriving[move.target].add(move.value)
-    for one in program.sums:
-        _check_sum(program, one)
+    for one in program.collectives:
+        _check_collective(program, one)
     lent = {(loan.user, loan.state) for loan in program.loans}
     for stage in program.stages:
         missing = set(stage.takes) - arriving[stage.index] - _sizes(program)
@@ -229,18 +246,26 @@ def _check_move(program: Program, move: Move) -> None:
         raise ValueError(f"the move {move} does not go forward within {n} stages")
     if not may_cross(program.types[move.value]):
         raise ValueError(f"the move {move} carries a {program.types[move.value]}, which cannot leave its stage")
-    if move.source >= 0 and move.value not in program.stages[move.source].gives:
-        raise ValueError(f"the move {move}: stage {move.source} does not give {move.value!r}")
+    if move.source >= 0 and move.given not in program.stages[move.source].gives:
+        raise ValueError(f"the move {move}: stage {move.source} does not give {move.given!r}")
 
 
-def _check_sum(program: Program, one: AllReduce) -> None:
+def _check_collective(program: Program, one: Collective) -> None:
     ends = [(program.stages[move.source].devices, program.stages[move.target].devices) for move in one.moves]
     if any(here != there or len(here) > 1 for here, there in ends) or len(set(ends)) < len(ends):
         raise ValueError(f"the {one}: each move has to be within a device of its own, without replicas")
     if not set(one.moves) <= set(program.moves):
         raise ValueError(f"the {one}: these are not all moves of the program")
-    if len({program.types[move.value] for move in one.moves}) > 1:
-        raise ValueError(f"the {one}: the values have different types")
+    parts, values = ({program.types[name] for name in names} for names in zip(*((m.given, m.value) for m in one.moves),
+                                                                               strict=True))  # fmt: skip
+    part, value = next(iter(parts)), next(iter(values))
+    assert isinstance(part, TensorType)
+    assert isinstance(value, TensorType)
+    slice_, whole = (value, part) if one.kind == REDUCE_SCATTER else (part, value)
+    count = 1 if one.kind == ALL_REDUCE else len(one.moves)
+    fits = len(parts) == len(values) == 1 and part.dtype == value.dtype
+    if not fits or [size * (count if at == one.dim else 1) for at, size in enumerate(slice_.shape)] != [*whole.shape]:
+        raise ValueError(f"the {one}: the types of the values do not fit it")
 
 
 def _check_stage(program: Program, stage: Stage) -> None:
@@ -279,7 +304,7 @@ def _fault(program: Program, stage: Stage, reason: str) -> ValueError:
 def show(program: Program) -> str:
     """The listing of all stages and moves."""
     blocks = [show_stage(program, stage) for stage in program.stages]
-    moves = [f"  {move}" for move in (*program.moves, *program.loans, *program.sums)]
+    moves = [f"  {move}" for move in (*program.moves, *program.loans, *program.collectives)]
     return "\n".join([*blocks, "moves", *moves])
 
 

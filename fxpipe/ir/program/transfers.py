@@ -10,9 +10,9 @@ need them; gradients are added up after the stage's last backward (`gradient_buc
 
 There is no deadlock, even if each device does one thing after the other and a send waits for its receive. Give both
 ends of a message the time when its value is made, and a run the time when it starts. These times never fall along a row
-(at the same time, messages come first, then sums, in one order on all devices), so the earliest step that is not done
-can always be done. Messages of one time are sent and received together: they have the same round. A sum stands at the
-time when its last part is made.
+(at the same time, messages come first, then collectives, in one order on all devices), so the earliest step that is
+not done can always be done. Messages of one time are sent and received together: they have the same round. A collective
+stands at the time when its last part is made.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fxpipe.ir.replica_shares import in_common
 from fxpipe.ir.schedule.schedule import Action, Costs, Schedule, starts
 from fxpipe.ir.schedule.schedule_check import check
 
-from .device_programs import DevicePrograms, Message, Parts, Step
+from .device_programs import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, DevicePrograms, GroupCall, Message, Step
 from .gradient_buckets import added, begun, buckets, gathered
 from .program import Program, recut
 
@@ -49,14 +49,14 @@ def add_transfers(schedule: Schedule, program: Program) -> DevicePrograms:
     pairs = zip(workers, sends, strict=True)
     made = [list(_made(clock, row, leaving)) for (_, _, row), leaving in pairs]
     everything = sorted(chain.from_iterable(made), key=lambda one: one[0])  # stable: in the order of the sends
-    sums = sorted(_sums(clock, program), key=lambda one: one[0])
+    calls = sorted(_group_calls(clock, program), key=lambda one: one[0])
     rows = []
     for (label, k, row), leaving in zip(workers, made, strict=True):
         arriving = [
             one for one in everything if one[1].replicas[1] == k and label in program.stages[one[1].target].devices
         ]
         mine = {stage.index for stage in program.stages if label in stage.devices}
-        own = [(at, parts) for at, parts in sums if any(m.source in mine for m in parts.messages)]
+        own = [(at, call) for at, call in calls if any(m.source in mine for m in call.messages)]
         rows.append(tuple(_row(schedule, program, clock, row, leaving, arriving, own, k)))
     return DevicePrograms(schedule.name, tuple(label for label, _, _ in workers), tuple(rows))
 
@@ -141,10 +141,14 @@ def _made(clock: Clocks, row: Sequence[Action], sends: Sends) -> Iterator[Made]:
         yield from ((at, message) for message in messages)
 
 
-def _sums(clock: Clocks, program: Program) -> Iterator[tuple[float, Parts]]:
-    """The sums of all micro-batches, each after the clock at which its last part is made: those of values, and on the
-    way back those of gradients."""
-    for one in program.sums:
+# The gradient of the sum, or of the whole, comes back in parts that are added up; that of a slice comes as a slice.
+BACK = {ALL_REDUCE: ALL_REDUCE, REDUCE_SCATTER: ALL_GATHER, ALL_GATHER: REDUCE_SCATTER}
+
+
+def _group_calls(clock: Clocks, program: Program) -> Iterator[tuple[float, GroupCall]]:
+    """The collectives of all micro-batches, each after the clock at which its last part is made: those of values, and
+    on the way back those of gradients."""
+    for one in program.collectives:
         graded = any(_has_gradient(program, move.value) for move in one.moves)
         for kind, stage, i in clock:
             if stage != one.moves[0].source or kind not in ("FBI" if graded else "F"):
@@ -152,7 +156,8 @@ def _sums(clock: Clocks, program: Program) -> Iterator[tuple[float, Parts]]:
             back = kind != "F"
             ends = [(m.value, *((m.target, m.source) if back else (m.source, m.target))) for m in one.moves]
             last = max(clock[Action(kind, source, i)] for _, source, _ in ends)
-            yield last + 1, Parts(tuple(Message(*end, i, back) for end in ends))
+            messages = tuple(Message(*end, i, back) for end in ends)
+            yield last + 1, GroupCall(BACK[one.kind] if back else one.kind, messages, one.dim)
 
 
 def _row(
@@ -162,7 +167,7 @@ def _row(
     row: Sequence[Action],
     leaving: Sequence[Made],
     arriving: Sequence[Made],
-    sums: Sequence[tuple[float, Parts]],
+    calls: Sequence[tuple[float, GroupCall]],
     replica: int,
 ) -> Iterator[Step]:
     """The steps of a device that is replica number `replica` of its stages. A message stands before the first action
@@ -174,11 +179,11 @@ def _row(
     timed = [(at, Step("receive", message)) for at, message in arriving]
     timed += [(at, Step("send", message)) for at, message in leaving]
     timed += [(clock[row[last[bucket.stage]]] + 1, step) for bucket in early for step in begun(bucket, replica)]
-    timed += [(at, Step("all-reduce", parts)) for at, parts in sums]
+    timed += [(at, Step(call.kind, call)) for at, call in calls]
     timed.sort(key=lambda one: one[0])
     begins, gaps = [clock[action] for action in row], dict[int, list[Step]]()
     for at, step in timed:
-        step = step if step.do == "all-reduce" else step._replace(round=int(at) + 1)
+        step = step if isinstance(step.what, GroupCall) else step._replace(round=int(at) + 1)
         gaps.setdefault(bisect_left(begins, at), []).append(step)
     for position, action in enumerate(row):
         yield from gaps.get(position, ())

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.graph.graph import Graph
-from fxpipe.ir.operators.partial_sums import PartialSum, partial_sums
+from fxpipe.ir.operators.collective_patterns import CollectivePattern, collective_patterns
 from fxpipe.ir.operators.placed_graph import Placed
 from fxpipe.ir.plan.plan import Plan, StagePlan
 from fxpipe.ir.program.program import Program
@@ -54,12 +54,18 @@ def build(
     with timed("planning"):
         where = {op: options.devices[device] for op, device in placed.devices.items()}
         seconds = {cost.name: profile.on(where[cost.name])[cost.name].forward for cost in profile.ops}
-        sums = partial_sums(placed) if options.ranks else ()
-        decided = _plan(placed, seconds, options, sums)
+        patterns = collective_patterns(placed) if options.ranks else ()
+        decided = _plan(placed, seconds, options, patterns)
     with timed("passes"):
         owned = owners(placed, options.devices, None if home is None else home.owners) if options.ranks else {}
         program = lower(
-            placed.graph, decided, trail.__setitem__, passes_of(options), segmented=True, owners=owned, sums=sums
+            placed.graph,
+            decided,
+            trail.__setitem__,
+            passes_of(options),
+            segmented=True,
+            owners=owned,
+            patterns=patterns,
         )
         totals = lowered_totals(graph, decided)
     with timed("simulator"):
@@ -75,13 +81,15 @@ def build(
     )
 
 
-def _plan(placed: Placed, seconds: Mapping[str, float], options: Options, sums: Sequence[PartialSum]) -> Plan:
+def _plan(
+    placed: Placed, seconds: Mapping[str, float], options: Options, patterns: Sequence[CollectivePattern]
+) -> Plan:
     """A plan with a stage for each segment. "except_last" with one micro-batch recomputes nothing: "never". Segments
     that the strategy recomputes always do."""
     checkpoint = "never" if (options.checkpoint, options.chunks) == ("except_last", 1) else str(options.checkpoint)
     stages = (
         StagePlan(segment.ops, options.devices[segment.device], "always" if segment.again else checkpoint)
-        for segment in segments(placed, seconds, sums)
+        for segment in segments(placed, seconds, patterns)
     )
     return Plan(placed.graph.model, tuple(stages), options.chunks, str(options.schedule))
 

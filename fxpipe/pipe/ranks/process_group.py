@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from fxpipe.engines.ranks.rank_group import Lost, World
 from fxpipe.engines.ranks.rendezvous import ADDRESS, fresh_store, may_meet_the_gone
+from fxpipe.engines.transports.collective_groups import CollectiveGroups
 from fxpipe.engines.transports.communicators import Communicators, Watch, backends, each_way
 from fxpipe.engines.transports.same_machine import neighbours
-from fxpipe.engines.transports.sum_groups import SumGroups
 from fxpipe.errors import PlanError, RankError
 from fxpipe.ir.cluster.cluster import Cluster
 
@@ -140,8 +140,8 @@ def join(group: Any, device: torch.device, timeout: float) -> World:
     control = each_way(store, rank, len(ranks), limit)
     labels = tuple(f"{device.type}:{rank}" for rank in range(len(ranks)))
     queued = device.type != "cpu" or backend.upper() in c10d.Backend._plugins
-    sums = SumGroups(backend if queued else "gloo", store, rank, device, limit)
-    made = World(group, rank, labels, device, control, timeout, store, sums)
+    groups = CollectiveGroups(backend if queued else "gloo", store, rank, device, limit)
+    made = World(group, rank, labels, device, control, timeout, store, groups)
     try:
         made.local_peers = neighbours(rank, made.collect)
         if queued:

@@ -19,14 +19,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 from heapq import heappop, heappush
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import inf
 
 from fxpipe.errors import PlanError
 from fxpipe.ir.graph.graph import Graph, Op
 from fxpipe.ir.graph.legal_cuts import ties
 from fxpipe.ir.graph.shared_memory_values import memory_of
-from fxpipe.ir.operators.partial_sums import PartialSum
+from fxpipe.ir.operators.collective_patterns import CollectivePattern
 from fxpipe.ir.operators.placed_graph import Placed
 
 from .op_order import Edges, requirements
@@ -44,18 +44,23 @@ class Segment:
 
 
 def segments(
-    placed: Placed, seconds: Mapping[str, float] | None = None, sums: Sequence[PartialSum] = ()
+    placed: Placed, seconds: Mapping[str, float] | None = None, collectives: Sequence[CollectivePattern] = ()
 ) -> tuple[Segment, ...]:
     """The segments in an order in which they can run; those of a device run in this order. `seconds` is how long each
-    op takes, 0 if not given: then segments are as few as possible. A device makes its part of one of `sums` in an
-    earlier segment than it adds up. Raises PlanError if ops that must run together are on several devices."""
+    op takes, 0 if not given: then segments are as few as possible. A device gives its part to one of `collectives` in
+    an earlier segment than it takes what is made of it. Raises PlanError if ops that must run together are on several
+    devices."""
     graph = placed.graph
     before = requirements(graph)
     position = {op.name: at for at, op in enumerate(graph.ops)}
-    chains = [pair for one in sums for adds in one.adds for pair in pairwise(map(position.__getitem__, adds))]
-    whole = blocks(graph, before, [*_made_of_nothing(placed, before), *chains])
+    together = [made for one in collectives for made in one.made]
+    together += [(part, *cuts) for one in collectives for part, cuts in zip(one.parts, one.cuts, strict=False)]
+    pairs = [pair for names in together for pair in pairwise(map(position.__getitem__, names))]
+    whole = blocks(graph, before, [*_made_of_nothing(placed, before), *pairs])
     _refuse_torn(graph, placed, whole)
-    return _Turns(placed, before, whole, seconds or {}, {position[part] for one in sums for part in one.parts}).taken()
+    made = {position[op] for one in collectives for ops in one.made for op in ops}
+    given = {position[op] for one in collectives for op in chain(one.parts, *one.cuts)}
+    return _Turns(placed, before, whole, seconds or {}, made, given).taken()
 
 
 # Ops that stay together -----------------------------------------------------------------------------------------------
@@ -135,7 +140,7 @@ def _refuse_torn(graph: Graph, placed: Placed, blocks: Sequence[tuple[int, ...]]
 class _Turns:
     """Gives blocks to devices, segment by segment. A block is named by its first op.
 
-    - `parts`: ops whose readers are in later segments.
+    - `made`: ops that are in later segments than those that they read of `given`.
     - `free`: when each device is done, in seconds.
     - `ended`: when each block is done.
     - `ready`: for each device a heap of the blocks that may run, as (`way`, first op).
@@ -145,7 +150,8 @@ class _Turns:
     before: Edges
     blocks: Sequence[tuple[int, ...]]
     seconds: Mapping[str, float]
-    parts: Collection[int]
+    made: Collection[int]
+    given: Collection[int]
     free: dict[int, float] = field(default_factory=dict)
     ended: dict[int, float] = field(default_factory=dict)
     ready: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
@@ -237,9 +243,9 @@ class _Turns:
         return taken
 
     def begins(self, first: int, taken: Collection[int]) -> bool:
-        """Whether a block reads a part of a sum that is among the ops `taken` so far for a segment."""
-        parts = (need for at in self.at[first] for need in self.before[at] if need in self.parts)
-        return any(part in taken for part in parts)
+        """Whether a block takes part in a collective that the ops `taken` so far for a segment give a part to."""
+        needs = (need for at in self.at[first] if at in self.made for need in self.before[at] if need in self.given)
+        return any(need in taken for need in needs)
 
     def release(self, first: int) -> None:
         """Make ready the blocks that waited only for this one."""

@@ -14,8 +14,9 @@ from fxpipe.ir.cluster.network import all_reduce, split_concat
 from fxpipe.ir.graph.value_types import nbytes, tensors
 from fxpipe.ir.plan.plan import FORWARD_AGAIN, Plan, StagePlan
 from fxpipe.ir.plan.profile import OpCost, Profile, total
+from fxpipe.ir.program.device_programs import ALL_REDUCE
 from fxpipe.ir.program.kept_bytes import KeptBytes, Memory, size
-from fxpipe.ir.program.program import AllReduce, Program
+from fxpipe.ir.program.program import Collective, Program
 
 from .replica_costs import positions
 from .simulate import Hop, StageCost
@@ -103,22 +104,24 @@ def hops(program: Program, sizes: Mapping[str, int], cluster: Cluster, samples: 
     back the gradients of those that have one. The caller's inputs and outputs are not counted. `samples`: those of a
     micro-batch, which replicas share; with None, shares are ideal."""
     found = [_hop(program, sizes, cluster, samples, *ends, values) for ends, values in _moved(program)]
-    return (*found, *(hop for one in program.sums for hop in _sum_hops(program, sizes, cluster, one)))
+    return (*found, *(hop for one in program.collectives for hop in _group_hops(program, sizes, cluster, one)))
 
 
-def _sum_hops(program: Program, sizes: Mapping[str, int], cluster: Cluster, one: AllReduce) -> Iterator[Hop]:
-    """The hops of an all-reduce: it occupies the links between all devices of its group."""
+def _group_hops(program: Program, sizes: Mapping[str, int], cluster: Cluster, one: Collective) -> Iterator[Hop]:
+    """The hops of a collective: it occupies the links between all devices of its group. A reduce-scatter or all-gather
+    is half of an all-reduce of the whole."""
     rate = all_reduce(cluster, positions(cluster, [program.stages[move.source].device for move in one.moves]))
-    types = tensors(program.types[one.moves[0].value])
-    forward = rate.seconds(sum(tensor.nbytes(sizes) for tensor in types))
-    backward = rate.seconds(sum(tensor.nbytes(sizes) for tensor in types if tensor.grad))
+    (kind,) = tensors(program.types[one.moves[0].value])
+    whole = max(nbytes(program.types[name], sizes) for name in (one.moves[0].given, one.moves[0].value))
+    forward = rate.seconds(whole) * (1 if one.kind == ALL_REDUCE else 0.5)
+    backward = forward if kind.grad else 0.0
     yield from (Hop(a, b, forward, backward, name) for a, b, name in _pairs(one))
 
 
-def _pairs(one: AllReduce) -> Iterator[tuple[int, int, str]]:
-    """The stages that give a part of a sum, each with the stages of other devices that take the sum."""
+def _pairs(one: Collective) -> Iterator[tuple[int, int, str]]:
+    """The stages that give a part, each with the stages of other devices that take what is made of it."""
     for a in one.moves:
-        yield from ((a.source, b.target, f"all-reduce of {b.value}") for b in one.moves if b != a)
+        yield from ((a.source, b.target, f"{one.kind} of {b.value}") for b in one.moves if b != a)
 
 
 def _moved(program: Program) -> list[tuple[tuple[int, int], list[str]]]:

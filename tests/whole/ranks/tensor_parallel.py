@@ -19,10 +19,18 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import RankError
 from fxpipe.api.search import operators_of
+from fxpipe.engines.transports.collective_groups import FAILED_PART, CollectiveGroups, Exchange, mark, marks_of
 from fxpipe.engines.transports.message_format import FailedElsewhere
-from fxpipe.engines.transports.sum_groups import FAILED_PART, flat_part, mark, marks_of, sum_in
 from fxpipe.ir.cluster.published_clusters import preset
-from fxpipe.ir.program.device_programs import Parts, check
+from fxpipe.ir.program.device_programs import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    COLLECTIVES,
+    REDUCE_SCATTER,
+    GroupCall,
+    check,
+)
+from fxpipe.ir.program.transfers import BACK
 from fxpipe.pipe.ranks.process_group import find_world
 from fxpipe.pipe.ranks.rank_pipe import RankPipe
 from fxpipe.pipe.ranks.ranks import ranked
@@ -34,7 +42,7 @@ from tests.training.test_checkpoint import Net, adam, batch, train
 from tests.whole.ranks.cases import Boom, apart, at, raises, step_is_the_models, throw
 from tests.whole.ranks.meshes import ddp, fsdp, rows_of
 from tests.whole.ranks.parts import loops_alike, on_meta
-from tests.whole.ranks.rendezvous import like_nccl
+from tests.whole.ranks.rendezvous import failing, like_nccl, no_memory
 from tests.whole.test_placed import anywhere
 from tests.whole.test_steps import stepped
 from tests.whole.test_tensor_parallel import fast, loss, planned
@@ -67,7 +75,9 @@ def plan_is_the_model(group: Any, name: str, how: str, mode: str = "") -> None:
     close(got, (total.detach(), torch.cat(outputs).detach()))
     check(pipe.programs)
     if name == "mlp":
-        adds_up(pipe, mode)
+        shares(pipe, mode, ALL_REDUCE)
+    if name == "blocks":
+        shares(pipe, mode, ALL_GATHER)
     wanted = dict(plain.named_parameters()) | dict(plain.named_buffers())
     for key, tensor in pipe.held_tensors().items():
         close(tensor.detach(), wanted[key].detach(), key)
@@ -80,13 +90,14 @@ def plan_is_the_model(group: Any, name: str, how: str, mode: str = "") -> None:
     pipe.close()
 
 
-def adds_up(pipe: RankPipe, mode: str) -> None:
-    """Sums of the parts of a group are all-reduces, forward and backward, in groups that are made once, unless ranks
-    share memory."""
-    sums = [step.what for row in pipe.programs.rows for step in row if isinstance(step.what, Parts)]
-    assert {one.messages[0].gradient for one in sums} == {False, True}
-    assert "# all-reduce over ranks 0, 1" in pipe.files["scheduler.py"]
-    assert bool(pipe.world.sums.groups) == bool(mode)
+def shares(pipe: RankPipe, mode: str, kind: str) -> None:
+    """What all ranks of a group need is made in collectives, forward and backward, in groups that are made once, unless
+    ranks share memory."""
+    calls = [step.what for row in pipe.programs.rows for step in row if isinstance(step.what, GroupCall)]
+    found = {(one.kind, one.messages[0].gradient) for one in calls}
+    assert {(kind, False), (BACK[kind], True)} <= found
+    assert f"# {kind} over ranks 0, 1" in pipe.files["scheduler.py"]
+    assert bool(pipe.world.collectives.groups) == bool(mode)
 
 
 def close(found: Any, wanted: Any, what: str = "") -> None:
@@ -237,9 +248,10 @@ def rows_train_together(group: Any) -> None:
     pipe.close()
 
 
-def faults_are_told(group: Any, mode: str) -> None:
-    """An action of a part fails: all ranks hear of it, no gradient is added, and the next step is exact."""
-    model, x, found = planned("mlp", "a stage of four")
+def faults_are_told(group: Any, name: str, mode: str) -> None:
+    """An action of a part fails, or there is no memory for a collective: all ranks hear of it, no gradient is added,
+    and the next step is exact."""
+    model, x, found = planned(name, "a stage of four")
     pipe = over(group, model, found, mode)
 
     def step() -> Tensor:
@@ -256,22 +268,28 @@ def faults_are_told(group: Any, mode: str) -> None:
         with pytest.raises(Boom if here else RankError, match="boom"):
             step()
         assert all(parameter.grad is None for parameter in model.parameters())
+    if mode:
+        model.zero_grad()
+        changes = ((CollectiveGroups, "space", no_memory),) if dist.get_rank(group) == 1 else ()
+        with failing(changes, True), pytest.raises((RuntimeError, RankError), match="out of memory"):
+            step()
+        assert all(parameter.grad is None for parameter in model.parameters())
     close(step(), wanted)
     for key, parameter in pipe.named_parameters():
         close(parameter.grad, gradients[key], key)
     pipe.close()
 
 
-def lose_one(group: Any, mode: str) -> None:
-    """Rank 1 ends while the others wait for its part of a sum."""
-    model, x, found = planned("mlp", "a stage of four")
+def lose_one(group: Any, name: str, mode: str) -> None:
+    """Rank 1 ends while the others wait for its part of a collective."""
+    model, x, found = planned(name, "a stage of four")
     pipe = over(group, model, found, mode)
 
     def step() -> None:
         pipe.step(x, loss_fn=lambda output: loss(output))
 
     step()
-    adds_up(pipe, mode)
+    shares(pipe, mode, ALL_REDUCE if name == "mlp" else ALL_GATHER)
     at(pipe, "1F1", lambda: os.kill(os.getpid(), signal.SIGKILL))
     try:
         step()
@@ -284,32 +302,35 @@ def lose_one(group: Any, mode: str) -> None:
 def odd_parts(group: Any) -> None:
     """Parts of which some ranks have none, or that need no gradient, and the memory of a group: what each rank gets."""
     rank, world = dist.get_rank(group), find_world(None, group, 64)
-    world.make_sums([(0, 1), (1, 0)])
-    made = dict(world.sums.groups)
-    world.make_sums([(1, 0)])
-    assert world.sums.groups == made  # once
-    size = torch.float64, (2, 3)
-    value = torch.arange(6.0, dtype=torch.float64).view(2, 3)
-    for parts, wanted in (
-        ((value, 2 * value), 3 * value),
-        ((value, None), value),
-        ((None, None), None),
-        ((value, FailedElsewhere), FailedElsewhere),
-    ):
-        own = parts[rank]
-        failed = own is FailedElsewhere
-        flat = flat_part(None if failed else own, size, world.device)
-        mark(flat, FAILED_PART if failed else (False, own is not None, rank == 0 and own is not None))
-        world.settle(world.add_up((0, 1), flat))
-        if wanted is FailedElsewhere:
-            with pytest.raises(FailedElsewhere):
-                sum_in(flat, size, marks_of(flat), ())
-            continue
-        found = sum_in(flat, size, marks_of(flat), (1, 0))
-        assert (found is None) == (wanted is None)
-        if found is not None:
-            assert torch.equal(found, wanted)
-            assert found.requires_grad
-            assert found.stride() == (1, 2)
-    with pytest.raises(ValueError, match=r"of type torch.float64 and shape \[3\] is to be added up"):
-        flat_part(value[0], size, world.device)
+    world.make_groups([(0, 1), (1, 0)])
+    made = dict(world.collectives.groups)
+    world.make_groups([(1, 0)])
+    assert world.collectives.groups == made  # once
+    value = torch.arange(8.0, dtype=torch.float64).view(2, 4)
+    whole, part = (torch.float64, (2, 4)), (torch.float64, (2, 2))
+    for kind in COLLECTIVES:
+        given, taken = part if kind == ALL_GATHER else whole, part if kind == REDUCE_SCATTER else whole
+        form = Exchange(kind, 2, 1, given, taken, True)
+        for owned in ((value, 2 * value), (value, None), (None, None), (value, FailedElsewhere)):
+            parts: list[Any] = [one.chunk(2, 1)[at] if kind == ALL_GATHER and isinstance(one, Tensor) else one
+                                for at, one in enumerate(owned)]  # fmt: skip
+            own, failed = parts[rank], parts[rank] is FailedElsewhere
+            rows = form.part(None if failed else own, world.device)
+            mark(rows, FAILED_PART if failed else (False, own is not None, rank == 0 and own is not None))
+            found = world.collectives.space(kind, rows, (0, 1))
+            world.settle(world.begin_collective(kind, (0, 1), rows, found))
+            if FailedElsewhere in owned:
+                with pytest.raises(FailedElsewhere):
+                    form.opened(found, marks_of(found), ())
+                continue
+            got = form.opened(found, marks_of(found), [1, 0])
+            assert (got is None) == (owned == (None, None))
+            if got is not None:
+                whole_of = [torch.zeros(given[1], dtype=value.dtype) if one is None else one for one in parts]
+                wanted = torch.cat(whole_of, 1) if kind == ALL_GATHER else whole_of[0] + whole_of[1]
+                wanted = wanted.chunk(2, 1)[rank] if kind == REDUCE_SCATTER else wanted
+                assert torch.equal(got, wanted), kind
+                assert got.requires_grad
+                assert (got.stride() == (1, 2)) == (kind != ALL_GATHER)
+    with pytest.raises(ValueError, match=r"of type torch.float64 and shape \[4\] is to be added up"):
+        Exchange(ALL_REDUCE, 2, 0, whole, whole, True).part(value[0], world.device)

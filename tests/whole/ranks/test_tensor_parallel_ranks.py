@@ -18,6 +18,8 @@ PLANS = (
     ("image", "two replicas of two", ""),
     ("mlp", "a stage of four", EAGER),
     ("mlp", "a stage of four", FAR),
+    ("blocks", "a stage of four", EAGER),
+    ("blocks", "a stage of four", FAR),
 )
 PLACED = (("tied transformer", "1f1b", "always"), ("batch norm", "zb-h1", "never"))
 
@@ -49,9 +51,9 @@ def test_random_numbers(pool: Pool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["", FAR])
-def test_faults(pool: Pool, mode: str) -> None:
-    pool.run(tensor_parallel.faults_are_told, mode)
+@pytest.mark.parametrize(("name", "mode"), [("mlp", ""), ("mlp", FAR), ("blocks", FAR)])
+def test_faults(pool: Pool, name: str, mode: str) -> None:
+    pool.run(tensor_parallel.faults_are_told, name, mode)
 
 
 def test_parts_of_sums(pool: Pool) -> None:
@@ -59,11 +61,11 @@ def test_parts_of_sums(pool: Pool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [FAR, EAGER])
-def test_a_lost_rank_frees_those_that_add_up(mode: str) -> None:
+@pytest.mark.parametrize(("name", "mode"), [("mlp", FAR), ("blocks", EAGER)])
+def test_a_lost_rank_frees_those_that_wait_for_its_part(name: str, mode: str) -> None:
     ranks = Pool(4)
     try:
-        ranks.start(tensor_parallel.lose_one, mode, ranks=range(4))
+        ranks.start(tensor_parallel.lose_one, name, mode, ranks=range(4))
         for rank in (0, 2, 3):
             with pytest.raises(RankFailed, match="rank 1 is gone"):
                 ranks.results((rank,), 60)
