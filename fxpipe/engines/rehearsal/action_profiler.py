@@ -51,6 +51,7 @@ class Rehearsal:
         """Runs the batch once, and records the values that stages exchange, the outputs, and the peak memory of each
         worker. The peak is the same in every step: it depends only on the order of the worker's own actions."""
         self.engine, self.batch, self.chunks = engine, batch, chunks
+        self.grads: list[Pair] = []
         with untouched(engine):
             recorder = Recorder()
             m = engine.attempt(batch, chunks, None, recorder)
@@ -62,16 +63,18 @@ class Rehearsal:
         self.links = tuple(Link(ends, inf, seconds) for ends in combinations(sorted(set(engine.devices)), 2))
 
     def once(self) -> Times:
-        """The times of one rehearsal."""
+        """The times of one rehearsal. Its gradients are kept until the next one, as a model keeps them: if all memory
+        were free between two, the process would give it back to the system, and get it page by page."""
+        self.grads.clear()
         with untouched(self.engine):
             start = perf_counter()
             found = Replay(self.sent)
             m = self.engine.attempt(self.batch, self.chunks, None, found, found.rows(self.engine.timetable))
             _, pairs = self.engine.outcome(m, self.batch)
             copying = perf_counter()
-            pairs = stand_ins(pairs)
+            self.grads += stand_ins(pairs)
             copied = perf_counter()
-            commit_gradients(pairs)
+            commit_gradients(self.grads)
             end = perf_counter()
         begins, ends = (
             edge(moments) for edge, moments in zip((min, max), zip(*found.moments, strict=True), strict=True)

@@ -60,7 +60,8 @@ def rehearse_ranks(
     with untouched(engine.steps):
         outputs = engine.run(batch, chunks, None, seed, observer=recorder, given=given, commit_pairs=drop)
     links = handovers(engine.world)  # after the step: if a rank cannot take part in this call, that tells the others
-    times = [once(engine, batch, chunks, seed, recorder.received, links) for _ in range(warmup + rounds)]
+    grads: list[Pair] = []
+    times = [once(engine, batch, chunks, seed, recorder.received, links, grads) for _ in range(warmup + rounds)]
     memory = tuple(recorder.memory.get(label, ()) for label in dict.fromkeys(engine.steps.devices))
     return times[warmup:], outputs, memory
 
@@ -72,12 +73,15 @@ def once(
     seed: int,
     received: Mapping[Key, Any],
     links: tuple[Link, ...],
+    grads: list[Pair],
 ) -> Times:
-    """The times of one rehearsal."""
+    """The times of one rehearsal. `grads` keeps its gradients until the next one, as a model does: if all memory were
+    free between two, the process would give it back to the system, and get it page by page."""
+    grads.clear()
     replay = Replay(received)
     with untouched(engine.steps):
         start = perf_counter()
-        engine.run(batch, chunks, None, seed, observer=replay, commit_pairs=replay.commit)
+        engine.run(batch, chunks, None, seed, observer=replay, commit_pairs=partial(replay.commit, grads))
         end = perf_counter()
     ranks: list[Notes] = engine.world.collect(replay.notes(start, end))
     return Times(
@@ -190,11 +194,11 @@ class Replay:
         conclude(run)
         self.verdict = start, perf_counter()
 
-    def commit(self, pairs: list[Pair]) -> None:
+    def commit(self, grads: list[Pair], pairs: list[Pair]) -> None:
         start = perf_counter()
-        pairs = stand_ins(pairs)
+        grads += stand_ins(pairs)
         self.copying = perf_counter() - start
-        commit_gradients(pairs)
+        commit_gradients(grads)
 
     def notes(self, start: float, end: float) -> Notes:
         """What is known after the call, which took from `start` to `end`."""
