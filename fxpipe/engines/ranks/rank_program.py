@@ -66,9 +66,8 @@ class RankCollective:
 
 
 Batch = tuple[tuple[bool, RankMessage], ...]  # messages that go together, each after whether it is sent
-Line = tuple[
-    str, Any
-]  # "run", an action; "reduce" or "gather", a message; "batch", a Batch; "collective", a RankCollective
+# "run", an action; "reduce" or "gather", a message; "batch", a Batch; "collective", a RankCollective
+Line = tuple[str, Any]
 
 
 class RankProgram:

@@ -169,28 +169,25 @@ class Planned:
     def memory_kinds(self) -> dict[str, MemoryKinds]:
         """What is in the memory of each device that has a stage at the fullest moment of a step, by label: bytes of
         `parameters`, `gradients`, `optimizer` and `activations`."""
-        found = {}
-        for group, peak_bytes in zip(rows(self.layers.stages), self.timeline.high_water, strict=True):
-            own = [
-                model_states(
-                    self.chain, stage.first, stage.end, len(group), self.copies, self.layers.optimizer_sharding
-                )
-                for stage in self.layers.stages
-                if stage.devices == group
-            ]
-            states = ModelStates(*map(sum, zip(*own, strict=True)))
-            found.update(dict.fromkeys(self._labels(group), memory_kinds(states, peak_bytes)))
-        return found
+        sharding = self.layers.optimizer_sharding
+        states = dict[str, list[ModelStates]]()
+        for stage in self.layers.stages:
+            own = model_states(self.chain, stage.first, stage.end, len(stage.devices), self.copies, sharding)
+            for label in self._labels(stage):
+                states.setdefault(label, []).append(own)
+        return {
+            label: memory_kinds(ModelStates(*map(sum, zip(*states[label], strict=True))), most)
+            for label, most in self.memory.items()
+        }
 
     @property
     def memory(self) -> dict[str, int]:
         """The most bytes in use on each device that has a stage, by label."""
-        peaks = zip(rows(self.layers.stages), self.timeline.high_water, strict=True)
-        return {label: peak for group, peak in peaks for label in self._labels(group)}
+        peaks = dict(zip(rows(self.layers.stages), self.timeline.high_water, strict=True))
+        return {label: peaks[stage.devices] for stage in self.layers.stages for label in self._labels(stage)}
 
-    def _labels(self, positions: Sequence[int]) -> list[str]:
-        """The labels of all devices of these groups."""
-        return [self.cluster.labels[device] for group in positions for device in self.groups[group]]
+    def _labels(self, stage: HybridStage) -> list[str]:
+        return [self.cluster.labels[device] for device in self.devices(stage)]
 
     def order(self, schedule: str) -> Schedule:
         """The schedule of this name, or of this grid, for the plan's stages and micro-batches. Raises PlanError if

@@ -138,15 +138,11 @@ def _fitting(request: Request, one: _Candidate, order: LoopedOrder) -> tuple[flo
             plan = replace(plan_of(one.problem, stages), optimizer_sharding=sharding)
             seconds, held = order.simulate(one.problem, plan)
             tries += 1
-            over = {e.devices for e, most in zip(stages, held, strict=True) if most > _room(one.problem, e)}
+            rooms = (one.problem.stage(e.first, e.end, e.devices, e.recompute).room for e in stages)
+            over = {e.devices for e, most, room in zip(stages, held, rooms, strict=True) if most > room}
             if not over:
                 return seconds, plan, tries
         changed = tuple(replace(e, recompute=e.recompute or e.devices in over) for e in stages)
         if request.recompute is False or changed == stages:
             return inf, None, tries
         stages = changed
-
-
-def _room(problem: Problem, stage: HybridStage) -> float:
-    devices = problem.cluster.devices
-    return min(devices[device].memory for device in stage.devices) if problem.capped else inf

@@ -78,12 +78,16 @@ class PlanSearch:
 
     cases: list[Case]
     until: float
-    case: Case | None = None
     index: int = 0
     shape: Shape = ()
     time: float = inf
     branches: int = 0
     pool: list[tuple[float, int, Shape]] = field(default_factory=list)  # seeds with their cases
+
+    @property
+    def case(self) -> Case | None:
+        """The case of the best plan so far; None if there is no plan yet."""
+        return self.cases[self.index] if self.time < inf else None
 
     def offer(self, index: int, shape: Shape) -> None:
         """Simulate a plan and keep it if it is the best."""
@@ -93,7 +97,7 @@ class PlanSearch:
         if time < inf:
             self.pool.append((time, index, shape))
         if (time, index) < (self.time, self.index):
-            self.case, self.index, self.shape, self.time = self.cases[index], index, shape, time
+            self.index, self.shape, self.time = index, shape, time
 
 
 def seed(hunt: PlanSearch) -> None:
