@@ -24,7 +24,6 @@ from fxpipe.pipe.build.apply_strategy import (
     RequestedCall,
     Sharing,
     place_of,
-    recomputed,
     shared_plan,
     strategy_devices,
     strategy_of,
@@ -240,7 +239,7 @@ def read_options(asked: Mapping[str, Any], ranks: bool = False) -> Options:
     elif shared is not None:
         refuse_beside_plan(shared.plan, told)
         place, schedule, chunks = Sharing(shared.plan, shared.shardings), shared.plan.schedule, shared.plan.chunks
-        labels, given["checkpoint"] = _shared_devices(shared, devices), recomputed(shared.plan)
+        labels, given["checkpoint"] = _shared_devices(shared, devices), "never"  # but for stages of the plan
         refuse_optimizer_sharding(shared.plan, labels, ranks)
         cluster = cluster or (shared.cluster if devices is None else None)
         replica_groups = deal(labels, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.errors import PlanError
 from fxpipe.ir.cluster.cluster import Cluster, Link
+from fxpipe.ir.plan.plan import with_modes
 from tests.helpers.marks import mostly_slow
 from tests.helpers.models import Block
 
@@ -76,8 +78,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "a stage of two": {"tensor_parallel": 2, "micro_batches": 2},
     "the best": {"tensor_parallel": (2, 4), "micro_batches": 4, "recompute": False},
 }
+PLANS["one stage of two recomputes"] = PLANS["two stages of two"]
 GRID = [(model, plan) for model in MODELS for plan in PLANS if plan != "a stage of two"]
-QUICK = {("joined", "two stages of two")}
+QUICK = {("joined", "two stages of two"), ("blocks", "one stage of two recomputes")}
 
 
 def loss(output: Tensor) -> Tensor:
@@ -89,7 +92,12 @@ def planned(name: str, how: str, devices: int = 4) -> tuple[nn.Module, Tensor, f
     make, batch = MODELS[name]
     model, x = make().double(), batch()
     x = x.double() if x.is_floating_point() else x
-    return model, x, fxpipe.plan(model, fast(devices), 8, example_inputs=(x,), **PLANS[how])
+    found = fxpipe.plan(model, fast(devices), 8, example_inputs=(x,), **PLANS[how])
+    if how == "one stage of two recomputes":
+        first, second = found.layers.stages
+        layers = replace(found.layers, stages=(replace(first, recompute=True), second))
+        found = replace(found, layers=layers, plan=with_modes(found.plan, ["always", "never"]))
+    return model, x, found
 
 
 @pytest.mark.parametrize(("name", "how"), mostly_slow(GRID, QUICK.__contains__))
@@ -104,6 +112,9 @@ def test_a_plan_runs(name: str, how: str, tmp_path: Path) -> None:
         total, output = pipe.step(x, loss_fn=lambda output: loss(output), outputs=True)
         assert torch.allclose(output, torch.cat(outputs), rtol=1e-9)
         assert torch.allclose(total, sum(loss(part) for part in outputs) / size)
+        stages = zip(found.layers.stages, found.plan.stages, strict=True)
+        modes = {found.cluster.labels[at]: one.checkpoint for stage, one in stages for at in found.devices(stage)}
+        assert all(stage.checkpoint == modes[stage.device] for stage in pipe.plan.stages)
     gradients = dict(ours.named_parameters())
     for key, parameter in plain.named_parameters():
         assert parameter.grad is not None

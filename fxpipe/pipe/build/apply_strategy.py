@@ -60,6 +60,12 @@ class Sharing:
     shardings: tuple[OpSharding, ...]
     whole_sums: bool = False
 
+    @property
+    def checkpoints(self) -> tuple[str, ...]:
+        """For each device the mode of its stage."""
+        size = self.plan.tensor_parallel
+        return tuple(stage.checkpoint for stage in self.plan.stages for _ in range(len(stage.devices) * size))
+
     def __call__(self, graph: Graph, sizes: Mapping[str, int]) -> Placed:
         """Raises PlanError if the plan does not fit this graph, or an op cannot be cut."""
         try:
@@ -90,18 +96,6 @@ def shared_plan(asked: object) -> Planned | None:
             return None  # the reader of plans says what is wrong
         return load_planned(asked) if shared else None
     return asked if isinstance(asked, Planned) and asked.layers.tensor_parallel > 1 else None
-
-
-def recomputed(plan: Plan) -> str:
-    """Whether all stages recompute, "always", or none, "never". Raises PlanError for others: stages that are cut into
-    pieces are recomputed alike."""
-    modes = {stage.checkpoint for stage in plan.stages}
-    if len(modes) > 1:
-        raise PlanError(
-            "some stages of the plan recompute, and some do not, which cannot be run with tensor parallelism yet: plan "
-            "with recompute=True or recompute=False"
-        )
-    return modes.pop()
 
 
 def strategy_of(place: Place | None) -> Strategy | None:

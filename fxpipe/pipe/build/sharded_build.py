@@ -85,11 +85,15 @@ def _plan(
     placed: Placed, seconds: Mapping[str, float], options: Options, patterns: Sequence[CollectivePattern]
 ) -> Plan:
     """A plan with a stage for each segment. "except_last" with one micro-batch recomputes nothing: "never". Segments
-    that the strategy recomputes always do."""
-    checkpoint = "never" if (options.checkpoint, options.chunks) == ("except_last", 1) else str(options.checkpoint)
+    that the strategy recomputes always do; those of a plan are as the plan's stage."""
+    if isinstance(options.place, Sharing):
+        modes = options.place.checkpoints
+    else:
+        mode = "never" if (options.checkpoint, options.chunks) == ("except_last", 1) else str(options.checkpoint)
+        modes = (mode,) * len(options.devices)
     stages = (
-        StagePlan(segment.ops, options.devices[segment.device], "always" if segment.again else checkpoint)
-        for segment in segments(placed, seconds, patterns)
+        StagePlan(one.ops, options.devices[one.device], "always" if one.again else modes[one.device])
+        for one in segments(placed, seconds, patterns)
     )
     return Plan(placed.graph.model, tuple(stages), options.chunks, str(options.schedule))
 

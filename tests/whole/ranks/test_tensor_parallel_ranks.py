@@ -16,6 +16,8 @@ PLANS = (
     ("joined", "two stages of two", LAZY),
     ("words", "two replicas of two", ""),
     ("image", "two replicas of two", ""),
+    ("blocks", "one stage of two recomputes", ""),
+    ("mlp", "one stage of two recomputes", FAR),
     ("mlp", "a stage of four", EAGER),
     ("mlp", "a stage of four", FAR),
     ("blocks", "a stage of four", EAGER),
