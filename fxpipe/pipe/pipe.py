@@ -36,10 +36,10 @@ from fxpipe.pipe.build.build import Build, rehearsed
 from fxpipe.pipe.build.build_cache import BuildCache
 from fxpipe.pipe.build.build_report import explain
 from fxpipe.pipe.build.call_binding import batch_size, inputs_of
-from fxpipe.pipe.build.compare_timelines import Timed, beside_predicted, check_rehearsal, diagnosed
 from fxpipe.pipe.build.phase_timing import timed
 from fxpipe.pipe.options.compile_options import Options
 from fxpipe.pipe.options.option_table import check_accumulate, check_step
+from fxpipe.pipe.results.compare_timelines import Timed, beside_predicted, check_rehearsal, diagnosed
 from fxpipe.pipe.results.diagnosis import Diagnosis
 from fxpipe.pipe.saved.save_package import save_package
 from fxpipe.pipe.verify.verification import Verified, verify

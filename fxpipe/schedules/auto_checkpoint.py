@@ -64,8 +64,7 @@ def auto_checkpoint(
     every = [_combinations(options, stages) for stages in schedule.stages]
     needs = _needs(schedule, devices, every)
     least = {device: min(several) for device, several in zip(devices, needs, strict=True)}
-    if any(least[device] > memory[device] for device in devices):
-        raise NothingFits(_too_little(least, memory), least)
+    check_memory(least, memory)
     fitting = [
         _undominated(
             [_choice(schedule, one) for one, need in zip(several, bytes, strict=True) if need <= memory[device]]
@@ -164,10 +163,12 @@ def _work(schedule: Schedule, stage: int, cost: StageCost) -> float:
     return sum(_choice(schedule, {stage: cost}).seconds)
 
 
-def _too_little(least: Mapping[str, int], memory: Mapping[str, int]) -> str:
+def check_memory(needs: Mapping[str, int], memory: Mapping[str, int]) -> None:
+    """Raise NothingFits if a device needs more bytes than it has."""
     lacking = [
-        f"{device} needs {least[device]:,} bytes at least and has {memory[device]:,} ({show_bytes(memory[device])})"
-        for device in least
-        if least[device] > memory[device]
+        f"{device} needs {need:,} bytes at least and has {memory[device]:,} ({show_bytes(memory[device])})"
+        for device, need in needs.items()
+        if need > memory[device]
     ]
-    return "; ".join(lacking)
+    if lacking:
+        raise NothingFits("; ".join(lacking), needs)

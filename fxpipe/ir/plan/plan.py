@@ -14,7 +14,7 @@ from .model_states import OPTIMIZER_SHARDINGS
 
 CHECKPOINT_MODES = ("never", "selective", "except_last", "always")
 FORWARD_AGAIN = ("except_last", "always")  # the modes in which all of a stage's forward runs a second time
-WHOLE_MODES = ("never", *FORWARD_AGAIN)  # those that hold for all of a stage; "auto" chooses one of them
+WHOLE_MODES = ("never", *FORWARD_AGAIN)  # those that hold for all of a stage
 MOST_CHUNKS = 4096  # micro-batches of a batch: a schedule's code and the time to plan grow with them
 Mode = Annotated[str, one_of(*CHECKPOINT_MODES)]
 Sharding = Annotated[str, one_of(*OPTIMIZER_SHARDINGS)]
@@ -78,6 +78,16 @@ def with_modes(plan: Plan, modes: Sequence[str]) -> Plan:
     """The plan with the checkpoint mode of each stage."""
     stages = (replace(stage, checkpoint=mode) for stage, mode in zip(plan.stages, modes, strict=True))
     return replace(plan, stages=tuple(stages))
+
+
+def replica_groups(plan: Plan) -> dict[str, tuple[str, ...]]:
+    """All devices of each stage, by the stage's first device."""
+    return {stage.device: stage.devices for stage in plan.stages}
+
+
+def without_replicas(plan: Plan) -> Plan:
+    """The plan as calls of the pipe run it: on the first device of each stage."""
+    return replace(plan, stages=tuple(replace(stage, replicas=()) for stage in plan.stages))
 
 
 def check(plan: Plan, ops: Collection[str]) -> None:

@@ -25,7 +25,7 @@ from fxpipe.ir.operators.placed_graph import Placed
 from fxpipe.ir.operators.strategy import Config
 from fxpipe.ir.plan import plan as plans
 from fxpipe.ir.plan import plan_file
-from fxpipe.ir.plan.plan import WHOLE_MODES, Plan, StagePlan, with_modes
+from fxpipe.ir.plan.plan import WHOLE_MODES, Plan, StagePlan, replica_groups, without_replicas
 from fxpipe.ir.plan.plan_file import PlanFile, placed
 from fxpipe.ir.plan.profile import Profile
 from fxpipe.ir.program.kept_bytes import KeptBytes, kept_bytes
@@ -35,7 +35,6 @@ from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.ir.schedule.sub_schedule import only, share
 from fxpipe.ir.timeline import Timeline
 from fxpipe.passes import lower
-from fxpipe.passes.recompute import recomputing
 from fxpipe.pipe.options.compile_options import Options, make_schedule
 from fxpipe.pipe.options.memory_limit import fits, memory_limits, parameter_copies, too_small
 from fxpipe.pipe.options.option_choices import choices
@@ -43,7 +42,7 @@ from fxpipe.pipe.options.user_passes import passes_of
 from fxpipe.pipe.saved.model_fingerprint import Fingerprint
 from fxpipe.planning import plan, plan_like, with_loss
 from fxpipe.profiling import on_kinds
-from fxpipe.schedules.auto_checkpoint import NothingFits, auto_checkpoint
+from fxpipe.schedules.auto_checkpoint import NothingFits, auto_checkpoint, check_memory
 from fxpipe.schedules.auto_schedule import auto
 from fxpipe.schedules.make_schedule import AUTO, SCHEDULES, make
 from fxpipe.schedules.one_f_one_b import gpipe
@@ -54,6 +53,7 @@ from fxpipe.schedules.simulate.replica_costs import reductions, spread
 from fxpipe.schedules.simulate.simulate import StageCost, simulate
 
 from .batch_statistics import BatchNorm, batch_norms
+from .checkpoint_choice import Lowered, chosen
 from .phase_timing import timed
 from .state_write_order import check_write_order
 
@@ -222,43 +222,56 @@ def _drafted(
     samples: Mapping[str, int | None] | None,
 ) -> Build:
     """The build of a plan, without its files. Raises NothingFits if checkpoint="auto" finds no choice."""
-    trail: dict[str, Program | Placed] = {}
+
+    def lowered(plan: Plan) -> Lowered:
+        trail: dict[str, Program | Placed] = {}
+        found = lower(
+            graph, plan, trail.__setitem__, passes_of(options), samples, backward=options.backward, sizes=sizes
+        )
+        return Lowered(plan, found, trail, kept_bytes(found, sizes, not options.ranks))
+
     with timed("passes"):
-        chosen = passes_of(options)
-        program = lower(graph, decided, trail.__setitem__, chosen, samples, backward=options.backward, sizes=sizes)
+        made = lowered(decided)
+        program = made.program
         _tell_of_slices(program)
         totals = lowered_totals(graph, decided)
     with timed("simulator"):
         trains = graph.loss is not None
-        taken, kept = taken_bytes(program, sizes), kept_bytes(program, sizes, not options.ranks)
         labels = tuple(dict.fromkeys(program.devices))
 
-        def costs_of(plan: Plan, copies: int = 2) -> tuple[StageCost, ...]:
-            runs = plan if trains else without_replicas(plan)
-            return stage_costs(runs, profile, taken, copies, keeps_at_once=trains, kept=kept, program=program)
+        def costs_of(one: Lowered, copies: int = 2) -> tuple[StageCost, ...]:
+            runs, taken = one.plan if trains else without_replicas(one.plan), taken_bytes(one.program, sizes)
+            return stage_costs(runs, profile, taken, copies, keeps_at_once=trains, kept=one.kept, program=one.program)
 
         runs = decided if trains else without_replicas(decided)
         between, sums = hops(program, sizes, cluster, profile.batch), reductions(runs, profile, cluster)
-        schedule = schedule_of(program, decided, options, fitting(decided, costs_of(decided), cluster))
+        schedule = schedule_of(program, decided, options, fitting(decided, costs_of(made), cluster))
         check_write_order(schedule, program)
         room = memory_limits(runs, cluster, options)
         copies = parameter_copies(runs, options)
+
+        def peaks(one: Lowered) -> dict[str, int]:
+            found = simulate(schedule, costs_of(one, copies), between, labels)
+            return dict(zip(labels, found.high_water, strict=True))
+
         if room and options.plan is None:
-            can = [stage.checkpoint != "never" for stage in program.stages]
-            every = {mode: costs_of(with_modes(decided, [mode] * len(can)), copies) for mode in WHOLE_MODES}
-            ways = [[every[mode][s] for mode in WHOLE_MODES[: None if can[s] else 1]] for s in range(len(can))]
             try:
-                modes = [one.checkpoint for one in auto_checkpoint(schedule, ways, room, labels, between, sums)]
+                made = chosen(
+                    made,
+                    lambda one: costs_of(one, copies),
+                    lambda ways: auto_checkpoint(schedule, ways, room, labels, between, sums),
+                    lowered if options.backward == "code" and trains else None,
+                    lambda one: check_memory(peaks(one), room),
+                )
             except NothingFits:
                 if trains or graph.training:
                     raise
-                modes = ["always" if one else "never" for one in can]  # evaluation keeps nothing, without gradients
-            decided, program = with_modes(decided, modes), recomputing(program, modes)
-            trail = {name: recomputing(one, modes) if isinstance(one, Program) else one for name, one in trail.items()}
-        costs = costs_of(decided)
+                made = made.recomputing(["always"] * len(program.stages))  # without gradients evaluation keeps nothing
+            decided, program = made.plan, made.program
+        costs = costs_of(made)
 
         def in_memory(one: Schedule) -> bool:
-            return not room or fits(simulate(one, costs_of(decided, copies), between, labels), room)
+            return not room or fits(simulate(one, costs_of(made, copies), between, labels), room)
 
         if options.schedule in SCHEDULES and any(action.kind != "F" for action in schedule.place):  # not the user's own
             merged = merge_backward_halves(schedule, costs, between)
@@ -270,11 +283,10 @@ def _drafted(
                 schedule, alone, lambda one: simulate(one, costs, between, labels).makespan, in_memory
             )
         timeline = spread(simulate(schedule, costs, between, labels, sums), replica_groups(runs))
-        needs = simulate(schedule, costs_of(decided, copies), between, labels).high_water if room else ()
-        memory = {label: (need, room[label]) for label, need in zip(labels, needs, strict=False)}
+        memory = {label: (need, room[label]) for label, need in peaks(made).items()} if room else {}
     return Build(
-        graph, sizes, cluster, profile, decided, schedule, program, trail, timeline, {}, totals,
-        kept=kept, memory=memory, pairs=pairs,
+        graph, sizes, cluster, profile, decided, schedule, program, made.trail, timeline, {}, totals,
+        kept=made.kept, memory=memory, pairs=pairs,
     )  # fmt: skip
 
 
@@ -290,16 +302,6 @@ def _tell_of_slices(program: Program) -> None:
                 MixedSamplesWarning,
                 stacklevel=2,
             )
-
-
-def replica_groups(plan: Plan) -> dict[str, tuple[str, ...]]:
-    """All devices of each stage, by the stage's first device."""
-    return {stage.device: stage.devices for stage in plan.stages}
-
-
-def without_replicas(plan: Plan) -> Plan:
-    """The plan as calls of the pipe run it: on the first device of each stage."""
-    return replace(plan, stages=tuple(replace(stage, replicas=()) for stage in plan.stages))
 
 
 def predict(made: Build, chunks: int, times: Times | None = None) -> Timeline:

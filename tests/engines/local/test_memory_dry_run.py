@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.pipe.build.compare_timelines import with_memory
+from fxpipe.pipe.results.compare_timelines import with_memory
 from tests.helpers.marks import mostly_slow
 
 Made = tuple[nn.Module, Tensor, Tensor, Callable[..., Tensor]]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.errors import PlanError
 from fxpipe.ir.cluster.cluster import Cluster
+from fxpipe.ir.plan.plan import CHECKPOINT_MODES
 from fxpipe.pipe.build.build import predict
 from tests.helpers.marks import mostly_slow
 
@@ -69,6 +70,22 @@ def test_a_step_stays_within_the_limit(schedule: str, backward: str) -> None:
     assert f"of {limit:,} bytes ({'exact' if backward == 'code' else 'estimated'})" in text
     assert "chosen by memory: cpu:0 needs" in " ".join(pipe.files["stage0.py"].split())
     for each in (full, little, pipe):
+        each.close()
+
+
+@pytest.mark.parametrize(("schedule", "share"), [("1f1b", 0.6), ("zb-v", 0.5)])
+def test_no_fixed_mode_that_fits_is_faster(schedule: str, share: float) -> None:
+    options: dict[str, Any] = {"schedule": schedule, "backward": "code"}
+    fixed = {mode: stepped(checkpoint=mode, **options)[0] for mode in CHECKPOINT_MODES}
+    least, most = max(peaks(fixed["always"])), max(peaks(fixed["never"]))
+    limit = int(least + share * (most - least))
+    pipe, _ = stepped(checkpoint="auto", memory_limit=limit, **options)
+    assert "selective" in [stage.checkpoint for stage in pipe.build.plan.stages]
+    assert peaks(pipe) == predict(pipe.build, CHUNKS).high_water
+    assert max(peaks(pipe)) <= limit
+    fitting = [one for one in fixed.values() if max(peaks(one)) <= limit]
+    assert pipe.build.timeline.makespan <= min(one.build.timeline.makespan for one in fitting)
+    for each in (*fixed.values(), pipe):
         each.close()
 
 

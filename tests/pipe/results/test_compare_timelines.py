@@ -15,7 +15,7 @@ import fxpipe
 from fxpipe.errors import PlanError
 from fxpipe.ir.plan.profile import Profile
 from fxpipe.pipe.build.build import draft, predict
-from fxpipe.pipe.build.compare_timelines import Timed, diagnosed
+from fxpipe.pipe.results.compare_timelines import Timed, diagnosed
 from fxpipe.pipe.results.replanned import Replanned
 from tests.helpers.slow_module import Slow
 

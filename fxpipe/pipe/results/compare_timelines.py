@@ -15,15 +15,15 @@ from fxpipe.ir.plan import plan_file
 from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.schedule.sub_schedule import only
 from fxpipe.ir.timeline import Timeline, compare
+from fxpipe.pipe.build.build import Build, draft, predict
+from fxpipe.pipe.build.build_cache import BuildCache
 from fxpipe.pipe.options.compile_options import Options
-from fxpipe.pipe.results.diagnosis import Diagnosis
-from fxpipe.pipe.results.replanned import Replanned
 from fxpipe.schedules.diagnosis.measured_profile import measured_profile
 from fxpipe.schedules.diagnosis.time_split import split
 from fxpipe.schedules.make_schedule import AUTO
 
-from .build import Build, draft, predict
-from .build_cache import BuildCache
+from .diagnosis import Diagnosis
+from .replanned import Replanned
 
 
 @dataclass(frozen=True)
