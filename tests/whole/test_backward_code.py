@@ -279,6 +279,29 @@ def test_selective_recomputation_keeps_less_and_changes_no_bit(schedule: str) ->
     assert kept[1] < kept[0]
 
 
+class Halves(nn.Module):
+    """The second stage takes a view of the batch that is not dense in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        before, after = x.unbind(1)
+        return self.second(self.first(before).tanh()) * after
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_view_is_held_with_all_of_its_memory_until_forward_runs_again(checkpoint: str) -> None:
+    options: dict[str, Any] = {"schedule": "gpipe", "split_at": ["second"], "checkpoint": checkpoint}
+    pipe = fxpipe.compile(Halves().double(), 2, 4, backward="code", **options)
+    pipe.step(torch.randn(8, 2, 4, dtype=torch.float64), loss_fn=lambda y: y.square().mean(), timeline=True)
+    assert any("after" in stage.takes for stage in pipe.build.program.stages)
+    assert pipe.timeline is not None
+    assert pipe.timeline.high_water == predict(pipe.build, 4).high_water
+    pipe.close()
+
+
 def test_selective_recomputation_needs_code() -> None:
     with pytest.raises(PlanError, match="add backward='code', or write 'except_last'"):
         fxpipe.compile(Net(), 2, 4, checkpoint="selective")

@@ -57,19 +57,21 @@ def kept_bytes(program: Program, sizes: Mapping[str, int], same_process: bool = 
         if stage.backward is None:
             return None
 
-        def found(names: Iterable[str]) -> Memory:
-            return _memory(program, stage, names, sizes, same_process)
+        def found(names: Iterable[str], copied: bool = True) -> Memory:
+            return _memory(program, stage, names, sizes, same_process, copied)
 
         hands = halves(stage.backward, program.types).hands
-        return KeptBytes(found(stage.backward.keeps), found(stage.takes), found(hands))
+        # Forward copies what is not dense in memory. Until it is recomputed, the stage holds what it was given.
+        return KeptBytes(found(stage.backward.keeps), found(stage.takes, copied=False), found(hands))
 
     return tuple(map(of, program.stages))
 
 
 def _memory(
-    program: Program, stage: Stage, names: Iterable[str], sizes: Mapping[str, int], same_process: bool
+    program: Program, stage: Stage, names: Iterable[str], sizes: Mapping[str, int], same_process: bool, copied: bool
 ) -> dict[Piece, int]:
-    """The memory of these values of a stage."""
+    """The memory of these values of a stage; `copied`: whether those of other stages that are not dense in memory are
+    copies."""
     found: dict[Piece, int] = {}
     held = {*stage.states, *stage.borrows}
     whole = {item.name for item in program.graph.inputs if item.batch_dim is None}
@@ -81,9 +83,9 @@ def _memory(
         owner, count = known.get(name, (name, kind.nbytes(sizes)))
         if owner in held:
             continue
-        source = _source(program, stage, owner, same_process)
+        source = _source(program, stage, owner, same_process, copied)
         if source is not None:
-            found |= _memory(program, source[0], [source[1]], sizes, same_process)
+            found |= _memory(program, source[0], [source[1]], sizes, same_process, copied)
         else:
             maker = stage.index if owner not in stage.takes else WHOLE_INPUT if owner in whole else FROM_OUTSIDE
             found[maker, owner] = dim_size(count, sizes)
@@ -102,7 +104,7 @@ def _from_other_device(program: Program, stage: Stage, name: str) -> bool:
     return len(others) == 1 and others[0].device != stage.device and stage.device.startswith("cpu")
 
 
-def _source(program: Program, stage: Stage, name: str, same_process: bool) -> tuple[Stage, str] | None:
+def _source(program: Program, stage: Stage, name: str, same_process: bool, copied: bool) -> tuple[Stage, str] | None:
     """The stage that a value or gradient comes from, and its name there, if its memory stays the same on the way. The
     gradients of several users are added up, which makes new memory."""
     roots = {gradient: value for value, gradient in stage.backward.roots} if stage.backward is not None else {}
@@ -120,7 +122,7 @@ def _source(program: Program, stage: Stage, name: str, same_process: bool) -> tu
     if len(ends) != 1 or ends[0][0] < 0:
         return None
     other = program.stages[ends[0][0]]
-    if other.backward is not None and name in other.backward.scattered:
+    if copied and other.backward is not None and name in other.backward.scattered:
         return None
     on_cpu = other.device.startswith("cpu") and stage.device.startswith("cpu")
     on_cpu = on_cpu and (same_process or other.device == stage.device)
