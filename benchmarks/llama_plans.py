@@ -17,6 +17,7 @@ import torch
 import fxpipe
 from fxpipe.pipe.results.planned import Planned
 
+from .megatron import sizes_of
 from .models.llama import LLAMA_7B, LLAMA_70B, Llama, LlamaSize
 from .tables import show
 
@@ -49,9 +50,9 @@ def rows(cases: Sequence[tuple[str, LlamaSize, str]], seconds: float) -> Iterato
         started = process_time()
         found = planned(size, cluster, seconds)
         took = process_time() - started
-        stages, own = found.layers.stages, found.layers.tensor_parallel
-        most = max(len(stage.devices) for stage in stages)
-        others = [f"{one.size}: {one.seconds:.1f}" for one in found.tried if one.seconds and one.size != own]
+        stages, own = found.layers.stages, sizes_of(found.layers)
+        most = max(stage.replicas for stage in stages)
+        others = [f"{one.size}: {one.seconds:.1f}" for one in found.tried if one.seconds and str(one.size) != own]
         yield (
             name,
             len(found.cluster.devices),

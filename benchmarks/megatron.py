@@ -40,12 +40,14 @@ import fxpipe
 from fxpipe.api.profile import ModelProfile
 from fxpipe.api.tensor_parallel import Candidate, candidate
 from fxpipe.ir.cluster.cluster import Cluster, Device
+from fxpipe.ir.cluster.device_groups import groups
 from fxpipe.ir.cluster.network import all_reduce
 from fxpipe.ir.cluster.published_clusters import A100, INFINIBAND_LATENCY, a100s
 from fxpipe.ir.cluster.what_if import fewer
-from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage
+from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, over_groups
 from fxpipe.ir.plan.layer_chain import Chain
 from fxpipe.ir.plan.profile import OpCost, total
+from fxpipe.ir.plan.stage_ways import Way
 from fxpipe.pipe.results.planned import Planned
 from fxpipe.planning.hybrid.group_layers import Layers, as_plan, costed
 from fxpipe.schedules.make_schedule import make
@@ -326,9 +328,16 @@ def the_same(run: Run, known: ModelProfile, cluster: Cluster, samples: int) -> P
         HybridStage(s * each, (s + 1) * each, tuple(range(s * d, (s + 1) * d)), True) for s in range(run.pipeline)
     )
     micro = run.batch // (d * samples)
-    hybrid = HybridPlan(known.model, stages, micro, samples=d * samples, tensor_parallel=run.tensor)
-    plan = as_plan(known.graph, made, hybrid, one.cluster.labels, "1f1b")
-    return Planned(plan, hybrid, one.chains, cluster, run.batch, "Megatron", STATE / HALF)
+    placed = HybridPlan(known.model, stages, micro, samples=d * samples)
+    hybrid = over_groups(placed, groups(cluster, run.tensor))
+    plan = as_plan(known.graph, made, hybrid, cluster.labels, "1f1b")
+    return Planned(plan, hybrid, (Way(run.tensor, one.chains),), cluster, run.batch, "Megatron", STATE / HALF)
+
+
+def sizes_of(plan: HybridPlan) -> str:
+    """The tensor-parallel sizes of the stages: one if all have the same."""
+    sizes = [stage.tensor_parallel for stage in plan.stages]
+    return ":".join(map(str, sizes if len(set(sizes)) > 1 else sizes[:1]))
 
 
 def _layer(found: re.Match[str] | None) -> int | None:
@@ -348,7 +357,7 @@ def plan_rows(
         same = with_update(the_same(run, known, cluster, best.samples), device)
         found = with_update(ours, device)
         own = ours.layers
-        stages = [len(stage.devices) for stage in own.stages]
+        stages = [stage.replicas for stage in own.stages]
         yield (
             f"{run.parameters:g} B",
             run.gpus,
@@ -357,7 +366,7 @@ def plan_rows(
             same,
             found,
             f"{found / best.seconds - 1:+.1%}",
-            f"{own.tensor_parallel} x {len(stages)} x {max(stages)}" + (" or less" if len(set(stages)) > 1 else ""),
+            f"{sizes_of(own)} x {len(stages)} x {max(stages)}" + (" or less" if len(set(stages)) > 1 else ""),
             own.micro_batches,
             sum(stage.recompute for stage in own.stages),
             round(took),

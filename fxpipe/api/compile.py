@@ -284,7 +284,7 @@ def _shared_devices(
     shared: Planned, devices: int | str | Sequence[str | torch.device] | Cluster | None
 ) -> tuple[str, ...]:
     """The labels of all devices of a plan with tensor parallelism, stage by stage."""
-    named = tuple(shared.cluster.labels[at] for stage in shared.layers.stages for at in shared.devices(stage))
+    named = tuple(shared.cluster.labels[at] for stage in shared.layers.stages for at in stage.devices)
     if devices is None and not all(map(is_local, named)):
         raise PlanError(_elsewhere(named))
     labels = named if devices is None else device_labels(devices)

@@ -15,13 +15,15 @@ from torch import nn
 
 from fxpipe.errors import PlanError, UnfinishedSearchWarning
 from fxpipe.ir.cluster.cluster import Cluster
+from fxpipe.ir.cluster.device_groups import grouped, groups
 from fxpipe.ir.cluster.device_kinds import other_kinds
 from fxpipe.ir.graph.graph import op_name
 from fxpipe.ir.graph.value_types import TensorType
-from fxpipe.ir.plan.hybrid_plan import HybridPlan
+from fxpipe.ir.plan.hybrid_plan import HybridPlan, over_groups
 from fxpipe.ir.plan.layer_chain import Chain, beside, scaled, slower
 from fxpipe.ir.plan.plan import Plan, StagePlan
 from fxpipe.ir.plan.profile import Profile
+from fxpipe.ir.plan.stage_ways import Way
 from fxpipe.ir.units import count, show_seconds
 from fxpipe.pipe.build.call_binding import as_call
 from fxpipe.pipe.build.phase_timing import timed
@@ -40,7 +42,7 @@ from fxpipe.profiling.estimate import model_products
 from fxpipe.schedules.make_schedule import AUTO, LOOPED, STRAIGHT
 
 from .profile import ModelProfile, profile
-from .tensor_parallel import Candidate, candidate, degrees_of
+from .tensor_parallel import Candidate, candidate, degrees_of, shardings_of
 
 # The warm-up of the plan behind a schedule.
 WARMUPS = {"1f1b": "early", "1f1b-late": "late"}
@@ -171,21 +173,21 @@ def _planned(
             known = _scaled(known, where)
         answer = find(replace(request, chains=(known,)))
         decided = _without_ops(answer.plan, where, order(answer.plan))
-        return Planned(decided, answer.plan, (known,), *about, certificate=answer.certificate)
+        return Planned(decided, answer.plan, (Way(1, (known,)),), *about, certificate=answer.certificate)
     with timed("layers"):
         made = layers(known.graph, known, most)
     found, tried = _each_degree(known, others, find, request, made, degrees)
     best, _ = min(found, key=lambda pair: pair[1].seconds)
     answer = best_of([answer for _, answer in found])
-    plan = replace(answer.plan, tensor_parallel=best.degree)
+    plan = over_groups(answer.plan, groups(where, best.degree))
     return Planned(
-        as_plan(known.graph, made, plan, best.cluster.labels, order(plan)),
+        as_plan(known.graph, made, plan, where.labels, order(plan)),
         plan,
-        best.chains,
+        (best.way,),
         *about,
         _work(known),
         answer.certificate,
-        best.shardings_at(request.batch / plan.micro_batches) if best.degree > 1 else (),
+        shardings_of(made, plan, (best,), request.batch / plan.micro_batches),
         tried if len(degrees) > 1 else (),
     )
 
@@ -373,8 +375,16 @@ def _ordered(found: Planned, request: Request, schedule: str | None) -> Planned:
     best = min(fitting, key=lambda one: one.seconds)
     if best.certificate is None or not best.seconds:
         return best
-    bound = min(best.seconds, work_bound(replace(request, chains=best.chains, cluster=best.grouped)))
+    bound = min(best.seconds, _work_bound(best, request))
     return replace(best, certificate=replace(best.certificate, bound=bound, gap=1 - bound / best.seconds))
+
+
+def _work_bound(found: Planned, request: Request) -> float:
+    """Seconds that no plan with the ways of this one takes less than, whatever the order of its actions."""
+    return min(
+        work_bound(replace(request, chains=way.chains, cluster=grouped(request.cluster, way.tensor_parallel)))
+        for way in found.ways
+    )
 
 
 def fits(found: Planned) -> bool:

@@ -12,7 +12,9 @@ from fxpipe.errors import PlanError
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.cluster.device_groups import grouped, groups, most_in_a_group, slowest_ring
 from fxpipe.ir.operators.group_layout import OpSharding
+from fxpipe.ir.plan.hybrid_plan import HybridPlan
 from fxpipe.ir.plan.layer_chain import Chain, nearest_at
+from fxpipe.ir.plan.stage_ways import Way
 from fxpipe.passes.sharding.op_cuts import op_cuts
 from fxpipe.planning.hybrid.group_layers import Layers, costed
 from fxpipe.planning.tensor_parallel.group_costs import Group, fastest
@@ -33,9 +35,21 @@ class Candidate:
     chains: tuple[Chain, ...]
     shardings: tuple[tuple[OpSharding, ...], ...]
 
+    @property
+    def way(self) -> Way:
+        return Way(self.degree, self.chains)
+
     def shardings_at(self, batch: float) -> tuple[OpSharding, ...]:
-        """How ops are cut in micro-batches of `batch` samples."""
-        return self.shardings[nearest_at(self.chains, batch)]
+        """How ops are cut in micro-batches of `batch` samples; nothing for single devices."""
+        return self.shardings[nearest_at(self.chains, batch)] if self.shardings else ()
+
+
+def shardings_of(made: Layers, plan: HybridPlan, found: Sequence[Candidate], batch: float) -> tuple[OpSharding, ...]:
+    """How the ops of a plan are cut in micro-batches of `batch` samples, stage by stage. The way of a stage is a
+    position in `found`."""
+    known = [{one.op: one for one in each.shardings_at(batch)} for each in found]
+    named = ((stage, op) for stage in plan.stages for layer in made.ops[stage.first : stage.end] for op in layer)
+    return tuple(known[stage.way][op] for stage, op in named if op in known[stage.way])
 
 
 def degrees_of(asked: int | str | Sequence[int], cluster: Cluster) -> tuple[int, ...]:

@@ -53,7 +53,7 @@ class GraphRewriter:
     - `rest`: for each captured value that depends on inputs and states alone, its op and how a region of it is made.
     - `made`: the regions gathered so far, by name, region and device.
     - `samples`: the captured values that depend on the samples.
-    - `lane`: a number for each device, so that a device reads the copy of a value that is on one of the same number.
+    - `beside`: whether a device that has a copy of a value is the one from which another device reads it.
     - `kept`: the outputs, whose names are reserved for the returned values.
     """
 
@@ -80,7 +80,7 @@ class GraphRewriter:
         self.states = {state.name for state in graph.states}
         self.samples: frozenset[str] = frozenset()
         self.reserved = {op.name for op in graph.ops}
-        self.lane: Callable[[int], int] = lambda device: device
+        self.beside: Callable[[int, int], bool] = lambda holder, reader: holder == reader
         self.kept = {output.value for output in graph.outputs}
 
     # types -----------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ class GraphRewriter:
         return found
 
     def _nearest(self, name: str, device: int) -> Sequence[Part]:
-        """The parts of a value, of those with the same region the one in the lane of this device, or else the first."""
+        """The parts of a value, of those with the same region the one beside this device, or else the first."""
         found: dict[Region, Part] = {}
         for part in self.parts[name]:
             if part.region not in found or (
@@ -215,7 +215,7 @@ class GraphRewriter:
         return tuple(found.values())
 
     def _beside(self, part: Part, device: int) -> bool:
-        return part.device is not None and self.lane(part.device) == self.lane(device)
+        return part.device is not None and self.beside(part.device, device)
 
     def _make(self, name: str, region: Region, device: int) -> None:
         """Make a region of a value in `rest`, on the device that needs it."""

@@ -10,9 +10,10 @@ Of more than two devices, each adds up a slice of such a sum, and then takes the
 a reduce-scatter and an all-gather. What moves are values of the graph, so gradients go back in the same way.
 
 A stage has a group of devices for each replica, and replicas share the samples. Device numbers run through the stages,
-their groups, and the devices of a group. Of a value that all devices of a group have, each reads its own copy. An op
-that changes a state runs on the first device of a group alone, as does a random op that all devices would have whole:
-each would draw other numbers.
+their groups, and the devices of a group. Of a value that all devices of a group have, each reads its own copy; device l
+of a larger or smaller group reads that of device l modulo the size of the group that has it. An op that changes a state
+runs on the first device of a group alone, as does a random op that all devices would have whole: each would draw other
+numbers.
 """
 
 from __future__ import annotations
@@ -34,20 +35,21 @@ from fxpipe.passes.sharding.op_cuts import batch_symbol
 from fxpipe.passes.sharding.part_regions import Place, Range, full, overlap
 from fxpipe.passes.sharding.shard import Sharder
 
+Groups = tuple[int, int]  # how many a stage has, and of how many devices each
+
 
 def share(
     graph: Graph,
     sizes: Mapping[str, int],
     stage_of: Mapping[str, int],
-    replicas: Sequence[int],
+    groups: Sequence[Groups],
     shardings: Mapping[str, OpSharding],
-    degree: int,
     whole_sums: bool = False,
 ) -> Placed:
-    """The graph that computes the same as `graph`, placed on groups of `degree` devices.
+    """The graph that computes the same as `graph`, placed on the groups of devices of each stage.
 
     - `sizes`: a number for each size.
-    - `stage_of`: the stage of each op; `replicas`: how many groups each stage has.
+    - `stage_of`: the stage of each op; `groups`: how many groups each stage has, and of how many devices each.
     - `shardings`: how each op is cut; ops that are not named are replicated.
     - `whole_sums`: whether a device adds up the whole of a sum that all have: over ranks, where that is an all-reduce.
     """
@@ -55,9 +57,10 @@ def share(
     for op in graph.ops:
         if samples.intersection(op.reads):
             samples.add(op.name)
-    sharing = _ByGroup(graph, sizes, stage_of, replicas, shardings, degree, whole_sums)
+    sharing = _ByGroup(graph, sizes, stage_of, groups, shardings, whole_sums)
     sharder = Sharder(graph, sizes, frozenset(samples), sharing)
-    sharder.b.lane = lambda device: device % degree
+    lanes = [(at, degree) for count, degree in groups for _ in range(count) for at in range(degree)]
+    sharder.b.beside = lambda holder, reader: lanes[holder][0] == lanes[reader][0] % lanes[holder][1]
     return sharder.placed()
 
 
@@ -69,14 +72,12 @@ class _ByGroup:
         graph: Graph,
         sizes: Mapping[str, int],
         stage_of: Mapping[str, int],
-        replicas: Sequence[int],
+        groups: Sequence[Groups],
         shardings: Mapping[str, OpSharding],
-        degree: int,
         whole_sums: bool,
     ) -> None:
-        self.whole_sums = whole_sums
-        self.stage_of, self.replicas, self.shardings, self.degree = stage_of, replicas, shardings, degree
-        self.first = list(accumulate((count * degree for count in replicas), initial=0))
+        self.stage_of, self.groups, self.shardings, self.whole_sums = stage_of, groups, shardings, whole_sums
+        self.first = list(accumulate((count * degree for count, degree in groups), initial=0))
         self.symbol = batch_symbol(graph)
         self.batch = sizes.get(self.symbol, 1)
 
@@ -101,24 +102,25 @@ class _ByGroup:
 
     def parts(self, s: Sharder, op: Op) -> Iterator[Part]:
         stage, found = self.stage_of[op.name], self.shardings.get(op.name, OpSharding(op.name, op_name(op)))
-        first, every = self.first[stage], range(self.degree)
-        rows = list(enumerate(self.rows(s, op, self.replicas[stage])))
+        replicas, degree = self.groups[stage]
+        first, every = self.first[stage], range(degree)
+        rows = list(enumerate(self.rows(s, op, replicas)))
 
         def on(device: int) -> tuple[Place, ...]:
             """The samples of all replicas, each on this device of its group."""
-            return tuple(Place(own, first + replica * self.degree + device) for replica, own in rows)
+            return tuple(Place(own, first + replica * degree + device) for replica, own in rows)
 
         if (op.random and found.layout == REPLICATED) or s.changed.intersection(op.reads):
             yield from s.make(op, on(0))
         elif found.summed:
             for replica, own in rows:
-                yield from self.summed(s, op, found, own, [first + replica * self.degree + at for at in every])
+                yield from self.summed(s, op, found, own, [first + replica * degree + at for at in every])
         elif found.layout == REPLICATED:
             for at in every:
                 yield from s.make(op, on(at))
         else:
             shape = s.shape(op)
-            cut = ((box, place) for at in every for box in boxes(found.layout, shape, self.degree, at)
+            cut = ((box, place) for at in every for box in boxes(found.layout, shape, degree, at)
                    for place in on(at))  # fmt: skip
             regions = ((overlap(box, place.region), place.device) for box, place in cut)
             yield from s.make(op, tuple(Place(region, device) for region, device in regions if region is not None))
@@ -140,27 +142,27 @@ class _ByGroup:
 
     def summed(self, s: Sharder, op: Op, found: OpSharding, rows: Region, devices: Sequence[int]) -> Iterator[Part]:
         """The sums of partial sums: whole on each device, or the part of it that the device has."""
-        inner = s.b.shape(argument(op, 0, "input").name)[-1]
+        inner, degree = s.b.shape(argument(op, 0, "input").name)[-1], len(devices)
         sums = []
         for at, device in enumerate(devices):
-            ranges = [own for (own,) in boxes(Layout(0, found.summed), (inner,), self.degree, at)]
+            ranges = [own for (own,) in boxes(Layout(0, found.summed), (inner,), degree, at)]
             sums.append(Part(s.partial_sum(op, rows, device, ranges), rows, device))
         for at, device in enumerate(devices):
-            own = boxes(found.layout, s.shape(op), self.degree, at)
+            own = boxes(found.layout, s.shape(op), degree, at)
             wanted = [common for box in own if (common := overlap(box, rows)) is not None]
-            if found.layout == REPLICATED and (slice_ := self.slice_of(rows, at)) is not None:
+            if found.layout == REPLICATED and (slice_ := self.slice_of(rows, at, degree)) is not None:
                 wanted = [slice_]
             for region in wanted:
                 yield s.total(op, [s.b.piece(op, op.name, one, region, device) for one in sums], region, device)
 
-    def slice_of(self, rows: Region, at: int) -> Region | None:
+    def slice_of(self, rows: Region, at: int, degree: int) -> Region | None:
         """The slice that a device adds up of a sum that all devices will have: each adds up one, and takes the others
         from those that have them. So each of n devices sends 2 (n - 1) / n of the sum, as in a ring, in place of n - 1.
         None for two devices, which send each other as much either way, if there is nothing to cut, and for an
         all-reduce, which does the same."""
-        dim = next((dim for dim, (first, after) in enumerate(rows) if after - first >= self.degree), None)
-        if self.whole_sums or self.degree == 2 or dim is None:
+        dim = next((dim for dim, (first, after) in enumerate(rows) if after - first >= degree), None)
+        if self.whole_sums or degree == 2 or dim is None:
             return None
         first, after = rows[dim]
-        own = (first + end for end in split(after - first, self.degree, at))
+        own = (first + end for end in split(after - first, degree, at))
         return *rows[:dim], (next(own), next(own)), *rows[dim + 1 :]

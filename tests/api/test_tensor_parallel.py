@@ -44,7 +44,7 @@ def test_a_single_sample_is_shared_by_a_server(found: fxpipe.Planned) -> None:
     planned.check(found)
     times = {one.size: one.seconds for one in found.tried if one.seconds is not None}
     assert list(times) == [1, 2, 4, 8]
-    assert found.layers.tensor_parallel == found.plan.tensor_parallel == 8
+    assert {stage.tensor_parallel for stage in (*found.layers.stages, *found.plan.stages)} == {8}
     assert found.seconds == pytest.approx(times[8]) == pytest.approx(min(times.values()))
     assert times[8] < times[1] / 3
     own = sum(one.parameters for one in found.chain.layers)
@@ -88,7 +88,7 @@ def test_a_size_without_a_plan_is_told() -> None:
     with torch.device("meta"):
         model, x = nn.Linear(8, 8), torch.zeros(4, 8)
     found = fxpipe.plan(model, h100s(1), 4, example_inputs=(x,), tensor_parallel=(1, 16))
-    assert found.layers.tensor_parallel == 1
+    assert all(stage.tensor_parallel == 1 for stage in found.layers.stages)
     assert "tensor_parallel=16: no server has 16 devices" in found.explain()
 
 

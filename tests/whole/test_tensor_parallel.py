@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.api.profile import ModelProfile
+from fxpipe.api.tensor_parallel import Candidate, candidate, shardings_of
 from fxpipe.errors import PlanError
 from fxpipe.ir.cluster.cluster import Cluster, Link
+from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage
 from fxpipe.ir.plan.plan import with_modes
+from fxpipe.pipe.results.planned import check
+from fxpipe.planning.hybrid.group_layers import MOST, Layers, as_plan, costed, layers
 from tests.helpers.marks import mostly_slow
 from tests.helpers.models import Block
 
@@ -79,8 +85,20 @@ PLANS: dict[str, dict[str, Any]] = {
     "the best": {"tensor_parallel": (2, 4), "micro_batches": 4, "recompute": False},
 }
 PLANS["one stage of two recomputes"] = PLANS["two stages of two"]
-GRID = [(model, plan) for model in MODELS for plan in PLANS if plan != "a stage of two"]
-QUICK = {("joined", "two stages of two"), ("blocks", "one stage of two recomputes")}
+MIXED: dict[str, tuple[tuple[int, tuple[int, ...]], ...]] = {  # of each stage the tensor-parallel size and the devices
+    "two, then two replicas": ((2, (0, 1)), (1, (2, 3))),
+    "two replicas, then two": ((1, (2, 3)), (2, (0, 1))),
+    "one, two, one": ((1, (2,)), (2, (0, 1)), (1, (3,))),
+    "two replicas of two, then four": ((2, (0, 1, 2, 3)), (4, (4, 5, 6, 7))),
+    "four, then two": ((4, (0, 1, 2, 3)), (2, (4, 5))),
+}
+GRID = [(model, plan) for model in MODELS for plan in (*PLANS, *MIXED) if plan != "a stage of two"]
+QUICK = {
+    ("joined", "two stages of two"),
+    ("blocks", "four, then two"),
+    ("joined", "two, then two replicas"),
+    ("blocks", "one stage of two recomputes"),
+}
 
 
 def loss(output: Tensor) -> Tensor:
@@ -92,12 +110,41 @@ def planned(name: str, how: str, devices: int = 4) -> tuple[nn.Module, Tensor, f
     make, batch = MODELS[name]
     model, x = make().double(), batch()
     x = x.double() if x.is_floating_point() else x
+    if how in MIXED:
+        return model, x, mixed(model, x, how)
     found = fxpipe.plan(model, fast(devices), 8, example_inputs=(x,), **PLANS[how])
     if how == "one stage of two recomputes":
         first, second = found.layers.stages
         layers = replace(found.layers, stages=(replace(first, recompute=True), second))
         found = replace(found, layers=layers, plan=with_modes(found.plan, ["always", "never"]))
     return model, x, found
+
+
+def mixed(model: nn.Module, x: Tensor, how: str) -> fxpipe.Planned:
+    """A plan by hand, whose stages have tensor-parallel sizes of their own and equally many layers."""
+    own, count = MIXED[how], 2
+    where = fast(max(device for _, devices in own for device in devices) + 1)
+    known = fxpipe.profile(model, x, device=where)
+    made, sizes = layers(known.graph, known, MOST), sorted({size for size, _ in own})
+    found = [way_of(known.at(len(x) // count), made, where, size) for size in sizes]
+    ends = [len(made.ops) * s // len(own) for s in range(len(own) + 1)]
+    stages = tuple(
+        HybridStage(a, b, devices, False, size, sizes.index(size))
+        for (a, b), (size, devices) in zip(pairwise(ends), own, strict=True)
+    )
+    plan = HybridPlan(known.model, stages, count, samples=len(x) // count)
+    ops = as_plan(known.graph, made, plan, where.labels, "1f1b")
+    shardings = shardings_of(made, plan, found, len(x) // count)
+    ways = tuple(one.way for one in found)
+    hand = fxpipe.Planned(ops, plan, ways, where, len(x), "by hand", 4, shardings=shardings)
+    check(hand)
+    return hand
+
+
+def way_of(known: ModelProfile, made: Layers, where: Cluster, size: int) -> Candidate:
+    if size > 1:
+        return candidate([known], made, where, size)
+    return Candidate(1, where, (costed(known.graph, known, made),), ())
 
 
 @pytest.mark.parametrize(("name", "how"), mostly_slow(GRID, QUICK.__contains__))
@@ -113,7 +160,7 @@ def test_a_plan_runs(name: str, how: str, tmp_path: Path) -> None:
         assert torch.allclose(output, torch.cat(outputs), rtol=1e-9)
         assert torch.allclose(total, sum(loss(part) for part in outputs) / size)
         stages = zip(found.layers.stages, found.plan.stages, strict=True)
-        modes = {found.cluster.labels[at]: one.checkpoint for stage, one in stages for at in found.devices(stage)}
+        modes = {found.cluster.labels[at]: one.checkpoint for stage, one in stages for at in stage.devices}
         assert all(stage.checkpoint == modes[stage.device] for stage in pipe.plan.stages)
     gradients = dict(ours.named_parameters())
     for key, parameter in plain.named_parameters():

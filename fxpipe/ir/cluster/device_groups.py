@@ -34,6 +34,23 @@ def groups(cluster: Cluster, size: int) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
+def positions(cluster: Cluster, size: int, devices: Sequence[int]) -> tuple[int, ...]:
+    """The positions in `groups(cluster, size)` of the groups that devices form. Raises ValueError if they are not whole
+    groups.
+
+    >>> positions(Cluster.of(["cuda:0", "cuda:1", "cuda:2", "cuda:3"]), 2, (2, 3))
+    (1,)
+    """
+    if size == 1:
+        return tuple(devices)
+    known = {own: at for at, own in enumerate(groups(cluster, size))}
+    found = [tuple(devices[at : at + size]) for at in range(0, len(devices), size)]
+    for own in found:
+        if own not in known:
+            raise ValueError(f"devices {own} are no group: each has {size} neighbours of a server, from its first on")
+    return tuple(known[own] for own in found)
+
+
 def most_in_a_group(cluster: Cluster) -> int:
     """The most devices that a group may have: those of the largest server."""
     servers = [device.server for device in cluster.devices]

@@ -20,6 +20,7 @@ from .cluster import Cluster, Link, Switch, link, meeting
 
 Key = tuple[str, str, str]  # the switch or link, what is behind the port, the direction
 Use = tuple[Key, float]  # a port and its bytes per second
+Devices = tuple[int, ...]
 Behind = Mapping[tuple[str, str], int]  # how many devices are behind each port, by (switch, member)
 
 
@@ -43,17 +44,40 @@ def split_concat(
     `fxpipe.ir.replica_shares` deals them. A sender sends a receiver what their slices have in common; within one device
     nothing moves.
     """
+    return rate_of(cluster, slices(sorted(senders), sorted(receivers), samples))
+
+
+def hand_over(
+    cluster: Cluster, before: Sequence[Devices], after: Sequence[Devices], samples: int | None = None
+) -> tuple[Rate, Rate]:
+    """The rates at which a micro-batch goes from the replicas of one stage to those of the next, and its gradient back;
+    each replica is a group of devices that share each op. The bytes are those that a device of the later stage needs.
+
+        before, a group of 2    0   1            device l of a later group takes what it needs from device
+        after, a group of 4    2 3 4 5           l mod 2 of the earlier one: 0 > 2, 1 > 3, 0 > 4, 1 > 5
+    """
+
+    def messages(forth: bool) -> Iterator[tuple[int, int, float]]:
+        for i, j, share in slices(range(len(before)), range(len(after)), samples):
+            for lane, device in enumerate(after[j]):
+                ends = before[i][lane % len(before[i])], device
+                yield *(ends if forth else ends[::-1]), share
+
+    return rate_of(cluster, messages(True)), rate_of(cluster, messages(False))
+
+
+def rate_of(cluster: Cluster, messages: Iterable[tuple[int, int, float]]) -> Rate:
+    """The rate of messages that move at the same time: (sender, receiver, share of the bytes)."""
     shares: dict[Key, float] = {}
-    latency = slowest = 0.0
-    for sender, receiver, share in slices(sorted(senders), sorted(receivers), samples):
+    latency = 0.0
+    for sender, receiver, share in messages:
         if sender == receiver:
             continue
         a, b = cluster.labels[sender], cluster.labels[receiver]
         for key, bandwidth in way(cluster, a, b):
             shares[key] = shares.get(key, 0.0) + share / bandwidth
         latency = max(latency, link(cluster, a, b).latency)
-    slowest = max(shares.values(), default=0.0)
-    return Rate(latency, slowest)
+    return Rate(latency, max(shares.values(), default=0.0))
 
 
 def slices(

@@ -11,7 +11,7 @@ Data parallelism is the plan of one stage, a plain pipeline the one whose stages
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from tabulate import tabulate
@@ -32,15 +32,31 @@ ALL_REDUCES = ("end", "overlap")
 class HybridStage:
     """One stage: layers `first` to `end` - 1.
 
-    - `devices`: positions in the cluster, ascending, one for each replica; each takes a share of every micro-batch. In
-      interleaved and V schedules several stages have the same devices.
+    - `devices`: positions in the cluster, ascending; in turn `tensor_parallel` of them are a replica, and each replica
+      takes a share of every micro-batch. In interleaved and V schedules several stages have the same devices.
     - `recompute`: whether only what the stage takes is kept, and forward runs again in backward.
+    - `tensor_parallel`: over how many devices each op is cut; above 1, these are a group of
+      `fxpipe.ir.cluster.device_groups`.
+    - `way`: which of the ways to cut its ops the stage has, as a position in `Planned.ways`.
     """
 
     first: int
     end: int
     devices: tuple[int, ...]
     recompute: bool = False
+    tensor_parallel: int = 1
+    way: int = 0
+
+    @property
+    def replicas(self) -> int:
+        """How many groups of devices run the stage."""
+        return len(self.devices) // self.tensor_parallel
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The devices of each replica."""
+        size = self.tensor_parallel
+        return tuple(self.devices[at : at + size] for at in range(0, len(self.devices), size))
 
 
 @dataclass(frozen=True)
@@ -49,8 +65,6 @@ class HybridPlan:
 
     - `samples`: those of a micro-batch, which replicas share as `fxpipe.ir.replica_shares` deals them; None if shares
       are ideal.
-    - `tensor_parallel`: over how many devices each op is cut. Above 1, the positions of stages are those of groups, see
-      `fxpipe.ir.cluster.device_groups`.
     - `optimizer_sharding`: "zero1" if the replicas of a stage share out the optimizer's state, else "none".
     """
 
@@ -60,13 +74,12 @@ class HybridPlan:
     warmup: str = "early"
     all_reduce: str = "end"
     samples: int | None = None
-    tensor_parallel: int = 1
     optimizer_sharding: str = "none"
 
     @property
     def shards_optimizer(self) -> bool:
         """Whether some device keeps only a part of the optimizer's state for its parameters."""
-        return self.optimizer_sharding == "zero1" and any(len(stage.devices) > 1 for stage in self.stages)
+        return self.optimizer_sharding == "zero1" and any(stage.replicas > 1 for stage in self.stages)
 
     def __str__(self) -> str:
         return show(self)
@@ -91,11 +104,37 @@ def shape(stages: Sequence[HybridStage]) -> str:
     >>> shape([HybridStage(s, s + 1, devices) for s, devices in enumerate([(0, 1), (2, 3)] * 2)])
     '2:2 x 2'
     """
-    replicas = [len(devices) for devices in dict.fromkeys(stage.devices for stage in stages)]
+    replicas = list({stage.devices: stage.replicas for stage in stages}.values())
     several = f" x {len(stages) // len(replicas)}" if len(stages) > len(replicas) else ""
     if len(replicas) == 1:
         return f"DP{several}"
     return ("straight" if max(replicas) == 1 else ":".join(map(str, replicas))) + several
+
+
+def tensor_parallel(stages: Sequence[HybridStage]) -> str:
+    """The tensor-parallel sizes of stages, as a part of a line: empty if no op is cut.
+
+    >>> tensor_parallel([HybridStage(0, 1, (0, 1, 2, 3), tensor_parallel=2), HybridStage(1, 2, (4,))])
+    ', tensor parallel 2:1'
+    """
+    sizes = [stage.tensor_parallel for stage in stages]
+    if max(sizes) == 1:
+        return ""
+    return f", tensor parallel {':'.join(map(str, sizes if len(set(sizes)) > 1 else sizes[:1]))}"
+
+
+def over_groups(plan: HybridPlan, groups: Sequence[tuple[int, ...]], way: int = 0) -> HybridPlan:
+    """The plan on devices, of one whose positions are those of groups of devices of one size."""
+    stages = (
+        replace(
+            stage,
+            devices=tuple(device for at in stage.devices for device in groups[at]),
+            tensor_parallel=len(groups[0]),
+            way=way,
+        )
+        for stage in plan.stages
+    )
+    return replace(plan, stages=tuple(stages))
 
 
 def cuts(stages: Sequence[HybridStage]) -> tuple[int, ...]:
@@ -123,6 +162,11 @@ def check(plan: HybridPlan, layers: int, devices: int) -> None:
             raise ValueError(f"stage {index} is on devices {stage.devices}; give at least one, ascending")
         if not set(stage.devices) <= set(range(devices)):
             raise ValueError(f"stage {index} is on devices {stage.devices}, of {devices}")
+        if stage.tensor_parallel < 1 or len(stage.devices) % stage.tensor_parallel:
+            raise ValueError(
+                f"stage {index} is on {len(stage.devices)} devices, and each op is cut over {stage.tensor_parallel}: "
+                "give a whole number of groups"
+            )
         for device in stage.devices:
             if used.setdefault(device, stage.devices) != stage.devices:
                 raise ValueError(
@@ -136,11 +180,10 @@ def show(plan: HybridPlan) -> str:
     when = "at the end" if plan.all_reduce == "end" else "overlapped"
     head = f"{plan.model}: {len(plan.stages)} stages {shape(plan.stages)}, {plan.micro_batches} micro-batches, "
     head += f"{plan.warmup} warm-up, all-reduce {when}"
-    if plan.tensor_parallel > 1:
-        head += f", tensor parallel {plan.tensor_parallel}"
+    head += tensor_parallel(plan.stages)
     if plan.shards_optimizer:
         head += ", ZeRO-1"
-    if plan.samples is None and any(len(stage.devices) > 1 for stage in plan.stages):
+    if plan.samples is None and any(stage.replicas > 1 for stage in plan.stages):
         head += ", ideal shares"
     rows = [
         (
@@ -148,7 +191,7 @@ def show(plan: HybridPlan) -> str:
             f"{stage.first} .. {stage.end - 1}",
             ranges(stage.devices),
             "recomputes" if stage.recompute else "",
-            "" if plan.samples is None else uneven(plan.samples, len(stage.devices)),
+            "" if plan.samples is None else uneven(plan.samples, stage.replicas),
         )
         for index, stage in enumerate(plan.stages)
     ]

@@ -31,6 +31,7 @@ class StagePlan:
       micro-batches but the last ("except_last") or for all ("always").
     - `offload`: whether what it keeps for backward waits in host memory.
     - `replicas`: further devices that run the same stage, each for its slice of every micro-batch.
+    - `tensor_parallel`: over how many devices each op is cut; `device` and `replicas` are the first of each such group.
     """
 
     ops: tuple[str, ...]
@@ -38,6 +39,7 @@ class StagePlan:
     checkpoint: Mode
     offload: bool = False
     replicas: tuple[Label, ...] = ()
+    tensor_parallel: Annotated[int, at_least(1)] = 1
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -53,7 +55,6 @@ class Plan:
     - `chunks`: the number of micro-batches.
     - `schedule`: the name of the schedule, or its grid.
     - `deferred_batch_norm`: as in `fxpipe.compile`.
-    - `tensor_parallel`: over how many devices each op is cut; the devices of a stage are the first of each such group.
     - `optimizer_sharding`: "zero1" if the replicas of a stage share out the optimizer's state, else "none".
     """
 
@@ -62,7 +63,6 @@ class Plan:
     chunks: Chunks
     schedule: str = "gpipe"
     deferred_batch_norm: bool = False
-    tensor_parallel: Annotated[int, at_least(1)] = 1
     optimizer_sharding: Sharding = "none"
 
     def __str__(self) -> str:
@@ -92,11 +92,12 @@ def without_replicas(plan: Plan) -> Plan:
 
 def check(plan: Plan, ops: Collection[str]) -> None:
     """Raise ValueError if the plan is not one for a graph of these ops: it must place each of them once."""
-    if plan.tensor_parallel > 1:
-        raise ValueError(
-            f"it cuts each op over {plan.tensor_parallel} devices, but does not say how: give what fxpipe.plan "
-            "returned, or the file that it was saved in"
-        )
+    for index, stage in enumerate(plan.stages):
+        if stage.tensor_parallel > 1:
+            raise ValueError(
+                f"it cuts each op of stage {index} over {stage.tensor_parallel} devices, but does not say how: give "
+                "what fxpipe.plan returned, or the file that it was saved in"
+            )
     if plan.chunks < 1:
         raise ValueError(f"chunks is {plan.chunks}; a plan needs at least one micro-batch")
     if not plan.stages:

@@ -63,20 +63,22 @@ class Sharing:
     @property
     def checkpoints(self) -> tuple[str, ...]:
         """For each device the mode of its stage."""
-        size = self.plan.tensor_parallel
-        return tuple(stage.checkpoint for stage in self.plan.stages for _ in range(len(stage.devices) * size))
+        return tuple(
+            stage.checkpoint for stage in self.plan.stages for _ in range(len(stage.devices) * stage.tensor_parallel)
+        )
 
     def __call__(self, graph: Graph, sizes: Mapping[str, int]) -> Placed:
         """Raises PlanError if the plan does not fit this graph, or an op cannot be cut."""
         try:
             plan = self.plan if graph.training else without_others(self.plan, graph)
-            fitted = replace(with_loss(graph, plan), tensor_parallel=1)
-            check_plan(fitted, [op.name for op in graph.ops])
+            fitted = with_loss(graph, plan)
+            alone = tuple(replace(stage, tensor_parallel=1) for stage in fitted.stages)
+            check_plan(replace(fitted, stages=alone), [op.name for op in graph.ops])
         except ValueError as error:
             raise PlanError(str(error)) from None
-        replicas = [len(stage.devices) for stage in fitted.stages]
+        groups = [(len(stage.devices), stage.tensor_parallel) for stage in fitted.stages]
         shardings = {one.op: one for one in self.shardings}
-        return share(graph, sizes, stage_of(fitted), replicas, shardings, self.plan.tensor_parallel, self.whole_sums)
+        return share(graph, sizes, stage_of(fitted), groups, shardings, self.whole_sums)
 
 
 def without_others(plan: Plan, graph: Graph) -> Plan:
@@ -91,11 +93,16 @@ def shared_plan(asked: object) -> Planned | None:
     if isinstance(asked, (str, Path)):
         try:
             text = Path(asked).read_text(encoding="utf-8")
-            shared = plans.load(text).tensor_parallel > 1 if '"tensor_parallel"' in text else False
+            shared = shares_ops(plans.load(text)) if '"tensor_parallel"' in text else False
         except (OSError, ValueError):
             return None  # the reader of plans says what is wrong
         return load_planned(asked) if shared else None
-    return asked if isinstance(asked, Planned) and asked.layers.tensor_parallel > 1 else None
+    return asked if isinstance(asked, Planned) and shares_ops(asked.plan) else None
+
+
+def shares_ops(plan: Plan) -> bool:
+    """Whether ops of some stage are cut."""
+    return any(stage.tensor_parallel > 1 for stage in plan.stages)
 
 
 def strategy_of(place: Place | None) -> Strategy | None:

@@ -45,7 +45,7 @@ def looped_order(schedule: str, stages_per_device: int | None = None) -> LoopedO
             raise PlanError(str(error)) from None
 
     def simulated(problem: Problem, plan: HybridPlan) -> Simulated:
-        line = simulate_hybrid(problem.chain, problem.cluster, plan, order_of(schedule, plan), problem.copies)
+        line = simulate_hybrid((problem.chain,), problem.cluster, plan, order_of(schedule, plan), problem.copies)
         held = dict(zip(rows(plan.stages), line.high_water, strict=True))
         return line.makespan, [held[stage.devices] for stage in plan.stages]
 

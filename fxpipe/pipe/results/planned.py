@@ -17,7 +17,7 @@ from tabulate import tabulate
 from fxpipe.errors import PlanError
 from fxpipe.ir.cluster import cluster as clusters
 from fxpipe.ir.cluster.cluster import Cluster
-from fxpipe.ir.cluster.device_groups import grouped, groups
+from fxpipe.ir.cluster.device_groups import grouped, positions
 from fxpipe.ir.cluster.roofline import peak
 from fxpipe.ir.dataclass_json import from_plain, parse, to_plain, write
 from fxpipe.ir.operators.group_layout import OpSharding, show
@@ -25,9 +25,10 @@ from fxpipe.ir.plan import hybrid_plan as hybrids
 from fxpipe.ir.plan import layer_chain as chains
 from fxpipe.ir.plan import plan as plans
 from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, replica_group, shape
-from fxpipe.ir.plan.layer_chain import Chain, for_micro_batches
+from fxpipe.ir.plan.layer_chain import Chain
 from fxpipe.ir.plan.model_states import ModelStates, model_states
 from fxpipe.ir.plan.plan import Plan
+from fxpipe.ir.plan.stage_ways import Way
 from fxpipe.ir.replica_shares import uneven
 from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.ir.timeline import Timeline
@@ -63,12 +64,12 @@ class Planned:
     Print with `str`.
 
     - `plan`: what `fxpipe.compile(plan=...)` runs: ops and devices of each stage; without ops if a chain was planned.
-    - `layers`: the same plan in the planner's terms: for each stage its range of layers, and its devices as positions
-      in `cluster`, or with tensor parallelism in `groups`.
-    - `chains`: the model as layers with their costs, a `Chain` for each size of micro-batch.
+    - `layers`: the same plan in the planner's terms: for each stage its range of layers, its devices as positions in
+      `cluster`, over how many each op is cut, and its way.
+    - `ways`: those that stages have: the model as layers, with their costs on each device of a group.
     - `copies`: the `parameter_copies` that were given.
     - `work`: the FLOPs of one sample, forward and backward, and its tokens.
-    - `shardings`: how each op is cut over the devices of a group, with tensor parallelism.
+    - `shardings`: how each op is cut over the devices of a group of its stage, with tensor parallelism.
     - `tried`: what was found with each tensor-parallel size, if there were several.
     - `recompute`, `optimizer_sharding`: those that were asked for; `layers` has those of the plan.
     - `certificate`: no plan takes fewer seconds than its `.bound`; `.gap` is how far that is below the plan's time, as
@@ -77,7 +78,7 @@ class Planned:
 
     plan: Plan
     layers: HybridPlan
-    chains: tuple[Chain, ...]
+    ways: tuple[Way, ...]
     cluster: Cluster
     batch: int
     planner: str
@@ -94,8 +95,7 @@ class Planned:
         line, layers = self.timeline, self.layers
         counts = f"{layers.micro_batches} micro-batches of {self.chain.batch:g}"
         shares = ", ideal shares" if self.chain.ideal_shares else ""
-        if layers.tensor_parallel > 1:
-            shares += f", tensor parallel {layers.tensor_parallel}"
+        shares += hybrids.tensor_parallel(layers.stages)
         if layers.shards_optimizer:
             shares += ", ZeRO-1"
         head = [
@@ -115,24 +115,14 @@ class Planned:
         return f"{self.plan.model}, {shape(self.layers.stages)}, {self.plan.schedule}"
 
     @cached_property
+    def chains(self) -> tuple[Chain, ...]:
+        """The chain of each way at the size of a micro-batch."""
+        return tuple(way.chain(self.batch, self.layers.micro_batches) for way in self.ways)
+
+    @property
     def chain(self) -> Chain:
-        """The chain at the size of a micro-batch."""
-        return for_micro_batches(self.chains, self.batch, self.layers.micro_batches)
-
-    @cached_property
-    def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The groups of devices that share each op, as positions in the cluster; a group is one device without tensor
-        parallelism."""
-        return groups(self.cluster, self.layers.tensor_parallel)
-
-    @cached_property
-    def grouped(self) -> Cluster:
-        """The cluster with one device in place of each group."""
-        return grouped(self.cluster, self.layers.tensor_parallel)
-
-    def devices(self, stage: HybridStage) -> tuple[int, ...]:
-        """The positions in the cluster of all devices of a stage."""
-        return tuple(device for group in stage.devices for device in self.groups[group])
+        """The first of `chains`."""
+        return self.chains[0]
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -172,7 +162,7 @@ class Planned:
         sharding = self.layers.optimizer_sharding
         states = dict[str, list[ModelStates]]()
         for stage in self.layers.stages:
-            own = model_states(self.chain, stage.first, stage.end, len(stage.devices), self.copies, sharding)
+            own = model_states(self.chains[stage.way], stage.first, stage.end, stage.replicas, self.copies, sharding)
             for label in self._labels(stage):
                 states.setdefault(label, []).append(own)
         return {
@@ -187,7 +177,7 @@ class Planned:
         return {label: peaks[stage.devices] for stage in self.layers.stages for label in self._labels(stage)}
 
     def _labels(self, stage: HybridStage) -> list[str]:
-        return [self.cluster.labels[device] for device in self.devices(stage)]
+        return [self.cluster.labels[device] for device in stage.devices]
 
     def order(self, schedule: str) -> Schedule:
         """The schedule of this name, or of this grid, for the plan's stages and micro-batches. Raises PlanError if
@@ -201,15 +191,15 @@ class Planned:
         """The simulated step; if a schedule is given (its name, or a grid), in its order. Raises PlanError if there is
         no such schedule."""
         order = self.schedule if schedule is None else self.order(schedule)
-        return simulate_hybrid(self.chain, self.grouped, self.layers, order, self.copies)
+        return simulate_hybrid(self.chains, self.cluster, self.layers, order, self.copies)
 
     def explain(self) -> str:
         """The stages, and for comparison the time of a step with other planners' plans, with one more device and with
         twice the bandwidth. Searching these takes a few seconds."""
-        chosen, size = Answer(self.layers, self.seconds, self.certificate), self.layers.tensor_parallel
+        chosen, size = Answer(self.layers, self.seconds, self.certificate), self.ways[0].tensor_parallel
         request = Request(
-            self.chains,
-            self.grouped,
+            self.ways[0].chains,
+            grouped(self.cluster, size),
             self.batch,
             recompute=self.recompute,
             all_reduce=self.layers.all_reduce,
@@ -250,14 +240,22 @@ class Planned:
 
 def check(planned: Planned) -> None:
     """Raise ValueError if the parts do not fit each other."""
-    for chain in planned.chains:
-        chains.check(chain)
+    for way in planned.ways:
+        for chain in way.chains:
+            chains.check(chain)
     clusters.check(planned.cluster)
-    hybrids.check(planned.layers, len(planned.chain), len(planned.groups))
+    sizes = [way.tensor_parallel for way in planned.ways]
+    for index, stage in enumerate(planned.layers.stages):
+        if not 0 <= stage.way < len(sizes) or sizes[stage.way] != stage.tensor_parallel:
+            raise ValueError(f"stage {index} has way {stage.way} with tensor parallel {stage.tensor_parallel}; {sizes}")
+    hybrids.check(planned.layers, len(planned.chain), len(planned.cluster.devices))
+    for stage in planned.layers.stages:
+        positions(planned.cluster, stage.tensor_parallel, stage.devices)
     if not planned.batch >= planned.layers.micro_batches:
         raise ValueError(f"{planned.layers.micro_batches} micro-batches of a batch of {planned.batch}")
-    devices = [tuple(planned.grouped.labels[at] for at in stage.devices) for stage in planned.layers.stages]
-    if [stage.devices for stage in planned.plan.stages] != devices:
+    firsts = [(own.tensor_parallel, own.devices[:: own.tensor_parallel]) for own in planned.layers.stages]
+    devices = [(size, tuple(planned.cluster.labels[at] for at in own)) for size, own in firsts]
+    if [(stage.tensor_parallel, stage.devices) for stage in planned.plan.stages] != devices:
         raise ValueError("the stages of ops and the stages of layers are on different devices")
 
 
@@ -272,7 +270,7 @@ def _uneven(planned: Planned) -> Iterator[str]:
             f"have {samples - 1}; the times are for {samples}"
         )
     for s, stage in enumerate(planned.layers.stages):
-        if text := uneven(samples, len(stage.devices)):
+        if text := uneven(samples, stage.replicas):
             yield f"stage {s} does not share out evenly: {text}"
 
 
@@ -283,24 +281,25 @@ def _use(planned: Planned) -> str:
 
 
 def _rows(planned: Planned) -> list[tuple[str, ...]]:
-    micro, line, kinds = planned.chain, planned.timeline, planned.memory_kinds
+    line, kinds = planned.timeline, planned.memory_kinds
     found: list[tuple[str, ...]] = []
     groups = rows(planned.layers.stages)
     for s, stage in enumerate(planned.layers.stages):
-        cost = stage_cost(micro, planned.grouped, stage)
-        room = min(planned.grouped.devices[device].memory for device in stage.devices)
+        micro, after = planned.chains[stage.way], planned.layers.stages[s + 1 : s + 2]
+        cost = stage_cost(micro, planned.cluster, stage)
+        room = min(planned.cluster.devices[device].memory for device in stage.devices)
         row = groups.index(stage.devices)
         found.append(
             (
                 str(s),
                 _names(micro, stage),
-                replica_group(planned.cluster, planned.devices(stage)),
+                replica_group(planned.cluster, stage.devices),
                 show_seconds(cost.forward),
                 show_seconds(cost.backward),
                 f"{line.busy[row] / line.makespan:.0%}" if line.makespan else "",
-                *kinds[planned.grouped.labels[stage.devices[0]]].cells(),
+                *kinds[planned.cluster.labels[stage.devices[0]]].cells(),
                 f"{show_bytes(line.high_water[row])} of {show_bytes(room)}",
-                show_bytes(micro.cuts[stage.end]) if stage.end < len(micro) else "",
+                show_bytes(planned.chains[after[0].way].cuts[stage.end]) if after else "",
                 "always" if stage.recompute else "never",
             )
         )

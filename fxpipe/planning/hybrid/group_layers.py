@@ -134,14 +134,15 @@ def as_plan(graph: Graph, made: Layers, hybrid: HybridPlan, labels: Sequence[str
     stages = []
     for stage in hybrid.stages:
         ops = [name for layer in made.ops[stage.first : stage.end] for name in layer]
-        device, *others = (labels[position] for position in stage.devices)
+        size = stage.tensor_parallel
+        device, *others = (labels[position] for position in stage.devices[::size])
         mode = "always" if stage.recompute else "never"
-        stages.append(StagePlan(tuple(sorted(ops, key=captured.__getitem__)), device, mode, replicas=tuple(others)))
+        named = tuple(sorted(ops, key=captured.__getitem__))
+        stages.append(StagePlan(named, device, mode, replicas=tuple(others), tensor_parallel=size))
     return Plan(
         graph.model,
         tuple(stages),
         hybrid.micro_batches,
         schedule,
-        tensor_parallel=hybrid.tensor_parallel,
         optimizer_sharding=hybrid.optimizer_sharding,
     )

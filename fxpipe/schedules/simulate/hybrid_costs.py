@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from fxpipe.ir.cluster.cluster import Cluster
-from fxpipe.ir.cluster.network import all_reduce, split_concat
+from fxpipe.ir.cluster.device_groups import grouped, positions
+from fxpipe.ir.cluster.network import all_reduce, hand_over
 from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, ranges, replica_group
 from fxpipe.ir.plan.layer_chain import Chain, Layer
 from fxpipe.ir.plan.model_states import model_states
@@ -26,10 +27,10 @@ from .simulate import Hop, Reduction, StageCost, simulate
 def stage_cost(
     chain: Chain, cluster: Cluster, stage: HybridStage, copies: float = 2, optimizer_sharding: str = "none"
 ) -> StageCost:
-    """What a stage costs for a micro-batch; `chain` and `copies` are as in `simulate_hybrid`."""
-    share, layers = largest_share(chain.samples, len(stage.devices)), slice(stage.first, stage.end)
+    """What a stage costs for a micro-batch; `chain` has the costs of its way, `copies` is as in `simulate_hybrid`."""
+    share, layers = largest_share(chain.samples, stage.replicas), slice(stage.first, stage.end)
     replicas = _replicas(chain, cluster, stage)
-    states = model_states(chain, stage.first, stage.end, len(stage.devices), copies, optimizer_sharding)
+    states = model_states(chain, stage.first, stage.end, stage.replicas, copies, optimizer_sharding)
     return StageCost(
         max(sum(layer.forward for layer in own) * part for own, part in replicas),
         max(sum(layer.backward for layer in own) * part for own, part in replicas),
@@ -42,9 +43,9 @@ def stage_cost(
 
 def _replicas(chain: Chain, cluster: Cluster, stage: HybridStage) -> list[tuple[tuple[Layer, ...], float]]:
     """For each replica that has samples the layers with their times on its device, and its share of a micro-batch."""
-    r, samples = len(stage.devices), chain.samples
+    r, samples = stage.replicas, chain.samples
     shares = [1 / r] * r if samples is None else [count / samples for count in dealt(samples, r)]
-    kinds = [chain.kind_of(cluster.labels[device]) for device in stage.devices]
+    kinds = [chain.kind_of(cluster.labels[device]) for device in stage.devices[:: stage.tensor_parallel]]
     different = dict.fromkeys((kind, share) for kind, share in zip(kinds, shares, strict=True) if share)
     return [(chain.on(kind).layers[stage.first : stage.end], share) for kind, share in different]
 
@@ -53,9 +54,10 @@ def _reductions(chain: Chain, cluster: Cluster, plan: HybridPlan, s: int) -> Ite
     """One for the stage, or one per layer from its last to its first."""
     stage = plan.stages[s]
     layers, replicas = chain.layers[stage.first : stage.end], _replicas(chain, cluster, stage)
-    if len(stage.devices) == 1:
+    if stage.replicas == 1:
         return
-    rate = all_reduce(cluster, stage.devices)
+    size = stage.tensor_parallel
+    rate = all_reduce(grouped(cluster, size), positions(cluster, size, stage.devices))
     if plan.all_reduce == "end":
         yield Reduction(s, rate.seconds(sum(layer.parameters for layer in layers)))
         return
@@ -77,11 +79,11 @@ def order_of(schedule: str, plan: HybridPlan) -> Schedule:
 
 
 def simulate_hybrid(
-    chain: Chain, cluster: Cluster, plan: HybridPlan, schedule: Schedule, copies: float = 2
+    chains: Sequence[Chain], cluster: Cluster, plan: HybridPlan, schedule: Schedule, copies: float = 2
 ) -> Timeline:
-    """The timeline of a step of `plan` in the order of `schedule`, as from `order_of`. `chain` has costs at the size of
-    the plan's micro-batches; `copies` is how many bytes are in memory for each byte of parameters. Raises ValueError if
-    the schedule is not one for the plan."""
+    """The timeline of a step of `plan` in the order of `schedule`, as from `order_of`. `chains` have the costs of each
+    way that stages have, at the size of the plan's micro-batches; `copies` is how many bytes are in memory for each
+    byte of parameters. Raises ValueError if the schedule is not one for the plan."""
     if schedule.chunks != plan.micro_batches or schedule.num_stages != len(plan.stages):
         raise ValueError(
             f"the schedule {schedule.name!r} is for {schedule.num_stages} stages and {schedule.chunks} micro-batches;"
@@ -89,14 +91,13 @@ def simulate_hybrid(
         )
     hops = []
     for s, (a, b) in enumerate(pairwise(plan.stages)):
-        count = chain.cuts[b.first]
-        there = split_concat(cluster, a.devices, b.devices, chain.samples).seconds(count)
-        back = split_concat(cluster, b.devices, a.devices, chain.samples).seconds(count)
-        hops.append(Hop(s, s + 1, there, back))
+        count, samples = chains[b.way].cuts[b.first], chains[b.way].samples
+        there, back = hand_over(cluster, a.groups, b.groups, samples)
+        hops.append(Hop(s, s + 1, there.seconds(count), back.seconds(count)))
     return simulate(
         schedule,
-        [stage_cost(chain, cluster, stage, copies, plan.optimizer_sharding) for stage in plan.stages],
+        [stage_cost(chains[stage.way], cluster, stage, copies, plan.optimizer_sharding) for stage in plan.stages],
         hops,
         [replica_group(cluster, devices) for devices in rows(plan.stages)],
-        [one for s in range(len(plan.stages)) for one in _reductions(chain, cluster, plan, s)],
+        [one for s, stage in enumerate(plan.stages) for one in _reductions(chains[stage.way], cluster, plan, s)],
     )

@@ -40,7 +40,7 @@ def placed(degree: int, between: int | None = None, batch: int = 4) -> Placed:
     cut = {name: OpSharding(name, "linear", Layout(0 if at % 2 else 1), at % 2) for at, name in enumerate(columns)}
     cut[columns[1]] = replace(cut[columns[1]], layout=Layout(between))
     stages = {op.name: 0 for op in graph.ops}
-    return rewrite_placed(share(graph, {"b": batch}, stages, [1], cut, degree, whole_sums=True), degree)
+    return rewrite_placed(share(graph, {"b": batch}, stages, [(1, degree)], cut, whole_sums=True), degree)
 
 
 @cache

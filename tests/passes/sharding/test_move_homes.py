@@ -27,7 +27,7 @@ def halves() -> Placed:
     """Two layers whose rows two devices share."""
     graph = sample(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.zeros(2, 4)).graph
     cut = {op.name: OpSharding(op.name, op_name(op), Layout(1)) for op in graph.ops if op_name(op) == "linear"}
-    return rewrite_placed(share(graph, {"b": 2}, {op.name: 0 for op in graph.ops}, [1], cut, 2), 2)
+    return rewrite_placed(share(graph, {"b": 2}, {op.name: 0 for op in graph.ops}, [(1, 2)], cut), 2)
 
 
 def program(owned: dict[str, str] | None) -> Program:

@@ -33,7 +33,7 @@ def test_agrees_with_the_event_time(seed):
     m, warmup, mode = rng.choice([1, 2, 5, 16, 100]), rng.choice(["early", "late"]), rng.choice(["end", "overlap"])
     plan = HybridPlan("m", stages, m, warmup, mode)
     problem = Problem(chain, cluster, m, warmup, mode)
-    timeline = simulate_hybrid(chain, cluster, plan, one_f_one_b(len(stages), m, warmups(plan)))
+    timeline = simulate_hybrid((chain,), cluster, plan, one_f_one_b(len(stages), m, warmups(plan)))
     check(timeline)
     assert timeline.makespan == pytest.approx(event_time(problem, stages), rel=1e-9)
     for e, ahead, peak in zip(stages, warmups(plan), timeline.high_water, strict=True):
@@ -50,8 +50,8 @@ def test_early_backward_keeps_memory_that_does_not_grow_with_micro_batches():
     peaks = {"1f1b": [], "gpipe": []}
     for m in (2, 8, 16):
         plan = HybridPlan("m", stages, m)
-        peaks["1f1b"].append(simulate_hybrid(alike(4), cluster, plan, one_f_one_b(2, m)).high_water[0])
-        peaks["gpipe"].append(simulate_hybrid(alike(4), cluster, plan, gpipe(2, m)).high_water[0])
+        peaks["1f1b"].append(simulate_hybrid((alike(4),), cluster, plan, one_f_one_b(2, m)).high_water[0])
+        peaks["gpipe"].append(simulate_hybrid((alike(4),), cluster, plan, gpipe(2, m)).high_water[0])
     assert peaks == {"1f1b": [40 + 2 * 8] * 3, "gpipe": [40 + m * 8 for m in (2, 8, 16)]}
 
 
@@ -59,7 +59,7 @@ def test_recomputation_keeps_what_was_taken():
     """L / K layers' activations for one micro-batch, and for each the input of the stage."""
     cluster = servers(1, 2, 1e9, 1e9, 0)
     stages = (HybridStage(0, 2, (0,)), HybridStage(2, 4, (1,), recompute=True))
-    timeline = simulate_hybrid(alike(4), cluster, HybridPlan("m", stages, 8), gpipe(2, 8))
+    timeline = simulate_hybrid((alike(4),), cluster, HybridPlan("m", stages, 8), gpipe(2, 8))
     assert timeline.high_water == (40 + 8 * 16, 40 + 8 * 4 + 16)
 
 
@@ -71,7 +71,7 @@ def test_all_reduce_layer_by_layer_beside_the_last_backward():
     """
     chain = Chain("m", 2, (Layer("a", 2, 2, 3), Layer("b", 2, 2, 3)))
     plan = HybridPlan("m", (HybridStage(0, 2, (0, 1)),), 1, all_reduce="overlap")
-    timeline = simulate_hybrid(chain, servers(1, 2, 1.0, 1.0, 0), plan, gpipe(1, 1))
+    timeline = simulate_hybrid((chain,), servers(1, 2, 1.0, 1.0, 0), plan, gpipe(1, 1))
     spans = [(span.label, span.start, span.end) for span in timeline.on("all-reduce of g0, g1")]
     assert spans == [("b", 3, 6), ("a", 6, 9)]
     assert str(timeline.on("all-reduce of g0, g1")[0]).startswith("all-reduce of stage 0")
@@ -80,4 +80,4 @@ def test_all_reduce_layer_by_layer_beside_the_last_backward():
 def test_a_schedule_for_another_plan():
     plan = HybridPlan("m", (HybridStage(0, 4, (0,)),), 4)
     with pytest.raises(ValueError, match="'gpipe' is for 2 stages and 4 micro-batches; the plan has 1 and 4"):
-        simulate_hybrid(alike(4), servers(1, 2, 1.0, 1.0, 0), plan, gpipe(2, 4))
+        simulate_hybrid((alike(4),), servers(1, 2, 1.0, 1.0, 0), plan, gpipe(2, 4))

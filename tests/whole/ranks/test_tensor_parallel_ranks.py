@@ -22,6 +22,10 @@ PLANS = (
     ("mlp", "a stage of four", FAR),
     ("blocks", "a stage of four", EAGER),
     ("blocks", "a stage of four", FAR),
+    ("mlp", "two, then two replicas", ""),
+    ("joined", "one, two, one", FAR),
+    ("words", "two replicas, then two", LAZY),
+    ("image", "two, then two replicas", ""),
 )
 PLACED = (("tied transformer", "1f1b", "always"), ("batch norm", "zb-h1", "never"))
 
