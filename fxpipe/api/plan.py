@@ -6,20 +6,18 @@ model ─profile─▶ ModelProfile ─layers─▶ Chain ─planner─▶ Hybri
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from time import perf_counter
 from typing import Any, Never
 
 from torch import nn
 
 from fxpipe.errors import PlanError, UnfinishedSearchWarning
 from fxpipe.ir.cluster.cluster import Cluster
-from fxpipe.ir.cluster.device_groups import grouped, groups
 from fxpipe.ir.cluster.device_kinds import other_kinds
 from fxpipe.ir.graph.graph import op_name
 from fxpipe.ir.graph.value_types import TensorType
-from fxpipe.ir.plan.hybrid_plan import HybridPlan, over_groups
+from fxpipe.ir.plan.hybrid_plan import HybridPlan
 from fxpipe.ir.plan.layer_chain import Chain, beside, scaled, slower
 from fxpipe.ir.plan.plan import Plan, StagePlan
 from fxpipe.ir.plan.profile import Profile
@@ -32,17 +30,16 @@ from fxpipe.pipe.options.option_forms import refuse_unknown
 from fxpipe.pipe.options.option_table import PLAN, read_cluster
 from fxpipe.pipe.progress import working
 from fxpipe.pipe.results.find_plan import find_plan
-from fxpipe.pipe.results.plan_alternatives import TriedSize
 from fxpipe.pipe.results.planned import Planned, SampleWork
 from fxpipe.planning.hybrid.group_layers import MOST, Layers, as_plan, costed, layers
 from fxpipe.planning.hybrid.plan_request import Answer, Request, check, work_bound
-from fxpipe.planning.hybrid.planners import LEAST_SECONDS, best_of
 from fxpipe.profiling import on_kinds
 from fxpipe.profiling.estimate import model_products
 from fxpipe.schedules.make_schedule import AUTO, LOOPED, STRAIGHT
 
+from .plan_ways import with_ways
 from .profile import ModelProfile, profile
-from .tensor_parallel import Candidate, candidate, degrees_of, shardings_of
+from .tensor_parallel import candidates_of, degrees_of, shardings_of
 
 # The warm-up of the plan behind a schedule.
 WARMUPS = {"1f1b": "early", "1f1b-late": "late"}
@@ -87,9 +84,10 @@ def plan(
       replica gets whole samples of a micro-batch, unless a `Chain` has `ideal_shares`.
     - `recompute`: `checkpoint` of the pipe: True ("always" for all stages), False ("never"), or if not given, "always"
       for those stages that do not fit in memory otherwise.
-    - `tensor_parallel`: over how many devices of a server each op is cut: a number; or a list of numbers, of which the
-      best is taken; or "auto": all powers of two up to the devices of a server. How each op is cut is chosen so that a
-      micro-batch takes the least time. Above 1, the devices of the cluster must be of one kind.
+    - `tensor_parallel`: over how many devices of a server each op is cut: a number; or a list of numbers, of which each
+      stage has the one with which the step is the fastest; or "auto": all powers of two up to the devices of a server.
+      With planners other than "optimal", all stages have the same. How each op is cut is chosen so that a micro-batch
+      takes the least time. Above 1, the devices of the cluster must be of one kind.
     - `schedule`: "1f1b" or "1f1b-late"; if not given, both are tried. With "gpipe", "zb-h1" or "zb-h2", stages are
       chosen for 1F1B, and then run in the order that is named. "auto": the fastest of all five that fits, as simulated.
       "interleaved", "interleaved-late", "looped-bfs", "zb-v", "dualpipe-v": each device has several stages, and the
@@ -137,10 +135,10 @@ def plan(
                 f"tensor_parallel does not go with schedule={schedule!r} yet: leave out one of them, or write a "
                 f"schedule with one stage on each device: {', '.join(STRAIGHT)}"
             )
-        found = _planned(known, others, planner, request, most, degrees, schedule, stages_per_device)
+        found, asked = _planned(known, others, planner, request, most, degrees, schedule, stages_per_device)
         with timed("simulator"):
             found = replace(found, recompute=recompute, optimizer_sharding=optimizer_sharding)
-            return _ordered(found, request, schedule)
+            return _ordered(found, asked, schedule)
 
 
 def _planned(
@@ -152,9 +150,9 @@ def _planned(
     degrees: Sequence[int],
     schedule: str | None,
     stages_per_device: int | None,
-) -> Planned:
-    """The planner's answer; the stages of its plan have ops, unless a `Chain` was planned. `others` are the costs on
-    kinds of devices where they are known; otherwise they are estimated."""
+) -> tuple[Planned, Request]:
+    """The planner's answer, and what the planner was asked; the stages of its plan have ops, unless a `Chain` was
+    planned. `others` are the costs on kinds of devices where they are known; otherwise they are estimated."""
     where, about = request.cluster, (request.cluster, request.batch, planner, request.copies)
 
     def find(asked: Request) -> Answer:
@@ -171,57 +169,31 @@ def _planned(
             known = beside(known, same)
         elif not known.kinds:
             known = _scaled(known, where)
-        answer = find(replace(request, chains=(known,)))
-        decided = _without_ops(answer.plan, where, order(answer.plan))
-        return Planned(decided, answer.plan, (Way(1, (known,)),), *about, certificate=answer.certificate)
+        asked = replace(request, chains=(known,))
+        answer = find(asked)
+        bare = _without_ops(answer.plan, where, order(answer.plan))
+        return Planned(bare, answer.plan, (Way(1, (known,)),), *about, certificate=answer.certificate), asked
     with timed("layers"):
         made = layers(known.graph, known, most)
-    found, tried = _each_degree(known, others, find, request, made, degrees)
-    best, _ = min(found, key=lambda pair: pair[1].seconds)
-    answer = best_of([answer for _, answer in found])
-    plan = over_groups(answer.plan, groups(where, best.degree))
-    return Planned(
+        profiles = _sizes(known, request)
+        alone = lambda: tuple(_on_kinds(one, others, where, made) for one in profiles)  # noqa: E731
+        candidates, refused = candidates_of(profiles, made, where, degrees, alone)
+    mixes = planner == "optimal" and schedule not in LOOPED
+    answer, tried, asked = with_ways(candidates, refused, request, find, mixes)
+    plan, own = answer.plan, sorted({stage.way for stage in answer.plan.stages})
+    used = [candidates[way] for way in own]
+    plan = replace(plan, stages=tuple(replace(stage, way=own.index(stage.way)) for stage in plan.stages))
+    decided = Planned(
         as_plan(known.graph, made, plan, where.labels, order(plan)),
         plan,
-        (best.way,),
+        tuple(one.way for one in used),
         *about,
         _work(known),
         answer.certificate,
-        shardings_of(made, plan, (best,), request.batch / plan.micro_batches),
+        shardings_of(made, plan, used, request.batch / plan.micro_batches),
         tried if len(degrees) > 1 else (),
     )
-
-
-def _each_degree(
-    known: ModelProfile,
-    others: Mapping[str, ModelProfile | Chain],
-    find: Callable[[Request], Answer],
-    request: Request,
-    made: Layers,
-    degrees: Sequence[int],
-) -> tuple[list[tuple[Candidate, Answer]], tuple[TriedSize, ...]]:
-    """The planner's answer with each tensor-parallel size for which there is a plan, and what each size has led to. The
-    sizes share the time for the search. Raises PlanError if there is no plan with any of them."""
-    until, profiles = perf_counter() + request.seconds, _sizes(known, request)
-    found: list[tuple[Candidate, Answer]] = []
-    tried: list[TriedSize] = []
-    for left, degree in zip(range(len(degrees), 0, -1), degrees, strict=True):
-        try:
-            with timed("layers"):
-                if degree > 1:
-                    one = candidate(profiles, made, request.cluster, degree)
-                else:
-                    chains = tuple(_on_kinds(profile, others, request.cluster, made) for profile in profiles)
-                    one = Candidate(1, request.cluster, chains, ())
-            seconds = max((until - perf_counter()) / left, LEAST_SECONDS)
-            asked = replace(request, chains=one.chains, cluster=one.cluster, seconds=seconds)
-            found.append((one, find(asked)))
-            tried.append(TriedSize(degree, found[-1][1].seconds))
-        except PlanError as error:
-            tried.append(TriedSize(degree, refusal=str(error)))
-    if not found:
-        raise PlanError(tried[-1].refusal)
-    return found, tuple(tried)
+    return decided, asked
 
 
 def _on_kinds(known: ModelProfile, others: Mapping[str, ModelProfile | Chain], cluster: Cluster, made: Layers) -> Chain:
@@ -375,16 +347,8 @@ def _ordered(found: Planned, request: Request, schedule: str | None) -> Planned:
     best = min(fitting, key=lambda one: one.seconds)
     if best.certificate is None or not best.seconds:
         return best
-    bound = min(best.seconds, _work_bound(best, request))
+    bound = min(best.seconds, work_bound(request))
     return replace(best, certificate=replace(best.certificate, bound=bound, gap=1 - bound / best.seconds))
-
-
-def _work_bound(found: Planned, request: Request) -> float:
-    """Seconds that no plan with the ways of this one takes less than, whatever the order of its actions."""
-    return min(
-        work_bound(replace(request, chains=way.chains, cluster=grouped(request.cluster, way.tensor_parallel)))
-        for way in found.ways
-    )
 
 
 def fits(found: Planned) -> bool:

@@ -5,7 +5,7 @@ ModelProfile ─op_cuts─▶ ways to cut each op ─fastest─▶ GroupCosts �
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fxpipe.errors import PlanError
@@ -16,6 +16,7 @@ from fxpipe.ir.plan.hybrid_plan import HybridPlan
 from fxpipe.ir.plan.layer_chain import Chain, nearest_at
 from fxpipe.ir.plan.stage_ways import Way
 from fxpipe.passes.sharding.op_cuts import op_cuts
+from fxpipe.pipe.results.plan_alternatives import TriedSize
 from fxpipe.planning.hybrid.group_layers import Layers, costed
 from fxpipe.planning.tensor_parallel.group_costs import Group, fastest
 
@@ -57,6 +58,29 @@ def degrees_of(asked: int | str | Sequence[int], cluster: Cluster) -> tuple[int,
     if isinstance(asked, str):
         return tuple(2**power for power in range(most_in_a_group(cluster).bit_length()))
     return (asked,) if isinstance(asked, int) else tuple(sorted(set(asked)))
+
+
+def candidates_of(
+    profiles: Sequence[ModelProfile],
+    made: Layers,
+    cluster: Cluster,
+    degrees: Sequence[int],
+    alone: Callable[[], tuple[Chain, ...]],
+) -> tuple[list[Candidate], list[TriedSize]]:
+    """The candidates of these sizes, and the sizes for which the cluster has no groups. `alone` gives what layers cost
+    on single devices. Raises PlanError if no size is left."""
+    found, refused = list[Candidate](), list[TriedSize]()
+    for degree in degrees:
+        try:
+            if degree == 1:
+                found.append(Candidate(1, cluster, alone(), ()))
+            else:
+                found.append(candidate(profiles, made, cluster, degree))
+        except PlanError as error:
+            refused.append(TriedSize(degree, refusal=str(error)))
+    if not found:
+        raise PlanError(refused[-1].refusal)
+    return found, refused
 
 
 def candidate(profiles: Sequence[ModelProfile], made: Layers, cluster: Cluster, degree: int) -> Candidate:

@@ -11,15 +11,14 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.api.tensor_parallel import candidate, degrees_of
+from fxpipe.api.tensor_parallel import candidates_of, degrees_of
 from fxpipe.errors import PlanError
 from fxpipe.ir.cluster.cluster import Cluster, Device, Link
 from fxpipe.ir.plan.hybrid_plan import WARMUPS
-from fxpipe.planning.hybrid.event_time import event_time
 from fxpipe.planning.hybrid.group_layers import costed, layers
-from fxpipe.planning.hybrid.plan_request import Request
+from fxpipe.planning.hybrid.plan_request import Request, RequestWay
 from tests.helpers.marks import mostly_slow
-from tests.planning.hybrid.exact.test_optimal_plan import all_stages
+from tests.planning.hybrid.exact.test_several_ways import plans, seconds
 
 BATCH, LAYERS = 8, 4
 
@@ -42,19 +41,17 @@ def instance(seed: int) -> tuple[nn.Module, torch.Tensor, Cluster, int]:
 
 
 def fastest(model: nn.Module, x: torch.Tensor, cluster: Cluster, micro_batches: int) -> float:
-    """The seconds of the fastest of all plans; inf if none fits."""
+    """The seconds of the fastest of all plans, each of whose stages has a size of its own; inf if none fits."""
     whole = fxpipe.profile(model, x, device=cluster)
     known = whole.at(BATCH // micro_batches)
     made, best = layers(whole.graph, whole, LAYERS), inf
-    for degree in degrees_of("auto", cluster):
-        chains, where = (costed(known.graph, known, made),), cluster
-        if degree > 1:
-            shared = candidate([known], made, cluster, degree)
-            chains, where = shared.chains, shared.cluster
-        for warmup in WARMUPS:
-            problem = Request(chains, where, BATCH).problem(micro_batches, warmup)
-            for stages in all_stages(len(chains[0]), len(where.devices)):
-                best = min(best, event_time(problem, stages, best))
+    alone = (costed(known.graph, known, made),)
+    found, _ = candidates_of([known], made, cluster, degrees_of("auto", cluster), lambda: alone)
+    ways = tuple(RequestWay(one.degree, one.chains, one.cluster) for one in found)
+    for warmup in WARMUPS:
+        request = Request(alone, cluster, BATCH, micro_batches, warmup, False, ways=ways)
+        for stages in plans(request):
+            best = min(best, seconds(request, stages, best))
     return best
 
 

@@ -45,8 +45,11 @@ class TriedSize:
 
 def explain(planner: str, find: Find, request: Request, chosen: Answer, timeline: Timeline, size: int = 1) -> str:
     """A text: the plans of other planners beside the chosen one, and the time of a step on more hardware, for which
-    `find` finds the plan. With `size` above 1 a device of the request stands for that many."""
-    rivals = [_rival(name, request, chosen) for name in OTHERS if name != planner]
+    `find` finds the plan. With `size` above 1 a device of the request stands for that many. If the request has several
+    ways, other planners have the first of them for all stages."""
+    first = request.every[0]
+    alone = replace(request, chains=first.chains, cluster=first.cluster, ways=())
+    rivals = [_rival(name, alone, chosen) for name in OTHERS if name != planner]
     lines = [_pace(timeline, len(chosen.plan.stages)), "", "why", *_table([_own(planner, chosen), *rivals])]
     return "\n".join([*lines, "", "what if", *_table(_what_if(planner, find, request, chosen, size))])
 
@@ -105,10 +108,9 @@ def _what_if(planner: str, find: Find, request: Request, chosen: Answer, size: i
     more = "one more device" if size == 1 else f"{size} more devices"
     own = replace(request, micro_batches=chosen.plan.micro_batches)
     same = replace(own, warmup=chosen.plan.warmup)
-    changes = {
-        more: replace(same, cluster=one_more(request.cluster)),
-        "twice the bandwidth": replace(same, cluster=widened(request.cluster, 2)),
-    }
+    ways = tuple(replace(way, cluster=widened(way.cluster, 2)) for way in request.ways)
+    changes = {} if ways else {more: replace(same, cluster=one_more(request.cluster))}
+    changes["twice the bandwidth"] = replace(same, cluster=widened(request.cluster, 2), ways=ways)
     if chosen.plan.shards_optimizer:
         changes["without ZeRO-1"] = replace(own, optimizer_sharding="none")
     elif request.optimizer_sharding == "none" and any(stage.recompute for stage in chosen.plan.stages):

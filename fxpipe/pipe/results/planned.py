@@ -33,7 +33,7 @@ from fxpipe.ir.replica_shares import uneven
 from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.ir.timeline import Timeline
 from fxpipe.ir.units import show_bytes, show_seconds
-from fxpipe.planning.hybrid.plan_request import Answer, Certificate, Request
+from fxpipe.planning.hybrid.plan_request import Answer, Certificate, Request, RequestWay
 from fxpipe.schedules.simulate.hybrid_costs import order_of, rows, simulate_hybrid, stage_cost
 from fxpipe.viz import chrome_trace as trace
 from fxpipe.viz import html, svg
@@ -196,20 +196,25 @@ class Planned:
     def explain(self) -> str:
         """The stages, and for comparison the time of a step with other planners' plans, with one more device and with
         twice the bandwidth. Searching these takes a few seconds."""
-        chosen, size = Answer(self.layers, self.seconds, self.certificate), self.ways[0].tensor_parallel
+        chosen = Answer(self.layers, self.seconds, self.certificate)
+        ways = tuple(
+            RequestWay(way.tensor_parallel, way.chains, grouped(self.cluster, way.tensor_parallel)) for way in self.ways
+        )
+        one = len(ways) == 1
         request = Request(
-            self.ways[0].chains,
-            grouped(self.cluster, size),
+            ways[0].chains,
+            ways[0].cluster if one else self.cluster,
             self.batch,
             recompute=self.recompute,
             all_reduce=self.layers.all_reduce,
             copies=self.copies,
             seconds=3,
             optimizer_sharding=self.optimizer_sharding,
+            ways=() if one else ways,
         )
         times = len(self.layers.stages) // len(rows(self.layers.stages))
         own = partial(find_plan, schedule=self.plan.schedule, stages_per_device=times)
-        why = plan_alternatives.explain(self.planner, own, request, chosen, self.timeline, size)
+        why = plan_alternatives.explain(self.planner, own, request, chosen, self.timeline, ways[0].degree)
         sizes = plan_alternatives.sizes(self.tried)
         shared = show(self.shardings) if self.shardings else ""
         return "\n\n".join(part for part in (str(self), why, sizes, shared) if part)

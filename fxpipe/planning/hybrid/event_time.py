@@ -242,6 +242,18 @@ def least_work(problem: Problem) -> float:
     return problem.micro_batches * (problem.fast.forwards[-1] + problem.fast.backwards[-1]) / problem.capacity
 
 
+def least_work_of(problems: Sequence[Problem], degrees: Sequence[int], devices: int) -> float:
+    """As `least_work`, where each stage has one of several problems, on groups of so many devices each."""
+    if len(problems) == 1:
+        return least_work(problems[0])
+    every = [
+        [degree * (layer.forward + layer.backward) for layer in problem.fast.layers]
+        for degree, problem in zip(degrees, problems, strict=True)
+    ]
+    least: float = sum(min(times) for times in zip(*every, strict=True))
+    return problems[0].micro_batches * least / devices
+
+
 def plan_of(problem: Problem, stages: tuple[HybridStage, ...]) -> HybridPlan:
     """The plan of these stages."""
     chain, m, sharding = problem.chain, problem.micro_batches, problem.optimizer_sharding

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxpipe.errors import PlanError
 from fxpipe.ir.cluster import cluster as clusters
@@ -13,12 +13,26 @@ from fxpipe.ir.plan.layer_chain import Chain
 from fxpipe.ir.plan.model_states import OPTIMIZER_SHARDINGS
 from fxpipe.ir.units import count, show_seconds
 
-from .event_time import Problem, least_work
+from .event_time import Problem, least_work_of
 
 MOST_MICRO_BATCHES = 1024  # if the planner chooses: more take time to simulate, and gain very little
 FEW = 4  # numbers of micro-batches that a slow planner tries
 ASKED_SHARDINGS = (*OPTIMIZER_SHARDINGS, "auto")
 EXACT = 1e-9  # a plan this little above the bound, relatively, is as good as optimal: sums have rounding errors
+
+
+@dataclass(frozen=True)
+class RequestWay:
+    """A way of stages to cut their ops over groups of devices.
+
+    - `degree`: the devices of a group.
+    - `chains`: what layers cost on each device of a group, as in `Request`.
+    - `cluster`: the cluster of groups.
+    """
+
+    degree: int
+    chains: tuple[Chain, ...]
+    cluster: Cluster
 
 
 @dataclass(frozen=True)
@@ -30,6 +44,9 @@ class Request:
     - `recompute`: whether all stages do (True), none (False), or those that do not fit in memory otherwise (None)
     - `all_reduce`, `copies`, `capped`, `optimizer_sharding`: as in `Problem`
     - `seconds`: how long a search may take
+    - `ways`: the ways of which each stage has one; if not given, all have single devices, with the costs of `chains`.
+      Only "optimal" knows several. The size of each group divides the next larger one
+    - `known`: plans on the cluster's devices to begin with
     """
 
     chains: tuple[Chain, ...]
@@ -43,6 +60,13 @@ class Request:
     seconds: float = 30
     capped: bool = True
     optimizer_sharding: str = "none"
+    ways: tuple[RequestWay, ...] = ()
+    known: tuple[HybridPlan, ...] = ()
+
+    @property
+    def every(self) -> tuple[RequestWay, ...]:
+        """All ways: at least one."""
+        return self.ways or (RequestWay(1, self.chains, self.cluster),)
 
     @property
     def warmups(self) -> tuple[str, ...]:
@@ -52,14 +76,23 @@ class Request:
     def counts(self, most: int | None = None) -> list[int]:
         """The numbers of micro-batches to try: the one asked for, or those that divide the batch; if these are more
         than `most`, the ones nearest to four for each device. If not given, there are as many as sizes at which costs
-        are known, but at least those that slow planners try; and all if costs are known at one size and scaled."""
+        are known, but at least those that slow planners try; and all if costs are known at one size and scaled.
+        Of several ways those of each way, whose devices are groups."""
         if self.micro_batches is not None:
             return [self.micro_batches]
+        if self.ways:
+            alone = (replace(self, chains=way.chains, cluster=way.cluster, ways=()) for way in self.ways)
+            return sorted({m for one in alone for m in one.counts(most)})
         if most is None:
             most = max(len(self.chains), FEW) if len(self.chains) > 1 else MOST_MICRO_BATCHES
         every = [m for m in range(1, min(self.batch, MOST_MICRO_BATCHES) + 1) if self.batch % m == 0]
         wanted = 4 * len(self.cluster.devices)
         return sorted(sorted(every, key=lambda m: max(m / wanted, wanted / m))[:most])
+
+    def problems(self, micro_batches: int, warmup: str) -> tuple[Problem, ...]:
+        """The problem of each way."""
+        alone = (replace(self, chains=way.chains, cluster=way.cluster, ways=()) for way in self.every)
+        return tuple(one.problem(micro_batches, warmup) for one in alone)
 
     def problem(self, micro_batches: int, warmup: str) -> Problem:
         chain = chains.for_micro_batches(self.chains, self.batch, micro_batches)
@@ -107,7 +140,8 @@ def check(request: Request) -> None:
 def work_bound(request: Request) -> float:
     """Seconds that no plan takes less than, whatever the order of its actions: all of the model's work, shared by all
     devices without a loss."""
-    return min(least_work(request.problem(m, "early")) for m in request.counts())
+    devices, degrees = len(request.cluster.devices), [way.degree for way in request.every]
+    return min(least_work_of(request.problems(m, "early"), degrees, devices) for m in request.counts())
 
 
 @dataclass(frozen=True)
@@ -119,6 +153,7 @@ class Certificate:
     - `simulated`: how many plans were simulated.
     - `branches`: how many branches were searched.
     - `seconds`: how long the search took.
+    - `ways`: the tensor-parallel sizes of which each stage may have its own; empty if all have the same.
     - `ideal_shares`: whether the replicas of all plans share micro-batches evenly, whole samples or not.
     - `unfinished`: for how many numbers of micro-batches and warm-ups DAPPLE's planner took too long. Its plan with one
       of these may be faster; with all others it is not.
@@ -133,6 +168,7 @@ class Certificate:
     ideal_shares: bool = False
     unfinished: int = 0
     optimizer_sharding: str = "none"
+    ways: tuple[int, ...] = ()
 
     @property
     def proven(self) -> bool:
@@ -145,6 +181,8 @@ class Certificate:
             known += ", with ideal shares"
         if self.optimizer_sharding != "none":
             known += ", with ZeRO-1" + (" where memory asks for it" if self.optimizer_sharding == "auto" else "")
+        if self.ways:
+            known += f", with a tensor-parallel size of {', '.join(map(str, self.ways))} for each stage"
         if self.unfinished:
             known += (
                 f", and perhaps above DAPPLE's plan, whose planner did not end in time ({self.unfinished} searches)"

@@ -14,7 +14,8 @@ The tables of `lower_bound.py` have lower bounds for the layers before s. Togeth
 
 A branch whose bound is `limit` or more is cut off. The search is quick because it remembers what it has refuted. If
 bounds alone cut off all that can come before some stages, they also cut it off for stages that start at the same
-layer, have the same devices left, the same devices in their first stage, and no smaller one of the three numbers.
+layer, have the same devices left, the same devices and way in their first stage, and no smaller one of the three
+numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from .lower_bound import OutOfTime, Tables
 from .shape_costs import Shape, Shapes, before
 
 Three = tuple[float, float, float]
-Key = tuple[int, Counts, Counts, int]
+Key = tuple[int, Counts, Counts, int, int]
 
 
 class Node(NamedTuple):
@@ -38,7 +39,7 @@ class Node(NamedTuple):
 
     - `bound`: no plan with these stages takes fewer seconds.
     - `left`: the devices left, for each run.
-    - `counts`: the devices of the first of the stages, for each run.
+    - `counts`, `way`: the devices of the first of the stages, for each run, and its way.
     - `three`: trip, done and finish.
     - `shape`: the stages.
     """
@@ -47,6 +48,7 @@ class Node(NamedTuple):
     first: int
     left: Counts
     counts: Counts
+    way: int
     three: Three
     shape: Shape
 
@@ -72,7 +74,7 @@ class Refutation:
     nodes: int = 0
     best: Shape = ()
     refuted: dict[Key, list[Three]] = field(default_factory=dict)
-    choices: dict[Counts, list[tuple[Counts, Counts]]] = field(default_factory=dict)
+    choices: dict[tuple[Counts, int], list[tuple[Counts, Counts]]] = field(default_factory=dict)
 
     @property
     def threshold(self) -> float:
@@ -83,7 +85,7 @@ class Refutation:
 def refute(search: Refutation) -> bool:
     """True if the whole space was searched: no plan takes less than `search.limit`. False if nodes or time ran out."""
     left = tuple(len(run) for run in search.shapes.runs)
-    root = Node(0.0, len(search.shapes.problem.chain), left, (), (0.0, 0.0, 0.0), ())
+    root = Node(0.0, len(search.shapes.problem.chain), left, (), 0, (0.0, 0.0, 0.0), ())
     try:
         _expand(search, root)
     except OutOfTime:
@@ -106,7 +108,7 @@ def _expand(search: Refutation, node: Node) -> bool:
             if time < search.limit:
                 search.limit, search.best = time, child.shape
             continue
-        key = (child.first, child.left, child.counts, len(child.shape))
+        key = (child.first, child.left, child.counts, child.way, len(child.shape))
         known = search.refuted.get(key, [])
         if any(a <= child.three[0] and b <= child.three[1] and c <= child.three[2] for a, b, c in known):
             continue
@@ -120,16 +122,21 @@ def _expand(search: Refutation, node: Node) -> bool:
 
 
 def _children(search: Refutation, node: Node) -> Iterator[Node]:
-    """The node with one more stage before it: all layers and devices that bounds do not cut off."""
+    """The node with one more stage before it: all layers, devices and ways that bounds do not cut off."""
+    for way in range(len(search.shapes.ways)):
+        yield from _of_way(search, node, way)
+
+
+def _of_way(search: Refutation, node: Node, way: int) -> Iterator[Node]:
     shapes, tables = search.shapes, search.tables
     m, threshold = shapes.problem.micro_batches, search.threshold
     end, behind = node.first, len(node.shape)
-    ahead = shapes.ahead(behind)
-    for counts, left in _choices(search, node.left):
-        r, free = sum(counts), sum(left)
-        down, up = shapes.link(end, counts, node.counts) if behind else (0.0, 0.0)
+    ahead, degree, options = shapes.ahead(behind), shapes.ways[way].degree, tables.relaxed.option[way]
+    for counts, left in _choices(search, node.left, degree):
+        option, free = options[sum(counts) // degree], sum(left)
+        down, up = shapes.link(end, counts, way, node.counts, node.way) if behind else (0.0, 0.0)
         for first in range(end - 1, -1, -1):
-            cost = shapes.stage(first, end, counts, ahead)
+            cost = shapes.stage(first, end, counts, way, ahead)
             if cost is None:
                 continue
             if behind:
@@ -142,33 +149,34 @@ def _children(search: Refutation, node: Node) -> Iterator[Node]:
             if first and not free:
                 continue
             bound = max(
-                tables.arrive[first][free][r] + three[2],
-                tables.through[first][free][r] + three[1],
-                tables.own[first][free][r],
+                tables.arrive[first][free][option] + three[2],
+                tables.through[first][free][option] + three[1],
+                tables.own[first][free][option],
             )
             if bound < threshold:
-                yield Node(bound, first, left, counts, three, ((end, counts), *node.shape))
+                yield Node(bound, first, left, counts, way, three, ((end, counts, way), *node.shape))
 
 
-def _choices(search: Refutation, left: Counts) -> list[tuple[Counts, Counts]]:
-    """The devices that a stage may have, and those left after it."""
-    found = search.choices.get(left)
+def _choices(search: Refutation, left: Counts, degree: int) -> list[tuple[Counts, Counts]]:
+    """The devices that a stage of groups of `degree` may have, and those left after it."""
+    found = search.choices.get((left, degree))
     if found is None:
-        every = _tails(left) if search.in_order else product(*(range(count + 1) for count in left))
-        found = search.choices[left] = [
+        in_order = search.in_order
+        every = _tails(left, degree) if in_order else product(*(range(0, count + 1, degree) for count in left))
+        found = search.choices[left, degree] = [
             (counts, tuple(a - b for a, b in zip(left, counts, strict=True))) for counts in every if any(counts)
         ]
     return found
 
 
-def _tails(left: Counts) -> Iterator[Counts]:
-    """The last devices, in every number.
+def _tails(left: Counts, degree: int) -> Iterator[Counts]:
+    """The last groups, in every number.
 
-    >>> list(_tails((1, 2)))
-    [(0, 1), (0, 2), (1, 2)]
+    >>> list(_tails((1, 2), 1)), list(_tails((4, 3), 2))
+    ([(0, 1), (0, 2), (1, 2)], [(0, 2), (2, 2), (4, 2)])
     """
     taken = [0] * len(left)
     for run in reversed(range(len(left))):
-        for _ in range(left[run]):
-            taken[run] += 1
+        for _ in range(left[run] // degree):
+            taken[run] += degree
             yield tuple(taken)

@@ -20,6 +20,7 @@ Costs of layers are scaled with the samples: see `fxpipe.ir.plan.layer_chain.sca
 
 from __future__ import annotations
 
+from dataclasses import replace
 from time import perf_counter
 
 from fxpipe.errors import PlanError
@@ -29,7 +30,7 @@ from fxpipe.planning.hybrid.event_time import plan_of
 from fxpipe.planning.hybrid.plan_request import Answer, Certificate, Request, check
 
 from .dapple_rival import Rival
-from .search_phases import PlanSearch, cases_of, close_in, polish, prove, seed
+from .search_phases import PlanSearch, begin, cases_of, close_in, polish, prove, seed
 
 
 def optimal(request: Request) -> Answer:
@@ -42,6 +43,7 @@ def optimal(request: Request) -> Answer:
     until = started + request.seconds
     cases = cases_of(request)
     hunt = PlanSearch(cases, until)
+    begin(hunt, request.known)
     seed(hunt)
     close_in(hunt)
     polish(hunt)
@@ -49,15 +51,19 @@ def optimal(request: Request) -> Answer:
     prove(hunt, now + (until - now) / 3)
     now = perf_counter()
     rival = Rival(hunt, request)
-    rival.ask(now + (until - now) * 3 / 4)
+    if not request.ways:
+        rival.ask(now + (until - now) * 3 / 4)
     polish(hunt)
     prove(hunt, until)
-    rival.ask(until)
+    if not request.ways:
+        rival.ask(until)
     if hunt.case is None:
         raise PlanError(_too_large(request))
     problem, bound = hunt.case.problem, min(hunt.time, min(case.bound for case in cases))
-    stages = hunt.case.shapes.stages(hunt.shape)
-    plan = plan_of(problem, stages)
+    sharding = request.optimizer_sharding
+    if sharding == "auto":
+        sharding = "none" if hunt.case.shapes.fits(hunt.shape, "none") else "zero1"
+    plan = plan_of(replace(problem, optimizer_sharding=sharding), hunt.case.shapes.stages(hunt.shape))
     certificate = Certificate(
         bound,
         1 - bound / hunt.time if hunt.time else 0.0,
@@ -65,8 +71,9 @@ def optimal(request: Request) -> Answer:
         hunt.branches,
         perf_counter() - started,
         plan.samples is None,
-        rival.unfinished,
+        0 if request.ways else rival.unfinished,
         request.optimizer_sharding,
+        tuple(dict.fromkeys(way.degree for way in request.ways)),
     )
     return Answer(plan, hunt.time, certificate)
 

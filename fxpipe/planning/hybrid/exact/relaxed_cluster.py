@@ -189,12 +189,6 @@ class Relaxed:
             found[:, a] = free - ready
         return found
 
-    def crossings(self, cut: int, devices: int) -> Floats:
-        """Seconds of one transfer, by replicas before and after."""
-        count, r = self.chain.cuts[cut], np.arange(devices + 1)
-        larger = self.shares(devices)[np.minimum(r[:, None], r)]
-        return self.rates.latency + count * self.rates.share * larger if count else 0 * larger
-
     def held(self, first: int, end: int) -> int:
         """The least replicas with which a stage has memory for one micro-batch, remembered; more than there are devices
         if it never has."""

@@ -6,14 +6,15 @@ beat in all, and a case whose bound is above its time is closed. `optimal` runs 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 from math import inf, prod
 from time import perf_counter
 
-from fxpipe.planning.hybrid.event_time import Problem, least_work
+from fxpipe.ir.plan.hybrid_plan import HybridPlan
+from fxpipe.planning.hybrid.event_time import Problem
 from fxpipe.planning.hybrid.plan_request import EXACT, Request
 from fxpipe.planning.hybrid.simple_plans import one_each
 
@@ -24,7 +25,8 @@ from .branch_and_bound import Refutation, refute
 from .device_symmetry import runs
 from .local_search import Search, improve
 from .relaxed_cluster import Relaxed, rates
-from .shape_costs import Shape, Shapes
+from .relaxed_ways import RelaxedWays
+from .shape_costs import Shape, Shapes, Sizes, ways_of
 
 TABLE = 5_000_000  # additions to fill the tables, at most
 PLACES = 1000  # choices of a count of devices for each run, at most
@@ -35,7 +37,7 @@ class Case:
     """One number of micro-batches and one warm-up. No plan of it takes less than `bound` seconds."""
 
     shapes: Shapes
-    relaxed: Relaxed
+    relaxed: RelaxedWays
     bound: float = 0.0
     share: float = 1.0  # how far to go from the bound to the best plan next,
     budget: float = 3000  # and the branches to spend on that
@@ -46,30 +48,43 @@ class Case:
 
     @property
     def devices(self) -> int:
-        return len(self.problem.cluster.devices)
+        return len(self.shapes.cluster.devices)
 
     @property
     def tabled(self) -> bool:
         """Whether the tables of `lower_bound.py` are small enough to fill."""
-        n, g = len(self.problem.chain), self.devices
-        return n * n * g * g / 4 + n * g**3 / 6 <= TABLE
+        n, g, options = len(self.problem.chain), self.devices, len(self.relaxed.width)
+        return n * n * g * options / 4 + n * g * options**2 / 6 <= TABLE
 
     @property
     def countable(self) -> bool:
         """Whether there are few enough placements to try them all."""
-        return self.tabled and prod(len(run) + 1 for run in self.shapes.runs) <= PLACES
+        inside = all(sum(map(len, way.runs)) == len(way.problem.cluster.devices) for way in self.shapes.ways)
+        return inside and self.tabled and prod(len(run) + 1 for run in self.shapes.runs) <= PLACES
 
     @cached_property
     def parts(self) -> bounds.Parts:
-        return bounds.parts(self.relaxed, self.devices)
+        return bounds.parts(self.relaxed)
+
+    def offers(self, sizes: Sizes) -> bool:
+        """Whether there are devices for stages of these sizes."""
+        return sum(r * self.shapes.ways[way].degree for _, r, way in sizes) <= self.devices
 
 
 def cases_of(request: Request) -> list[Case]:
     """A case for each number of micro-batches and each warm-up. The cluster looks the same in all of them."""
-    problems = [request.problem(m, warmup) for m in request.counts() for warmup in request.warmups]
-    groups = runs(request.cluster, problems[0].kinds)
-    best = rates(problems[0], groups)
-    return [Case(Shapes(one, groups, request.recompute), Relaxed(one, best, request.recompute)) for one in problems]
+    cluster, degrees = request.cluster, tuple(way.degree for way in request.every)
+    found = []
+    for m, warmup in product(request.counts(), request.warmups):
+        problems = request.problems(m, warmup)
+        kinds = problems[0].kinds if max(degrees) == 1 else [device.server for device in cluster.devices]
+        own = runs(cluster, kinds)
+        ways = ways_of(tuple(zip(degrees, problems, strict=True)), cluster, own)
+        best = (rates(one, runs(one.cluster, one.kinds)) for one in problems)
+        relaxed = (Relaxed(one, rate, request.recompute) for one, rate in zip(problems, best, strict=True))
+        shapes = Shapes(ways, cluster, own, request.recompute)
+        found.append(Case(shapes, RelaxedWays(tuple(relaxed), degrees, len(cluster.devices))))
+    return found
 
 
 @dataclass
@@ -100,6 +115,14 @@ class PlanSearch:
             self.index, self.shape, self.time = index, shape, time
 
 
+def begin(hunt: PlanSearch, known: Sequence[HybridPlan]) -> None:
+    """Offer plans that are known from elsewhere."""
+    for plan in known:
+        for index, case in enumerate(hunt.cases):
+            if (case.problem.micro_batches, case.problem.warmup) == (plan.micro_batches, plan.warmup):
+                hunt.offer(index, case.shapes.shape(plan.stages))
+
+
 def seed(hunt: PlanSearch) -> None:
     """Try the plainest plans of all cases, one of each case in turn; on many devices, only as many as time allows."""
     started = perf_counter()
@@ -123,18 +146,20 @@ def _plain(case: Case) -> Iterator[Shape]:
     if len(problem.by_kind) > 1 and case.devices <= len(problem.chain):
         yield case.shapes.shape(one_each(problem))
     found = []
-    for devices in dict.fromkeys(_devices(case)):
-        one = balanced(problem, in_order(devices), case.shapes.recompute)
-        if one is not None:
-            found.append(((problem.micro_batches + len(devices) - 1) * one.seconds, one.ends, devices))
-    for _, ends, devices in sorted(found):
-        yield case.shapes.placed(tuple(zip(ends, devices, strict=True)))
+    for number, way in enumerate(case.shapes.ways):
+        for devices in dict.fromkeys(_devices(way.problem)):
+            one = balanced(way.problem, in_order(devices), case.shapes.recompute)
+            if one is not None:
+                seconds = (problem.micro_batches + len(devices) - 1) * one.seconds
+                found.append((seconds, one.ends, devices, (number,) * len(devices)))
+    for _, *stages in sorted(found):
+        yield case.shapes.placed(tuple(zip(*stages, strict=True)))
 
 
-def _devices(case: Case) -> Iterator[tuple[int, ...]]:
+def _devices(problem: Problem) -> Iterator[tuple[int, ...]]:
     """The devices of each stage in pipelines worth trying: about equal numbers; and equal ones that share out the
     samples of a micro-batch, whatever devices are left over."""
-    n, g, samples = len(case.problem.chain), case.devices, case.problem.chain.samples
+    n, g, samples = len(problem.chain), len(problem.cluster.devices), problem.chain.samples
     for k in [k for k in range(1, min(n, g) + 1) if k <= 8 or k % 4 == 0 or k in (n, g)]:
         yield tuple(b - a for a, b in pairwise(g * s // k for s in range(k + 1)))
         yield (1,) * k
@@ -149,7 +174,7 @@ def close_in(hunt: PlanSearch) -> None:
     """Find a first bound for each case, then a higher one for those that are still open, and try the plans that come
     with them. Cases of the lowest bounds come first."""
     for case in hunt.cases:
-        case.bound = least_work(case.problem) * (1 - EXACT / 10)
+        case.bound = case.relaxed.least_work * (1 - EXACT / 10)
     started = perf_counter()
     part = 1 / 3 if any(case.tabled for case in hunt.cases) else 2 / 3  # without tables nothing else raises bounds
     stop = started + (hunt.until - started) * part
@@ -160,29 +185,29 @@ def close_in(hunt: PlanSearch) -> None:
             for sizes in dict.fromkeys(look(case, hunt.time, stop) if case.bound < hunt.time else ()):
                 if hunt.case is not None and perf_counter() > stop:
                     return
-                if sum(r for _, r in sizes) <= case.devices:
+                if case.offers(sizes):
                     hunt.offer(index, case.shapes.placed(sizes))
 
 
-def _first_bound(case: Case, high: float, until: float) -> list[bounds.Sizes]:
+def _first_bound(case: Case, high: float, until: float) -> list[Sizes]:
     """Raise the bound of a case, and return the plans met on the way. `high` is the time of the best plan."""
     if not case.tabled:
-        low, found = dual.search(case.relaxed, case.devices, case.bound, min(high, _long(case)), until=until)
+        low, found = dual.search(case.relaxed, case.bound, min(high, _long(case)), until=until)
         case.bound = max(case.bound, low * (1 - EXACT))
         return found
     try:
-        made = bounds.tables(case.relaxed, case.parts, case.devices, high * (1 + EXACT), until)
+        made = bounds.tables(case.relaxed, case.parts, high * (1 + EXACT), until)
     except bounds.OutOfTime:
         return []
     case.bound = max(case.bound, min(made.total, high))
     return [made.sizes] if made.sizes else []
 
 
-def _higher_bound(case: Case, high: float, until: float) -> list[bounds.Sizes]:
+def _higher_bound(case: Case, high: float, until: float) -> list[Sizes]:
     """As `_first_bound`, with several tables, where there can be tables."""
     if not case.tabled or high == inf:
         return []
-    low, found = bounds.root(case.relaxed, case.parts, case.devices, case.bound, high, 5, until)
+    low, found = bounds.root(case.relaxed, case.parts, case.bound, high, 5, until)
     case.bound = max(case.bound, low)
     return found
 
@@ -192,7 +217,8 @@ def _long(case: Case) -> float:
     problem = case.problem
     chain = problem.slow
     busy = 2 * chain.forwards[-1] + chain.backwards[-1]
-    moved = sum(chain.cuts) * case.relaxed.rates.share + len(chain) * case.relaxed.rates.latency
+    rates = case.relaxed.ways[0].rates
+    moved = sum(chain.cuts) * rates.share + len(chain) * rates.latency
     return problem.micro_batches * (busy + 2 * moved)
 
 
@@ -228,7 +254,7 @@ def prove(hunt: PlanSearch, until: float) -> None:
         else:
             target, budget = case.bound + case.share * (hunt.time - case.bound), case.budget
         try:
-            made = bounds.tables(case.relaxed, case.parts, case.devices, target * (1 + EXACT), until)
+            made = bounds.tables(case.relaxed, case.parts, target * (1 + EXACT), until)
         except bounds.OutOfTime:
             break
         search = Refutation(case.shapes, made, target, until, budget, not case.countable)

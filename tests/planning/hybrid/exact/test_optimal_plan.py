@@ -21,6 +21,7 @@ from fxpipe.planning.hybrid.exact import lagrangian_bound as dual
 from fxpipe.planning.hybrid.exact.device_symmetry import runs
 from fxpipe.planning.hybrid.exact.optimal_plan import optimal
 from fxpipe.planning.hybrid.exact.relaxed_cluster import Relaxed, rates
+from fxpipe.planning.hybrid.exact.relaxed_ways import RelaxedWays
 from fxpipe.planning.hybrid.plan_request import Answer, Request
 from tests.planning.hybrid.test_event_time import random_chain, servers, slow_event_time
 
@@ -266,9 +267,11 @@ def test_devices_with_a_price_give_a_bound(seed):
     g = len(problem.cluster.devices)
     groups = runs(problem.cluster)
     best = min(event_time(problem, stages) for stages in all_stages(len(problem.chain), g))
-    bound, plans = dual.search(Relaxed(problem, rates(problem, groups), False), g, 0.0, 10.0, steps=20)
+    bound, plans = dual.search(
+        RelaxedWays((Relaxed(problem, rates(problem, groups), False),), (1,), g), 0.0, 10.0, steps=20
+    )
     assert bound <= min(best, 10.0) * (1 + 1e-9)
-    assert all(sum(r for _, r in sizes) <= g for sizes in plans)
+    assert all(sum(r for _, r, _ in sizes) <= g for sizes in plans)
 
 
 def test_runs():

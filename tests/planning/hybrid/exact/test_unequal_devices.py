@@ -14,6 +14,7 @@ from fxpipe.planning.hybrid.event_time import Problem, event_time, least_work
 from fxpipe.planning.hybrid.exact import lagrangian_bound as dual
 from fxpipe.planning.hybrid.exact.device_symmetry import runs
 from fxpipe.planning.hybrid.exact.relaxed_cluster import Relaxed, rates
+from fxpipe.planning.hybrid.exact.relaxed_ways import RelaxedWays
 from fxpipe.planning.hybrid.plan_request import Request
 from fxpipe.planning.hybrid.planners import PLANNERS, search
 from tests.helpers.marks import mostly_slow
@@ -40,7 +41,9 @@ def test_bounds_hold(seed):
     best = min(event_time(problem, stages) for stages in all_stages(len(problem.chain), g))
     assert least_work(problem) <= best * (1 + 1e-9)
     groups = runs(problem.cluster, problem.kinds)
-    bound, _ = dual.search(Relaxed(problem, rates(problem, groups), False), g, 0.0, 10.0, steps=20)
+    bound, _ = dual.search(
+        RelaxedWays((Relaxed(problem, rates(problem, groups), False),), (1,), g), 0.0, 10.0, steps=20
+    )
     assert bound <= min(best, 10.0) * (1 + 1e-9)
 
 
