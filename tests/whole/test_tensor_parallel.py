@@ -180,3 +180,11 @@ def test_the_plan_decides() -> None:
         fxpipe.compile(model, plan=found.plan, example_inputs=(x,))
     with closing(fxpipe.compile(model, plan=found)) as pipe:
         assert torch.allclose(pipe(x[:4]), model(x[:4]))
+
+
+def test_a_plan_of_several_sizes_is_explained() -> None:
+    _, _, found = planned("mlp", "one, two, one")
+    text = replace(found, planner="optimal").explain()
+    assert "tensor parallel 1:2:1" in text
+    assert "twice the bandwidth" in text
+    assert "more device" not in text
