@@ -1,11 +1,11 @@
 """The methods of a stage whose gradients are computed by code.
 
     forward          returns what the stage gives, and a list of what backward needs
-    backward         takes that list and the gradients of what the stage gave; returns those of what it took, and those
-                     of the model's tensors
+    backward         takes that list, the sums of the gradients of the model's tensors until now, and the gradients of
+                     what the stage gave; returns those of what it took, and the new sums
     input_gradient   the half of it that other stages wait for: returns the gradients of what the stage took, and a list
                      of what the other half needs
-    weight_gradient  the other half: returns the gradients of the model's tensors
+    weight_gradient  the other half: takes the list and the sums; returns the new sums
 
 The lists are emptied by the method that gets them, so that a tensor lives no longer than its variable.
 """
@@ -20,10 +20,12 @@ from fxpipe.codegen.stage.stage_body import GRADIENT_OF, body
 from fxpipe.codegen.stage.variables import Variables, assign
 from fxpipe.codegen.text.line_layout import Brackets, Doc, prefix
 from fxpipe.codegen.text.statements import Assign, Block, Statement
-from fxpipe.ir.graph.graph import Op
-from fxpipe.ir.program.backward import Backward, halves
+from fxpipe.ir.graph.graph import Op, called
+from fxpipe.ir.graph.value_types import TensorType
+from fxpipe.ir.program.backward import Backward, accumulated, halves
 from fxpipe.ir.program.program import Program, Stage
 
+PRECISE = ("f32", "f64")
 KINDS = ("B", "I", "W")  # the actions that a schedule may have beside forward
 
 
@@ -89,18 +91,18 @@ class Maker:
         self.backward = stage.backward
         self.arriving = tuple(gradient or f"d{name}" for name, gradient in self.backward.roots)
         self.takes = tuple(gradient for _, gradient in self.backward.takes)
+        self.weights = tuple(gradient for _, gradient in self.backward.weights)
 
     def whole(self, about: str = GRADIENT_OF) -> Text:
         """Backward in one piece. `about`: what its comments say before the user's line."""
-        weights = tuple(gradient for _, gradient in self.backward.weights)
-        return self.text(self.backward.keeps, self.arriving, self.backward.ops, (self.takes, weights), about)
+        return self.text(self.backward.keeps, self.arriving, self.backward.ops, (self.takes, self.weights), about)
 
     def halves(self) -> Iterator[Block]:
         """The methods of backward in two halves."""
-        parts, weights = halves(self.backward, self.program.types), tuple(g for _, g in self.backward.weights)
-        first = self.text(self.backward.keeps, self.arriving, parts.first, (self.takes, parts.hands))
+        parts = halves(self.backward, self.program.types)
+        first = self.text(self.backward.keeps, self.arriving, parts.first, (self.takes, parts.hands), adds=False)
         yield first.method("input_gradient")
-        yield self.text(parts.hands, (), parts.second, (weights,)).method("weight_gradient")
+        yield self.text(parts.hands, (), parts.second, (self.weights,)).method("weight_gradient")
 
     def text(
         self,
@@ -109,13 +111,18 @@ class Maker:
         ops: tuple[Op, ...],
         results: Sequence[Sequence[str]],
         about: str = GRADIENT_OF,
+        adds: bool = True,
     ) -> Text:
-        """A method that unpacks what was `kept`, runs the ops, and returns lists of these results."""
+        """A method that unpacks what was `kept`, runs the ops, and returns lists of these results. `adds`: the last one
+        is of the gradients of weights, which it adds up."""
         gives = tuple(dict.fromkeys(value for values in results for value in values if value))
         stage = replace(self.stage, takes=(*kept, *arriving), borrows=(), gives=gives, ops=ops, backward=None)
-        variables = assign(stage, self.program.types, self.states, {*self.taken, "kept"})
+        variables = assign(stage, self.program.types, self.states, {*self.taken, "kept", "sums"})
+        sums = accumulators(self.backward, self.program, ops) if adds else {}
         lists = tuple(_list(values, variables) for values in results)
         arguments = ["kept: list[Any]"] if kept else ["_: list[Any]"]
+        if adds:
+            arguments.append(f"{'sums' if sums else '_sums'}: list[Tensor | None]")
         arguments += [f"{variables.of[value]}: Tensor" for value in arriving]
         unpack: list[Statement] = []
         if kept:
@@ -124,8 +131,29 @@ class Maker:
         *statements, _ = body(
             self.program, stage, variables, returns="", about=about, taken=self.taken,
             owned=[value for value in kept if value not in gives], recomputed=self.backward.recomputed,
+            sums=sums,
         )  # fmt: skip
         return Text(tuple(arguments), tuple(unpack), tuple(statements), lists, variables.names)
+
+
+def accumulators(backward: Backward, program: Program, ops: Sequence[Op]) -> dict[str, Brackets]:
+    """For each gradient of a weight that the ops compute and may add up: the function that adds it, and the sum."""
+    places, found = accumulated(backward), {}
+    for op in ops:
+        if op.name in places:
+            kind = program.types[op.name]
+            # In half precision, a sum that the kernel of the product adds to is rounded once, autograd's twice.
+            fused = called(op) == "mm" and isinstance(kind, TensorType) and kind.dtype in PRECISE
+            name = "accumulate_mm" if fused else "accumulate"
+            found[op.name] = Brackets(f"{name}(", (f"sums[{places[op.name]}]",), ")")
+    return found
+
+
+def accumulating_names(program: Program, stage: Stage) -> set[str]:
+    """The functions by which the backward of a stage adds up gradients."""
+    if stage.backward is None:
+        return set()
+    return {call.head[:-1] for call in accumulators(stage.backward, program, stage.backward.ops).values()}
 
 
 def weight_places(stage: Stage, held: Mapping[str, str]) -> list[str]:
@@ -137,4 +165,6 @@ def weight_places(stage: Stage, held: Mapping[str, str]) -> list[str]:
             backward.weights]  # fmt: skip
 
 
-__all__ = ["KINDS", "Maker", "backward_methods", "forward_result", "forward_stage", "weight_places"]
+__all__ = [
+    "KINDS", "Maker", "accumulating_names", "backward_methods", "forward_result", "forward_stage", "weight_places",
+]  # fmt: skip

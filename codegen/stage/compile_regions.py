@@ -15,6 +15,8 @@ These ops stay outside of the pieces:
 - submodules that are called whole;
 - the list of what forward keeps, which backward unpacks and empties.
 
+Gradients of weights are returned, not added up: a piece writes into no sum.
+
 The pieces are functions of tensors and numbers alone, so a compiler sees neither the stage, nor that its tensors are
 replaced in each step. All lines keep their numbers: the traceback of an error in a piece has the line of the stage's
 file.
@@ -48,7 +50,7 @@ class _Cut:
         for node in ast.walk(method):
             if isinstance(node, (ast.If, ast.For, ast.While, ast.Try)):
                 raise EmitError(f"line {node.lineno} branches, and only straight lines are compiled")
-        self.method, self.held, self.eager = _Inline(held).visit(method), held, eager
+        self.method, self.held, self.eager = _Inline(held).visit(_NotAdded().visit(method)), held, eager
         arguments = {argument.arg for argument in method.args.args} - {"self"}
         self.locals = arguments | _names(method, ast.Store)
         annotations = {argument.arg: argument.annotation for argument in method.args.args}
@@ -117,6 +119,20 @@ class _Cut:
                 read |= {statement.target.id}
             live = (live - _names(statement, ast.Store)) | (read & self.locals)
         return live
+
+
+class _NotAdded(ast.NodeTransformer):
+    """Replaces `accumulate(sums[0], gradient)` by the gradient: whoever calls the method adds it."""
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        name = node.func.id if isinstance(node.func, ast.Name) else ""
+        if name == "accumulate":
+            return node.args[1]
+        if name == "accumulate_mm":
+            node.func = ast.copy_location(ast.Attribute(ast.Name("torch", ast.Load()), "mm", ast.Load()), node)
+            del node.args[0]
+        return node
 
 
 class _Inline(ast.NodeTransformer):

@@ -39,7 +39,7 @@ HEAVY_COST = 10  # of such an op; others count 1 a line
 def pair_methods(program: Program, stage: Stage, taken: Collection[str], beside: Sequence[Stage]) -> Iterator[Block]:
     """A method for each stage whose backward runs beside the forward of `stage`. `taken`: names that the file uses."""
     for partner in beside:
-        yield _pair_method(program, stage, {*taken, "other", "kept"}, partner)
+        yield _pair_method(program, stage, {*taken, "other", "kept", "sums"}, partner)
 
 
 def _pair_method(program: Program, stage: Stage, taken: Collection[str], partner: Stage) -> Block:

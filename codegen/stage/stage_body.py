@@ -9,9 +9,10 @@ longer needed is deleted with `del`. fx prints one flat list instead, with a rel
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise, takewhile
+from types import MappingProxyType
 
 from fxpipe.codegen.stage.assignments import assignments
 from fxpipe.codegen.stage.variables import Variables, releases
@@ -50,6 +51,7 @@ def body(
     owned: Collection[str] = (),
     taken: Collection[str] = (),
     recomputed: Collection[str] = (),
+    sums: Mapping[str, Brackets] = MappingProxyType({}),
 ) -> tuple[Statement, ...]:
     """The statements of the stage's `forward`.
 
@@ -58,8 +60,9 @@ def body(
     - `owned`: the takes that nobody else holds, so that they may be deleted.
     - `taken`: names of other code in the same method.
     - `recomputed`: the ops that forward has run before; their comments say so.
+    - `sums`: for each gradient that is added up, the call that adds it, without the gradient.
     """
-    steps = _steps(program, stage, variables, owned, taken, recomputed)
+    steps = _steps(program, stage, variables, owned, taken, recomputed, sums)
     statements = _Writer(_comments(steps, about, recomputed)).all(steps, True)
     if returns is not None:
         return (*statements, prefix("return ", returns))
@@ -166,16 +169,36 @@ def _steps(
     owned: Collection[str],
     taken: Collection[str],
     recomputed: Collection[str],
+    sums: Mapping[str, Brackets],
 ) -> list[_Step]:
     gone = releases(stage, variables, program.types, owned)
     ops = [op for op in stage.ops if op.name not in variables.folded]
     lines = [(op.origin.file, op.origin.line, op.origin.code, op.name in recomputed) for op in ops]
     groups = list(accumulate((new != old for old, new in pairwise(lines)), initial=0))
     taken = {*taken, *variables.names}
+
+    def statements(op: Op) -> tuple[Doc | Assign, ...]:
+        return tuple(_summed(op, [*assignments(op, variables, taken)], variables, sums))
+
     return [
-        _Step(op, tuple(assignments(op, variables, taken)), gone[op.name] if group < groups[-1] else (), group)
+        _Step(op, statements(op), gone[op.name] if group < groups[-1] else (), group)
         for op, group in zip(ops, groups, strict=False)
     ]
+
+
+def _summed(
+    op: Op, statements: list[Doc | Assign], variables: Variables, sums: Mapping[str, Brackets]
+) -> Iterator[Doc | Assign]:
+    """The statements of an op, and the additions of gradients that it computes: `dw = accumulate(sums[0], x.sum())`."""
+    made = {name: variables.of[name] for name in variables.unpacked.get(op.name, (op.name,)) if name in sums}
+    value = _value(statements[-1], made[op.name]) if op.name in made else None
+    yield from statements if value is None else statements[:-1]
+    for name, variable in made.items():
+        call = sums[name]
+        given: tuple[Doc, ...] = (variable if value is None else value,)
+        if call.head == "accumulate_mm(" and isinstance(value, Brackets):
+            given = value.items
+        yield replace(call, head=f"{variable} = {call.head}", items=(*call.items, *given))
 
 
 # Comments and regions -------------------------------------------------------------------------------------------------

@@ -7,7 +7,13 @@ import sys
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
 
-from fxpipe.codegen.stage.backward_methods import backward_methods, forward_result, forward_stage, weight_places
+from fxpipe.codegen.stage.backward_methods import (
+    accumulating_names,
+    backward_methods,
+    forward_result,
+    forward_stage,
+    weight_places,
+)
 from fxpipe.codegen.stage.forward_signature import arguments, results
 from fxpipe.codegen.stage.pair_methods import pair_methods
 from fxpipe.codegen.stage.stage_body import body
@@ -107,7 +113,7 @@ def _parts(
 ) -> tuple[list[str], tuple[Statement, ...]]:
     """The docstring of a stage, in lines of up to `width` characters, and the body of its class."""
     needed = set(_needed(stage)).union(*map(_needed_backward, beside))
-    taken = {module.partition(".")[0] for module in needed} | {name, *_runtime_names(stage)}
+    taken = {module.partition(".")[0] for module in needed} | {name, *_runtime_names(program, stage, beside)}
     states, wider = state_paths(program, stage), forward_stage(stage)
     variables = assign(wider, program.types, states, taken, wider.gives[len(stage.gives) :])
     statements = body(program, wider, variables, returns=forward_result(stage, variables))
@@ -125,7 +131,8 @@ def _imports(program: Program, stages: Sequence[Stage], beside: Sequence[Stage] 
     signature = [program.types[name] for stage in stages for name in (*stage.takes, *stage.borrows, *stage.gives)]
     tensor = ["from torch import Tensor"] if any(isinstance(kind, TensorType) for kind in signature) else []
     names = sorted(
-        {name for stage in stages for name in _runtime_names(stage)}, key=lambda name: (name.islower(), name)
+        {name for stage in stages for name in _runtime_names(program, stage, beside)},
+        key=lambda name: (name.islower(), name),
     )
     needed = {module for stage in stages for module in _needed(stage)}.union(*map(_needed_backward, beside))
     lines = import_blocks(needed, tensor, [f"from fxpipe.runtime import {', '.join(names)}"])
@@ -148,10 +155,13 @@ def _needed_backward(stage: Stage) -> set[str]:
     return {module for op in ops for module in modules(op)} | {"torch" for op in ops if op.regions}
 
 
-def _runtime_names(stage: Stage) -> list[str]:
+def _runtime_names(program: Program, stage: Stage, beside: Sequence[Stage]) -> list[str]:
     """The names that the file imports from fxpipe.runtime: classes, then functions."""
     draws = ["Draws"] if any(op.random for op in stage.ops) else []
-    return [*draws, "Stage", *sorted({op.target.name for op in stage.ops if isinstance(op.target, RuntimeCall)})]
+    adding = {name for each in (stage, *beside) for name in accumulating_names(program, each)}
+    return [
+        *draws, "Stage", *sorted({op.target.name for op in stage.ops if isinstance(op.target, RuntimeCall)} | adding)
+    ]  # fmt: skip
 
 
 def _attributes(program: Program, stage: Stage) -> list[Statement]:

@@ -3,6 +3,7 @@
 from fxpipe.runtime.autograd.activation_checkpoint import checkpoint
 from fxpipe.runtime.autograd.dependency import fork, join
 from fxpipe.runtime.autograd.device_copy import copy, wait
+from fxpipe.runtime.autograd.gradient_sums import accumulate, accumulate_mm
 
 from .deferred_norms import deferred_batch_norm, deferred_instance_norm
 from .microbatch import MicroBatch
@@ -10,6 +11,6 @@ from .random import Draws
 from .stage import Stage
 
 __all__ = [
-    "Draws", "MicroBatch", "Stage", "checkpoint", "copy", "deferred_batch_norm", "deferred_instance_norm", "fork",
-    "join", "wait",
+    "Draws", "MicroBatch", "Stage", "accumulate", "accumulate_mm", "checkpoint", "copy", "deferred_batch_norm",
+    "deferred_instance_norm", "fork", "join", "wait",
 ]  # fmt: skip

@@ -185,16 +185,19 @@ class Stage(Scope):
     def forward(self, *args: Any) -> Any:
         raise NotImplementedError("generated stages say what they compute")
 
-    def backward(self, kept: list[Any], *grads: Tensor | None) -> tuple[list[Any], list[Any]]:
-        """The gradients of the arguments, and of the tensors in `graded`."""
+    def backward(
+        self, kept: list[Any], sums: list[Tensor | None], *grads: Tensor | None
+    ) -> tuple[list[Any], list[Any]]:
+        """The gradients of the arguments, and of the tensors in `graded`. `sums`: for each of these tensors the sum of
+        its gradients until now. Where it is given, backward may add to it in place and return it."""
         raise NotImplementedError("generated stages say how, where code computes gradients")
 
     def input_gradient(self, kept: list[Any], *grads: Tensor | None) -> tuple[list[Any], list[Any]]:
         """The gradients of the arguments, and what `weight_gradient` needs."""
         raise NotImplementedError("generated stages say how, where code computes gradients")
 
-    def weight_gradient(self, kept: list[Any]) -> list[Any]:
-        """The gradients of the tensors in `graded`."""
+    def weight_gradient(self, kept: list[Any], sums: list[Tensor | None]) -> list[Any]:
+        """The gradients of the tensors in `graded`, as `backward` returns them."""
         raise NotImplementedError("generated stages say how, where code computes gradients")
 
     @property

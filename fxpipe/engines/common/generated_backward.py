@@ -1,7 +1,8 @@
 """Runs a stage of a step whose gradients are computed by generated code instead of autograd.
 
 What autograd does for other stages is done here: a gradient that does not arrive counts as zero, and what depends on no
-gradient that arrived gets None; the gradients of the model's tensors are added to those of the step's aliases.
+gradient that arrived gets None. The gradients of the model's tensors are added to those of the step's aliases, where
+possible by the code itself.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class GeneratedBackward:
         if given is None:
             return None
         stages = () if other is self else (other.stage,)
-        every = (*stages, *self._arguments(args), uncounted(kept, None), *given)
+        every = (*stages, *self._arguments(args), uncounted(kept, None), other._sums(kept.args, missing), *given)
         *results, values, takes, weights = self._run(getattr(self.stage, method), every)
         return tuple(results), values, other._added(kept, takes, weights, missing)
 
@@ -132,7 +133,9 @@ class GeneratedBackward:
         given, missing = self._arrived(kept, grads)
         if given is None:
             return [None] * len(self.gradients.takes)
-        takes, weights = self._run(self.stage.backward, (uncounted(kept, hooks), *given))
+        takes, weights = self._run(
+            self.stage.backward, (uncounted(kept, hooks), self._sums(kept.args, missing), *given)
+        )
         return self._added(kept, takes, weights, missing)
 
     def _added(self, kept: Kept, takes: list[Any], weights: list[Any], missing: frozenset[int]) -> list[Any]:
@@ -153,7 +156,8 @@ class GeneratedBackward:
     def weight_gradient(self, later: Later, hooks: Any) -> None:
         """Add the gradients of the weights."""
         if later.values is not None:
-            found = self._run(self.stage.weight_gradient, (uncounted(later, hooks),))
+            sums = self._sums(later.args, later.missing)
+            found = self._run(self.stage.weight_gradient, (uncounted(later, hooks), sums))
             self._add(later.args, self._reached(found, later.missing, len(self.gradients.takes)))
 
     def _arrived(self, kept: Kept, grads: Grads) -> tuple[Grads | None, frozenset[int]]:
@@ -184,8 +188,16 @@ class GeneratedBackward:
             return found
         return [None if missing.issuperset(reaches[start + k]) else grad for k, grad in enumerate(found)]
 
+    def _sums(self, args: Sequence[Any], missing: frozenset[int]) -> list[Tensor | None]:
+        """For each weight the sum of its gradients until now, to which the stage's code may add; None if there is none,
+        or if it depends on missing gradients whether it gets one."""
+        if missing:
+            return [None] * len(self.weights)
+        weights = [args[weight] if isinstance(weight, int) else weight for weight in self.weights]
+        return [weight.grad if weight is not None and weight.requires_grad else None for weight in weights]
+
     def _add(self, args: Sequence[Any], found: Iterable[Tensor | None]) -> None:
-        """Add the gradients to those of the weights."""
+        """Add the gradients to those of the weights, where the stage's code has not."""
         for weight, grad in zip(self.weights, found, strict=True):
             if grad is None or weight is None:
                 continue
@@ -194,6 +206,8 @@ class GeneratedBackward:
                 if not weight.requires_grad:
                     continue
             held = weight.grad
+            if grad is held:
+                continue
             if held is not None:
                 held.add_(grad)  # not +=, which would set the attribute too
             else:

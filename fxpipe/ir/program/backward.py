@@ -74,6 +74,22 @@ class Backward:
         return () if uniform else tuple(tuple(sorted(places)) for places in found)
 
 
+def accumulated(backward: Backward) -> dict[str, int]:
+    """The gradients of weights that are complete, and needed for nothing else, as soon as an op has computed them; with
+    their places among all that backward returns for weights. So it can add them up."""
+    gradients = [gradient for _, gradient in backward.weights]
+    others = {gradient for _, gradient in backward.takes}
+    made: set[str] = set()
+    for op in backward.ops:
+        others.update(op.reads)
+        made = {op.name} if op.writes else made | {op.name}  # what was made before may share the memory
+    return {
+        gradient: place
+        for place, gradient in enumerate(gradients)
+        if gradient in made and gradient not in others and gradients.count(gradient) == 1
+    }
+
+
 @dataclass(frozen=True)
 class Halves:
     """A backward in two halves: the ops of each, and the values that the first hands to the second."""

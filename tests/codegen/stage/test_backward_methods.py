@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fxpipe
 from fxpipe.codegen.stage.stage_file import emit_stage
 from tests.helpers.backward_nets import Block, Gated, Lstm, UNet
 from tests.helpers.coded_programs import coded
@@ -39,3 +40,41 @@ def test_golden_selective(golden: Callable[[str, str], None], linted: Callable[[
     source = emit_stage(program, 1, kinds="FBIW")
     linted(source)
     golden("codegen/backward/selective.py", source)
+
+
+class Shared(nn.Module):
+    """Weights whose gradients are not simply added: `twice` is used twice, and `a` and `b` have one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.twice = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.a, self.b = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.twice(self.twice(self.first(x)).tanh()) + (self.a + self.b)
+
+
+def test_only_complete_gradients_are_added_up() -> None:
+    source = emit_stage(coded(Shared().double(), torch.randn(8, 4, dtype=torch.float64)), 0, kinds="FB")
+    added = sorted(line.strip() for line in source.splitlines() if "= accumulate" in line)
+    assert [line.partition(",")[0] for line in added] == [
+        "dfirst_bias = accumulate(sums[1]",
+        "dfirst_weight = accumulate_mm(sums[0]",
+        "dtwice_bias = accumulate(sums[3]",
+        "dtwice_weight = accumulate(sums[2]",
+    ]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_sums_are_autograds(schedule: str) -> None:
+    """Bit by bit: the same products, added in the same order."""
+    found = []
+    for backward in ("autograd", "code"):
+        torch.manual_seed(0)
+        model, x = Shared().double(), torch.randn(24, 4, dtype=torch.float64)
+        pipe = fxpipe.compile(model, 2, 4, schedule=schedule, backward=backward)
+        for _ in range(2):  # the second step is added to the first one's gradients
+            pipe.step(x, loss_fn=lambda y: y.square().mean())
+        found.append([p.grad for p in model.parameters()])
+        pipe.close()
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -57,6 +57,24 @@ def test_draws_stay() -> None:
             return piece_7(h, y)""")
 
 
+def test_gradients_are_not_added_up() -> None:
+    text = """
+        def weight_gradient(self, kept: list[Any], sums: list[Tensor | None]) -> list[Any]:
+            x, dy = kept
+            dw = accumulate_mm(sums[1], dy.t(), x)
+            db = accumulate(sums[0], dy.sum(0))
+            return [db, dw]
+    """
+    assert pieces(text, "", "accumulate accumulate_mm") == textwrap.dedent("""\
+        def piece_4(dy, x):
+            dw = torch.mm(dy.t(), x)
+            db = dy.sum(0)
+            return [db, dw]
+        def weight_gradient(self, kept, sums):
+            x, dy = kept
+            return piece_4(dy, x)""")
+
+
 def test_what_forward_has_kept_is_unpacked_outside() -> None:
     text = """
         def backward(self, kept: list[Any], dy: Tensor) -> tuple[list[Any], list[Any]]:

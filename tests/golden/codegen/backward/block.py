@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxpipe.runtime import Draws, Stage
+from fxpipe.runtime import Draws, Stage, accumulate, accumulate_mm
 
 
 class Stage0(Stage):
@@ -142,7 +142,9 @@ class Stage0(Stage):
             ],
         )
 
-    def backward(self, kept: list[Any], dloss: Tensor) -> tuple[list[Any], list[Any]]:
+    def backward(
+        self, kept: list[Any], sums: list[Tensor | None], dloss: Tensor
+    ) -> tuple[list[Any], list[Any]]:
         (
             x,
             target,
@@ -176,11 +178,11 @@ class Stage0(Stage):
         mm = torch.mm(view, self.down.weight)
         t = view.t()
         view_10_ = h.reshape(-1, 16)
-        ddown_weight = torch.mm(t, view_10_)
+        ddown_weight = accumulate_mm(sums[10], t, view_10_)
         del h, t, view_10_
         sum_ = view.sum(dim=[0], keepdim=True)
         del dlinear, view
-        ddown_bias = sum_.reshape(8)
+        ddown_bias = accumulate(sums[11], sum_.reshape(8))
         dh = mm.reshape(-1, 5, 16)
 
         # gradient of backward_nets.py:42  h = F.gelu(self.up(self.norm2(x)))
@@ -190,15 +192,17 @@ class Stage0(Stage):
         mm = torch.mm(view, self.up.weight)
         t = view.t()
         view_8_ = layer_norm_1.reshape(-1, 8)
-        dup_weight = torch.mm(t, view_8_)
+        dup_weight = accumulate_mm(sums[8], t, view_8_)
         del layer_norm_1, t, view_8_
         sum_ = view.sum(dim=[0], keepdim=True)
         del dlinear, view
-        dup_bias = sum_.reshape(16)
+        dup_bias = accumulate(sums[9], sum_.reshape(16))
         dlayer_norm = mm.reshape(-1, 5, 8)
         native_layer_norm_backward, dnorm2_weight, dnorm2_bias = torch.ops.aten.native_layer_norm_backward(
             dlayer_norm, x_1, [8], mean_1, rstd_1, self.norm2.weight, self.norm2.bias, [True, True, True]
         )
+        dnorm2_weight = accumulate(sums[6], dnorm2_weight)
+        dnorm2_bias = accumulate(sums[7], dnorm2_bias)
         del x_1, mean_1, rstd_1, mm, dlayer_norm
         dx = doutput + native_layer_norm_backward
         del doutput, native_layer_norm_backward
@@ -210,11 +214,11 @@ class Stage0(Stage):
         mm = torch.mm(view, self.out.weight)
         t = view.t()
         view_6_ = y.reshape(-1, 8)
-        dout_weight = torch.mm(t, view_6_)
+        dout_weight = accumulate_mm(sums[4], t, view_6_)
         del y, t, view_6_
         sum_ = view.sum(dim=[0], keepdim=True)
         del dlinear, view
-        dout_bias = sum_.reshape(8)
+        dout_bias = accumulate(sums[5], sum_.reshape(8))
         dy = mm.reshape(-1, 5, 8)
 
         # gradient of backward_nets.py:40  y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -243,13 +247,15 @@ class Stage0(Stage):
         mm = torch.mm(view, self.qkv.weight)
         t = view.t()
         view_ = layer_norm.reshape(-1, 8)
-        dqkv_weight = torch.mm(t, view_)
+        dqkv_weight = accumulate_mm(sums[2], t, view_)
         sum_ = view.sum(dim=[0], keepdim=True)
-        dqkv_bias = sum_.reshape(24)
+        dqkv_bias = accumulate(sums[3], sum_.reshape(24))
         dlayer_norm = mm.reshape(-1, 5, 8)
         _, dnorm1_weight, dnorm1_bias = torch.ops.aten.native_layer_norm_backward(
             dlayer_norm, x, [8], mean, rstd, self.norm1.weight, self.norm1.bias, [False, True, True]
         )
+        dnorm1_weight = accumulate(sums[0], dnorm1_weight)
+        dnorm1_bias = accumulate(sums[1], dnorm1_bias)
         return (
             [],
             [

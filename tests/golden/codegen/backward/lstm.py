@@ -38,7 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxpipe.runtime import Stage
+from fxpipe.runtime import Stage, accumulate, accumulate_mm
 
 
 class Stage0(Stage):
@@ -229,7 +229,7 @@ class Stage0(Stage):
             ],
         )
 
-    def weight_gradient(self, kept: list[Any]) -> list[Any]:
+    def weight_gradient(self, kept: list[Any], sums: list[Tensor | None]) -> list[Any]:
         (
             target,
             b,
@@ -267,10 +267,10 @@ class Stage0(Stage):
         # gradient of backward_nets.py:56  return self.head(y[:, -1])
         dgetitem = torch.mm(doutput, self.head.weight)
         t = doutput.t()
-        dhead_weight = torch.mm(t, getitem_9)
+        dhead_weight = accumulate_mm(sums[4], t, getitem_9)
         del getitem_9, t
         sum_ = doutput.sum(dim=[0], keepdim=True)
-        dhead_bias = sum_.reshape(3)
+        dhead_bias = accumulate(sums[5], sum_.reshape(3))
         doutput = torch.ops.aten.select_backward(dgetitem, [b, 3, 4], 1, -1)
         del dgetitem
 
@@ -334,15 +334,15 @@ class Stage0(Stage):
         mm = torch.mm(t, unbind_0)
         sum_ = cat_2.sum(dim=[0], keepdim=True)
         view = sum_.reshape(16)
-        dlstm_bias_hh_l0 = add + view
-        dlstm_weight_hh_l0 = add_5 + mm
+        dlstm_bias_hh_l0 = accumulate(sums[3], add + view)
+        dlstm_weight_hh_l0 = accumulate(sums[1], add_5 + mm)
         stack = torch.stack([cat_2, cat_1, cat])
         sum_ = stack.sum(dim=[0, 1], keepdim=True)
-        dlstm_bias_ih_l0 = sum_.reshape(16)
+        dlstm_bias_ih_l0 = accumulate(sums[2], sum_.reshape(16))
         view = stack.reshape(-1, 16)
         t = view.t()
         unsafe_view_ = clone.reshape(-1, 4)
-        dlstm_weight_ih_l0 = torch.mm(t, unsafe_view_)
+        dlstm_weight_ih_l0 = accumulate_mm(sums[0], t, unsafe_view_)
         return [
             dlstm_weight_ih_l0,
             dlstm_weight_hh_l0,

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxpipe.runtime import Stage
+from fxpipe.runtime import Stage, accumulate, accumulate_mm
 
 
 class Stage0(Stage):
@@ -27,20 +27,22 @@ class Stage0(Stage):
         x_1 = x * sigmoid
         return x_1, [x, sigmoid]
 
-    def backward(self, kept: list[Any], dx_1: Tensor) -> tuple[list[Any], list[Any]]:
+    def backward(
+        self, kept: list[Any], sums: list[Tensor | None], dx_1: Tensor
+    ) -> tuple[list[Any], list[Any]]:
         x, sigmoid = kept
         kept.clear()
         # gradient of backward_nets.py:67  x = x * torch.sigmoid(self.gate(x))
         dsigmoid = dx_1 * x
         dlinear = torch.ops.aten.sigmoid_backward(dsigmoid, sigmoid)
         t = dlinear.t()
-        dgate_weight = torch.mm(t, x)
+        dgate_weight = accumulate_mm(sums[0], t, x)
         sum_ = dlinear.sum(dim=[0], keepdim=True)
-        dgate_bias = sum_.reshape(8)
+        dgate_bias = accumulate(sums[1], sum_.reshape(8))
         return [], [dgate_weight, dgate_bias]
 
     def forward_beside_backward_1(
-        self, other: Stage, x: Tensor, kept: list[Any], dloss: Tensor
+        self, other: Stage, x: Tensor, kept: list[Any], sums: list[Tensor | None], dloss: Tensor
     ) -> tuple[Tensor, list[Any], list[Any], list[Any]]:
         """Forward of micro-batch i, beside the backward of stage 1 on micro-batch j."""
         target, x_1_, linear_1, empty_like_2, dropout, output = kept
@@ -56,26 +58,26 @@ class Stage0(Stage):
         # j: gradient of backward_nets.py:69  return self.down(F.dropout(h, 0.1, self.training))
         ddropout = torch.mm(doutput, other.down.weight)
         t = doutput.t()
-        ddown_weight = torch.mm(t, dropout)
+        ddown_weight = accumulate_mm(sums[2], t, dropout)
         del dropout, t
         sum_ = doutput.sum(dim=[0], keepdim=True)
         del doutput
-        ddown_bias = sum_.reshape(8)
+        ddown_bias = accumulate(sums[3], sum_.reshape(8))
         dh = ddropout * empty_like_2
         del empty_like_2, ddropout
 
         # j: gradient of backward_nets.py:68  h = F.gelu(self.up(x))
         dlinear = torch.ops.aten.gelu_backward(dh, linear_1)
         dx_1 = torch.mm(dlinear, other.up.weight)
-        t = dlinear.t()
-        dup_weight = torch.mm(t, x_1_)
 
         # i: backward_nets.py:67  x = x * torch.sigmoid(self.gate(x))
         sigmoid = torch.sigmoid(linear)
         x_1 = x * sigmoid
 
         # j: gradient of backward_nets.py:68  h = F.gelu(self.up(x))
+        t = dlinear.t()
+        dup_weight = accumulate_mm(sums[0], t, x_1_)
         sum_ = dlinear.sum(dim=[0], keepdim=True)
-        dup_bias = sum_.reshape(16)
+        dup_bias = accumulate(sums[1], sum_.reshape(16))
 
         return x_1, [x, sigmoid], [dx_1], [dup_weight, dup_bias, ddown_weight, ddown_bias]

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxpipe.runtime import Draws, Stage
+from fxpipe.runtime import Draws, Stage, accumulate, accumulate_mm
 
 
 class Stage1(Stage):
@@ -39,7 +39,9 @@ class Stage1(Stage):
         loss = F.mse_loss(output, target)
         return loss, [target, linear_1, empty_like_2, output]
 
-    def backward(self, kept: list[Any], dloss: Tensor) -> tuple[list[Any], list[Any]]:
+    def backward(
+        self, kept: list[Any], sums: list[Tensor | None], dloss: Tensor
+    ) -> tuple[list[Any], list[Any]]:
         target, linear_1, empty_like_2, output = kept
         kept.clear()
         # gradient of the loss function
@@ -58,11 +60,11 @@ class Stage1(Stage):
         del h_
 
         # gradient of backward_nets.py:69  return self.down(F.dropout(h, 0.1, self.training))
-        ddown_weight = torch.mm(t, dropout_)
+        ddown_weight = accumulate_mm(sums[0], t, dropout_)
         del t, dropout_
         sum_ = doutput.sum(dim=[0], keepdim=True)
         del doutput
-        ddown_bias = sum_.reshape(8)
+        ddown_bias = accumulate(sums[1], sum_.reshape(8))
         dh = ddropout * empty_like_2
         del empty_like_2, ddropout
 
@@ -95,12 +97,12 @@ class Stage1(Stage):
         dlinear_1 = torch.ops.aten.gelu_backward(dh, linear_1)
         return [dlinear_1], [doutput, dropout_]
 
-    def weight_gradient(self, kept: list[Any]) -> list[Any]:
+    def weight_gradient(self, kept: list[Any], sums: list[Tensor | None]) -> list[Any]:
         doutput, dropout_ = kept
         kept.clear()
         # gradient of backward_nets.py:69  down  return self.down(F.dropout(h, 0.1, self.training))
         t = doutput.t()
-        ddown_weight = torch.mm(t, dropout_)
+        ddown_weight = accumulate_mm(sums[0], t, dropout_)
         sum_ = doutput.sum(dim=[0], keepdim=True)
-        ddown_bias = sum_.reshape(8)
+        ddown_bias = accumulate(sums[1], sum_.reshape(8))
         return [ddown_weight, ddown_bias]

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxpipe.runtime import Stage
+from fxpipe.runtime import Stage, accumulate
 
 
 class Stage0(Stage):
@@ -91,7 +91,9 @@ class Stage0(Stage):
         loss = F.mse_loss(output, target)
         return loss, [image, target, conv2d, mean, invstd, skip, x, indices, x_1, cat, output, b]
 
-    def backward(self, kept: list[Any], dloss: Tensor) -> tuple[list[Any], list[Any]]:
+    def backward(
+        self, kept: list[Any], sums: list[Tensor | None], dloss: Tensor
+    ) -> tuple[list[Any], list[Any]]:
         image, target, conv2d, mean, invstd, skip, x, indices, x_1, cat, output, b = kept
         kept.clear()
         # gradient of the loss function
@@ -102,6 +104,8 @@ class Stage0(Stage):
         dcat, dup_weight, dup_bias = torch.ops.aten.convolution_backward(
             doutput, cat, self.up.weight, [2], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, True]
         )
+        dup_weight = accumulate(sums[6], dup_weight)
+        dup_bias = accumulate(sums[7], dup_bias)
         del doutput, cat
         dx = dcat[:, :4]
         slice_ = dcat[:, 4:8]
@@ -115,6 +119,8 @@ class Stage0(Stage):
         dx, dmiddle_weight, dmiddle_bias = torch.ops.aten.convolution_backward(
             dconv2d, x, self.middle.weight, [4], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, True]
         )
+        dmiddle_weight = accumulate(sums[4], dmiddle_weight)
+        dmiddle_bias = accumulate(sums[5], dmiddle_bias)
         del x, dconv2d
 
         # gradient of backward_nets.py:22  x = F.max_pool2d(skip, 2)
@@ -130,6 +136,8 @@ class Stage0(Stage):
         dconv2d, dnorm_weight, dnorm_bias = torch.ops.aten.native_batch_norm_backward(
             dbatch_norm, conv2d, self.norm.weight, None, None, mean, invstd, True, 1e-05, [True, True, True]
         )
+        dnorm_weight = accumulate(sums[2], dnorm_weight)
+        dnorm_bias = accumulate(sums[3], dnorm_bias)
         _, ddown_weight, ddown_bias = torch.ops.aten.convolution_backward(
             dconv2d,
             image,
@@ -143,6 +151,8 @@ class Stage0(Stage):
             1,
             [False, True, True],
         )
+        ddown_weight = accumulate(sums[0], ddown_weight)
+        ddown_bias = accumulate(sums[1], ddown_bias)
         return (
             [],
             [
