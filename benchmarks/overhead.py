@@ -122,12 +122,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Host time per stage and micro-batch, forward and backward.")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--steps", type=int, default=10, help="training steps of each candidate in a round")
+    parser.add_argument("--only", nargs="+", default=(), help="words of the trainers to run beside the plain loop")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print("forward and backward\n")
     print(table(in_turn(candidates(), options.rounds, options.steps)))
     print("\ntraining step\n")
-    print(step_table(TINY, measure(TINY, options.rounds, options.steps)))
+    print(step_table(TINY, measure(TINY, options.rounds, options.steps, options.only, compiled=True)))
 
 
 if __name__ == "__main__":

@@ -22,18 +22,20 @@ import torch
 from tabulate import tabulate
 
 from benchmarks.timing import in_turn
-from benchmarks.trainers import PLAIN, check, trainers
+from benchmarks.trainers import PLAIN, check, compiled_trainers, trainers
 from benchmarks.workload import Workload
 
 WORK = Workload(stages=2, chunks=16, rows=128, width=512, depth=8)  # a stage takes a micro-batch about 20 ms
 
 
-def measure(work: Workload, rounds: int, steps: int, only: Sequence[str] = ()) -> dict[str, list[float]]:
+def measure(
+    work: Workload, rounds: int, steps: int, only: Sequence[str] = (), compiled: bool = False
+) -> dict[str, list[float]]:
     """Seconds per step of each trainer, one number per round; `only` keeps those whose names have one of these words,
-    and the plain loop."""
+    and the plain loop. `compiled`: also those whose stages are compiled."""
     made = {
         name: make()
-        for name, make in trainers(work).items()
+        for name, make in (trainers(work) | (compiled_trainers(work) if compiled else {})).items()
         if not only or name == PLAIN or any(word in name for word in only)
     }
     try:

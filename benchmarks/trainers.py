@@ -6,7 +6,7 @@
     torchgpipe                    forward as a pipeline of threads, then one backward; everything kept
     torch.distributed.pipelining  a process for each stage, gloo between them (see `processes`)
     bare threads                  1F1B by hand: a thread for each stage, queues between them, and nothing else
-    fxpipe                        `pipe.step`, by schedule; "code": backward as code
+    fxpipe                        `pipe.step`, by schedule; "code": backward as code; "compiled": stages by Inductor
 
 Each is a `Trainer`, on a model and batch of its own that are equal to all others': a step sets the gradients to None,
 and computes the loss and the gradients of the whole batch. `check` says whether they agree; time is for those that do.
@@ -62,6 +62,12 @@ def trainers(work: Workload) -> dict[str, Callable[[], Trainer]]:
     found[BARE] = partial(bare_threads, work)
     found |= {f"fxpipe, {name}": partial(fxpipe_step, work, name) for name in FXPIPE_SCHEDULES}
     return found | {f"fxpipe, {name}, code": partial(fxpipe_step, work, name, "code") for name in CODED_SCHEDULES}
+
+
+def compiled_trainers(work: Workload) -> dict[str, Callable[[], Trainer]]:
+    """A maker for each trainer whose stages go through torch.compile, which takes its time."""
+    names = {f"fxpipe, {name}, code, compiled": name for name in CODED_SCHEDULES}
+    return {label: partial(fxpipe_step, work, name, "code", compiled=True) for label, name in names.items()}
 
 
 def plain(work: Workload) -> Trainer:
@@ -172,7 +178,7 @@ def bare_threads(work: Workload) -> Trainer:
     return trainer(model, step, pool.shutdown)
 
 
-def fxpipe_step(work: Workload, schedule: str, backward: str = "autograd") -> Trainer:
+def fxpipe_step(work: Workload, schedule: str, backward: str = "autograd", compiled: bool = False) -> Trainer:
     model = work.model()
     x, y = work.batch()
     pipe = fxpipe.compile(
@@ -183,6 +189,7 @@ def fxpipe_step(work: Workload, schedule: str, backward: str = "autograd") -> Tr
         split_at=[str(s) for s in range(1, work.stages)],
         schedule=schedule,
         backward=backward,
+        compile_stages=compiled,
     )
     return trainer(model, lambda: pipe.step(x, target=y, loss_fn=F.mse_loss), pipe.close)
 

@@ -5,7 +5,8 @@
 A compiled piece is one node of autograd, so its backward is compiled too, and is not split: a schedule that splits
 backward has all of it in the first half. Where backward is code, its methods are cut and compiled as forward is, and
 stay split. Nothing else changes for schedulers. A piece is compiled at the first
-micro-batch of each kind, on the worker that runs it. Only one piece is compiled at a time, and never while another
+micro-batch of each kind, on the worker that runs it; what Inductor has made is then called directly
+(`direct_calls.py`). Only one piece is compiled at a time, and never while another
 thread draws random numbers, because compilation resets torch's generators to their state before it.
 """
 
@@ -30,6 +31,8 @@ from fxpipe.errors import CompileError
 from fxpipe.runtime import Stage
 from fxpipe.runtime.error_notes import user_line
 from fxpipe.runtime.random import nobody_draws
+
+from .direct_calls import ANOTHER, MOST_KINDS, inductor, known_call, recorded
 
 Backend = str | Callable[..., Any]
 
@@ -83,7 +86,8 @@ class Piece:
 
     def __init__(self, kind: type[Stage], eager: FunctionType, backend: Backend) -> None:
         self.kind, self.eager, self.backend = kind, eager, backend
-        context: Any = torch._dynamo.optimize(backend, nopython=True)
+        self.known: tuple[Callable[..., Any], ...] = ()  # kinds of calls
+        context: Any = torch._dynamo.optimize(inductor if backend == "inductor" else backend, nopython=True)
         context.callback = _Alone(context.callback)
         self.run = context(eager)
         # Dynamo's table from compiled to original code keeps both alive.
@@ -91,13 +95,20 @@ class Piece:
 
     def __call__(self, *args: Any) -> Any:
         try:
-            made = self.run(*args)
+            for call in self.known:
+                made = call(*args)
+                if made is not ANOTHER:
+                    return made
+            made, runs = recorded(self.run, args)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             failure = error
         else:
             _with_own_contexts(made)
+            known = known_call(args, made, runs)
+            if known is not None:
+                self.known = (known, *self.known[: MOST_KINDS - 1])
             return made
         # An error of the model itself is raised again here, with its line. On copies, because forward may write.
         self.eager(*[arg.clone() if isinstance(arg, Tensor) else arg for arg in args])
@@ -153,5 +164,7 @@ class _Alone:
             stack.enter_context(nobody_draws())
             stack.enter_context(torch._dynamo.config.patch(SETTINGS))
             # Compile backward now too: later, other threads may be drawing random numbers.
-            stack.enter_context(torch._functorch.config.patch(force_non_lazy_backward_lowering=True))
+            # What AOTAutograd has cached would not be recorded.
+            settings = {"force_non_lazy_backward_lowering": True, "enable_autograd_cache": False}
+            stack.enter_context(torch._functorch.config.patch(settings))
             return self._torchdynamo_orig_backend(*args, **kwargs)
