@@ -78,6 +78,7 @@ def compile(
     strategy: RequestedCall | None = None,
     profile: str | Profile = PROFILE,
     batch_dim: int | Mapping[str, int | None] = 0,
+    dynamic: bool = True,
     reduce: str | Mapping[str, str] | None = None,
     deferred_batch_norm: bool | None = None,
     backward: str = "autograd",
@@ -155,6 +156,9 @@ def compile(
       a step) to dimensions, with None for one that each micro-batch gets whole, as in `{"mask": None}`; arguments that
       are not in it are cut along 0. The name of a list, tuple or dict stands for all tensors in it; "batch['ids']" is
       one of them.
+    - `dynamic`: True: the sizes of tensors of whole numbers, such as the length of tokens and masks, are symbols in the
+      graph, so that another length needs no capture of its own; where the model needs a number, it is one. False, and
+      with a strategy or backward="code": each size is a number until there were two, as those of other tensors are.
     - `reduce`: how an output without batch dimension is combined from those of the micro-batches: "mean" or "sum", or a
       dict of these by output, with the name that the error tells ("loss" is the loss of a step). Sums and means over
       the samples are recognised without it. If the model mixes the samples of a batch, a micro-batch mixes only its
@@ -261,8 +265,8 @@ def read_options(asked: Mapping[str, Any], ranks: bool = False) -> Options:
         labels = stage_devices(labels, schedule, given["stages_per_device"])
     folder = given["dump"] or os.environ.get("FXPIPE_DUMP")
     as_they_are = (
-        "warmup", "checkpoint", "balance", "profile", "batch_dim", "reduce", "deferred_batch_norm", "compile_stages",
-        "transforms", "passes", "backward", "overlap_pairs", "memory_limit",
+        "warmup", "checkpoint", "balance", "profile", "batch_dim", "dynamic", "reduce", "deferred_batch_norm",
+        "compile_stages", "transforms", "passes", "backward", "overlap_pairs", "memory_limit",
     )  # fmt: skip
     options = Options(
         devices=labels,

@@ -89,12 +89,20 @@ class Call(NamedTuple):
 
 class Arguments:
     """Makes a `Call` from the arguments of each call. Stand-ins are cached, so that a call like an earlier one is cheap
-    and gives the guards the same tensors."""
+    and gives the guards the same tensors.
 
-    def __init__(self, model: nn.Module, batch_dim: BatchDim, sizes: Callable[[int], Sequence[int]]) -> None:
+    - `dynamic`: whether all sizes of tensors of whole numbers, such as the length of tokens and masks, are symbols from
+      the first capture on. The sizes of other tensors are mostly features and channels, which the parameters decide:
+      they are symbols once there were two. Dynamo makes a number of a symbol that must be one.
+    """
+
+    def __init__(
+        self, model: nn.Module, batch_dim: BatchDim, sizes: Callable[[int], Sequence[int]], dynamic: bool = False
+    ) -> None:
         self.model, self.signature = model, inspect.signature(model.forward)
         self.batch_dim = batch_dim
         self.sizes = sizes
+        self.dynamic = dynamic
         self.twins: dict[Any, Tensor] = {}
         self.known: dict[Any, Call] = {}
         self.named: dict[Any, tuple[str, ...]] = {}
@@ -107,7 +115,7 @@ class Arguments:
         key = form(request)
         if key is None:
             return self._call(request, device, rows)
-        key = (key, device, rows)
+        key = (key, device, rows, self.dynamic)
         known = self.known.get(key)
         if known is None:
             made = self._call(request, device, rows)
@@ -157,16 +165,27 @@ class Arguments:
         target = dict(zip((self.target,), aims, strict=False))
         return Call(new, named, given, leaves, batch, rows, names, target, request.rest)
 
+    def with_numbers(self, call: Call) -> bool:
+        """End `dynamic`. Returns whether that makes other stand-ins for this call: not every function takes symbols."""
+        lengths = any(
+            holds_whole_numbers(leaf.real) and leaf.real.dim() > (leaf.batch_dim is not None)
+            for leaf in call.leaves.values()
+        )
+        ended, self.dynamic = self.dynamic and lengths, self.dynamic and not lengths
+        return ended
+
     def twin(
         self, position: int, real: Tensor, dim: int | None, rows: int | None, device: torch.device | None
     ) -> Tensor:
-        """The stand-in of an argument, whose batch dimension is marked as dynamic."""
-        key = (position, real.shape, real.stride(), real.dtype, real.device, real.requires_grad, dim, rows, type(real))
+        """The stand-in of an argument, whose batch dimension is marked as dynamic, and with `dynamic` maybe others."""
+        lengths = range(real.dim()) if self.dynamic and holds_whole_numbers(real) else ()
+        form = real.shape, real.stride(), real.dtype, real.device, real.requires_grad, type(real)
+        key = position, form, dim, rows, bool(lengths)
         made = self.twins.get(key)
         if made is None:
             made = hollow(dense(real), device, None if dim is None or rows is None else (dim, rows))
-            if dim is not None:
-                torch._dynamo.maybe_mark_dynamic(made, dim)
+            for each in {*lengths, *(() if dim is None else (dim,))}:
+                torch._dynamo.maybe_mark_dynamic(made, each)
             if len(self.twins) > 1000:
                 self.twins.clear()  # a program whose shapes never repeat
             self.twins[key] = made
@@ -206,6 +225,11 @@ class Arguments:
                 )
             raise
         raise AssertionError(f"{forward} takes what its signature {self.signature} does not")
+
+
+def holds_whole_numbers(tensor: Tensor) -> bool:
+    """Whether a tensor has whole numbers or truth values."""
+    return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def form(request: RequestedCall) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,8 @@ from .call_arguments import Call, RequestedCall
 from .finish_graph import Finished
 
 Run = Callable[[Graph, tuple[Any, ...]], tuple[Any, ...]]
+Sizes = Callable[[int], Sequence[int]]
+Work = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass(eq=False)

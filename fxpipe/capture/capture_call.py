@@ -5,8 +5,7 @@ Not every model can be traced in one graph. These ways are tried in this order, 
   - the model as it is, under settings for recurrent layers, loggers and Python numbers (`dynamo.py`), then reading into
     functions that Dynamo would pass over
   - the same, after forward ran once on fake tensors: some libraries set things up in the first call (`first_call.py`)
-  - the same, with the innermost submodule that cannot be traced kept whole, as one op (`opaque_submodules.py`); and
-    the next one
+  - the same, with the innermost submodule that cannot be traced kept whole (`opaque_submodules.py`); and the next
 
 If all ways fail, the error has a table of them. torch.export is not used: it fixes train or eval mode and every flag in
 its graph without a guard that detects changes, and silently drops the backward of custom autograd functions. Code that
@@ -27,7 +26,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -57,20 +56,13 @@ from fxpipe.errors import CaptureError, FxpipeError, PlanError
 from fxpipe.ir.graph.graph import Graph, Mixed
 
 from .call_arguments import Arguments, BatchDim, Call, RequestedCall
-from .call_kinds import Kind, Now, Run
+from .call_kinds import Kind, Now, Run, Sizes, Work
 from .capture_errors import NoOps, Refused, failed, no_ops, refusals, without_frames, written_by_dynamo
 from .finish_graph import Finished, Seen, feed, finish, stand_ins
 from .model_exceptions import diagnosed
+from .model_with_loss import call_model
 from .nested_values import change
 from .recapture_reason import CallSignature, signature_of, why_new
-
-Sizes = Callable[[int], Sequence[int]]
-Work = Callable[[str], AbstractContextManager[None]]
-
-
-def call_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The function that is captured by default: a call of the model."""
-    return model(*args, **kwargs)
 
 
 class CallCapture:
@@ -83,6 +75,7 @@ class CallCapture:
       `RequestedCall`. It may only use its arguments and the globals of its module.
     - `loss`: whether the function returns a pair of a loss and something else.
     - `transforms`: the user's functions that change what was traced.
+    - `dynamic`: as in `Arguments`; where a call can only be captured without, it is.
     """
 
     def __init__(
@@ -96,13 +89,14 @@ class CallCapture:
         loss: bool = False,
         work: Work = lambda what: nullcontext(),
         transforms: Sequence[Transform] = (),
+        dynamic: bool = False,
     ) -> None:
         self.model = model
         self.reduce = reduce
         self.transforms = transforms
         self.sizes = sizes
         self.loss = loss
-        self.arguments = Arguments(model, batch_dim, sizes)
+        self.arguments = Arguments(model, batch_dim, sizes, dynamic)
         self.twins = Twins({"": model})
         self.pieces = Pieces()
         self.equal = EqualModules()
@@ -180,8 +174,12 @@ class CallCapture:
         raise diagnosed(refused, self.model, call, partial(run_plainly, call, self.twins, request.holders))
 
     def _complete(self, request: RequestedCall, run: Run | None) -> tuple[Now, Any]:
+        dynamic = self.arguments.dynamic
         try:
             return self._completed(request, run)
+        except BaseException:
+            self.arguments.dynamic = dynamic  # without, it is refused as well
+            raise
         finally:
             if self._works:
                 self._works = False
@@ -212,9 +210,10 @@ class CallCapture:
         except NoOps:
             raise
         except CaptureError:
-            refused = sized_by_data(now.kind.drafted.graph, self.twins) if now.kind and now.kind.drafted else None
-            if refused is None or self._another_way(now, [refused]) is None:
-                raise
+            if not self.arguments.with_numbers(now.call):
+                refused = sized_by_data(now.kind.drafted.graph, self.twins) if now.kind and now.kind.drafted else None
+                if refused is None or self._another_way(now, [refused]) is None:
+                    raise
             self._anew()
             return self._complete(request, run)
         return now, result
@@ -233,9 +232,8 @@ class CallCapture:
                 assert other.kind is not None
                 assert other.kind.drafted is not None
                 drafted = merge(drafted, other.kind.drafted, rows, (result, result_of_other))
-            seen = Seen(
-                result, kind.rebound, tuple(touched.value for touched in kind.touched.values()), self.twins.slots
-            )
+            touched = tuple(one.value for one in kind.touched.values())
+            seen = Seen(result, kind.rebound, touched, self.twins.slots)
             finished = finish(drafted, kind.hollows, now.call, seen, self.reduce, self.loss)
             held = replace(finished.graph, conditions=conditions(kind.traced, kind.drafted, now.call))
             kind.finished = replace(finished, graph=held)
@@ -292,15 +290,18 @@ class CallCapture:
             else:
                 self.pieces.tell()
                 return result
-            how = self._another_way(now, tried)
+            if self.arguments.with_numbers(now.call):
+                now.call, tried = self.arguments.call(now.request, self.twins.device, now.call.rows), []
+            else:
+                how = self._another_way(now, tried)
             self._anew()
         self.pieces.reset(before, self.twins)
         raise refusals(tried) from tried[-1].__cause__
 
     def _how(self) -> str:
         """How a call is captured, in words."""
-        kept = [str(piece.opaque) for piece in self.pieces.of.values()]
-        return f"one graph, {', '.join(kept)} kept whole" if kept else "one graph"
+        kept = ", ".join(str(piece.opaque) for piece in self.pieces.of.values())
+        return f"one graph, {kept} kept whole" if kept else "one graph"
 
     def _another_way(self, now: Now, tried: list[Refused]) -> str | None:
         """Prepare the next way: first run forward once, because some libraries set things up in the first call; then

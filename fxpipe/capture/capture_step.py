@@ -14,8 +14,8 @@ from fxpipe.errors import InputError
 from fxpipe.ir.graph.graph import Graph
 
 from .call_arguments import NO_TARGET, BatchDim, RequestedCall
-from .call_kinds import Run
-from .capture_call import CallCapture, Sizes, Work
+from .call_kinds import Run, Sizes, Work
+from .capture_call import CallCapture
 from .capture_errors import OutsideOfModules
 from .model_with_loss import LOSS_FN, KeptLoss, code_of, model_and_loss, modules_in, objects_in
 from .nested_values import change
@@ -46,6 +46,7 @@ class StepCapture:
         sizes: Sizes = lambda batch: (batch,),
         work: Work = lambda what: nullcontext(),
         transforms: Sequence[Transform] = (),
+        dynamic: bool = False,
     ) -> None:
         self.model = model
         self.loss_fn: Callable[..., Any] | None = None  # of the last step
@@ -62,6 +63,7 @@ class StepCapture:
             loss=True,
             work=work,
             transforms=transforms,
+            dynamic=dynamic,
         )
 
     def step(

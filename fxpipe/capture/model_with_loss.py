@@ -29,6 +29,11 @@ HOLDERS = (nn.Module, partial, MethodType, FunctionType)  # in which modules are
 WRITE = "pass loss_fn=, a function of the output and the target, or let the model return its loss as `.loss`"
 
 
+def call_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The function that is captured for a call."""
+    return model(*args, **kwargs)
+
+
 def model_and_loss(
     model: nn.Module,
     args: tuple[Any, ...],

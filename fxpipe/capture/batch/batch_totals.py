@@ -189,7 +189,8 @@ def _with_totals(graph: Graph, names: set[str], values: Sequence[str]) -> Graph:
     known = data_only(graph)
     found = kinds(replace(graph, ops=tuple(op for op in graph.ops if op.name in known)))
     plain, written = (SAME, ZERO), {name for op in graph.ops for name in (op.name, *op.writes) if op.writes}
-    pooled = [op for op in graph.ops if op.name in known & names - written and found[op.name] not in plain]
+    candidates = known & names - written
+    pooled = [op for op in graph.ops if op.name in candidates and found[op.name] not in plain]
     chosen = {op.name: op for op in pooled if isinstance(op.type, TensorType) and not batch_dims(op.type)}
     rest = replace(
         graph,

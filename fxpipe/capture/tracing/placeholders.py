@@ -38,6 +38,7 @@ class Builder:
     symbols: dict[sympy.Symbol, str] = field(default_factory=dict)
     inputs: list[Input] = field(default_factory=list)
     states: list[State] = field(default_factory=list)
+    held: dict[str, str] = field(default_factory=dict)  # the names of the parameters and buffers by their paths
     sizes: list[Size] = field(default_factory=list)
     places: dict[str, int] = field(default_factory=dict)
     first: dict[fx.Node, str] = field(default_factory=dict)
@@ -194,10 +195,9 @@ def add_states(build: Builder, placeholders: list[fx.Node], flat: tuple[Any, ...
 def add_state(build: Builder, slots: list[Slot], kind: ValueType) -> str:
     """The state of a parameter or buffer, under its first path."""
     first, *others = slots
-    known = next((state.name for state in build.states if state.path == first.path), None)
-    if known is not None:  # the trace reached it in two ways, such as by the model and by a global variable
-        return known
-    name = build.names(first.path)
+    if first.path in build.held:  # the trace reached it in two ways, such as by the model and by a global variable
+        return build.held[first.path]
+    name = build.held[first.path] = build.names(first.path)
     build.states.append(State(name, first.path, first.kind, kind, tuple(slot.path for slot in others)))
     return name
 

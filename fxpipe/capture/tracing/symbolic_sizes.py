@@ -37,6 +37,8 @@ def text(value: Any, names: Mapping[sympy.Symbol, str]) -> Dim:
     if not isinstance(value, torch.SymInt):
         return int(value)
     expression = value.node.expr
+    if isinstance(expression, sympy.Symbol):
+        return names.get(expression, str(expression.name))
     if expression.is_number:
         return int(expression)
     # Integer symbols, lest sympy rewrite what it took from integers.

@@ -73,6 +73,8 @@ class BuildCache:
         reduce = options.reduce or ("mean" if whole else None)  # with one micro-batch, any reduction is right
         work = partial(begin, model, leads)
         how: dict[str, Any] = {"reduce": reduce, "sizes": sizes, "work": work, "transforms": options.transforms}
+        # A strategy is for operators of these sizes, and backward as code unrolls what loops over a length.
+        how["dynamic"] = options.dynamic and options.place is None and options.backward == "autograd"
         self.call_capture = CallCapture(model, options.batch_dim, **how)
         self.step_capture = StepCapture(model, options.batch_dim, **how)
         # The first build spreads the tensors over the devices of the stages, whichever of the two has captured it.

@@ -56,6 +56,7 @@ class Options:
     cluster: Cluster | None = None
     plan: Plan | PlanFile | None = None
     batch_dim: int | Mapping[str, int | None] = 0
+    dynamic: bool = True
     reduce: str | Mapping[str, str] | None = None
     deferred_batch_norm: bool | None = None
     compile_stages: bool | str | Callable[..., Any] = False

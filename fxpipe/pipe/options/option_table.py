@@ -120,6 +120,7 @@ COMPILE = table(
     Option("profile", "what ops cost: from FLOPs and bytes, or timed",
            (one_of("estimate", "measure"), instance((Profile,), "a Profile")), "measure"),
     Option("batch_dim", "the dimension of the inputs that is cut", BATCH_DIM, {"mask": None}),
+    Option("dynamic", "whether another length of tokens or masks needs no capture of its own", (flag(),), True),
     Option("reduce", "how an output without batch dimension is put together", REDUCE, {"loss": "mean"}, unset=True),
     Option("deferred_batch_norm", "running statistics of whole batches", (flag(),), True, unset=True),
     Option("backward", "what computes the gradients of a step: autograd, or generated code", (one_of(*BACKWARDS),),

@@ -116,6 +116,15 @@ class EqualOps:
             memory.waiting.append(items[-1])
         return items[0] if known.nest is None else rebuilt(known.nest, items)
 
+    def unmade(self, alike: Any, make: Callable[[], Any]) -> Any:
+        """What `make` makes, in memory of its own, of the kind of another tensor; unmade if that has a kind."""
+        try:
+            unmade = Unmade(self._kind(alike), Memory(next(self._news)), make)
+        except _Unknown:
+            return make()
+        unmade.memory.waiting.append(unmade)
+        return unmade
+
     def made(self, value: Any) -> Any:
         """The value with all tensors in it made, and all others in their memory."""
         for tensor in _tensors(value):

@@ -121,8 +121,7 @@ def steps(traced: Traced) -> tuple[dict[fx.Node, Any], list[Step]]:
         ambient = torch.is_grad_enabled()
         for node in traced.module.graph.nodes:
             if node.op == "placeholder":
-                env[node] = node.meta["example_value"]
-                _size_memory(env[node])
+                env[node] = _given(node, env, equal)
             elif node.op == "get_attr":
                 value = _attribute(traced.module, node.target)
                 env[node] = traced.mode.from_tensor(value, static_shapes=True) if _is_real(value) else value
@@ -142,15 +141,24 @@ def steps(traced: Traced) -> tuple[dict[fx.Node, Any], list[Step]]:
     return {node: settled(value) for node, value in env.items()}, found
 
 
-def _size_memory(value: Any) -> None:
-    """Give a hollow tensor's memory the size that torch gives it in the first op that makes a view, so that it is the
-    same before and after."""
+def _given(node: fx.Node, env: dict[fx.Node, Any], equal: EqualOps) -> Any:
+    """The value of a placeholder; that of a copied layer's tensor is made when it is needed."""
+    if "alike" not in node.meta:
+        return _sized(node.meta["example_value"])
+    first, make = node.meta["alike"]
+    return equal.unmade(env[first], lambda: _sized(make()))
+
+
+def _sized(value: Any) -> Any:
+    """The value. A hollow tensor's memory gets the size that torch gives it in the first op that makes a view, so that
+    it is the same before and after."""
     if type(value) is FakeTensor and value.layout == torch.strided and value.untyped_storage().nbytes() == 0:
         shape, stride, offset = value.shape, value.stride(), int(value.storage_offset())
         if all(type(number) is int for number in (*shape, *stride)):
             value.untyped_storage().resize_(
                 compute_required_storage_length(shape, stride, offset) * value.element_size()
             )
+    return value
 
 
 def _step(

@@ -177,7 +177,7 @@ class Recorder:
         if group is None or group in self.odd or self.open is not None or tracer.parent is not None:
             return trace()
         if not called.source:
-            return trace()
+            return _cached(tx, trace)
         items: list[Any] = []
         try:
             said = described((tuple(args), tuple(kwargs.items())), items)
@@ -185,7 +185,7 @@ class Recorder:
             what = group, said, tuple(map(given.index, given))
             before = self._state(tx)
         except Odd:
-            return trace()
+            return _cached(tx, trace)
         for layer in self.layers.get(what, ()):
             if layer.state == before and (found := self._copied(layer, called.value, given, tracer)) is not None:
                 install_guard(called.source.make_guard(GuardBuilder.ID_MATCH))
@@ -226,6 +226,7 @@ class Recorder:
                 raise Odd
         except Odd:
             self.odd.add(what[0])
+            tx.fake_mode.cache_enabled = True
             return result
         install_guard(called.source.make_guard(GuardBuilder.ID_MATCH))
         self.layers.setdefault(what, []).append(layer)
@@ -284,6 +285,12 @@ class Recorder:
         )
 
 
+def _cached(tx: Any, trace: Callable[[], Any]) -> Any:
+    """Trace one of equal layers that are each traced, with what ops made of the same types before."""
+    tx.fake_mode.cache_enabled = True
+    return trace()
+
+
 @contextmanager
 def recorded_layers(equal: EqualModules | None, contexts: Contexts) -> Iterator[None]:
     """A context in which Dynamo traces one of equal layers."""
@@ -321,6 +328,8 @@ def recorded_layers(equal: EqualModules | None, contexts: Contexts) -> Iterator[
     comparing: Any = builtin.vt_identity_compare  # type: ignore[attr-defined]
     identity = identified(comparing, 2)
     with ExitStack() as patches:
+        # What ops make of symbolic sizes takes longer to remember than to make, unless many ops are the same.
+        patches.enter_context(torch._dynamo.config.patch(fake_tensor_cache_enabled=False))
         for owner, functions in (
             (module, {"call_function": call_function, "var_getattr": var_getattr}),
             (SideEffects, {"check_allowed_side_effect": check_allowed_side_effect}),

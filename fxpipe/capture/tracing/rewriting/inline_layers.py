@@ -6,6 +6,7 @@ import re
 from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ class _Inlined:
                 known.add(id(tensor))
                 slot = self.slots[id(tensor)]
                 made = self.graph.placeholder(re.sub(r"\W+", "_", f"l_{slot.path}_"))
-                made.meta["example_value"] = self.mode.from_tensor(tensor, static_shapes=True)
+                made.meta["alike"] = self.held[key], partial(self.mode.from_tensor, tensor, static_shapes=True)
                 self.held[id(tensor)] = made
                 self.places.append(slot)
 

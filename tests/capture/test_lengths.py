@@ -1,0 +1,175 @@
+"""Calls of other lengths: which sizes are symbols from the first capture on, and that results are right for all."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxpipe
+from fxpipe.capture import CallCapture
+from fxpipe.errors import CaptureError
+from tests.capture.test_capture_call import Calls
+
+WORDS, LONGEST = 11, 9
+
+
+class Words(nn.Module):
+    """Learned positions, cut to the length."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)
+        self.places = nn.Parameter(torch.randn(LONGEST, 8))
+
+    def forward(self, ids):
+        return self.out(torch.tanh(self.embed(ids) + self.places[: ids.shape[1]]))
+
+
+class Masked(Words):
+    def forward(self, ids, mask):
+        x, length = self.embed(ids), ids.shape[1]
+        seen = torch.ones(length, length, dtype=torch.bool).tril() & mask[:, None, :]
+        return self.out(F.scaled_dot_product_attention(x, x, x.roll(1, 1), attn_mask=seen))
+
+
+class Recurrent(Words):
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, ids):
+        return self.out(self.rnn(self.embed(ids))[0])
+
+
+class Branches(Words):
+    """Computes something else for long sentences."""
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        return self.out(x * 2 if ids.shape[1] > 6 else x)
+
+
+class Unrolled(Words):
+    """Its ops are as many as the words."""
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        state, states = x[:, 0], []
+        for place in range(ids.shape[1]):
+            state = torch.tanh(state + x[:, place])
+            states.append(state)
+        return self.out(torch.stack(states, 1))
+
+
+class Whole(Words):
+    """Knows one length only."""
+
+    def forward(self, ids):
+        return self.out(self.embed(ids) + self.places)
+
+
+def loss(logits, target):
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def step(model, pipe, plain, ids):
+    """One step of a pipe, whose loss and gradients are those of the plain model. Returns the graph."""
+    given = (ids, torch.rand(ids.shape).log() < -0.1) if isinstance(model, Masked) else (ids,)
+    if isinstance(model, Masked):
+        given[1][:, 0] = True
+    target = ids.roll(1)
+    for part in (model, plain):
+        part.zero_grad()
+    got = pipe.step(*given, target=target, loss_fn=loss)
+    expected = loss(plain(*given), target)
+    expected.backward()
+    torch.testing.assert_close(got, expected.detach(), rtol=0, atol=1e-12)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (one.grad is None) is (other.grad is None)
+        if one.grad is not None:
+            torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-12)
+    return pipe.build.graph
+
+
+@pytest.mark.parametrize(
+    ("kind", "lengths", "captures"),
+    [
+        (Words, (5, 8, 3, LONGEST), 1),
+        (Masked, (5, 8, 3), 1),
+        (Recurrent, (5, 8, 3), 1),
+        (Branches, (5, 8, 3, 9), 2),
+        (Unrolled, (3, 4, 3), 2),
+        (Whole, (LONGEST, LONGEST), 1),
+        (Words, (5, 1, 4), 2),  # a size of one is a number
+    ],
+)
+def test_a_step_is_right_for_each_length(kind, lengths, captures):
+    torch.manual_seed(0)
+    model = kind().double()
+    plain = copy.deepcopy(model)
+    graphs = []
+    pipe = fxpipe.compile(model, devices=2, chunks=2)
+    for length in lengths:
+        graphs.append(step(model, pipe, plain, torch.randint(WORDS, (6, length))))
+    pipe.close()
+    assert len(set(map(id, graphs))) == captures
+
+
+def test_sizes_of_whole_numbers_are_symbols_at_once():
+    graphs = {how: CallCapture(Words(), dynamic=how).capture((torch.ones(6, 5).long(),), {}) for how in (True, False)}
+    assert graphs[True].inputs[0].type.shape == ("b", "seq")
+    assert graphs[False].inputs[0].type.shape == ("b", 5)
+    features = CallCapture(nn.Linear(4, 4), dynamic=True).capture((torch.ones(6, 5, 4),), {})
+    assert features.inputs[0].type.shape == ("b", 5, 4)
+
+
+def test_without_dynamic_the_second_length_makes_it_a_symbol():
+    calls = Calls(Words())
+    for length in (5, 6, 7):
+        calls(torch.ones(6, length).long())
+    assert calls.kinds == 2
+
+
+@torch.library.custom_op("fxpipe_lengths::doubled", mutates_args=())
+def doubled(ids: torch.Tensor) -> torch.Tensor:
+    return ids * 2
+
+
+@doubled.register_fake
+def _(ids):
+    if type(ids.shape[1]) is not int:
+        raise TypeError("the length has to be a number")
+    return torch.empty_like(ids)
+
+
+class Numbers(Words):
+    """Calls an op that takes no symbols."""
+
+    def forward(self, ids):
+        return self.out(self.embed(doubled(ids) % WORDS))
+
+
+def test_where_symbols_are_refused_sizes_are_numbers():
+    calls = Calls(Numbers(), dynamic=True)
+    calls(torch.ones(6, 5).long())
+    (graph,) = calls.seen
+    assert graph.inputs[0].type.shape == ("b", 5)
+    assert graph.ops[0].target is doubled._opoverload  # nothing is kept whole
+
+
+def test_a_refused_call_says_the_same_and_leaves_the_next_one_its_symbols():
+    class Checked(Words):
+        def forward(self, ids, width=8):
+            return super().forward(ids) @ torch.ones(width, 2)
+
+    said = []
+    for dynamic in (True, False):
+        calls = CallCapture(Checked(), dynamic=dynamic)
+        with pytest.raises((CaptureError, RuntimeError)) as refused:
+            calls.capture((torch.ones(6, 5).long(),), {})
+        said.append((type(refused.value), str(refused.value)))
+        graph = calls.capture((torch.ones(6, 5).long(), WORDS), {})
+        assert graph.inputs[0].type.shape == ("b", "seq" if dynamic else 5)
+    assert said[0] == said[1]
