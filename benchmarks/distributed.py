@@ -1,9 +1,10 @@
-"""Steps over two ranks, beside torch.distributed.pipelining: the same stages, in the same two processes, over gloo.
+"""Steps over two ranks, beside torch.distributed.pipelining over gloo: the same stages, in the same two processes.
 
     python -m benchmarks.distributed
 
-Ranks of one machine hand values to each other in memory that they share; as "over gloo" they do what they would if they
-were on two.
+Ranks of one machine hand values to each other in memory that they share; as "far" they do what they would if they were
+on two machines: TCP connections of their own for values of at most 64 KiB, as in the first table, and gloo for larger
+ones, as in the second.
 
 The first table is of stages that do next to nothing: what an action costs, beyond what the rank computes that has most
 to do (timed on both ranks at once, too, for they share the machine). The second is of stages that compute: how much
@@ -41,7 +42,7 @@ RANKS = 2
 PLAIN = "plain loop on one rank"
 BUSIEST = "stages of the busiest rank alone"
 PEER = "torch.distributed.pipelining"
-OURS, OURS_OVER_GLOO = "fxpipe", "fxpipe over gloo"
+OURS, OURS_FAR = "fxpipe", "fxpipe far"
 SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
 TINY = Workload(stages=2 * RANKS, chunks=8, rows=4, width=16, depth=1)
 LARGE = Workload(stages=2 * RANKS, chunks=16, rows=64, width=512, depth=2)
@@ -83,9 +84,9 @@ def busiest(work: Workload) -> Callable[[], None]:
     return step
 
 
-def ours(work: Workload, schedule: str, over_gloo: bool = False) -> tuple[Step, nn.Module]:
+def ours(work: Workload, schedule: str, far: bool = False) -> tuple[Step, nn.Module]:
     model, (x, y) = work.model(), work.batch()
-    os.environ[SWITCH] = str(int(not over_gloo))
+    os.environ[SWITCH] = str(int(not far))
     stages = work.stages if schedule == "interleaved" else RANKS
     split_at = [str(k * work.stages // stages) for k in range(1, stages)]
     pipe = fxpipe.compile(
@@ -95,7 +96,7 @@ def ours(work: Workload, schedule: str, over_gloo: bool = False) -> tuple[Step, 
         schedule=schedule,
         checkpoint="never",
         split_at=split_at,
-        timeout=301 if over_gloo else 300,  # ranks meet once for each
+        timeout=301 if far else 300,  # ranks meet once for each
     )
 
     def step() -> Tensor:
@@ -139,8 +140,8 @@ def candidates(work: Workload) -> dict[str, Callable[[], object]]:
         peer, model = theirs(work, schedule)
         peer()
         found[f"{PEER}, {schedule}"] = peer
-        for name, over_gloo in ((OURS, False), (OURS_OVER_GLOO, True)):
-            own, same = ours(work, schedule, over_gloo)
+        for name, far in ((OURS, False), (OURS_FAR, True)):
+            own, same = ours(work, schedule, far)
             own()
             for p, q in zip(model.parameters(), same.parameters(), strict=True):
                 if p.grad is not None:
@@ -257,11 +258,11 @@ def part(name: str, seconds: Seconds) -> str:
 def peer_of(name: str, seconds: Seconds) -> list[float] | None:
     """The times of the peer with the same schedule, for one of ours."""
     whose, _, schedule = name.partition(", ")
-    return seconds.get(f"{PEER}, {schedule}") if whose in (OURS, OURS_OVER_GLOO) else None
+    return seconds.get(f"{PEER}, {schedule}") if whose in (OURS, OURS_FAR) else None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Training steps over two ranks, with gloo between them.")
+    parser = argparse.ArgumentParser(description="Training steps over two ranks, beside torch.distributed.pipelining.")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--rows", type=int, default=LARGE.rows, help="samples in a micro-batch of the second table")
     options = parser.parse_args()

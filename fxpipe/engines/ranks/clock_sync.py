@@ -22,18 +22,18 @@ def ahead(world: World) -> float:
     """The seconds by which this rank's clock is ahead of the leader's. All ranks call it together. Raises Lost."""
     if world.leads:
         for peer in world.others:
-            world.tell(peer, pickle.dumps(difference([_round(world, peer) for _ in range(ROUNDS)])))
+            world.tell(peer, data=pickle.dumps(difference([_round(world, peer) for _ in range(ROUNDS)])))
         return 0.0
     for _ in range(ROUNDS):
         world.hear(LEADER)
-        world.tell(LEADER, pickle.dumps(perf_counter()))
+        world.tell(LEADER, data=pickle.dumps(perf_counter()))
     found: float = pickle.loads(world.hear(LEADER))
     return found
 
 
 def _round(world: World, peer: int) -> tuple[float, float, float]:
     before = perf_counter()
-    world.tell(peer, b"")
+    world.tell(peer, data=b"")
     there: float = pickle.loads(world.hear(peer))
     return before, there, perf_counter()
 

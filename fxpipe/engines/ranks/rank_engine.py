@@ -14,7 +14,7 @@ cause. If a rank is lost, the ranks that need its messages fail in the same way,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -34,6 +34,7 @@ from fxpipe.runtime.autograd.gradient_aliases import Pair, commit_gradients
 from fxpipe.runtime.deferred_norms import commit
 from fxpipe.runtime.interrupts import Interrupts, ignore
 
+from .input_checksums import Unread
 from .rank_group import Lost, World
 from .rank_program import RankProgram
 from .rank_run import RankObserver, RankRun
@@ -78,7 +79,7 @@ class RankScheduler:
         seed: int = 0,
         error: BaseException | None = None,
         observer: RankObserver | None = None,
-        given: Callable[[], Mapping[str, Tensor]] = dict,
+        given: Callable[[], Unread] = dict,
         commit_pairs: Callable[[list[Pair]], None] = commit_gradients,
     ) -> tuple[Any, ...]:
         """Run a step: the outputs of the whole batch, on every rank. A rank must have the inputs that its stages use,
@@ -112,7 +113,7 @@ class RankScheduler:
         chunks: int,
         seed: int,
         error: BaseException | None,
-        given: Callable[[], Mapping[str, Tensor]],
+        given: Callable[[], Unread],
     ) -> RankRun:
         """Prepare a step, with this rank's slices of the batch."""
         self.steps.refresh()
@@ -196,7 +197,7 @@ def take_step(
     scale: Scale | None,
     seed: int,
     timeline: bool,
-    given: Callable[[], Mapping[str, Tensor]],
+    given: Callable[[], Unread],
 ) -> tuple[tuple[Any, ...], Timeline | None]:
     """Run a step: the outputs, and the timeline of all ranks if `timeline` is set, else None. `timeline` must be the
     same on all ranks. `given`: computes the checksums of this rank's arguments."""

@@ -6,9 +6,10 @@ ever. So all messages go from one rank to another, and ranks agree through the l
     rank 1 ──▶ leader ──▶ rank 1        the leader sees at once that a rank is gone; if the leader is gone, all see it
     rank 2 ──▶        ──▶ rank 2
 
-Ranks on one machine exchange everything through shared memory (`same_machine.py`), in a third of the time. Values that
-do not fit there use torch.distributed, as do values between machines. Values on accelerators use the accelerator's own
-process groups (`communicators.py`); what hosts say goes as above.
+Ranks on one machine exchange everything through shared memory (`same_machine.py`), in a third of the time. Between
+machines, what is small goes through TCP connections (`tcp_peer.py`); large values use torch.distributed, as do those
+that do not fit into shared memory. Values on accelerators use the accelerator's own process groups
+(`communicators.py`); what hosts say goes as above.
 
 A wait that ends in an error means that a rank is lost: it has ended, or stands still for longer than the timeout.
 """
@@ -21,6 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -29,16 +31,16 @@ from torch import Tensor
 
 from fxpipe.engines.transports.collective_groups import CollectiveGroups
 from fxpipe.engines.transports.communicators import Call, Communicators, Watch, ended
-from fxpipe.engines.transports.message_format import Size, blank
+from fxpipe.engines.transports.message_format import Size, blank, nbytes
 from fxpipe.engines.transports.same_machine import LocalPeer
 from fxpipe.engines.transports.shared_memory import BLOCK, Slot
+from fxpipe.engines.transports.tcp_peer import LETTER, SMALL, VALUE, Frame, TcpPeer
 
 from .failure_attribution import blame, silent
 from .rendezvous import LEADER
 
 SOON = 2.0  # seconds within which a rank that is gone is seen to be
 COMPILING = timedelta(hours=1)  # how much longer a wait may take while ranks compile
-VALUES, SAID = 0, 1  # tags: values and small messages may share a connection
 COUNT = 8  # bytes of the length that precedes a small message
 
 
@@ -56,11 +58,11 @@ class World:
 
     - `group`: their ProcessGroup, for collectives.
     - `labels`: the labels of the devices, by rank; `device`: this rank's device.
-    - `control`: the two process groups for messages in host memory: to smaller and to larger ranks.
+    - `control`: the two process groups for large values in host memory: to smaller and to larger ranks.
+    - `tcp_peers`: the connections to all other ranks for what is small.
     - `timeout`: seconds after which a rank that does not answer counts as lost; `limit`: the same as a timedelta;
       `allowance`: how much longer a wait may take now, as ranks may be compiling.
     - `store`: where ranks that notice a loss write it; `lost`: why no further step is possible, or None.
-    - `listeners`: the posted receives of small messages, by sender.
     - `local_peers`: the ranks on the same machine, which share memory with this one.
     - `steps`: the number of steps begun, the same on every rank.
     - `process`: the id of this rank's process; a fork of it cannot use the connections.
@@ -73,13 +75,13 @@ class World:
     labels: tuple[str, ...]
     device: torch.device
     control: Any
+    tcp_peers: dict[int, TcpPeer]
     timeout: float
     store: Any
     collectives: CollectiveGroups
     lost: Lost | None = None
     limit: timedelta = field(init=False)
     allowance: timedelta = timedelta(0)
-    listeners: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)
     local_peers: dict[int, LocalPeer] = field(default_factory=dict)
     steps: int = 0
     process: int = field(default_factory=os.getpid)
@@ -117,11 +119,16 @@ class World:
 
     def slot(self, send: bool, peer: int, size: Size) -> Slot | None:
         """The place in shared memory of the next value to or from a rank. None if the two share no memory or no place
-        is left: then the value is sent by torch.distributed."""
+        is left."""
         local_peer = self.local_peers.get(peer)
         if local_peer is None:
             return None
         return (local_peer.out if send else local_peer.into).slot(size)
+
+    def buffer(self, peer: int, size: Size) -> tuple[Slot | Frame | None, Tensor]:
+        """The message buffer of the next value to a rank, and where it lies; None: it is sent by torch.distributed."""
+        slot = self.slot(True, peer, size) or self.tcp_peers[peer].frame(size)
+        return slot, blank(size) if slot is None else slot.tensor(size)
 
     def receive(self, peer: int, size: Size) -> Callable[[], Tensor]:
         """Post the receive of a value in host memory. Returns a function that waits for the message and returns it.
@@ -134,6 +141,15 @@ class World:
                 return slot.tensor(size).clone()  # the next step overwrites this place, and the value may live longer
 
             return left
+        if nbytes(size) <= SMALL:
+            tcp_peer = self.tcp_peers[peer]
+            place = tcp_peer.next(VALUE)
+
+            def came() -> Tensor:
+                self.wait_apart(peer, lambda: place in tcp_peer.found)
+                return torch.frombuffer(tcp_peer.found.pop(place), dtype=size[0])
+
+            return came
         buffer = blank(size)
         work = self.start(False, peer, buffer)
 
@@ -143,23 +159,37 @@ class World:
 
         return sent
 
-    def put(self, slot: Slot, peer: int) -> None:
-        """Publish a value that is written in its place in shared memory, and wake its receiver."""
-        slot.stamp()
-        self.local_peers[peer].ring()
-
-    def wait(self, peer: int, there: Callable[[], bool]) -> None:
-        """Wait for a rank on the same machine until `there()` is true. Raises Lost."""
+    def put(self, slot: Slot | Frame, peer: int) -> None:
+        """Send a value that is written in its message buffer: publish it in shared memory, and wake its receiver, or
+        write it to the connection. Raises Lost."""
+        if isinstance(slot, Slot):
+            slot.stamp()
+            self.local_peers[peer].ring()
+            return
         try:
-            self.local_peers[peer].wait(there, self.patience.total_seconds() if self.lost is None else 0.0)
+            self.tcp_peers[peer].send(slot.data)
         except RuntimeError as error:
             raise self.lose(peer, error) from None
 
-    def start(self, send: bool, peer: int, tensor: Tensor, tag: int = VALUES) -> Any:
-        """Begin to send a tensor in host memory, or to receive into it. Raises Lost."""
+    def wait(self, peer: int, there: Callable[[], bool]) -> None:
+        """Wait for a rank on the same machine until `there()` is true. Raises Lost."""
+        self._await(self.local_peers[peer], peer, there)
+
+    def wait_apart(self, peer: int, there: Callable[[], bool]) -> None:
+        """Wait for what comes or goes by TCP until `there()` is true. Raises Lost."""
+        self._await(self.tcp_peers[peer], peer, there)
+
+    def _await(self, way: LocalPeer | TcpPeer, peer: int, there: Callable[[], bool]) -> None:
+        try:
+            way.wait(there, self.patience.total_seconds() if self.lost is None else 0.0)
+        except RuntimeError as error:
+            raise self.lose(peer, error) from None
+
+    def start(self, send: bool, peer: int, tensor: Tensor) -> Any:
+        """Begin to send a tensor in host memory, or to receive into it, by torch.distributed. Raises Lost."""
         try:
             group = self.control[send == (peer > self.rank)]
-            return group.send([tensor], peer, tag) if send else group.recv([tensor], peer, tag)
+            return (group.send if send else group.recv)([tensor], peer, 0)
         except RuntimeError as error:
             raise self.lose(peer, error) from None
 
@@ -273,6 +303,8 @@ class World:
         self.lost = lost
         for local_peer in self.local_peers.values():
             local_peer.close()
+        for tcp_peer in self.tcp_peers.values():
+            tcp_peer.close()
         if self.watch is not None:
             self.watch.give_up(lost.rank, str(lost))
         for groups in (self.communicators, self.collectives):
@@ -282,42 +314,54 @@ class World:
 
     # Small messages ---------------------------------------------------------------------------------------------------
 
-    def tell(self, peer: int, data: bytes) -> None:
-        """Send bytes: one message of at most `BLOCK` bytes, and a second one for the rest. Raises Lost."""
-        for work, _ in self.begin_to_tell(peer, data):
-            self.finish(work, peer)
+    def tell(self, *peers: int, data: bytes) -> None:
+        """Send bytes to ranks; those that are alive get them even if one is lost. Then raises Lost."""
+        lost = None
+        for do in (partial(self.begin_to_tell, data=data), self.told):
+            for peer in peers:
+                try:
+                    do(peer)
+                except Lost as error:
+                    lost = error
+        if lost is not None:
+            raise lost
 
-    def begin_to_tell(self, peer: int, data: bytes) -> list[tuple[Any, Tensor]]:
-        """Begin to send bytes: the works in progress, each with the tensor that must live until it is done."""
-        first, rest = data[: BLOCK - COUNT], data[BLOCK - COUNT :]
-        head, parts = len(data).to_bytes(COUNT, "little") + first, [rest] if rest else []
+    def begin_to_tell(self, peer: int, data: bytes) -> None:
+        """Send bytes, now or soon: a letter of at most `BLOCK` bytes in shared memory, and all others by TCP. Raises
+        Lost."""
         if peer in self.local_peers:
-            local_peer = self.local_peers[peer]
+            local_peer, head = self.local_peers[peer], len(data).to_bytes(COUNT, "little")
             self.wait(peer, local_peer.out.may_write)
-            local_peer.out.write(head)
+            local_peer.out.write(head + data[: BLOCK - COUNT])
             local_peer.ring()
-        else:
-            parts.insert(0, head.ljust(BLOCK, b"\0"))
-        tensors = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts]
-        return [(self.start(True, peer, tensor, SAID), tensor) for tensor in tensors]
+            data = data[BLOCK - COUNT :]
+            if not data:
+                return
+        try:
+            self.tcp_peers[peer].write(data)
+        except RuntimeError as error:
+            raise self.lose(peer, error) from None
 
-    def listen(self, *peers: int) -> None:
-        """Post receives for the next small messages of these ranks, so that their sends need not wait for this rank.
-        Raises Lost."""
-        for peer in peers:
-            if peer not in self.listeners and peer not in self.local_peers:
-                buffer = torch.empty(BLOCK, dtype=torch.uint8)
-                self.listeners[peer] = buffer, self.start(False, peer, buffer, SAID)
+    def told(self, peer: int) -> None:
+        """Wait until all that was told to a rank is sent. Raises Lost."""
+        self.wait_apart(peer, self.tcp_peers[peer].sent)
 
     def hear(self, peer: int) -> bytes:
         """Receive the bytes that a rank sent by `tell`. Raises Lost."""
-        head = self._letter(peer) if peer in self.local_peers else self._block(peer)
+        if peer not in self.local_peers:
+            return self._apart(peer)
+        head = self._letter(peer)
         length = int.from_bytes(head[:COUNT], "little")
         if length <= BLOCK - COUNT:
             return head[COUNT : COUNT + length]
-        rest = torch.empty(length - (BLOCK - COUNT), dtype=torch.uint8)
-        self.finish(self.start(False, peer, rest, SAID), peer)
-        return head[COUNT:] + rest.numpy().tobytes()
+        return head[COUNT:] + self._apart(peer)
+
+    def _apart(self, peer: int) -> bytes:
+        """The next letter by TCP."""
+        tcp_peer = self.tcp_peers[peer]
+        place = tcp_peer.next(LETTER)
+        self.wait_apart(peer, lambda: place in tcp_peer.found)
+        return bytes(tcp_peer.found.pop(place))
 
     def _letter(self, peer: int) -> bytes:
         """The next letter from a rank on the same machine."""
@@ -327,40 +371,17 @@ class World:
         self.wait(peer, lambda: shared.has(number))
         return shared.read(number)
 
-    def _block(self, peer: int) -> bytes:
-        """The next block of bytes from a rank on another machine."""
-        self.listen(peer)
-        buffer, work = self.listeners.pop(peer)
-        self.finish(work, peer)
-        return buffer.numpy().tobytes()
-
-    def tell_all(self, data: bytes) -> None:
-        """Send bytes to all other ranks; those that are alive get them even if one is lost. Then raises Lost."""
-        lost, begun = None, list[tuple[int, Any, Tensor]]()
-        for peer in self.others:
-            try:
-                begun += [(peer, *one) for one in self.begin_to_tell(peer, data)]
-            except Lost as error:
-                lost = error
-        for peer, work, _ in begun:
-            try:
-                self.finish(work, peer)
-            except Lost as error:
-                lost = error
-        if lost is not None:
-            raise lost
-
     def share(self, value: Any = None, home: int = LEADER) -> Any:
         """Give all ranks a copy of the value of rank `home`. Raises Lost."""
         if self.rank == home:
-            self.tell_all(pickle.dumps(value))
+            self.tell(*self.others, data=pickle.dumps(value))
             return value
         return pickle.loads(self.hear(home))
 
     def collect(self, value: Any) -> list[Any]:
         """The values of all ranks, in order, on all ranks. Raises Lost."""
         if not self.leads:
-            self.tell(LEADER, pickle.dumps(value))
+            self.tell(LEADER, data=pickle.dumps(value))
             found: list[Any] = self.share()
             return found
         found = [value, *(pickle.loads(self.hear(peer)) for peer in self.others)]

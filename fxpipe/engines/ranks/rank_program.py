@@ -90,7 +90,6 @@ class RankProgram:
         rows = dict(zip(programs.devices, programs.rows, strict=True))
         self.lines = [self._line([step for _, step in batch]) for batch in batches(rows.get(world.label, ()))]
         self._sizes: dict[tuple[str, tuple[int, ...]], Size] = {}
-        self._coming: dict[int, dict[int, list[RankMessage]]] = {}
 
     def here(self, j: int) -> bool:
         """Whether stage j is on this rank."""
@@ -148,17 +147,6 @@ class RankProgram:
             sizes = dict(zip((name for name, _, _ in self.table.sizes), known, strict=False))
             self._sizes[key] = entry.dtype, tuple([dim_size(dim, sizes) for dim in entry.shape])
         return self._sizes[key]
-
-    def coming(self, last: int) -> dict[int, list[RankMessage]]:
-        """The messages from each other rank to this one, in order, in a step whose last micro-batch is `last`."""
-        if last not in self._coming:
-            coming: dict[int, list[RankMessage]] = {peer: [] for peer in self.world.others}
-            for send, entry in chain.from_iterable(batch for do, batch in self.lines if do == "batch"):
-                i = entry.message.micro_batch
-                if not send and (i is None or i <= last):
-                    coming[entry.peer].append(entry)
-            self._coming[last] = coming
-        return self._coming[last]
 
     def located(self, error: Exception, message: Message) -> Exception:
         """The error, with a note that describes the message."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from fxpipe.runtime.interrupts import Interrupts
 from fxpipe.runtime.microbatch import gather, scatter, split_sizes
 from fxpipe.runtime.streams import use_stream
 
+from .input_checksums import Unread
 from .rank_group import Lost
 from .rank_program import Batch, RankProgram
 from .rank_transport import RankTransport
@@ -58,7 +59,7 @@ class RankRun:
         m: Step,
         whole: Batches,
         error: BaseException | None,
-        given: Callable[[], Mapping[str, Tensor]],
+        given: Callable[[], Unread],
     ) -> None:
         self.steps, self.program, self.world, self.m, self.whole = steps, program, program.world, m, whole
         self.given = cache(given)
@@ -170,8 +171,6 @@ class RankRun:
             self.m.failed.append(transport.error or RankError(found))
         else:
             self.numbers = found
-        if not self.world.leads and self.world.lost is None:
-            self._guarded(None, self.world.listen, LEADER)  # for the next call
 
     # Results ----------------------------------------------------------------------------------------------------------
 
@@ -203,7 +202,7 @@ class RankRun:
         found = None
         if self.world.rank in others:
             values = [value.detach().cpu() if isinstance(value, Tensor) else value for value in self._values(at)]
-            self.world.tell(first, pickle.dumps(values))
+            self.world.tell(first, data=pickle.dumps(values))
         elif self.world.rank == first:
             views = [self._values(at), *(pickle.loads(self.world.hear(peer)) for peer in others)]
             rows = [split_sizes(whole, len(replica_group)) for whole in self.m.rows_of]

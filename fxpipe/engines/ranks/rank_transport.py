@@ -21,9 +21,7 @@ from fxpipe.engines.transports.message_format import (
     WORD,
     Size,
     apart,
-    blank,
     failure,
-    nbytes,
     order_of,
     read,
     said,
@@ -32,6 +30,7 @@ from fxpipe.engines.transports.message_format import (
     together,
 )
 from fxpipe.engines.transports.shared_memory import Slot
+from fxpipe.engines.transports.tcp_peer import Frame
 from fxpipe.errors import RankError
 from fxpipe.ir.program.device_programs import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Message
 
@@ -40,7 +39,6 @@ from .rank_program import RankCollective, RankMessage, RankProgram
 
 T = TypeVar("T")
 AHEAD = 32  # the most unfinished sends to one rank; each keeps its buffer
-EARLY, SMALL = 32, 2**16  # how many receives from one rank may be posted early, and the most bytes of each
 
 
 class RankTransport:
@@ -51,9 +49,6 @@ class RankTransport:
       rank.
     - `calls`: what goes together with the next call of `issue`; `issued`: the calls that may not have ended. Both are
       for values on accelerators.
-    - `coming`: the messages from each rank, in order; `begun`: how many of them have a posted receive; `reached`: how
-      many receives the program has reached.
-    - `far`: the ranks from which receives are posted early.
     - `idle`: work for this rank while it waits for its first message; None once that is done.
     - `broken`: whether this rank has failed; `error`: why, or None if another rank failed first.
     """
@@ -64,16 +59,11 @@ class RankTransport:
         self.program, self.world = program, program.world
         self.rows_of, self.sizes = m.rows_of, m.sizes
         self.known = [tuple([getattr(one, source).shape[dim] for _, source, dim in program.table.sizes]) for one in m]
-        self.coming = program.coming(m.last)
         self.arrived: dict[Key, Any] = {}
         self.posted: dict[Key, tuple[RankMessage, Callable[[], Any]]] = {}
-        others = self.world.others
-        self.sent: dict[int, deque[tuple[Any, Tensor]]] = {rank: deque() for rank in others}
-        # Where calls are queued nothing is received early: it would delay the calls after it.
-        self.far = [peer for peer in others if peer not in self.world.local_peers] * (self.world.communicators is None)
+        self.sent: dict[int, deque[tuple[Any, Tensor]]] = {rank: deque() for rank in self.world.others}
         self.calls, self.issued = list[Call](), deque[Call]()
         self._step = weakref.proxy(m)  # it refers to this
-        self.reached, self.begun = dict.fromkeys(others, 0), dict.fromkeys(others, 0)
         self.idle, self.broken, self.error = idle, error is not None, error
 
     def fail(self, error: BaseException | None) -> None:
@@ -89,45 +79,26 @@ class RankTransport:
         self.arrived[key] = self.open_message(key)
 
     def expect(self, entry: RankMessage) -> None:
-        """Post the receive of a message, unless it is posted already. Raises Lost."""
+        """Post the receive of a message. Raises Lost."""
         if self.world.communicators is not None and entry.number is None:
             self._expect_apart(entry)
             return
-        self.reached[entry.peer] += 1
-        if self.begun[entry.peer] < self.reached[entry.peer]:
-            self.begin_to_receive(entry.peer, 0)
-
-    def begin_to_receive(self, peer: int, early: int) -> None:
-        """Post the receives that the program has reached, and up to `early` small ones after them. In gloo the receiver
-        tells the sender that it is ready; if it does so early, the sender need not wait."""
-        coming, begun, reached = self.coming[peer], self.begun[peer], self.reached[peer]
-        while begun < min(len(coming), reached + early):
-            entry, size = coming[begun], self.size(coming[begun])
-            if size is None:
-                begun += 1
-                continue
-            if begun >= reached and nbytes(size) > SMALL:
-                break
-            try:
-                receive = self.space(partial(self.world.receive, peer, size))
-            except Lost as error:
-                self.fail(self.located(error, entry.message))
-                begun = len(coming)
-                break
+        size = self.size(entry)
+        if size is None:
+            return
+        try:
+            receive = self.space(partial(self.world.receive, entry.peer, size))
+        except Lost as error:
+            self.fail(self.located(error, entry.message))
+        else:
             self.posted[entry.key] = entry, partial(self._read, receive, size, entry.number)
-            begun += 1
-        self.begun[peer] = begun
 
     def _read(self, receive: Callable[[], Tensor], size: Size, number: str | None) -> Any:
-        self._look_ahead()
+        self._rest()
         return read(receive(), size, number)
 
-    def _look_ahead(self) -> None:
-        """Post receives while there is time, as this rank is about to wait."""
-        for peer in self.far:
-            if self.begun[peer] - self.reached[peer] < EARLY // 2:  # many at once, and then none for a while
-                self.begin_to_receive(peer, EARLY)
-            self.world.listen(peer)  # for the verdict
+    def _rest(self) -> None:
+        """Do what there is time for, as this rank is about to wait."""
         if self.idle is not None:
             idle, self.idle = self.idle, None
             idle()
@@ -139,8 +110,7 @@ class RankTransport:
             return
         beside = self.world.communicators is not None and entry.number is None
         form = WORD if beside else size
-        slot = self.world.slot(True, peer, form)
-        buffer = self.space(partial(blank, form)) if slot is None else slot.tensor(form)
+        slot, buffer = self.space(partial(self.world.buffer, peer, form))
         elements = self._written(entry, size, buffer, beside)
         try:
             self._send(peer, slot, buffer)
@@ -151,7 +121,7 @@ class RankTransport:
                 Call(True, peer, self.space(partial(self._memory, size)) if elements is None else elements)
             )
 
-    def _send(self, peer: int, slot: Slot | None, buffer: Tensor) -> None:
+    def _send(self, peer: int, slot: Slot | Frame | None, buffer: Tensor) -> None:
         """Begin to send what is written in `buffer`. Raises Lost."""
         if slot is not None:
             self.world.put(slot, peer)
@@ -232,8 +202,7 @@ class RankTransport:
             if peer == self.world.rank:
                 own = piece
                 continue
-            slot = self.world.slot(True, peer, size)
-            buffer = self.space(partial(blank, size)) if slot is None else slot.tensor(size)
+            slot, buffer = self.space(partial(self.world.buffer, peer, size))
             with self._failing(line.own):
                 seal(piece, grad, size, buffer)
             if self.broken:
@@ -277,7 +246,7 @@ class RankTransport:
             self.issued.append(call)
 
         def opened() -> Tensor | None:
-            self._look_ahead()
+            self._rest()
             if hosted:
                 self.world.settle(call)
                 return exchange.opened(found, marks_of(found), order)
@@ -294,8 +263,7 @@ class RankTransport:
         words = []
         for peer in ranks:
             if peer != self.world.rank:
-                slot = self.world.slot(True, peer, WORD)
-                buffer = self.space(partial(blank, WORD)) if slot is None else slot.tensor(WORD)
+                slot, buffer = self.space(partial(self.world.buffer, peer, WORD))
                 self._send(peer, slot, say(buffer, marks))
                 words.append(self.space(partial(self.world.receive, peer, WORD)))
         return words

@@ -128,7 +128,7 @@ def commit_statistics(world: World, replica_group: Sequence[int], stages: Sequen
                 absorb(stage, sums)
         commit(stages)
     else:
-        world.tell(first, pickle.dumps([on_cpu(sums_of(stage)) for stage in stages]))
+        world.tell(first, data=pickle.dumps([on_cpu(sums_of(stage)) for stage in stages]))
         discard(stages)
     broadcast_values(world, replica_group, written(stages))
 

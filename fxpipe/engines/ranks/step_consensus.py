@@ -44,11 +44,11 @@ def consensus(world: World, found: Failure | Numbers, inputs: Checksums | None =
     """What has failed on any rank, or, if nothing has, the sums of the numbers of all ranks. `found`: the failure or
     the numbers of this rank; `inputs`: the checksums of what it was given, which must not differ. Each rank sends its
     own to all others, so none waits for another's conclusion, and all reach the same one."""
-    heard, begun, data = {world.rank: found}, list[tuple[int, Any, Tensor]](), pickle.dumps((found, inputs or {}))
+    heard, data = {world.rank: found}, pickle.dumps((found, inputs or {}))
     given = {world.rank: inputs or {}}
     for peer in world.others:
         try:
-            begun += [(peer, *one) for one in world.begin_to_tell(peer, data)]
+            world.begin_to_tell(peer, data)
         except Lost as error:
             heard[peer] = Failure(str(error), False)
     for peer in world.others:
@@ -56,9 +56,9 @@ def consensus(world: World, found: Failure | Numbers, inputs: Checksums | None =
             heard[peer], given[peer] = pickle.loads(world.hear(peer))
         except Lost as error:
             heard[peer] = Failure(str(error), False)
-    for peer, work, _ in begun:  # ranks receive before they finish their sends, so this does not hang
+    for peer in world.others:  # ranks receive before they finish their sends, so this does not hang
         try:
-            world.finish(work, peer)
+            world.told(peer)
         except Lost as error:
             heard[peer] = Failure(str(error), False)
     # Failures with a note of the missing message come first.

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fxpipe.engines.common.step import Step, wrap
 from fxpipe.engines.common.step_timer import ACTIONS, StepTimer
+from fxpipe.engines.ranks.input_checksums import Unread
 from fxpipe.engines.ranks.rank_engine import RankScheduler
 from fxpipe.engines.ranks.rank_group import World
 from fxpipe.engines.ranks.rank_program import RankCollective
@@ -51,7 +52,7 @@ def rehearse_ranks(
     chunks: int,
     rounds: int,
     seed: int,
-    given: Callable[[], Mapping[str, Tensor]],
+    given: Callable[[], Unread],
     warmup: int = 1,
 ) -> Rehearsed:
     """As `action_profiler.rehearse`, over ranks, which make this call together and get the same. `seed` and `given` as
@@ -250,11 +251,11 @@ def _round(world: World, peer: int, data: bytes) -> float:
     if world.rank > peer:
         world.hear(peer)
         work(2 * SPIN)
-        world.tell(peer, b"")
+        world.tell(peer, data=b"")
         return 0.0
     work(2 * SPIN)
     start = perf_counter()
-    world.tell(peer, data)
+    world.tell(peer, data=data)
     world.hear(peer)
     return perf_counter() - start - 2 * SPIN
 

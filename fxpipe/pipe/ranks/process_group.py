@@ -15,7 +15,8 @@ from fxpipe.engines.ranks.rank_group import Lost, World
 from fxpipe.engines.ranks.rendezvous import ADDRESS, fresh_store, may_meet_the_gone
 from fxpipe.engines.transports.collective_groups import CollectiveGroups
 from fxpipe.engines.transports.communicators import Communicators, Watch, backends, each_way
-from fxpipe.engines.transports.same_machine import neighbours
+from fxpipe.engines.transports.same_machine import SPIN, neighbours
+from fxpipe.engines.transports.tcp_peer import connect
 from fxpipe.errors import PlanError, RankError
 from fxpipe.ir.cluster.cluster import Cluster
 
@@ -138,10 +139,14 @@ def join(group: Any, device: torch.device, timeout: float) -> World:
     store = fresh_store(store, rank, len(ranks), timeout)  # of ranks that are gone there may be addresses, and losses
     limit = timedelta(seconds=timeout)
     control = each_way(store, rank, len(ranks), limit)
+    try:
+        tcp_peers = connect(store, rank, len(ranks), limit, SPIN)
+    except (OSError, RuntimeError) as error:
+        raise RankError(f"rank {rank} cannot connect to the other ranks: {error}") from error
     labels = tuple(f"{device.type}:{rank}" for rank in range(len(ranks)))
     queued = device.type != "cpu" or backend.upper() in c10d.Backend._plugins
     groups = CollectiveGroups(backend if queued else "gloo", store, rank, device, limit)
-    made = World(group, rank, labels, device, control, timeout, store, groups)
+    made = World(group, rank, labels, device, control, tcp_peers, timeout, store, groups)
     try:
         made.local_peers = neighbours(rank, made.collect)
         if queued:

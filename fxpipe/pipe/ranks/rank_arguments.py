@@ -72,7 +72,7 @@ def check_same(given: Given, signatures: Given, rank: int) -> None:
             )
 
 
-def checksums(given: Given) -> dict[str, Tensor]:
+def checksums(given: Given) -> dict[str, Tensor | int]:
     """The checksum of each tensor that this rank was given, by path, on the tensor's device."""
     found = {path: checksum(tensor) for path, tensor in tensors_in(given).items()}
     return {path: value for path, value in found.items() if value is not None}

@@ -18,18 +18,18 @@ answer which one the other rank is in.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fxpipe.capture import NO_TARGET
 from fxpipe.capture.nested_values import change
 from fxpipe.engines.common.gradient_scale import Scale
+from fxpipe.engines.ranks.input_checksums import Unread
 from fxpipe.engines.ranks.rank_engine import RankScheduler, take_step
 from fxpipe.engines.ranks.rank_group import COMPILING, World
 from fxpipe.engines.ranks.rendezvous import LEADER
@@ -101,7 +101,7 @@ class RankCalls:
 
     def __init__(self, world: World, check_inputs: bool = True) -> None:
         self.world, self.check_inputs = world, check_inputs
-        self.given: Callable[[], Mapping[str, Tensor]] = dict
+        self.given: Callable[[], Unread] = dict
         self.header, self.waits, self.joined, self.name = Header(), False, False, "step"
         self.target = False
         self.signatures: Given = (), {}, None
@@ -124,7 +124,7 @@ class RankCalls:
         world = self.world
         self.name = name
         if world.leads:
-            world.tell_all(pickle.dumps(Header(call=name, gathers=True, runs=False)))
+            world.tell(*world.others, data=pickle.dumps(Header(call=name, gathers=True, runs=False)))
             answers = [(name, value), *(pickle.loads(world.hear(peer)) for peer in world.others)]
             world.share(answers)
             return values_of(answers)
@@ -143,7 +143,7 @@ class RankCalls:
 
     def _answer(self, value: Any = None) -> list[Any]:
         """Take part in the leader's `gather`."""
-        self.world.tell(LEADER, pickle.dumps((self.name, value)))
+        self.world.tell(LEADER, data=pickle.dumps((self.name, value)))
         return values_of(self.world.share())
 
     def _elsewhere(self, header: Header) -> RankError:
@@ -180,7 +180,7 @@ class RankCalls:
         """On the leader: send the header with what is known so far. For a new kind, a second header follows later."""
         header = replace(self.header, kind=kind, seed=seed, runs=runs)
         self.header, self.joined = replace(header, given=None), True
-        self.world.tell_all(pickle.dumps(header))
+        self.world.tell(*self.world.others, data=pickle.dumps(header))
         return header
 
     def heard(self) -> Header:
@@ -213,7 +213,8 @@ class RankCalls:
         except BaseException as error:
             if not self.joined:  # no header was sent yet
                 self.told = self.seen = None
-                self.world.tell_all(pickle.dumps(replace(self.header, given=None, failed=describe(error))))
+                failed = pickle.dumps(replace(self.header, given=None, failed=describe(error)))
+                self.world.tell(*self.world.others, data=failed)
             raise
 
     def _news(self, given: Given) -> bytes | None:

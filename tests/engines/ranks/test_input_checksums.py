@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpipe.engines.ranks.input_checksums import checksum, differing
+from fxpipe.engines.ranks.input_checksums import _of_few, _of_many, checksum, differing
 
 TYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.int32,
@@ -18,6 +18,17 @@ def number(tensor: Tensor) -> int:
     found = checksum(tensor)
     assert found is not None
     return int(found)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (3, 5), (70, 9)], ids=str)
+def test_numpy_finds_the_same_number(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Another rank may have the same values on an accelerator."""
+    bits = torch.randint(-128, 128, (*shape, dtype.itemsize), dtype=torch.int8)
+    x = bits.view(dtype) if dtype is not torch.bool else bits > 0
+    flat = (torch.view_as_real(x) if x.is_complex() else x).reshape(-1)
+    assert _of_few(flat) == int(_of_many(flat))
+    assert _of_few(flat[1:]) == int(_of_many(flat[1:])) == number(flat[1:])
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

@@ -19,9 +19,9 @@ class World:
     """What the leader tells is there when the other one hears."""
 
     def __init__(self, rank: int, said: deque[bytes]) -> None:
-        self.rank, self.leads, self.said = rank, rank == 0, said
+        self.rank, self.leads, self.said, self.others = rank, rank == 0, said, (1 - rank,)
 
-    def tell_all(self, data: bytes) -> None:
+    def tell(self, *_: int, data: bytes) -> None:
         self.said.append(data)
 
     def hear(self, peer: int) -> bytes:

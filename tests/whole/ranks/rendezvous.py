@@ -17,7 +17,8 @@ import torch.nn.functional as F
 
 import fxpipe
 from fxpipe import RankError
-from fxpipe.engines.ranks import rank_group, rank_transport
+from fxpipe.engines.ranks import rank_transport
+from fxpipe.engines.ranks.rank_group import World
 from fxpipe.engines.ranks.rank_transport import RankTransport
 from fxpipe.engines.transports.communicators import Communicators
 from fxpipe.pipe.ranks.rank_pipe import RankPipe
@@ -74,8 +75,8 @@ FAULTS: Mapping[str, tuple[tuple[Any, str, Callable[..., NoReturn]], ...]] = {
     "the device of a sender": ((rank_transport, "apart", broken),),
 }
 HOST_FAULTS: Mapping[str, tuple[tuple[Any, str, Callable[..., NoReturn]], ...]] = {
-    "memory for what is received": ((rank_group, "blank", no_memory),),
-    "memory for what is sent": ((rank_transport, "blank", no_memory),),
+    "memory for what is received": ((World, "receive", no_memory),),
+    "memory for what is sent": ((World, "buffer", no_memory),),
 }
 
 
