@@ -3,8 +3,7 @@
     python -m benchmarks.distributed
 
 Ranks of one machine hand values to each other in memory that they share; as "far" they do what they would if they were
-on two machines: TCP connections of their own for values of at most 64 KiB, as in the first table, and gloo for larger
-ones, as in the second.
+on two machines: TCP connections of their own for values of at most 256 KiB, as all are here, and gloo for larger ones.
 
 The first table is of stages that do next to nothing: what an action costs, beyond what the rank computes that has most
 to do (timed on both ranks at once, too, for they share the machine). The second is of stages that compute: how much

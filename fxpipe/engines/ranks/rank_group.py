@@ -23,18 +23,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxpipe.engines.transports.collective_groups import CollectiveGroups
-from fxpipe.engines.transports.communicators import Call, Communicators, Watch, ended
-from fxpipe.engines.transports.message_format import Size, blank, nbytes
+from fxpipe.engines.transports.communicators import PAUSE, Call, Communicators, ended
+from fxpipe.engines.transports.message_format import Size, blank
 from fxpipe.engines.transports.same_machine import LocalPeer
 from fxpipe.engines.transports.shared_memory import BLOCK, Slot
-from fxpipe.engines.transports.tcp_peer import LETTER, SMALL, VALUE, Frame, TcpPeer
+from fxpipe.engines.transports.tcp_peer import LETTER, VALUE, Frame, TcpPeer
 
 from .failure_attribution import blame, silent
 from .rendezvous import LEADER
@@ -66,8 +66,8 @@ class World:
     - `local_peers`: the ranks on the same machine, which share memory with this one.
     - `steps`: the number of steps begun, the same on every rank.
     - `process`: the id of this rank's process; a fork of it cannot use the connections.
-    - `communicators`: the process groups for values on accelerators, or None if values go through host memory; `watch`:
-      who notices meanwhile that a rank is lost, also during collectives; `collectives`: the groups for these.
+    - `communicators`: the process groups for values on accelerators, or None if values go through host memory;
+      `collectives`: the groups for collectives.
     """
 
     group: Any
@@ -86,7 +86,6 @@ class World:
     steps: int = 0
     process: int = field(default_factory=os.getpid)
     communicators: Communicators | None = None
-    watch: Watch | None = None
 
     def __post_init__(self) -> None:
         self.limit = timedelta(seconds=self.timeout)
@@ -141,8 +140,8 @@ class World:
                 return slot.tensor(size).clone()  # the next step overwrites this place, and the value may live longer
 
             return left
-        if nbytes(size) <= SMALL:
-            tcp_peer = self.tcp_peers[peer]
+        tcp_peer = self.tcp_peers[peer]
+        if tcp_peer.fits(size):
             place = tcp_peer.next(VALUE)
 
             def came() -> Tensor:
@@ -252,21 +251,28 @@ class World:
 
     def _look(self, seconds: float = 0.0) -> None:
         """Raise Lost if another rank is gone, or has given up, now or within so many seconds."""
-        assert self.watch is not None
-        if (seen := self.watch.look(seconds)) is not None:
-            peer, culprit, why = seen
-            raise self._close(Lost(culprit, why)) if why else self.lose(peer, "")
+        end = monotonic() + seconds
+        while True:
+            for peer, tcp_peer in self.tcp_peers.items():
+                try:
+                    tcp_peer.read()
+                except RuntimeError as error:
+                    raise self.lose(peer, error) from None
+                if tcp_peer.closed is not None:
+                    culprit, _, why = tcp_peer.closed.partition(" ")
+                    raise self._close(Lost(int(culprit), why))
+            if monotonic() >= end:
+                return
+            sleep(PAUSE)
 
     # Collectives ------------------------------------------------------------------------------------------------------
 
     def make_groups(self, groups: Sequence[tuple[int, ...]]) -> None:
         """Make groups for collectives; all ranks give the same ones, in the same order. Raises Lost."""
         try:
-            if groups and self.watch is None:
-                self.watch = Watch(self.rank, len(self.labels), self.collect, False, self.limit)
             for call in self.collectives.make(groups):
                 self.settle(call)
-        except (OSError, RuntimeError) as error:
+        except RuntimeError as error:
             raise self.give_up(error) from None
 
     def begin_collective(self, kind: str, ranks: tuple[int, ...], part: Tensor, found: Tensor) -> Call:
@@ -304,9 +310,7 @@ class World:
         for local_peer in self.local_peers.values():
             local_peer.close()
         for tcp_peer in self.tcp_peers.values():
-            tcp_peer.close()
-        if self.watch is not None:
-            self.watch.give_up(lost.rank, str(lost))
+            tcp_peer.close(f"{lost.rank} {lost}")
         for groups in (self.communicators, self.collectives):
             if groups is not None:
                 groups.abort()

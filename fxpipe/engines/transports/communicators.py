@@ -10,15 +10,13 @@ nothing is buffered. So all ranks issue their calls in one order (`ir/program/tr
 - Values go as bytes, as NCCL does not have all element types.
 
 A device that waits for a lost rank waits for ever, and so does a host that waits for this device. So hosts only look
-whether a call has ended, and listen to `Watch` meanwhile. `abort` ends the calls of a device.
+whether a call has ended, and at their TCP connections meanwhile. `abort` ends the calls of a device.
 """
 
 from __future__ import annotations
 
 import os
-import select
-import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,7 +30,6 @@ from torch import Tensor
 
 PAUSE = 2e-4  # seconds between two looks at a call on an accelerator
 SHORT = timedelta(seconds=0.05)  # between two looks at the other ranks
-NOTE = 512  # the most bytes of what a rank says when it gives up
 # NCCL's watchdog ends the process when a call takes too long or fails. Here ranks find that out by themselves, say
 # which rank is lost, and may save what they have.
 SETTINGS = {
@@ -144,50 +141,3 @@ def settings() -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-class Watch:
-    """Connections of a rank to all others, which tell at once that one is gone or has given up. Nothing else goes over
-    them, so a look waits no longer than it is told to."""
-
-    def __init__(
-        self, rank: int, size: int, collect: Callable[[Any], list[Any]], one_machine: bool, limit: timedelta
-    ) -> None:
-        """All ranks make this call; `collect` exchanges the values of all ranks. Raises OSError."""
-        self._peers: dict[int, socket.socket] = {}  # by file descriptor
-        self._ranks: dict[int, int] = {}
-        self._poll = select.poll()
-        with socket.create_server(("", 0), backlog=size) as server:
-            server.settimeout(limit.total_seconds())
-            host = "127.0.0.1" if one_machine else socket.gethostbyname(socket.gethostname())
-            addresses = collect((host, server.getsockname()[1]))
-            for peer in range(rank):
-                made = socket.create_connection(addresses[peer], limit.total_seconds())
-                made.sendall(rank.to_bytes(4, "little"))
-                self._add(peer, made)
-            for _ in range(rank + 1, size):
-                made, _ = server.accept()
-                self._add(int.from_bytes(made.recv(4, socket.MSG_WAITALL), "little"), made)
-
-    def _add(self, peer: int, made: socket.socket) -> None:
-        self._peers[made.fileno()], self._ranks[made.fileno()] = made, peer
-        self._poll.register(made, select.POLLIN)
-
-    def look(self, seconds: float = 0.0) -> tuple[int, int, str] | None:
-        """A rank that is gone or has given up, now or within so many seconds, which rank it says is lost, and why
-        (empty: it is gone itself)."""
-        for file, _ in self._poll.poll(1e3 * seconds):
-            peer = self._ranks[file]
-            try:
-                said = self._peers[file].recv(NOTE)
-            except OSError:
-                said = b""
-            culprit, _, reason = said.decode(errors="replace").partition(" ")
-            return peer, int(culprit) if said else peer, reason
-        return None
-
-    def give_up(self, culprit: int, reason: str) -> None:
-        """Tell all other ranks that this one sends no more values, as rank `culprit` is lost."""
-        for made in self._peers.values():
-            with suppress(OSError):
-                made.sendall(f"{culprit} {reason}".encode()[:NOTE])

@@ -8,7 +8,7 @@ time than to send it. So gloo sends the large values only, while ranks compute.
 
 - A value is a message of a step; a letter is one of `World.tell`, of any length. Both sides number what goes this way,
   each kind in the order of the program. So a letter for which Ctrl-C has ended the wait is not taken for the next one.
-- Closed: the sender has given up, and nothing that is needed will come.
+- Closed: the sender has given up, and says why. Nothing that is needed will come.
 
 A rank reads when it waits. It spins first, as in shared memory, and then sleeps until something comes or the other
 process has ended. A send never waits: what the system does not take at once is sent by a thread, which lives until all
@@ -35,7 +35,7 @@ from torch import Tensor
 
 from .message_format import Size, length, nbytes
 
-SMALL = 2**16  # the most bytes of a value
+SMALL = 2**18  # the most bytes of a value; for those of some MiB gloo takes less time
 VALUE, LETTER, CLOSED = range(3)
 HEAD = 8  # bytes before the data
 CHUNK = 2**18  # bytes read at once
@@ -61,9 +61,11 @@ class TcpPeer:
     """Another rank. Raises RuntimeError where it is gone.
 
     - `found`: what has come and is not taken, by kind and number.
-    - `asked`, `came`: how many of each kind were asked for, and have come; `closed`: whether the other rank gave up.
+    - `asked`, `came`: how many of each kind were asked for, and have come.
+    - `closed`: what the other rank said when it gave up.
     - `rest`: what the system has not taken yet; `lock`: for it, and to send; `error`: why the thread could not.
-    - `part`: the beginning of what has come in part; `torn`: whether Ctrl-C has left a message half sent or half read.
+    - `room`: where the system puts what has come; `part`: what of it is not whole yet.
+    - `torn`: whether Ctrl-C has left a message half sent or half read.
     """
 
     connection: socket.socket
@@ -71,10 +73,11 @@ class TcpPeer:
     found: dict[tuple[int, int], bytearray] = field(default_factory=dict)
     asked: list[int] = field(default_factory=lambda: [0, 0])
     came: list[int] = field(default_factory=lambda: [0, 0])
-    closed: bool = False
+    closed: str | None = None
     rest: deque[memoryview] = field(default_factory=deque)
     lock: Any = field(default_factory=Lock)
     error: OSError | None = None
+    room: memoryview = field(default_factory=lambda: memoryview(bytearray(CHUNK)))
     part: bytearray = field(default_factory=bytearray)
     torn: bool = False
     poll: Any = field(default_factory=select.poll)
@@ -86,11 +89,16 @@ class TcpPeer:
 
     # To send ----------------------------------------------------------------------------------------------------------
 
+    @staticmethod
+    def fits(size: Size) -> bool:
+        """Whether values of this type and shape go this way, in both directions."""
+        return nbytes(size) <= SMALL
+
     def frame(self, size: Size) -> Frame | None:
-        """The next value to send; None if it is not small."""
-        count = nbytes(size)
-        if count > SMALL:
+        """The next value to send; None if it goes another way."""
+        if not self.fits(size):
             return None
+        count = nbytes(size)
         data = bytearray(HEAD + count)
         data[:HEAD] = head(VALUE, count)
         return Frame(data)
@@ -144,10 +152,10 @@ class TcpPeer:
         """Whether the system has all that was sent, and will send it even if this process ends."""
         return not self.rest
 
-    def close(self) -> None:
+    def close(self, why: str) -> None:
         """Tell the other rank that nothing more will be sent."""
         with suppress(RuntimeError):
-            self.send(head(CLOSED, 0))
+            self.send(head(CLOSED, len(why.encode())) + why.encode())
 
     # To receive -------------------------------------------------------------------------------------------------------
 
@@ -163,9 +171,9 @@ class TcpPeer:
             return
         spins, end = perf_counter() + self.spin, monotonic() + limit
         while not there():
-            if self._read():
+            if self.read():
                 continue
-            if self.closed:
+            if self.closed is not None:
                 raise RuntimeError(GONE)
             if perf_counter() < spins:
                 os.sched_yield()
@@ -175,22 +183,22 @@ class TcpPeer:
                 raise RuntimeError("timed out")
             self.poll.poll(1 + 1e3 * (min(left, AGAIN) if self.rest else left))
 
-    def _read(self) -> bool:
-        """Read what has come; whether anything has."""
+    def read(self) -> bool:
+        """Read what has come; whether anything has. Raises RuntimeError if the other rank has ended."""
         if self.torn:
             raise RuntimeError(TORN)
         self.torn = True
         try:
-            data = self.connection.recv(CHUNK)
+            count = self.connection.recv_into(self.room)
         except OSError as error:
             self.torn = False
             if isinstance(error, BlockingIOError):
                 return False
             raise RuntimeError(f"{GONE}: {error}") from None
-        self.part += data
+        self.part += self.room[:count]
         self._take()
         self.torn = False
-        if not data:
+        if not count:
             raise RuntimeError(f"{GONE}: it has ended")
         return True
 
@@ -201,11 +209,12 @@ class TcpPeer:
             count, kind = divmod(int.from_bytes(part[at : at + HEAD], "little"), 4)
             if len(part) - at - HEAD < count:
                 break
+            data = part[at + HEAD : at + HEAD + count]
             if kind == CLOSED:
-                self.closed = True
+                self.closed = data.decode()
             else:
                 self.came[kind] += 1
-                self.found[kind, self.came[kind]] = part[at + HEAD : at + HEAD + count]
+                self.found[kind, self.came[kind]] = data
             at += HEAD + count
         del part[:at]
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fxpipe.engines.ranks.rank_group import Lost, World
 from fxpipe.engines.ranks.rendezvous import ADDRESS, fresh_store, may_meet_the_gone
 from fxpipe.engines.transports.collective_groups import CollectiveGroups
-from fxpipe.engines.transports.communicators import Communicators, Watch, backends, each_way
+from fxpipe.engines.transports.communicators import Communicators, backends, each_way
 from fxpipe.engines.transports.same_machine import SPIN, neighbours
 from fxpipe.engines.transports.tcp_peer import connect
 from fxpipe.errors import PlanError, RankError
@@ -150,14 +150,10 @@ def join(group: Any, device: torch.device, timeout: float) -> World:
     try:
         made.local_peers = neighbours(rank, made.collect)
         if queued:
-            one_machine = len(made.local_peers) == len(ranks) - 1
-            made.watch = Watch(rank, len(ranks), made.collect, one_machine, limit)
             made.communicators = Communicators(backend, store, rank, len(ranks), device, limit)
             for call in made.communicators.touch():
                 made.settle(call)
     except Lost as lost:
         raise RankError(str(lost)) from None
-    except OSError as error:
-        raise RankError(f"rank {rank} cannot connect to the other ranks: {error}") from error
     _worlds[key] = made
     return made

@@ -125,10 +125,11 @@ def test_nothing_comes(pair: tuple[TcpPeer, TcpPeer]) -> None:
 def test_the_other_closes(pair: tuple[TcpPeer, TcpPeer]) -> None:
     here, there = pair
     there.write(b"last words")
-    there.close()
+    there.close("2 is gone")
     assert hear(here) == b"last words"
     with pytest.raises(RuntimeError, match="closed its connection"):
         hear(here)
+    assert here.closed == "2 is gone"
 
 
 def test_the_other_ends(pair: tuple[TcpPeer, TcpPeer]) -> None:

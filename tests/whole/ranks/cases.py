@@ -27,6 +27,7 @@ from fxpipe.codegen.scheduler.message_table import message_table
 from fxpipe.engines.ranks.rank_engine import on_rank
 from fxpipe.engines.ranks.rank_group import World
 from fxpipe.engines.transports import shared_memory as board
+from fxpipe.engines.transports import tcp_peer
 from fxpipe.engines.transports.same_machine import SWITCH
 from fxpipe.pipe.build import build as whole_build
 from fxpipe.pipe.ranks import rank_builds
@@ -156,10 +157,12 @@ def pipe_is_the_model(
         pipe.close()
 
 
-def crowded_pipe_is_the_model(group: Any, name: str, schedule: str) -> None:
-    """The same, where most values find no place in the memory that ranks share."""
+def crowded_pipe_is_the_model(group: Any, name: str, schedule: str, small: int) -> None:
+    """The same, where most values find no place in the memory that ranks share, and those of more than `small` bytes do
+    not go by TCP."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(board, "VALUES", 3)
+        patch.setattr(tcp_peer, "SMALL", small)
         pipe_is_the_model(group, name, schedule, "except_last", 4, "everywhere")
 
 

@@ -31,5 +31,6 @@ def test_pipe_with_backward_as_code(pool: Pool, name: str, schedule: str, checkp
     pool.run(cases.pipe_is_the_model, name, schedule, checkpoint, CHUNKS, "used", "code", ranks=(0, 1))
 
 
-def test_pipe_whose_ranks_share_little_memory(pool: Pool) -> None:
-    pool.run(cases.crowded_pipe_is_the_model, "skip ladder", "interleaved", ranks=ALL)
+@pytest.mark.parametrize("small", [2**18, 100, 0])
+def test_pipe_whose_ranks_share_little_memory(pool: Pool, small: int) -> None:
+    pool.run(cases.crowded_pipe_is_the_model, "skip ladder", "interleaved", small, ranks=ALL)
