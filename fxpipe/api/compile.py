@@ -244,7 +244,7 @@ def read_options(asked: Mapping[str, Any], ranks: bool = False) -> Options:
         refuse_beside_plan(shared.plan, told)
         place, schedule, chunks = Sharing(shared.plan, shared.shardings), shared.plan.schedule, shared.plan.chunks
         labels, given["checkpoint"] = _shared_devices(shared, devices), "never"  # but for stages of the plan
-        refuse_optimizer_sharding(shared.plan, labels, ranks)
+        refuse_optimizer_sharding(shared.plan, labels, ranks, told)
         cluster = cluster or (shared.cluster if devices is None else None)
         replica_groups = deal(labels, None)
     elif chosen is not None:
@@ -252,7 +252,7 @@ def read_options(asked: Mapping[str, Any], ranks: bool = False) -> Options:
         stays = planned_for is not None and chosen == before and named(chosen).keys() <= set(planned_for.labels)
         cluster = cluster or (planned_for if stays else None)
         refuse_beside_plan(chosen, told)
-        refuse_optimizer_sharding(chosen, named(chosen), ranks)
+        refuse_optimizer_sharding(chosen, named(chosen), ranks, told)
         labels, chunks, schedule = tuple(stage.device for stage in chosen.stages), chosen.chunks, chosen.schedule
         replica_groups = {stage.device: stage.replicas for stage in chosen.stages}
         given["deferred_batch_norm"] = chosen.deferred_batch_norm or given["deferred_batch_norm"]

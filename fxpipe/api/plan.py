@@ -19,6 +19,7 @@ from fxpipe.ir.graph.graph import op_name
 from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.ir.plan.hybrid_plan import HybridPlan
 from fxpipe.ir.plan.layer_chain import Chain, beside, scaled, slower
+from fxpipe.ir.plan.model_states import OPTIMIZER_SHARDINGS
 from fxpipe.ir.plan.plan import Plan, StagePlan
 from fxpipe.ir.plan.profile import Profile
 from fxpipe.ir.plan.stage_ways import Way
@@ -29,13 +30,13 @@ from fxpipe.pipe.options.option_forms import check as check_values
 from fxpipe.pipe.options.option_forms import refuse_unknown
 from fxpipe.pipe.options.option_table import PLAN, read_cluster
 from fxpipe.pipe.progress import working
-from fxpipe.pipe.results.find_plan import find_plan
+from fxpipe.pipe.results.find_plan import find_plan, most_sharding
 from fxpipe.pipe.results.planned import Planned, SampleWork
 from fxpipe.planning.hybrid.group_layers import MOST, Layers, as_plan, costed, layers
 from fxpipe.planning.hybrid.plan_request import Answer, Request, check, work_bound
 from fxpipe.profiling import on_kinds
 from fxpipe.profiling.estimate import model_products
-from fxpipe.schedules.make_schedule import AUTO, LOOPED, STRAIGHT
+from fxpipe.schedules.make_schedule import AUTO, LOOPED, SPLIT, STRAIGHT
 
 from .plan_ways import with_ways
 from .profile import ModelProfile, profile
@@ -99,9 +100,11 @@ def plan(
       (parameter, gradient, two moments), 3 for momentum, 2 for plain SGD; 8 for Adam on parameters in bf16 with a
       master copy and moments in f32.
     - `optimizer_sharding`: "zero1": the replicas of a stage share out the optimizer's state, each keeps its part (ZeRO,
-      Rajbhandari et al., SC 2020). It is planned to take no more time: a reduce-scatter and an all-gather take the
-      place of the all-reduce, and move as many bytes (section 7.2.1). "auto": if the plan does not fit in memory
-      otherwise. `RankPipe.replica_group` shows the optimizer that does it.
+      Rajbhandari et al., SC 2020), at no cost of time (section 7.2.1), see `RankPipe.replica_group`. "zero3": also
+      parameters and gradients (section 5.3). Each forward and backward of a micro-batch gathers the parameters layer by
+      layer, and each backward scatters their gradients, while computing waits; the largest layer is counted whole, with
+      its gradient. Not with `tensor_parallel` or split backward. "auto": that of the fastest plan, and of equally fast
+      ones the least: "zero3" only where memory leaves slower plans with "zero1", or none.
     - `dtype`: the element type in which a model is planned, as for `fxpipe.profile`.
     - `most_layers`: the largest number of layers that a model is divided into; stages are made of whole layers. If not
       given, 64; on more than 64 devices as many as devices, up to 128.
@@ -122,7 +125,7 @@ def plan(
     where = read_cluster(cluster)
     request = Request(
         (), where, batch_size, micro_batches, WARMUPS.get(schedule or ""), recompute, all_reduce, parameter_copies,
-        time_limit, optimizer_sharding=optimizer_sharding,
+        time_limit, optimizer_sharding=optimizer_sharding, most_sharding=most_sharding(schedule, 1),
     )  # fmt: skip
     check(request)
     first, others = _by_kind(what, where)
@@ -135,6 +138,8 @@ def plan(
                 f"tensor_parallel does not go with schedule={schedule!r} yet: leave out one of them, or write a "
                 f"schedule with one stage on each device: {', '.join(STRAIGHT)}"
             )
+        request = replace(request, most_sharding=most_sharding(schedule, max(degrees)))
+        check(request)
         found, asked = _planned(known, others, planner, request, most, degrees, schedule, stages_per_device)
         with timed("simulator"):
             found = replace(found, recompute=recompute, optimizer_sharding=optimizer_sharding)
@@ -322,11 +327,13 @@ def _without_ops(hybrid: HybridPlan, cluster: Cluster, schedule: str) -> Plan:
 
 
 def _sharded(one: Planned) -> Planned:
-    """The plan with the optimizer's state shared out over replicas."""
-    zero1 = "zero1"
-    return replace(
-        one, plan=replace(one.plan, optimizer_sharding=zero1), layers=replace(one.layers, optimizer_sharding=zero1)
-    )
+    """The plan with the least sharding with which it fits in memory; as it is, if with none."""
+    most = most_sharding(one.plan.schedule, max(stage.tensor_parallel for stage in one.layers.stages))
+    for kind in OPTIMIZER_SHARDINGS[: OPTIMIZER_SHARDINGS.index(most) + 1]:
+        own: dict[str, Any] = {"optimizer_sharding": kind}
+        if fits(made := replace(one, plan=replace(one.plan, **own), layers=replace(one.layers, **own))):
+            return made
+    return one
 
 
 def _ordered(found: Planned, request: Request, schedule: str | None) -> Planned:
@@ -334,7 +341,8 @@ def _ordered(found: Planned, request: Request, schedule: str | None) -> Planned:
     plans for 1F1B does not hold in other orders, so the certificate has the bound that does."""
     if schedule in (None, *WARMUPS, *LOOPED):
         return found
-    names = [n for n in STRAIGHT if n != "1f1b-late"] if schedule == AUTO else [str(schedule)]
+    others = ("1f1b-late", *(SPLIT if found.layers.optimizer_sharding == "zero3" else ()))
+    names = [name for name in STRAIGHT if name not in others] if schedule == AUTO else [str(schedule)]
     tried = [found, *(replace(found, plan=replace(found.plan, schedule=name)) for name in names)]
     if found.optimizer_sharding == "auto":
         tried = [one if fits(one) else _sharded(one) for one in tried]

@@ -190,7 +190,8 @@ class DropInModule(nn.Module):
         return self._state.tensors.held()
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """Of `held_tensors`, those that this process saves: each tensor is saved by one process, the first replica."""
+        """Of `held_tensors`, those that this process saves: each tensor is saved by one process, the first replica, or,
+        if replicas share out parameters (ZeRO-3), each part of it by one."""
         return self._state.tensors.own()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -208,7 +209,7 @@ class DropInModule(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own, with its keys and hooks. In a `RankPipe`, the entries that this rank saves: all ranks
-        together have each entry exactly once."""
+        together have each entry exactly once, or each part of one that replicas share out (ZeRO-3)."""
         return self._state.tensors.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

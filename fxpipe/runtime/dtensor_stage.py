@@ -91,7 +91,10 @@ def writes(func: Any) -> bool:
     return name.startswith(("__set", "__i")) if name.startswith("__") else name.endswith("_")
 
 
-def compute_sharded(stage: Stage, layouts: Mapping[str, Layout]) -> Callable[..., Any]:
+Forward = Callable[..., Any]
+
+
+def compute_sharded(stage: Stage, layouts: Mapping[str, Layout]) -> Forward:
     """A forward for a stage that holds only this rank's part of the tensors at the paths of `layouts`. It takes and
     gives plain tensors."""
     run, mesh = stage.forward, next(iter(layouts.values())).mesh

@@ -12,6 +12,7 @@ from functools import reduce
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -46,6 +47,7 @@ def clip_grad_norm_(
     parameters = [parameter for parameter in pipe.parameters() if parameter.grad is not None]
     counted = {id(tensor) for tensor in pipe.own_tensors().values()}
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None and id(parameter) in counted]
+    gradients = [grad for one in gradients if (grad := _part(pipe, one)).numel()]
     here = get_total_norm(gradients, norm_type, False, foreach)
     here = here.full_tensor() if isinstance(here, DTensor) else here
     norms = pipe.collect((float(here), here.dtype if gradients else None), "clip_grad_norm_")
@@ -60,6 +62,15 @@ def clip_grad_norm_(
     if parameters:
         clip_grads_with_norm_(parameters, max_norm, whole, foreach)
     return whole
+
+
+def _part(pipe: DropInModule, gradient: Tensor) -> Tensor:
+    """Of a gradient that ranks of the pipe itself have in parts, this rank's part: the others count theirs."""
+    if isinstance(gradient, DTensor):
+        group = dist.get_process_group_ranks(pipe.world.group)
+        if set(gradient.device_mesh.mesh.flatten().tolist()) <= set(group):
+            return gradient.to_local()
+    return gradient
 
 
 def together(norms: list[float], norm_type: float) -> float:

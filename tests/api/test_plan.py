@@ -375,7 +375,7 @@ BODY = Chain("Net", 12, (Layer("body", 9e-3, 18e-3, 1e9, 3e8, 8e6), Layer("head"
 def test_sharded_optimizer_state_makes_a_plan_fit(asked: str, tmp_path: Path) -> None:
     """The body alone takes 4 GB with Adam, more than a device has; four replicas have 2.4 GB and a fourth of 2.4 GB."""
     small = with_memory("h100:4", 3.6e9)
-    with pytest.raises(PlanError, match="allow recompute, optimizer_sharding='zero1', smaller"):
+    with pytest.raises(PlanError, match="allow recompute, optimizer_sharding='auto', smaller"):
         fxpipe.plan(BODY, small, 48)
     found = fxpipe.plan(BODY, small, 48, optimizer_sharding=asked)
     assert found.plan.optimizer_sharding == found.layers.optimizer_sharding == "zero1"
@@ -447,3 +447,40 @@ def test_narrow_types_take_less_time() -> None:
 def test_types_that_are_refused(what: nn.Module | Chain, cluster: Cluster | str, told: str) -> None:
     with pytest.raises(PlanError, match=told):
         fxpipe.plan(what, cluster, 8, example_inputs=(torch.zeros(8, 8),), dtype="bf16")
+
+
+def test_sharded_parameters_make_a_plan_fit(tmp_path: Path) -> None:
+    """Two stages would take 9 GB each. As one stage, each of two replicas has half of 18 GB, and 2 GB for a layer that
+    is gathered, with its gradient. With one micro-batch a pipeline would take twice as long."""
+    chain = Chain("Net", 12, tuple(Layer(name, 9e-3, 18e-3, 1e9, 1e6, 8e6) for name in "abc"))
+    small, given = with_memory("h100:2", 11.2e9), {"micro_batches": 1, "parameter_copies": 6}
+    found = fxpipe.plan(chain, small, 12, optimizer_sharding="auto", **given)
+    assert found.plan.optimizer_sharding == found.layers.optimizer_sharding == "zero3"
+    assert (len(found.memory), fits(found)) == (2, True)
+    kinds = found.memory_kinds["H100:0"]
+    assert (kinds.parameters, kinds.gradients, kinds.optimizer) == (2.5e9, 2.5e9, 6e9)
+    assert kinds.total == found.memory["H100:0"]
+    assert ", 1f1b, ZeRO-3\n" in str(found)
+    told = found.explain()
+    assert re.search(r"without ZeRO-3 +(\S+ ms +\+|no plan found)", told)
+    assert re.search(r"with ZeRO-1 +(\S+ ms +\+|no plan found)", told)
+    assert str(found.certificate).startswith("proven optimal, with ZeRO-1 or ZeRO-3 where memory asks for it")
+    own = fxpipe.plan(chain, small, 12, optimizer_sharding="zero3", **given)
+    assert str(own.certificate).startswith("proven optimal, with ZeRO-3")
+    assert own.seconds == found.seconds
+    found.save(tmp_path / "plan.json")
+    assert planned.load(tmp_path / "plan.json") == found
+    assert plans.load((tmp_path / "plan.json").read_text()).optimizer_sharding == "zero3"
+    roomy = fxpipe.plan(chain, "h100:2", 12, optimizer_sharding="auto", **given)
+    assert roomy.plan.optimizer_sharding == "none"
+    assert roomy.seconds < found.seconds  # gathering takes time
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_sharded_parameters_need_a_backward_of_one_action(schedule: str) -> None:
+    with pytest.raises(
+        PlanError, match="leave out tensor_parallel, and schedules that split backward, such as 'zb-h1', "
+    ):
+        fxpipe.plan(BODY, "h100:4", 48, optimizer_sharding="zero3", schedule=schedule)
+    found = fxpipe.plan(BODY, with_memory("h100:4", 3.6e9), 48, optimizer_sharding="auto", schedule="zb-h1")
+    assert found.plan.optimizer_sharding == "zero1"

@@ -26,6 +26,7 @@ from fxpipe.capture.capture_errors import Refused
 from fxpipe.capture.nested_values import change
 from fxpipe.capture.twins.attribute_changes import Changes, Snapshot
 from fxpipe.capture.twins.twin import Slot, Twins
+from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.opaque_call import ATOMS, Gives, Promise, alike, apart, leaves, slots, take_apart, wanting
 
 from .is_compiling import said_to_compile
@@ -266,7 +267,12 @@ def _form(value: Any) -> Callable[[Any], Any]:
 
 
 def _copy(slot: Slot, real: Tensor) -> Tensor:
-    """A copy, for forward may write it, where the model was."""
+    """A copy, for forward may write it, where the model was. Raises CaptureError for a tensor without memory."""
+    if real.numel() and not real.is_meta and not real.untyped_storage().nbytes():
+        raise CaptureError(
+            f"{slot.path} has no values here, as other ranks have it or a part of it, and the model must run once, to "
+            "see what a submodule that is kept whole returns: use ranks that have all of the model"
+        )
     copy = real.detach().to(slot.device, copy=True)
     return nn.Parameter(copy, real.requires_grad) if isinstance(real, nn.Parameter) else copy
 

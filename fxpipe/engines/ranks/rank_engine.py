@@ -14,7 +14,7 @@ cause. If a rank is lost, the ranks that need its messages fail in the same way,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -26,7 +26,7 @@ from fxpipe.engines.common.gradient_scale import Scale
 from fxpipe.engines.common.replica_routing import sliced
 from fxpipe.engines.common.step import Step
 from fxpipe.engines.common.step_engine import StepScheduler
-from fxpipe.errors import InputError, RankError
+from fxpipe.errors import FxpipeError, InputError, RankError
 from fxpipe.ir.program.messages import MessageTable
 from fxpipe.ir.timeline import Timeline
 from fxpipe.runtime import Stage
@@ -39,7 +39,8 @@ from .rank_group import Lost, World
 from .rank_program import RankProgram
 from .rank_run import RankObserver, RankRun
 from .rank_timer import RankTimer
-from .replica_reduce import broadcast_values, commit_statistics, written
+from .replicas.replica_reduce import broadcast_values, commit_statistics, written
+from .replicas.shard_exchange import ShardExchange
 
 
 class RankScheduler:
@@ -48,9 +49,12 @@ class RankScheduler:
     - `steps`: the scheduler; its stages on other ranks are empty.
     - `program`: the rank's program of a step; `table`: the messages of all ranks.
     - `parallel`: how the rows of a mesh add up gradients, or None.
+    - `shards`: how replicas exchange the parameters of which each has a part, or None; `cut`: the paths of these.
     """
 
     parallel: Any = None
+    shards: ShardExchange | None = None
+    cut: Collection[str] = ()
 
     def __init__(self, steps: StepScheduler, world: World, table: MessageTable) -> None:
         self.steps, self.world, self.table = steps, world, table
@@ -124,7 +128,9 @@ class RankScheduler:
             m = Step(sizes, self.place, False)
             m[:] = slices
         m.slice_of(whole, self.program.replica, self.program.routes)
-        return RankRun(self.steps, self.program, m, whole, error, given)
+        if self.shards is not None:
+            error = error or self._unshardable(whole)
+        return RankRun(self.steps, self.program, m, whole, error, given, self.shards)
 
     def join(self) -> None:
         """Make the groups of collectives, but for ranks that share memory, and copy the states of the first
@@ -134,7 +140,7 @@ class RankScheduler:
             near = [{*ranks} for ranks in self.world.collect([self.world.rank, *self.world.local_peers])]
             self.world.make_groups([g for g in groups if not (hosted and all({*g} <= near[rank] for rank in g))])
         if self.replicated:
-            own = [stage.tensor(path) for stage in self.stages for path in stage.states]
+            own = [stage.tensor(path) for stage in self.stages for path in stage.states if path not in self.cut]
             broadcast_values(self.world, self.program.replica_group, own)
 
     def _even_out(self) -> None:
@@ -157,6 +163,21 @@ class RankScheduler:
         return InputError(
             f"{', '.join(missing)}: not given on rank {self.world.rank}, whose stages use it; pass it there, too"
         )
+
+    def _unshardable(self, whole: Step) -> FxpipeError | None:
+        """An error if replicas could not gather their parameters together in this step, else None."""
+        count, least = len(self.program.replica_group), min(whole.sizes)
+        if least < count:
+            return InputError(
+                f"a micro-batch has {least} samples for {count} replicas that share out their parameters (ZeRO-3), so "
+                "not all of them would take part: give larger batches, or fewer chunks"
+            )
+        if whole.context.autocasts:
+            return FxpipeError(
+                "autograd keeps the casts that torch.autocast makes of gathered parameters, whole, until backward: "
+                "leave out autocast with optimizer_sharding='zero3', and convert the model instead"
+            )
+        return None
 
     def _seen(self, name: str, value: Any) -> Any:
         """An input as this rank needs it: a meta tensor if none of its stages uses it."""

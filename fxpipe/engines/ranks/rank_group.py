@@ -184,11 +184,12 @@ class World:
         except RuntimeError as error:
             raise self.lose(peer, error) from None
 
-    def start(self, send: bool, peer: int, tensor: Tensor) -> Any:
-        """Begin to send a tensor in host memory, or to receive into it, by torch.distributed. Raises Lost."""
+    def start(self, send: bool, peer: int, tensor: Tensor, tag: int = 0) -> Any:
+        """Begin to send a tensor in host memory, or to receive into it, by torch.distributed. What has another tag has
+        an order of its own. Raises Lost."""
         try:
             group = self.control[send == (peer > self.rank)]
-            return (group.send if send else group.recv)([tensor], peer, 0)
+            return (group.send if send else group.recv)([tensor], peer, tag)
         except RuntimeError as error:
             raise self.lose(peer, error) from None
 

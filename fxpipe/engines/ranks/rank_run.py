@@ -28,6 +28,7 @@ from .rank_group import Lost
 from .rank_program import Batch, RankProgram
 from .rank_transport import RankTransport
 from .rendezvous import LEADER
+from .replicas.shard_exchange import ShardExchange
 from .step_consensus import Failure, Numbers, consensus, share_value
 from .weight_exchange import WeightExchange
 
@@ -50,6 +51,7 @@ class RankRun:
     - `given`: the checksums of this rank's arguments, on their devices, computed when the rank first waits.
     - `inputs`: the same, read.
     - `numbers`: the outputs that are one number, by index.
+    - `shards`: the exchange of parameters between replicas that each have a part of them, or None.
     """
 
     def __init__(
@@ -60,10 +62,11 @@ class RankRun:
         whole: Batches,
         error: BaseException | None,
         given: Callable[[], Unread],
+        shards: ShardExchange | None = None,
     ) -> None:
         self.steps, self.program, self.world, self.m, self.whole = steps, program, program.world, m, whole
-        self.given = cache(given)
-        self.transport = RankTransport(program, m, error, self.given)
+        self.given, self.shards = cache(given), shards
+        self.transport = RankTransport(program, m, error, self.given, shards)
         self.weights = WeightExchange(m, self.transport)
         self.numbers: Numbers = {}
         self.inputs: dict[str, int] = {}
@@ -71,6 +74,8 @@ class RankRun:
     def take(self, scale: Scale | None, observer: RankObserver | None, interrupts: Interrupts) -> None:
         """Run the step under an observer. Raises its first error; Ctrl-C counts as one between two lines."""
         m, stages, broken = self.m, self.steps.stages, self.transport.broken
+        if self.shards is not None:
+            self.shards.begin(broken)
         if not m.grad:
             wrap(m, dict.fromkeys(("forward", "forward_to_recompute"), keep_nothing))
         with standing_in(stages) as pairs:
@@ -104,6 +109,8 @@ class RankRun:
             elif what.kind != "R":  # the methods of backward recompute by themselves
                 self._guarded(what, self._act, what)
         self._receive_rest()
+        if self.shards is not None:
+            self._guarded(None, self.shards.end)
         self._conclude()
 
     def _receive_rest(self) -> None:

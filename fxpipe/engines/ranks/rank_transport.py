@@ -36,6 +36,7 @@ from fxpipe.ir.program.device_programs import ALL_GATHER, ALL_REDUCE, REDUCE_SCA
 
 from .rank_group import Lost
 from .rank_program import RankCollective, RankMessage, RankProgram
+from .replicas.shard_exchange import ShardExchange
 
 T = TypeVar("T")
 AHEAD = 32  # the most unfinished sends to one rank; each keeps its buffer
@@ -50,13 +51,19 @@ class RankTransport:
     - `calls`: what goes together with the next call of `issue`; `issued`: the calls that may not have ended. Both are
       for values on accelerators.
     - `idle`: work for this rank while it waits for its first message; None once that is done.
+    - `shards`: the exchange that hears of a failure, too, or None.
     - `broken`: whether this rank has failed; `error`: why, or None if another rank failed first.
     """
 
     def __init__(
-        self, program: RankProgram, m: Step, error: BaseException | None, idle: Callable[[], object] | None = None
+        self,
+        program: RankProgram,
+        m: Step,
+        error: BaseException | None,
+        idle: Callable[[], object] | None = None,
+        shards: ShardExchange | None = None,
     ) -> None:
-        self.program, self.world = program, program.world
+        self.program, self.world, self.shards = program, program.world, shards
         self.rows_of, self.sizes = m.rows_of, m.sizes
         self.known = [tuple([getattr(one, source).shape[dim] for _, source, dim in program.table.sizes]) for one in m]
         self.arrived: dict[Key, Any] = {}
@@ -70,6 +77,8 @@ class RankTransport:
         """Mark this rank as failed: it computes nothing more. Only the first error is kept."""
         self.error = self.error if self.broken else error
         self.broken = True
+        if self.shards is not None:
+            self.shards.fail()
 
     def put(self, message: tuple[Key, Any] | None) -> None:
         if message is not None:

@@ -16,7 +16,7 @@ from fxpipe.ir.program.messages import LentTensor
 from fxpipe.runtime.autograd.gradient_aliases import alias
 
 from .rank_transport import RankTransport
-from .replica_reduce import BucketReduce
+from .replicas.replica_reduce import BucketReduce
 
 
 class WeightExchange:

@@ -142,6 +142,11 @@ def all_reduce(cluster: Cluster, devices: Sequence[int]) -> Rate:
     return Rate(2 * (r - 1) * latency, 2 * (r - 1) / r / bandwidth)
 
 
+def all_gather(reduced: Rate) -> Rate:
+    """The rate of an all-gather in a ring, or of a reduce-scatter, from that of an all-reduce, which is one of each."""
+    return Rate(reduced.latency / 2, reduced.per_byte / 2)
+
+
 def ring(cluster: Cluster, devices: Sequence[int], behind: Behind | None = None) -> tuple[float, float]:
     """The least bandwidth and the longest latency between neighbours in the ring of these devices. Where devices have
     network cards of their own, as many rings as a server has devices in it run beside each other, one over each card;

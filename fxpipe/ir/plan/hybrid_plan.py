@@ -19,7 +19,7 @@ from tabulate import tabulate
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.replica_shares import uneven
 
-from .model_states import OPTIMIZER_SHARDINGS
+from .model_states import OPTIMIZER_SHARDINGS, ZERO
 
 # How many micro-batches a stage runs forward before its first backward, for stage s of n: n - s, which just fills the
 # pipe (DAPPLE's P_A), or 2 (n - s) - 1, which also hides transfers (its P_B).
@@ -65,7 +65,8 @@ class HybridPlan:
 
     - `samples`: those of a micro-batch, which replicas share as `fxpipe.ir.replica_shares` deals them; None if shares
       are ideal.
-    - `optimizer_sharding`: "zero1" if the replicas of a stage share out the optimizer's state, else "none".
+    - `optimizer_sharding`: what the replicas of a stage share out: "none"; "zero1": the optimizer's state; "zero3":
+      also parameters and gradients. With "zero3" nothing is left for an all-reduce.
     """
 
     model: str
@@ -78,8 +79,8 @@ class HybridPlan:
 
     @property
     def shards_optimizer(self) -> bool:
-        """Whether some device keeps only a part of the optimizer's state for its parameters."""
-        return self.optimizer_sharding == "zero1" and any(stage.replicas > 1 for stage in self.stages)
+        """Whether some device keeps only a part of the optimizer's state for its stages."""
+        return self.optimizer_sharding != "none" and any(stage.replicas > 1 for stage in self.stages)
 
     def __str__(self) -> str:
         return show(self)
@@ -182,7 +183,7 @@ def show(plan: HybridPlan) -> str:
     head += f"{plan.warmup} warm-up, all-reduce {when}"
     head += tensor_parallel(plan.stages)
     if plan.shards_optimizer:
-        head += ", ZeRO-1"
+        head += f", {ZERO[plan.optimizer_sharding]}"
     if plan.samples is None and any(stage.replicas > 1 for stage in plan.stages):
         head += ", ideal shares"
     rows = [

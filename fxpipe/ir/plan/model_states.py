@@ -10,8 +10,10 @@ from typing import NamedTuple
 
 from .layer_chain import Chain
 
-# Each replica keeps all of the optimizer's state, or its share of it (ZeRO-1, there called P_os).
-OPTIMIZER_SHARDINGS = ("none", "zero1")
+# What the replicas of a stage share out, the least first: nothing; the optimizer's state (ZeRO-1, there called P_os);
+# also gradients and parameters (ZeRO-3, there P_os+g+p).
+OPTIMIZER_SHARDINGS = ("none", "zero1", "zero3")
+ZERO = {"zero1": "ZeRO-1", "zero3": "ZeRO-3"}  # what prints call them
 
 
 class ModelStates(NamedTuple):
@@ -30,7 +32,9 @@ def model_states(
 ) -> ModelStates:
     """The states on each device of a stage of layers `first` to `end` - 1. Of the `copies` bytes that are in memory for
     each byte of parameters, the first is the parameter, the second its gradient, and the others are the optimizer's.
-    With `optimizer_sharding` "zero1" these are shared out evenly over the replicas.
+    With `optimizer_sharding` "zero1" these are shared out evenly over the replicas. With "zero3" all are; and the
+    parameters of one layer at a time are gathered, to be used, and have their gradient, as a whole. So at the fullest
+    moment the largest layer is there besides, with its gradient (sections 5.3 and 7.2.2).
 
     >>> from fxpipe.ir.plan.layer_chain import Layer
     >>> chain = Chain("m", 1, (Layer("a", 1, 2, parameters=10), Layer("b", 1, 2, parameters=4)))
@@ -38,10 +42,14 @@ def model_states(
     ModelStates(parameters=10.0, gradients=10.0, optimizer=20.0)
     >>> model_states(chain, 0, 1, replicas=2, copies=4, optimizer_sharding="zero1")
     ModelStates(parameters=10.0, gradients=10.0, optimizer=10.0)
+    >>> model_states(chain, 0, 2, replicas=2, copies=4, optimizer_sharding="zero3")
+    ModelStates(parameters=17.0, gradients=17.0, optimizer=14.0)
     >>> model_states(chain, 1, 2, replicas=2, copies=1.5)
     ModelStates(parameters=4.0, gradients=2.0, optimizer=0.0)
     """
     parameters = chain.parameters[end] - chain.parameters[first]
     one, two = min(copies, 1.0), min(copies, 2.0)
-    shards = replicas if optimizer_sharding == "zero1" else 1
-    return ModelStates(one * parameters, (two - one) * parameters, (copies - two) * parameters / shards)
+    optimizer = (copies - two) * parameters / (1 if optimizer_sharding == "none" else replicas)
+    if optimizer_sharding == "zero3" and replicas > 1:
+        parameters = parameters / replicas + max(layer.parameters for layer in chain.layers[first:end])
+    return ModelStates(one * parameters, (two - one) * parameters, optimizer)

@@ -55,7 +55,8 @@ class Plan:
     - `chunks`: the number of micro-batches.
     - `schedule`: the name of the schedule, or its grid.
     - `deferred_batch_norm`: as in `fxpipe.compile`.
-    - `optimizer_sharding`: "zero1" if the replicas of a stage share out the optimizer's state, else "none".
+    - `optimizer_sharding`: what the replicas of a stage share out: "none"; "zero1": the optimizer's state; "zero3":
+      also parameters and gradients.
     """
 
     model: str

@@ -62,12 +62,14 @@ class Bucket:
 
 
 def buckets(program: Program, stage: int) -> tuple[Bucket, ...]:
-    """The buckets of a stage; none if it has no replicas."""
+    """The buckets of a stage; none if it has no replicas. Gradients of sharded parameters are in none: each backward
+    has scattered them."""
     own = program.stages[stage]
     if not own.replicas:
         return ()
     lent = {loan.state for loan in program.loans if loan.home == stage}
-    kinds = [(state, kind) for state in own.states if isinstance(kind := program.types[state], TensorType)]
+    states = [state for state in own.states if state not in program.sharded]
+    kinds = [(state, kind) for state in states if isinstance(kind := program.types[state], TensorType)]
     rows = [(state in lent, kind.dtype, state, tuple(map(int, kind.shape))) for state, kind in kinds if kind.grad]
     found: list[tuple[str, bool, list[tuple[str, tuple[int, ...]]]]] = []
     for (late, dtype), group in groupby(sorted(rows, key=lambda row: row[:2]), key=lambda row: row[:2]):

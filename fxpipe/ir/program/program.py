@@ -149,6 +149,7 @@ class Program:
     - `types`: the type of every value, also of values that passes have added.
     - `pipeline`: where ops are placed one by one, the stage of the pipeline that each stage is a piece of; else empty.
     - `collectives`: the moves whose values are made on their way.
+    - `sharded`: the names of parameters of which each replica of their stage has a part (ZeRO-3), known over ranks.
     """
 
     graph: Graph
@@ -158,6 +159,7 @@ class Program:
     types: Mapping[str, ValueType]
     pipeline: tuple[int, ...] = ()
     collectives: tuple[Collective, ...] = ()
+    sharded: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         return show(self)

@@ -8,8 +8,10 @@ from typing import Any
 
 from fxpipe.errors import PlanError
 from fxpipe.ir.operators.strategy import Strategy
+from fxpipe.ir.plan.model_states import ZERO
 from fxpipe.ir.plan.plan import Plan, StagePlan
 from fxpipe.ir.plan.plan_file import PlanFile, StagePlace
+from fxpipe.schedules.make_schedule import SPLIT
 
 SAID_BY_STRATEGY = (
     "plan", "replicas", "stages_per_device", "balance", "split_at", "offload", "profile", "deferred_batch_norm",
@@ -46,18 +48,53 @@ def refuse_beside_plan(plan: Plan | PlanFile, given: Mapping[str, Any]) -> None:
             )
 
 
-def refuse_optimizer_sharding(plan: Plan | PlanFile, devices: Collection[str], ranks: bool) -> None:
-    """Raise PlanError if the plan shards the optimizer's state over replicas, and one of them would have all of it.
+def refuse_optimizer_sharding(
+    plan: Plan | PlanFile, devices: Collection[str], ranks: bool, given: Mapping[str, Any]
+) -> None:
+    """Raise PlanError if the plan shards the optimizer's state over replicas, or with ZeRO-3 also parameters, and one
+    of them would have all of it; or if ranks cannot run it so with the `given` options.
 
     `devices` are those that stand for the plan's, `ranks` is whether each is a rank. CPU workers of one process have
-    one memory, with the state in it once. Over ranks, the optimizer may shard it (`RankPipe.replica_group`), and with
-    tensor parallelism it is always sharded: each parameter has one owner among all replicas."""
+    one memory, with each parameter and its state in it once, whatever the plan shards. Over ranks, the optimizer may
+    shard its state (`RankPipe.replica_group`), and with tensor parallelism it is always sharded: each parameter has one
+    owner among all replicas."""
     placed: tuple[StagePlan | StagePlace, ...] = plan.stages
     shards = plan.optimizer_sharding != "none" and any(stage.replicas for stage in placed)
     if shards and not ranks and not all(label.startswith("cpu") for label in devices):
         raise PlanError(
-            "the plan shards the optimizer's state over replicas (ZeRO-1), and in one process the first device of a "
-            "stage has all of it: start a rank for each device, or plan with optimizer_sharding='none'"
+            f"the plan shards the optimizer's state over replicas ({ZERO[plan.optimizer_sharding]}), and in one "
+            "process the first device of a stage has all of it: start a rank for each device, or plan with "
+            "optimizer_sharding='none'"
+        )
+    if shards and ranks and plan.optimizer_sharding == "zero3":
+        _refuse_beside_sharded_parameters(plan, devices, given)
+
+
+def _refuse_beside_sharded_parameters(
+    plan: Plan | PlanFile, devices: Collection[str], given: Mapping[str, Any]
+) -> None:
+    """Raise PlanError on accelerators, and if one of the `given` options does not go with ZeRO-3: stages gather
+    parameters op by op, and autograd scatters their gradients."""
+    mesh = "pipe.parallelize(mesh['dp'], lambda part, dp: fully_shard(part, mesh=dp)) on a plan without replicas"
+    if not all(label.startswith("cpu") for label in devices):
+        raise PlanError(
+            "the plan shards parameters over replicas (ZeRO-3), which runs over ranks on CPUs so far: on accelerators "
+            f"shard them over the rows of a mesh instead, by {mesh}"
+        )
+    found = [name for name in ("compile_stages", "overlap_pairs") if given.get(name)]
+    if given.get("backward") == "code":
+        found.append("backward='code'")
+    if isinstance(plan, Plan) and any(stage.tensor_parallel > 1 for stage in plan.stages):
+        found.append("tensor_parallel in the plan")
+    if plan.schedule in SPLIT:
+        found.append(f"schedule={plan.schedule!r}")
+    if any(stage.offload for stage in plan.stages):
+        found.append("offload")
+    if found:
+        raise PlanError(
+            "the plan shards parameters over replicas (ZeRO-3), which are gathered for each op, and autograd scatters "
+            f"their gradients in one action: leave out {' and '.join(found)}, or shard them over the rows of a mesh, "
+            f"by {mesh}"
         )
 
 

@@ -152,7 +152,7 @@ PLAN = table(
     Option("recompute", "all stages or none; the planner's choice, if not given", (flag(),), True, unset=True),
     Option("all_reduce", "when replicas add up gradients", (one_of("end", "overlap"),), "overlap"),
     COPIES,
-    Option("optimizer_sharding", "zero1: the replicas of a stage share out the optimizer's state; auto: if it must be",
+    Option("optimizer_sharding", "replicas share out the optimizer's state (zero1), also parameters (zero3), or auto",
            (one_of(*ASKED_SHARDINGS),), "zero1"),
     DTYPE,
     Option("most_layers", "into how many layers a model is cut at most", (whole(1),), 64, unset=True),

@@ -26,8 +26,9 @@ from fxpipe.engines.ranks.mesh_sync import MeshSync
 from fxpipe.engines.ranks.rank_engine import RankScheduler
 from fxpipe.engines.ranks.rank_group import World
 from fxpipe.errors import FxpipeError, PlanError
+from fxpipe.runtime import Stage
 from fxpipe.runtime.autograd.gradient_aliases import Pair, alias, commit_gradients
-from fxpipe.runtime.dtensor_stage import Layout, compute_sharded
+from fxpipe.runtime.dtensor_stage import Forward, Layout, compute_sharded
 
 from .process_group import join
 from .rank_consistency import agree, on_each
@@ -45,7 +46,8 @@ class Parallel:
     - `module`: the module that backward of a step goes through.
     - `beside`: the ranks in the same column of the mesh.
     - `reduces`: whether there are collectives after a step; `gathers`: before or in it.
-    - `cut`: the paths of the tensors of which each rank uses only a part.
+    - `cut`: the paths of the tensors of which each rank uses only a part; `shared`: of these, those that replicas of a
+      stage share out, so that each saves its part.
     - `owners`: during a step, the parameter and layout for each tensor that a stage holds, by the tensor's `id`.
     """
 
@@ -55,6 +57,7 @@ class Parallel:
         self.beside = MeshSync(())
         self.reduces = self.gathers = False
         self.cut: frozenset[str] = frozenset()
+        self.shared: Mapping[str, Any] = {}
         self.owners: dict[int, tuple[Tensor, Layout | None]] = {}
 
     def apply(self, mesh: Any, function: Function) -> nn.Module:
@@ -226,8 +229,12 @@ class Parallel:
                     held[name] = parts[id(now[path])][0]
             mine = {path: layout for path in stage.states if path in self.cut and (layout := parts[id(now[path])][1])}
             if mine and "forward" not in vars(stage):
-                object.__setattr__(stage, "forward", compute_sharded(stage, mine))
+                object.__setattr__(stage, "forward", self.forward_of(stage, mine))
         return swapped
+
+    def forward_of(self, stage: Stage, layouts: Mapping[str, Layout]) -> Forward:
+        """A forward for a stage that holds parts of the parameters at the paths of `layouts`."""
+        return compute_sharded(stage, layouts)
 
     def add(self, pairs: Sequence[Pair]) -> None:
         """Add the gradients of a step to those of the parameters, once the step is done in all rows."""

@@ -21,7 +21,7 @@ from fxpipe.engines.ranks.rank_engine import RankScheduler, on_rank
 from fxpipe.engines.ranks.rank_group import COMPILING
 from fxpipe.engines.ranks.rendezvous import LEADER
 from fxpipe.engines.ranks.step_consensus import describe
-from fxpipe.errors import RankError
+from fxpipe.errors import FxpipeError, RankError
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.graph.opaque_call import opaques
@@ -39,6 +39,7 @@ from .rank_arguments import Given
 from .rank_calls import NEW, Header
 from .rank_consistency import agree, described, digest, on_each
 from .ranks import Ranks, ranked, weakly
+from .replica_shards import with_shards
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,12 @@ class RankBuilds:
     def live(self, made: Build) -> RunningPackage:
         """The running package of a build on this rank. For a new build, waits until all ranks have loaded theirs, and
         gives replicas the same values."""
+
+        if self.ranks.unsharded:
+            raise FxpipeError(
+                "optimizer_sharding='zero3' shards parameters before the first step: pass example_inputs to "
+                "fxpipe.compile, or call pipe.prepare(...); on the meta device, also pipe.materialize()"
+            )
 
         def load() -> None:
             self.cache.live(made)
@@ -161,7 +168,7 @@ class RankBuilds:
                 raise RankError(f"rank {LEADER}: {failed_there}")
             made = build_like(cache, graph, inputs, decided)
         agree(self.world, f"{made.program}\n{made.schedule}\n{digest(made.files)}")
-        return made
+        return replace(made, program=with_shards(made.program, self.ranks.sharded)) if self.ranks.sharded else made
 
     def bind(self, model: nn.Module, made: Build, others: Mapping[str, Tensor], package: ModuleType) -> RankScheduler:
         """The scheduler of the stages on this rank."""

@@ -15,7 +15,7 @@ by side with others: see `RankPipe.parallelize`.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,8 +31,10 @@ from fxpipe.pipe.pipe import Pipe, PipeState
 from .parallelize import Function, Parallel, release
 from .process_group import replica_process_group
 from .rank_builds import RankBuilds
+from .rank_consistency import on_each
 from .rank_tensors import RankTensors
 from .ranks import Ranks, ranked, refuse_copy, refuse_pickle, weakly
+from .replica_shards import ReplicaShards, faults, kept_whole, paths_in, stays_whole, with_shards
 from .stage_module import Part
 
 
@@ -71,6 +73,7 @@ class RankPipe(Pipe):
         kinds = RankBuilds(model, options, ranks)
         ranks.refuse = weakly(kinds.refuse)
         tensors = RankTensors(model, ranks, partial(replica_groups, kinds.cache))
+        ranks.unsharded = shards_parameters(options)
         super().__init__(
             model, options, RankPipeState(cache=kinds.cache, kinds=kinds, processes=ranks, tensors=tensors)
         )
@@ -118,6 +121,51 @@ class RankPipe(Pipe):
         self.keys_here()  # raises if the stages are not decided
         self._state.tensors.drop_others()
 
+    @property
+    def _shards(self) -> bool:
+        """Whether the plan shards parameters over replicas."""
+        return shards_parameters(self.options)
+
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        """As `Pipe.prepare`; with a plan with ZeRO-3, parameters are then sharded over the replicas of their stages, if
+        they have values: `pipe.parameters()` are DTensors, and the model's own lose their memory."""
+        super().prepare(*args, **kwargs)
+        self._shard()
+
+    def materialize(self, *args: Any, **kwargs: Any) -> None:
+        """As `Pipe.materialize`; then, with a plan with ZeRO-3, parameters are sharded as by `prepare`."""
+        super().materialize(*args, **kwargs)
+        self._shard()
+
+    def _shard(self) -> None:
+        """Shard the parameters of stages with replicas, once, when all ranks have values for them."""
+        cache, ranks, world = self._state.cache, self._state.processes, self.world
+        if not ranks.unsharded or cache.home is None:
+            return
+        with ranks.together():
+            held = self.held_tensors()
+            if any(on_each(world.collect, lambda: any(x.is_meta for x in held.values()))):
+                return
+            stages = [stage for stage in cache.home.plan.stages if world.label in stage.devices]
+            labels = stages[0].devices if stages else (world.label,)
+            on_each(world.collect, partial(refuse_faults, faults(held) if len(labels) > 1 else []))
+            if len(labels) > 1:
+                homes, made = cache.homes(tensors_of(self.model)), self.build.program
+                part = Part(self.model, {id(x) for x in held.values()} & homes.keys())
+                whole = [path for name in kept_whole(made) for path in paths_in(self.model, name)]
+                shards = ReplicaShards(part, world, [world.labels.index(label) for label in labels])
+                shards.shard(self.model, {*whole, *stays_whole(made)})
+                ranks.parallel = shards
+                for live in cache.lives.values():
+                    shards.check(ranked(live), {})
+                    ranked(live).parallel = shards
+            shared = [] if ranks.parallel is None else sorted(ranks.parallel.shared)
+            ranks.sharded = frozenset(path for some in world.collect(shared) for path in some)
+            ranks.unsharded = False
+            for key, build in cache.builds.items():  # of calls that were refused until now
+                cache.builds[key] = replace(build, program=with_shards(build.program, ranks.sharded))
+            cache.last = replace(self.build, program=with_shards(self.build.program, ranks.sharded))
+
     def parallelize(self, mesh: Any, function: Function) -> nn.Module:
         """Train several pipes side by side, each a row of a mesh, by torch's own data and tensor parallelism:
         `function(part, mesh)` is called once with this rank's part of the model, a module with the model's own
@@ -144,6 +192,8 @@ class RankPipe(Pipe):
         compute with parts of tensors; RankError if the rows do not have the same parts.
         """
         cache, ranks = self._state.cache, self._state.processes
+        if self._shards:
+            raise FxpipeError("the plan shards parameters over replicas: leave out parallelize, or ZeRO-3 in the plan")
         with ranks.together():
             self.keys_here()  # raises if the stages are not decided
             tensors = tensors_of(self.model)
@@ -163,6 +213,17 @@ class RankPipe(Pipe):
                 made.check(scheduler, {})
                 scheduler.parallel = made
             return found
+
+
+def shards_parameters(options: Options) -> bool:
+    """Whether these options are those of a plan that shards parameters over replicas."""
+    plan = options.plan
+    return plan is not None and plan.optimizer_sharding == "zero3" and any(stage.replicas for stage in plan.stages)
+
+
+def refuse_faults(found: Sequence[str]) -> None:
+    if found:
+        raise FxpipeError(f"parameters cannot be sharded over replicas (ZeRO-3): {'; '.join(found)}")
 
 
 def replica_groups(cache: BuildCache, tensors: Mapping[str, Tensor]) -> Mapping[int, Sequence[str]] | None:

@@ -38,7 +38,9 @@ class RankTensors(Tensors):
         return self._on(lambda replica_group: self.ranks.world.label in replica_group)
 
     def own(self) -> dict[str, Tensor]:
-        return self._on(lambda replica_group: self.ranks.world.label == replica_group[0])
+        shared = {} if self.ranks.parallel is None else self.ranks.parallel.shared
+        mine = self._on(lambda replica_group: self.ranks.world.label == replica_group[0])
+        return mine | {path: tensor for path, tensor in self.held().items() if path in shared}
 
     def _on(self, wanted: Callable[[Sequence[str]], bool]) -> dict[str, Tensor]:
         """The current tensors whose devices are `wanted`, by path; all tensors before the model is cut."""

@@ -35,6 +35,8 @@ class Ranks(Processes):
     - `world`: the ranks.
     - `calls`: how they make calls together.
     - `parallel`: the parallelism with pipes side by side, or None.
+    - `unsharded`: whether the plan shards parameters over replicas, and that is still to be done; `sharded`: the paths
+      of those of all ranks.
     - `refuse`: takes part in a call that has failed on this rank, so that all ranks learn of the error.
     """
 
@@ -44,10 +46,11 @@ class Ranks(Processes):
         super().__init__()
         self.world, self.calls = world, RankCalls(world, check_inputs)
         self.parallel: Parallel | None = None
+        self.unsharded, self.sharded = False, frozenset[str]()
 
     def call(self, call: Call, given: Given, name: str = "prepare") -> Any:
         if self.parallel is not None and name == "rehearse":
-            raise FxpipeError("rehearse is for a pipe by itself: call it before parallelize")
+            raise FxpipeError("rehearse is for whole parameters, of a pipe by itself: call it before parallelize")
         beside = nullcontext() if self.parallel is None or name == "prepare" else self.parallel.call(name == "step")
         with beside, self.together():
             return self.calls.make(call, given, self.refuse, name)

@@ -8,7 +8,7 @@ from fxpipe.planning.hybrid.event_time import Problem
 from fxpipe.planning.hybrid.looped_pipeline import LoopedOrder, Simulated, looped
 from fxpipe.planning.hybrid.plan_request import Answer, Request
 from fxpipe.planning.hybrid.planners import search
-from fxpipe.schedules.make_schedule import LOOPED, form, placement
+from fxpipe.schedules.make_schedule import LOOPED, SPLIT, form, placement
 from fxpipe.schedules.simulate.hybrid_costs import order_of, rows, simulate_hybrid
 
 PER_DEVICE = (2, 4)  # numbers of stages to try
@@ -31,6 +31,11 @@ def find_plan(
             f"planner={planner!r} gives each device one stage, and {schedule!r} needs several: leave out one of them"
         )
     return looped(request, looped_order(schedule, stages_per_device))
+
+
+def most_sharding(schedule: str | None, tensor_parallel: int) -> str:
+    """The most that "auto" may shard. Plans with ZeRO-3 run where each backward is one action, on whole parameters."""
+    return "zero1" if schedule in SPLIT or tensor_parallel > 1 else "zero3"
 
 
 def looped_order(schedule: str, stages_per_device: int | None = None) -> LoopedOrder:

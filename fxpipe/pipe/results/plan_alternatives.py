@@ -19,6 +19,7 @@ from tabulate import tabulate
 from fxpipe.errors import PlanError
 from fxpipe.ir.cluster.what_if import one_more, widened
 from fxpipe.ir.plan.hybrid_plan import shape
+from fxpipe.ir.plan.model_states import ZERO
 from fxpipe.ir.timeline import Timeline
 from fxpipe.ir.units import show_seconds
 from fxpipe.pipe.build.phase_timing import timed
@@ -104,17 +105,21 @@ def _rival(name: str, request: Request, chosen: Answer) -> Row:
 
 def _what_if(planner: str, find: Find, request: Request, chosen: Answer, size: int) -> list[Row]:
     """The same planner, with the micro-batches of the plan, so that nothing else differs: on a changed cluster; and
-    without ZeRO-1, if the plan has it, or with it, if some stages recompute."""
+    with less of its sharding, if the plan has some, or with more, if some stages recompute."""
     more = "one more device" if size == 1 else f"{size} more devices"
     own = replace(request, micro_batches=chosen.plan.micro_batches)
     same = replace(own, warmup=chosen.plan.warmup)
     ways = tuple(replace(way, cluster=widened(way.cluster, 2)) for way in request.ways)
     changes = {} if ways else {more: replace(same, cluster=one_more(request.cluster))}
     changes["twice the bandwidth"] = replace(same, cluster=widened(request.cluster, 2), ways=ways)
+    sharded = chosen.plan.optimizer_sharding
     if chosen.plan.shards_optimizer:
-        changes["without ZeRO-1"] = replace(own, optimizer_sharding="none")
+        changes[f"without {ZERO[sharded]}"] = replace(own, optimizer_sharding="none")
+        if sharded == "zero3":
+            changes["with ZeRO-1"] = replace(own, optimizer_sharding="zero1")
     elif request.optimizer_sharding == "none" and any(stage.recompute for stage in chosen.plan.stages):
-        changes["with ZeRO-1"] = replace(own, optimizer_sharding="zero1")
+        kinds = replace(own, optimizer_sharding="auto").shardings[1:]
+        changes |= {f"with {ZERO[kind]}": replace(own, optimizer_sharding=kind) for kind in kinds}
     rows = []
     for name, changed in changes.items():
         with timed(name):

@@ -26,7 +26,7 @@ from fxpipe.ir.plan import layer_chain as chains
 from fxpipe.ir.plan import plan as plans
 from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, replica_group, shape
 from fxpipe.ir.plan.layer_chain import Chain
-from fxpipe.ir.plan.model_states import ModelStates, model_states
+from fxpipe.ir.plan.model_states import ZERO, ModelStates, model_states
 from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.plan.stage_ways import Way
 from fxpipe.ir.replica_shares import uneven
@@ -40,7 +40,7 @@ from fxpipe.viz import html, svg
 from fxpipe.viz import text_timeline as text
 
 from . import plan_alternatives
-from .find_plan import find_plan
+from .find_plan import find_plan, most_sharding
 from .memory_kinds import KINDS, MemoryKinds, memory_kinds
 from .plan_alternatives import TriedSize
 
@@ -97,7 +97,7 @@ class Planned:
         shares = ", ideal shares" if self.chain.ideal_shares else ""
         shares += hybrids.tensor_parallel(layers.stages)
         if layers.shards_optimizer:
-            shares += ", ZeRO-1"
+            shares += f", {ZERO[layers.optimizer_sharding]}"
         head = [
             f"{self.plan.model}: {shape(layers.stages)} on {len(self.memory)} of {len(self.cluster.devices)} devices, "
             f"{counts}, {self.plan.schedule}{shares}",
@@ -211,6 +211,7 @@ class Planned:
             seconds=3,
             optimizer_sharding=self.optimizer_sharding,
             ways=() if one else ways,
+            most_sharding=most_sharding(self.plan.schedule, max(way.tensor_parallel for way in self.ways)),
         )
         times = len(self.layers.stages) // len(rows(self.layers.stages))
         own = partial(find_plan, schedule=self.plan.schedule, stages_per_device=times)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from fxpipe.codegen.package.package_files import save, with_loss
@@ -34,4 +35,5 @@ def _message_table(cache: BuildCache, made: Build) -> MessageTable | None:
     """The messages of a step, if the package can be loaded over ranks; else None."""
     if not cache.options.ranks and (made.graph.loss is None or cache.options.place is not None):
         return None
-    return message_table(made.program, made.schedule)
+    whole = replace(made.program, sharded=frozenset())  # who loads the package has whole parameters
+    return message_table(whole, made.schedule)

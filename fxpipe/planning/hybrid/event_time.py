@@ -29,7 +29,7 @@ from math import inf
 from typing import NamedTuple
 
 from fxpipe.ir.cluster.cluster import Cluster
-from fxpipe.ir.cluster.network import Rate, all_reduce, split_concat
+from fxpipe.ir.cluster.network import Rate, all_gather, all_reduce, split_concat
 from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, warmup_of
 from fxpipe.ir.plan.layer_chain import Chain, Layer
 from fxpipe.ir.plan.model_states import model_states
@@ -74,11 +74,15 @@ class Problem:
     - `warmup`, `all_reduce`: as in `HybridPlan`.
     - `copies`: bytes in memory for each byte of parameters: 2 with the gradient, more with the optimizer's state.
     - `capped`: whether plans must fit in memory.
-    - `optimizer_sharding`: as in `HybridPlan`, or "auto": that of plans that do not fit in memory otherwise.
+    - `optimizer_sharding`: as in `HybridPlan`, or "auto": "zero1" for plans that do not fit in memory otherwise.
 
     Replicas that share out the optimizer's state need not all-reduce their gradients: a reduce-scatter gives each the
     sums for its share, and an all-gather the parameters that the others have updated. In a ring these two take as long
     as the all-reduce, which is a reduce-scatter and an all-gather (ZeRO, section 7.2.1). So they are counted as one.
+
+    With "zero3" each forward and each backward of a micro-batch all-gathers the parameters of the stage, layer by
+    layer, and each backward reduce-scatters their gradients (section 7.2.2, there once a step). Computing waits
+    meanwhile: nothing is gathered ahead. Nothing is left to add up at the end.
     """
 
     chain: Chain
@@ -163,8 +167,16 @@ class Problem:
 
     def fixed(self, first: int, end: int, replicas: int) -> float:
         """Bytes that each device of a stage holds whatever it computes."""
-        sharding = "none" if self.optimizer_sharding == "none" else "zero1"
+        sharding = "zero1" if self.optimizer_sharding == "auto" else self.optimizer_sharding
         return sum(model_states(self.chain, first, end, replicas, self.copies, sharding))
+
+    def gather(self, first: int, end: int, devices: Devices) -> float:
+        """Seconds in which the replicas of a stage all-gather its parameters, layer by layer, or reduce-scatter their
+        gradients; 0 if each has all of them."""
+        if self.optimizer_sharding != "zero3" or len(devices) == 1:
+            return 0.0
+        rate = all_gather(self.ring(devices))
+        return sum(rate.seconds(layer.parameters) for layer in self.chain.layers[first:end])
 
     def ring(self, devices: Devices) -> Rate:
         """The rate of an all-reduce, remembered."""
@@ -209,6 +221,8 @@ def _stage_times(problem: Problem, first: int, end: int, devices: Devices, recom
     chain, share, replicas = problem.chain, problem.share(len(devices)), problem.replicas(devices)
     forward = max((own.forwards[end] - own.forwards[first]) * part for own, part in replicas)
     backward = max((own.backwards[end] - own.backwards[first]) * part for own, part in replicas)
+    gather = problem.gather(first, end, devices)
+    forward, backward = forward + gather, backward + 2 * gather
     saved = (chain.saved[end] - chain.saved[first]) * share
     taken = chain.cuts[first] * share
     return StageTimes(
@@ -225,7 +239,7 @@ def _stage_times(problem: Problem, first: int, end: int, devices: Devices, recom
 
 def _tail(problem: Problem, first: int, end: int, devices: Devices) -> float:
     """Seconds from the end of the last backward to the end of the all-reduce."""
-    if len(devices) == 1:
+    if len(devices) == 1 or problem.optimizer_sharding == "zero3":
         return 0.0
     rate, chain, replicas = problem.ring(devices), problem.chain, problem.replicas(devices)
     if problem.all_reduce == "end":

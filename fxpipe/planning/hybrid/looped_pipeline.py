@@ -93,6 +93,7 @@ def looped(request: Request, order: LoopedOrder) -> Answer:
         perf_counter() - started,
         best.samples is None,
         optimizer_sharding=request.optimizer_sharding,
+        most_sharding=request.most_sharding,
     )
     return Answer(best, seconds, certificate)
 
@@ -130,11 +131,11 @@ def _bound(problem: Problem, stages: Sequence[HybridStage]) -> float:
 
 def _fitting(request: Request, one: _Candidate, order: LoopedOrder) -> tuple[float, HybridPlan | None, int]:
     """The seconds of the candidate's first plan that fits in memory, that plan, and how many were simulated: as it is,
-    with ZeRO-1 if that may be, and then with recomputation on the devices that lack memory, if that may be."""
+    with ZeRO-1 or else ZeRO-3 if that may be, and then with recomputation on the devices that lack memory, if that may
+    be."""
     stages, tries = one.stages, 0
-    asked = request.optimizer_sharding
     while True:
-        for sharding in ("none", "zero1") if asked == "auto" else (asked,):
+        for sharding in request.shardings:
             plan = replace(plan_of(one.problem, stages), optimizer_sharding=sharding)
             seconds, held = order.simulate(one.problem, plan)
             tries += 1

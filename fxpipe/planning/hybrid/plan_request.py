@@ -10,7 +10,7 @@ from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.plan import layer_chain as chains
 from fxpipe.ir.plan.hybrid_plan import ALL_REDUCES, WARMUPS, HybridPlan
 from fxpipe.ir.plan.layer_chain import Chain
-from fxpipe.ir.plan.model_states import OPTIMIZER_SHARDINGS
+from fxpipe.ir.plan.model_states import OPTIMIZER_SHARDINGS, ZERO
 from fxpipe.ir.units import count, show_seconds
 
 from .event_time import Problem, least_work_of
@@ -42,7 +42,9 @@ class Request:
     - `chains`: the same layers with costs at several sizes of micro-batch; other sizes are scaled from the nearest
     - `micro_batches`, `warmup`: those of the plan
     - `recompute`: whether all stages do (True), none (False), or those that do not fit in memory otherwise (None)
-    - `all_reduce`, `copies`, `capped`, `optimizer_sharding`: as in `Problem`
+    - `all_reduce`, `copies`, `capped`: as in `Problem`
+    - `optimizer_sharding`: that of all plans; or "auto": that of the fastest plan, and of equally fast ones the least
+    - `most_sharding`: the most that "auto" stands for: "zero1" where nothing runs plans with "zero3"
     - `seconds`: how long a search may take
     - `ways`: the ways of which each stage has one; if not given, all have single devices, with the costs of `chains`.
       Only "optimal" knows several. The size of each group divides the next larger one
@@ -60,6 +62,7 @@ class Request:
     seconds: float = 30
     capped: bool = True
     optimizer_sharding: str = "none"
+    most_sharding: str = "zero3"
     ways: tuple[RequestWay, ...] = ()
     known: tuple[HybridPlan, ...] = ()
 
@@ -67,6 +70,28 @@ class Request:
     def every(self) -> tuple[RequestWay, ...]:
         """All ways: at least one."""
         return self.ways or (RequestWay(1, self.chains, self.cluster),)
+
+    @property
+    def shardings(self) -> tuple[str, ...]:
+        """What plans may shard, the least first."""
+        if self.optimizer_sharding != "auto":
+            return (self.optimizer_sharding,)
+        return OPTIMIZER_SHARDINGS[: OPTIMIZER_SHARDINGS.index(self.most_sharding) + 1]
+
+    @property
+    def searches(self) -> tuple[Request, ...]:
+        """What to search: with "auto" plans with and without ZeRO-1, which takes no time, and besides plans with
+        ZeRO-3, which takes time, unless all that there is fits on each device."""
+        if self.optimizer_sharding != "auto" or "zero3" not in self.shardings or self._roomy():
+            return (self,)
+        return self, replace(self, optimizer_sharding="zero3")
+
+    def _roomy(self) -> bool:
+        """Whether even a device with the whole model and all micro-batches would have enough memory."""
+        each = [(m, chains.for_micro_batches(self.chains, self.batch, m)) for m in self.counts()]
+        waiting = max(m * (chain.saved[-1] + sum(chain.cuts)) for m, chain in each)
+        held = self.copies * self.chains[0].parameters[-1] + waiting
+        return not self.capped or held <= min(device.memory for device in self.cluster.devices)
 
     @property
     def warmups(self) -> tuple[str, ...]:
@@ -133,6 +158,12 @@ def check(request: Request) -> None:
         raise PlanError(
             f"there is no optimizer sharding {request.optimizer_sharding!r}; there are {', '.join(ASKED_SHARDINGS)}"
         )
+    if request.optimizer_sharding == "zero3" != request.most_sharding:
+        raise PlanError(
+            "with optimizer_sharding='zero3' each backward is one action, on whole parameters that replicas gather: "
+            "leave out tensor_parallel, and schedules that split backward, such as 'zb-h1', or write "
+            "optimizer_sharding='zero1'"
+        )
     if not request.seconds > 0:
         raise PlanError(f"{request.seconds} seconds to search; give more than none")
 
@@ -157,7 +188,8 @@ class Certificate:
     - `ideal_shares`: whether the replicas of all plans share micro-batches evenly, whole samples or not.
     - `unfinished`: for how many numbers of micro-batches and warm-ups DAPPLE's planner took too long. Its plan with one
       of these may be faster; with all others it is not.
-    - `optimizer_sharding`: that of all plans: "none", "zero1", or "auto", where memory asks for it.
+    - `optimizer_sharding`: that of all plans: "none", "zero1", "zero3", or "auto", where memory asks for it;
+      then at most `most_sharding`.
     """
 
     bound: float
@@ -169,6 +201,7 @@ class Certificate:
     unfinished: int = 0
     optimizer_sharding: str = "none"
     ways: tuple[int, ...] = ()
+    most_sharding: str = "zero3"
 
     @property
     def proven(self) -> bool:
@@ -180,7 +213,8 @@ class Certificate:
         if self.ideal_shares:
             known += ", with ideal shares"
         if self.optimizer_sharding != "none":
-            known += ", with ZeRO-1" + (" where memory asks for it" if self.optimizer_sharding == "auto" else "")
+            auto = "ZeRO-1" + " or ZeRO-3" * (self.most_sharding == "zero3") + " where memory asks for it"
+            known += f", with {ZERO.get(self.optimizer_sharding, auto)}"
         if self.ways:
             known += f", with a tensor-parallel size of {', '.join(map(str, self.ways))} for each stage"
         if self.unfinished:

@@ -60,6 +60,7 @@ def best_of(found: Sequence[Answer]) -> Answer:
         best.plan.samples is None,
         sum(proof.unfinished for proof in proofs),
         proofs[0].optimizer_sharding,
+        most_sharding=proofs[0].most_sharding,
     )
     return replace(best, certificate=certificate)
 
@@ -74,8 +75,9 @@ def _tried(stages_of: Callable[[Problem], Stages], most: int = MOST_MICRO_BATCHE
 
 
 def _problems(request: Request, most: int) -> list[Problem]:
-    """A problem for each warm-up and each of at most `most` numbers of micro-batches."""
-    return [request.problem(m, warmup) for m in request.counts(most) for warmup in request.warmups]
+    """A problem for each of `Request.searches`, each warm-up and each of at most `most` numbers of micro-batches."""
+    pairs = [(m, warmup) for m in request.counts(most) for warmup in request.warmups]
+    return [one.problem(*pair) for one in request.searches for pair in pairs]
 
 
 def _fastest(request: Request, problems: Sequence[Problem], stages_of: Callable[[Problem], Stages]) -> Answer:

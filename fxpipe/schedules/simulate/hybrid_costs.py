@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.cluster.device_groups import grouped, positions
-from fxpipe.ir.cluster.network import all_reduce, hand_over
+from fxpipe.ir.cluster.network import Rate, all_gather, all_reduce, hand_over
 from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, ranges, replica_group
 from fxpipe.ir.plan.layer_chain import Chain, Layer
 from fxpipe.ir.plan.model_states import model_states
@@ -31,9 +31,13 @@ def stage_cost(
     share, layers = largest_share(chain.samples, stage.replicas), slice(stage.first, stage.end)
     replicas = _replicas(chain, cluster, stage)
     states = model_states(chain, stage.first, stage.end, stage.replicas, copies, optimizer_sharding)
+    gather = 0.0  # for each use of the parameters, and for their gradients
+    if optimizer_sharding == "zero3" and stage.replicas > 1:
+        rate = all_gather(_ring(cluster, stage))
+        gather = sum(rate.seconds(layer.parameters) for layer in chain.layers[layers])
     return StageCost(
-        max(sum(layer.forward for layer in own) * part for own, part in replicas),
-        max(sum(layer.backward for layer in own) * part for own, part in replicas),
+        max(sum(layer.forward for layer in own) * part for own, part in replicas) + gather,
+        max(sum(layer.backward for layer in own) * part for own, part in replicas) + 2 * gather,
         saved=round(sum(layer.saved for layer in chain.layers[layers]) * share),
         taken=round(chain.cuts[stage.first] * share),
         fixed=round(sum(states)),
@@ -50,14 +54,19 @@ def _replicas(chain: Chain, cluster: Cluster, stage: HybridStage) -> list[tuple[
     return [(chain.on(kind).layers[stage.first : stage.end], share) for kind, share in different]
 
 
+def _ring(cluster: Cluster, stage: HybridStage) -> Rate:
+    """The rate of an all-reduce of the stage's replicas."""
+    size = stage.tensor_parallel
+    return all_reduce(grouped(cluster, size), positions(cluster, size, stage.devices))
+
+
 def _reductions(chain: Chain, cluster: Cluster, plan: HybridPlan, s: int) -> Iterator[Reduction]:
-    """One for the stage, or one per layer from its last to its first."""
+    """One for the stage, or one per layer from its last to its first; none if each backward has scattered them."""
     stage = plan.stages[s]
     layers, replicas = chain.layers[stage.first : stage.end], _replicas(chain, cluster, stage)
-    if stage.replicas == 1:
+    if stage.replicas == 1 or plan.optimizer_sharding == "zero3":
         return
-    size = stage.tensor_parallel
-    rate = all_reduce(grouped(cluster, size), positions(cluster, size, stage.devices))
+    rate = _ring(cluster, stage)
     if plan.all_reduce == "end":
         yield Reduction(s, rate.seconds(sum(layer.parameters for layer in layers)))
         return

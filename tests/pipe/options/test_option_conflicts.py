@@ -71,9 +71,9 @@ def test_who_can_shard_the_optimizer(device: str, ranks: bool, told: str) -> Non
     sharded = replace(plan, optimizer_sharding="zero1")
     alone = replace(sharded, stages=(replace(stage, replicas=()),))
     for one in (plan, alone):
-        refuse_optimizer_sharding(one, stage.devices, ranks)
+        refuse_optimizer_sharding(one, stage.devices, ranks, {})
     with pytest.raises(PlanError, match=re.escape(told)) if told else nullcontext():
-        refuse_optimizer_sharding(sharded, stage.devices, ranks)
+        refuse_optimizer_sharding(sharded, stage.devices, ranks, {})
 
 
 def test_compile_asks_whether_the_optimizer_can_be_sharded() -> None:
@@ -82,6 +82,26 @@ def test_compile_asks_whether_the_optimizer_can_be_sharded() -> None:
     with pytest.raises(PlanError, match="the plan shards the optimizer's state over replicas"):
         fxpipe.compile(net(), plan=plan)
     fxpipe.compile(net(), plan=plan, devices=["cpu", "cpu"]).close()
+
+
+@pytest.mark.parametrize(
+    ("device", "schedule", "given", "told"),
+    [
+        ("cpu", "1f1b", {"backward": "autograd"}, ""),
+        ("cuda", "1f1b", {}, "on accelerators shard them over the rows of a mesh instead, by pipe.parallelize"),
+        ("cpu", "1f1b", {"backward": "code"}, "leave out backward='code', or shard them over the rows of a mesh"),
+        ("cpu", "zb-h1", {"compile_stages": True}, "leave out compile_stages and schedule='zb-h1', or"),
+    ],
+)
+def test_what_does_not_go_with_sharded_parameters(device: str, schedule: str, given: dict[str, Any], told: str) -> None:
+    stage = StagePlan(("input_1", "tanh"), f"{device}:0", "never", replicas=(f"{device}:1",))
+    plan = Plan("Sequential", (stage,), 2, schedule, optimizer_sharding="zero3")
+    alone = replace(plan, stages=(replace(stage, replicas=()),))
+    for one in (replace(plan, optimizer_sharding="zero1"), alone):
+        refuse_optimizer_sharding(one, stage.devices, True, given)
+    with pytest.raises(PlanError, match=re.escape(told)) if told else nullcontext():
+        refuse_optimizer_sharding(plan, stage.devices, True, given)
+    fxpipe.compile(net(), plan=plan, devices=["cpu", "cpu"]).close()  # one memory, with each parameter in it once
 
 
 def test_the_same_may_be_said_twice() -> None:

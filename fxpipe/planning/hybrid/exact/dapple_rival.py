@@ -19,11 +19,12 @@ from .search_phases import Case, PlanSearch
 
 @dataclass
 class Rival:
-    """The searches of DAPPLE's planner by number of micro-batches and warm-up, and the cases that have their plan."""
+    """The searches of DAPPLE's planner by number of micro-batches, warm-up and sharding, and the cases that have their
+    plan."""
 
     hunt: PlanSearch
     request: Request
-    searches: dict[tuple[int, str], DappleSearch] = field(default_factory=dict)
+    searches: dict[tuple[int, str, str], DappleSearch] = field(default_factory=dict)
     compared: set[int] = field(default_factory=set)
 
     def ask(self, until: float) -> None:
@@ -58,10 +59,10 @@ class Rival:
 
     def _search(self, case: Case) -> DappleSearch:
         problem = case.problem
-        late = self.searches.get((problem.micro_batches, "late"))
+        late = self.searches.get((problem.micro_batches, "late", problem.optimizer_sharding))
         if late is not None and late.ended and not late.lacked:
             return late
-        key = problem.micro_batches, problem.warmup
+        key = problem.micro_batches, problem.warmup, problem.optimizer_sharding
         if key not in self.searches:
             self.searches[key] = DappleSearch(problem, recomputes=True)
         return self.searches[key]

@@ -115,7 +115,7 @@ def _fewest(relaxed: Relaxed, a: int, b: int, devices: int, limit: float, before
     hides = slow.backwards[b] - slow.backwards[a]
     r = relaxed.held(a, b)
     while r <= devices:  # more replicas take longer to add up: each round may ask for more
-        tail = relaxed.ring(r).seconds(parameters)
+        tail = 0.0 if relaxed.problem.optimizer_sharding == "zero3" else relaxed.ring(r).seconds(parameters)
         if overlaps:
             tail = max(0.0, tail - hides * relaxed.problem.share(r))
         left = limit - max(before, tail)

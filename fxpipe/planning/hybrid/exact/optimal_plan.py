@@ -61,7 +61,7 @@ def optimal(request: Request) -> Answer:
     if hunt.case is None:
         raise PlanError(_too_large(request))
     problem, bound = hunt.case.problem, min(hunt.time, min(case.bound for case in cases))
-    sharding = request.optimizer_sharding
+    sharding = problem.optimizer_sharding
     if sharding == "auto":
         sharding = "none" if hunt.case.shapes.fits(hunt.shape, "none") else "zero1"
     plan = plan_of(replace(problem, optimizer_sharding=sharding), hunt.case.shapes.stages(hunt.shape))
@@ -75,6 +75,7 @@ def optimal(request: Request) -> Answer:
         0 if request.ways else rival.unfinished,
         request.optimizer_sharding,
         tuple(dict.fromkeys(way.degree for way in request.ways)),
+        request.most_sharding,
     )
     return Answer(plan, hunt.time, certificate)
 
@@ -83,11 +84,13 @@ def _too_large(request: Request) -> str:
     chain, devices, sharding = request.chains[0], request.cluster.devices, request.optimizer_sharding
     memory = max(device.memory for device in devices)
     replicas = len(devices) if sharding != "none" else 1
-    held = [sum(model_states(chain, at, at + 1, replicas, request.copies, "zero1")) for at in range(len(chain))]
+    shares = "zero1" if sharding == "auto" else sharding
+    held = [sum(model_states(chain, at, at + 1, replicas, request.copies, shares)) for at in range(len(chain))]
+    total = sum(model_states(chain, 0, len(chain), replicas, request.copies, shares))
     largest = max(range(len(held)), key=held.__getitem__)
-    advice = "optimizer_sharding='zero1', " if sharding == "none" and request.copies > 2 else ""
+    advice = "optimizer_sharding='auto', " if sharding == "none" and len(devices) > 1 else ""
     return (
-        f"no plan found that fits in memory: the parameters of {chain.model} take {show_bytes(sum(held))} with "
+        f"no plan found that fits in memory: the parameters of {chain.model} take {show_bytes(total)} with "
         f"gradients and optimizer, layer {chain.layers[largest].name!r} alone {show_bytes(held[largest])}, and the "
         f"largest of {len(devices)} devices has {show_bytes(memory)}; allow recompute, {advice}smaller micro-batches "
         "or a larger cluster"

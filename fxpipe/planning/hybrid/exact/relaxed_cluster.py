@@ -11,14 +11,15 @@ from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import combinations
+from itertools import accumulate, combinations
 from math import inf
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fxpipe.ir.cluster.cluster import Cluster
-from fxpipe.ir.cluster.network import Behind, Rate, behind_ports, ring, split_concat
+from fxpipe.ir.cluster.network import Behind, Rate, all_gather, behind_ports, ring, split_concat
 from fxpipe.ir.plan.layer_chain import Chain
 from fxpipe.planning.hybrid.event_time import Problem
 
@@ -145,7 +146,8 @@ class Relaxed:
     def times(self, devices: int) -> tuple[Floats, Floats]:
         """Seconds of stages forward and backward, by end, first layer and replicas. The largest share is that of one of
         r replicas, and the smallest that of another which is no faster than the r-th fastest device."""
-        return self._times(devices, "forwards"), self._times(devices, "backwards")
+        gather = self.gathers(devices)
+        return self._times(devices, "forwards") + gather, self._times(devices, "backwards") + 2 * gather
 
     def _times(self, devices: int, what: str) -> Floats:
         found = between(getattr(self.chain, what)) * self.shares(devices)
@@ -172,8 +174,35 @@ class Relaxed:
             return Rate(0.0, 0.0)
         return Rate(2 * (r - 1) * self.rates.ring_latency, 2 * (r - 1) / r / self.rates.bandwidths[r])
 
+    def gathers(self, devices: int) -> Floats:
+        """Seconds of `Problem.gather` for stages, by end, first layer and replicas."""
+        if self.problem.optimizer_sharding != "zero3":
+            return np.zeros(devices + 1)
+        rates = [all_gather(self.ring(max(r, 1))) for r in range(devices + 1)]
+        latency, per_byte = map(np.array, zip(*rates, strict=True))
+        layers = list(accumulate((layer.parameters > 0 for layer in self.chain.layers), initial=0))
+        found: Floats = between(layers) * latency + between(self.chain.parameters) * per_byte
+        return found
+
+    def states(self, devices: int) -> Floats:
+        """Bytes of `Problem.fixed` for stages, by end, first layer and replicas."""
+        problem, n, parameters = self.problem, len(self.chain), between(self.chain.parameters)
+        total, layers = self.chain.parameters[-1] or 1, [layer.parameters for layer in self.chain.layers]
+        if problem.optimizer_sharding != "zero3":
+            each: Floats = np.array([problem.fixed(0, n, max(r, 1)) / total for r in range(devices + 1)])
+            return parameters * each
+        largest = np.zeros_like(parameters)  # layer, which is gathered
+        for a in range(n):
+            largest[a + 1 :, a, 0] = np.maximum.accumulate(layers[a:])
+        whole = parameters * problem.copies + np.zeros(devices + 1)
+        shared = parameters * problem.copies / np.maximum(np.arange(devices + 1), 1) + min(problem.copies, 2) * largest
+        found: Floats = np.where(np.arange(devices + 1) > 1, shared, whole)
+        return found
+
     def tails(self, devices: int) -> Floats:
         """Seconds of the all-reduce of stages after the last backward, by end, first layer and replicas."""
+        if self.problem.optimizer_sharding == "zero3":
+            return np.zeros((len(self.chain) + 1, len(self.chain), devices + 1))
         rings = [self.ring(max(r, 1)) for r in range(devices + 1)]
         latency, per_byte = map(np.array, zip(*rings, strict=True))
         count = between(self.chain.parameters)
@@ -197,8 +226,9 @@ class Relaxed:
             chain, problem, room = self.chain, self.problem, self.rates.room[1]
             saved = chain.saved[end] - chain.saved[first] + (chain.cuts[first] if self.must else 0.0)
 
-            def fits(r: int) -> bool:
-                return saved * problem.share(r) <= (room - problem.fixed(first, end, r)) * (1 + 1e-9)
+            def fits(r: int) -> bool:  # with ZeRO-3, one device without replicas may hold less than two with one
+                held = min(problem.fixed(first, end, r), problem.fixed(first, end, 1))
+                return saved * problem.share(r) <= (room - held) * (1 + 1e-9)
 
             counts = range(1, len(self.rates.room))
             found = self._held[first, end] = 1 + bisect_left(counts, True, key=fits)  # the more, the less each holds
@@ -207,11 +237,10 @@ class Relaxed:
     def repeats(self, devices: int, ahead: Floats) -> tuple[Floats, Floats]:
         """Whether stages fit in memory, and whether they have to recompute for that, by end, first layer and replicas.
         `ahead`: by end, how many micro-batches they keep."""
-        chain, problem, room = self.chain, self.problem, np.array(self.rates.room[: devices + 1])
-        states = [problem.fixed(0, len(chain), max(r, 1)) / (chain.parameters[-1] or 1) for r in range(devices + 1)]
+        chain, room = self.chain, np.array(self.rates.room[: devices + 1])
         shares = self.shares(devices)
         saved = between(chain.saved) * shares
-        left = room - between(chain.parameters) * np.array(states)
+        left: Any = room - self.states(devices)
         left = left + np.where(room < inf, 1e-9 * room, 0.0)
         cuts = np.array(chain.cuts[: len(chain)])[:, None] * shares
         at_once = (ahead * saved <= left) & (not self.must)

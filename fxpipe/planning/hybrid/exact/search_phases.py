@@ -1,7 +1,8 @@
 """The phases of the search for the optimal plan, and what they share: the cases, their bounds, the best plan so far.
 
-A case is a number of micro-batches and a warm-up. All cases look for one plan: the best plan of any case is the one to
-beat in all, and a case whose bound is above its time is closed. `optimal` runs the phases in order.
+A case is a number of micro-batches, a warm-up, and what replicas may share out. All cases look for one plan: the best
+plan of any case is the one to beat in all, and a case whose bound is above its time is closed. `optimal` runs the
+phases in order.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ PLACES = 1000  # choices of a count of devices for each run, at most
 
 @dataclass
 class Case:
-    """One number of micro-batches and one warm-up. No plan of it takes less than `bound` seconds."""
+    """One problem of the request. No plan of it takes less than `bound` seconds."""
 
     shapes: Shapes
     relaxed: RelaxedWays
@@ -72,16 +73,17 @@ class Case:
 
 
 def cases_of(request: Request) -> list[Case]:
-    """A case for each number of micro-batches and each warm-up. The cluster looks the same in all of them."""
+    """A case for each number of micro-batches, each warm-up and each of `Request.searches`. The cluster looks the same
+    in all of them."""
     cluster, degrees = request.cluster, tuple(way.degree for way in request.every)
     found = []
-    for m, warmup in product(request.counts(), request.warmups):
-        problems = request.problems(m, warmup)
+    for one, m, warmup in product(request.searches, request.counts(), request.warmups):
+        problems = one.problems(m, warmup)
         kinds = problems[0].kinds if max(degrees) == 1 else [device.server for device in cluster.devices]
         own = runs(cluster, kinds)
         ways = ways_of(tuple(zip(degrees, problems, strict=True)), cluster, own)
-        best = (rates(one, runs(one.cluster, one.kinds)) for one in problems)
-        relaxed = (Relaxed(one, rate, request.recompute) for one, rate in zip(problems, best, strict=True))
+        best = (rates(problem, runs(problem.cluster, problem.kinds)) for problem in problems)
+        relaxed = (Relaxed(two, rate, request.recompute) for two, rate in zip(problems, best, strict=True))
         shapes = Shapes(ways, cluster, own, request.recompute)
         found.append(Case(shapes, RelaxedWays(tuple(relaxed), degrees, len(cluster.devices))))
     return found

@@ -166,13 +166,17 @@ def test_chooses_micro_batches_warmup_and_recompute(seed):
 
 def most_held(problem: Problem, stages: tuple[HybridStage, ...], sharding: str) -> float:
     """The share of its memory that the fullest device uses, from the definition: with "zero1" each of r replicas has an
-    r-th of what there is beside parameters and gradients."""
+    r-th of what there is beside parameters and gradients; with "zero3" an r-th of all, and besides the parameters and
+    gradients of the largest layer."""
     chain, m, n, found = problem.chain, problem.micro_batches, len(stages), 0.0
     for s, stage in enumerate(stages):
         own, r = chain.layers[stage.first : stage.end], len(stage.devices)
         share = 1 / r if chain.ideal_shares else -(-chain.samples // r) / chain.samples
         state = max(problem.copies - 2, 0) / (r if sharding == "zero1" else 1)
         fixed = (min(problem.copies, 2) + state) * sum(layer.parameters for layer in own)
+        if sharding == "zero3" and r > 1:
+            fixed = problem.copies * sum(layer.parameters for layer in own) / r
+            fixed += min(problem.copies, 2) * max(layer.parameters for layer in own)
         waiting = min(m, n - s if problem.warmup == "early" else 2 * (n - s) - 1)
         saved = sum(layer.saved for layer in own) * share
         taken = chain.layers[stage.first - 1].cut * share if stage.first else 0.0
@@ -221,6 +225,71 @@ def compare_sharded(seed: int) -> str:
 @pytest.mark.parametrize("seed", range(6))
 def test_sharded_optimizer_state_equals_brute_force(seed):
     compare_sharded(seed)
+
+
+def tight(seed: int) -> Problem:
+    """A random problem in which large parameters are gathered over a fast network, and few micro-batches make
+    pipelines slow; memory is short of them."""
+    rng = random.Random(seed)
+    devices, samples, copies = rng.choice([2, 3]), rng.choice([2, 4, 6]), rng.choice([2, 3, 4, 8])
+    layers = tuple(
+        Layer(
+            str(at), rng.uniform(1e-3, 4e-3), rng.uniform(1e-3, 8e-3), rng.choice([1e8, 1e8, 2e8, 0]),
+            rng.uniform(1e5, 1e6), rng.uniform(1e5, 1e7),
+        )
+        for at in range(rng.randint(4, 6))
+    )  # fmt: skip
+    total = sum(copies * layer.parameters + layer.saved for layer in layers)
+    memory = int(total * rng.uniform(0.36, 0.75)) + 1
+    cluster = servers(1, devices, 10 ** rng.uniform(11.5, 13), 1e9, rng.choice([0, 1e-5]), memory=memory)
+    given = rng.choice([1, 1, 2, 4]), rng.choice(["early", "late"]), rng.choice(["end", "overlap"])
+    return Problem(Chain("m", samples, layers), cluster, *given, copies, True, rng.choice(["zero3", "auto"]))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_sharded_parameters_equal_brute_force(seed):
+    """Also "auto": the fastest plan with any sharding, and of equally fast ones the least sharding."""
+    problem, recompute = tight(seed), random.Random(-seed).choice([None, None, False, True])
+    asked, choices = problem.optimizer_sharding, (False, True) if recompute is None else (recompute,)
+    found: tuple[float, str] = (inf, "")
+    for sharding in ("none", "zero1", "zero3") if asked == "auto" else (asked,):
+        roomy = replace(problem, capped=False, optimizer_sharding=sharding)
+        for stages in all_stages(len(problem.chain), len(problem.cluster.devices), choices):
+            if most_held(problem, stages, sharding) <= 1:
+                seconds = event_time(roomy, stages, found[0])
+                found = min(found, (seconds, sharding)) if seconds < found[0] * (1 - 1e-12) else found
+    best, sharding = found
+    given = {"recompute": recompute, "optimizer_sharding": asked}
+    if best == inf:
+        with pytest.raises(PlanError, match="no plan found that fits in memory"):
+            plan_for(problem, **given)
+        return
+    made = plan_for(problem, **given)
+    check(made.plan, len(problem.chain), len(problem.cluster.devices))
+    assert made.certificate.proven
+    assert made.certificate.bound <= best * (1 + 1e-9)
+    assert made.seconds == pytest.approx(best, rel=1e-9)
+    assert made.plan.optimizer_sharding == sharding
+    assert most_held(problem, made.plan.stages, sharding) <= 1
+
+
+def test_no_bound_on_sharded_parameters_is_above_the_optimum():
+    """The relaxed costs of stages are no more than those of any placement, in seconds and in bytes."""
+    for seed in range(8):
+        problem = replace(tight(seed), optimizer_sharding="zero3")
+        devices, layers = problem.cluster.devices, len(problem.chain)
+        relaxed = Relaxed(problem, rates(problem, runs(problem.cluster, problem.kinds)), None)
+        forward, backward = relaxed.times(len(devices))
+        states, tails = relaxed.states(len(devices)), relaxed.tails(len(devices))
+        for stages in all_stages(layers, len(devices)):
+            for stage in stages:
+                cost = problem.stage(stage.first, stage.end, stage.devices)
+                at = stage.end, stage.first, len(stage.devices)
+                assert forward[at] <= cost.forward * (1 + 1e-12)
+                assert backward[at] <= cost.backward * (1 + 1e-12)
+                assert states[at] <= cost.fixed * (1 + 1e-12)
+                assert tails[at] <= cost.tail
+                assert relaxed.held(stage.first, stage.end) <= len(stage.devices) or not fits(problem, stages)
 
 
 def test_recomputes_only_where_it_must():

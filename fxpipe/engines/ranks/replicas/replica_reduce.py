@@ -16,13 +16,12 @@ from math import prod
 import torch
 from torch import Tensor
 
+from fxpipe.engines.ranks.rank_group import World
 from fxpipe.engines.transports.communicators import Call as Sent
 from fxpipe.engines.transports.message_format import as_bytes
 from fxpipe.ir.program.gradient_buckets import Bucket
 from fxpipe.runtime import Stage
 from fxpipe.runtime.deferred_norms import Call, Pending, Seen, Sums, absorb, commit, discard, sums_of
-
-from .rank_group import World
 
 # Gradients ------------------------------------------------------------------------------------------------------------
 
