@@ -39,6 +39,17 @@ def test_what_can_be_traced_is_not_kept_whole():
     assert opaques(graph) == ()
 
 
+def test_nobody_measures_guards(monkeypatch):
+    """To do so, torch empties the processor's cache, in each capture."""
+
+    def measure(*_):
+        raise AssertionError("guards are measured")
+
+    monkeypatch.setattr(torch._dynamo.guards, "profile_guard_manager", measure)
+    CallCapture(nn.Linear(4, 4)).capture((torch.randn(6, 4),), {})
+    assert torch._dynamo.guards.profile_guard_manager is measure
+
+
 def test_only_the_submodule_that_breaks_is_kept_whole():
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), Branch()), nn.Linear(4, 4))
     graph = CallCapture(model).capture((torch.randn(6, 4),), {})
