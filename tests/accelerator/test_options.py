@@ -16,6 +16,7 @@ from fxpipe.ir.cluster.published_clusters import preset
 from fxpipe.planning.operators.expert_strategies import scattered
 from tests.helpers.transparency import build, inputs
 from tests.pipe.build.test_apply_strategy import CASES
+from tests.whole.test_tensor_parallel import loss, planned
 
 from .child_process import on_device
 from .pipelines import check_calls, check_steps
@@ -72,6 +73,25 @@ def test_compiled_stages(name: str) -> None:
 @on_device
 def test_backward_as_code(name: str, schedule: str) -> None:
     check_steps(name, DEVICES[:2], (8, 7), backward="code", schedule=schedule)
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [("joined", "two stages of two"), ("blocks", "one stage of two recomputes"), ("image", "two replicas of two")],
+)
+@on_device
+def test_plans_with_tensor_parallelism(name: str, how: str) -> None:
+    model, x, found = planned(name, how, kind=KIND)
+    plain, size = copy.deepcopy(model), found.layers.micro_batches
+    for part in x.tensor_split(size):
+        (loss(plain(part)) / size).backward()
+    with closing(fxpipe.compile(model, plan=found)) as pipe, checked():
+        total = pipe.step(x, loss_fn=lambda output: loss(output)).cpu()
+        assert {stage.device for stage in pipe.plan.stages} == set(DEVICES)
+    torch.testing.assert_close(total, sum(loss(plain(part)) / size for part in x.tensor_split(size)).detach())
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is not None, key
+        torch.testing.assert_close(parameter.grad.cpu(), plain.get_parameter(key).grad, rtol=1e-9, atol=1e-12)
 
 
 @on_device

@@ -28,9 +28,9 @@ from tests.helpers.marks import mostly_slow
 from tests.helpers.models import Block
 
 
-def fast(devices: int) -> Cluster:
+def fast(devices: int, kind: str = "cpu") -> Cluster:
     """So many devices, between which values move at once."""
-    return Cluster.of([f"cpu:{i}" for i in range(devices)], via=Link(("local", "local"), 1e14, 1e-9))
+    return Cluster.of([f"{kind}:{i}" for i in range(devices)], via=Link(("local", "local"), 1e14, 1e-9))
 
 
 class Joined(nn.Module):
@@ -105,14 +105,14 @@ def loss(output: Tensor) -> Tensor:
     return (output * torch.linspace(1, 2, output[0].numel()).view(output.shape[1:])).pow(2).flatten(1).sum(1).mean()
 
 
-def planned(name: str, how: str, devices: int = 4) -> tuple[nn.Module, Tensor, fxpipe.Planned]:
+def planned(name: str, how: str, devices: int = 4, kind: str = "cpu") -> tuple[nn.Module, Tensor, fxpipe.Planned]:
     torch.manual_seed(0)
     make, batch = MODELS[name]
     model, x = make().double(), batch()
     x = x.double() if x.is_floating_point() else x
     if how in MIXED:
         return model, x, mixed(model, x, how)
-    found = fxpipe.plan(model, fast(devices), 8, example_inputs=(x,), **PLANS[how])
+    found = fxpipe.plan(model, fast(devices, kind), 8, example_inputs=(x,), **PLANS[how])
     if how == "one stage of two recomputes":
         first, second = found.layers.stages
         layers = replace(found.layers, stages=(replace(first, recompute=True), second))
