@@ -214,6 +214,9 @@ class Chain(nn.Module):
         return x
 
 
+SOON = 10  # seconds until all ranks know that something has failed
+
+
 class Boom(Exception):
     """What a stage raises."""
 
@@ -255,7 +258,7 @@ def throw() -> None:
 
 def fail_everywhere(group: Any, schedule: str, replicas: Sequence[int] | None = None) -> None:
     """One action after the other fails, on whatever rank it is, in the last replica of a stage; the next step is exact
-    each time."""
+    each time, and no rank waits for long."""
     pipe, model, (x, y) = chain(group, schedule, replicas, timeout=60)
     rank = dist.get_rank(group)
 
@@ -270,9 +273,10 @@ def fail_everywhere(group: Any, schedule: str, replicas: Sequence[int] | None = 
         model.zero_grad()
         replica_group = scheduler.program.ranks[action.stage]
         at(pipe, str(action), throw, len(replica_group) - 1)
-        home = replica_group[-1]
+        home, began = replica_group[-1], time.monotonic()
         with pytest.raises(Boom if rank == home else RankError) as caught:
             step()
+        assert time.monotonic() - began < SOON, f"{action} failed"
         where = f"stage {action.stage}, micro-batch {action.micro_batch}"
         where += f", replica {len(replica_group) - 1}" if len(replica_group) > 1 else ""
         if rank == home:
@@ -329,12 +333,17 @@ def raises(*texts: str) -> Iterator[None]:
 
 
 def lose(
-    group: Any, end: str, action: str = "1F2", replicas: Sequence[int] | None = None, far: Sequence[int] = ()
+    group: Any,
+    end: str,
+    action: str = "1F2",
+    replicas: Sequence[int] | None = None,
+    far: Sequence[int] = (),
+    timeout: float = 10,
 ) -> None:
     """Rank 1, which is the last replica of a stage, ends, or stands still, in the middle of a step; ranks that are far
-    share no memory with others."""
+    share no memory with others. The others' step ends soon after they know."""
     with apart(dist.get_rank(group) in far):
-        pipe, _, (x, y) = chain(group, "1f1b", replicas, timeout=10)
+        pipe, _, (x, y) = chain(group, "1f1b", replicas, timeout=timeout)
     pipe.step(x, target=y, loss_fn=F.mse_loss)
     at(
         pipe,
@@ -342,9 +351,11 @@ def lose(
         lambda: os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[end]),
         replicas is not None,
     )
+    began = time.monotonic()
     try:
         pipe.step(x, target=y, loss_fn=F.mse_loss)
     except RankError:
+        assert time.monotonic() - began < (SOON if end == "kill" else max(SOON, 2 * timeout))
         with raises("start all ranks again"):
             pipe.step(x, target=y, loss_fn=F.mse_loss)
         raise

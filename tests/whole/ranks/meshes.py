@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ def rows_of(*names: str, mode: str | None = None) -> Any:
 def piped(mesh: Any, kinds: str, schedule: str, attends: bool = False) -> tuple[fxpipe.Pipe, nn.Module]:
     """A pipe along one row of the mesh, and the plain model."""
     torch.manual_seed(1)
-    depth = 4 if schedule == "interleaved" else 2
+    depth = 4 if schedule in ("interleaved", "interleaved-late", "looped-bfs") else 2
     model, plain = Words(depth, attends).double(), Words(depth, attends).double()
     plain.load_state_dict(model.state_dict())
     pipe = fxpipe.compile(model, chunks=CHUNKS, schedule=schedule, group=mesh["pp"], timeout=60, example_inputs=data(0))
@@ -188,6 +189,26 @@ def steps_are_the_models(
     for name, p in pipe.named_parameters():
         assert torch.equal(whole(p.detach()), plain.get_parameter(name).detach()), name
     pipe.close()
+
+
+def schedules_are_the_model(group: Any, names: str, kind: str, schedules: Sequence[str], mode: str) -> None:
+    """A step under each schedule, beside the plain model on the whole batch."""
+    mesh, ids = rows_of(*names.split(), mode=mode), data(3)
+    mine = slice_of(mesh, ids)
+    for schedule in schedules:
+        pipe, plain = piped(mesh, kind, schedule)
+        F.cross_entropy(plain(ids), ids).backward()
+        try:
+            loss = pipe.step(mine, target=mine, loss_fn=F.cross_entropy)
+            with torch.no_grad():
+                torch.testing.assert_close(loss, F.cross_entropy(plain(mine), mine), rtol=1e-9, atol=0)
+            for name, p in pipe.named_parameters():
+                assert p.grad is not None, name
+                torch.testing.assert_close(whole(p.grad), plain.get_parameter(name).grad, rtol=1e-9, atol=1e-9)
+        except BaseException as error:
+            error.add_note(f"{schedule}, {kind}, {mode}")
+            raise
+        pipe.close()
 
 
 # Faults ---------------------------------------------------------------------------------------------------------------

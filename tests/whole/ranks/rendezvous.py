@@ -25,11 +25,10 @@ from fxpipe.pipe.ranks.rank_pipe import RankPipe
 from tests.helpers.models import MODELS
 from tests.helpers.rendezvous_group import EAGER, LAZY, register
 from tests.helpers.transparency import build
-from tests.whole.ranks.cases import apart, chain, fail_everywhere, lose, raises, step_is_the_models
+from tests.whole.ranks.cases import SOON, apart, chain, fail_everywhere, lose, raises, step_is_the_models
 from tests.whole.test_steps import stepped
 
 CHUNKS = 4
-SOON = 10  # seconds
 
 
 @cache
@@ -139,7 +138,7 @@ def give_up(group: Any, mode: str) -> None:
 
 
 def lose_one(group: Any, mode: str, end: str) -> None:
-    lose(like_nccl(group, mode), end)
+    lose(like_nccl(group, mode), end, timeout=4)
 
 
 def fail_in_each_action(group: Any, mode: str) -> None:

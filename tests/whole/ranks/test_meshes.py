@@ -11,6 +11,7 @@ from tests.helpers.marks import mostly_slow
 from tests.helpers.rendezvous_group import EAGER, LAZY
 from tests.whole.ranks import meshes
 from tests.whole.ranks.pool import Pool, RankFailed
+from tests.whole.test_steps import NAMES
 
 SOON = 60  # seconds, as long as a rank may be silent
 
@@ -36,12 +37,13 @@ def test_more_steps(pool: Pool, names: str, kinds: str, schedule: str, attends: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-v"])
-@pytest.mark.parametrize(("names", "kinds"), [("pp tp", "tp"), ("dp pp", "fsdp")])
-def test_steps_under_the_rules_of_nccl(pool: Pool, names: str, kinds: str, schedule: str) -> None:
-    """Values between stages, and collectives between rows: nothing is buffered, and both may share one queue."""
-    eager = (schedule in ("gpipe", "zb-v")) == (kinds == "tp")
-    pool.run(meshes.steps_are_the_models, names, kinds, schedule, schedule == "gpipe", EAGER if eager else LAZY)
+@pytest.mark.parametrize("mode", [LAZY, EAGER])
+@pytest.mark.parametrize(("names", "kind", "first"), [("pp tp", "tp", 0), ("dp pp", "fsdp", 1), ("dp pp", "ddp", 0)])
+def test_all_schedules_under_the_rules_of_nccl(pool: Pool, names: str, kind: str, first: int, mode: str) -> None:
+    """Values between stages, and collectives between rows: nothing is buffered, and both may share one queue. Every
+    other schedule in each mode."""
+    schedules = NAMES[(first + (mode == EAGER)) % 2 :: 2]
+    pool.run(meshes.schedules_are_the_model, names, kind, schedules, mode)
 
 
 @pytest.mark.slow
