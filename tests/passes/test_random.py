@@ -126,14 +126,14 @@ def check(net: Random, data: st.DataObject) -> None:
 relaxed = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
-@settings(relaxed, max_examples=100)
+@settings(relaxed, max_examples=40)
 @given(model, st.data())
 def test_random_models(net: Random, data: st.DataObject) -> None:
     check(net, data)
 
 
 @pytest.mark.slow
-@settings(relaxed, max_examples=1500)
+@settings(relaxed, max_examples=600)
 @given(model, st.data())
 def test_many_random_models(net: Random, data: st.DataObject) -> None:
     check(net, data)

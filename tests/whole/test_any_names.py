@@ -19,6 +19,7 @@ import fxpipe
 from fxpipe.codegen.text.source_names import RESERVED, STAGE_NAMES, state_path
 from fxpipe.runtime import Stage
 from fxpipe.runtime.stage import own_names
+from tests.helpers.marks import mostly_slow
 
 ODD = ["a-b", "a b", "é", "ﬁ", "01", "1", "a'b", 'say "hi"', "# noqa", "x\\n", "__mangled", "_", "l", "{x}", "字"]
 USED = ["m", "i", "j", "x", "draw", "relu", "linear", "add", "mul", "piece_3", "forward", "loss_fn", "target", "model"]
@@ -119,8 +120,14 @@ def check(model: nn.Module, **options: Any) -> fxpipe.Pipe:
     return pipe
 
 
-@pytest.mark.parametrize("names", groups(MOST, 60), ids=lambda names: names[0])
-@pytest.mark.parametrize("kind", [Named, Top])
+GROUPED = [(kind, names) for kind in (Named, Top) for names in groups(MOST, 60)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    mostly_slow(GROUPED, lambda one: (one[1] in groups(MOST, 60)[::2]) == (one[0] is Named)),
+    ids=lambda one: one[0] if isinstance(one, list) else one.__name__,
+)
 def test_a_model_may_use_any_name(kind: type[Named], names: list[str]) -> None:
     check(kind(names)).close()
 

@@ -10,6 +10,7 @@ import copy
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from fxpipe.codegen.package.package_files import write
 from fxpipe.engines.local.forward_engine import Batches, Pipeline
 from fxpipe.runtime import copy as copy_on_streams
 from fxpipe.runtime.autograd.activation_checkpoint import Task
+from tests.helpers.marks import mostly_slow
 
 MODES: list[str | set[int]] = ["never", "except_last", "always", {0, 2}]
 CHUNKS = 4
@@ -78,6 +80,7 @@ APART = ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
 TWO_ON_ONE = ["cpu:0", "cpu:1", "cpu:2", "cpu:2"]
 IN_TURNS = ["cpu:0", "cpu:1", "cpu:0", "cpu:1"]
 SPREAD = {"apart": APART, "two on one": TWO_ON_ONE, "in turns": IN_TURNS, "all on one": ["cpu:0"] * 4}
+GRID = list(product(MODES, DATA, SPREAD))
 
 
 @pytest.fixture
@@ -171,14 +174,12 @@ def recomputed(mode: str | set[int], stage: int) -> list[int]:
     return list(reversed(range(count)))
 
 
-@pytest.mark.parametrize("devices", SPREAD.values(), ids=SPREAD)
-@pytest.mark.parametrize("data", DATA)
-@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize(("mode", "data", "spread"), mostly_slow(GRID, GRID[::3].__contains__), ids=str)
 def test_the_way_back(
-    make: Make, monkeypatch: pytest.MonkeyPatch, mode: str | set[int], data: str, devices: Devices
+    make: Make, monkeypatch: pytest.MonkeyPatch, mode: str | set[int], data: str, spread: str
 ) -> None:
     kind, x = DATA[data]
-    pipe = make(kind, devices, checkpoint=mode)
+    pipe = make(kind, SPREAD[spread], checkpoint=mode)
     pipe(x)
     log = watch(pipe, monkeypatch)
     pipe(x).square().sum().backward()

@@ -6,6 +6,7 @@ import copy
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.engines.common.step import Step
 from fxpipe.ir.schedule.schedule import Action
+from tests.helpers.marks import mostly_slow
 from tests.whole.test_counts import SPLIT, Net
 
 CHUNKS = 5
@@ -24,6 +26,7 @@ SCHEDULES = {
     "gpipe": 4, "1f1b": 4, "1f1b-late": 4, "zb-h1": 4, "zb-h2": 4,
     "interleaved": 2, "interleaved-late": 2, "looped-bfs": 2, "zb-v": 2, "dualpipe-v": 2,
 }  # fmt: skip
+GRID = list(product(SCHEDULES, CHECKPOINTS))  # each third has all schedules and all modes
 METHODS = {
     "forward": "F",
     "forward_to_recompute": "F",
@@ -70,8 +73,7 @@ def noted(method: Callable[..., Any], kind: str, note: Callable[[Step, Action], 
     return run
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=str)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "checkpoint"), mostly_slow(GRID, GRID[::3].__contains__), ids=str)
 def test_buffers_are_written_once_per_micro_batch(make: Make, schedule: str, checkpoint: Any) -> None:
     pipe = make(schedule, checkpoint=checkpoint)
     plain = copy.deepcopy(pipe.model)
@@ -89,22 +91,23 @@ def test_buffers_are_written_once_per_micro_batch(make: Make, schedule: str, che
             assert buffer is own[name]
 
 
-@pytest.mark.parametrize("rows", [2 * CHUNKS, 3], ids=["all micro-batches", "three"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_each_worker_runs_its_row(make: Make, monkeypatch: pytest.MonkeyPatch, schedule: str, rows: int) -> None:
+def test_each_worker_runs_its_row(make: Make, monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
     """In the order of the schedule, on a thread of its own, and nothing else; micro-batches that are not there left
     out."""
     pipe = make(schedule, checkpoint="never")
     step(pipe)
     log: dict[str, list[Action]] = defaultdict(list)
     watch(monkeypatch, lambda m, action: log[threading.current_thread().name].append(action))
-    step(pipe, rows)
     labels = dict.fromkeys(pipe.build.program.devices)
     # The calling thread is the worker of the last stage's device.
     mine = pipe.build.program.devices[-1]
     names = [threading.current_thread().name if label == mine else f"fxpipe {label}" for label in labels]
-    wanted = [[action for action in row if action.micro_batch < rows] for row in pipe.schedule.devices]
-    assert dict(log) == dict(zip(names, wanted, strict=True))
+    for rows in (2 * CHUNKS, 3):
+        log.clear()
+        step(pipe, rows)
+        wanted = [[action for action in row if action.micro_batch < rows] for row in pipe.schedule.devices]
+        assert dict(log) == dict(zip(names, wanted, strict=True))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])

@@ -152,16 +152,16 @@ def captured(case: Case, twin: nn.Module, batch: int, chunks: int) -> Graph:
 @pytest.mark.slow
 @pytest.mark.parametrize(("index", "name"), list(enumerate(MODELS)), ids=MODELS)
 def test_every_schedule_and_mode_is_the_model(index: int, name: str) -> None:
-    """Schedules and checkpoint modes, on one capture of each model, which takes most of the time otherwise: two models
-    together see them all. Numbers of devices go round."""
+    """Schedules and checkpoint modes, on one capture of each model, which takes most of the time otherwise: each model
+    sees all schedules, and three models together all pairs. Numbers of devices go round."""
     case, chunks = stepped(MODELS[name]), 3
     wanted: dict[int, Result] = {}
     model = build(case)
     for batch in BATCHES:
         wanted[batch] = reference(case, model, batch, chunks)
     graph = captured(case, build(case), BATCHES[0], chunks)
-    for turn, (schedule, checkpoint) in enumerate([*product(NAMES, CHECKPOINTS)][index % 2 :: 2]):
-        devices = DEVICES[(index + turn) % len(DEVICES)]
+    for turn, schedule in enumerate(NAMES, index):
+        devices, checkpoint = DEVICES[turn % len(DEVICES)], CHECKPOINTS[turn % len(CHECKPOINTS)]
         twin = build(case)
         labels = stage_devices(device_labels(devices), schedule, None)
         if len(labels) > len(graph.ops):
@@ -230,7 +230,7 @@ def check_schedule(labels: tuple[str, ...], chunks: int, schedule: Own, checkpoi
         assert_same(one_step(CASE, twin, ROWS, step), wanted)
 
 
-quick = settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 @quick
@@ -249,7 +249,7 @@ def test_any_legal_schedule_gives_the_same_gradients(
 
 
 @pytest.mark.slow
-@settings(quick, max_examples=300)
+@settings(quick, max_examples=150)
 @given(schedules(), st.sampled_from(CHECKPOINTS))
 def test_many_legal_schedules_give_the_same_gradients(
     placed: tuple[tuple[str, ...], Schedule], checkpoint: str
