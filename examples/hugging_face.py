@@ -23,6 +23,7 @@ def make() -> BertForSequenceClassification:
     config = BertConfig(
         num_hidden_layers=4, num_attention_heads=4, hidden_size=64, intermediate_size=128, vocab_size=100,
         max_position_embeddings=64, num_labels=2,
+        problem_type="single_label_classification",  # else the first call sets it, and the second one is captured anew
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,  # so that the plain model has the same losses
     )  # fmt: skip
     return BertForSequenceClassification(config)
