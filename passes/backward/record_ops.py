@@ -91,6 +91,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is aten.unbind.int:
+            self._check_count(*args)
         result = func(*args, **kwargs)
         if func.namespace != "prim":
             self._record(func, args, kwargs, result)
@@ -132,6 +134,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 getitem = Op(part, operator.getitem, (Ref(name), place), {}, self.types[part], op.origin)
                 self.ops.append(getitem)
                 self.hold(item, part)
+
+    def _check_count(self, tensor: Tensor, dim: int = 0) -> None:
+        """Refuse to take a tensor apart along a size that varies, as an LSTM does: the ops that follow are as many."""
+        size = self.sizes.text(tensor.shape[dim])
+        if isinstance(size, str):
+            raise Refused(f"unbind gives {size} tensors, so how many ops follow depends on a size")
 
     def _name(self, tensor: Tensor, func: Any) -> str:
         name = self.names.get(id(tensor))

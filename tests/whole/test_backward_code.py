@@ -305,3 +305,27 @@ def test_a_view_is_held_with_all_of_its_memory_until_forward_runs_again(checkpoi
 def test_selective_recomputation_needs_code() -> None:
     with pytest.raises(PlanError, match="add backward='code', or write 'except_last'"):
         fxpipe.compile(Net(), 2, 4, checkpoint="selective")
+
+
+class Steps(nn.Module):
+    """Runs as many ops as its input is long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lstm, self.head = nn.Linear(3, 4), nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(self.embed(x))[0].mean(1))
+
+
+def test_a_length_that_decides_how_many_ops_run_is_left_to_autograd() -> None:
+    model = Steps().double()
+    plain, pipe = copy.deepcopy(model), fxpipe.compile(model, 2, 2, backward="code")
+    for length in (5, 7, 9):
+        x, y = torch.randn(4, length, 3, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
+        pipe.step(x, target=y, loss_fn=F.mse_loss)
+        F.mse_loss(plain(x), y).backward()
+        for own, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(own.grad, wanted.grad, rtol=0, atol=1e-12)
+    assert "unbind gives seq tensors, so how many ops follow depends on a size" in pipe.explain()
+    pipe.close()
