@@ -181,7 +181,10 @@ def _planned(
     with timed("layers"):
         made = layers(known.graph, known, most)
         profiles = _sizes(known, request)
-        alone = lambda: tuple(_on_kinds(one, others, where, made) for one in profiles)  # noqa: E731
+
+        def alone() -> tuple[Chain, ...]:
+            return tuple(_on_kinds(one, others, where, made) for one in profiles)
+
         candidates, refused = candidates_of(profiles, made, where, degrees, alone)
     mixes = planner == "optimal" and schedule not in LOOPED
     answer, tried, asked = with_ways(candidates, refused, request, find, mixes)

@@ -45,7 +45,8 @@ def optimal(request: Request) -> Answer:
     cases = cases_of(request)
     hunt = PlanSearch(cases, until)
     begin(hunt, request.known)
-    seed(hunt)
+    if hunt.case is None:  # plans that are known come from searches that tried the plainest ones
+        seed(hunt)
     close_in(hunt)
     polish(hunt)
     now = perf_counter()
