@@ -15,7 +15,7 @@ one, and fails.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -28,7 +28,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from fxpipe.runtime.dtensor_stage import Forward
 from fxpipe.runtime.stage import Stage
 
 AS_WHOLE = {"shape", "dtype", "ndim"}  # what a placeholder has as the whole parameter has it
@@ -191,7 +190,9 @@ def placeholders(stage: Stage, shared: Mapping[str, Shards]) -> Iterator[dict[in
             held[name] = part
 
 
-def gathering_forward(stage: Stage, shared: Mapping[str, Shards], exchange: Exchange, gathered: Gathered) -> Forward:
+def gathering_forward(
+    stage: Stage, shared: Mapping[str, Shards], exchange: Exchange, gathered: Gathered
+) -> Callable[..., Any]:
     """A forward for a stage that holds parts of the parameters at the paths of `shared`. All processes that share these
     run it together."""
     run = stage.forward
