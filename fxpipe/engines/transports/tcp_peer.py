@@ -4,7 +4,7 @@ themselves.
 gloo announces each message to its receiver, and a thread of its own hands it over: for a small message that takes more
 time than to send it. So gloo sends the large values only, while ranks compute.
 
-    | length and kind, 8 bytes | data | length and kind | data ...
+    | length and kind, 16 bytes | data | length and kind | data ...
 
 - A value is a message of a step; a letter is one of `World.tell`, of any length. Both sides number what goes this way,
   each kind in the order of the program. So a letter for which Ctrl-C has ended the wait is not taken for the next one.
@@ -37,7 +37,7 @@ from .message_format import Size, length, nbytes
 
 SMALL = 2**18  # the most bytes of a value; for those of some MiB gloo takes less time
 VALUE, LETTER, CLOSED = range(3)
-HEAD = 8  # bytes before the data
+HEAD = 16  # bytes before the data: those of complex numbers must lie at a multiple of 16
 CHUNK = 2**18  # bytes read at once
 AGAIN = 0.005  # seconds until a rank that waits until all is sent looks again
 TOKEN, STRANGER = 16, 5.0  # bytes that prove that a process is one of the ranks, and seconds for it to send them

@@ -49,6 +49,22 @@ def write_on(peer: TcpPeer) -> None:
         time.sleep(0.05)
 
 
+def test_complex_numbers_lie_at_multiples_of_their_size(pair: tuple[TcpPeer, TcpPeer]) -> None:
+    one, other = pair
+    size: Size = torch.complex128, (3, 4)
+    value, frame = torch.randn(4, 3, dtype=torch.complex128).T, one.frame(size)
+    assert frame is not None
+    buffer = frame.tensor(size)
+    assert buffer.data_ptr() % buffer.element_size() == 0
+    seal(value, False, size, buffer)
+    one.send(frame.data)
+    place = other.next(VALUE)
+    other.wait(lambda: place in other.found, 20)
+    came = torch.frombuffer(other.found.pop(place), dtype=size[0])
+    assert came.data_ptr() % came.element_size() == 0
+    assert torch.equal(read(came, size, None), value)
+
+
 def test_all_find_each_other() -> None:
     found = meet(3)
     for rank, others in enumerate(found):
