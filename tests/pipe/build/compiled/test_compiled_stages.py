@@ -49,6 +49,8 @@ def check_steps(
 ) -> None:
     """Steps of a compiled pipe against the plain model."""
     case = stepped(MODELS[name])
+    # Inductor adds up in another order, which is all that is left of the gradient of a bias before a batch norm.
+    tol = 1e-8 if backend == "inductor" else 1e-9
     model, twin = build(case), build(case)
     pipe = fxpipe.compile(twin, devices, 3, schedule=schedule, compile_stages=backend, **{**case.options, **options})
 
@@ -57,7 +59,7 @@ def check_steps(
 
     try:
         for batch in batches:
-            assert_same(one_step(case, twin, batch, run), reference(case, model, batch, 3))
+            assert_same(one_step(case, twin, batch, run), reference(case, model, batch, 3), tol)
     finally:
         pipe.close()
 
