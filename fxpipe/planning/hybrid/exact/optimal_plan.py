@@ -4,8 +4,8 @@ The search space: every cut of the chain into stages, every number of replicas f
 and, if they are not given, the number of micro-batches, the warm-up, and which stages recompute to fit in memory. If
 the request has several ways to cut ops over groups of devices, also every choice of one for each stage.
 
-    1. seeds     plans that are known, data parallel, straight pipelines balanced within memory (balanced_stages.py),
-                 and the plans that the bounds come with
+    1. seeds     plans that are known, or else data parallel and straight pipelines balanced within memory
+                 (balanced_stages.py); and the plans that the bounds come with
     2. improve   the best of them, by small changes (local_search.py)
     3. refute    "a plan takes less than t", for a t between the bound and the best plan (lower_bound.py,
                  branch_and_bound.py): either no plan does, and t is the new bound, or a faster plan is found. If t is
