@@ -136,6 +136,10 @@ def _of_way(search: Refutation, node: Node, way: int) -> Iterator[Node]:
         option, free = options[sum(counts) // degree], sum(left)
         down, up = shapes.link(end, counts, way, node.counts, node.way) if behind else (0.0, 0.0)
         for first in range(end - 1, -1, -1):
+            arrive, through = tables.arrive[first][free][option], tables.through[first][free][option]
+            own = tables.own[first][free][option]
+            if max(arrive + node.three[2], through + node.three[1], own) >= threshold:
+                continue  # whatever the stage costs
             cost = shapes.stage(first, end, counts, way, ahead)
             if cost is None:
                 continue
@@ -148,11 +152,7 @@ def _of_way(search: Refutation, node: Node, way: int) -> Iterator[Node]:
                 break  # more layers only take longer
             if first and not free:
                 continue
-            bound = max(
-                tables.arrive[first][free][option] + three[2],
-                tables.through[first][free][option] + three[1],
-                tables.own[first][free][option],
-            )
+            bound = max(arrive + three[2], through + three[1], own)
             if bound < threshold:
                 yield Node(bound, first, left, counts, way, three, ((end, counts, way), *node.shape))
 
