@@ -27,7 +27,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 from .device_symmetry import Counts
-from .lower_bound import OutOfTime, Tables
+from .lower_bound import First, OutOfTime, Tables
 from .shape_costs import Shape, Shapes, before
 
 Three = tuple[float, float, float]
@@ -128,18 +128,19 @@ def _children(search: Refutation, node: Node) -> Iterator[Node]:
 
 
 def _of_way(search: Refutation, node: Node, way: int) -> Iterator[Node]:
-    shapes, tables = search.shapes, search.tables
-    m, threshold = shapes.problem.micro_batches, search.threshold
+    shapes, threshold = search.shapes, search.threshold
+    m, (_, done, finish) = shapes.problem.micro_batches, node.three
     end, behind = node.first, len(node.shape)
-    ahead, degree, options = shapes.ahead(behind), shapes.ways[way].degree, tables.relaxed.option[way]
+    ahead, degree, options = shapes.ahead(behind), shapes.ways[way].degree, search.tables.relaxed.option[way]
+    open_firsts: dict[int, list[First]] = {}  # by devices taken
     for counts, left in _choices(search, node.left, degree):
-        option, free = options[sum(counts) // degree], sum(left)
-        down, up = shapes.link(end, counts, way, node.counts, node.way) if behind else (0.0, 0.0)
-        for first in range(end - 1, -1, -1):
-            arrive, through = tables.arrive[first][free][option], tables.through[first][free][option]
-            own = tables.own[first][free][option]
-            if max(arrive + node.three[2], through + node.three[1], own) >= threshold:
-                continue  # whatever the stage costs
+        taken, free = sum(counts), sum(left)
+        firsts = open_firsts.get(taken)
+        if firsts is None:
+            option = options[taken // degree]
+            firsts = open_firsts[taken] = search.tables.firsts(end, free, option, done, finish, threshold)
+        down, up = shapes.link(end, counts, way, node.counts, node.way) if behind and firsts else (0.0, 0.0)
+        for first, arrive, through, own in firsts:
             cost = shapes.stage(first, end, counts, way, ahead)
             if cost is None:
                 continue
@@ -150,8 +151,6 @@ def _of_way(search: Refutation, node: Node, way: int) -> Iterator[Node]:
                 three = work, m * work, m * work + cost.tail
             if three[1] >= threshold:
                 break  # more layers only take longer
-            if first and not free:
-                continue
             bound = max(arrive + three[2], through + three[1], own)
             if bound < threshold:
                 yield Node(bound, first, left, counts, way, three, ((end, counts, way), *node.shape))

@@ -36,7 +36,7 @@ from .relaxed_ways import RelaxedWays
 from .shape_costs import Sizes
 
 Ints = NDArray[np.int64]
-Table = list[list[list[float]]]  # by cut, most devices before it, and option of the stage after it
+First = tuple[int, float, float, float]  # a layer, and the columns for the stages before it
 
 
 class Parts(NamedTuple):
@@ -80,17 +80,13 @@ class Tables:
     starts: list[Ints]
     before: list[tuple[Ints, Ints]]
 
-    @cached_property
-    def arrive(self) -> Table:
-        return self.columns[0].tolist()  # type: ignore[no-any-return]
-
-    @cached_property
-    def through(self) -> Table:
-        return self.columns[1].tolist()  # type: ignore[no-any-return]
-
-    @cached_property
-    def own(self) -> Table:
-        return self.columns[2].tolist()  # type: ignore[no-any-return]
+    def firsts(self, end: int, free: int, option: int, done: float, finish: float, limit: float) -> list[First]:
+        """The first layers with which a stage of this end and option can be part of a plan below `limit`, whatever it
+        costs, the last one first. `free`: the devices for the stages before it. `done`, `finish`: those of the stages
+        after it, as in `shape_costs.before`."""
+        arrive, through, own = (column[:end, free, option] for column in self.columns)
+        open = np.flatnonzero((arrive + finish < limit) & (through + done < limit) & (own < limit))[::-1]
+        return list(zip(*(each.tolist() for each in (open, arrive[open], through[open], own[open])), strict=True))
 
     @cached_property
     def total(self) -> float:
