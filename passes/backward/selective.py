@@ -34,7 +34,7 @@ _CHEAP = """
     full ones zeros full_like ones_like zeros_like new_full new_ones new_zeros arange scalar_tensor
 """
 _CHANGING = {
-    torch.Tag.nondeterministic_seeded, torch.Tag.nondeterministic_bitwise, torch.Tag.inplace,
+    torch.Tag.nondeterministic_seeded, torch.Tag.nondeterministic_bitwise,
     torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output,
 }  # fmt: skip
 
@@ -44,7 +44,7 @@ def is_cheap(target: Any) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return getattr(target, "__module__", "") == "_operator"  # of sizes
     tags = set(target.tags)
-    if target.namespace != "aten" or tags & _CHANGING:
+    if target.namespace != "aten" or target._schema.is_mutable or tags & _CHANGING:
         return False
     name = target._schema.name.partition("::")[2]
     return bool(tags & {torch.Tag.pointwise, torch.Tag.reduction}) or name in _CHEAP
