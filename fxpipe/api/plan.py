@@ -40,7 +40,7 @@ from fxpipe.schedules.make_schedule import AUTO, LOOPED, SPLIT, STRAIGHT
 
 from .plan_ways import with_ways
 from .profile import ModelProfile, profile
-from .tensor_parallel import candidates_of, degrees_of, shardings_of
+from .tensor_parallel import Candidate, candidates_of, degrees_of, shardings_of, with_less_memory
 
 # The warm-up of the plan behind a schedule.
 WARMUPS = {"1f1b": "early", "1f1b-late": "late"}
@@ -88,7 +88,8 @@ def plan(
     - `tensor_parallel`: over how many devices of a server each op is cut: a number; or a list of numbers, of which each
       stage has the one with which the step is the fastest; or "auto": all powers of two up to the devices of a server.
       With planners other than "optimal", all stages have the same. How each op is cut is chosen so that a micro-batch
-      takes the least time. Above 1, the devices of the cluster must be of one kind.
+      takes the least time, or, where memory is a limit, longer with fewer bytes on each device. Above 1, the devices of
+      the cluster must be of one kind.
     - `schedule`: "1f1b" or "1f1b-late"; if not given, both are tried. With "gpipe", "zb-h1" or "zb-h2", stages are
       chosen for 1F1B, and then run in the order that is named. "auto": the fastest of all five that fits, as simulated.
       "interleaved", "interleaved-late", "looped-bfs", "zb-v", "dualpipe-v": each device has several stages, and the
@@ -186,10 +187,14 @@ def _planned(
             return tuple(_on_kinds(one, others, where, made) for one in profiles)
 
         candidates, refused = candidates_of(profiles, made, where, degrees, alone)
+
+    def lighter(one: Candidate) -> list[Candidate]:
+        return with_less_memory(one, profiles, made, request.batch, request.copies)
+
     mixes = planner == "optimal" and schedule not in LOOPED
-    answer, tried, asked = with_ways(candidates, refused, request, find, mixes)
-    plan, own = answer.plan, sorted({stage.way for stage in answer.plan.stages})
-    used = [candidates[way] for way in own]
+    found = with_ways(candidates, refused, request, find, mixes, lighter)
+    plan, own = found.answer.plan, sorted({stage.way for stage in found.answer.plan.stages})
+    used = [found.candidates[way] for way in own]
     plan = replace(plan, stages=tuple(replace(stage, way=own.index(stage.way)) for stage in plan.stages))
     decided = Planned(
         as_plan(known.graph, made, plan, where.labels, order(plan)),
@@ -197,11 +202,11 @@ def _planned(
         tuple(one.way for one in used),
         *about,
         _work(known),
-        answer.certificate,
+        found.answer.certificate,
         shardings_of(made, plan, used, request.batch / plan.micro_batches),
-        tried if len(degrees) > 1 else (),
+        found.tried if max(degrees) > 1 else (),
     )
-    return decided, asked
+    return decided, found.asked
 
 
 def _on_kinds(known: ModelProfile, others: Mapping[str, ModelProfile | Chain], cluster: Cluster, made: Layers) -> Chain:

@@ -1,12 +1,16 @@
 """Tensor parallelism for `fxpipe.plan`: which sizes are tried, and what a model costs on a group of devices.
 
-ModelProfile ─op_cuts─▶ ways to cut each op ─fastest─▶ GroupCosts ─costed─▶ Chain
+ModelProfile ─op_cuts─▶ ways to cut each op ─fastest, frontier─▶ GroupCosts ─costed─▶ Chain
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
+from functools import cached_property
+from math import ceil
+
+import numpy as np
 
 from fxpipe.errors import PlanError
 from fxpipe.ir.cluster.cluster import Cluster
@@ -18,37 +22,47 @@ from fxpipe.ir.plan.stage_ways import Way
 from fxpipe.passes.sharding.op_cuts import op_cuts
 from fxpipe.pipe.results.plan_alternatives import TriedSize
 from fxpipe.planning.hybrid.group_layers import Layers, costed
-from fxpipe.planning.tensor_parallel.group_costs import Group, fastest
+from fxpipe.planning.tensor_parallel.cut_frontier import Counted, CutSpace, GroupCosts, cut_space, frontier
+from fxpipe.planning.tensor_parallel.group_costs import Group
 
 from .profile import ModelProfile
+
+SAME = 1e-12  # costs that differ by this share are equal: sums have rounding errors
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What a planner needs for groups of `degree` devices.
+    """What a planner needs for groups of `degree` devices, with one way to cut every op.
 
     - `cluster`: the cluster of groups.
-    - `chains`, `shardings`: for each size of micro-batch the costs of layers, and how each op is cut.
+    - `chains`, `found`: for each size of micro-batch the costs of layers, and how each op is cut.
+    - `spaces`: for each size of micro-batch all ways to cut ops.
     """
 
     degree: int
     cluster: Cluster
     chains: tuple[Chain, ...]
-    shardings: tuple[tuple[OpSharding, ...], ...]
+    found: tuple[GroupCosts, ...]
+    spaces: tuple[CutSpace, ...] = field(default=(), repr=False)
 
     @property
     def way(self) -> Way:
         return Way(self.degree, self.chains)
 
-    def shardings_at(self, batch: float) -> tuple[OpSharding, ...]:
-        """How ops are cut in micro-batches of `batch` samples; nothing for single devices."""
-        return self.shardings[nearest_at(self.chains, batch)] if self.shardings else ()
+    def at(self, batch: float) -> GroupCosts:
+        """How ops are cut in micro-batches of `batch` samples; not at all on single devices."""
+        return self.found[nearest_at(self.chains, batch)] if self.found else GroupCosts((), ())
+
+    @cached_property
+    def figures(self) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+        """All costs of all layers, in one row."""
+        return np.array([astuple(layer)[1:] for chain in self.chains for layer in chain.layers]).ravel()
 
 
 def shardings_of(made: Layers, plan: HybridPlan, found: Sequence[Candidate], batch: float) -> tuple[OpSharding, ...]:
     """How the ops of a plan are cut in micro-batches of `batch` samples, stage by stage. The way of a stage is a
     position in `found`."""
-    known = [{one.op: one for one in each.shardings_at(batch)} for each in found]
+    known = [{one.op: one for one in each.at(batch).shardings} for each in found]
     named = ((stage, op) for stage in plan.stages for layer in made.ops[stage.first : stage.end] for op in layer)
     return tuple(known[stage.way][op] for stage, op in named if op in known[stage.way])
 
@@ -89,12 +103,64 @@ def candidate(profiles: Sequence[ModelProfile], made: Layers, cluster: Cluster, 
     try:
         places = grouped(cluster, degree)
         group = Group(degree, slowest_ring(cluster, groups(cluster, degree)))
-        found = []
-        for known in profiles:
-            cuts = op_cuts(known.graph, known.sizes, degree)
-            found.append(fastest(known.graph, known.sizes, known.ops, cuts, group))
+        spaces = tuple(
+            cut_space(known.graph, known.sizes, known.ops, op_cuts(known.graph, known.sizes, degree), group)
+            for known in profiles
+        )
+        return _candidate(profiles, made, degree, places, [space.fastest() for space in spaces], spaces)
     except ValueError as error:
         raise PlanError(f"tensor_parallel={degree}: {error}") from None
+
+
+def _candidate(
+    profiles: Sequence[ModelProfile],
+    made: Layers,
+    degree: int,
+    places: Cluster,
+    found: Sequence[GroupCosts],
+    spaces: tuple[CutSpace, ...] = (),
+) -> Candidate:
     own = [replace(known, ops=one.ops, kinds=()) for known, one in zip(profiles, found, strict=True)]
     chains = tuple(costed(known.graph, known, made) for known in own)
-    return Candidate(degree, places, chains, tuple(one.shardings for one in found))
+    return Candidate(degree, places, chains, tuple(found), spaces)
+
+
+def with_less_memory(
+    one: Candidate, profiles: Sequence[ModelProfile], made: Layers, batch: int, copies: float
+) -> list[Candidate]:
+    """The candidate, whose cut of ops is the fastest, and others for the same groups that take longer and hold less, or
+    those of these that no other is as good as in each layer; the fastest comes first. `copies` is as in
+    `fxpipe.planning.hybrid.event_time.Problem`.
+
+    For the price of a byte, those of as many micro-batches wait as do in the middle of a pipeline with a stage on each
+    group.
+    """
+    if not one.spaces:  # on single devices there is nothing to cut
+        return [one]
+    rows, count = [], len(one.cluster.devices)
+    for known, space, first in zip(profiles, one.spaces, one.found, strict=True):
+        waiting = (1 + min(ceil(batch / known.batch), count)) / 2
+        rows.append(frontier(space, first, Counted(copies, waiting)))
+    most = max(map(len, rows))
+    each = [[row[min(at, len(row) - 1)] for row in rows] for at in range(1, most)]
+    left = undominated([one, *(_candidate(profiles, made, one.degree, one.cluster, found) for found in each)])
+    fastest = next((other for other in left if as_good(other, one)), one)
+    return [fastest, *(other for other in left if other is not fastest)]
+
+
+def as_good(a: Candidate, b: Candidate) -> bool:
+    """Whether a candidate is in every layer as fast as another, with no more memory and no more to send."""
+    return bool((a.figures <= b.figures * (1 + SAME)).all())
+
+
+def undominated(found: Sequence[Candidate]) -> list[Candidate]:
+    """Those candidates of one size that no other is as good as. Of equal ones the first stays."""
+    return [
+        one
+        for at, one in enumerate(found)
+        if not any(
+            as_good(other, one) and not (at < index and as_good(one, other))
+            for index, other in enumerate(found)
+            if index != at
+        )
+    ]

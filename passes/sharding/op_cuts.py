@@ -4,7 +4,6 @@ may be cut, and what a part then reads."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from fxpipe.ir.graph.evaluate_graph import call
@@ -43,7 +42,7 @@ def op_cuts(graph: Graph, sizes: Mapping[str, int], degree: int) -> dict[str, tu
 
 def _renamed(cut: OpCut, before: Any, after: Any) -> OpCut:
     names = dict(zip(before, after, strict=True))
-    return replace(cut, reads=tuple((names[name], regions) for name, regions in cut.reads))
+    return OpCut(cut.layout, tuple((names[name], regions) for name, regions in cut.reads), cut.summed)
 
 
 def _cuts(b: _Recorder, op: Op, degree: int) -> Iterator[OpCut]:

@@ -19,10 +19,10 @@ import fxpipe
 from fxpipe.api.profile import ModelProfile
 from fxpipe.api.tensor_parallel import Candidate, candidate, shardings_of
 from fxpipe.errors import PlanError
-from fxpipe.ir.cluster.cluster import Cluster, Link
+from fxpipe.ir.cluster.cluster import Cluster, Device, Link
 from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage
 from fxpipe.ir.plan.plan import with_modes
-from fxpipe.pipe.results.planned import check
+from fxpipe.pipe.results.planned import check, load
 from fxpipe.planning.hybrid.group_layers import MOST, Layers, as_plan, costed, layers
 from tests.helpers.marks import mostly_slow
 from tests.helpers.models import Block
@@ -188,3 +188,57 @@ def test_a_plan_of_several_sizes_is_explained() -> None:
     assert "tensor parallel 1:2:1" in text
     assert "twice the bandwidth" in text
     assert "more device" not in text
+
+
+def small(memory: int) -> Cluster:
+    """Two devices with a slow link, on which nothing is cut if memory does not ask for it."""
+    devices = tuple(Device(f"cpu:{i}", memory, 1e12, 1e11, "local") for i in range(2))
+    return Cluster(devices, (Link(("local", "local"), 1e9, 1e-5),))
+
+
+@pytest.mark.parametrize("memory", [2_000_000, 1_500_000])
+def test_where_memory_is_short_ops_are_cut_so_that_they_fit(memory: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layers = (nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64), nn.LayerNorm(64))
+    model = nn.Sequential(*layers, nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).double()
+    x = torch.randn(8, 64).double()
+    options = {"tensor_parallel": 2, "micro_batches": 2, "recompute": False}
+    roomy, found = (
+        fxpipe.plan(model, small(most), 8, example_inputs=(x,), **options)  # type: ignore[arg-type]
+        for most in (10**12, memory)
+    )
+    assert [one.prices for one in roomy.tried] == [(0.0,)]
+    assert "The fastest way to cut ops of each size was searched, and no other." in roomy.explain()
+    assert max(roomy.memory.values()) > memory >= max(found.memory.values())
+    assert found.seconds > roomy.seconds
+    (tried,) = found.tried
+    assert tried.seconds is None  # with the fastest way to cut ops
+    assert "no plan found that fits in memory" in tried.refusal
+    assert len(tried.prices) == 3
+    text = " ".join(found.explain().split())
+    assert "proven optimal, with a tensor-parallel size of 2 (3 ways to cut ops) for each stage" in text
+    assert "3 ways to cut ops, at prices of 0, " in text
+    assert "with others there may be faster plans" in text
+    found.save(tmp_path / "plan.json")
+    assert load(tmp_path / "plan.json") == found
+    plain, ours = copy.deepcopy(model), copy.deepcopy(model)
+    sum(loss(plain(part)) / 2 for part in x.tensor_split(2)).backward()  # type: ignore[union-attr]
+    with closing(fxpipe.compile(ours, plan=found)) as pipe:
+        pipe.step(x, loss_fn=lambda output: loss(output))
+    for own, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert own.grad is not None
+        assert torch.allclose(own.grad, other.grad, rtol=1e-9, atol=1e-12)  # type: ignore[arg-type]
+
+
+def test_planners_of_one_size_cut_ops_for_memory_too() -> None:
+    model, x = mlp().double(), torch.randn(8, 16).double()
+
+    def plan(memory: int) -> fxpipe.Planned:
+        options = {"tensor_parallel": 2, "micro_batches": 2, "recompute": False, "planner": "data parallel"}
+        return fxpipe.plan(model, small(memory), 8, example_inputs=(x,), **options)  # type: ignore[arg-type]
+
+    roomy = plan(10**9)
+    found = plan(max(roomy.memory.values()) - 1)
+    assert roomy.seconds < found.seconds
+    assert max(found.memory.values()) < max(roomy.memory.values())
+    assert [len(one.prices) > 1 for one in (*roomy.tried, *found.tried)] == [False, True]

@@ -11,7 +11,7 @@ what if
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tabulate import tabulate
@@ -37,11 +37,14 @@ class TriedSize:
     """What a planner found with groups of `size` devices.
 
     - `seconds`: of the step of its plan; None if there is no plan, and then `refusal` says why.
+    - `prices`: of a byte in memory, in seconds per byte and micro-batch: each gave a way to cut ops that was searched.
+      0 is the fastest way, and the one that `seconds` is with, if there is a plan with it.
     """
 
     size: int
     seconds: float | None = None
     refusal: str = ""
+    prices: tuple[float, ...] = ()
 
 
 def explain(planner: str, find: Find, request: Request, chosen: Answer, timeline: Timeline, size: int = 1) -> str:
@@ -56,17 +59,37 @@ def explain(planner: str, find: Find, request: Request, chosen: Answer, timeline
 
 
 def sizes(tried: Sequence[TriedSize]) -> str:
-    """A text: the time of a step with each tensor-parallel size, or why there is no plan; empty if none was tried."""
+    """A text: the time of a step with each tensor-parallel size, or why there is no plan, and in which ways ops were
+    cut; empty if none was tried."""
     if not tried:
         return ""
-    best = min(one.seconds for one in tried if one.seconds is not None)
+    best = min((one.seconds for one in tried if one.seconds is not None), default=0.0)
     rows = [
-        (str(one.size), "", "", one.refusal)
+        (str(one.size), "", "", f"{one.refusal}{_prices(one, '; ')}")
         if one.seconds is None
-        else (str(one.size), show_seconds(one.seconds), f"{one.seconds / best - 1:+.1%}", "")
+        else (str(one.size), show_seconds(one.seconds), f"{one.seconds / best - 1:+.1%}", _prices(one))
         for one in tried
     ]
-    return "\n".join(["tensor parallel", *_table(rows)])
+    return "\n".join(["tensor parallel", *_table(rows), *_scope(tried)])
+
+
+def _prices(tried: TriedSize, before: str = "") -> str:
+    """The ways to cut ops that hold less than the fastest one, if some were searched."""
+    if len(tried.prices) < 2:
+        return ""
+    prices = ", ".join(f"{price:.2g}" for price in tried.prices)
+    return f"{before}{len(tried.prices)} ways to cut ops, at prices of {prices} s per byte"
+
+
+def _scope(tried: Sequence[TriedSize]) -> Iterator[str]:
+    """Lines on what was searched."""
+    yield "  A row is for plans whose stages all have this size, with its fastest way to cut ops."
+    if any(len(one.prices) > 1 for one in tried):
+        yield "  Memory is a limit, so ways that are slower and hold less were searched, too: for each price the one"
+        yield "  with the least sum of its seconds for a micro-batch and the price of the bytes that a device holds."
+    else:
+        yield "  The fastest way to cut ops of each size was searched, and no other."
+    yield "  A certificate is for plans whose stages have these ways: with others there may be faster plans."
 
 
 def _pace(line: Timeline, stages: int) -> str:

@@ -70,7 +70,7 @@ class Planned:
     - `copies`: the `parameter_copies` that were given.
     - `work`: the FLOPs of one sample, forward and backward, and its tokens.
     - `shardings`: how each op is cut over the devices of a group of its stage, with tensor parallelism.
-    - `tried`: what was found with each tensor-parallel size, if there were several.
+    - `tried`: what was found with each tensor-parallel size, and how ops were cut for it, if they may be cut.
     - `recompute`, `optimizer_sharding`: those that were asked for; `layers` has those of the plan.
     - `certificate`: no plan takes fewer seconds than its `.bound`; `.gap` is how far that is below the plan's time, as
       a share of it. None if the planner proves nothing.

@@ -186,6 +186,9 @@ class Problem:
         return rate
 
 
+Placed = tuple[Problem, Devices]  # the problem of a stage, and the positions of its replicas in the cluster of that
+
+
 def _extreme(problem: Problem, choose: Callable[[Iterable[float]], float]) -> Chain:
     """The chain with the chosen one of each layer's times on all kinds of devices."""
     chains = list(problem.by_kind.values())
@@ -268,22 +271,25 @@ def least_work_of(problems: Sequence[Problem], degrees: Sequence[int], devices: 
     return problems[0].micro_batches * least / devices
 
 
-def plan_of(problem: Problem, stages: tuple[HybridStage, ...]) -> HybridPlan:
-    """The plan of these stages."""
+def plan_of(problem: Problem, stages: tuple[HybridStage, ...], places: Sequence[Placed] = ()) -> HybridPlan:
+    """The plan of these stages; for "auto" with the least sharding with which they fit. `places`: the problem of each
+    stage, if not all have `problem`, and the positions of its replicas there."""
     chain, m, sharding = problem.chain, problem.micro_batches, problem.optimizer_sharding
     if sharding == "auto":
-        sharding = "none" if fits(replace(problem, optimizer_sharding="none"), stages) else "zero1"
+        own = places or [(problem, stage.devices) for stage in stages]
+        whole = [(replace(one, optimizer_sharding="none"), devices) for one, devices in own]
+        sharding = "none" if fits(problem, stages, whole) else "zero1"
     return HybridPlan(
         chain.model, stages, m, problem.warmup, problem.all_reduce, chain.samples, optimizer_sharding=sharding
     )
 
 
-def fits(problem: Problem, stages: Sequence[HybridStage]) -> bool:
-    """Whether every stage fits in the memory of its devices."""
-    n, m = len(stages), problem.micro_batches
-    for s, stage in enumerate(stages):
-        cost = problem.stage(stage.first, stage.end, stage.devices, stage.recompute)
-        if cost.held(warmup_of(problem.warmup, s, n, m)) > cost.room:
+def fits(problem: Problem, stages: Sequence[HybridStage], places: Sequence[Placed] = ()) -> bool:
+    """Whether every stage fits in the memory of its devices. `places` is as in `plan_of`."""
+    own = places or [(problem, stage.devices) for stage in stages]
+    for s, ((one, devices), stage) in enumerate(zip(own, stages, strict=True)):
+        cost = one.stage(stage.first, stage.end, devices, stage.recompute)
+        if cost.held(warmup_of(problem.warmup, s, len(stages), problem.micro_batches)) > cost.room:
             return False
     return True
 

@@ -184,7 +184,8 @@ class Certificate:
     - `simulated`: how many plans were simulated.
     - `branches`: how many branches were searched.
     - `seconds`: how long the search took.
-    - `ways`: the tensor-parallel sizes of which each stage may have its own; empty if all have the same.
+    - `ways`: the tensor-parallel sizes of which each stage may have its own, each as often as there are ways to cut ops
+      for it; empty if all stages have the same.
     - `ideal_shares`: whether the replicas of all plans share micro-batches evenly, whole samples or not.
     - `unfinished`: for how many numbers of micro-batches and warm-ups DAPPLE's planner took too long. Its plan with one
       of these may be faster; with all others it is not.
@@ -216,7 +217,9 @@ class Certificate:
             auto = "ZeRO-1" + " or ZeRO-3" * (self.most_sharding == "zero3") + " where memory asks for it"
             known += f", with {ZERO.get(self.optimizer_sharding, auto)}"
         if self.ways:
-            known += f", with a tensor-parallel size of {', '.join(map(str, self.ways))} for each stage"
+            cuts = ((size, self.ways.count(size)) for size in dict.fromkeys(self.ways))
+            sizes = (f"{size} ({number} ways to cut ops)" if number > 1 else str(size) for size, number in cuts)
+            known += f", with a tensor-parallel size of {', '.join(sizes)} for each stage"
         if self.unfinished:
             known += (
                 f", and perhaps above DAPPLE's plan, whose planner did not end in time ({self.unfinished} searches)"

@@ -1,5 +1,5 @@
-"""What ops cost on a group of devices that share each of them: the fastest cut of every op, and a profile that counts
-what one device of the group computes, keeps and waits for.
+"""What ops cost on a group of devices that share each of them: what one device of the group computes, keeps and waits
+for.
 
     cost of an op     its time on one device x the share of it that a device computes; of partial sums, to add them up
     cost of an edge   what a device reads and has not, from the others; in backward the gradients go the other way
@@ -28,11 +28,9 @@ from fxpipe.ir.cluster.network import Rate
 from fxpipe.ir.graph.dtypes import DTYPES
 from fxpipe.ir.graph.graph import Graph, Op, op_name
 from fxpipe.ir.graph.value_types import TensorType, dim_size
-from fxpipe.ir.operators.group_layout import REPLICATED, Layout, OpCut, OpSharding, boxes, volume
+from fxpipe.ir.operators.group_layout import REPLICATED, Layout, OpCut, boxes, volume
 from fxpipe.ir.operators.strategy import Region
 from fxpipe.ir.plan.profile import OpCost
-
-from .least_sum import least_sum
 
 LAUNCH = 5e-6  # seconds that an op takes however small its part is
 
@@ -83,45 +81,11 @@ class Way:
         return self.layout == REPLICATED and not self.summand
 
 
-@dataclass(frozen=True)
-class GroupCosts:
-    """What was found for a group.
-
-    - `ops`: the costs of each op on one device of the group.
-    - `shardings`: how each op is cut, in the order of the graph.
-    - `seconds`: of forward and backward of a micro-batch, one op after the other.
-    """
-
-    ops: tuple[OpCost, ...]
-    shardings: tuple[OpSharding, ...]
-    seconds: float
-
-
-def fastest(
-    graph: Graph, sizes: Mapping[str, int], known: Sequence[OpCost], cuts: Mapping[str, Sequence[OpCut]], group: Group
-) -> GroupCosts:
-    """The cut of every op with which forward and backward of a micro-batch take the least time, of all `cuts`. Raises
-    least_sum.TooLarge where too many ops depend on each other at once."""
-    table = _Costs(graph, sizes, {cost.name: cost for cost in known}, cuts, group)
-    position = {op.name: at for at, op in enumerate(graph.ops)}
-    alone = [table.alone_of_ways(op) for op in graph.ops]
-    pairs = {(position[name], at): table.edges(op, name) for at, op in enumerate(graph.ops)
-             for name in table.inputs[op.name] if name in position}  # fmt: skip
-    seconds, chosen = least_sum(alone, {pair: costs for pair, costs in pairs.items() if costs.any()})
-    ways = {op.name: table.ways[op.name][at] for op, at in zip(graph.ops, chosen, strict=True)}
-    shardings = (
-        OpSharding(op.name, op_name(op), way.cut.layout, way.cut.summed, way.gathered)
-        for op in graph.ops
-        if (way := ways[op.name])
-    )
-    return GroupCosts(tuple(table.costs(op, ways) for op in graph.ops), tuple(shardings), seconds)
-
-
 Table = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 
 @dataclass(frozen=True)
-class _Costs:
+class CutCosts:
     """What ops cost in each way. A model's layers are mostly alike, so results are remembered for each kind of op."""
 
     graph: Graph
@@ -130,7 +94,9 @@ class _Costs:
     cuts: Mapping[str, Sequence[OpCut]]
     group: Group
     _alone: dict[int, Table] = field(default_factory=dict)
+    _memory: dict[int, Table] = field(default_factory=dict)
     _edges: dict[object, Table] = field(default_factory=dict)
+    _missing: dict[object, int] = field(default_factory=dict)
     _costs: dict[object, OpCost] = field(default_factory=dict)
 
     @cached_property
@@ -172,11 +138,11 @@ class _Costs:
         types, numbers = self.graph.types, dict[object, int]()
         found = {}
         for op in self.graph.ops:
-            names = self.inputs[op.name]
+            names, cost = self.inputs[op.name], self.known[op.name]
             at = {name: position for position, name in enumerate(names)}
             key = (
                 op_name(op),
-                replace(self.known[op.name], name=""),
+                (cost.forward, cost.backward, cost.saved, cost.output, cost.parameters),
                 types[op.name],
                 self.readers[op.name] > 1,
                 tuple(at[name] for name in op.reads),
@@ -195,6 +161,26 @@ class _Costs:
         if kind not in self._alone:
             self._alone[kind] = np.array([sum(self.alone(op, way)) for way in self.ways[op.name]])
         return self._alone[kind]
+
+    def memory_of_ways(self, op: Op) -> Table:
+        """Bytes of parameters and of saved activations in each way: a row for each of the two."""
+        kind = self.kinds[op.name]
+        if kind not in self._memory:
+            self._memory[kind] = np.array([self.memory(op, way.cut) for way in self.ways[op.name]], float).T
+        return self._memory[kind]
+
+    def memory(self, op: Op, cut: OpCut) -> tuple[int, int]:
+        """Bytes of parameters that the op is the first to use, and of what it saves for backward, on one device."""
+        cost, n = self.known[op.name], self.group.degree
+        reads = [name for name in dict.fromkeys(op.reads) if name in self.shapes and name not in self.states]
+        weights = [(self.bytes(name), self.part(name, cut)) for name in self.held(op)]
+        held = sum(size for size, _ in weights)
+        if op.name in self.products and reads:
+            kept = sum(self.bytes(name) * self.part(name, cut) for name in reads) / sum(map(self.bytes, reads))
+        else:
+            kept = 1.0 if cut.layout == REPLICATED else 1 / n
+        parameters = cost.parameters * sum(size * part for size, part in weights) / held if held else 0
+        return round(parameters), round(cost.saved * kept)
 
     def alone(self, op: Op, way: Way) -> tuple[float, float]:
         """Seconds of forward and of backward, without what is read from other devices."""
@@ -274,20 +260,27 @@ class _Costs:
     ) -> tuple[float, float]:
         """Seconds for what devices read of a value and have not, and for its gradient back. `whole`: whether each
         device needs the whole gradient; `alike`: whether the readers of all devices give the same one."""
-        shape, n = self.shapes[name], self.group.degree
-        trained = self.trained(name)
+        n, trained = self.group.degree, self.trained(name)
         if layout == REPLICATED:  # summands of the gradient are added up if each device needs it
             part = self.group.spread(self.bytes(name) * (n - 1) / n)
             return 0.0, 2 * part if whole and not alike and trained else 0.0
-        size = self.bytes(name) / max(prod(shape), 1)
-        most = 0.0
-        for device in range(n):
-            own = boxes(layout, shape, n, device)
-            regions = [tuple((0, length) for length in shape)] if wanted is None else wanted[device]
-            missing = sum(volume(one) - sum(_common(one, box) for box in own) for one in regions)
-            most = max(most, missing * size)
-        seconds = self.group.spread(min(most, self.bytes(name) * (n - 1) / n))
+        missing = self.missing(name, layout, wanted)
+        seconds = self.group.spread(min(missing, self.bytes(name) * (n - 1) / n))
         return seconds, seconds if trained and not alike else 0.0
+
+    def missing(self, name: str, layout: Layout, wanted: Sequence[Sequence[Region]] | None) -> float:
+        """Bytes that a device reads of a sharded value and has not: of the device that lacks most."""
+        shape, n = self.shapes[name], self.group.degree
+        key = shape, layout, wanted
+        if key not in self._missing:
+            most = 0
+            for device in range(n):
+                own = boxes(layout, shape, n, device)
+                regions = [tuple((0, length) for length in shape)] if wanted is None else wanted[device]
+                lacks = sum(volume(one) - sum(_common(one, box) for box in own) for one in regions)
+                most = max(most, lacks)
+            self._missing[key] = most
+        return self._missing[key] * self.bytes(name) / max(prod(shape), 1)
 
     # of what was chosen ------------------------------------------------------------------------
 
@@ -308,20 +301,14 @@ class _Costs:
                 wanted, giver = dict(way.cut.reads).get(name), ways[name]
                 ahead, behind = self.edge(name, giver.layout, giver.whole, wanted, self.takes_whole(way))
                 there, back = there + ahead, back + behind
-        reads = [name for name in dict.fromkeys(op.reads) if name in self.shapes and name not in self.states]
-        weights = [(self.bytes(name), self.part(name, way.cut)) for name in self.held(op)]
-        held = sum(size for size, _ in weights)
-        if op.name in self.products and reads:
-            kept = sum(self.bytes(name) * self.part(name, way.cut) for name in reads) / sum(map(self.bytes, reads))
-        else:
-            kept = 1.0 if way.cut.layout == REPLICATED else 1 / n
+        parameters, saved = self.memory(op, way.cut)
         return replace(
             cost,
             forward=there,
             backward=back,
-            saved=round(cost.saved * kept),
+            saved=saved,
             output=cost.output if way.cut.layout == REPLICATED else round(cost.output / n),
-            parameters=round(cost.parameters * sum(size * part for size, part in weights) / held) if held else 0,
+            parameters=parameters,
         )
 
 

@@ -14,7 +14,8 @@ from fxpipe.api.profile import ModelProfile
 from fxpipe.ir.cluster.network import Rate
 from fxpipe.ir.cluster.published_clusters import A100
 from fxpipe.passes.sharding.op_cuts import op_cuts
-from fxpipe.planning.tensor_parallel.group_costs import Group, GroupCosts, fastest
+from fxpipe.planning.tensor_parallel.cut_frontier import GroupCosts, cut_space
+from fxpipe.planning.tensor_parallel.group_costs import Group
 from tests.helpers.models import Block
 
 
@@ -33,7 +34,7 @@ class Pair(nn.Module):
 def shared(model: nn.Module, x: Tensor, group: Group) -> tuple[ModelProfile, GroupCosts]:
     known = fxpipe.profile(model, x, device=A100)
     cuts = op_cuts(known.graph, known.sizes, group.degree)
-    return known, fastest(known.graph, known.sizes, known.ops, cuts, group)
+    return known, cut_space(known.graph, known.sizes, known.ops, cuts, group).fastest()
 
 
 @pytest.mark.parametrize("per_byte", [1e-13, 1e-10, 1e-7])
@@ -47,7 +48,7 @@ def test_the_time_is_the_least_of_all_ways(width: int, per_byte: float) -> None:
 
     def seconds(chosen: dict[str, object]) -> float:
         forced = {name: [cut] for name, cut in chosen.items()}
-        return fastest(known.graph, known.sizes, known.ops, forced, group).seconds  # type: ignore[arg-type]
+        return cut_space(known.graph, known.sizes, known.ops, forced, group).fastest().seconds  # type: ignore[arg-type]
 
     every = (dict(zip(cuts, one, strict=True)) for one in product(*cuts.values()))
     assert found.seconds == pytest.approx(min(map(seconds, every)), rel=1e-12)

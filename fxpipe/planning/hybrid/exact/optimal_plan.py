@@ -21,7 +21,6 @@ Costs of layers are scaled with the samples: see `fxpipe.ir.plan.layer_chain.sca
 
 from __future__ import annotations
 
-from dataclasses import replace
 from time import perf_counter
 
 from fxpipe.errors import PlanError
@@ -62,10 +61,8 @@ def optimal(request: Request) -> Answer:
     if hunt.case is None:
         raise PlanError(_too_large(request))
     problem, bound = hunt.case.problem, min(hunt.time, min(case.bound for case in cases))
-    sharding = problem.optimizer_sharding
-    if sharding == "auto":
-        sharding = "none" if hunt.case.shapes.fits(hunt.shape, "none") else "zero1"
-    plan = plan_of(replace(problem, optimizer_sharding=sharding), hunt.case.shapes.stages(hunt.shape))
+    shapes = hunt.case.shapes
+    plan = plan_of(problem, shapes.stages(hunt.shape), shapes.places(hunt.shape))
     certificate = Certificate(
         bound,
         1 - bound / hunt.time if hunt.time else 0.0,
@@ -75,14 +72,15 @@ def optimal(request: Request) -> Answer:
         plan.samples is None,
         0 if request.ways else rival.unfinished,
         request.optimizer_sharding,
-        tuple(dict.fromkeys(way.degree for way in request.ways)),
+        tuple(sorted(way.degree for way in request.ways)),
         request.most_sharding,
     )
     return Answer(plan, hunt.time, certificate)
 
 
 def _too_large(request: Request) -> str:
-    chain, devices, sharding = request.chains[0], request.cluster.devices, request.optimizer_sharding
+    chain = min((way.chains[0] for way in request.every), key=lambda one: one.parameters[-1])
+    devices, sharding = request.cluster.devices, request.optimizer_sharding
     memory = max(device.memory for device in devices)
     replicas = len(devices) if sharding != "none" else 1
     shares = "zero1" if sharding == "auto" else sharding

@@ -11,7 +11,7 @@ come first: where each size divides the next, any numbers of whole groups that f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
 
@@ -19,7 +19,7 @@ from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.cluster.device_groups import groups
 from fxpipe.ir.cluster.network import Rate, hand_over
 from fxpipe.ir.plan.hybrid_plan import HybridStage, warmup_of
-from fxpipe.planning.hybrid.event_time import Problem, StageTimes, step_time
+from fxpipe.planning.hybrid.event_time import Placed, Problem, StageTimes, step_time
 
 from .device_symmetry import Counts, Devices, take
 
@@ -186,15 +186,10 @@ class Shapes:
         """The shape of stages on positions of devices."""
         return tuple((e.end, tuple(len(set(run) & set(e.devices)) for run in self.runs), e.way) for e in stages)
 
-    def fits(self, shape: Shape, optimizer_sharding: str) -> bool:
-        """Whether a shape fits in memory with this sharding of the optimizer's state."""
-        problems = [replace(way.problem, optimizer_sharding=optimizer_sharding) for way in self.ways]
-        for s, (stage, (_, counts, way)) in enumerate(zip(self.stages(shape), shape, strict=True)):
-            devices = self.taken(way, (0,) * len(counts), counts)
-            cost = problems[way].stage(stage.first, stage.end, devices, stage.recompute)
-            if cost.held(self.ahead(len(shape) - 1 - s)) > cost.room:
-                return False
-        return True
+    def places(self, shape: Shape) -> list[Placed]:
+        """The problem of each stage, and positions of groups like its own."""
+        zero = (0,) * len(self.runs)
+        return [(self.ways[way].problem, self.taken(way, zero, counts)) for _, counts, way in shape]
 
 
 def path_bound(

@@ -14,7 +14,7 @@ from fxpipe.errors import PlanError
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.cluster.device_groups import grouped, positions
 from fxpipe.ir.cluster.network import hand_over
-from fxpipe.ir.plan.hybrid_plan import HybridStage, check, warmup_of
+from fxpipe.ir.plan.hybrid_plan import HybridPlan, HybridStage, check, warmup_of
 from fxpipe.ir.plan.layer_chain import Chain, Layer
 from fxpipe.planning.hybrid.event_time import step_time
 from fxpipe.planning.hybrid.exact import lagrangian_bound as dual
@@ -23,6 +23,7 @@ from fxpipe.planning.hybrid.exact.optimal_plan import optimal
 from fxpipe.planning.hybrid.exact.search_phases import cases_of
 from fxpipe.planning.hybrid.plan_request import Request, RequestWay
 from fxpipe.schedules.simulate.hybrid_costs import order_of, simulate_hybrid
+from tests.helpers.marks import mostly_slow
 from tests.planning.hybrid.exact.test_optimal_plan import all_stages
 from tests.planning.hybrid.test_event_time import random_chain, servers
 
@@ -58,6 +59,40 @@ def instance(seed: int) -> Request:
         ways[0].chains, cluster, int(chain.batch) * m, m, rng.choice(["early", "late"]),
         all_reduce=rng.choice(["end", "overlap"]), copies=copies, seconds=20, ways=tuple(ways),
         recompute=rng.choice([False, None]), optimizer_sharding=rng.choice(["none", "zero1"]),
+    )  # fmt: skip
+
+
+def slower_with_less_memory(rng: random.Random, chain: Chain) -> Chain:
+    """Another cut of the same ops, for which a byte has had a price."""
+    layers = []
+    for one in chain.layers:
+        time, less = rng.uniform(1, 1.6), rng.uniform(0.3, 1)
+        times = {"forward": one.forward * time, "backward": one.backward * rng.uniform(1, time)}
+        bytes = {"parameters": one.parameters * less, "saved": one.saved * rng.uniform(less, 1)}
+        layers.append(replace(one, cut=one.cut * rng.choice([0.5, 1, 2]), **times, **bytes))
+    return replace(chain, layers=tuple(layers))
+
+
+def priced_instance(seed: int) -> Request:
+    """Two or three layers on two or four devices, with one to three cuts of ops for each size, and a limit of memory
+    between what these need."""
+    rng = random.Random(seed)
+    count, each = rng.choice([(1, 2), (1, 2), (2, 2)])
+    chain = replace(random_chain(rng, rng.randint(2, 3)), batch=rng.randint(1, 6), ideal_shares=False)
+    copies, m = rng.choice([1, 3]), rng.choice([1, 2, 3, 6])
+    sizes = rng.choice([(1, 2), (2,), (2, 1)])
+    made: dict[int, list[Chain]] = {}
+    for size in sizes:
+        made[size] = [shared(rng, chain, size) if size > 1 else chain]
+        made[size] += [slower_with_less_memory(rng, made[size][0]) for _ in range(rng.randint(0, 2) if size > 1 else 0)]
+    held = sorted(copies * one.parameters[-1] + one.saved[-1] for own in made.values() for one in own)
+    memory = int(rng.uniform(held[0] / 2, held[-1] * 1.1)) + 1
+    cluster = servers(count, each, rng.uniform(1e10, 1e11), 10 ** rng.uniform(8, 10), rng.choice([0.0, 1e-4]), memory)
+    first = [RequestWay(size, (own[0],), grouped(cluster, size)) for size, own in made.items()]
+    more = [RequestWay(size, (one,), grouped(cluster, size)) for size, own in made.items() for one in own[1:]]
+    return Request(
+        first[0].chains, cluster, int(chain.batch) * m, m, rng.choice(["early", "late"]), copies=copies, seconds=20,
+        ways=(*first, *more), recompute=rng.choice([False, None]),
     )  # fmt: skip
 
 
@@ -121,8 +156,8 @@ def hop(request: Request, a: HybridStage, b: HybridStage) -> tuple[float, float]
     return there.seconds(chain.cuts[b.first]), back.seconds(chain.cuts[b.first])
 
 
-def compare(seed: int) -> None:
-    request = instance(seed)
+def compare(request: Request) -> HybridPlan | None:
+    """The plan, if there is one."""
     best = inf
     for stages in plans(request):
         best = min(best, seconds(request, stages, best))
@@ -135,7 +170,7 @@ def compare(seed: int) -> None:
     if best == inf:
         with pytest.raises(PlanError, match="no plan found that fits in memory"):
             optimal(request)
-        return
+        return None
     found = optimal(request)
     check(found.plan, len(request.chains[0]), len(request.cluster.devices))
     assert found.seconds == pytest.approx(best, rel=1e-9)
@@ -147,11 +182,24 @@ def compare(seed: int) -> None:
     line = simulate_hybrid(chains, request.cluster, found.plan, order, request.copies)
     assert line.makespan == pytest.approx(found.seconds, rel=1e-9)
     assert all(held <= request.cluster.devices[0].memory * (1 + 1e-9) + 2 for held in line.high_water)
+    return found.plan
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_equals_brute_force(seed: int) -> None:
-    compare(seed)
+    compare(instance(seed))
+
+
+@pytest.mark.parametrize("start", mostly_slow(range(0, 600, 100), lambda start: start < 100))
+def test_cuts_for_a_price_equal_brute_force(start: int) -> None:
+    """Where memory is short, plans have cuts that are slower and hold less."""
+    needed = 0
+    for seed in range(start, start + 100):
+        request = priced_instance(seed)
+        plan = compare(request)
+        fastest = len({way.degree for way in request.ways})
+        needed += plan is not None and any(stage.way >= fastest for stage in plan.stages)
+    assert needed >= 10
 
 
 def test_a_layer_that_no_device_holds_is_shared_and_the_others_are_not() -> None:
