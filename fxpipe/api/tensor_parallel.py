@@ -15,6 +15,7 @@ import numpy as np
 from fxpipe.errors import PlanError
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.cluster.device_groups import grouped, groups, most_in_a_group, slowest_ring
+from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.operators.group_layout import OpSharding
 from fxpipe.ir.plan.hybrid_plan import HybridPlan
 from fxpipe.ir.plan.layer_chain import Chain, nearest_at
@@ -24,6 +25,7 @@ from fxpipe.pipe.results.plan_alternatives import TriedSize
 from fxpipe.planning.hybrid.group_layers import Layers, costed
 from fxpipe.planning.tensor_parallel.cut_frontier import Counted, CutSpace, GroupCosts, cut_space, frontier
 from fxpipe.planning.tensor_parallel.group_costs import Group
+from fxpipe.planning.tensor_parallel.group_traffic import group_traffic
 
 from .profile import ModelProfile
 
@@ -51,7 +53,7 @@ class Candidate:
 
     def at(self, batch: float) -> GroupCosts:
         """How ops are cut in micro-batches of `batch` samples; not at all on single devices."""
-        return self.found[nearest_at(self.chains, batch)] if self.found else GroupCosts((), ())
+        return self.found[nearest_at(self.chains, batch)] if self.found else GroupCosts((), (), {})
 
     @cached_property
     def figures(self) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
@@ -120,9 +122,13 @@ def _candidate(
     found: Sequence[GroupCosts],
     spaces: tuple[CutSpace, ...] = (),
 ) -> Candidate:
-    own = [replace(known, ops=one.ops, kinds=()) for known, one in zip(profiles, found, strict=True)]
-    chains = tuple(costed(known.graph, known, made) for known in own)
-    return Candidate(degree, places, chains, tuple(found), spaces)
+    def chain(known: ModelProfile, one: GroupCosts) -> Chain:
+        def crossing(ordered: Graph) -> list[int]:
+            return group_traffic(ordered, known.sizes, one.cuts, degree)
+
+        return costed(known.graph, replace(known, ops=one.ops, kinds=()), made, crossing)
+
+    return Candidate(degree, places, tuple(map(chain, profiles, found)), tuple(found), spaces)
 
 
 def with_less_memory(

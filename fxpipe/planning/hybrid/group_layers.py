@@ -15,7 +15,7 @@ cross. Cuts are removed one by one, always the one with the least
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, pairwise
@@ -32,6 +32,7 @@ from fxpipe.planning.stages.op_order import arrange
 from fxpipe.planning.stages.plan_stages import check_profiled, inner_cuts
 
 MOST = 64
+Crossing = Callable[[Graph], Sequence[int]]  # bytes by position, from 0 to the number of ops
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,15 @@ def layers(graph: Graph, profile: Profile, most: int = MOST) -> Layers:
     return Layers(_chain(ordered, profile, crossing, ends), names)
 
 
-def costed(graph: Graph, profile: Profile, made: Layers) -> Chain:
-    """The same layers with the costs of another profile."""
+def costed(graph: Graph, profile: Profile, made: Layers, crossing: Crossing | None = None) -> Chain:
+    """The same layers with the costs of another profile. `crossing` gives the bytes that cross the cuts of a graph, if
+    not all that was made before a cut and is used after it crosses as a whole."""
     at = {op.name: op for op in graph.ops}
     ordered = replace(graph, ops=tuple(at[name] for names in made.ops for name in names))
-    crossing = traffic(ordered, {cost.name: cost for cost in profile.ops}).values
-    return _chain(ordered, profile, crossing, list(accumulate(map(len, made.ops), initial=0)))
+    ends = list(accumulate(map(len, made.ops), initial=0))
+    if crossing is not None:
+        return _chain(ordered, profile, crossing(ordered), ends)
+    return _chain(ordered, profile, traffic(ordered, {cost.name: cost for cost in profile.ops}).values, ends)
 
 
 def _chain(ordered: Graph, profile: Profile, crossing: Sequence[int], ends: Sequence[int]) -> Chain:

@@ -51,12 +51,13 @@ class GroupCosts:
     """What was found for a group.
 
     - `ops`: the costs of each op on one device of the group.
-    - `shardings`: how each op is cut, in the order of the graph.
+    - `shardings`, `cuts`: how each op is cut, in the order of the graph, and what devices then read, by name.
     - `price`: the seconds that a byte was said to cost.
     """
 
     ops: tuple[OpCost, ...]
     shardings: tuple[OpSharding, ...]
+    cuts: Mapping[str, OpCut]
     price: float = 0.0
 
     @cached_property
@@ -114,7 +115,8 @@ class CutSpace:
             for op in graph.ops
             if (way := ways[op.name])
         )
-        return GroupCosts(tuple(costs.costs(op, ways) for op in graph.ops), tuple(shardings), price)
+        cuts = {name: way.cut for name, way in ways.items()}
+        return GroupCosts(tuple(costs.costs(op, ways) for op in graph.ops), tuple(shardings), cuts, price)
 
 
 def cut_space(
