@@ -83,27 +83,24 @@ class CutSpace:
     alone: tuple[Table, ...]
     pairs: Mapping[tuple[int, int], Table]
 
-    @cached_property
-    def memory(self) -> tuple[Table, ...]:
-        """Of each op the bytes of parameters, and of what it saves, of each way."""
-        return tuple(self.costs.memory_of_ways(op) for op in self.costs.graph.ops)
-
     def fastest(self) -> GroupCosts:
         """The cut of every op with the least seconds. Raises least_sum.TooLarge where too many ops depend on each other
         at once."""
-        return self._chosen([self.alone], [0.0])[0]
+        return self._least([0.0], [own[None] for own in self.alone])[0]
 
     def priced(self, prices: Sequence[float], counted: Counted) -> list[GroupCosts]:
         """For each price, in seconds per byte, the cut of every op with the least sum of seconds and of the price of
         all bytes that a device holds. Raises least_sum.TooLarge as `fastest` does."""
-        weights = np.array([counted.copies, counted.waiting])
-        held = [weights @ bytes for bytes in self.memory]
-        alone = [[own + price * more for own, more in zip(self.alone, held, strict=True)] for price in prices]
-        return self._chosen(alone, prices)
+        rows, weights = np.array(prices)[:, None], np.array([counted.copies, counted.waiting])
+        costs, known = self.costs, dict[int, Table]()  # by kind of op: a model has few
+        for op, own in zip(costs.graph.ops, self.alone, strict=True):
+            kind = costs.kinds[op.name]
+            if kind not in known:
+                known[kind] = own + rows * (weights @ costs.memory_of_ways(op))
+        return self._least(prices, [known[costs.kinds[op.name]] for op in costs.graph.ops])
 
-    def _chosen(self, alone: Sequence[Sequence[Table]], prices: Sequence[float]) -> list[GroupCosts]:
-        rows = [np.stack(own) for own in zip(*alone, strict=True)]
-        found = (chosen for _, chosen in least_sums(rows, self.pairs))
+    def _least(self, prices: Sequence[float], alone: Sequence[Table]) -> list[GroupCosts]:
+        found = (chosen for _, chosen in least_sums(alone, self.pairs))
         return [self.of(chosen, price) for chosen, price in zip(found, prices, strict=True)]
 
     def of(self, chosen: Sequence[int], price: float = 0.0) -> GroupCosts:

@@ -94,7 +94,6 @@ class CutCosts:
     cuts: Mapping[str, Sequence[OpCut]]
     group: Group
     _alone: dict[int, Table] = field(default_factory=dict)
-    _memory: dict[int, Table] = field(default_factory=dict)
     _edges: dict[object, Table] = field(default_factory=dict)
     _missing: dict[object, int] = field(default_factory=dict)
     _costs: dict[object, OpCost] = field(default_factory=dict)
@@ -164,10 +163,7 @@ class CutCosts:
 
     def memory_of_ways(self, op: Op) -> Table:
         """Bytes of parameters and of saved activations in each way: a row for each of the two."""
-        kind = self.kinds[op.name]
-        if kind not in self._memory:
-            self._memory[kind] = np.array([self.memory(op, way.cut) for way in self.ways[op.name]], float).T
-        return self._memory[kind]
+        return np.array([self.memory(op, way.cut) for way in self.ways[op.name]], float).T
 
     def memory(self, op: Op, cut: OpCut) -> tuple[int, int]:
         """Bytes of parameters that the op is the first to use, and of what it saves for backward, on one device."""
