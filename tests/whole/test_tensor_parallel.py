@@ -186,6 +186,8 @@ def test_a_plan_of_several_sizes_is_explained() -> None:
     _, _, found = planned("mlp", "one, two, one")
     text = replace(found, planner="optimal").explain()
     assert "tensor parallel 1:2:1" in text
+    assert "data parallel DP, tensor parallel 1 " in text
+    assert "data parallel DP, tensor parallel 2 " in text
     assert "twice the bandwidth" in text
     assert "more device" not in text
 
@@ -242,3 +244,19 @@ def test_planners_of_one_size_cut_ops_for_memory_too() -> None:
     assert roomy.seconds < found.seconds
     assert max(found.memory.values()) < max(roomy.memory.values())
     assert [len(one.prices) > 1 for one in (*roomy.tried, *found.tried)] == [False, True]
+
+
+@pytest.mark.parametrize("sharding", ["auto", "zero1"])
+def test_the_optimizer_is_sharded_where_that_makes_room(sharding: str) -> None:
+    """Memory in which a stage on two replicas fits if these share out the optimizer's state."""
+    model, x = mlp().double(), torch.randn(8, 16).double()
+    parameters = sum(8 * one.numel() for one in model.parameters())
+    memory = int(3.2 * parameters)
+    found = fxpipe.plan(
+        model, small(memory), 8, example_inputs=(x,), tensor_parallel=(1, 2), micro_batches=2, recompute=False,
+        optimizer_sharding=sharding, most_layers=1,
+    )  # fmt: skip
+    check(found)
+    assert max(found.memory.values()) <= memory
+    (stage,) = found.layers.stages
+    assert (stage.tensor_parallel, stage.replicas, found.layers.optimizer_sharding) == (1, 2, "zero1")

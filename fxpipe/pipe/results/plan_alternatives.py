@@ -50,10 +50,13 @@ class TriedSize:
 def explain(planner: str, find: Find, request: Request, chosen: Answer, timeline: Timeline, size: int = 1) -> str:
     """A text: the plans of other planners beside the chosen one, and the time of a step on more hardware, for which
     `find` finds the plan. With `size` above 1 a device of the request stands for that many. If the request has several
-    ways, other planners have the first of them for all stages."""
-    first = request.every[0]
-    alone = replace(request, chains=first.chains, cluster=first.cluster, ways=())
-    rivals = [_rival(name, alone, chosen) for name in OTHERS if name != planner]
+    ways, other planners have one for all stages: the first one of each size."""
+    ways = {way.degree: way for way in reversed(request.every)}
+    rivals = []
+    for degree, way in sorted(ways.items()):
+        alone = replace(request, chains=way.chains, cluster=way.cluster, ways=())
+        note = f", tensor parallel {degree}" if len(ways) > 1 else ""
+        rivals += [_rival(name, alone, chosen, note) for name in OTHERS if name != planner]
     lines = [_pace(timeline, len(chosen.plan.stages)), "", "why", *_table([_own(planner, chosen), *rivals])]
     return "\n".join([*lines, "", "what if", *_table(_what_if(planner, find, request, chosen, size))])
 
@@ -108,9 +111,9 @@ def _own(planner: str, chosen: Answer) -> Row:
     return f"{planner} {shape(chosen.plan.stages)}", show_seconds(chosen.seconds), "", proof
 
 
-def _rival(name: str, request: Request, chosen: Answer) -> Row:
+def _rival(name: str, request: Request, chosen: Answer, note: str = "") -> Row:
     """The best plan of another planner, with its own choice of micro-batches and warm-up; for DAPPLE, whose search is
-    slow, with the micro-batches of the chosen plan, if it ends in time."""
+    slow, with the micro-batches of the chosen plan, if it ends in time. `note` follows the planner's name."""
     with timed(name):
         try:
             if name == "dapple":
@@ -119,11 +122,11 @@ def _rival(name: str, request: Request, chosen: Answer) -> Row:
             else:
                 answer = search(name, request)
         except PlanError as error:
-            return name, "", "", str(error)
+            return f"{name}{note}", "", "", str(error)
     m = answer.plan.micro_batches
     facts = f"{m} micro-batch{'es' if m > 1 else ''}, {answer.plan.warmup} warm-up"
     facts += f", its search did not end in {show_seconds(DAPPLE_SECONDS)}" * (answer.unfinished > 0)
-    return _row(f"{name} {shape(answer.plan.stages)}", answer, chosen, facts)
+    return _row(f"{name} {shape(answer.plan.stages)}{note}", answer, chosen, facts)
 
 
 def _what_if(planner: str, find: Find, request: Request, chosen: Answer, size: int) -> list[Row]:
