@@ -134,12 +134,12 @@ def _candidate(
 def with_less_memory(
     one: Candidate, profiles: Sequence[ModelProfile], made: Layers, batch: int, copies: float
 ) -> list[Candidate]:
-    """The candidate, whose cut of ops is the fastest, and others for the same groups that take longer and hold less, or
-    those of these that no other is as good as in each layer; the fastest comes first. `copies` is as in
+    """The candidate, whose cut of ops is the fastest, and others for the same groups that take longer and hold less,
+    but for those of which another is in every layer as good. The first is the fastest. `copies` is as in
     `fxpipe.planning.hybrid.event_time.Problem`.
 
-    For the price of a byte, those of as many micro-batches wait as do in the middle of a pipeline with a stage on each
-    group.
+    A price is for the bytes of parameters, and of as many micro-batches as wait in the middle of a pipeline with a
+    stage on each group.
     """
     if not one.spaces:  # on single devices there is nothing to cut
         return [one]
