@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
-from pathlib import PurePath
 from typing import Any
 
 
@@ -92,4 +92,4 @@ def file_name(path: str) -> str:
     """
     notebook = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     cell = notebook and notebook.compile.format_code_name(path)  # IPython's: ("Cell", "In[3]")
-    return cell[1] if cell else PurePath(path).name
+    return cell[1] if cell else os.path.basename(path)

@@ -39,7 +39,7 @@ def copy_on_write(program: Program, context: PassContext) -> Program:
         mutated = {name for op in stage.ops for name in op.writes if name in states}
         for copy in (_copy_taken, _copy_kept, _copy_given):
             stage = copy(stage, mutated, types, names)
-        rereads = _needed(stage, memory(stage.ops, types)) & mutated
+        rereads = _needed(stage, memory(stage.ops, types)) & mutated if mutated else mutated
         order = (*stage.states, *stage.borrows)
         return replace(
             stage,
@@ -52,6 +52,8 @@ def copy_on_write(program: Program, context: PassContext) -> Program:
 
 def _copy_taken(stage: Stage, mutated: set[str], types: dict[str, ValueType], names: set[str]) -> Stage:
     """Copies at the start of the stage for the values it takes and writes."""
+    if not any(op.writes for op in stage.ops):
+        return stage
     root = memory(stage.ops, types)
     writers = {root(name): op for op in reversed(stage.ops) for name in op.writes}
     copies = {}
@@ -87,6 +89,8 @@ def _copy_kept(stage: Stage, mutated: set[str], types: dict[str, ValueType], nam
 
 def _copy_given(stage: Stage, mutated: set[str], types: dict[str, ValueType], names: set[str]) -> Stage:
     """Copies at the end of the stage of the values it gives that may be views of a buffer it changes."""
+    if not mutated:
+        return stage
     root = memory(stage.ops, types)
     buffers = {root(name) for name in mutated}
     made = {op.name: op for op in stage.ops}

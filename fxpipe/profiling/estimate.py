@@ -9,8 +9,8 @@ the memory of what they view or write.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 
 from fxpipe.ir.cluster.cluster import ASSUMED_GPU, Device
@@ -73,7 +73,7 @@ def model_products(graph: Graph, sizes: Mapping[str, int], dtype: str | None = N
     sized = _Sized(graph.types, frozenset(state.name for state in graph.states), sizes, ASSUMED_GPU)
     found = {}
     for op in graph.ops:
-        flops = sized.products(op) if any(True for _ in tensors(op.type)) else 0
+        flops = sized.products(op)
         if flops:
             found[op.name] = Product(dtype or _dtype(op), flops, sized.passes(op) * flops)
     return found
@@ -81,13 +81,15 @@ def model_products(graph: Graph, sizes: Mapping[str, int], dtype: str | None = N
 
 @dataclass(frozen=True)
 class _Sized:
-    """The types of all values, with a number for each size; answers questions about single ops."""
+    """The types of all values, with a number for each size; answers questions about single ops. `known`: the operands
+    and the products of ops that it was asked about."""
 
     types: Mapping[str, ValueType]
     states: frozenset[str]
     sizes: Mapping[str, int]
     device: Device
     multiplied: str | None = None
+    known: dict[str, tuple[list[tuple[str, TensorType]], int]] = field(default_factory=dict)
 
     def bytes(self, names: Iterable[str]) -> int:
         return sum(nbytes(self.types[name], self.sizes) for name in names)
@@ -95,11 +97,19 @@ class _Sized:
     def shape(self, type: TensorType) -> tuple[int, ...]:
         return tuple(dim_size(dim, self.sizes) for dim in type.shape)
 
-    def operands(self, op: Op) -> Iterator[tuple[str, TensorType]]:
+    def operands(self, op: Op) -> list[tuple[str, TensorType]]:
         """The (name, type) of each tensor that the op reads, in order."""
-        for name in op.operands:
-            for type in tensors(self.types[name]):
-                yield name, type
+        return self._of(op)[0]
+
+    def products(self, op: Op) -> int:
+        """Floating-point operations of an op that multiplies matrices, or 0."""
+        return self._of(op)[1]
+
+    def _of(self, op: Op) -> tuple[list[tuple[str, TensorType]], int]:
+        if op.name not in self.known:
+            operands = [(name, type) for name in op.operands for type in tensors(self.types[name])]
+            self.known[op.name] = operands, self._products(op, operands)
+        return self.known[op.name]
 
     # time ------------------------------------------------------------------------------------
 
@@ -143,8 +153,10 @@ class _Sized:
         found = [*tensors(op.type), *(type for _, type in self.operands(op))]
         return max(type.numel(self.sizes) for type in found)
 
-    def products(self, op: Op) -> int:
-        operands = list(self.operands(op))
+    def _products(self, op: Op, operands: Sequence[tuple[str, TensorType]]) -> int:
+        result = next(tensors(op.type), None)
+        if result is None:
+            return 0
         shapes = [self.shape(type) for _, type in operands]
         weights = [shape for (name, _), shape in zip(operands, shapes, strict=True) if name in self.states]
         if is_opaque(op):  # a guess: each row is multiplied by each weight
@@ -152,8 +164,7 @@ class _Sized:
                 prod(shape[:-1]) for (name, _), shape in zip(operands, shapes, strict=True) if name not in self.states
             ]
             return 2 * max(rows, default=0) * sum(prod(weight) for weight in weights if len(weight) > 1)
-        out = next(tensors(op.type)).numel(self.sizes)
-        return products(op_name(op), op.args, shapes, weights, out)
+        return products(op_name(op), op.args, shapes, weights, result.numel(self.sizes))
 
     # memory ----------------------------------------------------------------------------------
 

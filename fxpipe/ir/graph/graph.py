@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from fxpipe.errors import file_name
@@ -96,7 +97,7 @@ class Op:
     @cached_property
     def operands(self) -> tuple[str, ...]:
         """Names of the values and states in the arguments, in order; one that stands there twice comes twice."""
-        return tuple(ref.name for ref in refs((self.args, dict(self.kwargs))))
+        return tuple(ref.name for ref in refs((self.args, self.kwargs)))
 
     @cached_property
     def reads(self) -> tuple[str, ...]:
@@ -236,20 +237,25 @@ class Graph:
         return {state.name: state for state in self.states}
 
 
+_LITERALS = frozenset((Ref, bool, int, float, str, type(None)))  # the leaves of most nests, known by their type
+
+
 def refs(nest: Any) -> Iterator[Ref]:
     """Every `Ref` in a nest of arguments, in order."""
-    if isinstance(nest, Ref):
-        yield nest
-    elif isinstance(nest, (tuple, list)):
-        for item in nest:
-            yield from refs(item)
-    elif isinstance(nest, Mapping):
-        for item in nest.values():
-            yield from refs(item)
+    kind = type(nest)
+    if kind is Ref:
+        return iter((nest,))
+    if kind in _LITERALS:
+        return iter(())
+    if isinstance(nest, Mapping):
+        nest = nest.values()
     elif isinstance(nest, slice):
-        yield from refs((nest.start, nest.stop, nest.step))
+        nest = (nest.start, nest.stop, nest.step)
     elif isinstance(nest, Struct):
-        yield from refs(tuple(value for _, value in nest.fields))
+        nest = [value for _, value in nest.fields]
+    elif not isinstance(nest, (tuple, list)):
+        return iter(())
+    return chain.from_iterable(map(refs, nest))
 
 
 def map_refs(nest: Any, change: Callable[[Ref], Any]) -> Any:
@@ -260,6 +266,8 @@ def map_refs(nest: Any, change: Callable[[Ref], Any]) -> Any:
 def map_leaves(nest: Any, change: Callable[[Any], Any]) -> Any:
     """The nest with `change(leaf)` in place of every leaf: everything but tuples, lists, dicts, slices and `Struct`.
     The immutable lists of torch.fx become plain ones."""
+    if type(nest) in _LITERALS:
+        return change(nest)
     if isinstance(nest, tuple) and hasattr(nest, "_fields"):
         return type(nest)(*(map_leaves(item, change) for item in nest))
     if type(nest) is tuple:
@@ -277,17 +285,9 @@ def map_leaves(nest: Any, change: Callable[[Any], Any]) -> Any:
 
 def rename(op: Op, names: Mapping[str, str]) -> Op:
     """The op with the `names` changed: in its arguments, its own name and its `writes`."""
-
-    def change(ref: Ref) -> Ref:
-        return Ref(names.get(ref.name, ref.name))
-
-    return replace(
-        op,
-        name=names.get(op.name, op.name),
-        args=map_refs(op.args, change),
-        kwargs=map_refs(dict(op.kwargs), change),
-        writes=tuple(names.get(name, name) for name in op.writes),
-    )
+    args, kwargs = map_refs((op.args, dict(op.kwargs)), lambda ref: Ref(names.get(ref.name, ref.name)))
+    writes = tuple(names.get(name, name) for name in op.writes)
+    return replace(op, name=names.get(op.name, op.name), args=args, kwargs=kwargs, writes=writes)
 
 
 def may_cross(type: ValueType) -> bool:

@@ -17,7 +17,6 @@ later stage than the one that made it: that stage writes into a copy.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -43,12 +42,11 @@ class Tie:
 
 def legal_cuts(graph: Graph) -> tuple[bool, ...]:
     """For each position from 0 to the number of ops, whether a cut may lie before it; the two ends always may."""
-    changes = Counter[int]()
+    changes = [0] * (len(graph.ops) + 1)
     for first, last in glued(graph):
         changes[first + 1] += 1
         changes[last + 1] -= 1
-    depth = accumulate(changes[position] for position in range(len(graph.ops) + 1))
-    return tuple(count == 0 for count in depth)
+    return tuple(count == 0 for count in accumulate(changes))
 
 
 def glued(graph: Graph) -> tuple[tuple[int, int], ...]:

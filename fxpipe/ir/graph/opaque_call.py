@@ -269,9 +269,11 @@ def unsure(ops: Iterable[Op]) -> set[str]:
     found: set[str] = set()
     touched: set[str] = set()  # these results, and the values that those ops write
     for op in ops:
-        stopped = called(op) == "detach" or any(region.kind == "grad" and not region.args[0] for region in op.regions)
         opaque = isinstance(op.target, Opaque) and op.target.unsure
-        if not stopped and (opaque or not touched.isdisjoint(op.reads)):
+        if not opaque and (not touched or touched.isdisjoint(op.reads)):
+            continue
+        stopped = called(op) == "detach" or any(region.kind == "grad" and not region.args[0] for region in op.regions)
+        if not stopped:
             found.add(op.name)
             touched |= {op.name, *op.writes}
     return found

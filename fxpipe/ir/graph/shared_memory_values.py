@@ -38,6 +38,7 @@ def known(target: Callable[..., Any] | str) -> bool:
     return module.split(".")[0] in _KNOWN
 
 
+@once
 def shares(op: Op) -> tuple[str, ...]:
     """The values read by the op whose memory its result may be; results of in-place ops are not considered."""
     if is_opaque(op):  # it clones such results
@@ -53,10 +54,13 @@ def shares(op: Op) -> tuple[str, ...]:
 def viewed(op: Op, types: Mapping[str, ValueType]) -> str | None:
     """The value that the op's result is a view of, as far as the types tell, or None. At run time it may still be a
     copy, if the memory layout requires one."""
+    name = op_name(op)
+    if name not in VIEWS and name not in CASTS and name not in DROPOUTS:
+        return None
     first = next((arg for arg in op.args if isinstance(arg, Ref)), None)
     if first is None or is_opaque(op) or not known(op.target):
         return None
-    name, kind = op_name(op), types[first.name]
+    kind = types[first.name]
     if name == "getitem":
         looked_up = any(isinstance(types[ref.name], TensorType) for ref in refs(op.args[1:]))
         return None if looked_up and isinstance(kind, TensorType) else first.name

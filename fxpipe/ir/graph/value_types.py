@@ -12,6 +12,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from math import prod
 
 from .dtypes import DTYPES
@@ -40,7 +41,7 @@ class TensorType:
 
     def numel(self, sizes: Mapping[str, int]) -> int:
         """Elements, with `sizes` giving a number for every symbolic size name."""
-        return prod(dim_size(d, sizes) for d in self.shape)
+        return prod([dim if type(dim) is int else dim_size(dim, sizes) for dim in self.shape])
 
     def nbytes(self, sizes: Mapping[str, int]) -> int:
         """Bytes of the elements, without padding or shared storage."""
@@ -85,10 +86,8 @@ ValueType = TensorType | ScalarType | TupleType | ObjectType
 def tensors(type: ValueType) -> Iterator[TensorType]:
     """The tensor types inside `type`, in order."""
     if isinstance(type, TensorType):
-        yield type
-    elif isinstance(type, TupleType):
-        for item in type.items:
-            yield from tensors(item)
+        return iter((type,))
+    return chain.from_iterable(map(tensors, type.items)) if isinstance(type, TupleType) else iter(())
 
 
 def in_vmap(kind: ValueType) -> bool:
@@ -98,7 +97,7 @@ def in_vmap(kind: ValueType) -> bool:
 
 def nbytes(type: ValueType, sizes: Mapping[str, int]) -> int:
     """Bytes of all tensors inside `type`."""
-    return sum(t.nbytes(sizes) for t in tensors(type))
+    return type.nbytes(sizes) if isinstance(type, TensorType) else sum(t.nbytes(sizes) for t in tensors(type))
 
 
 _OPERATORS: dict[type, Callable[..., int]] = {
@@ -136,7 +135,9 @@ def dim_size(dim: Dim, sizes: Mapping[str, int]) -> int:
     >>> dim_size("2*b + s1//2", {"b": 4, "s1": 6})
     11
     """
-    return dim if isinstance(dim, int) else _evaluate(_parse(dim), sizes)
+    if isinstance(dim, int):
+        return dim
+    return sizes[dim] if dim in sizes else _evaluate(_parse(dim), sizes)
 
 
 def _evaluate(node: ast.expr, sizes: Mapping[str, int]) -> int:

@@ -18,6 +18,7 @@ from fxpipe.errors import file_name
 from fxpipe.ir.cluster.device_labels import Label
 from fxpipe.ir.dataclass_json import from_plain, parse, to_plain, write
 from fxpipe.ir.graph.graph import Graph, Op
+from fxpipe.ir.once import once
 
 from .plan import Chunks, Mode, Plan, Sharding, StagePlan
 from .plan import load as load_plan
@@ -119,7 +120,8 @@ def placed(file: PlanFile, graph: Graph) -> Plan:
     )
 
 
-def places(graph: Graph) -> dict[str, int]:
+@once
+def places(graph: Graph) -> Mapping[str, int]:
     """The position of each place at which a stage may begin, by name. A module or line is where its first op is; a name
     of both an op and a module is the op."""
     found = {op.name: at for at, op in enumerate(graph.ops)}

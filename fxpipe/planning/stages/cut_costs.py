@@ -41,7 +41,8 @@ class Traffic:
 
 def traffic(graph: Graph, costs: Mapping[str, OpCost]) -> Traffic:
     """What would cross a cut at each position of the graph's own order."""
-    values, gradients = Counter[int](), Counter[int]()
+    count = len(graph.ops) + 1
+    values, gradients = [0] * count, [0] * count
     cheap = cheap_ops(graph)
     span = spans(graph)
     for op in graph.ops:
@@ -53,9 +54,7 @@ def traffic(graph: Graph, costs: Mapping[str, OpCost]) -> Traffic:
         for changes in grows:
             changes[defined + 1] += size
             changes[last + 1] -= size
-    count = len(graph.ops) + 1
-    across = (tuple(accumulate(changes[p] for p in range(count))) for changes in (values, gradients))
-    return Traffic(*across)
+    return Traffic(tuple(accumulate(values)), tuple(accumulate(gradients)))
 
 
 def stage_costs(

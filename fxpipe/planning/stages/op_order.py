@@ -33,9 +33,11 @@ def arrange(graph: Graph, costs: Mapping[str, OpCost]) -> Graph:
     """The graph with its ops in the order of least traffic: captured, cheap values late, or all by demand."""
     needs = requirements(graph)
     cheap = cheap_ops(graph)
-    best, least = graph, _measure(graph, costs)
-    for late in (lambda name: name in cheap, lambda name: True):
-        other = reorder(graph, _by_demand(graph, needs, late))
+    orders = [_by_demand(graph, needs, late) for late in (lambda name: name in cheap, lambda name: True)]
+    others = [other for order in orders if (other := reorder(graph, order)) is not graph]
+    best = graph
+    least = _measure(graph, costs) if others else (0, 0, 0)
+    for other in others:
         measure = _measure(other, costs)
         if all(ours <= theirs for ours, theirs in zip(measure, least, strict=True)) and measure != least:
             best, least = other, measure
