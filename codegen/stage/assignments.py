@@ -44,7 +44,7 @@ def _long_paths(op: Op, variables: Variables) -> list[str]:
     if isinstance(op.target, Opaque):  # it finds its tensors itself
         return []
     used = [variables.of[name] for name in dict.fromkeys(op.reads)]
-    paths = [path for path in used if _OWNER.fullmatch(path)]
+    paths = [path for path in used if "." in path and _OWNER.fullmatch(path)]
     first = variables.of[op.args[0].name] if op.args and isinstance(op.args[0], Ref) else ""
     if first in paths and "[" in first and (isinstance(op.target, str) or op.target is operator.getitem):
         statement = _statement(op, variables, variables.of.__getitem__)

@@ -200,6 +200,8 @@ def _enum(value: enum.Enum) -> str:
 
 
 def modules_of(value: Any) -> Iterator[str]:
+    if type(value) in (Ref, bool, int, str, type(None)):
+        return
     if isinstance(value, Struct):
         yield spell(value.cls).module
         yield from modules_of([item for _, item in value.fields])

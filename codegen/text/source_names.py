@@ -33,9 +33,9 @@ def identifier(name: str) -> str:
     ('x_1', 'input_', 'class_', 'h', 'l_')
     """
     plain = unicodedata.normalize("NFKC", name).lstrip("_")
-    plain = "".join(char if f"v{char}".isidentifier() else "_" for char in plain)
     if not plain.isidentifier():
-        plain = f"v{plain}"
+        plain = "".join(char if f"v{char}".isidentifier() else "_" for char in plain)
+        plain = plain if plain.isidentifier() else f"v{plain}"
     return plain + "_" if plain in RESERVED or plain in AMBIGUOUS else plain
 
 
@@ -46,7 +46,8 @@ def string(text: str) -> str:
     'say "hi"' "a\\nb"
     """
     quote = "'" if text.count('"') > text.count("'") else '"'
-    return quote + "".join(_escape(char, quote) for char in text) + quote
+    plain = text.isascii() and text.isprintable() and quote not in text and "\\" not in text
+    return quote + (text if plain else "".join(_escape(char, quote) for char in text)) + quote
 
 
 def quoted(text: str) -> str:
@@ -116,8 +117,9 @@ def prose(text: str) -> str:
     'a b \\\\x23 noqa'
     """
     words = " ".join(text.split())
-    shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in words)
-    return shown.replace("#", "\\x23")
+    if not words.isprintable():
+        words = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in words)
+    return words.replace("#", "\\x23")
 
 
 def doc_prose(text: str) -> str:
@@ -137,4 +139,4 @@ def clip(text: str, width: int) -> str:
 
 def columns(text: str) -> int:
     """Columns on a screen: wide East Asian characters take two."""
-    return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text)
+    return len(text) + (0 if text.isascii() else sum(unicodedata.east_asian_width(char) in "WF" for char in text))
