@@ -6,6 +6,7 @@ import linecache
 import re
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -175,7 +176,12 @@ def modules_around(node: fx.Node) -> list[int]:
 
 def line_of(node: fx.Node, module: str = "") -> Origin | None:
     """The user's line that a node comes from."""
-    return innermost(parse_stack(node.meta.get("stack_trace")), module)
+    return _origin(_frame_of(node.meta.get("stack_trace")), module)
+
+
+@lru_cache(maxsize=256)  # the ops of a line have one stack, and so has the line in each of equal layers
+def _frame_of(stack: str | None) -> traceback.FrameSummary | None:
+    return _innermost(parse_stack(stack))
 
 
 def failed(error: Exception, route: str) -> Refused:
@@ -244,11 +250,18 @@ def _in_text(text: str) -> Origin | None:
 def innermost(frames: Sequence[traceback.FrameSummary], module: str = "") -> Origin | None:
     """The innermost line of the user's code among `frames`. Never a line of fxpipe's capture; a line of torch or of a
     notation for its operations (einops) only if there is no other."""
+    return _origin(_innermost(frames), module)
+
+
+def _innermost(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
     others = [frame for frame in frames if not frame.filename.startswith(OURS)]
     mine = [frame for frame in others if _is_users(frame.filename)] or others
-    if not mine:
+    return mine[-1] if mine else None
+
+
+def _origin(frame: traceback.FrameSummary | None, module: str) -> Origin | None:
+    if frame is None:
         return None
-    frame = mine[-1]
     line = frame.lineno or 0
     code = linecache.getline(frame.filename, line).strip() or (frame.line or "").strip()
     return Origin(frame.filename, line, code, module)
