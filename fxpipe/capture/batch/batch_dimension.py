@@ -123,7 +123,7 @@ def _follow(op: Op, flow: Flow) -> None:
     """Record the facts about the result of one op."""
     dims = batch_dims(op.type)
     kind_only = tuple(refs(op.args[:1])) if called(op) in LIKE and not op.random and not dims else ()
-    reads = [name for name in op.reads if name in flow.depends and Ref(name) not in kind_only]
+    reads = [name for name in op.reads if name in flow.depends and not (kind_only and Ref(name) in kind_only)]
     asks = called(op) in ASKS and not any(tensors(op.type))
     if asks or (isinstance(op.type, ScalarType) and flow.sizes & set(op.reads)):
         flow.sizes.add(op.name)

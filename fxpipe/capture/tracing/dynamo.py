@@ -38,6 +38,7 @@ from fxpipe.errors import CaptureError
 from fxpipe.runtime.interrupts import Interrupts
 
 from .composite_ops import composed_in_python, one_step
+from .effects.recorded_runs import recorded_runs
 from .patches.context_variables import Contexts, context_variables
 from .patches.numpy_folding import folding
 from .patches.patched import patched
@@ -225,6 +226,7 @@ class _Configured:
                 _saved_variables(),
                 context_variables(contexts),
                 recorded_layers(self.equal(), contexts),
+                recorded_runs(),
                 _quiet("torch._subclasses.fake_tensor"),  # our error says it better
                 _quiet("torch._dynamo.metrics_context"),  # torch 2.11 cannot write down our settings
                 # To say in a log how long guards take, it empties the processor's cache: a fifth of a small capture.

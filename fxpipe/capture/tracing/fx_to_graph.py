@@ -22,12 +22,13 @@ from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.graph import Graph, Op, Origin, Ref, map_leaves
 from fxpipe.ir.graph.legal_cuts import ENTER_VMAP, LEAVE_VMAP
 from fxpipe.ir.graph.opaque_call import Opaque
-from fxpipe.ir.graph.value_types import VMAP
+from fxpipe.ir.graph.value_types import VMAP, ValueType
 
 from .dynamo import Traced
 from .effects.op_effects import Step, steps
 from .placeholders import Builder, add_inputs, add_states, define
 from .symbolic_sizes import text, type_of
+from .unmade_tensors import Unmade
 from .value_names import named_sizes
 
 # Which argument of these is the number of a vmap: it becomes what entered that vmap, so that they stay together.
@@ -134,7 +135,7 @@ def _op(build: Builder, step: Step, position: int, env: dict[fx.Node, Any]) -> O
     living = {build.of_node[node] for node in sharing if build.last_read.get(node, -1) > position}
     writes = tuple(name for name in touched if name in living or name in states or name == target)
     name = build.names(_wish(node, target))
-    kind = type_of(changed, build.symbols)
+    kind = _type(build, changed)
     if called == ENTER_VMAP:
         build.vmaps.append(name)
         kind = VMAP
@@ -166,6 +167,15 @@ def _op(build: Builder, step: Step, position: int, env: dict[fx.Node, Any]) -> O
         for owner in owners:
             build.of_node[owner] = name
     return Op(name, function, args, kwargs, kind, origin, step.regions, writes, draw)
+
+
+def _type(build: Builder, value: Any) -> ValueType:
+    """The type of a value; that of tensors which need not be made is the same for all of one kind."""
+    if not isinstance(value, Unmade):
+        return type_of(value, build.symbols)
+    if value.kind not in build.types:
+        build.types[value.kind] = type_of(value, build.symbols)
+    return build.types[value.kind]
 
 
 def _from(node: fx.Node) -> Iterator[fx.Node]:

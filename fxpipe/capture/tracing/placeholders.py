@@ -17,9 +17,9 @@ from fxpipe.ir.graph.graph import Input, Op, Size, State
 from fxpipe.ir.graph.value_types import BATCH, ScalarType, TensorType, ValueType
 
 from .dynamo import Traced
-from .effects.op_effects import memory
+from .effects.observed_writes import memory
 from .symbolic_sizes import first_symbols, symbol, type_of
-from .unmade_tensors import Unmade
+from .unmade_tensors import Kind, Unmade
 from .value_names import Names, usual_size
 
 
@@ -45,6 +45,7 @@ class Builder:
     ops: list[Op] = field(default_factory=list)
     sharing: dict[int, list[fx.Node]] = field(default_factory=dict)  # by storage: the nodes whose values are in it
     state_of: dict[str, State] = field(default_factory=dict)
+    types: dict[Kind, ValueType] = field(default_factory=dict)  # of the values of ops
     last_read: dict[fx.Node, int] = field(default_factory=dict)  # the position of the last reader; returned: the end
     vmaps: list[str] = field(default_factory=list)  # the ops that entered the vmaps which are open
     baked: str | None = None

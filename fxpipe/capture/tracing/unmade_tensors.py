@@ -9,12 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+MADE = "fxpipe_made"  # in a node's `meta`: the tensor that Dynamo has made to stand for its value
+
 
 @dataclass(frozen=True, eq=False)
 class Kind:
     """All that decides what an op makes of a tensor.
 
     - `number`: another one for each kind.
+    - `made`: whether an op has made it: it is a leaf only if it needs no gradient, and no lazy conjugate or negative.
     - `shape`, `stride`, `offset`, `bytes`: sizes, which may be symbolic; `bytes` is the size of its memory.
     """
 
@@ -22,6 +25,7 @@ class Kind:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    made: bool
     shape: tuple[Any, ...]
     stride: tuple[Any, ...]
     offset: Any

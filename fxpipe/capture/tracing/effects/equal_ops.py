@@ -15,6 +15,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, fx
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -72,7 +73,7 @@ class EqualOps:
 
     def add(self, value: Any) -> None:
         """Note that a node has this value."""
-        for tensor in _tensors(value):
+        for tensor in tensors_in(value):
             if isinstance(tensor, Tensor):
                 self.objects.add(id(tensor))
                 if not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -80,13 +81,13 @@ class EqualOps:
 
     def key(self, node: fx.Node, args: Any, kwargs: Any, regions: tuple[Region, ...]) -> Hashable | None:
         """What equal ops have in common; None if the op has to run."""
-        if torch._C._functorch.peek_interpreter_stack() is not None or not _depends_on_arguments(node):
+        if torch._C._functorch.peek_interpreter_stack() is not None or not depends_on_arguments(node):
             return None
         try:
             given = self._frozen((args, kwargs))
         except _Unknown:
             return None
-        storages = [_storage(tensor) for tensor in _tensors((args, kwargs))]
+        storages = [_storage(tensor) for tensor in tensors_in((args, kwargs))]
         shared = tuple(map(storages.index, storages))
         return node.op, node.target, given, shared, regions, torch.is_grad_enabled()
 
@@ -94,14 +95,14 @@ class EqualOps:
         """What is known of the op."""
         known = None if key is None else self.known.get(key)
         if known is not None and known.sure is None:
-            known.sure = all(place != "new" or self._found(kind.like()) is kind for (place, _), kind in known.items)
+            known.sure = all(place != "new" or self._can_be_made(kind) for (place, _), kind in known.items)
         return known if known is not None and known.sure else None
 
     def value(self, known: Known, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """What the op makes, unmade."""
         if known.number is not None:
             return known.number
-        given, grad = list(_tensors((args, kwargs))), torch.is_grad_enabled()
+        given, grad = list(tensors_in((args, kwargs))), torch.is_grad_enabled()
         items: list[Any] = []
         for index, ((place, argument), kind) in enumerate(known.items):
             if place == "argument":
@@ -125,25 +126,37 @@ class EqualOps:
         unmade.memory.waiting.append(unmade)
         return unmade
 
+    def as_made(self, value: Any, tensor: Tensor | None) -> Any:
+        """The tensor, which Dynamo has made to stand for an unmade value, if it is of the same kind; else the value."""
+        if tensor is None or not isinstance(value, Unmade) or value.memory.address >= 0 or id(tensor) in self.objects:
+            return value
+        try:
+            return tensor if self._kind(tensor) is value.kind else value
+        except _Unknown:
+            return value
+
     def made(self, value: Any) -> Any:
         """The value with all tensors in it made, and all others in their memory."""
-        for tensor in _tensors(value):
+        for tensor in tensors_in(value):
             memory = tensor.memory if isinstance(tensor, Unmade) else self.memories.get(_address(tensor))
             if memory is not None and memory.waiting:
                 with temporarily_clear_interpreter_stack():
                     self._make(memory)
         return _changed(value)
 
-    def learn(self, key: Hashable | None, node: fx.Node, args: Any, kwargs: Any, regions: Any, known: Any) -> None:
-        """Remember an op that has run on these arguments. `known`: its value, what it wrote, whether it is random."""
+    def unchanged(self, key: Hashable | None, node: fx.Node, args: Any, kwargs: Any, regions: Any) -> bool:
+        """Whether an op, which has just run, has left its arguments of the same kinds."""
         self.kind_of.clear()
-        value, written, random = known
-        if key is None or written or self.key(node, args, kwargs, regions) != key:
+        return key is not None and self.key(node, args, kwargs, regions) == key
+
+    def remember(self, key: Hashable | None, args: Any, kwargs: Any, value: Any, random: bool) -> None:
+        """Remember what an op made of these arguments; it has written nothing."""
+        if key is None:
             return
         if isinstance(value, NUMBERS) or type(value) is torch.Size:
             numbers = value if isinstance(value, tuple) else (value,)
             # Of a tensor's kind only sizes and properties are known; a float is one of its elements.
-            element = isinstance(value, (float, torch.SymFloat)) and next(_tensors((args, kwargs)), None) is not None
+            element = isinstance(value, (float, torch.SymFloat)) and next(tensors_in((args, kwargs)), None) is not None
             if not element and not any(isinstance(one, SYMBOLIC) and free_unbacked_symbols(one) for one in numbers):
                 self.known[key] = Known((), None, random, value)
             return
@@ -163,7 +176,7 @@ class EqualOps:
 
     def _again(self, node: fx.Node, args: Any, kwargs: Any, index: int, grad: bool) -> Tensor:
         """The tensor at this place of what an op makes, by its run. Its argument in the same memory is made before."""
-        for tensor in _tensors((args, kwargs)):
+        for tensor in tensors_in((args, kwargs)):
             if isinstance(tensor, Unmade) and tensor.tensor is None:
                 self._make(tensor.memory)
         with torch.set_grad_enabled(grad):
@@ -180,7 +193,7 @@ class EqualOps:
     def _described(self, value: Any, args: Any, kwargs: Any) -> Any:
         """A tensor, or a tuple or list of tensors, by its kinds and where its memory is from: an argument, or new. None
         if it is something else."""
-        given = list(_tensors((args, kwargs)))
+        given = list(tensors_in((args, kwargs)))
         objects, storages = [id(tensor) for tensor in given], [_storage(tensor) for tensor in given]
         own: set[int] = set()
         found: list[tuple[tuple[str, int], Kind]] = []
@@ -243,15 +256,27 @@ class EqualOps:
         numbers = tuple(map(_size, (*parts[0], *parts[1], *parts[2:])))
         key = tensor.dtype, tensor.device, tensor.dim(), numbers, flags
         if key not in self.kinds:
-            self.kinds[key] = Kind(len(self.kinds), tensor.dtype, tensor.device, tensor.requires_grad, *parts)
+            made = flags == (tensor.requires_grad, not tensor.requires_grad, False, False, False)
+            self.kinds[key] = Kind(len(self.kinds), tensor.dtype, tensor.device, tensor.requires_grad, made, *parts)
         return self.kinds[key]
+
+    def _can_be_made(self, kind: Kind) -> bool:
+        """Whether `kind.like` makes a tensor of this kind: known at once for one without gaps, in the usual order."""
+        length: Any = 1
+        for size, stride in zip(reversed(kind.shape), reversed(kind.stride), strict=True):
+            if _number(stride) != length:
+                return self._found(kind.like()) is kind
+            length = sympy.expand(length * _number(size))
+        at_start = type(kind.offset) is int and kind.offset == 0
+        usual = kind.made and at_start and _number(kind.bytes) == sympy.expand(length * kind.dtype.itemsize)
+        return usual or self._found(kind.like()) is kind
 
 
 class _Unknown(Exception):
     """An argument or a value that is not compared."""
 
 
-def _depends_on_arguments(node: fx.Node) -> bool:
+def depends_on_arguments(node: fx.Node) -> bool:
     """Whether the function of an op is known to depend on its arguments only."""
     if node.op == "call_method":
         return True
@@ -270,6 +295,11 @@ def _size(size: Any) -> Hashable:
     return type(size), expression if isinstance(size, torch.SymBool) else expression.expand()
 
 
+def _number(size: Any) -> Any:
+    """A number, or the expanded expression of a symbolic one."""
+    return size if isinstance(size, int) else size.node.expr.expand()
+
+
 def _storage(tensor: Tensor | Unmade) -> int:
     return tensor.memory.address if isinstance(tensor, Unmade) else int(tensor.untyped_storage()._cdata)
 
@@ -285,19 +315,28 @@ def _changed(value: Any) -> Any:
         return {key: _changed(item) for key, item in value.items()}
     if isinstance(value, slice):
         return slice(_changed(value.start), _changed(value.stop), _changed(value.step))
-    if isinstance(value, (tuple, list)) and next(_tensors(value), None) is not None:
+    if isinstance(value, (tuple, list)) and next(tensors_in(value), None) is not None:
         return rebuilt(type(value), [_changed(item) for item in value])
     return settled(value)
 
 
-def _tensors(value: Any) -> Iterator[Any]:
+def tensors_in(value: Any) -> Iterator[Any]:
     """The tensors of a nest."""
+    found: list[Any] = []
+    _add_tensors(value, found)
+    return iter(found)
+
+
+def _add_tensors(value: Any, found: list[Any]) -> None:
+    if type(value) in LITERALS or isinstance(value, SYMBOLIC):
+        return
     if isinstance(value, (Tensor, Unmade)):
-        yield value
+        found.append(value)
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tensors(item)
+            _add_tensors(item, found)
     elif isinstance(value, dict):
-        yield from _tensors(tuple(value.values()))
+        for item in value.values():
+            _add_tensors(item, found)
     elif isinstance(value, slice):
-        yield from _tensors((value.start, value.stop, value.step))
+        _add_tensors((value.start, value.stop, value.step), found)

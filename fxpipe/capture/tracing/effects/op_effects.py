@@ -8,7 +8,6 @@ whether it is random, and fake tensors know which of them share memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -21,22 +20,17 @@ from torch._guards import TracingContext, tracing
 from torch._prims_common import compute_required_storage_length
 from torch._subclasses import FakeTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.capture.capture_errors import line_of, modules_around, refusal
 from fxpipe.capture.tracing.composite_ops import composed_in_python, drops, one_step
 from fxpipe.capture.tracing.dynamo import Traced
-from fxpipe.capture.tracing.unmade_tensors import Unmade, settled
+from fxpipe.capture.tracing.unmade_tensors import MADE, settled
 from fxpipe.ir.graph.graph import Region
 
 from .equal_ops import EqualOps
+from .observed_writes import Effects
+from .recorded_runs import Ran, recorded
 
-# These write their running statistics without declaring it: the places of mean and variance, and of `training`.
-SILENT_WRITES = {
-    "aten::native_batch_norm": ((3, 4), 5),
-    "aten::cudnn_batch_norm": ((3, 4), 5),
-    "aten::miopen_batch_norm": ((3, 4), 5),
-}
 ENTER_GRAD = {torch._C._set_grad_enabled}
 REGION_NAMES = {"_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode"}
 ASSERTIONS = {"_assert_scalar", "_assert_async", "sym_constrain_range", "sym_constrain_range_for_size", "_check"}
@@ -52,61 +46,14 @@ class Step:
     regions: tuple[Region, ...]
 
 
-class Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that records the memory that primitive ops write, and whether one is random."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.written: dict[int, None] = {}  # in order of the writes
-        self.random = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        schema = func._schema
-        writes = [
-            kwargs.get(argument.name) if argument.name in kwargs or position >= len(args) else args[position]
-            for position, argument in enumerate(schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        self.written |= dict.fromkeys(memory(writes))
-        if schema.name in SILENT_WRITES:
-            stats, training = SILENT_WRITES[schema.name]
-            if args[training]:
-                self.written |= dict.fromkeys(address for position in stats for address in memory(args[position]))
-        if torch.Tag.nondeterministic_seeded in func.tags and not _idle(schema, args, kwargs):
-            self.random = True
-        result = func(*args, **kwargs)
-        self.written |= dict.fromkeys(memory(writes))  # `x.data = y` gives x other memory
-        return result
-
-
-def _idle(schema: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a random op draws nothing, its probability being zero."""
-    given = {a.name: args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(schema.arguments)}
-    return any(name in ("dropout_p", "dropout") and not given[name] for name in given) or given.get("train") is False
-
-
-def memory(value: Any) -> Iterator[int]:
-    """The storages of a value. A tensor inside a vmap has none that is known."""
-    if isinstance(value, Unmade):
-        yield value.memory.address
-    if isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
-        return
-    if isinstance(value, Tensor):
-        yield value.untyped_storage()._cdata
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from memory(item)
-
-
 def steps(traced: Traced) -> tuple[dict[fx.Node, Any], list[Step]]:
     """The values of all nodes, and a step for each op; contexts that ops enter and exit are on the ops inside. Of equal
-    ops that write nothing, one runs (`equal_ops.py`)."""
+    ops that write nothing, one runs (`equal_ops.py`), and none if Dynamo's run of it is known (`recorded_runs.py`)."""
     env: dict[fx.Node, Any] = {}
     found: list[Step] = []
     regions: list[tuple[fx.Node | None, Region]] = []
     dead = _dead_numbers(traced.module.graph)
-    equal = EqualOps(traced.mode, _run)
+    equal, taken = EqualOps(traced.mode, _run), set[Ran]()
     grad = torch.is_grad_enabled()
     # What replaces functions of torch's does so for the whole process, so no other thread may capture meanwhile.
     with convert_frame.compile_lock, ExitStack() as contexts:
@@ -134,7 +81,7 @@ def steps(traced: Traced) -> tuple[dict[fx.Node, Any], list[Step]]:
                 node.replace_all_uses_with(node.args[0])
             elif _name(node) not in ASSERTIONS and node not in dead:
                 inside = tuple(region for _, region in regions)
-                env[node], step = _step(node, env, inside, effects, equal)
+                env[node], step = _step(node, env, inside, effects, equal, taken)
                 found.append(step)
             if node in env:
                 equal.add(env[node])
@@ -162,19 +109,35 @@ def _sized(value: Any) -> Any:
 
 
 def _step(
-    node: fx.Node, env: dict[fx.Node, Any], regions: tuple[Region, ...], effects: Effects, equal: EqualOps
+    node: fx.Node,
+    env: dict[fx.Node, Any],
+    regions: tuple[Region, ...],
+    effects: Effects,
+    equal: EqualOps,
+    taken: set[Ran],
 ) -> tuple[Any, Step]:
-    """One op: what is known from an equal one, or what its run shows."""
+    """One op: what is known from an equal one, or what its run shows, Dynamo's if that is known and not `taken` yet."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: settled(env[used]))
     key = equal.key(node, args, kwargs, regions)
+    ran = recorded(node, args, kwargs)
+    if ran is not None and ran not in taken:
+        taken.add(ran)
+        random = ran.random or drops(node)
+        if ran.written:
+            equal.made((args, kwargs))
+        elif key not in equal.known:
+            equal.remember(key, args, kwargs, ran.value, random)
+        return ran.value, Step(node, ran.written, random, regions)
     if (known := equal.find(key)) is not None:
-        return equal.value(known, node, args, kwargs), Step(node, (), known.random, regions)
+        value = equal.value(known, node, args, kwargs)
+        return equal.as_made(value, node.meta.get(MADE)), Step(node, (), known.random, regions)
     args, kwargs = equal.made((args, kwargs))
     effects.written, effects.random = {}, False
     _say_where(node)
     value = _run(node, args, kwargs)
     step = Step(node, tuple(effects.written), effects.random or drops(node), regions)
-    equal.learn(key, node, args, kwargs, regions, (value, step.written, step.random))
+    if equal.unchanged(key, node, args, kwargs, regions) and not step.written:
+        equal.remember(key, args, kwargs, value, step.random)
     return value, step
 
 

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx import _lazy_graph_module
 
 from fxpipe.capture.tracing.dynamo import Traced
 from fxpipe.capture.tracing.patches.layer_values import first_name
 from fxpipe.capture.tracing.patches.record_layers import Copied, Made
+from fxpipe.capture.tracing.unmade_tensors import MADE
 from fxpipe.capture.twins.twin import Slot
 
 Flat = tuple[Any, ...]
@@ -35,7 +37,9 @@ def inline_layers(traced: Traced, slots: Mapping[int, Slot]) -> tuple[Traced, Ca
     def given(flat: Flat) -> Flat:
         return tuple(place.twin if isinstance(place, Slot) else flat[place] for place in places)
 
-    return replace(traced, module=fx.GraphModule(traced.module, inlined.graph), names=names, boxed=boxed), given
+    # Its code is written when it runs, and in most captures it never does.
+    kind = getattr(_lazy_graph_module, "_LazyGraphModule", fx.GraphModule)
+    return replace(traced, module=kind(traced.module, inlined.graph), names=names, boxed=boxed), given
 
 
 class _Inlined:
@@ -126,6 +130,7 @@ class _Inlined:
             here[made.node] = self._made(made, ChainMap(here, self.of), meta)
             user = outputs.get(made.node)
             if user is not None:
+                here[made.node].meta[MADE] = user.meta["example_value"]
                 self.of[user] = here[made.node]
                 name = _base(user.name)
                 if name != "_output":

@@ -16,7 +16,8 @@ from torch import Tensor, fx
 from fxpipe.capture.call_arguments import Call
 from fxpipe.capture.capture_errors import innermost, without_symbols
 from fxpipe.capture.tracing.dynamo import Traced
-from fxpipe.capture.tracing.effects.op_effects import memory, steps
+from fxpipe.capture.tracing.effects.observed_writes import memory
+from fxpipe.capture.tracing.effects.op_effects import steps
 from fxpipe.capture.tracing.symbolic_sizes import type_of
 from fxpipe.capture.twins.twin import Slot
 from fxpipe.errors import FxpipeError, PlanError, of_user

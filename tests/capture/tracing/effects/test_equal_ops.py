@@ -15,7 +15,8 @@ from fxpipe.capture.tracing import fx_to_graph
 from fxpipe.capture.tracing.dynamo import Traced
 from fxpipe.capture.tracing.effects import op_effects
 from fxpipe.capture.tracing.effects.equal_ops import EqualOps
-from fxpipe.capture.tracing.effects.op_effects import Step, memory
+from fxpipe.capture.tracing.effects.observed_writes import memory
+from fxpipe.capture.tracing.effects.op_effects import Step
 from fxpipe.capture.tracing.unmade_tensors import Unmade
 from tests.helpers.marks import mostly_slow
 from tests.helpers.models import MODELS
@@ -25,8 +26,8 @@ Ran = tuple[dict[fx.Node, Any], list[Step]]
 
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Each graph is run in full, then with all that is known made at once, and then as always; the answers must be the
-    same. Of each graph: how many ops ran, of how many."""
+    """Each graph is run in full, then with all that is known made at once, then without what Dynamo's runs showed, and
+    then as always; the answers must be the same. Of each graph: how many ops ran without that, and as always."""
     always, run, value = op_effects.steps, op_effects._run, EqualOps.value
     count, found = [0], []
 
@@ -37,13 +38,18 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     def both(traced: Traced) -> Ran:
         with monkeypatch.context() as patch:
             patch.setattr(EqualOps, "key", lambda *args: None)
+            patch.setattr(op_effects, "recorded", lambda *args: None)
             full = always(traced)
         with monkeypatch.context() as patch:
             patch.setattr(EqualOps, "value", lambda equal, *args: equal.made(value(equal, *args)))
             assert _said(*always(traced)) == _said(*full)
         count[0] = 0
+        with monkeypatch.context() as patch:
+            patch.setattr(op_effects, "recorded", lambda *args: None)
+            equal = always(traced)
+        assert _said(*equal, leaves=False) == _said(*full, leaves=False)
+        found.append((count[0], len(equal[1])))
         fast = always(traced)
-        found.append((count[0], len(fast[1])))
         assert _said(*fast, leaves=False) == _said(*full, leaves=False)
         return fast
 

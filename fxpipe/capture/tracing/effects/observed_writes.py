@@ -1,0 +1,72 @@
+"""Observes which memory the primitive ops of a run write, and whether one of them is random."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxpipe.capture.tracing.unmade_tensors import Unmade
+
+# These write their running statistics without declaring it: the places of mean and variance, and of `training`.
+SILENT_WRITES = {
+    "aten::native_batch_norm": ((3, 4), 5),
+    "aten::cudnn_batch_norm": ((3, 4), 5),
+    "aten::miopen_batch_norm": ((3, 4), 5),
+}
+
+
+class Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that records what primitive ops do besides their results.
+
+    - `written`: the memory that they write, in order of the writes.
+    - `random`: whether one of them draws random numbers.
+    - `reshaped`: whether one of them changes the sizes of a tensor, or gives it other memory.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.written: dict[int, None] = {}
+        self.random = self.reshaped = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        schema = func._schema
+        writes = [
+            kwargs.get(argument.name) if argument.name in kwargs or position >= len(args) else args[position]
+            for position, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        self.written |= dict.fromkeys(memory(writes))
+        if schema.name in SILENT_WRITES:
+            stats, training = SILENT_WRITES[schema.name]
+            if args[training]:
+                self.written |= dict.fromkeys(address for position in stats for address in memory(args[position]))
+        if torch.Tag.nondeterministic_seeded in func.tags and not _idle(schema, args, kwargs):
+            self.random = True
+        self.reshaped |= torch.Tag.inplace_view in func.tags
+        result = func(*args, **kwargs)
+        self.written |= dict.fromkeys(memory(writes))  # `x.data = y` gives x other memory
+        return result
+
+
+def _idle(schema: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a random op draws nothing, its probability being zero."""
+    given = {a.name: args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(schema.arguments)}
+    return any(name in ("dropout_p", "dropout") and not given[name] for name in given) or given.get("train") is False
+
+
+def memory(value: Any) -> Iterator[int]:
+    """The storages of a value. A tensor inside a vmap has none that is known."""
+    if isinstance(value, Unmade):
+        yield value.memory.address
+    if isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
+        return
+    if isinstance(value, Tensor):
+        yield value.untyped_storage()._cdata
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from memory(item)

@@ -1,0 +1,126 @@
+"""What Dynamo's own runs of ops show, so that these ops need not run again.
+
+Dynamo runs each op that it traces once on fake tensors. With symbolic sizes a run takes milliseconds, because torch
+composes it of other ops in Python. So its effects are observed there. The record stands for another run only if that
+would be the same one: the same function of the very same tensors, and of equal literals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._dynamo.utils
+from torch import Tensor, fx
+from torch._subclasses import FakeTensor
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from fxpipe.capture.tracing.patches.patched import patched
+
+from .equal_ops import depends_on_arguments, tensors_in
+from .observed_writes import Effects, memory
+
+RAN = "fxpipe_ran"  # the place of a record in a node's `meta`
+SYMBOLIC = (torch.SymBool, torch.SymInt, torch.SymFloat)
+
+
+@dataclass
+class Trace:
+    """All runs of one trace. `reliable`: whether every tensor still is what it was at its first run: no op changed its
+    sizes, its memory, or whether it needs a gradient."""
+
+    reliable: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Ran:
+    """The run of one op.
+
+    - `called`: the op, its function, its arguments and whether gradients were enabled.
+    - `value`: what it made.
+    - `written`: the memory of its arguments, or of what it made, that it wrote.
+    - `random`: whether it drew random numbers.
+    """
+
+    trace: Trace
+    called: tuple[Any, ...]
+    value: Any
+    written: tuple[int, ...]
+    random: bool
+
+
+@contextmanager
+def recorded_runs() -> Iterator[None]:
+    """A context in which Dynamo keeps in `meta` of each node how it ran the op."""
+    running: Any = getattr(torch._dynamo.utils, "run_node", None)
+    if running is None:  # a private function of torch's: without it, all ops run again
+        yield
+        return
+    trace = Trace()
+
+    def run_node(tracer: Any, node: fx.Node, args: Any, kwargs: Any, nnmodule: Any) -> Any:
+        before = _flags(args, kwargs)
+        with Effects() as effects:
+            value = running(tracer, node, args, kwargs, nnmodule)
+        if effects.reshaped or before is None or before != _flags(args, kwargs):
+            trace.reliable = False
+        elif depends_on_arguments(node) and _is_plain(value) and not torch.is_inference_mode_enabled():
+            own = {address for tensor in tensors_in((args, kwargs, value)) for address in memory(tensor)}
+            written = tuple(address for address in effects.written if address in own)
+            node.meta[RAN] = Ran(trace, _called(node, args, kwargs), value, written, effects.random)
+        return value
+
+    with patched(torch._dynamo.utils, run_node=run_node):
+        yield
+
+
+def recorded(node: fx.Node, args: Any, kwargs: Any) -> Ran | None:
+    """The record of this run of a node; None if the node must run."""
+    ran: Ran | None = node.meta.get(RAN)
+    if ran is None or not ran.trace.reliable or not _same(ran.called, _called(node, args, kwargs)):
+        return None
+    return ran
+
+
+def _called(node: fx.Node, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    return node.op, node.target, tuple(args), dict(kwargs), torch.is_grad_enabled()
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether this is a fake tensor, or several: no number, and without sizes that depend on data."""
+    if isinstance(value, (tuple, list)) and type(value) is not torch.Size:
+        return bool(value) and all(map(_is_plain, value))
+    return type(value) is FakeTensor and value.constant is None and not free_unbacked_symbols(value)
+
+
+def _flags(args: Any, kwargs: Any) -> list[tuple[Any, ...]] | None:
+    """What an op can change of its arguments besides their contents; None if torch does not tell."""
+    try:
+        return [
+            (id(tensor), tensor.requires_grad, tensor.is_leaf, tensor.dim(), *memory(tensor))
+            for tensor in tensors_in((args, kwargs))
+        ]
+    except RuntimeError:  # a view made without gradients, of memory that was then written with them
+        return None
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two arguments are the same: tensors and objects the very same, numbers and literals equal."""
+    if one is other:
+        return True
+    if isinstance(one, Tensor) or type(one) is not type(other):
+        return False
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, slice):
+        return _same((one.start, one.stop, one.step), (other.start, other.stop, other.step))
+    if isinstance(one, SYMBOLIC):
+        return one.node is other.node
+    if isinstance(one, (float, complex)):
+        return repr(one) == repr(other)  # 0.0 == -0.0
+    return isinstance(one, (bool, int, str, torch.dtype, torch.device)) and bool(one == other)
