@@ -4,9 +4,9 @@ Planners of whole clusters search over cuts, replicas and devices at once, and c
 Ops are ordered so that the least crosses cuts. Of all legal cuts those stay that leave even layers and that few bytes
 cross. Cuts are removed one by one, always the one with the least
 
-    share of the two layers that it parts   in time, parameters and saved bytes, the largest of the three
-    -------------------------------------
-    bytes that cross it
+    geometric mean of the two layers that it parts   by share of time, of parameters or of saved bytes, whichever is
+    ----------------------------------------------   largest: a layer that is tiny joins a neighbour, however large
+    bytes that cross it                              that is; even layers join evenly
 
     conv | norm | relu | conv | add         bytes  8 4 4 8       norm and relu join what is before them: they are
     conv   norm   relu | conv   add                8 . 4 .       small, and most crosses inside the block
@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, pairwise
+from math import sqrt
 
 from fxpipe.errors import PlanError
 from fxpipe.ir.graph.graph import Graph, Op
@@ -99,13 +100,13 @@ def _cheapest(ops: Sequence[OpCost], crossing: Sequence[int], cuts: Sequence[int
     """The cuts that stay, at most one less than the layers."""
     weights = _weights(ops)
     kept, stamp = list(cuts), dict.fromkeys(cuts, 0)
-    least = max(1, *(crossing[p] for p in cuts)) / 1e6 if cuts else 1.0
+    least = max(1, *(crossing[p] for p in cuts)) / 100 if cuts else 1.0
 
     def worth(p: int) -> float:
         at = bisect_left(kept, p)
         low = kept[at - 1] if at else 0
         high = kept[at + 1] if at + 1 < len(kept) else len(ops)
-        return max(w[high] - w[low] for w in weights) / max(crossing[p], least)
+        return max(sqrt((w[high] - w[p]) * (w[p] - w[low])) for w in weights) / max(crossing[p], least)
 
     heap = [(worth(p), p, 0) for p in cuts]
     heapify(heap)
