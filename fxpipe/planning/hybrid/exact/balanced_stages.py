@@ -50,18 +50,22 @@ def balanced(problem: Problem, devices: Sequence[Devices], recompute: bool | Non
     """The balance of a pipeline whose stages are on these devices; None if it would not fit in memory. Stages that do
     not fit without recomputation recompute, if they may."""
     found = _Balancing(problem, tuple(_stages(problem, devices)), recompute)
-    work = problem.fast.forwards[-1] + problem.fast.backwards[-1]
-    even = work / sum(1 / stage.share for stage in found.stages)
-    low, high = even, even
+    low = high = even_seconds(problem, [len(own) for own in devices])
+    if found.latest(FAR * high) is None:
+        return None
     while (ends := found.latest(high)) is None:
         low, high = high, high * 1.25
-        if high > FAR * even:
-            return None
     while high > low * CLOSE:
         middle = (low + high) / 2
         better = found.latest(middle)
         low, high, ends = (low, middle, better) if better else (middle, high, ends)
     return Balance(found.even(ends, high), high)
+
+
+def even_seconds(problem: Problem, counts: Sequence[int]) -> float:
+    """What the slowest of stages of these numbers of devices takes at least for a micro-batch: an even part."""
+    work = problem.fast.forwards[-1] + problem.fast.backwards[-1]
+    return work / sum(1 / problem.share(count) for count in counts)
 
 
 def in_order(counts: Sequence[int]) -> list[Devices]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from heapq import heapify, heappop, heappush
 from itertools import pairwise, product
 from math import inf, prod
 from time import perf_counter
@@ -21,7 +22,7 @@ from fxpipe.planning.hybrid.simple_plans import one_each
 
 from . import lagrangian_bound as dual
 from . import lower_bound as bounds
-from .balanced_stages import balanced, in_order
+from .balanced_stages import Balance, balanced, even_seconds, in_order
 from .branch_and_bound import Refutation, refute
 from .device_symmetry import runs
 from .local_search import Search, improve
@@ -126,36 +127,42 @@ def begin(hunt: PlanSearch, known: Sequence[HybridPlan]) -> None:
 
 
 def seed(hunt: PlanSearch) -> None:
-    """Try the plainest plans of all cases, one of each case in turn; on many devices, only as many as time allows."""
+    """Try the plainest plans of all cases, the most promising first; on many devices, only as many as time allows."""
     started = perf_counter()
     stop = started + (hunt.until - started) / 5
-    shapes = {index: _plain(case) for index, case in enumerate(hunt.cases)}
-    while shapes and (hunt.case is None or perf_counter() < stop):
-        for index in list(shapes):
-            shape = next(shapes[index], None)
-            if shape is None:
-                del shapes[index]
-            else:
-                hunt.offer(index, shape)
-            if hunt.case is not None and perf_counter() > stop:
-                break
+    for index, shape in _plain(hunt.cases):
+        hunt.offer(index, shape)
+        if hunt.case is not None and perf_counter() > stop:
+            break
 
 
-def _plain(case: Case) -> Iterator[Shape]:
-    """The seeds of a case, the most promising first: data parallelism and straight pipelines. If devices are of several
-    kinds, the best pipeline of a device each is one of them."""
-    problem = case.problem
-    if len(problem.by_kind) > 1 and case.devices <= len(problem.chain):
-        yield case.shapes.shape(one_each(problem))
-    found = []
-    for number, way in enumerate(case.shapes.ways):
-        for devices in dict.fromkeys(_devices(way.problem)):
-            one = balanced(way.problem, in_order(devices), case.shapes.recompute)
-            if one is not None:
-                seconds = (problem.micro_batches + len(devices) - 1) * one.seconds
-                found.append((seconds, one.ends, devices, (number,) * len(devices)))
-    for _, *stages in sorted(found):
-        yield case.shapes.placed(tuple(zip(*stages, strict=True)))
+def _plain(cases: Sequence[Case]) -> Iterator[tuple[int, Shape]]:
+    """The seeds of all cases, each with the index of its case: data parallelism and straight pipelines. If devices are
+    of several kinds, the best pipeline of a device each is one of them."""
+    waiting: list[tuple[float, int, int, tuple[int, ...], Balance | None]] = []  # by the least seconds that are known
+    for index, case in enumerate(cases):
+        problem = case.problem
+        if len(problem.by_kind) > 1 and case.devices <= len(problem.chain):
+            yield index, case.shapes.shape(one_each(problem))
+        for number, way in enumerate(case.shapes.ways):
+            for counts in dict.fromkeys(_devices(way.problem)):
+                least = _straight(problem, counts, even_seconds(way.problem, counts))
+                waiting.append((least, index, number, counts, None))
+    heapify(waiting)
+    while waiting:
+        _, index, number, counts, one = heappop(waiting)
+        shapes, problem = cases[index].shapes, cases[index].problem
+        if one is not None:
+            yield index, shapes.placed(tuple((end, count, number) for end, count in zip(one.ends, counts, strict=True)))
+            continue
+        one = balanced(shapes.ways[number].problem, in_order(counts), shapes.recompute)
+        if one is not None:
+            heappush(waiting, (_straight(problem, counts, one.seconds), index, number, counts, one))
+
+
+def _straight(problem: Problem, counts: Sequence[int], slowest: float) -> float:
+    """Seconds of a step of a straight pipeline whose slowest stage takes `slowest` for a micro-batch."""
+    return (problem.micro_batches + len(counts) - 1) * slowest
 
 
 def _devices(problem: Problem) -> Iterator[tuple[int, ...]]:
