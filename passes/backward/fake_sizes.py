@@ -66,6 +66,10 @@ class Sizes:
         """The shape of a type, with symbols."""
         return [dim_size(dim, self.values) for dim in kind.shape]
 
+    def knows(self, size: torch.SymInt) -> bool:
+        """Whether a size is one of the program's, or computed from them."""
+        return bool(size.node.expr.free_symbols <= self._named.keys())
+
     def text(self, value: Any) -> Dim:
         """A size as a type says it: a number, or an expression over the names."""
         if isinstance(value, torch.SymInt):

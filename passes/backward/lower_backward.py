@@ -34,7 +34,7 @@ from fxpipe.passes.backward.selective import Recorded, computed_again, in_halves
 from fxpipe.passes.pass_context import PassContext
 
 if TYPE_CHECKING:
-    from fxpipe.passes.backward.trace_stage import Orders, Piece, Trace
+    from fxpipe.passes.backward.traces import Orders, Piece, Trace
 
 
 def lower_backward(program: Program, context: PassContext) -> Program:

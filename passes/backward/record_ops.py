@@ -71,7 +71,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.memory: dict[str, tuple[str, Dim]] = {}
         self._owners: dict[int, str] = {}
         self._alive: list[Any] = []
-        self._size_ops: dict[str, str] = {}
+        self._last: dict[str, int] = {}  # numbers up to this one are taken
 
     def hold(self, tensor: Tensor, name: str) -> None:
         """From now on the tensor is called this."""
@@ -82,12 +82,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def fresh(self, wish: str) -> str:
         """A name that is not taken."""
-        name, number = wish, 0
+        name, number = wish, self._last.get(wish, 0)
         while name in self.taken:
             number += 1
             name = f"{wish}_{number}"
         self.taken.add(name)
+        self._last[wish] = number
         return name
+
+    def fresh_like(self, name: str) -> str:
+        """A name that is not taken, of the same word."""
+        return self.fresh(re.sub(r"_\d+$", "", name))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -113,9 +118,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         wish = func._schema.name.partition("::")[2].strip("_")
         if wish in UNKNOWN:
             raise Refused(f"{wish} has a result of a size that only a run tells")
-        if writes and written[0] is result and writes[0] in self.types:  # x.mul_(2) is x again
-            wish = re.sub(r"_\d+$", "", writes[0])
-        name = self.fresh(wish)
+        again = bool(writes) and written[0] is result and writes[0] in self.types  # x.mul_(2) is x again
+        name = self.fresh_like(writes[0]) if again else self.fresh(wish)
         several = isinstance(result, (tuple, list))
         kind = self.type_of(result)
         self.types[name] = kind

@@ -1,0 +1,43 @@
+"""The tensors without data on which a stage is traced, and the state of torch meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fxpipe.ir.graph.dtypes import DTYPES
+from fxpipe.ir.graph.value_types import TensorType
+from fxpipe.passes.backward.fake_sizes import Sizes
+from fxpipe.runtime.autograd.contiguous_layout import inverse
+
+
+@contextmanager
+def on_fake_tensors(sizes: Sizes) -> Iterator[None]:
+    """All tensors are fake, autograd records, and nothing of the caller's context is left."""
+    with ExitStack() as contexts:
+        contexts.enter_context(torch.inference_mode(False))
+        contexts.enter_context(torch.enable_grad())
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                contexts.enter_context(torch.autocast(kind, enabled=False))
+        contexts.enter_context(torch.autograd.set_multithreading_enabled(False))
+        contexts.enter_context(FakeTensorMode(shape_env=sizes.env, allow_non_fake_inputs=True))
+        yield
+
+
+def device_of(label: str) -> torch.device:
+    """The device that a stage is traced on: workers of the CPU are one device."""
+    return torch.device("cpu" if label.startswith("cpu") else label)
+
+
+def empty(kind: TensorType, order: Sequence[int], sizes: Sizes, device: torch.device) -> Tensor:
+    """A leaf of the type. `order`: its dimensions from the largest stride to the smallest; () if it is contiguous."""
+    shape, dtype = sizes.shape(kind), getattr(torch, DTYPES[kind.dtype].torch)
+    made = torch.empty([shape[dim] for dim in order or range(len(shape))], dtype=dtype, device=device)
+    if order:
+        made = made.permute(inverse(order)).detach()
+    return made.requires_grad_(kind.grad)

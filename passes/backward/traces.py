@@ -1,0 +1,110 @@
+"""What tracing a stage finds: the ops that it runs forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.ir.graph.graph import Op
+from fxpipe.ir.graph.value_types import Dim, TensorType, ValueType
+from fxpipe.ir.program.program import Program, Stage
+from fxpipe.passes.backward.record_ops import Recorder
+
+Orders = dict[str, tuple[int, ...]]  # of the values that are not contiguous
+
+
+@dataclass
+class Piece:
+    """What one op of the stage does: itself, with its own regions, and the `ops` that it ran.
+
+    - `results`: the recorded name of the op's result, or, with their places, of the tensors in its result.
+    - `grad`: whether a gradient flows through it.
+    """
+
+    op: Op
+    ops: list[Op]
+    results: dict[int | None, str]
+    grad: bool
+
+
+@dataclass
+class Trace:
+    """A stage, traced.
+
+    - `pieces`: forward, by the op of the stage.
+    - `backward`: the recorded ops of backward.
+    - `roots`, `takes`, `weights`: as in `Backward`.
+    - `wishes`: better names for recorded values.
+    - `types`: the types of all recorded values.
+    - `memory`: for each value the one that first had its memory, and the bytes of all that memory.
+    - `orders`: as of `layouts`, of the stage's results.
+    - `scattered`: results that are not dense in memory, such as `x[:, 0]`.
+    """
+
+    pieces: list[Piece] = field(default_factory=list)
+    backward: list[Op] = field(default_factory=list)
+    roots: list[tuple[str, str]] = field(default_factory=list)
+    takes: list[tuple[str, str]] = field(default_factory=list)
+    weights: list[tuple[str, str]] = field(default_factory=list)
+    wishes: dict[str, str] = field(default_factory=dict)
+    types: dict[str, ValueType] = field(default_factory=dict)
+    memory: dict[str, tuple[str, Dim]] = field(default_factory=dict, compare=False)
+    orders: Orders = field(default_factory=dict, compare=False)
+    scattered: frozenset[str] = field(default=frozenset(), compare=False)
+
+    def gradients_of(self, program: Program, stage: Stage, named: Mapping[str, str]) -> None:
+        """Take down the gradients of what the stage takes and holds, by name; "" where there is none."""
+        roots = {gradient for _, gradient in self.roots}
+        for name, gradient in named.items():
+            if gradient and gradient not in roots:
+                self.wishes.setdefault(gradient, f"d{name}")
+        graded = [name for name in stage.takes if isinstance(kind := program.types[name], TensorType) and kind.grad]
+        self.takes = [(name, named.get(name, "")) for name in graded]
+        self.weights = [(name, gradient) for name, gradient in named.items() if gradient and name not in stage.takes]
+
+
+def order_of(strides: Iterable[Any]) -> tuple[int, ...]:
+    """The dimensions of a tensor from the largest stride to the smallest; () if that is their order."""
+    found = _hints(strides)
+    order = tuple(sorted(range(len(found)), key=lambda dim: -found[dim]))
+    return () if order == tuple(range(len(found))) else order
+
+
+def is_scattered(shape: Iterable[Any], strides: Iterable[Any]) -> bool:
+    """Whether there are gaps between the elements of a tensor, in whatever order its dimensions are."""
+    dense = 1
+    for stride, size in sorted(zip(_hints(strides), _hints(shape), strict=True)):
+        if size > 1 and stride != dense:
+            return True
+        dense *= size
+    return False
+
+
+def _hints(numbers: Iterable[Any]) -> list[int]:
+    """Sizes or strides as numbers, those of the batch that is traced."""
+    return [number.node.hint if isinstance(number, torch.SymInt) else int(number) for number in numbers]
+
+
+def roots(
+    program: Program, stage: Stage, recorder: Recorder, tangents: Mapping[str, Tensor], taken: Collection[str]
+) -> list[tuple[str, str]]:
+    """The results that have gradients, each with the name of the one that arrives, of these `tangents`; "" if none
+    does. `taken`: the names of the stage's values."""
+    found = []
+    for name in stage.gives:
+        if not isinstance(own := program.types[name], TensorType) or not own.grad:
+            continue
+        if name not in tangents:
+            found.append((name, ""))
+            continue
+        gradient, kind = f"d{name}", recorder.type_of(tangents[name])
+        if gradient in taken or program.types.get(gradient, kind) != kind:
+            gradient = recorder.fresh(gradient)
+        recorder.types[gradient] = kind
+        recorder.hold(tangents[name], gradient)
+        found.append((name, gradient))
+    return found

@@ -1,0 +1,126 @@
+"""A stage that is traced op by op is what it is when traced whole; and like ops are traced once, however many there
+are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxpipe.ir.graph.graph import Graph
+from fxpipe.ir.plan.plan import Plan
+from fxpipe.ir.program.program import Program, Stage
+from fxpipe.passes import lower
+from fxpipe.passes.backward import trace_stage
+from fxpipe.passes.backward.compose_trace import ComposedTracing
+from fxpipe.passes.backward.op_traces import OpTrace
+from fxpipe.passes.backward.trace_whole import WholeTracing
+from tests.helpers.backward_nets import Block
+from tests.helpers.coded_programs import coded
+from tests.helpers.marks import mostly_slow
+from tests.helpers.models import MODELS
+from tests.helpers.nets import plan
+from tests.helpers.random_models import example_of
+from tests.helpers.transparency import build
+from tests.whole.test_steps import captured, stepped
+
+WHOLE = (WholeTracing,)
+COMPOSED = (ComposedTracing,)
+QUICK = ("dropout", "in place", "views", "lstm by hand", "mixed precision", "resnet", "experts", "counter")
+
+
+def lowered(monkeypatch: pytest.MonkeyPatch, tracings: tuple[type, ...], graph: Graph, plan: Plan) -> list[Any]:
+    """The stages and all that is known of their backwards, traced in this way."""
+    monkeypatch.setattr(trace_stage, "TRACINGS", tracings)
+    program = lower(graph, plan, backward="code", sizes={"b": 3})
+    backwards = [stage.backward for stage in program.stages]
+    return [program.stages, dict(program.types), [one and (one.memory, one.scattered, one.orders) for one in backwards]]
+
+
+def check(monkeypatch: pytest.MonkeyPatch, graph: Graph, plan: Plan) -> None:
+    wanted = lowered(monkeypatch, WHOLE, graph, plan)
+    assert lowered(monkeypatch, (*COMPOSED, *WHOLE), graph, plan) == wanted
+
+
+@pytest.mark.parametrize("name", mostly_slow(MODELS, lambda name: name in QUICK))
+def test_a_composed_trace_is_the_whole_one(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    case = stepped(MODELS[name])
+    graph = captured(case, build(case), 7, 3)
+    check(monkeypatch, graph, plan(graph, len(graph.ops)))
+
+
+@pytest.mark.parametrize("seed", mostly_slow(range(100), lambda seed: seed < 8))
+def test_of_random_models_too(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    example = example_of(seed)
+    check(monkeypatch, replace(example.graph, loss=example.graph.outputs[-1].value), example.plan)
+
+
+class Deep(nn.Module):
+    """Blocks of a transformer, with writes in place between them."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(5) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block, norm in zip(self.blocks, self.norms, strict=True):
+            h = norm(block(x))
+            h += x
+            x = torch.relu_(h)
+        return x
+
+
+def test_deeper_models_need_no_more_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counter[str]()
+
+    def counting(name: str) -> Any:
+        inner = getattr(OpTrace, name)
+
+        def call(*args: Any) -> Any:
+            counted[name] += 1
+            return inner(*args)
+
+        return call
+
+    for name in ("_run", "_backward"):
+        monkeypatch.setattr(OpTrace, name, counting(name))
+    monkeypatch.setattr(trace_stage, "TRACINGS", COMPOSED)
+    found = []
+    for layers in (3, 6):
+        counted.clear()
+        program = coded(Deep(layers), torch.randn(6, 5, 8))
+        assert program.stages[0].backward is not None, program.stages[0].autograd_because
+        found.append(dict(counted))
+    assert found[0] == found[1]
+
+
+class Spoiled(nn.Module):
+    """Writes what backward reads."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.fc, self.late = nn.Linear(8, 8), late
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc(x)
+        y = h.exp()
+        return y.add_(1) if self.late else h.add_(1) + y
+
+
+def first_stage(monkeypatch: pytest.MonkeyPatch, tracings: tuple[type, ...], late: bool) -> Stage:
+    monkeypatch.setattr(trace_stage, "TRACINGS", tracings)
+    program: Program = coded(Spoiled(late), torch.randn(6, 8))
+    return program.stages[0]
+
+
+def test_a_value_that_backward_reads_must_not_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    spoiled = first_stage(monkeypatch, COMPOSED, late=True)
+    assert spoiled.backward is None
+    assert "modified by an inplace operation" in spoiled.autograd_because
+    fine = first_stage(monkeypatch, COMPOSED, late=False)
+    assert fine.backward is not None, fine.autograd_because
