@@ -1,12 +1,14 @@
 """What the first call of a deep model costs, by the number of layers: Dynamo's part, and ours after it.
 
     python -m benchmarks.first_call
+    python -m benchmarks.first_call --backward code
 
 The model is a GPT-2 of small width, whose capture takes as long as that of a wide one. "dynamo" is the time in torch's
-tracing and in making its guards; "run" is a later step of the same kind; "ours" is what the first step takes besides:
-capture after the trace, plan and files. The last columns are further first calls of the same pipe: of another length,
-another batch, a call, and a call after `eval()`. Seconds are of the CPU; compare those of one run. With `--profile`,
-the functions in which our part spends its time.
+tracing and in making its guards; "aot" the time that stages take to be traced through autograd, with backward as code;
+"run" is a later step of the same kind; "ours" is what the first step takes besides: capture after the trace, plan and
+files. "traced/least" is dynamo and aot compared with those of the fewest layers. The last columns are further first
+calls of the same pipe: of another length, another batch, a call, and a call after `eval()`. Seconds are of the CPU;
+compare those of one run. With `--profile`, the functions in which our part spends its time.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from torch import Tensor, nn
 from torch._dynamo import convert_frame
 
 import fxpipe
+from fxpipe.passes.backward import trace_stage
 
 WIDTH, HEADS, WORDS, LENGTH, BATCH, CHUNKS = 32, 4, 97, 16, 8, 4
 
@@ -90,8 +93,8 @@ def loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 @contextmanager
-def dynamo_seconds() -> Iterator[list[float]]:
-    """Seconds that torch's tracing and its guards take, without what it calls back."""
+def seconds_in(*parts: tuple[Any, str]) -> Iterator[list[float]]:
+    """Seconds that these functions take, of owners by name, none of which calls another."""
     spent = [0.0]
 
     def timed(inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,34 +107,42 @@ def dynamo_seconds() -> Iterator[list[float]]:
 
         return call
 
-    parts = (convert_frame, "compile_frame"), (convert_frame.DynamoOutput, "build_guards")
     with ExitStack() as replaced:
         for owner, name in parts:
             replaced.enter_context(mock.patch.object(owner, name, timed(getattr(owner, name))))
         yield spent
 
 
+DYNAMO = (convert_frame, "compile_frame"), (convert_frame.DynamoOutput, "build_guards")  # without what they call back
+AOT = (trace_stage, "trace"), (trace_stage, "layouts")
+
+
 @dataclass(frozen=True)
 class First:
-    """Seconds of the first step, in all and in Dynamo, and of the second; the ops; and seconds of further first
-    calls."""
+    """Seconds of the first step, in all, in Dynamo and in traces of stages, and of the second; the ops; and seconds of
+    further first calls."""
 
     ops: int
     seconds: float
     dynamo: float
+    aot: float
     run: float
     others: tuple[float, ...]
 
     @property
     def ours(self) -> float:
-        return self.seconds - self.dynamo - self.run
+        return self.seconds - self.traced - self.run
+
+    @property
+    def traced(self) -> float:
+        return self.dynamo + self.aot
 
 
-def first(layers: int, profile: cProfile.Profile | None = None) -> First:
+def first(layers: int, backward: str = "autograd", profile: cProfile.Profile | None = None) -> First:
     """The first step of a model of so many layers, and then further first ones."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    pipe = fxpipe.compile(GPT2(layers), devices=2, chunks=CHUNKS, schedule="1f1b")
+    pipe = fxpipe.compile(GPT2(layers), devices=2, chunks=CHUNKS, schedule="1f1b", backward=backward)
 
     def step(batch: int = BATCH, length: int = LENGTH) -> float:
         ids = torch.randint(0, WORDS, (batch, length))
@@ -145,27 +156,29 @@ def first(layers: int, profile: cProfile.Profile | None = None) -> First:
         pipe(ids)
         return process_time() - start
 
-    with dynamo_seconds() as dynamo:
+    with seconds_in(*DYNAMO) as dynamo, seconds_in(*AOT) as aot:
         if profile is not None:
             profile.enable()
         seconds = step()
         if profile is not None:
             profile.disable()
-        spent = dynamo[0]
+        spent = dynamo[0], aot[0]
     ops, run = len(pipe.build.graph.ops), step()
     others = [step(length=LENGTH + 5), step(batch=2 * BATCH), call()]
     pipe.eval()
     others.append(call())
     pipe.close()
-    return First(ops, seconds, spent, run, tuple(others))
+    return First(ops, seconds, *spent, run, tuple(others))
 
 
 def table(found: dict[int, First]) -> str:
-    headers = ("layers", "ops", "step s", "dynamo s", "run s", "ours s", "ours/dynamo", "ms per op", "ours ms per op",
-               "length s", "batch s", "call s", "eval s")  # fmt: skip
+    headers = ("layers", "ops", "step s", "dynamo s", "aot s", "traced/least", "run s", "ours s", "ours/dynamo",
+               "ms per op", "ours ms per op", "length s", "batch s", "call s", "eval s")  # fmt: skip
+    least = found[min(found)].traced
     rows = [
         (
-            layers, one.ops, f"{one.seconds:.2f}", f"{one.dynamo:.2f}", f"{one.run:.2f}", f"{one.ours:.2f}",
+            layers, one.ops, f"{one.seconds:.2f}", f"{one.dynamo:.2f}", f"{one.aot:.2f}", f"{one.traced / least:.2f}",
+            f"{one.run:.2f}", f"{one.ours:.2f}",
             f"{one.ours / one.dynamo:.2f}", f"{1e3 * one.seconds / one.ops:.2f}", f"{1e3 * one.ours / one.ops:.2f}",
             *(f"{seconds:.2f}" for seconds in one.others),
         )
@@ -177,13 +190,14 @@ def table(found: dict[int, First]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Seconds of first calls, by the number of layers.")
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 12, 48])
+    parser.add_argument("--backward", choices=("autograd", "code"), default="autograd")
     parser.add_argument("--profile", action="store_true", help="show where the time of the last model's step goes")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    first(1)  # what the first capture of a process loads is not the model's cost
+    first(1, options.backward)  # what the first capture of a process loads is not the model's cost
     profile = cProfile.Profile() if options.profile else None
     last = options.layers[-1]
-    print(table({layers: first(layers, profile if layers == last else None) for layers in options.layers}))
+    print(table({n: first(n, options.backward, profile if n == last else None) for n in options.layers}))
     if profile is not None:
         pstats.Stats(profile).sort_stats("cumulative").print_stats(r"fxpipe|passes|codegen", 60)
 

@@ -41,15 +41,17 @@ def test_overhead_prints_parts_of_torchgpipes() -> None:
 
 
 def test_first_call_prints_our_part_beside_dynamos() -> None:
-    last = first_call.table({12: first_call.First(300, 3.0, 2.0, 0.1, (0.5, 0.1, 0.4, 0.3))}).splitlines()[-1]
+    last = first_call.table({12: first_call.First(300, 3.0, 1.5, 0.5, 0.1, (0.5, 0.1, 0.4, 0.3))}).splitlines()[-1]
     assert last.split() == [
         "12",
         "300",
         "3.00",
-        "2.00",
+        "1.50",
+        "0.50",
+        "1.00",
         "0.10",
         "0.90",
-        "0.45",
+        "0.60",
         "10.00",
         "3.00",
         "0.50",
