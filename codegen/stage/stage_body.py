@@ -25,6 +25,7 @@ from fxpipe.errors import file_name
 from fxpipe.ir.graph.graph import Op, Origin, Region, called, op_name
 from fxpipe.ir.graph.legal_cuts import ENTER_VMAP, LEAVE_VMAP
 from fxpipe.ir.graph.opaque_call import Opaque
+from fxpipe.ir.operators.training_mode import switch
 from fxpipe.ir.program.program import Program, Stage
 
 GRADIENT_OF = "gradient of "  # what comments in backward begin with
@@ -63,7 +64,7 @@ def body(
     - `sums`: for each gradient that is added up, the call that adds it, without the gradient.
     """
     steps = _steps(program, stage, variables, owned, taken, recomputed, sums)
-    statements = _Writer(_comments(steps, about, recomputed)).all(steps, True)
+    statements = _Writer(_comments(steps, about, recomputed), variables).all(steps, True)
     if returns is not None:
         return (*statements, prefix("return ", returns))
     given = tuple(variables.of[name] for name in stage.gives)
@@ -92,6 +93,7 @@ class _Writer:
     statement is the first of a block."""
 
     comments: Sequence[str]
+    variables: Variables
     shown: int = -1
 
     def all(self, steps: Sequence[_Step], top: bool) -> list[Statement]:
@@ -138,7 +140,9 @@ class _Writer:
                 continue
             found += self.comment(block[0].group, top and not found)
             inside = [statement for step in block for statement in _statements(step, gone=step is not block[-1])]
-            found.append(Block(f"with draw({draw}):", tuple(inside)))
+            drops = switch(block[0].op)
+            given = str(draw) if drops is None else f"{draw}, {self.variables.of[drops]}"
+            found.append(Block(f"with draw({given}):", tuple(inside)))
             found += [Delete(block[-1].releases)] if block[-1].releases else []
         return found
 

@@ -98,7 +98,8 @@ def compile(
     The model is captured, planned and turned into code at the first call of each kind, or at once for `example_inputs`
     (a tuple of arguments, a dict of keyword arguments, or one tensor). Two calls are of one kind if both are plain
     calls or both are steps, the model is in the same mode (training or eval), and the arguments have the same nesting,
-    dtypes and sizes; the size of the batch may differ. See docs/guides/capture.md.
+    dtypes and sizes; the size of the batch may differ, and the mode if it only switches dropouts. See
+    docs/guides/capture.md.
 
     Parameters and buffers move to the devices of their stages at the first call, or at once with `example_inputs`. They
     stay the same objects: an optimizer may be made before or after. `devices` and `chunks` must be given, unless a plan

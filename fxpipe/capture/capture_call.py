@@ -43,6 +43,7 @@ from fxpipe.capture.opaque.opaque_submodules import Pieces, sized_by_data
 from fxpipe.capture.tracing.dynamo import Traced, dynamo
 from fxpipe.capture.tracing.fx_to_graph import draft, owner_of
 from fxpipe.capture.tracing.patches.numpy_folding import made_of_floats
+from fxpipe.capture.tracing.patches.training_flags import TrainingFlags
 from fxpipe.capture.tracing.placeholders import size_of
 from fxpipe.capture.tracing.rewriting.graph_view import Transform
 from fxpipe.capture.tracing.rewriting.inline_checkpoints import inline_checkpoints
@@ -75,7 +76,7 @@ class CallCapture:
       `RequestedCall`. It may only use its arguments and the globals of its module.
     - `loss`: whether the function returns a pair of a loss and something else.
     - `transforms`: the user's functions that change what was traced.
-    - `dynamic`: as in `Arguments`; where a call can only be captured without, it is.
+    - `dynamic`, `both_modes`: as in `Arguments` and `TrainingFlags`; what can only be captured without, is.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class CallCapture:
         work: Work = lambda what: nullcontext(),
         transforms: Sequence[Transform] = (),
         dynamic: bool = False,
+        both_modes: bool = False,
     ) -> None:
         self.model = model
         self.reduce = reduce
@@ -100,6 +102,7 @@ class CallCapture:
         self.twins = Twins({"": model})
         self.pieces = Pieces()
         self.equal = EqualModules()
+        self.flags = TrainingFlags(both_modes)
         self._function = function
         # Weak references, because torch keeps every backend alive, and with it would keep the model.
         capture, starts = weakref.WeakMethod(self._capture), weakref.WeakMethod(self._starts)
@@ -109,6 +112,7 @@ class CallCapture:
             lambda traced: capture()(traced),  # type: ignore[misc]
             lambda: starts()(),  # type: ignore[misc]
             weakref.ref(self.equal),
+            weakref.ref(self.flags),
         )
         self._anew()
         self._now: Now | None = None
@@ -121,6 +125,7 @@ class CallCapture:
     def _anew(self) -> None:
         """Forget what was captured."""
         self.equal.relied.clear()
+        self.flags.forget()
         self._route, self._unguarded = self._begin(), self.twins.unguarded
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Run) -> Any:
@@ -174,11 +179,11 @@ class CallCapture:
         raise diagnosed(refused, self.model, call, partial(run_plainly, call, self.twins, request.holders))
 
     def _complete(self, request: RequestedCall, run: Run | None) -> tuple[Now, Any]:
-        dynamic = self.arguments.dynamic
+        dynamic, both = self.arguments.dynamic, self.flags.allowed
         try:
             return self._completed(request, run)
         except BaseException:
-            self.arguments.dynamic = dynamic  # without, it is refused as well
+            self.arguments.dynamic, self.flags.allowed = dynamic, both  # without, it is refused as well
             raise
         finally:
             if self._works:
@@ -191,7 +196,7 @@ class CallCapture:
         signature = signature_of(self._now.call, self.model.training)
         if not self._works:
             name = type(self.model).__name__ + (" with its loss" if self.loss else "")
-            why = why_new(signature, self._signatures, "step" if self.loss else "call")
+            why = why_new(signature, self._signatures, "step" if self.loss else "call", self.flags.fixed)
             self._working.enter_context(self._work(f"capturing {name}: {why}"))
             self._works = True
             self._signatures.append(signature)
@@ -210,7 +215,7 @@ class CallCapture:
         except NoOps:
             raise
         except CaptureError:
-            if not self.arguments.with_numbers(now.call):
+            if not self.flags.end() and not self.arguments.with_numbers(now.call):
                 refused = sized_by_data(now.kind.drafted.graph, self.twins) if now.kind and now.kind.drafted else None
                 if refused is None or self._another_way(now, [refused]) is None:
                     raise
@@ -244,7 +249,7 @@ class CallCapture:
         """One call of the route, in which all tensors are hollow until `run` runs."""
         check_modes()
         self.twins.sync()
-        news = self.pieces.renew(self.twins), self.equal.renew(self.twins)  # both, whatever the first one says
+        news = self.pieces.renew(self.twins), self.equal.renew(self.twins), self.flags.renew(self.twins)
         if any(news) or self._unguarded != self.twins.unguarded:
             # Dynamo could guard hooks too, but that would double the time of all guards of a call (torch 2.13).
             self._anew()
@@ -276,7 +281,7 @@ class CallCapture:
         """The result of the route. A refused call is tried again as long as there is another way."""
         tried: list[Refused] = []
         before = dict(self.pieces.of)
-        how: str | None = self._how()
+        how: str | None = self.pieces.how
         while how is not None:
             try:
                 result = self._route(self.twins.root, *now.call.given, *now.beside)
@@ -290,18 +295,13 @@ class CallCapture:
             else:
                 self.pieces.tell()
                 return result
-            if self.arguments.with_numbers(now.call):
+            if self.flags.end() or self.arguments.with_numbers(now.call):
                 now.call, tried = self.arguments.call(now.request, self.twins.device, now.call.rows), []
             else:
                 how = self._another_way(now, tried)
             self._anew()
         self.pieces.reset(before, self.twins)
         raise refusals(tried) from tried[-1].__cause__
-
-    def _how(self) -> str:
-        """How a call is captured, in words."""
-        kept = ", ".join(str(piece.opaque) for piece in self.pieces.of.values())
-        return f"one graph, {kept} kept whole" if kept else "one graph"
 
     def _another_way(self, now: Now, tried: list[Refused]) -> str | None:
         """Prepare the next way: first run forward once, because some libraries set things up in the first call; then
@@ -326,7 +326,7 @@ class CallCapture:
                 tried.append(failed(error, "running it, to see what a submodule returns"))
                 return None
             if odd is None:
-                return self._how()
+                return self.pieces.how
             tried.append(odd.refusal())
             if not self.pieces.keep_around(self.twins, odd):
                 return None
@@ -351,7 +351,7 @@ class CallCapture:
             self._check(kind, now.call)
             kind.finished = finished = kind.finished.renewed(flat)
             now.running = True
-            results = now.run(finished.graph, feed(finished.graph, kind.drafted, now.call, flat))
+            results = now.run(finished.graph, feed(finished.graph, kind.drafted, now.call, flat, self.flags.mode))
             return tuple(give(results, now.call, flat) for give in finished.gives)
 
         return compute

@@ -47,6 +47,7 @@ class StepCapture:
         work: Work = lambda what: nullcontext(),
         transforms: Sequence[Transform] = (),
         dynamic: bool = False,
+        both_modes: bool = False,
     ) -> None:
         self.model = model
         self.loss_fn: Callable[..., Any] | None = None  # of the last step
@@ -64,6 +65,7 @@ class StepCapture:
             work=work,
             transforms=transforms,
             dynamic=dynamic,
+            both_modes=both_modes,
         )
 
     def step(

@@ -23,7 +23,8 @@ from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.dead_code import without_dead_ops
 from fxpipe.ir.graph.graph import Graph, Op, Origin, Ref, Region, State, check, refs
 from fxpipe.ir.graph.shared_memory_values import memory
-from fxpipe.ir.graph.value_types import TensorType
+from fxpipe.ir.graph.value_types import MODE, TensorType
+from fxpipe.ir.operators.training_mode import is_seen
 
 from .call_arguments import Call
 from .capture_errors import at
@@ -110,13 +111,15 @@ def _hint(size: Any) -> int:
     return int(size)
 
 
-def feed(graph: Graph, draft: Draft, call: Call, flat: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The real values of the graph's inputs, without those that its totals compute."""
+def feed(graph: Graph, draft: Draft, call: Call, flat: tuple[Any, ...], training: bool) -> tuple[Any, ...]:
+    """The real values of the graph's inputs, without those that its totals compute. `training`: the model's mode."""
     reals, places, values = {leaf.path: leaf.real for leaf in call.leaves.values()}, draft.places, []
     for item in graph.inputs:
         if item.path and item.name in places:
             value = flat[places[item.name]]
             values.append(value.item() if isinstance(value, Tensor) else value)
+        elif item.path == MODE:
+            values.append(training)
         elif item.path:
             values.append(dense(reals[item.path]))
     return tuple(values)
@@ -164,6 +167,8 @@ def finish(
     graph = spread(name_loss(graph, own=call.rest[0] is None) if loss else graph, values, reduce)
     graph = with_outputs(graph, values, exact, reduce)
     check(graph)
+    if is_seen(graph):
+        raise CaptureError("more than values differs between training and evaluation")
     places = {output.value: position for position, output in enumerate(graph.outputs)}
     slots = {slot.path: slot for slot in seen.slots}
     held = {state.name: slots[state.path] for state in graph.states if state.path in slots}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from threading import Lock
 
 import torch
@@ -56,18 +56,19 @@ def replica_seed(seed: int, replica: int) -> int:
 
 
 class Draws:
-    """Seeds the random ops of one task. Generated code says `with draw(3): h = F.dropout(h)`."""
+    """Seeds the random ops of one task. Generated code says `with draw(3): h = F.dropout(h)`; for an op that draws only
+    if a flag is set or a probability is not 0, `with draw(3, training)`."""
 
     __slots__ = ("device", "micro_batch", "seed")
 
     def __init__(self, seed: int, micro_batch: int, device: torch.device) -> None:
         self.seed, self.micro_batch, self.device = seed, micro_batch, device
 
-    def __call__(self, draw: int) -> Draw:
-        return Draw(mix(self.seed, self.micro_batch, draw), self.device)
+    def __call__(self, draw: int, draws: float = True) -> AbstractContextManager[None]:
+        return Draw(mix(self.seed, self.micro_batch, draw), self.device) if draws else nullcontext()
 
 
-class Draw:
+class Draw(AbstractContextManager[None]):
     """A context in which the device's default generator is seeded with `seed`, under a lock. The state before is
     restored on exit."""
 

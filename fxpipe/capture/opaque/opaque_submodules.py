@@ -120,6 +120,12 @@ class Pieces:
         self.shape: object = None  # `Twins.shape` at the last `renew`
         self.given_up: set[int] = set()  # submodules that cannot be ops: the ones around them are kept whole
 
+    @property
+    def how(self) -> str:
+        """How a call is captured, in words."""
+        kept = ", ".join(str(piece.opaque) for piece in self.of.values())
+        return f"one graph, {kept} kept whole" if kept else "one graph"
+
     def renew(self, twins: Twins) -> bool:
         """Renew the pieces whose tensors' places changed, and drop pieces that are no longer in the model. Returns
         whether there were any."""

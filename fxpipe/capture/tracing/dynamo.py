@@ -43,6 +43,7 @@ from .patches.context_variables import Contexts, context_variables
 from .patches.numpy_folding import folding
 from .patches.patched import patched
 from .patches.record_layers import recorded_layers
+from .patches.training_flags import TrainingFlags, training_flags
 
 SETTINGS: dict[str, object] = {
     "allow_rnn": True,  # nn.LSTM and its kind, as one op
@@ -91,12 +92,18 @@ numbers = itertools.count()
 
 
 def dynamo(
-    function: Callable[..., Any], capture: Capture, starts: Callable[[], None], equal: weakref.ref[EqualModules]
+    function: Callable[..., Any],
+    capture: Capture,
+    starts: Callable[[], None],
+    equal: weakref.ref[EqualModules],
+    flags: weakref.ref[TrainingFlags],
 ) -> Callable[..., Any]:
     """A function to call with the twin of a model and hollow arguments, in place of `function(model, *arguments)`.
-    `starts` is called before a new kind of call is traced; of `equal` modules one is traced."""
+    `starts` is called before a new kind of call is traced; of `equal` modules one is traced; `flags` may be ops."""
 
     def backend(module: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        if (found := flags()) is not None:
+            found.settle(module.graph)
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         # Not the tracing context's mode, which is another one while the backend runs.
         values = [node.meta["example_value"] for node in placeholders]
@@ -107,7 +114,7 @@ def dynamo(
     context: Any = torch._dynamo.optimize(backend, nopython=True)
     if not hasattr(context, "callback"):
         raise CaptureError(SWITCHED_OFF)
-    context.callback = configured = _Configured(context.callback, starts, equal)
+    context.callback = configured = _Configured(context.callback, starts, equal, flags)
     fresh = _fresh(function)
     run = context(fresh)
 
@@ -181,9 +188,13 @@ class _Configured:
     """
 
     def __init__(
-        self, compile: Callable[..., Any], starts: Callable[[], None], equal: weakref.ref[EqualModules]
+        self,
+        compile: Callable[..., Any],
+        starts: Callable[[], None],
+        equal: weakref.ref[EqualModules],
+        flags: weakref.ref[TrainingFlags],
     ) -> None:
-        self.starts, self.equal = starts, equal
+        self.starts, self.equal, self.flags = starts, equal, flags
         self._torchdynamo_orig_backend = compile  # the name by which Dynamo finds the inner one
         self.ways: set[str] = set()
         self.modules: tuple[int, ...] | None = None
@@ -225,6 +236,7 @@ class _Configured:
                 _hooks_are_ops(),
                 _saved_variables(),
                 context_variables(contexts),
+                training_flags(self.flags()),
                 recorded_layers(self.equal(), contexts),
                 recorded_runs(),
                 _quiet("torch._subclasses.fake_tensor"),  # our error says it better

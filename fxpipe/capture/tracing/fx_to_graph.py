@@ -23,16 +23,20 @@ from fxpipe.ir.graph.graph import Graph, Op, Origin, Ref, map_leaves
 from fxpipe.ir.graph.legal_cuts import ENTER_VMAP, LEAVE_VMAP
 from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.graph.value_types import VMAP, ValueType
+from fxpipe.ir.operators.training_mode import either
 
 from .dynamo import Traced
 from .effects.op_effects import Step, steps
-from .placeholders import Builder, add_inputs, add_states, define
+from .patches.training_flags import training_flag
+from .placeholders import Builder, add_inputs, add_mode, add_states, define
 from .symbolic_sizes import text, type_of
 from .unmade_tensors import Unmade
 from .value_names import named_sizes
 
 # Which argument of these is the number of a vmap: it becomes what entered that vmap, so that they stay together.
 VMAP_LEVEL = {"_add_batch_dim": 2, "_remove_batch_dim": 1}
+
+BY_MODE = (training_flag, either)
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,7 @@ def draft(owner: Owner, traced: Traced, flat: tuple[Any, ...], call: Call) -> Dr
     env, found = steps(traced)
     placeholders = [node for node in traced.module.graph.nodes if node.op == "placeholder"]
     add_inputs(build, placeholders, flat, env)
+    add_mode(build)
     add_states(build, placeholders, flat, env)
     build.first = dict(build.of_node)
     build.state_of = {state.name: state for state in build.states}
@@ -102,6 +107,8 @@ def draft(owner: Owner, traced: Traced, flat: tuple[Any, ...], call: Call) -> Dr
 def _ops(build: Builder, found: list[Step], env: dict[fx.Node, Any]) -> None:
     for position, step in enumerate(found):
         first = step.node.args[0] if step.node.args else None
+        if step.node.target is training_flag:
+            continue  # it stands for an input
         if step.node.target == "item" and isinstance(first, fx.Node) and build.of_node.get(first) in build.places:
             build.of_node[step.node] = build.of_node[first]
         else:
@@ -114,7 +121,8 @@ def _op(build: Builder, step: Step, position: int, env: dict[fx.Node, Any]) -> O
 
     def leaf(item: Any) -> Any:
         if isinstance(item, fx.Node):
-            fixed = item.op != "placeholder" and type(env[item]) in (bool, int, float)  # a size that does not vary
+            # A size that does not vary.
+            fixed = item.op != "placeholder" and item.target not in BY_MODE and type(env[item]) in (bool, int, float)
             return env[item] if fixed else Ref(build.of_node[item])
         return _size(build, item, origin) if isinstance(item, torch.SymInt) else item
 

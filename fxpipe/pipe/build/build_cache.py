@@ -23,6 +23,7 @@ from fxpipe.errors import FxpipeError
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.graph.opaque_call import opaques
+from fxpipe.ir.operators.training_mode import mode_input
 from fxpipe.ir.plan.profile import Profile
 from fxpipe.ir.program.program import Program
 from fxpipe.pipe.drop_in_module import check_no_pipe_in
@@ -74,7 +75,10 @@ class BuildCache:
         work = partial(begin, model, leads)
         how: dict[str, Any] = {"reduce": reduce, "sizes": sizes, "work": work, "transforms": options.transforms}
         # A strategy is for operators of these sizes, and backward as code unrolls what loops over a length.
-        how["dynamic"] = options.dynamic and options.place is None and options.backward == "autograd"
+        by_autograd = options.place is None and options.backward == "autograd"
+        how["dynamic"] = options.dynamic and by_autograd
+        # The user's own rewriting may take an op's arguments for plain values, and ranks agree on the mode.
+        how["both_modes"] = by_autograd and not (options.ranks or options.transforms or options.passes)
         self.call_capture = CallCapture(model, options.batch_dim, **how)
         self.step_capture = StepCapture(model, options.batch_dim, **how)
         # The first build spreads the tensors over the devices of the stages, whichever of the two has captured it.
@@ -105,16 +109,20 @@ class BuildCache:
         if self.options.place is not None:
             check_even(batch_size(graph, inputs), self.options.chunks)
             sizes = micro_batch_sizes(graph, inputs, self.options.chunks)
-        return kind_of(graph, self.model.training, sizes)
+        return kind_of(graph, self.mode(graph), sizes)
+
+    def mode(self, graph: Graph) -> bool:
+        """The mode that a build for this graph is for; if for both, training, which takes more."""
+        return mode_input(graph) is not None or bool(self.model.training)
 
     def built(self, graph: Graph, inputs: Sequence[Any]) -> Build:
         """The build for a kind of call, made if there is none yet."""
         key = self.kind(graph, inputs)
         made = self.builds.get(key)
         if made is None:
-            mode = "training" if self.model.training else "evaluation"
+            mode = "training" if self.mode(graph) else "evaluation"
             found = () if graph.loss is None else rows(self.step_capture.loss_fn)
-            whole = replace(graph, training=self.model.training, fingerprint=found)
+            whole = replace(graph, training=self.mode(graph), fingerprint=found)
             with begin(self.model, self.leads, f"planning {graph.model} in {mode}, and writing its stages"):
                 made = replace(self._make(self, whole, inputs), source=fingerprint(self.model))
                 self.builds[key] = made

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from fxpipe.codegen.package.package_files import save, with_loss
+from fxpipe.codegen.package.package_files import save, with_loss, with_mode
 from fxpipe.codegen.scheduler.message_table import message_table
 from fxpipe.errors import PackageError
 from fxpipe.ir.program.messages import MessageTable
@@ -28,6 +28,7 @@ def save_package(cache: BuildCache, made: Build, path: Path, overwrite: bool) ->
     assert made.source is not None
     check_same(made.source, cache.model)
     files = with_loss(made.files, made.program.graph, now) | {FILE: text_of(made.source)}
+    files = with_mode(files, made.program.graph, cache.model.training)
     save(made.program, files, path, made.totals, _message_table(cache, made))
 
 

@@ -1,0 +1,497 @@
+"""One program for training and evaluation: `eval()` after a call in training needs no new capture and no new build, and
+results, gradients, buffers and random numbers are those of the plain model in either mode."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fxpipe
+from benchmarks.first_call import GPT2, WORDS, loss
+from fxpipe.capture.capture_call import CallCapture
+from fxpipe.capture.tracing.patches.training_flags import KNOWN
+from tests.helpers.models import MODELS
+from tests.helpers.transparency import assert_same, build, finish, inputs, plain
+
+pytestmark = pytest.mark.skipif(not KNOWN, reason="Dynamo's private parts are others before torch 2.13")
+X = torch.randn(7, 5, 8, generator=torch.Generator().manual_seed(1))
+ORDERS = {"train first": (True, False, True), "eval first": (False, True, False)}
+
+
+@contextmanager
+def captures() -> Iterator[list[Any]]:
+    """The traces that are made in this context."""
+    made: list[Any] = []
+    own = CallCapture._capture
+
+    def capture(self: CallCapture, traced: Any) -> Any:
+        made.append(traced)
+        return own(self, traced)
+
+    with mock.patch.object(CallCapture, "_capture", capture):
+        yield made
+
+
+class Attention(nn.Module):
+    """Attention as libraries of transformers write it."""
+
+    def __init__(self, p: float = 0.2) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.attn_dropout, self.resid_dropout, self.attention_dropout = nn.Dropout(p), nn.Dropout(p), p
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.attn_dropout.p if self.training else 0.0)
+        y = attend(self, q, k, y, dropout=0.0 if not self.training else self.attention_dropout)
+        return x + self.resid_dropout(self.out(y))
+
+
+def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    weights = F.softmax(q @ k.transpose(1, 2) / 3, dim=-1)
+    return F.dropout(weights, p=dropout, training=module.training) @ v
+
+
+def probability(module: Any) -> float:
+    return module.p if module.training else 0.0
+
+
+class Returned(nn.Module):
+    """A conditional expression that a function returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.p = nn.Linear(8, 8), 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.fc(x), probability(self)) * 2
+
+
+class Every(nn.Module):
+    """All kinds of dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.drops = nn.Sequential(nn.Dropout1d(0.3), nn.AlphaDropout(0.3), nn.FeatureAlphaDropout(0.3))
+        self.inner = nn.Dropout(0.3, inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.dropout2d(self.drops(self.a(x)).unsqueeze(1), 0.2, self.training).squeeze(1)
+        return self.b(self.inner(torch.tanh(y)))
+
+
+SHARED = {"attention": lambda: nn.Sequential(*(Attention() for _ in range(4))), "returned": Returned, "every": Every}
+SHARED |= {"no dropout": lambda: nn.Sequential(*(Attention(0.0) for _ in range(3)))}
+
+
+class Branches(nn.Module):
+    """Does something else in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.drop = nn.Linear(8, 8), nn.Linear(8, 8), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.drop(self.a(x))
+        return self.b(y) if self.training else y
+
+
+class Counts(nn.Module):
+    """Computes with the flag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.drop = nn.Linear(8, 8), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.a(x)) * (1 + self.training)
+
+
+class Chooses(nn.Module):
+    """Chooses a number for something else than a dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.s = nn.Linear(8, 8), 3.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.a(x), 0.5, self.training) * (self.s if self.training else 2.0)
+
+
+class Both(nn.Module):
+    """Chooses by an expression with two conditions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.p = nn.Linear(8, 8), 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.a(x), self.p if self.training and self.p > 0 else 0.0, bool(self.training))
+
+
+class Leaky(nn.Module):
+    """Gives the flag to another function than a dropout, by position; `Norms` does so by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.lstm, self.drop = nn.Linear(8, 8), nn.LSTM(8, 8, 2, dropout=0.5), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.lstm(self.a(x).transpose(0, 1))[0].transpose(0, 1))
+
+
+class Norms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.bn, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(5), nn.Dropout(0.5)
+        self.register_buffer("mean", torch.zeros(5))
+        self.register_buffer("var", torch.ones(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.batch_norm(self.bn(self.a(x)), self.mean, self.var, training=self.training)
+        return self.drop(y)
+
+
+class Written(nn.Module):
+    """Writes into what a dropout gives: in evaluation, that is its argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.drop = nn.Linear(8, 8), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        z = self.drop(y)
+        z += 1
+        return y * z
+
+
+class Twice(nn.Module):
+    """Returns a value before and after a dropout, and an argument dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.drop = nn.Linear(8, 8), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        return y, self.drop(y), self.drop(x)
+
+
+class Recomputed(nn.Module):
+    """Has a checkpoint of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.drop = nn.Linear(8, 8), nn.Linear(8, 8), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.b(checkpoint(lambda y: self.drop(self.a(y)).tanh(), x, use_reentrant=False))
+
+
+SPECIFIC = (Branches, Counts, Chooses, Both, Leaky, Norms, Written, Twice, Recomputed)
+
+
+def check(model: nn.Module, twin: nn.Module, pipe: Any, training: bool | None, same_numbers: bool = False) -> None:
+    """A call and its gradients are the plain model's. In evaluation no random numbers are drawn."""
+    for one in (twin, pipe):
+        if training is not None:
+            one.train(training)
+        one.zero_grad()
+    torch.manual_seed(3)
+    found = pipe(X)
+    after = torch.get_rng_state()
+    if any(part.training for part in model.modules()) and not same_numbers:
+        assert found is not None
+        return
+    torch.manual_seed(3)
+    wanted = twin(X)
+    assert torch.equal(after, torch.get_rng_state())
+    for results in (found, wanted):
+        sum(y.square().sum() for y in (results if isinstance(results, tuple) else (results,))).backward()
+    torch.testing.assert_close(found, wanted)
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    for one, other in zip(model.buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", ["dropout", "attention dropout", "random draws", "batch norm", "resnet"])
+def test_models_of_the_table(name: str, order: str) -> None:
+    case = MODELS[name]
+    model, twin = build(case), build(case)
+    pipe = fxpipe.compile(model, devices=2, chunks=3)
+    for training in ORDERS[order]:
+        twin.train(training)
+        pipe.train(training)
+        args, kwargs = inputs(case, 7)
+        torch.manual_seed(5)
+        wanted = plain(case, twin, args, kwargs, 3)
+        args, kwargs = inputs(case, 7)
+        torch.manual_seed(5)
+        output = pipe(*args, **kwargs)
+        assert_same(finish(case, model, args, kwargs, output), wanted)
+        twin.zero_grad()
+        model.zero_grad()
+    pipe.close()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", SHARED)
+def test_one_capture_for_both_modes(name: str, order: str) -> None:
+    model = SHARED[name]()
+    twin = copy.deepcopy(model)
+    with captures() as made:
+        pipe = fxpipe.compile(model, devices=2, chunks=3)
+        for training in ORDERS[order]:
+            check(model, twin, pipe, training, same_numbers=name == "no dropout")
+    assert len(made) == 1
+    pipe.close()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kind", SPECIFIC)
+def test_a_capture_for_each_mode(kind: type[nn.Module], order: str) -> None:
+    model = kind()
+    twin = copy.deepcopy(model)
+    pipe = fxpipe.compile(model, devices=2, chunks=1)
+    for training in ORDERS[order]:
+        check(model, twin, pipe, training)
+        assert "train or eval" not in str(pipe.build.graph)
+        assert pipe.build.graph.training == training
+        if training:
+            twin.load_state_dict(model.state_dict())  # with the statistics of norms
+    pipe.close()
+
+
+@pytest.mark.parametrize("kind", [None, *SPECIFIC])
+def test_training_draws_as_before(kind: type[nn.Module] | None) -> None:
+    """What a pipe computes in training is the same whether or not it has run in evaluation."""
+    found = []
+    for before in (True, False):
+        torch.manual_seed(0)
+        model = Attention() if kind is None else kind()
+        pipe = fxpipe.compile(model, devices=2, chunks=1)
+        if not before:
+            pipe.eval()(X)
+        pipe.train()
+        torch.manual_seed(1)
+        y = pipe(X)
+        sum(one.square().sum() for one in (y if isinstance(y, tuple) else (y,))).backward()
+        found.append((y, [x.grad for x in model.parameters()], torch.get_rng_state()))
+        pipe.close()
+    torch.testing.assert_close(*found)
+
+
+def test_steps_of_gpt2() -> None:
+    torch.manual_seed(0)
+    model = GPT2(3)
+    twin = copy.deepcopy(model)
+    ids, target = (torch.randint(0, WORDS, (8, 16)) for _ in range(2))
+    with captures() as made:
+        pipe = fxpipe.compile(model, devices=2, chunks=4, schedule="1f1b")
+        pipe.step(ids, target=target, loss_fn=loss)
+        assert len(made) == 1
+        built = pipe.build
+        for one in (model, twin):
+            one.zero_grad()
+            one.eval()
+        before = torch.get_rng_state()
+        found = pipe.step(ids, target=target, loss_fn=loss)
+        assert torch.equal(before, torch.get_rng_state())
+        wanted = loss(twin(ids), target)
+        wanted.backward()
+        torch.testing.assert_close(found, wanted)
+        for x, y in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(x.grad, y.grad)
+        assert (len(made), pipe.build) == (1, built)
+        pipe.train()
+        pipe(ids)
+        pipe.eval()
+        torch.testing.assert_close(pipe(ids), twin(ids))
+        assert len(made) == 2
+    pipe.close()
+
+
+def test_the_code_says_what_the_mode_is() -> None:
+    pipe = fxpipe.compile(Attention(), devices=1, chunks=2, example_inputs=X)
+    source = pipe.stages[0].source
+    assert "    takes  training  bool          the model's mode\n" in source
+    assert "dropout_p = 0.2 if training else 0.0" in source or "either = 0.2 if training else 0.0" in source
+    assert "with draw(2, training):" in source
+    assert 'draws_if = "training"' in pipe.scheduler.source
+    pipe.close()
+
+
+def test_a_frozen_part() -> None:
+    """A part in evaluation stays so, and the rest follows the model."""
+    model = nn.Sequential(*(Attention() for _ in range(4)))
+    twin = copy.deepcopy(model)
+    for one in (model, twin):
+        one.train()
+        one[1].eval()
+    with captures() as made:
+        pipe = fxpipe.compile(model, devices=2, chunks=3)
+        check(model, twin, pipe, None)
+        check(model, twin, pipe, False)
+        assert len(made) == 1
+        pipe.train()
+        model[1].eval()
+        model[2].resid_dropout.eval()  # another part than before
+        pipe(X)
+        assert len(made) == 2
+        assert sum("False" in str(op.args) for op in pipe.build.graph.ops if "dropout" in op.name) >= 1
+        check(model, twin, pipe, False)
+    pipe.close()
+
+
+def test_all_frozen_but_the_model() -> None:
+    model = nn.Sequential(Attention(), Attention())
+    twin = copy.deepcopy(model)
+    pipe = fxpipe.compile(model, devices=2, chunks=1)
+    pipe(X)
+    for one in (model, twin):
+        for part in one:
+            part.eval()
+    assert model.training
+    torch.testing.assert_close(pipe(X), twin(X))
+    model.eval()
+    torch.testing.assert_close(pipe(X), twin(X))
+    for part in model:
+        part.train()
+    torch.manual_seed(2)
+    one = pipe(X)
+    torch.manual_seed(3)
+    assert not torch.equal(one, pipe(X))
+    pipe.close()
+
+
+class Reads(nn.Module):
+    """Reads the flag of another module."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.other, self.a = other, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.a(x), 0.5, self.other.training)
+
+
+def test_the_flag_of_another_module() -> None:
+    model = Reads(nn.Linear(2, 2))
+    twin = copy.deepcopy(model)
+    pipe = fxpipe.compile(model, devices=1, chunks=1)
+    pipe(X)
+    model.other.eval()
+    twin.eval()
+    torch.testing.assert_close(pipe(X), twin(X))
+    model.train()
+    model.training = False  # the model's own alone
+    torch.manual_seed(2)
+    one = pipe(X)
+    torch.manual_seed(3)
+    assert not torch.equal(one, pipe(X))
+    pipe.eval()
+    torch.testing.assert_close(pipe(X), twin(X))
+    pipe.close()
+
+
+class Switches(nn.Module):
+    """Sets flags in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.drop = nn.Linear(8, 8), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.drop.eval()
+        return self.drop(self.a(x))
+
+
+def test_flags_that_forward_sets() -> None:
+    model = Switches()
+    pipe = fxpipe.compile(model, devices=1, chunks=1)
+    for training in (True, False, True):
+        pipe.train(training)
+        torch.testing.assert_close(pipe(X), model.a(X))
+        assert not model.drop.training
+    pipe.close()
+
+
+def test_another_probability() -> None:
+    """Layers that differ in it are traced each, and a new one is seen."""
+    model = nn.Sequential(*(Attention(p) for p in (0.1, 0.1, 0.1, 0.4)))
+    pipe = fxpipe.compile(model, devices=1, chunks=1)
+    pipe(X)
+    text = str(pipe.build.graph)
+    assert (text.count("either(training, 0.1, 0.0)"), text.count("either(training, 0.4, 0.0)")) == (6, 2)
+    model[1].attention_dropout = 0.7
+    pipe(X)
+    text = str(pipe.build.graph)
+    assert [text.count(f"either(training, {p}, 0.0)") for p in (0.1, 0.4, 0.7)] == [5, 2, 1]
+    pipe.close()
+
+
+def test_the_loss_function_has_a_flag_too() -> None:
+    class Loss(nn.Module):
+        def forward(self, y: Tensor) -> Tensor:
+            return F.dropout(y, 0.5, self.training).square().mean()
+
+    model, criterion = Attention(), Loss()
+    pipe = fxpipe.compile(model, devices=2, chunks=1)
+    pipe.step(X, loss_fn=criterion)
+    pipe.eval()
+    torch.manual_seed(2)
+    one = pipe.step(X, loss_fn=criterion)  # it is still in training
+    torch.manual_seed(3)
+    assert not torch.equal(one, pipe.step(X, loss_fn=criterion))
+    criterion.eval()
+    torch.testing.assert_close(pipe.step(X, loss_fn=criterion), criterion(model(X)))
+    pipe.close()
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_a_saved_package_is_for_both(mode: bool, tmp_path: Any) -> None:
+    model = Attention()
+    pipe = fxpipe.compile(model, devices=2, chunks=2)
+    pipe.train(mode)
+    pipe(X)
+    pipe.save(tmp_path / "out")
+    pipe.close()
+    loaded = fxpipe.load(tmp_path / "out", model)
+    assert loaded.training == mode
+    wanted = copy.deepcopy(model).eval()(X)
+    torch.testing.assert_close(loaded.eval()(X), wanted)
+    loaded.train()
+    assert not torch.allclose(loaded(X), wanted)
+    loaded.close()
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "code": {"backward": "code"},
+    "transforms": {"transforms": [lambda graph: graph]},
+    "passes": {"passes": [lambda program, context: program]},
+    "compiled": {"compile_stages": "eager"},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name: str) -> None:
+    model = nn.Sequential(Attention(), Attention())
+    pipe = fxpipe.compile(model, devices=2, chunks=2, **OPTIONS[name])
+    pipe(X)
+    pipe.eval()
+    torch.testing.assert_close(pipe(X), copy.deepcopy(model)(X))
+    assert ("train or eval" in str(pipe.build.graph)) == (name == "compiled")
+    pipe.close()
