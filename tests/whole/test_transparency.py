@@ -22,7 +22,7 @@ from fxpipe.codegen.package.load_package import bind, load_package, unload
 from fxpipe.codegen.package.package_files import constants, write
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.pipe.build import build as whole_build
-from fxpipe.pipe.build.call_binding import match, micro_batch_sizes
+from fxpipe.pipe.build.call_binding import inputs_of, micro_batch_sizes
 from fxpipe.pipe.build.local_cluster import local_cluster
 from fxpipe.pipe.options.compile_options import Options, device_labels
 from fxpipe.profiling import estimate
@@ -100,9 +100,7 @@ def test_a_pipeline_is_the_model(index: int, name: str) -> None:
 def pipeline_of(graph: Graph, model: nn.Module, config: Config, call: Any) -> Iterator[Callable[..., Any]]:
     """A pipeline for a graph that was captured before, called as the model is."""
     devices, chunks, checkpoint = config
-    inputs_of: dict[str, Any] = {}
-    match(graph.call, call, inputs_of)
-    flat = [inputs_of[item.name] for item in graph.inputs]
+    flat = inputs_of(graph, *call)
     labels = device_labels(devices)
     modes = checkpoint if isinstance(checkpoint, str) else frozenset(checkpoint)
     sizes, cluster = micro_batch_sizes(graph, flat, chunks), local_cluster(labels)
