@@ -14,15 +14,13 @@ from typing import Any
 
 import torch
 
-from fxpipe.ir.graph.graph import Op, Origin, Ref, Region, map_refs
+from fxpipe.ir.graph.graph import Op, Origin, Ref, map_refs
 from fxpipe.ir.graph.value_types import Dim, TensorType
-from fxpipe.ir.program.program import Program, Stage
-from fxpipe.passes.backward.fake_sizes import Sizes
-from fxpipe.passes.backward.fake_tensors import device_of, empty, on_fake_tensors
+from fxpipe.passes.backward.fake_tensors import empty
 from fxpipe.passes.backward.op_traces import OpTrace, OpTraces, Recording
-from fxpipe.passes.backward.record_ops import Recorder, marked_draws
+from fxpipe.passes.backward.record_ops import marked_draws
 from fxpipe.passes.backward.tensor_forms import Form, Gradients, Inseparable, Place, Value, map_values
-from fxpipe.passes.backward.traces import Orders, Piece, Trace, is_scattered, order_of, roots
+from fxpipe.passes.backward.traces import Piece, Shapes, Task, Trace, roots
 
 
 @dataclass(frozen=True)
@@ -46,56 +44,34 @@ class ComposedTracing:
     """One trace under way. `values`: the value of each name of the stage. Raises Inseparable if an op may do more than
     its own trace tells."""
 
-    def __init__(
-        self,
-        program: Program,
-        stage: Stage,
-        sizes: Sizes,
-        recorder: Recorder,
-        around: tuple[Region, ...],
-        orders: Orders,
-    ) -> None:
-        self.program, self.stage, self.sizes, self.recorder, self.orders = program, stage, sizes, recorder, orders
-        self.device = device_of(stage.device)
-        self.traces = OpTraces(sizes, self.device, around, recorder.numbers)
-        self.around = around
+    def __init__(self, task: Task) -> None:
+        if any(isinstance(op.target, torch._ops.HigherOrderOperator) for op in task.stage.ops):
+            raise Inseparable
+        self.task, self.recorder = task, task.recorder
+        self.traces = OpTraces(task.sizes, task.device, task.around, task.recorder.numbers)
         self.values: dict[str, Any] = {}
         self.runs: list[_Run] = []
         self.writes = Counter[str]()  # by the memory that is written
         self.sharing: dict[str, set[Value]] = defaultdict(set)  # by their memory
         self.found = Trace()
 
-    def run(self, arriving: Sequence[str]) -> Trace:
-        if any(isinstance(op.target, torch._ops.HigherOrderOperator) for op in self.stage.ops):
-            raise Inseparable
-        with on_fake_tensors(self.sizes):
-            self.place()
-            for op in self.stage.ops:
-                self.forward(op)
-            given = {name: x.form for name in self.stage.gives if isinstance(x := self.values[name], Value)}
-            self.found.orders = {name: order for name, x in given.items() if (order := order_of(x.strides))}
-            self.found.scattered = frozenset(n for n, x in given.items() if is_scattered(x.shape, x.strides))
-            self.backward(arriving)
-        self.found.types, self.found.memory = self.recorder.types, self.recorder.memory
-        return self.found
-
     def place(self) -> None:
         """Values for what the stage takes and holds."""
         forms: dict[Any, tuple[Form, Dim]] = {}
-        for name in (*self.stage.takes, *self.stage.borrows, *self.stage.states):
-            kind, order = self.program.types[name], self.orders.get(name, ())
-            if name in self.sizes.values:
-                self.values[name] = self.sizes.values[name]
+        for name in (*self.task.stage.takes, *self.task.stage.borrows, *self.task.stage.states):
+            kind, order = self.task.program.types[name], self.task.orders.get(name, ())
+            if name in self.task.sizes.values:
+                self.values[name] = self.task.sizes.values[name]
             elif isinstance(kind, TensorType):
                 if (kind, order) not in forms:
-                    made = empty(kind, order, self.sizes, self.device)
-                    forms[kind, order] = self.traces.form(made), self.sizes.text(made.untyped_storage().nbytes())
+                    made = empty(kind, order, self.task.sizes, self.task.device)
+                    forms[kind, order] = self.traces.form(made), self.task.sizes.text(made.untyped_storage().nbytes())
                 form, count = forms[kind, order]
                 self.recorder.memory[name] = name, count
                 self.values[name] = self.shared(Value(name, form, bool(order), Gradients([name])))
             else:
-                self.values[name] = self.program.state(name).value
-        names = (*self.stage.takes, *self.stage.states, *self.stage.borrows)
+                self.values[name] = self.task.program.state(name).value
+        names = (*self.task.stage.takes, *self.task.stage.states, *self.task.stage.borrows)
         self.leaves = {name: x for name in names if isinstance(x := self.values[name], Value) and x.form.grad}
 
     def forward(self, op: Op) -> None:
@@ -123,13 +99,13 @@ class ComposedTracing:
         items = value if isinstance(value, (tuple, list)) else (value,)
         touched = (*items, *(self.values[name] for name in op.writes))
         grad = any(isinstance(item, Value) and item.form.grad for item in touched)
-        self.found.pieces.append(Piece(replace(op, regions=(*self.around, *op.regions)), ops, results, grad))
+        self.found.pieces.append(Piece(replace(op, regions=(*self.task.around, *op.regions)), ops, results, grad))
         if isinstance(value, Value):
             self.hold(value, op.name)
             value.gradients.called.append(op.name)
         for name in op.writes:  # later readers of the memory may still say the old name
             written = self.values[name]
-            if isinstance(written, Value) and written is not value and name not in self.stage.states:
+            if isinstance(written, Value) and written is not value and name not in self.task.stage.states:
                 self.hold(written, name)
         after = [(value, value.gradients) for value in gives]
         writes = tuple(self.writes[self.memory(value)] for value in (*reads, *gives))
@@ -188,6 +164,10 @@ class ComposedTracing:
             for op in recording.ops
         ]  # fmt: skip
 
+    def given(self) -> Shapes:
+        values = {name: self.values[name] for name in self.task.stage.gives}
+        return {name: (x.form.shape, x.form.strides) for name, x in values.items() if isinstance(x, Value)}
+
     def backward(self, arriving: Sequence[str]) -> None:
         """The backward of the ops, from the last to the first."""
         outputs = {name: x for name in arriving if (x := self.values[name]).form.grad}
@@ -196,7 +176,7 @@ class ComposedTracing:
         tangents = {
             name: torch.empty(x.form.shape, dtype=x.form.dtype, device=x.form.device) for name, x in outputs.items()
         }
-        self.found.roots = roots(self.program, self.stage, self.recorder, tangents, self.values)
+        self.found.roots = roots(self.task.program, self.task.stage, self.recorder, tangents, self.values)
         arrived = dict(self.found.roots)
         for name, value in outputs.items():
             value.gradients.sum = arrived[name], self.traces.form(tangents[name])
@@ -210,7 +190,7 @@ class ComposedTracing:
                 for name in gradients.called:
                     self.found.wishes.setdefault(own, f"d{name}")
         named = {name: leaf.gradients.sum[0] if leaf.gradients.sum else "" for name, leaf in self.leaves.items()}
-        self.found.gradients_of(self.program, self.stage, named)
+        self.found.gradients_of(self.task.program, self.task.stage, named)
 
     def pull_back(self, run: _Run) -> list[tuple[Gradients, str]]:
         """Run the backward of an op. Gives the names of the gradients that autograd has then, in its order."""

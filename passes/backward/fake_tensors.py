@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxpipe.ir.graph.dtypes import DTYPES
+from fxpipe.ir.graph.evaluate_graph import within
+from fxpipe.ir.graph.graph import Op, Region, map_leaves
 from fxpipe.ir.graph.value_types import TensorType
+from fxpipe.ir.program.program import OWN_DEVICE
 from fxpipe.passes.backward.fake_sizes import Sizes
 from fxpipe.runtime.autograd.contiguous_layout import inverse
 
@@ -41,3 +46,10 @@ def empty(kind: TensorType, order: Sequence[int], sizes: Sizes, device: torch.de
     if order:
         made = made.permute(inverse(order)).detach()
     return made.requires_grad_(kind.grad)
+
+
+def run_op(op: Op, values: Mapping[str, Any], around: tuple[Region, ...], device: torch.device) -> Any:
+    """The value of an op of a stage on `device`, within its regions and those around all ops."""
+    args, kwargs = map_leaves((op.args, dict(op.kwargs)), lambda leaf: device if leaf is OWN_DEVICE else leaf)
+    alone = replace(op, args=args, kwargs=kwargs, regions=(*around, *op.regions), draw=None)
+    return within(alone, values, lambda number: nullcontext())

@@ -14,8 +14,7 @@ stand-ins for them, and so does its backward, from stand-ins for the gradients t
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,11 +22,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, increment_version
 
-from fxpipe.ir.graph.evaluate_graph import within
-from fxpipe.ir.graph.graph import Op, Ref, Region, map_leaves
+from fxpipe.ir.graph.graph import Op, Ref, Region
 from fxpipe.ir.graph.value_types import Dim, ValueType
-from fxpipe.ir.program.program import OWN_DEVICE
 from fxpipe.passes.backward.fake_sizes import Sizes
+from fxpipe.passes.backward.fake_tensors import run_op
 from fxpipe.passes.backward.record_ops import Recorder
 from fxpipe.passes.backward.tensor_forms import PLAIN, SYMBOLS, Form, Inseparable, Place, Value, map_values
 
@@ -219,14 +217,11 @@ class OpTrace:
         self._changed: dict[tuple[Place, ...], OpTrace] = {}
 
     def _run(self) -> Any:
-        op, device = self.op, self.traces.device
-        args, kwargs = map_leaves((op.args, dict(op.kwargs)), lambda leaf: device if leaf is OWN_DEVICE else leaf)
-        alone = replace(op, args=args, kwargs=kwargs, regions=(*self.traces.around, *op.regions), draw=None)
         values = {
             name: map_values(nest, Place, lambda at: self.stand_ins[at.number]) for name, nest in self.reads.items()
         }
         with self.recorder:
-            return within(alone, values, lambda number: nullcontext())
+            return run_op(self.op, values, self.traces.around, self.traces.device)
 
     def _read(self, number: int, tensor: Tensor) -> None:
         """Note a tensor that the op has read, and what it is now."""

@@ -1,11 +1,12 @@
-"""Traces a stage forward and backward: its ops run once on fake tensors, under autograd, and what torch runs below
-autograd is recorded.
+"""Traces a stage forward and backward: its ops run on fake tensors, under autograd, and what torch runs below autograd
+is recorded. Ops that are alike run once (`compose_trace.py`); where that may not tell all, the stage runs whole
+(`trace_whole.py`).
 
     y = linear(x, weight)       forward    t = weight.t(); y = addmm(bias, x, t)
                                 backward   dx = mm(dy, t.t()); dweight = mm(dy.t(), x); dbias = dy.sum([0])
 
-Each recorded op of forward belongs to the op of the stage that ran. Autograd numbers its nodes as forward makes them,
-so each recorded op of backward belongs to the op of the stage that made the node that runs.
+Each recorded op of forward belongs to the op of the stage that ran, and each one of backward to the op whose gradient
+it computes.
 
 What torch runs depends on the layout of memory: some of its kernels read memory as if it was contiguous, and a copy
 is recorded only where it was not; and random numbers are drawn in the order of memory. So what another stage gives has
@@ -16,7 +17,7 @@ the order of dimensions here that it has there (`layouts`), all else is contiguo
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -32,10 +33,11 @@ from fxpipe.passes.backward.fake_sizes import Sizes, numbers_in
 from fxpipe.passes.backward.record_ops import Recorder
 from fxpipe.passes.backward.refused import Refused
 from fxpipe.passes.backward.trace_whole import WholeTracing
-from fxpipe.passes.backward.traces import Orders, Trace
+from fxpipe.passes.backward.traces import Orders, Task, Trace, Tracing, run_tracing
 
 AS_STRIDED = {"as_strided", "as_strided_scatter", "as_strided_"}
-TRACINGS = (ComposedTracing, WholeTracing)  # what the first cannot do, the second does or refuses
+# What the first cannot do, the second does or refuses.
+TRACINGS: tuple[Callable[[Task], Tracing], ...] = (ComposedTracing, WholeTracing)
 
 
 def trace(
@@ -126,9 +128,10 @@ def _traced(
         except ValueError as error:
             raise Refused(str(error)) from None
         recorder = Recorder(sizes, {*program.types, *(f"d{name}" for name in _names(stage))})
+        task = Task(program, stage, sizes, recorder, around, orders)
         try:
             with _silent():
-                return tracing(program, stage, sizes, recorder, around, orders).run(arriving), sizes
+                return run_tracing(tracing(task), task, arriving), sizes
         except Exception as error:  # whatever torch cannot do with fake tensors
             reason = error
     if isinstance(reason, Refused):

@@ -1,20 +1,46 @@
-"""What tracing a stage finds: the ops that it runs forward and backward."""
+"""What tracing a stage needs and finds: the ops that it runs forward and backward."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from fxpipe.ir.graph.graph import Op
+from fxpipe.ir.graph.graph import Op, Region
 from fxpipe.ir.graph.value_types import Dim, TensorType, ValueType
 from fxpipe.ir.program.program import Program, Stage
+from fxpipe.passes.backward.fake_sizes import Sizes
+from fxpipe.passes.backward.fake_tensors import device_of, on_fake_tensors
 from fxpipe.passes.backward.record_ops import Recorder
 
 Orders = dict[str, tuple[int, ...]]  # of the values that are not contiguous
+Shapes = dict[str, tuple[Iterable[Any], Iterable[Any]]]  # sizes and strides
+
+
+@dataclass(frozen=True)
+class Task:
+    """A stage to trace.
+
+    - `sizes`: a number or a symbol for each size.
+    - `recorder`: notes what torch runs.
+    - `around`: the regions that are around all ops.
+    - `orders`: as of `trace_stage.layouts`.
+    """
+
+    program: Program
+    stage: Stage
+    sizes: Sizes
+    recorder: Recorder
+    around: tuple[Region, ...]
+    orders: Orders
+
+    @cached_property
+    def device(self) -> torch.device:
+        return device_of(self.stage.device)
 
 
 @dataclass
@@ -65,6 +91,38 @@ class Trace:
         graded = [name for name in stage.takes if isinstance(kind := program.types[name], TensorType) and kind.grad]
         self.takes = [(name, named.get(name, "")) for name in graded]
         self.weights = [(name, gradient) for name, gradient in named.items() if gradient and name not in stage.takes]
+
+
+class Tracing(Protocol):
+    """One trace under way. `found`: what it has found.
+
+    - `place`: makes values for what the stage takes and holds.
+    - `forward`: does what an op does.
+    - `given`: the sizes and strides of the tensors that the stage gives.
+    - `backward`: goes back from the results for which a gradient arrives.
+    """
+
+    found: Trace
+
+    def place(self) -> None: ...
+    def forward(self, op: Op) -> None: ...
+    def given(self) -> Shapes: ...
+    def backward(self, arriving: Sequence[str]) -> None: ...
+
+
+def run_tracing(tracing: Tracing, task: Task, arriving: Sequence[str]) -> Trace:
+    """The trace. `arriving`: the results for which a gradient arrives."""
+    found = tracing.found
+    with on_fake_tensors(task.sizes):
+        tracing.place()
+        for op in task.stage.ops:
+            tracing.forward(op)
+        given = tracing.given()
+        found.orders = {name: order for name, (_, strides) in given.items() if (order := order_of(strides))}
+        found.scattered = frozenset(name for name, (shape, strides) in given.items() if is_scattered(shape, strides))
+        tracing.backward(arriving)
+    found.types, found.memory = task.recorder.types, task.recorder.memory
+    return found
 
 
 def order_of(strides: Iterable[Any]) -> tuple[int, ...]:
