@@ -6,6 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch.torch_version import TorchVersion
+
+
+def knows(version: str, *parts: tuple[object, str]) -> bool:
+    """Whether torch is of this version or a later one, and still has all of these private parts: (owner, name)."""
+    return TorchVersion(torch.__version__) >= version and all(hasattr(owner, name) for owner, name in parts)
+
 
 @contextmanager
 def patched(owner: Any, **functions: Any) -> Iterator[None]:

@@ -26,26 +26,23 @@ from torch._dynamo.variables.base import MutationType, VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
-from torch.torch_version import TorchVersion
 
 from fxpipe.capture.twins.equal_modules import EqualModules, Pairs, Reliance
 
 from .context_variables import Contexts
 from .layer_values import SYMBOLIC, Given, Odd, Output, check, described, fake_kind, first_name, like, real_id, returned
-from .patched import patched
+from .patched import knows, patched
 
 # Before torch 2.13, these are others: each layer is traced.
-KNOWN = TorchVersion(torch.__version__) >= "2.13" and all(
-    hasattr(owner, name)
-    for owner, name in (
-        (UnspecializedNNModuleVariable, "call_function"),
-        (UnspecializedNNModuleVariable, "var_getattr"),
-        (UserDefinedObjectVariable, "hash_impl"),
-        (variables.TensorVariable, "hash_impl"),
-        (VariableTracker, "get_id"),
-        (SideEffects, "check_allowed_side_effect"),
-        (builtin, "vt_identity_compare"),
-    )
+KNOWN = knows(
+    "2.13",
+    (UnspecializedNNModuleVariable, "call_function"),
+    (UnspecializedNNModuleVariable, "var_getattr"),
+    (UserDefinedObjectVariable, "hash_impl"),
+    (variables.TensorVariable, "hash_impl"),
+    (VariableTracker, "get_id"),
+    (SideEffects, "check_allowed_side_effect"),
+    (builtin, "vt_identity_compare"),
 )
 
 

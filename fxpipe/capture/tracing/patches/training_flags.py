@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import fx, nn
 from torch._dynamo import symbolic_convert
@@ -28,23 +27,20 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._guards import Source, TracingContext
-from torch.torch_version import TorchVersion
 
 from fxpipe.capture.twins.twin import Twins
 from fxpipe.errors import file_name
 from fxpipe.ir.graph.ops import DROPOUTS
 from fxpipe.ir.operators.training_mode import ATTENTION, either
 
-from .patched import patched
+from .patched import knows, patched
 
 # Before torch 2.13, these are others: each program is for one mode.
-KNOWN = TorchVersion(torch.__version__) >= "2.13" and all(
-    hasattr(owner, name)
-    for owner, name in (
-        (UnspecializedNNModuleVariable, "var_getattr"),
-        (InstructionTranslatorBase, "dispatch_table"),
-        (ConstantVariable, "as_proxy"),
-    )
+KNOWN = knows(
+    "2.13",
+    (UnspecializedNNModuleVariable, "var_getattr"),
+    (InstructionTranslatorBase, "dispatch_table"),
+    (ConstantVariable, "as_proxy"),
 )
 # The places of `p` and `training` in torch's dropouts, and of the probability in attention.
 PLACES = {getattr(F, name): {1: "p", 2: "training"} for name in DROPOUTS if hasattr(F, name)}
