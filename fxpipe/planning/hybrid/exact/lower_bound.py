@@ -85,8 +85,8 @@ class Tables:
         costs, the last one first. `free`: the devices for the stages before it. `done`, `finish`: those of the stages
         after it, as in `shape_costs.before`."""
         arrive, through, own = (column[:end, free, option] for column in self.columns)
-        open = np.flatnonzero((arrive + finish < limit) & (through + done < limit) & (own < limit))[::-1]
-        return list(zip(*(each.tolist() for each in (open, arrive[open], through[open], own[open])), strict=True))
+        kept = np.flatnonzero((arrive + finish < limit) & (through + done < limit) & (own < limit))[::-1]
+        return list(zip(*(each.tolist() for each in (kept, arrive[kept], through[kept], own[kept])), strict=True))
 
     @cached_property
     def total(self) -> float:
