@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.models import AmoebaNetD, UNet
-from fxpipe.capture.capture_call import capture
+from fxpipe.capture import capture
 from fxpipe.ir.cluster.cluster import Cluster, Device
 from fxpipe.ir.graph.evaluate_graph import evaluate
 from fxpipe.ir.graph.graph import Graph

@@ -54,7 +54,7 @@ from benchmarks.simulated import (
     without_streams,
 )
 from benchmarks.tables import Row, show
-from fxpipe.capture.capture_call import capture
+from fxpipe.capture import capture
 from fxpipe.ir.graph.graph import Graph
 
 GIB = 2**30

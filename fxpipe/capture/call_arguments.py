@@ -11,7 +11,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from .nested_values import change
 
 STEP = ("target", "loss_fn", "outputs", "scaler", "accumulate", "timeline")  # a step's options besides the model's own
 BatchDim = int | Mapping[str, int | None]
+Want = Literal["loss", "outputs", "both"]
 
 
 class NoTarget:
@@ -56,6 +57,7 @@ class RequestedCall(NamedTuple):
     - `targets`: for a step, a tuple of the target, or an empty one; None for a call.
     - `rest`: further arguments of the captured function of a step.
     - `holders`: objects besides the model that a step may change.
+    - `want`: what is asked for of a pair of a loss and the model's result.
     """
 
     args: tuple[Any, ...]
@@ -63,6 +65,7 @@ class RequestedCall(NamedTuple):
     targets: tuple[Any, ...] | None = None
     rest: tuple[Any, ...] = ()
     holders: tuple[Any, ...] = ()
+    want: Want = "both"
 
 
 class Call(NamedTuple):

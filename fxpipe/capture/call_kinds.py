@@ -9,13 +9,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fxpipe.capture.batch.batch_size_checks import check_outputs, check_sizes
+from fxpipe.capture.batch.mixed_samples import tell
 from fxpipe.capture.tracing.dynamo import Traced
 from fxpipe.capture.tracing.fx_to_graph import Draft
 from fxpipe.capture.twins.attribute_changes import Changes, Snapshot
 from fxpipe.capture.twins.twin import Slot, Twins
-from fxpipe.ir.graph.graph import Graph
+from fxpipe.ir.graph.graph import Graph, Mixed
 
-from .call_arguments import Call, RequestedCall
+from .call_arguments import Call, RequestedCall, Want
 from .finish_graph import Finished
 
 Run = Callable[[Graph, tuple[Any, ...]], tuple[Any, ...]]
@@ -25,22 +27,34 @@ Work = Callable[[str], AbstractContextManager[None]]
 
 @dataclass(eq=False)
 class Kind:
-    """A kind of call: its trace, and, after its dry pass, the graph that runs.
+    """A kind of call: its trace, and, after its dry pass, the graph that runs, for each part of the result that was
+    wanted.
 
     - `touched`: the attributes that forward sets.
     - `rebound`: the buffers that forward sets.
     - `past`: the user's own modules that the trace reached without the twins, for example by a global variable.
-    - `fits`: the batch sizes that are known to be valid.
+    - `fits`: the batch sizes that are known to be valid, with what was wanted.
     """
 
     traced: Traced
     drafted: Draft | None = None
     hollows: tuple[Any, ...] = ()
-    finished: Finished | None = None
+    finished: dict[Want, Finished] = field(default_factory=dict)
     touched: Changes = field(default_factory=dict)
     rebound: Mapping[int, Slot] = field(default_factory=dict)
     past: tuple[nn.Module, ...] = ()
-    fits: set[int | None] = field(default_factory=set)
+    fits: set[tuple[int | None, Want]] = field(default_factory=set)
+
+    def check(self, call: Call, want: Want, sizes: Sizes, told: set[Mixed]) -> None:
+        """Raise CaptureError if the graph is not valid for the micro-batches of a call; warn of what is not `told`."""
+        if (call.batch, want) in self.fits:
+            return
+        assert self.drafted is not None
+        check_sizes(self.traced, self.drafted, call, sizes)
+        if want in self.finished:
+            check_outputs(self.finished[want].graph, call.batch, sizes)
+            tell(self.finished[want].graph, call.batch, sizes, told)
+            self.fits.add((call.batch, want))
 
 
 @dataclass
@@ -70,3 +84,14 @@ class Now:
             return leaf.real
         slot = self.twins.of.get(id(tensor))
         return tensor if slot is None or slot.real is None else slot.real
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the trace has the model's result, though only the loss is wanted."""
+        return self.request.want == "loss" and bool(self.request.rest[-1])
+
+    def parts(self, result: Any) -> tuple[Any, Any]:
+        """The part of the returned object that is wanted, and the other one."""
+        if self.request.want == "outputs":
+            return result[1], result[0]
+        return ((result[0], None), result[1]) if self.is_whole else (result, None)

@@ -34,11 +34,11 @@ from typing import Any
 from torch import nn
 
 from fxpipe.capture.batch.baked_batch_size import merge
-from fxpipe.capture.batch.batch_size_checks import check_outputs, check_sizes, conditions
-from fxpipe.capture.batch.mixed_samples import Reduce, tell
+from fxpipe.capture.batch.batch_size_checks import conditions
+from fxpipe.capture.batch.mixed_samples import Reduce
 from fxpipe.capture.batch.unrolled_batch import rejoin
-from fxpipe.capture.opaque.first_call import SIGNS, warm
-from fxpipe.capture.opaque.learn_outputs import learn, run_plainly
+from fxpipe.capture.opaque.another_way import another_way
+from fxpipe.capture.opaque.learn_outputs import run_plainly
 from fxpipe.capture.opaque.opaque_submodules import Pieces, sized_by_data
 from fxpipe.capture.tracing.dynamo import Traced, dynamo
 from fxpipe.capture.tracing.fx_to_graph import draft, owner_of
@@ -56,13 +56,13 @@ from fxpipe.capture.twins.twin import Twins
 from fxpipe.errors import CaptureError, FxpipeError, PlanError
 from fxpipe.ir.graph.graph import Graph, Mixed
 
-from .call_arguments import Arguments, BatchDim, Call, RequestedCall
+from .call_arguments import Arguments, BatchDim, RequestedCall, Want
 from .call_kinds import Kind, Now, Run, Sizes, Work
 from .capture_errors import NoOps, Refused, failed, no_ops, refusals, without_frames, written_by_dynamo
-from .finish_graph import Finished, Seen, feed, finish, stand_ins
+from .finish_graph import Finished, Seen, feed, finish, model_alone, stand_ins
 from .model_exceptions import diagnosed
 from .model_with_loss import call_model
-from .nested_values import change
+from .nested_values import change, is_plain
 from .recapture_reason import CallSignature, signature_of, why_new
 
 
@@ -74,7 +74,9 @@ class CallCapture:
     - `work(what)`: a context for the time that a capture takes.
     - `function`: the captured function: a plain function of the model, args, kwargs, and the other fields of a
       `RequestedCall`. It may only use its arguments and the globals of its module.
-    - `loss`: whether the function returns a pair of a loss and something else.
+    - `loss`: whether the function returns a pair of a loss and the model's result. Its last argument then is whether
+      it returns the result.
+    - `whole`: whether it does so even if only the loss is wanted, for later calls. Ends where that cannot be done.
     - `transforms`: the user's functions that change what was traced.
     - `dynamic`, `both_modes`: as in `Arguments` and `TrainingFlags`; what can only be captured without, is.
     """
@@ -92,12 +94,13 @@ class CallCapture:
         transforms: Sequence[Transform] = (),
         dynamic: bool = False,
         both_modes: bool = False,
+        whole: bool = False,
     ) -> None:
         self.model = model
         self.reduce = reduce
         self.transforms = transforms
         self.sizes = sizes
-        self.loss = loss
+        self.loss, self.whole = loss, whole
         self.arguments = Arguments(model, batch_dim, sizes, dynamic)
         self.twins = Twins({"": model})
         self.pieces = Pieces()
@@ -116,16 +119,17 @@ class CallCapture:
         )
         self._anew()
         self._now: Now | None = None
+        self.kind: Kind | None = None  # of the last call that was captured
         self._work, self._working, self._works = work, ExitStack(), False
         self._signatures: list[CallSignature] = []
         self._told: set[Mixed] = set()
-        self._warm = -1  # how many submodules were kept whole at the last run of forward by `warm`
         self._lock = threading.RLock()
 
     def _anew(self) -> None:
         """Forget what was captured."""
         self.equal.relied.clear()
         self.flags.forget()
+        self._pure = True  # no trace does anything besides its ops
         self._route, self._unguarded = self._begin(), self.twins.unguarded
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Run) -> Any:
@@ -148,7 +152,30 @@ class CallCapture:
                 )
             for (_, name), touched in kind.touched.items():
                 self.twins.give_back(touched.holder, name, now.real)
-            return change(result, now.real)
+            self.kind = kind
+            return change(now.parts(result)[0], now.real)
+
+    def run_known(self, request: RequestedCall, run: Run) -> tuple[Any] | None:
+        """The model's result for a call of a kind that is known from a loss, computed by `run`, in a tuple; None if no
+        kind has it. Traces nothing."""
+        began = False
+
+        def begin(graph: Graph, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            nonlocal began
+            began = True
+            return run(graph, inputs)
+
+        with self._lock:
+            try:
+                now, result = self._pass(request, begin, known=True)
+                if now.snapshot is not None:
+                    self._finish(now, result[0], request)
+                    now, result = self._pass(request, begin, known=True)
+            except Exception:
+                if began:
+                    raise
+                return None  # the call's own capture says what is wrong with it, if anything is
+            return (change(result[0][1], now.real),) if began else None
 
     def capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Graph:
         """The graph of this kind of call. The model does not change, and runs only if submodules are kept whole."""
@@ -157,10 +184,9 @@ class CallCapture:
     def graph(self, request: RequestedCall) -> Graph:
         """The graph of this kind of call of the captured function."""
         with self._lock:
-            now, _ = self._captured(request, None)
-            assert now.kind is not None
-            assert now.kind.finished is not None
-            return now.kind.finished.graph
+            self.kind = self._captured(request, None)[0].kind
+            assert self.kind is not None
+            return self.kind.finished[request.want].graph
 
     def _captured(self, request: RequestedCall, run: Run | None) -> tuple[Now, Any]:
         """One call of the route. Raises the model's own exception for such a call, if it raises one, else
@@ -179,11 +205,11 @@ class CallCapture:
         raise diagnosed(refused, self.model, call, partial(run_plainly, call, self.twins, request.holders))
 
     def _complete(self, request: RequestedCall, run: Run | None) -> tuple[Now, Any]:
-        dynamic, both = self.arguments.dynamic, self.flags.allowed
+        before = self.arguments.dynamic, self.flags.allowed, self.whole
         try:
             return self._completed(request, run)
         except BaseException:
-            self.arguments.dynamic, self.flags.allowed = dynamic, both  # without, it is refused as well
+            self.arguments.dynamic, self.flags.allowed, self.whole = before  # without, it is refused as well
             raise
         finally:
             if self._works:
@@ -209,6 +235,10 @@ class CallCapture:
             raise no_ops(self.model)
         if now.snapshot is None:
             return now, result
+        if now.is_whole and not all(is_plain(one.value) for one in now.kind.touched.values()):
+            self.whole = False  # it is not known which of the model's outputs are in an attribute
+            self._anew()
+            return self._complete(request, run)
         try:
             if not self._finish(now, result, request).graph.ops:
                 raise no_ops(self.model)
@@ -217,7 +247,7 @@ class CallCapture:
         except CaptureError:
             if not self.flags.end() and not self.arguments.with_numbers(now.call):
                 refused = sized_by_data(now.kind.drafted.graph, self.twins) if now.kind and now.kind.drafted else None
-                if refused is None or self._another_way(now, [refused]) is None:
+                if refused is None or another_way(now, self.pieces, self._function, [refused]) is None:
                     raise
             self._anew()
             return self._complete(request, run)
@@ -228,31 +258,40 @@ class CallCapture:
         kind = now.kind
         assert kind is not None
         assert kind.drafted is not None
-        if kind.finished is None:
-            self._check(kind, now.call)
+        want = now.request.want
+        if want not in kind.finished:
+            kind.check(now.call, want, self.sizes, self._told)
             drafted = kind.drafted
             if drafted.baked is not None and now.call.rows is not None:
                 rows = now.call.rows, now.call.rows + 1
                 other, result_of_other = self._pass(request, None, rows[1])
                 assert other.kind is not None
                 assert other.kind.drafted is not None
-                drafted = merge(drafted, other.kind.drafted, rows, (result, result_of_other))
+                results = now.parts(result)[0], other.parts(result_of_other)[0]
+                drafted = merge(drafted, other.kind.drafted, rows, results)
             touched = tuple(one.value for one in kind.touched.values())
-            seen = Seen(result, kind.rebound, touched, self.twins.slots)
+            wanted, spare = now.parts(result)
+            part: Want = want if want == "outputs" or now.is_whole else "both"
+            seen = Seen(wanted, kind.rebound, touched, self.twins.slots, spare, part)
             finished = finish(drafted, kind.hollows, now.call, seen, self.reduce, self.loss)
             held = replace(finished.graph, conditions=conditions(kind.traced, kind.drafted, now.call))
-            kind.finished = replace(finished, graph=held)
-            self._check(kind, now.call)
-        return kind.finished
+            held = model_alone(held, kind.drafted, now.call) if want == "outputs" else held
+            kind.finished[want] = replace(finished, graph=held)
+            kind.check(now.call, want, self.sizes, self._told)
+        return kind.finished[want]
 
-    def _pass(self, request: RequestedCall, run: Run | None, rows: int | None = None) -> tuple[Now, Any]:
-        """One call of the route, in which all tensors are hollow until `run` runs."""
+    def _pass(
+        self, request: RequestedCall, run: Run | None, rows: int | None = None, known: bool = False
+    ) -> tuple[Now, Any]:
+        """One call of the route, in which all tensors are hollow until `run` runs. `known`: only of a kind that is."""
         check_modes()
         self.twins.sync()
         news = self.pieces.renew(self.twins), self.equal.renew(self.twins), self.flags.renew(self.twins)
         if any(news) or self._unguarded != self.twins.unguarded:
             # Dynamo could guard hooks too, but that would double the time of all guards of a call (torch 2.13).
             self._anew()
+        if request.want == "loss" and not self.whole:
+            request = request._replace(rest=(*request.rest[:-1], False))
         # On the model's device, so that the caller may have the batch on any device.
         call = self.arguments.call(request, self.twins.device, rows)
         beside = self.twins.beside(*request.rest, *request.holders)
@@ -261,7 +300,8 @@ class CallCapture:
         self._now, before = now, self._now
         done = False
         try:
-            result = self._routed(now)
+            known_only = self._route.known if self._pure else lambda *_: None
+            result = known_only(self.twins.root, *now.call.given, *now.beside) if known else self._routed(now)
             if now.kind is not None and now.snapshot is not None:
                 now.kind.rebound = self.twins.rebound(now.kind.past)
             elif now.kind is not None:
@@ -284,7 +324,7 @@ class CallCapture:
         how: str | None = self.pieces.how
         while how is not None:
             try:
-                result = self._route(self.twins.root, *now.call.given, *now.beside)
+                result = self._route.call(self.twins.root, *now.call.given, *now.beside)
             except Refused as refused:
                 tried.append(refused.spelled(partial(size_of, now.call)))
                 tried[-1].route = how
@@ -295,47 +335,25 @@ class CallCapture:
             else:
                 self.pieces.tell()
                 return result
-            if self.flags.end() or self.arguments.with_numbers(now.call):
+            if now.is_whole and tried[-1].is_of_result:
+                self.whole = False
+                rest = (*now.request.rest[:-1], False)
+                now.request, now.call = now.request._replace(rest=rest), now.call._replace(rest=rest)
+                now.beside, tried = (*now.beside[:-1], False), []
+            elif self.flags.end() or self.arguments.with_numbers(now.call):
                 now.call, tried = self.arguments.call(now.request, self.twins.device, now.call.rows), []
             else:
-                how = self._another_way(now, tried)
+                how = another_way(now, self.pieces, self._function, tried)
             self._anew()
         self.pieces.reset(before, self.twins)
         raise refusals(tried) from tried[-1].__cause__
-
-    def _another_way(self, now: Now, tried: list[Refused]) -> str | None:
-        """Prepare the next way: first run forward once, because some libraries set things up in the first call; then
-        keep the refused submodule whole, or the one around it. Returns the way in words, or None if there is no other.
-        Ways that fail at once are added to `tried`."""
-        refused = tried[-1]
-        if self._warm < len(self.pieces.of) and any(sign in str(refused) for sign in SIGNS):
-            self._warm = len(self.pieces.of)
-            warm(self.twins, now.call, self.pieces.of.values())
-            return "one graph, after forward ran once"
-        if not self.pieces.asked and not self.pieces.keep(self.twins, refused):
-            if refused.is_placed:
-                tried.append(refused.in_no_submodule())
-            return None
-        while True:
-            try:
-                odd = learn(self.pieces, self._function, now.call, self.twins, now.request.holders)
-            except Refused as error:
-                tried.append(error)
-                return None
-            except Exception as error:  # the model's own
-                tried.append(failed(error, "running it, to see what a submodule returns"))
-                return None
-            if odd is None:
-                return self.pieces.how
-            tried.append(odd.refusal())
-            if not self.pieces.keep_around(self.twins, odd):
-                return None
 
     def _capture(self, traced: Traced) -> Callable[..., Any]:
         """The function that the route calls for a kind of call that it has just traced."""
         traced, given = inline_layers(traced, self.twins.of)
         inline_checkpoints(traced.module)
         kind = Kind(traced)
+        self._pure = self._pure and traced.effects.none and not self.pieces.of
         call_capture = weakref.ref(self)
 
         def compute(*flat: Any) -> tuple[Any, ...]:
@@ -345,11 +363,12 @@ class CallCapture:
             assert now is not None
             now.kind = kind
             flat = given(flat)
-            if kind.finished is None or now.run is None:
+            want = now.request.want
+            if want not in kind.finished or now.run is None:
                 return self._dry(kind, now, flat)
             assert kind.drafted is not None
-            self._check(kind, now.call)
-            kind.finished = finished = kind.finished.renewed(flat)
+            kind.check(now.call, want, self.sizes, self._told)
+            kind.finished[want] = finished = kind.finished[want].renewed(flat)
             now.running = True
             results = now.run(finished.graph, feed(finished.graph, kind.drafted, now.call, flat, self.flags.mode))
             return tuple(give(results, now.call, flat) for give in finished.gives)
@@ -368,33 +387,9 @@ class CallCapture:
             kind.drafted = draft(owner_of(self.model, self.twins), kind.traced, flat, now.call)
             kind.hollows = stand_ins(kind.drafted)
             kind.past = self.twins.reached(kind.traced.guarded())
+            self._pure = self._pure and kind.drafted.baked is None
         # As late as possible, so that changes of other threads are not undone.
         now.snapshot = Snapshot((*(module for _, module in self.twins.named()), *kind.past, *now.holders))
+        if now.is_whole and not now.snapshot.has(kind.traced.effects.changed):
+            raise Refused(None, "it changes what is not the model's", "return values instead")
         return kind.hollows
-
-    def _check(self, kind: Kind, call: Call) -> None:
-        if call.batch not in kind.fits:
-            assert kind.drafted is not None
-            check_sizes(kind.traced, kind.drafted, call, self.sizes)
-            if kind.finished is not None:
-                check_outputs(kind.finished.graph, call.batch, self.sizes)
-                tell(kind.finished.graph, call.batch, self.sizes, self._told)
-                kind.fits.add(call.batch)
-
-
-def capture(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None = None,
-    batch_dim: BatchDim = 0,
-    *,
-    reduce: Reduce = None,
-) -> Graph:
-    """The graph of `model(*args, **kwargs)`. The model does not change. It does not run, and may be on the meta device,
-    unless a submodule must be kept whole. Raises CaptureError.
-
-    >>> from torch import nn, ones
-    >>> print(capture(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), (ones(4, 2),)).inputs[0].type)
-    f32[b, 2]
-    """
-    return CallCapture(model, batch_dim, reduce=reduce).capture(args, kwargs or {})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -71,6 +72,16 @@ def attributes(value: Any) -> dict[str, Any]:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
     return dict(getattr(value, "__dict__", ()))
+
+
+def is_plain(value: Any, depth: int = 0) -> bool:
+    """Whether the value is a tensor, a literal, or a list, tuple or dict of these, so that the walk sees all of it."""
+    kind = type(value)
+    if isinstance(value, (Tensor, int, weakref.ref)) or kind in ATOMS:
+        return True
+    if kind not in (list, tuple, dict) or depth > DEPTH:
+        return False
+    return all(is_plain(item, depth + 1) for item in (value.values() if kind is dict else value))
 
 
 def template(value: Any, ref: Callable[[Any], Ref | None], depth: int = 0) -> Any:

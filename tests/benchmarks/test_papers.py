@@ -44,7 +44,7 @@ from benchmarks.simulated import (
     without_dependencies,
     without_streams,
 )
-from fxpipe.capture.capture_call import capture
+from fxpipe.capture import capture
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.graph.legal_cuts import legal_cuts
 from fxpipe.schedules.one_f_one_b import gpipe as schedule

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fxpipe.capture.capture_call import capture
+from fxpipe.capture import capture
 from fxpipe.ir.graph.value_types import tensors
 from fxpipe.profiling.cast_types import cast
 

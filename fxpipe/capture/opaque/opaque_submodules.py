@@ -118,6 +118,7 @@ class Pieces:
     def __init__(self) -> None:
         self.of: dict[int, Piece] = {}
         self.shape: object = None  # `Twins.shape` at the last `renew`
+        self.warmed = -1  # how many there were when forward last ran once before a capture (`first_call.py`)
         self.given_up: set[int] = set()  # submodules that cannot be ops: the ones around them are kept whole
 
     @property

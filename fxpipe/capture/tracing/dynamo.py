@@ -14,9 +14,9 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx.experimental._config as shape_config
@@ -38,6 +38,7 @@ from fxpipe.errors import CaptureError
 from fxpipe.runtime.interrupts import Interrupts
 
 from .composite_ops import composed_in_python, one_step
+from .effects.python_effects import PythonEffects, python_effects
 from .effects.recorded_runs import recorded_runs
 from .patches.context_variables import Contexts, context_variables
 from .patches.numpy_folding import folding
@@ -77,6 +78,7 @@ class Traced:
     - `boxed`: for each placeholder whether it is a Python number in a tensor.
     - `folded`: whether numpy has made floats of plain numbers.
     - `guarded`: returns the objects that Dynamo guards; can be called once.
+    - `effects`: what the call does besides the ops.
     """
 
     module: fx.GraphModule
@@ -85,6 +87,15 @@ class Traced:
     boxed: tuple[bool, ...]
     folded: bool = False
     guarded: Callable[[], list[Any]] = list
+    effects: PythonEffects = field(default_factory=PythonEffects)
+
+
+class Route(NamedTuple):
+    """How a function is called that is captured: `call` traces what is new; `known` does not, and returns a tuple of
+    the result, or None."""
+
+    call: Callable[..., Any]
+    known: Callable[..., tuple[Any] | None]
 
 
 Capture = Callable[[Traced], Callable[..., Any]]
@@ -97,8 +108,8 @@ def dynamo(
     starts: Callable[[], None],
     equal: weakref.ref[EqualModules],
     flags: weakref.ref[TrainingFlags],
-) -> Callable[..., Any]:
-    """A function to call with the twin of a model and hollow arguments, in place of `function(model, *arguments)`.
+) -> Route:
+    """The functions to call with the twin of a model and hollow arguments, in place of `function(model, *arguments)`.
     `starts` is called before a new kind of call is traced; of `equal` modules one is traced; `flags` may be ops."""
 
     def backend(module: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
@@ -109,7 +120,8 @@ def dynamo(
         values = [node.meta["example_value"] for node in placeholders]
         mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None) or FakeTensorMode()
         names, boxed = tuple(map(_name, placeholders)), tuple(map(is_boxed, placeholders))
-        return capture(Traced(module, mode, names, boxed, bool(configured.floats), _guarded()))
+        effects = configured.effects[-1] if configured.effects else PythonEffects()
+        return capture(Traced(module, mode, names, boxed, bool(configured.floats), _guarded(), effects))
 
     context: Any = torch._dynamo.optimize(backend, nopython=True)
     if not hasattr(context, "callback"):
@@ -135,9 +147,16 @@ def dynamo(
                 if not configured.another(str(error)):
                     raise refused from None
 
+    def known(*given: Any) -> tuple[Any] | None:
+        if torch._dynamo.eval_frame._stance.stance == "force_eager":
+            return None
+        with Interrupts():
+            found = _known(fresh, given)
+            return None if found is None else (found(*given),)
+
     # Dynamo's table from compiled to original code keeps both alive, and with them all that was captured.
     weakref.finalize(call, reset_code, fresh.__code__).atexit = False
-    return call
+    return Route(call, known)
 
 
 def _known(function: FunctionType, given: tuple[Any, ...]) -> Callable[..., Any] | None:
@@ -181,7 +200,7 @@ class _Configured:
     """Dynamo's compiler, under our settings. It is called for new kinds of calls only.
 
     - `modules`: the ids of the modules in which it stopped, outermost first; `sizes`: the sources of its symbols.
-    - `floats`: the floats that numpy made of plain numbers.
+    - `floats`: the floats that numpy made of plain numbers; `effects`: what the trace does besides the ops.
     - `ways`: other ways of tracing that are in use. "deep": also trace functions that Dynamo skips as Python's or
       torch's own; forward may set `requires_grad` of a tensor that it made. "plain": `is_compiling()` is false, because
       some models leave out too much when it is true.
@@ -200,6 +219,7 @@ class _Configured:
         self.modules: tuple[int, ...] | None = None
         self.sizes: Sizes = {}
         self.floats: list[float] = []
+        self.effects: list[PythonEffects] = []
 
     def another(self, refusal: str) -> bool:
         """Whether another way of tracing may avoid this refusal. If not, the next call begins with the first way."""
@@ -223,7 +243,7 @@ class _Configured:
             known["ignore_logging_functions"] = {*filter(None, methods), warnings.warn}
             if "deep" in self.ways and hasattr(torch._dynamo.config, "dont_skip_tracing"):
                 known["dont_skip_tracing"] = True
-            self.floats, contexts = [], Contexts()
+            self.floats, self.effects, contexts = [], [], Contexts()
             for setting in (
                 torch._dynamo.config.patch(known),
                 *([_gradients_that_nobody_gets()] if "deep" in self.ways else []),
@@ -239,6 +259,7 @@ class _Configured:
                 training_flags(self.flags()),
                 recorded_layers(self.equal(), contexts),
                 recorded_runs(),
+                python_effects(self.effects),
                 _quiet("torch._subclasses.fake_tensor"),  # our error says it better
                 _quiet("torch._dynamo.metrics_context"),  # torch 2.11 cannot write down our settings
                 # To say in a log how long guards take, it empties the processor's cache: a fifth of a small capture.

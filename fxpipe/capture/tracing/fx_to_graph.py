@@ -45,6 +45,8 @@ class Draft:
 
     `outputs` are the names of the traced outputs, `fakes` their fake values. Flat arguments: `places` has the place of
     each input that is a number and of each constant, `held` the tensor of each that is the model's or the user's.
+    `beside` are the ops that are not in the call of the model, but in its loss. `unread` has, by op, what it writes
+    that no later op reads, but that is among `outputs`.
     """
 
     graph: Graph
@@ -55,24 +57,29 @@ class Draft:
     symbols: Mapping[sympy.Symbol, str]
     baked: str | None  # an input whose batch size became a plain number
     squeezed: tuple[Op, ...]  # what would also take away a batch of one
+    beside: frozenset[str] = frozenset()
+    unread: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Owner:
     """Whose graph it is: what the model is called, its mode and its tensors; the paths of its modules, by what traces
-    call them; what its forward calls the sizes of its arguments."""
+    call them; what its forward calls the sizes of its arguments; what traces call the model itself."""
 
     name: str
     training: bool
     slots: Sequence[Slot]
     modules: Mapping[str, str]
     named_sizes: Mapping[tuple[str, int], str] = field(default_factory=dict)
+    root: str = ""
 
 
 def owner_of(model: nn.Module, twins: Twins) -> Owner:
     """What a trace of the twins is about."""
     modules = {str(id(module)): path for path, module in twins.named()}
-    return Owner(type(model).__name__, model.training, twins.slots, modules, named_sizes(model.forward))
+    return Owner(
+        type(model).__name__, model.training, twins.slots, modules, named_sizes(model.forward), str(id(twins.root))
+    )
 
 
 def draft(owner: Owner, traced: Traced, flat: tuple[Any, ...], call: Call) -> Draft:
@@ -91,8 +98,8 @@ def draft(owner: Owner, traced: Traced, flat: tuple[Any, ...], call: Call) -> Dr
     build.state_of = {state.name: state for state in build.states}
     results = next(node for node in traced.module.graph.nodes if node.op == "output").args[0]
     build.last_read = {node: i for i, step in enumerate(found) for node in step.node.all_input_nodes}
-    build.last_read |= dict.fromkeys(results, len(found))
-    _ops(build, found, env)
+    build.returned = frozenset(results)
+    _ops(build, found, env, owner.root)
     outputs = tuple(build.of_node[node] for node in results)
     inputs, sizes, states, ops = tuple(build.inputs), tuple(build.sizes), tuple(build.states), tuple(build.ops)
     graph = Graph(owner.name, owner.training, inputs, sizes, states, ops, (), ((), {}), None)
@@ -101,10 +108,11 @@ def draft(owner: Owner, traced: Traced, flat: tuple[Any, ...], call: Call) -> Dr
         graph = with_possible_gradients(graph)
     held = {build.first[node]: value for node, value in zip(placeholders, flat, strict=True) if node in build.first}
     fakes = tuple(env[node] for node in results)
-    return Draft(graph, outputs, fakes, build.places, held, build.symbols, build.baked, squeezed)
+    facts = build.places, held, build.symbols, build.baked, squeezed
+    return Draft(graph, outputs, fakes, *facts, frozenset(build.beside), build.unread)
 
 
-def _ops(build: Builder, found: list[Step], env: dict[fx.Node, Any]) -> None:
+def _ops(build: Builder, found: list[Step], env: dict[fx.Node, Any], root: str) -> None:
     for position, step in enumerate(found):
         first = step.node.args[0] if step.node.args else None
         if step.node.target is training_flag:
@@ -113,6 +121,8 @@ def _ops(build: Builder, found: list[Step], env: dict[fx.Node, Any]) -> None:
             build.of_node[step.node] = build.of_node[first]
         else:
             build.ops.append(_op(build, step, position, env))
+            if next(iter(step.node.meta.get("nn_module_stack") or ()), None) != root:
+                build.beside.add(build.ops[-1].name)
 
 
 def _op(build: Builder, step: Step, position: int, env: dict[fx.Node, Any]) -> Op:
@@ -141,8 +151,12 @@ def _op(build: Builder, step: Step, position: int, env: dict[fx.Node, Any]) -> O
     owners = build.nodes_of.get(id(changed), []) if touched else []
     target = build.of_node[owners[0]] if owners else None
     living = {build.of_node[node] for node in sharing if build.last_read.get(node, -1) > position}
-    writes = tuple(name for name in touched if name in living or name in states or name == target)
+    lasting = {*living, *states, target}
+    returned = {build.of_node[node] for node in sharing if node in build.returned}
+    writes = tuple(name for name in touched if name in lasting or name in returned)
     name = build.names(_wish(node, target))
+    if unread := returned - lasting:
+        build.unread[name] = frozenset(unread)
     kind = _type(build, changed)
     if called == ENTER_VMAP:
         build.vmaps.append(name)

@@ -47,7 +47,10 @@ class Builder:
     sharing: dict[int, list[fx.Node]] = field(default_factory=dict)  # by storage: the nodes whose values are in it
     state_of: dict[str, State] = field(default_factory=dict)
     types: dict[Kind, ValueType] = field(default_factory=dict)  # of the values of ops
-    last_read: dict[fx.Node, int] = field(default_factory=dict)  # the position of the last reader; returned: the end
+    last_read: dict[fx.Node, int] = field(default_factory=dict)  # the position of the last op that reads it
+    returned: frozenset[fx.Node] = frozenset()
+    beside: set[str] = field(default_factory=set)  # the ops outside of the model's call
+    unread: dict[str, frozenset[str]] = field(default_factory=dict)  # by op, what it writes that is only returned
     vmaps: list[str] = field(default_factory=list)  # the ops that entered the vmaps which are open
     baked: str | None = None
     draws: int = 0

@@ -80,7 +80,7 @@ class BuildCache:
         # The user's own rewriting may take an op's arguments for plain values, and ranks agree on the mode.
         how["both_modes"] = by_autograd and not (options.ranks or options.transforms or options.passes)
         self.call_capture = CallCapture(model, options.batch_dim, **how)
-        self.step_capture = StepCapture(model, options.batch_dim, **how)
+        self.step_capture = StepCapture(model, options.batch_dim, **how, whole=how["both_modes"])
         # The first build spreads the tensors over the devices of the stages, whichever of the two has captured it.
         self.step_capture.call_capture.twins.first_devices = self.call_capture.twins.first_devices
         self.builds: dict[tuple[Any, ...], Build] = {}
@@ -93,11 +93,17 @@ class BuildCache:
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Run) -> Any:
         """The model's result; `run` runs the captured graph. In one process, a model without ops is called as it is."""
         try:
-            return self.call_capture(args, kwargs, run)
+            return self.captured_call(args, kwargs, run)
         except NoOps:
             if self.options.ranks:
                 raise
             return self.model(*args, **kwargs)
+
+    def captured_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Run) -> Any:
+        """The same by what was traced for a step, as long as no call had to be captured by itself."""
+        if self.call_capture.kind is None and (found := self.step_capture.call(args, kwargs, run)) is not None:
+            return found[0]
+        return self.call_capture(args, kwargs, run)
 
     def agree(self, graph: Graph, inputs: Sequence[Any]) -> tuple[Build, int]:
         """The build for a kind of call, and a number, which is 0 in one process (ranks must agree on it)."""
@@ -166,10 +172,8 @@ class BuildCache:
     def live(self, made: Build) -> RunningPackage:
         """The build's package, imported and bound to the tensors that the model has now."""
         key = kind_of(made.graph, made.graph.training, None if self.options.place is None else made.sizes)
-        others: Mapping[str, Tensor] = {}
-        version = self.call_capture.twins.version
-        if made.graph.loss is not None:
-            others, version = self.step_capture.tensors, self.step_capture.version
+        others = self.step_capture.tensors if made.graph.loss is not None else {}
+        version = self.call_capture.twins.version, self.step_capture.version  # either may have captured a call
         live = self.lives.get(key) or RunningPackage(self.folder.new(), made.files, self.backend)
         if live.version != (version, made):
             live.bind(partial(self._bind, self.model, made, others), (version, made))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.capture.capture_call import capture
+from fxpipe.capture import capture
 from fxpipe.errors import CaptureError
 
 

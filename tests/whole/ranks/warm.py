@@ -2,7 +2,7 @@
 
 from torch import nn, ones
 
-from fxpipe.capture.capture_call import capture
+from fxpipe.capture import capture
 from tests.whole.ranks import cases
 
 __all__ = ["cases"]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fxpipe.capture.capture_call import capture
+from fxpipe.capture import capture
 from fxpipe.capture.tracing import fx_to_graph
 from fxpipe.capture.tracing.dynamo import Traced
 from fxpipe.capture.tracing.effects import op_effects

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxpipe.capture.capture_call import capture
+from fxpipe.capture import capture
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.graph import target_name
 from tests.helpers.marks import since_torch

@@ -1,0 +1,42 @@
+"""What is tried next when a call is refused: a submodule is kept whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fxpipe.capture.call_kinds import Now
+from fxpipe.capture.capture_errors import Refused, failed
+
+from .first_call import SIGNS, warm
+from .learn_outputs import learn
+from .opaque_submodules import Pieces
+
+
+def another_way(now: Now, pieces: Pieces, function: Callable[..., Any], tried: list[Refused]) -> str | None:
+    """Prepare the next way: first run forward once, because some libraries set things up in the first call; then keep
+    the refused submodule whole, or the one around it. Returns the way in words, or None if there is no other. Ways that
+    fail at once are added to `tried`."""
+    refused = tried[-1]
+    if pieces.warmed < len(pieces.of) and any(sign in str(refused) for sign in SIGNS):
+        pieces.warmed = len(pieces.of)
+        warm(now.twins, now.call, pieces.of.values())
+        return "one graph, after forward ran once"
+    if not pieces.asked and not pieces.keep(now.twins, refused):
+        if refused.is_placed:
+            tried.append(refused.in_no_submodule())
+        return None
+    while True:
+        try:
+            odd = learn(pieces, function, now.call, now.twins, now.request.holders)
+        except Refused as error:
+            tried.append(error)
+            return None
+        except Exception as error:  # the model's own
+            tried.append(failed(error, "running it, to see what a submodule returns"))
+            return None
+        if odd is None:
+            return pieces.how
+        tried.append(odd.refusal())
+        if not pieces.keep_around(now.twins, odd):
+            return None

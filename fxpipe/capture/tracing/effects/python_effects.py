@@ -1,0 +1,66 @@
+"""What a traced function changes besides tensors: attributes, lists, dicts and variables that are older than the call.
+
+Dynamo changes them after the ops have run, in every call of the kind, whoever asked for what. So part of a trace can
+only be used alone if it changes nothing, or it is known what it changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+
+from fxpipe.capture.tracing.patches.patched import knows, patched
+
+# Where torch has other private parts, nothing is known of any trace.
+KNOWN = knows("2.11", (OutputGraph, "call_user_compiler"), (SideEffects, "is_modified"))
+UNKNOWN = -1  # the id of no object
+
+
+@dataclass(frozen=True)
+class PythonEffects:
+    """What a trace does in Python.
+
+    - `changed`: the ids of the older objects that it changes.
+    - `draws`: whether it draws random numbers of Python's.
+    """
+
+    changed: frozenset[int] = frozenset({UNKNOWN})
+    draws: bool = True
+
+    @property
+    def none(self) -> bool:
+        """Whether it does nothing."""
+        return not self.changed and not self.draws
+
+
+@contextmanager
+def python_effects(found: list[PythonEffects]) -> Iterator[None]:
+    """A context in which Dynamo adds to `found` what the function does that it has just traced."""
+    if not KNOWN:
+        yield
+        return
+    compiling = OutputGraph.call_user_compiler
+
+    def call_user_compiler(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(PythonEffects(_changed(self.side_effects), bool(self.random_calls)))
+        return compiling(self, *args, **kwargs)
+
+    with patched(OutputGraph, call_user_compiler=call_user_compiler):
+        yield
+
+
+def _changed(effects: Any) -> frozenset[int]:
+    older = AttributeMutationExisting, ValueMutationExisting
+    changed = {
+        key
+        for key, value in effects.id_to_variable.items()
+        if isinstance(value.mutation_type, older) and effects.is_modified(value)
+    }
+    hooks = effects.tensor_hooks or effects.save_for_backward
+    return frozenset(changed | {UNKNOWN} if hooks else changed)
