@@ -353,7 +353,7 @@ class CallCapture:
         traced, given = inline_layers(traced, self.twins.of)
         inline_checkpoints(traced.module)
         kind = Kind(traced)
-        self._pure = self._pure and traced.effects.none and not self.pieces.of
+        self._pure = self._pure and traced.effects.none
         call_capture = weakref.ref(self)
 
         def compute(*flat: Any) -> tuple[Any, ...]:

@@ -1,5 +1,5 @@
-"""A call after a step runs what was traced for the step, if that is sound: outputs, gradients, buffers and all else that
-a call changes are the plain model's, and nothing is captured. A plain step is what it was, though its trace has more."""
+"""A call after a step runs what was traced for the step, if that is sound: outputs, gradients, buffers and all else are
+the plain model's, and nothing is captured. A plain step is what it was, though its trace has more."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import copy
 import logging
 import random
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -291,6 +290,21 @@ def test_dropout_draws_as_in_a_call_of_its_own(pipes: Pipes) -> None:
     torch.testing.assert_close(*found)
 
 
+class Routed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.sum() > 0 else x.sin()
+
+
+@pytest.mark.filterwarnings("ignore:1 is kept whole")
+def test_a_part_of_the_model_is_kept_whole(pipes: Pipes) -> None:
+    pipe = pipes.compile(nn.Sequential(nn.Linear(8, 8), Routed(), nn.Linear(8, 8)), chunks=1)
+    pipe.step(x(6, 8), target=x(6, 8), loss_fn=F.mse_loss)
+    for seed in (1, 2, 3):
+        pipes.check(pipe, x(6, 8, seed=seed))
+    pipe.eval()
+    pipe.step(x(6, 8), target=x(6, 8), loss_fn=F.mse_loss)
+
+
 # What must be captured by itself --------------------------------------------------------------------------------------
 
 
@@ -530,8 +544,17 @@ class Writes(Net):
         return y, part
 
 
-def test_writes_that_nobody_reads() -> None:
-    case = Case(Writes, lambda rows: ((x(rows, 8).double(),), {}), frozenset(), loss=lambda out: out[1].square().sum())
+class WritesAndKeeps(Writes):
+    """Keeps the other one."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.last, part = super().forward(x)
+        return self.last, part
+
+
+@pytest.mark.parametrize("kind", [Writes, WritesAndKeeps])
+def test_writes_that_nobody_reads(kind: type[nn.Module]) -> None:
+    case = Case(kind, lambda rows: ((x(rows, 8).double(),), {}), frozenset(), loss=lambda out: out[1].square().sum())
     (_, graph), (_, other) = graphs(case)
     assert all_of(graph) == all_of(other)
 
