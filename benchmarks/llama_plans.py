@@ -17,7 +17,7 @@ import torch
 import fxpipe
 from fxpipe.pipe.results.planned import Planned
 
-from .megatron import sizes_of
+from .megatron import shape_of, sizes_of
 from .models.llama import LLAMA_7B, LLAMA_70B, Llama, LlamaSize
 from .tables import show
 
@@ -50,15 +50,14 @@ def rows(cases: Sequence[tuple[str, LlamaSize, str]], seconds: float) -> Iterato
         started = process_time()
         found = planned(size, cluster, seconds)
         took = process_time() - started
-        stages, own = found.layers.stages, sizes_of(found.layers)
-        most = max(stage.replicas for stage in stages)
+        own = sizes_of(found.layers)
         others = [f"{one.size}: {one.seconds:.1f}" for one in found.tried if one.seconds and str(one.size) != own]
         yield (
             name,
             len(found.cluster.devices),
-            f"{own} x {len(stages)} x {most}",
+            shape_of(found.layers),
             found.layers.micro_batches,
-            sum(stage.recompute for stage in stages),
+            sum(stage.recompute for stage in found.layers.stages),
             found.seconds,
             f"{found.utilization or 0:.1%}",
             f"{max(found.memory.values()) / 1e9:.0f} GB",

@@ -340,6 +340,12 @@ def sizes_of(plan: HybridPlan) -> str:
     return ":".join(map(str, sizes if len(set(sizes)) > 1 else sizes[:1]))
 
 
+def shape_of(plan: HybridPlan) -> str:
+    """Tensor x stages x replicas of a plan."""
+    replicas = [stage.replicas for stage in plan.stages]
+    return f"{sizes_of(plan)} x {len(replicas)} x {max(replicas)}" + (" or less" if len(set(replicas)) > 1 else "")
+
+
 def _layer(found: re.Match[str] | None) -> int | None:
     return int(found[1]) if found else None
 
@@ -357,7 +363,6 @@ def plan_rows(
         same = with_update(the_same(run, known, cluster, best.samples), device)
         found = with_update(ours, device)
         own = ours.layers
-        stages = [stage.replicas for stage in own.stages]
         yield (
             f"{run.parameters:g} B",
             run.gpus,
@@ -366,7 +371,7 @@ def plan_rows(
             same,
             found,
             f"{found / best.seconds - 1:+.1%}",
-            f"{sizes_of(own)} x {len(stages)} x {max(stages)}" + (" or less" if len(set(stages)) > 1 else ""),
+            shape_of(own),
             own.micro_batches,
             sum(stage.recompute for stage in own.stages),
             round(took),
