@@ -209,11 +209,9 @@ def with_loss(files: Mapping[str, str], graph: Graph, fingerprint: Sequence[tupl
     return {**files, "__init__.py": files["__init__.py"].replace(old, new)}
 
 
-def with_mode(files: Mapping[str, str], graph: Graph, training: bool) -> dict[str, str]:
-    """The files of a package for both modes, with `training` as the mode that it begins with."""
-    if mode_input(graph) is None:
-        return dict(files)
-    old, new = (f"\nTRAINING = {mode}\n" for mode in (graph.training, training))
+def with_mode(files: Mapping[str, str], made_for: bool, training: bool) -> dict[str, str]:
+    """The files of a package that was made for one mode, with `training` as the mode that it begins with."""
+    old, new = (f"\nTRAINING = {mode}\n" for mode in (made_for, training))
     return {**files, "__init__.py": files["__init__.py"].replace(old, new)}
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ import fxpipe
 from benchmarks.first_call import GPT2, WORDS, loss
 from fxpipe.capture.capture_call import CallCapture
 from fxpipe.capture.tracing.patches.training_flags import KNOWN
+from fxpipe.pipe.build import build_cache
 from tests.helpers.models import MODELS
 from tests.helpers.transparency import assert_same, build, finish, inputs, plain
 
@@ -321,6 +323,30 @@ def test_steps_of_gpt2() -> None:
         pipe.eval()
         torch.testing.assert_close(pipe(ids), twin(ids))
         assert len(made) == 1
+    pipe.close()
+
+
+class Plain(nn.Sequential):
+    """Has no dropout at all."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_model_without_dropouts_is_planned_once_after_training(order: str, tmp_path: Path) -> None:
+    model = Plain()
+    twin = copy.deepcopy(model)
+    with captures() as made, mock.patch.object(build_cache, "build", wraps=build_cache.build) as built:
+        pipe = fxpipe.compile(model, devices=2, chunks=3)
+        for training in ORDERS[order]:
+            check(model, twin, pipe, training, same_numbers=True)
+            assert pipe.build.graph.training is training
+            folder = tmp_path / str(training)
+            pipe.save(folder, overwrite=True)
+            check(model, twin, fxpipe.load(folder, model), training, same_numbers=True)
+    assert len(made) == 1
+    assert built.call_count == (1 if ORDERS[order][0] else 2)
     pipe.close()
 
 

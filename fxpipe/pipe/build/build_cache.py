@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fxpipe.capture import NoOps
 from fxpipe.codegen.package.load_package import bind, tensors_of, worker_device
-from fxpipe.codegen.package.package_files import constants
+from fxpipe.codegen.package.package_files import constants, with_mode
 from fxpipe.errors import FxpipeError
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.graph.graph import Graph
@@ -74,8 +74,8 @@ class BuildCache:
         reduce = options.reduce or ("mean" if whole else None)  # with one micro-batch, any reduction is right
         work = partial(begin, model, leads)
         how: dict[str, Any] = {"reduce": reduce, "sizes": sizes, "work": work, "transforms": options.transforms}
-        # A strategy is for operators of these sizes, and backward as code unrolls what loops over a length.
         by_autograd = options.place is None and options.backward == "autograd"
+        # A strategy is for operators of these sizes, and backward as code unrolls what loops over a length.
         how["dynamic"] = options.dynamic and by_autograd
         # The user's own rewriting may take an op's arguments for plain values, and ranks agree on the mode.
         how["both_modes"] = by_autograd and not (options.ranks or options.transforms or options.passes)
@@ -129,9 +129,13 @@ class BuildCache:
             mode = "training" if self.mode(graph) else "evaluation"
             found = () if graph.loss is None else rows(self.step_capture.loss_fn)
             whole = replace(graph, training=self.mode(graph), fingerprint=found)
-            with begin(self.model, self.leads, f"planning {graph.model} in {mode}, and writing its stages"):
-                made = replace(self._make(self, whole, inputs), source=fingerprint(self.model))
-                self.builds[key] = made
+            trained = self.builds.get(kind_of(graph, True, None))
+            if trained is not None and not (self.options.ranks or opaques(graph)):  # ranks make all builds together
+                made = in_evaluation(trained)
+            else:
+                with begin(self.model, self.leads, f"planning {graph.model} in {mode}, and writing its stages"):
+                    made = replace(self._make(self, whole, inputs), source=fingerprint(self.model))
+            self.builds[key] = made
             if self.home is None and self.options.place is None:
                 self.home = Placement(made.plan, homes(graph, made.plan))
             elif self.home is None and self.options.ranks:
@@ -192,6 +196,15 @@ class BuildCache:
         for live in self.lives.values():
             live.close()
         self.folder.remove()
+
+
+def in_evaluation(trained: Build) -> Build:
+    """The build of a graph that was captured in training, and whose guards hold in evaluation too: it does not depend on
+    the mode."""
+    graph = replace(trained.graph, training=False)
+    files = with_mode(trained.files, trained.graph.training, False)
+    program = replace(trained.program, graph=replace(trained.program.graph, training=False))
+    return replace(trained, graph=graph, program=program, files=files)
 
 
 def owned(program: Program) -> dict[str, int]:
