@@ -158,8 +158,9 @@ def compile(
       are not in it are cut along 0. The name of a list, tuple or dict stands for all tensors in it; "batch['ids']" is
       one of them.
     - `dynamic`: True: the sizes of tensors of whole numbers, such as the length of tokens and masks, are symbols in the
-      graph, so that another length needs no capture of its own; where the model needs a number, it is one. False, and
-      with a strategy or backward="code": each size is a number until there were two, as those of other tensors are.
+      graph, so that another length needs no capture of its own; where the model, or backward="code", needs a number, it
+      is one. False, and with a strategy, or backward="code" over ranks: each size is a number until there were two, as
+      those of other tensors are.
     - `reduce`: how an output without batch dimension is combined from those of the micro-batches: "mean" or "sum", or a
       dict of these by output, with the name that the error tells ("loss" is the loss of a step). Sums and means over
       the samples are recognised without it. If the model mixes the samples of a batch, a micro-batch mixes only its

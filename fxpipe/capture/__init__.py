@@ -10,7 +10,7 @@ from torch import nn
 from fxpipe.capture.batch.sample_dims import sample_dims
 
 from .call_arguments import NO_TARGET, BatchDim
-from .capture_errors import NoOps
+from .capture_errors import NoOps, NumbersWanted
 
 if TYPE_CHECKING:
     from fxpipe.capture.batch.mixed_samples import Reduce
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .capture_call import CallCapture
     from .capture_step import StepCapture
 
-__all__ = ["NO_TARGET", "CallCapture", "NoOps", "StepCapture", "capture", "sample_dims"]
+__all__ = ["NO_TARGET", "CallCapture", "NoOps", "NumbersWanted", "StepCapture", "capture", "sample_dims"]
 
 # What is imported when it is asked for: torch's Dynamo takes longer than the rest of fxpipe, and a saved pipeline does
 # without it.

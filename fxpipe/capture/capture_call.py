@@ -117,7 +117,7 @@ class CallCapture:
             weakref.ref(self.equal),
             weakref.ref(self.flags),
         )
-        self._anew()
+        self.anew()
         self._now: Now | None = None
         self.kind: Kind | None = None  # of the last call that was captured
         self._work, self._working, self._works = work, ExitStack(), False
@@ -125,7 +125,7 @@ class CallCapture:
         self._told: set[Mixed] = set()
         self._lock = threading.RLock()
 
-    def _anew(self) -> None:
+    def anew(self) -> None:
         """Forget what was captured."""
         self.equal.relied.clear()
         self.flags.forget()
@@ -237,7 +237,7 @@ class CallCapture:
             return now, result
         if now.is_whole and not all(is_plain(one.value) for one in now.kind.touched.values()):
             self.whole = False  # it is not known which of the model's outputs are in an attribute
-            self._anew()
+            self.anew()
             return self._complete(request, run)
         try:
             if not self._finish(now, result, request).graph.ops:
@@ -249,7 +249,7 @@ class CallCapture:
                 refused = sized_by_data(now.kind.drafted.graph, self.twins) if now.kind and now.kind.drafted else None
                 if refused is None or another_way(now, self.pieces, self._function, [refused]) is None:
                     raise
-            self._anew()
+            self.anew()
             return self._complete(request, run)
         return now, result
 
@@ -289,7 +289,7 @@ class CallCapture:
         news = self.pieces.renew(self.twins), self.equal.renew(self.twins), self.flags.renew(self.twins)
         if any(news) or self._unguarded != self.twins.unguarded:
             # Dynamo could guard hooks too, but that would double the time of all guards of a call (torch 2.13).
-            self._anew()
+            self.anew()
         if request.want == "loss" and not self.whole:
             request = request._replace(rest=(*request.rest[:-1], False))
         # On the model's device, so that the caller may have the batch on any device.
@@ -344,7 +344,7 @@ class CallCapture:
                 now.call, tried = self.arguments.call(now.request, self.twins.device, now.call.rows), []
             else:
                 how = another_way(now, self.pieces, self._function, tried)
-            self._anew()
+            self.anew()
         self.pieces.reset(before, self.twins)
         raise refusals(tried) from tried[-1].__cause__
 

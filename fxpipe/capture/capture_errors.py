@@ -157,6 +157,10 @@ class NoOps(CaptureError):
     """The model computes nothing for such a call."""
 
 
+class NumbersWanted(FxpipeError):
+    """What runs a graph cannot do so well with symbols for lengths: it wants one with numbers."""
+
+
 def no_ops(model: nn.Module) -> NoOps:
     """What is raised for a call in which the model has no ops."""
     return NoOps(f"{type(model).__name__} has no ops: there is nothing to run on devices; call it itself")

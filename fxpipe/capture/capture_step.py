@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,11 +22,12 @@ from fxpipe.ir.graph.value_types import TensorType
 from .call_arguments import NO_TARGET, BatchDim, Call, RequestedCall, Want, form
 from .call_kinds import Kind, Run, Sizes, Work
 from .capture_call import CallCapture
-from .capture_errors import OutsideOfModules
+from .capture_errors import NumbersWanted, OutsideOfModules
 from .model_with_loss import LOSS_FN, KeptLoss, code_of, model_and_loss, modules_in, objects_in
 from .nested_values import change
 
 R = TypeVar("R")
+log = logging.getLogger("fxpipe")
 
 
 def detached(path: str, tensor: Tensor) -> Tensor:
@@ -142,10 +144,18 @@ class StepCapture:
         run: Run,
     ) -> tuple[Tensor, Any]:
         """The loss of the batch, and the model's result, or None. Both are detached, also tensors that the model only
-        passes on."""
-        loss, output = self._captured(
-            args, kwargs, target, loss_fn, outputs, lambda request: self.call_capture.run(request, run)
-        )
+        passes on. `run` may raise NumbersWanted while `dynamic`."""
+
+        def do(request: RequestedCall) -> Any:
+            try:
+                return self.call_capture.run(request, run)
+            except NumbersWanted as wanted:
+                log.info("lengths are numbers from now on: %s", wanted)
+                self.call_capture.arguments.dynamic = False
+                self.call_capture.anew()
+                return self.call_capture.run(request, run)
+
+        loss, output = self._captured(args, kwargs, target, loss_fn, outputs, do)
         if self.whole and (self._last is None or self._last.kind is not self.call_capture.kind):
             self._last, self._target = self._seen(args, kwargs, target), (None, ())
         return loss, change(output, detached) if outputs else None
@@ -183,6 +193,11 @@ class StepCapture:
     def tensors(self) -> dict[str, Tensor]:
         """The parameters and buffers of the model and of the loss function of the last step, by path."""
         return self.call_capture.twins.tensors
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether lengths are symbols from the first capture on."""
+        return self.call_capture.arguments.dynamic
 
     @property
     def version(self) -> int:

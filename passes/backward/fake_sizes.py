@@ -2,13 +2,15 @@
 
 Each size of the program is a symbol, whose value while tracing is a large prime that divides no number of the stage. If
 torch turns a size into a plain number (some of its functions, such as `lstm`, know no symbols), it is still recognised:
-3027 is 3 times 1009, which is `3*b`. Whether the ops depend on that prime is found by tracing with another one.
+3027 is 3 times 1009, which is `3*b`. Whether the ops depend on that prime is found by tracing with another one. A size
+that the graph holds for only up to some number, such as the length of a table of positions, has a smaller prime, by
+which it is not recognised.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -17,11 +19,12 @@ import torch
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from fxpipe.ir.graph.value_types import Dim, TensorType, dim_size
+from fxpipe.ir.graph.value_types import Dim, TensorType, dim_size, holds
 
 TRIED = (2, 3, 4, 5, 8, 17, 64)  # sizes for which a condition is checked
 SMALL = (3, 5, 7, 11, 13)
 PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069, 1087, 1091, 1093, 1097, 1103, 1109)
+SMALLER = (521, 509, 257, 251, 127, 113, 67, 61, 31, 29, 13, 11, 7, 5, 3)
 
 
 class Sizes:
@@ -30,6 +33,7 @@ class Sizes:
     - `numbers`: the plain numbers that occur in the stage; `turn`: which primes.
     - `symbolic`: whether the sizes are symbols; else they are plain numbers from the beginning.
     - `small`: whether the primes are small; sizes that become plain numbers are not recognised then.
+    - `conditions`: those of the graph, which the primes meet if any do.
     """
 
     def __init__(
@@ -39,19 +43,40 @@ class Sizes:
         turn: int = 0,
         symbolic: bool = True,
         small: bool = False,
+        conditions: Sequence[str] = (),
     ) -> None:
-        self.symbolic = symbolic
+        self.symbolic, self.known = symbolic, conditions
         self._named: dict[sympy.Symbol, sympy.Symbol] = {}
         self.env = ShapeEnv(specialize_zero_one=False, duck_shape=False)
-        primes, self.small = SMALL if small else PRIMES, small
+        primes = SMALL if small else (*PRIMES, *SMALLER)
         free = [prime for prime in primes if not any(number and number % prime == 0 for number in numbers)]
         wanted = list(names)
         if len(free) < (turn + 1) * len(wanted):
             raise ValueError(f"{len(wanted)} sizes vary, which is more than can be told apart")
-        self.primes = dict(zip(wanted, free[turn * len(wanted) :], strict=False))
+        for _ in range(turn + 1):
+            self._choose(wanted, free)
         self.values: dict[str, Any] = dict(self.primes)
         if symbolic:
             self.values = {name: self._symbol(name, prime) for name, prime in self.primes.items()}
+        self.values |= {name: self.values[other] for name, other in self.equal.items()}
+
+    def _choose(self, names: Sequence[str], free: list[int]) -> None:
+        """Choose `primes` among those that are free, and take them out."""
+        self.primes: dict[str, int] = {}
+        self.equal: dict[str, str] = {}  # names of sizes that must be equal to one that has a prime
+        for name in names:
+            chosen = self.primes | {one: self.primes[other] for one, other in self.equal.items()}
+            prime = next((number for number in free if self._meets(chosen | {name: number})), None)
+            other = next((one for one in self.primes if self._meets(chosen | {name: self.primes[one]})), None)
+            if prime is None and other is not None:
+                self.equal[name] = other
+            else:
+                self.primes[name] = prime or free[0]
+                free.remove(self.primes[name])
+
+    def _meets(self, numbers: Mapping[str, int]) -> bool:
+        """Whether the graph may hold for these sizes."""
+        return all(holds(condition, numbers) for condition in self.known)
 
     def _symbol(self, name: str, prime: int) -> Any:
         source = ConstantSource(name)
@@ -80,11 +105,9 @@ class Sizes:
         return self._recognised(int(value))
 
     def _recognised(self, number: int) -> Dim:
-        if self.small:
-            return number
         found = sympy.Integer(1)
-        for name, prime in self.primes.items():
-            while number and number % prime == 0:
+        for name, prime in self.primes.items() if number else ():
+            while prime in PRIMES and number % prime == 0:
                 number, found = number // prime, found * sympy.Symbol(name, integer=True)
         return number if found == 1 else str(number * found)
 
@@ -99,8 +122,10 @@ class Sizes:
         found = []
         for guard in self.env.guards:
             symbols = sorted(guard.expr.free_symbols, key=str)
-            tried = product(TRIED, repeat=len(symbols))
-            if not all(guard.expr.subs(dict(zip(symbols, sizes, strict=True))) == sympy.true for sizes in tried):
+            names = [str(self._named[symbol]) for symbol in symbols]
+            tried = (dict(zip(names, sizes, strict=True)) for sizes in product(TRIED, repeat=len(names)))
+            valid = (zip(symbols, sizes.values(), strict=True) for sizes in tried if self._meets(sizes))
+            if not all(guard.expr.subs(dict(pairs)) == sympy.true for pairs in valid):
                 equal = isinstance(guard.expr, sympy.Eq) and guard.expr.atoms(sympy.Integer) & {*self.primes.values()}
                 if not equal:  # where the size has become a number, see `specialised`
                     found.append(str(guard.expr.xreplace(self._named)))

@@ -58,7 +58,9 @@ def lower_backward(program: Program, context: PassContext) -> Program:
             types |= more
         except Refused as refused:
             mode = "except_last" if stage.checkpoint == "selective" else stage.checkpoint
-            made[stage.index] = replace(stage, autograd_because=str(refused), checkpoint=mode)
+            made[stage.index] = replace(
+                stage, autograd_because=str(refused), autograd_for_sizes=not refused.by_ops, checkpoint=mode
+            )
     return replace(program, stages=tuple(made), types=types)
 
 

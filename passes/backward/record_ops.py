@@ -11,11 +11,13 @@ import ast
 import operator
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.ir.graph.dtypes import short_name
@@ -98,7 +100,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func is aten.unbind.int:
             self._check_count(*args)
-        result = func(*args, **kwargs)
+        # As Dynamo does, since some kernels of torch know symbols only in Python.
+        with enable_python_dispatcher() if self.sizes.symbolic else nullcontext():
+            result = func(*args, **kwargs)
         if func.namespace != "prim":
             self._record(func, args, kwargs, result)
         return result

@@ -47,7 +47,7 @@ def trace(
     the step is called, which is around all ops. `orders`: as of `layouts`. Raises Refused, with the reason."""
     reason = untraceable(program, stage)
     if reason:
-        raise Refused(reason)
+        raise Refused(reason, by_ops=True)
     try:
         found, sizes = _traced(program, stage, arriving, around, orders or {})
     except Untraceable as error:  # some functions know no symbols
@@ -124,7 +124,7 @@ def _traced(
     named |= dict.fromkeys(name for name in stage.takes if isinstance(program.types[name], ScalarType))
     for tracing in TRACINGS:
         try:
-            sizes = Sizes(named, numbers | numbers_in(shapes), turn, symbolic, small)
+            sizes = Sizes(named, numbers | numbers_in(shapes), turn, symbolic, small, program.graph.conditions)
         except ValueError as error:
             raise Refused(str(error)) from None
         recorder = Recorder(sizes, {*program.types, *(f"d{name}" for name in _names(stage))})

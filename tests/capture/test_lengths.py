@@ -43,6 +43,13 @@ class Recurrent(Words):
         return self.out(self.rnn(self.embed(ids))[0])
 
 
+class Shifted(Words):
+    """Each word is beside the next one."""
+
+    def forward(self, ids):
+        return self.out(torch.tanh(self.embed(ids) * self.embed(F.pad(ids, (0, 1))[:, 1:])))
+
+
 class Branches(Words):
     """Computes something else for long sentences."""
 
@@ -115,6 +122,30 @@ def test_a_step_is_right_for_each_length(kind, lengths, captures):
         graphs.append(step(model, pipe, plain, torch.randint(WORDS, (6, length))))
     pipe.close()
     assert len(set(map(id, graphs))) == captures
+
+
+@pytest.mark.parametrize(
+    ("kind", "lengths", "captures", "stages"),
+    [
+        (Words, (5, 8, 3, LONGEST), 1, 2),
+        (Masked, (5, 8, 3), 1, 2),
+        (Shifted, (5, 8, 3), 1, 2),
+        (Branches, (5, 8, 3, 9), 2, 2),
+        (Recurrent, (5, 8, 3), 2, 1),  # code for the first length; then it is a symbol, and an LSTM counts to it
+    ],
+)
+def test_backward_as_code_is_right_for_each_length(kind, lengths, captures, stages):
+    torch.manual_seed(0)
+    model = kind().double()
+    plain = copy.deepcopy(model)
+    graphs, codes = [], []
+    pipe = fxpipe.compile(model, devices=2, chunks=2, backward="code", schedule="1f1b")
+    for length in lengths:
+        graphs.append(step(model, pipe, plain, torch.randint(WORDS, (6, length))))
+        codes.append(sum(stage.backward is not None for stage in pipe.build.program.stages))
+    pipe.close()
+    assert len(set(map(id, graphs))) == captures
+    assert (codes[0], codes[-1]) == (2, stages)
 
 
 def test_sizes_of_whole_numbers_are_symbols_at_once():

@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, pairwise
 from math import prod
 
 from .dtypes import DTYPES
@@ -105,6 +105,10 @@ _OPERATORS: dict[type, Callable[..., int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod, ast.Pow: operator.pow, ast.USub: operator.neg,
 }  # fmt: skip
+_COMPARISONS: dict[type, Callable[..., bool]] = {
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}  # fmt: skip
 # The integer functions that sympy and torch write into a shape expression.
 _FUNCTIONS: dict[str, Callable[..., int]] = {
     "Max": max, "Min": min, "max": max, "min": min, "CeilDiv": lambda a, b: -(-a // b),
@@ -139,6 +143,30 @@ def dim_size(dim: Dim, sizes: Mapping[str, int]) -> int:
     if isinstance(dim, int):
         return dim
     return sizes[dim] if dim in sizes else _evaluate(_parse(dim), sizes)
+
+
+def holds(condition: str, sizes: Mapping[str, int]) -> bool:
+    """Whether a condition on sizes, written as Python, holds. One that is about other sizes too is not known to fail.
+
+    >>> holds("b == 1 or seq <= 2*b", {"b": 4, "seq": 9}), holds("seq <= 64", {"b": 4})
+    (False, True)
+    """
+    try:
+        return not sizes.keys() >= set(dim_names(condition)) or _is_true(_parse(condition), sizes)
+    except (ValueError, SyntaxError):
+        return True
+
+
+def _is_true(node: ast.expr, sizes: Mapping[str, int]) -> bool:
+    match node:
+        case ast.BoolOp(op=op, values=values):
+            return (all if isinstance(op, ast.And) else any)(_is_true(value, sizes) for value in values)
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return not _is_true(operand, sizes)
+        case ast.Compare(left=left, ops=ops, comparators=others) if all(type(op) in _COMPARISONS for op in ops):
+            numbers = [_evaluate(one, sizes) for one in (left, *others)]
+            return all(_COMPARISONS[type(op)](*pair) for op, pair in zip(ops, pairwise(numbers), strict=True))
+    raise ValueError(f"cannot tell whether {ast.unparse(node)!r} holds")
 
 
 def _evaluate(node: ast.expr, sizes: Mapping[str, int]) -> int:

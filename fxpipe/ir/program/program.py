@@ -119,7 +119,8 @@ class Stage:
     - `mutates`: the buffers it writes; `rereads`: those of them whose old contents a recomputation needs.
     - `checkpoint`, `replicas`: as in `StagePlan`.
     - `backward`: how it computes gradients; None: autograd does.
-    - `autograd_because`: why autograd does although code was asked for.
+    - `autograd_because`: why autograd does although code was asked for; `autograd_for_sizes`: whether that may be due
+      to sizes that are symbols.
     """
 
     index: int
@@ -135,6 +136,7 @@ class Stage:
     replicas: tuple[str, ...] = ()
     backward: Backward | None = None
     autograd_because: str = ""
+    autograd_for_sizes: bool = False
 
     @property
     def devices(self) -> tuple[str, ...]:

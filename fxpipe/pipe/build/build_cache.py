@@ -16,13 +16,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fxpipe.capture import NoOps
+from fxpipe.capture import NoOps, NumbersWanted
 from fxpipe.codegen.package.load_package import bind, tensors_of, worker_device
 from fxpipe.codegen.package.package_files import constants, with_mode
 from fxpipe.errors import FxpipeError
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.graph.opaque_call import opaques
+from fxpipe.ir.graph.value_types import BATCH
 from fxpipe.ir.operators.training_mode import mode_input
 from fxpipe.ir.plan.profile import Profile
 from fxpipe.ir.program.program import Program
@@ -75,8 +76,8 @@ class BuildCache:
         work = partial(begin, model, leads)
         how: dict[str, Any] = {"reduce": reduce, "sizes": sizes, "work": work, "transforms": options.transforms}
         by_autograd = options.place is None and options.backward == "autograd"
-        # A strategy is for operators of these sizes, and backward as code unrolls what loops over a length.
-        how["dynamic"] = options.dynamic and by_autograd
+        # A strategy is for operators of these sizes, and ranks do not agree on whether backward as code needs numbers.
+        how["dynamic"] = options.dynamic and (by_autograd or (options.place is None and not options.ranks))
         # The user's own rewriting may take an op's arguments for plain values, and ranks agree on the mode.
         how["both_modes"] = by_autograd and not (options.ranks or options.transforms or options.passes)
         self.call_capture = CallCapture(model, options.batch_dim, **how)
@@ -135,6 +136,8 @@ class BuildCache:
             else:
                 with begin(self.model, self.leads, f"planning {graph.model} in {mode}, and writing its stages"):
                     made = replace(self._make(self, whole, inputs), source=fingerprint(self.model))
+                    if self.step_capture.dynamic:
+                        check_lengths(made.program)
             self.builds[key] = made
             if self.home is None and self.options.place is None:
                 self.home = Placement(made.plan, homes(graph, made.plan))
@@ -199,12 +202,20 @@ class BuildCache:
 
 
 def in_evaluation(trained: Build) -> Build:
-    """The build of a graph that was captured in training, and whose guards hold in evaluation too: it does not depend on
+    """The build of a graph that was captured in training, and whose guards hold in evaluation too: nothing depends on
     the mode."""
     graph = replace(trained.graph, training=False)
     files = with_mode(trained.files, trained.graph.training, False)
     program = replace(trained.program, graph=replace(trained.program.graph, training=False))
     return replace(trained, graph=graph, program=program, files=files)
+
+
+def check_lengths(program: Program) -> None:
+    """Raise NumbersWanted if backward might be code in more stages if all sizes but the batch's were numbers."""
+    if program.graph.loss is not None and any(size.name != BATCH for size in program.graph.sizes):
+        for stage in program.stages:
+            if stage.autograd_for_sizes:
+                raise NumbersWanted(stage.autograd_because)
 
 
 def owned(program: Program) -> dict[str, int]:
