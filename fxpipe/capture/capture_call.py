@@ -42,6 +42,7 @@ from fxpipe.capture.opaque.learn_outputs import run_plainly
 from fxpipe.capture.opaque.opaque_submodules import Pieces, sized_by_data
 from fxpipe.capture.tracing.dynamo import Traced, dynamo
 from fxpipe.capture.tracing.fx_to_graph import draft, owner_of
+from fxpipe.capture.tracing.patches.gradient_mode import GradientMode
 from fxpipe.capture.tracing.patches.numpy_folding import made_of_floats
 from fxpipe.capture.tracing.patches.training_flags import TrainingFlags
 from fxpipe.capture.tracing.placeholders import size_of
@@ -106,6 +107,7 @@ class CallCapture:
         self.pieces = Pieces()
         self.equal = EqualModules()
         self.flags = TrainingFlags(both_modes)
+        self.grad_mode = GradientMode()
         self._function = function
         # Weak references, because torch keeps every backend alive, and with it would keep the model.
         capture, starts = weakref.WeakMethod(self._capture), weakref.WeakMethod(self._starts)
@@ -116,6 +118,7 @@ class CallCapture:
             lambda: starts()(),  # type: ignore[misc]
             weakref.ref(self.equal),
             weakref.ref(self.flags),
+            self.grad_mode,
         )
         self.anew()
         self._now: Now | None = None
@@ -205,11 +208,11 @@ class CallCapture:
         raise diagnosed(refused, self.model, call, partial(run_plainly, call, self.twins, request.holders))
 
     def _complete(self, request: RequestedCall, run: Run | None) -> tuple[Now, Any]:
-        before = self.arguments.dynamic, self.flags.allowed, self.whole
+        before = self.arguments.dynamic, self.flags.allowed, self.whole, self.grad_mode.shared
         try:
             return self._completed(request, run)
         except BaseException:
-            self.arguments.dynamic, self.flags.allowed, self.whole = before  # without, it is refused as well
+            self.arguments.dynamic, self.flags.allowed, self.whole, self.grad_mode.shared = before  # refused, too
             raise
         finally:
             if self._works:
@@ -245,7 +248,7 @@ class CallCapture:
         except NoOps:
             raise
         except CaptureError:
-            if not self.flags.end() and not self.arguments.with_numbers(now.call):
+            if not (self.grad_mode.end() or self.flags.end() or self.arguments.with_numbers(now.call)):
                 refused = sized_by_data(now.kind.drafted.graph, self.twins) if now.kind and now.kind.drafted else None
                 if refused is None or another_way(now, self.pieces, self._function, [refused]) is None:
                     raise
@@ -340,7 +343,7 @@ class CallCapture:
                 rest = (*now.request.rest[:-1], False)
                 now.request, now.call = now.request._replace(rest=rest), now.call._replace(rest=rest)
                 now.beside, tried = (*now.beside[:-1], False), []
-            elif self.flags.end() or self.arguments.with_numbers(now.call):
+            elif self.grad_mode.end() or self.flags.end() or self.arguments.with_numbers(now.call):
                 now.call, tried = self.arguments.call(now.request, self.twins.device, now.call.rows), []
             else:
                 how = another_way(now, self.pieces, self._function, tried)
@@ -370,7 +373,9 @@ class CallCapture:
             kind.check(now.call, want, self.sizes, self._told)
             kind.finished[want] = finished = kind.finished[want].renewed(flat)
             now.running = True
-            results = now.run(finished.graph, feed(finished.graph, kind.drafted, now.call, flat, self.flags.mode))
+            fed = feed(finished.graph, kind.drafted, now.call, flat, self.flags.mode)
+            with self.grad_mode.of_call():
+                results = now.run(finished.graph, fed)
             return tuple(give(results, now.call, flat) for give in finished.gives)
 
         return compute

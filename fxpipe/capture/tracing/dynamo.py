@@ -26,7 +26,7 @@ from torch._dynamo import convert_frame, variables
 from torch._dynamo.guards import DeletedGuardManagerWrapper
 from torch._dynamo.source import TensorProperty, TensorPropertySource
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-from torch._dynamo.variables import builtin, misc, tensor
+from torch._dynamo.variables import builtin, tensor
 from torch._dynamo.variables.torch import tracing_state_functions
 from torch._guards import TracingContext
 from torch._subclasses import FakeTensor, FakeTensorMode
@@ -41,9 +41,11 @@ from .composite_ops import composed_in_python, one_step
 from .effects.python_effects import PythonEffects, python_effects
 from .effects.recorded_runs import recorded_runs
 from .patches.context_variables import Contexts, context_variables
+from .patches.gradient_mode import GradientMode, observed_mode
 from .patches.numpy_folding import folding
 from .patches.patched import patched
 from .patches.record_layers import recorded_layers
+from .patches.saved_variables import saved_variables
 from .patches.training_flags import TrainingFlags, training_flags
 
 SETTINGS: dict[str, object] = {
@@ -108,9 +110,11 @@ def dynamo(
     starts: Callable[[], None],
     equal: weakref.ref[EqualModules],
     flags: weakref.ref[TrainingFlags],
+    grad_mode: GradientMode,
 ) -> Route:
     """The functions to call with the twin of a model and hollow arguments, in place of `function(model, *arguments)`.
-    `starts` is called before a new kind of call is traced; of `equal` modules one is traced; `flags` may be ops."""
+    `starts` is called before a new kind of call is traced; of `equal` modules one is traced; `flags` may be ops; the
+    trace is in the mode of `grad_mode`."""
 
     def backend(module: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         if (found := flags()) is not None:
@@ -126,7 +130,7 @@ def dynamo(
     context: Any = torch._dynamo.optimize(backend, nopython=True)
     if not hasattr(context, "callback"):
         raise CaptureError(SWITCHED_OFF)
-    context.callback = configured = _Configured(context.callback, starts, equal, flags)
+    context.callback = configured = _Configured(context.callback, starts, equal, flags, grad_mode)
     fresh = _fresh(function)
     run = context(fresh)
 
@@ -137,7 +141,7 @@ def dynamo(
         while True:
             configured.modules, configured.sizes = None, {}
             try:
-                with Interrupts():  # Dynamo drops exceptions in guards
+                with Interrupts(), grad_mode.of_trace():  # Dynamo drops exceptions in guards
                     return (_known(fresh, given) or run)(*given)
             except Exception as error:  # Dynamo may also fail with other exceptions, on code without source
                 if not isinstance(error, torch._dynamo.exc.TorchDynamoException) and configured.modules is None:
@@ -150,7 +154,7 @@ def dynamo(
     def known(*given: Any) -> tuple[Any] | None:
         if torch._dynamo.eval_frame._stance.stance == "force_eager":
             return None
-        with Interrupts():
+        with Interrupts(), grad_mode.of_trace():
             found = _known(fresh, given)
             return None if found is None else (found(*given),)
 
@@ -212,8 +216,9 @@ class _Configured:
         starts: Callable[[], None],
         equal: weakref.ref[EqualModules],
         flags: weakref.ref[TrainingFlags],
+        grad_mode: GradientMode,
     ) -> None:
-        self.starts, self.equal, self.flags = starts, equal, flags
+        self.starts, self.equal, self.flags, self.grad_mode = starts, equal, flags, grad_mode
         self._torchdynamo_orig_backend = compile  # the name by which Dynamo finds the inner one
         self.ways: set[str] = set()
         self.modules: tuple[int, ...] | None = None
@@ -254,9 +259,10 @@ class _Configured:
                 composed_in_python(),
                 folding(self.floats),
                 _hooks_are_ops(),
-                _saved_variables(),
+                saved_variables(),
                 context_variables(contexts),
                 training_flags(self.flags()),
+                observed_mode(self.grad_mode),
                 recorded_layers(self.equal(), contexts),
                 recorded_runs(),
                 python_effects(self.effects),
@@ -273,6 +279,9 @@ class _Configured:
                 raise
             if contexts.left:
                 raise Refused(None, f"forward sets the context variable {contexts.left[0]!r}", "reset it in the end")
+            if self.grad_mode.shared and self.grad_mode.asked:
+                what = f"forward asks whether gradients are on, at {self.grad_mode.asked}"
+                raise Refused(None, what, "do the same with and without")
             return result
 
 
@@ -348,20 +357,6 @@ def _hooks_are_ops() -> Iterator[None]:
 
 def register_hook(value: Any) -> None:
     """Marks a hook on the value in a graph; such a graph is refused and never runs."""
-
-
-@contextmanager
-def _saved_variables() -> Iterator[None]:
-    """In the backward of an autograd function, `ctx.saved_variables` is `ctx.saved_tensors` by its old name, which
-    Dynamo (torch 2.13) does not know: it finds nothing saved there."""
-    kind: Any = misc.AutogradFunctionContextVariable
-    reading = kind.var_getattr
-
-    def read(self: Any, tx: Any, name: str) -> Any:
-        return reading(self, tx, "saved_tensors" if name == "saved_variables" else name)
-
-    with patched(kind, var_getattr=read):
-        yield
 
 
 @contextmanager

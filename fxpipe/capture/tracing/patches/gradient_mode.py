@@ -1,0 +1,125 @@
+"""One trace for calls with and without gradients: it is taken, and its guards are checked, as if there was no
+`torch.no_grad()` or `torch.inference_mode()` around the call; its graph runs in the mode of the call.
+
+What forward computes is the same in both, unless it asks for the mode, or does what is allowed in one only. Then there
+is a trace for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch._dynamo.variables import TensorVariable, TorchInGraphFunctionVariable
+from torch._guards import TracingContext
+
+from fxpipe.errors import file_name
+
+from .patched import knows, patched
+
+KNOWN = knows(
+    "2.11",
+    (TensorVariable, "var_getattr"),
+    (TensorVariable, "call_method"),
+    (TorchInGraphFunctionVariable, "call_function"),
+)
+# What tells forward of the mode: functions, and attributes and methods of tensors that it has made.
+FUNCTIONS = (torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.is_inference)
+OF_TENSORS = ("requires_grad", "grad_fn", "is_leaf", "is_inference")
+
+
+class Mode(NamedTuple):
+    """Whether gradients are on, and whether inference mode is."""
+
+    grad: bool
+    inference: bool
+
+
+WITH_GRADIENTS = Mode(True, False)
+
+
+def current_mode() -> Mode:
+    """The mode of this thread."""
+    return Mode(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+
+
+@contextmanager
+def in_mode(mode: Mode) -> Iterator[None]:
+    """A context in this mode."""
+    if mode == current_mode():
+        yield
+        return
+    with torch.inference_mode(mode.inference), torch.set_grad_enabled(mode.grad):
+        yield
+
+
+class GradientMode:
+    """How the traces of a model depend on the mode of a call.
+
+    - `shared`: whether one trace serves all modes.
+    - `asked`: the line of the last trace that asked for the mode; "" if none did.
+    """
+
+    def __init__(self) -> None:
+        self.shared, self.asked = KNOWN, ""
+        self._called_in = WITH_GRADIENTS
+
+    @contextmanager
+    def of_trace(self) -> Iterator[None]:
+        """A context in the mode in which calls are traced and recognised."""
+        before, self._called_in = self._called_in, current_mode()
+        try:
+            with in_mode(WITH_GRADIENTS if self.shared else self._called_in):
+                yield
+        finally:
+            self._called_in = before
+
+    def of_call(self) -> AbstractContextManager[None]:
+        """A context in the mode of the call that is recognised."""
+        return in_mode(self._called_in)
+
+    def end(self) -> bool:
+        """Let there be a trace for each mode. Returns whether that may help a call that was refused."""
+        ended = self.shared and (bool(self.asked) or current_mode() != WITH_GRADIENTS)
+        self.shared = self.shared and not ended
+        return ended
+
+    def note(self) -> None:
+        """Forward asks for the mode."""
+        frame = TracingContext.extract_stack()[-1]
+        self.asked = f"{file_name(frame.filename)}:{frame.lineno}"
+
+
+@contextmanager
+def observed_mode(mode: GradientMode) -> Iterator[None]:
+    """A context in which a trace of Dynamo's notes if forward asks for the mode."""
+    if not mode.shared:
+        yield
+        return
+    mode.asked = ""
+    functions: Any = TorchInGraphFunctionVariable
+    tensors: Any = TensorVariable
+    calling, reading, using = functions.call_function, tensors.var_getattr, tensors.call_method
+
+    def call_function(self: Any, *given: Any) -> Any:
+        if self.value in FUNCTIONS:
+            mode.note()
+        return calling(self, *given)
+
+    def var_getattr(self: Any, tx: Any, name: str) -> Any:
+        if name in OF_TENSORS and not self.source:
+            mode.note()
+        return reading(self, tx, name)
+
+    def call_method(self: Any, tx: Any, name: str, *given: Any) -> Any:
+        if name in OF_TENSORS and not self.source:
+            mode.note()
+        return using(self, tx, name, *given)
+
+    with (
+        patched(functions, call_function=call_function),
+        patched(tensors, var_getattr=var_getattr, call_method=call_method),
+    ):
+        yield
