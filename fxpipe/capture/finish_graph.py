@@ -225,15 +225,16 @@ def model_alone(graph: Graph, draft: Draft, call: Call) -> Graph:
     """The graph of the model's result, traced with a loss, as that of a call: without what only the loss takes. Raises
     CaptureError if a part of the loss would run."""
     targets = {leaf.path for leaf in call.leaves.values() if any(within(leaf.path, name) for name in call.target)}
-    read = {name for op in graph.ops for name in op.reads} | {output.value for output in graph.outputs}
+    ops = (*graph.ops, *(graph.totals.ops if graph.totals is not None else ()))
+    read = {name for op in ops for name in op.reads} | {output.value for output in graph.outputs}
     given = {leaf.path for leaf in call.leaves.values()} - targets
     inputs = tuple(item for item in graph.inputs if item.path in given or item.name in read)
     sizes = tuple(size for size in graph.sizes if size.input in {item.name for item in inputs})
     left = {item.name for item in graph.inputs} - {item.name for item in inputs}
     left |= {size.name for size in graph.sizes} - {size.name for size in sizes}
-    dims = {name for op in graph.ops for kind in tensors(op.type) for dim in kind.shape for name in dim_names(dim)}
-    runs = any(op.name in draft.beside for op in graph.ops) or any(item.path in targets for item in inputs)
-    if runs or graph.totals is not None or not graph.ops or left & (read | dims):
+    dims = {name for op in ops for kind in tensors(op.type) for dim in kind.shape for name in dim_names(dim)}
+    runs = any(op.name in draft.beside for op in ops) or any(item.path in targets for item in inputs)
+    if runs or not graph.ops or left & (read | dims):
         raise CaptureError("a call of the model would run a part of its loss")
     known = tuple(one for one in graph.conditions if left.isdisjoint(re.findall(r"\w+", one)))
     graph = replace(graph, inputs=inputs, sizes=sizes, conditions=known)

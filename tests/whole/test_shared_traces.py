@@ -328,22 +328,112 @@ def test_other_arguments_are_captured_by_themselves(pipes: Pipes) -> None:
         assert given.requires_grad == (given.grad is not None)
 
 
-CONTEXTS: dict[str, Callable[[], Any]] = {
-    "no_grad": torch.no_grad,
-    "inference_mode": torch.inference_mode,
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+CONTEXTS: dict[str, tuple[Callable[[], Any], bool]] = {
+    "no_grad": (torch.no_grad, True),
+    "inference_mode": (torch.inference_mode, True),
+    "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), False),
 }
 
 
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_other_modes_of_torch(name: str, pipes: Pipes) -> None:
+    context, shared = CONTEXTS[name]
     pipe = pipes.compile(Net())
     pipe.step(x(6, 8), target=x(6, 8), loss_fn=F.mse_loss)
-    with CONTEXTS[name]():
+    with context():
         found, wanted = pipe(x(6, 8)), pipe.model(x(6, 8))
     torch.testing.assert_close(found, wanted)
     assert found.requires_grad == wanted.requires_grad
-    pipes.check(pipe, x(6, 8), shared=False)
+    assert (len(pipes.made) == 1) == shared
+    pipes.check(pipe, x(6, 8), shared=shared)
+
+
+def asks(y: Tensor, target: Tensor) -> Tensor:
+    """A loss that asks whether there are gradients, which does not matter to the model."""
+    return F.mse_loss(y, target) if y.requires_grad else y.sum() * 0
+
+
+def test_a_loss_may_ask_for_gradients(pipes: Pipes) -> None:
+    pipe = pipes.compile(Net())
+    pipe.step(x(6, 8), target=x(6, 8), loss_fn=asks)
+    with torch.no_grad():
+        torch.testing.assert_close(pipe(x(6, 8)), pipe.model(x(6, 8)))
+    assert len(pipes.made) == 1
+
+
+class AsksForGradients(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y * 2 if torch.is_grad_enabled() else y * 3
+
+
+def test_a_model_that_asks_for_gradients(pipes: Pipes) -> None:
+    pipe = pipes.compile(AsksForGradients())
+    pipe.step(x(6, 8), target=x(6, 8), loss_fn=F.mse_loss)
+    with torch.no_grad():
+        torch.testing.assert_close(pipe(x(6, 8)), pipe.model(x(6, 8)))
+    assert len(pipes.made) > 1
+
+
+class CountsWords(nn.Module):
+    """Returns its own loss, a mean over those of its words that count, beside the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(11, 8), nn.Linear(8, 11)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.out(self.embed(ids))
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def test_totals_of_the_model(pipes: Pipes) -> None:
+    pipe = pipes.compile(CountsWords().double())
+    for rows in (7, 6):
+        ids = torch.arange(rows * 5).reshape(rows, 5) % 11
+        labels = ids.masked_fill(ids > rows, -100)
+        pipe.step(ids, labels)
+        pipe.zero_grad()
+        found = pipe(ids, labels)
+        found["loss"].backward()
+        twin = copy.deepcopy(pipe.model)
+        twin.zero_grad()
+        wanted = twin(ids, labels)
+        wanted["loss"].backward()
+        torch.testing.assert_close(found, wanted)
+        for one, other in zip(pipe.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad)
+    assert len(pipes.made) == 1
+
+
+class Flag:
+    on = None
+
+    def __init__(self) -> None:
+        self.on = None
+
+
+FLAG = Flag()
+
+
+class SetsAFlag(Net):
+    """Sets a flag for a while, which is nobody's attribute."""
+
+    left: object = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        FLAG.on = True
+        y = super().forward(x)
+        FLAG.on = self.left
+        return y
+
+
+def test_a_flag_that_is_set_back_changes_nothing(pipes: Pipes) -> None:
+    pipe = pipes.compile(SetsAFlag())
+    pipe.step(x(6, 8), target=x(6, 8), loss_fn=F.mse_loss)
+    assert len(pipes.made) == 1
+    pipes.check(pipe, x(6, 8))
+    assert FLAG.on is None
 
 
 def test_wrong_arguments(pipes: Pipes) -> None:

@@ -279,9 +279,7 @@ class _Configured:
                 raise
             if contexts.left:
                 raise Refused(None, f"forward sets the context variable {contexts.left[0]!r}", "reset it in the end")
-            if self.grad_mode.shared and self.grad_mode.asked:
-                what = f"forward asks whether gradients are on, at {self.grad_mode.asked}"
-                raise Refused(None, what, "do the same with and without")
+            self.grad_mode.check()
             return result
 
 

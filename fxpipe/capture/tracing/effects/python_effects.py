@@ -13,6 +13,7 @@ from typing import Any
 
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.variables import ConstantVariable, UserDefinedObjectVariable
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 
 from fxpipe.capture.tracing.patches.patched import knows, patched
@@ -60,7 +61,22 @@ def _changed(effects: Any) -> frozenset[int]:
     changed = {
         key
         for key, value in effects.id_to_variable.items()
-        if isinstance(value.mutation_type, older) and effects.is_modified(value)
+        if isinstance(value.mutation_type, older) and effects.is_modified(value) and not _is_set_back(effects, value)
     }
     hooks = effects.tensor_hooks or effects.save_for_backward
     return frozenset(changed | {UNKNOWN} if hooks else changed)
+
+
+def _is_set_back(effects: Any, value: Any) -> bool:
+    """Whether an object has in the end the attributes that it had, as after a flag that is set for a while."""
+    if not isinstance(value, UserDefinedObjectVariable):
+        return False
+    stored, held = effects.store_attr_mutations.get(value, {}), getattr(value.value, "__dict__", {})
+    return bool(stored) and all(
+        name in held and type(new) is ConstantVariable and _is_same(held[name], new.value)
+        for name, new in stored.items()
+    )
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    return type(old) is type(new) and type(old) in (type(None), bool, int, str) and old == new

@@ -15,6 +15,7 @@ import torch
 from torch._dynamo.variables import TensorVariable, TorchInGraphFunctionVariable
 from torch._guards import TracingContext
 
+from fxpipe.capture.capture_errors import Refused
 from fxpipe.errors import file_name
 
 from .patched import knows, patched
@@ -86,10 +87,21 @@ class GradientMode:
         self.shared = self.shared and not ended
         return ended
 
-    def note(self) -> None:
-        """Forward asks for the mode."""
-        frame = TracingContext.extract_stack()[-1]
-        self.asked = f"{file_name(frame.filename)}:{frame.lineno}"
+    def note(self, tx: Any) -> None:
+        """The mode is asked for, if by the model: for a loss function there are always gradients."""
+        if tx.nn_module_stack:
+            frame = TracingContext.extract_stack()[-1]
+            self.asked = f"{file_name(frame.filename)}:{frame.lineno}"
+
+    def check(self) -> None:
+        """A trace has been taken. Raises Refused if it asked for the mode, and is not in that of the call."""
+        if not self.shared or not self.asked:
+            return
+        if self._called_in != WITH_GRADIENTS:
+            raise Refused(
+                None, f"forward asks at {self.asked} whether gradients are on", "do the same with and without"
+            )
+        self.shared = False  # what has been traced is right with gradients
 
 
 @contextmanager
@@ -103,19 +115,19 @@ def observed_mode(mode: GradientMode) -> Iterator[None]:
     tensors: Any = TensorVariable
     calling, reading, using = functions.call_function, tensors.var_getattr, tensors.call_method
 
-    def call_function(self: Any, *given: Any) -> Any:
+    def call_function(self: Any, tx: Any, *given: Any) -> Any:
         if self.value in FUNCTIONS:
-            mode.note()
-        return calling(self, *given)
+            mode.note(tx)
+        return calling(self, tx, *given)
 
     def var_getattr(self: Any, tx: Any, name: str) -> Any:
         if name in OF_TENSORS and not self.source:
-            mode.note()
+            mode.note(tx)
         return reading(self, tx, name)
 
     def call_method(self: Any, tx: Any, name: str, *given: Any) -> Any:
         if name in OF_TENSORS and not self.source:
-            mode.note()
+            mode.note(tx)
         return using(self, tx, name, *given)
 
     with (
