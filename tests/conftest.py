@@ -20,6 +20,13 @@ GOLDEN = Path(__file__).parent / "golden"
 SEARCHES = ("planning/operators/", "/search.py", "/searched.py", "/test_searched.py", "/test_strategy_search.py")
 GROUPS = {"/test_product.py": None} | dict.fromkeys(SEARCHES, "compiled by numba") | {"whole/ranks/": "over ranks"}
 GROUPS |= {"tests/accelerator/": "on the test device"}
+# Tests of these files with the same parameters, of one model mostly, follow each other in one process, which captures
+# the model once for all.
+OF_MODELS = (
+    "test_transforms.py",
+    "test_compose_trace.py",
+    *(f"whole/test_{name}.py" for name in ("backward_code", "deadlock", "steps", "transparency")),
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -59,7 +66,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByGroup(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            path = nodeid.partition("::")[0]
+            path, _, test = nodeid.partition("::")
+            if path.endswith(OF_MODELS):
+                return test.partition("[")[2] or nodeid
             return next((group for part, group in GROUPS.items() if part in path), None) or nodeid
 
     return ByGroup(config, log) if config.getvalue("dist") == "loadgroup" else None

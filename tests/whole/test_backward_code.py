@@ -23,27 +23,23 @@ from tests.whole.test_steps import (
     CHECKPOINTS,
     DEVICES,
     NAMES,
-    captured,
+    PARTS,
+    graph_of,
     one_step,
-    reference,
+    results_of,
     stepped,
     steps_of,
 )
 
-CHUNKS = 3
-
 
 def check(name: str, devices: int, schedules: tuple[tuple[str, str], ...]) -> None:
     """Steps of the model with backward as code are the plain model's, in each of these schedules and modes."""
-    case = stepped(MODELS[name])
-    model = build(case)  # one for all batches, as each writes its buffers
-    wanted = {batch: reference(case, model, batch, CHUNKS) for batch in BATCHES}
-    graph = captured(case, build(case), BATCHES[0], CHUNKS)
+    case, graph, wanted = stepped(MODELS[name]), graph_of(name), results_of(name)
     for schedule, checkpoint in schedules:
         twin, labels = build(case), stage_devices(device_labels(devices), schedule, None)
         if len(labels) > len(graph.ops):
             continue
-        options = Options(labels, CHUNKS, schedule=schedule, checkpoint=checkpoint, backward="code")
+        options = Options(labels, PARTS, schedule=schedule, checkpoint=checkpoint, backward="code")
         with steps_of(graph, twin, options, inputs(case, BATCHES[0])) as step:
             for batch in BATCHES:
                 assert_same(one_step(case, twin, batch, step), wanted[batch])

@@ -18,21 +18,19 @@ from fxpipe.pipe.options.compile_options import Options, deal, device_labels, ev
 from fxpipe.profiling import estimate
 from tests.helpers.marks import mostly_slow
 from tests.helpers.models import MODELS
-from tests.helpers.transparency import build, inputs
-from tests.whole.test_steps import NAMES, captured, stepped
+from tests.helpers.transparency import inputs
+from tests.whole.test_steps import BATCHES, NAMES, PARTS, graph_of, stepped
 
-CHUNKS, BATCH = 3, 8
 REPLICAS = (None, (2, 1, 1), (1, 3, 2))
 DEVICES = 3
 
 
 @pytest.mark.parametrize("name", mostly_slow(MODELS, lambda name: name == "skip ladder"))
 def test_no_program_can_deadlock(name: str) -> None:
-    case = stepped(MODELS[name])
-    graph, call = captured(case, build(case), BATCH, CHUNKS), inputs(case, BATCH)
+    graph, call = graph_of(name), inputs(stepped(MODELS[name]), BATCHES[0])
     given: dict[str, Any] = {}
     match(graph.call, call, given)
-    sizes = micro_batch_sizes(graph, [given[item.name] for item in graph.inputs if item.path], CHUNKS)
+    sizes = micro_batch_sizes(graph, [given[item.name] for item in graph.inputs if item.path], PARTS)
     for schedule, replicas in product(NAMES, REPLICAS):
         options = asked(schedule, replicas)
         if len(options.devices) <= len(graph.ops):  # a stage has at least one
@@ -45,4 +43,4 @@ def test_no_program_can_deadlock(name: str) -> None:
 def asked(schedule: str, replicas: Sequence[int] | None) -> Options:
     groups = deal(device_labels(sum(replicas or [1] * DEVICES)), replicas)
     labels = stage_devices(tuple(groups), schedule, None)
-    return Options(labels, CHUNKS, schedule=schedule, replicas=groups, ranks=True)
+    return Options(labels, PARTS, schedule=schedule, replicas=groups, ranks=True)

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from itertools import product
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -46,6 +46,7 @@ BATCHES = (8, 7, 2)
 DEVICES = (1, 2, 3, 4)
 CHECKPOINTS = ("never", "except_last", "always")
 CHUNKS = (3, 8, 4, 1)
+PARTS = 3  # micro-batches where many configurations share a capture
 Config = tuple[str, int, str]
 ALL: list[Config] = list(product(NAMES, DEVICES, CHECKPOINTS))
 
@@ -149,24 +150,35 @@ def captured(case: Case, twin: nn.Module, batch: int, chunks: int) -> Graph:
     return stepper.capture(*inputs(case, batch), loss_fn=case.loss, outputs=True)
 
 
+@lru_cache(maxsize=1)
+def graph_of(name: str) -> Graph:
+    """The capture of a model's step, which takes most of the time of a test. It is kept for the next one: those of a
+    model follow each other in one process (tests/conftest.py)."""
+    case = stepped(MODELS[name])
+    return captured(case, build(case), BATCHES[0], PARTS)
+
+
+@lru_cache(maxsize=1)
+def results_of(name: str) -> dict[int, Result]:
+    """What the plain model gives by batch size, step after step: one model for all, as each step writes its buffers."""
+    case = stepped(MODELS[name])
+    model = build(case)
+    return {batch: reference(case, model, batch, PARTS) for batch in BATCHES}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("index", "name"), list(enumerate(MODELS)), ids=MODELS)
 def test_every_schedule_and_mode_is_the_model(index: int, name: str) -> None:
-    """Schedules and checkpoint modes, on one capture of each model, which takes most of the time otherwise: each model
-    sees all schedules, and three models together all pairs. Numbers of devices go round."""
-    case, chunks = stepped(MODELS[name]), 3
-    wanted: dict[int, Result] = {}
-    model = build(case)
-    for batch in BATCHES:
-        wanted[batch] = reference(case, model, batch, chunks)
-    graph = captured(case, build(case), BATCHES[0], chunks)
+    """Schedules and checkpoint modes, on one capture of each model: each sees all schedules, and three models together
+    all pairs. Numbers of devices go round."""
+    case, graph, wanted = stepped(MODELS[name]), graph_of(name), results_of(name)
     for turn, schedule in enumerate(NAMES, index):
         devices, checkpoint = DEVICES[turn % len(DEVICES)], CHECKPOINTS[turn % len(CHECKPOINTS)]
         twin = build(case)
         labels = stage_devices(device_labels(devices), schedule, None)
         if len(labels) > len(graph.ops):
             continue  # a stage has at least one
-        options = Options(labels, chunks, schedule=schedule, checkpoint=checkpoint)
+        options = Options(labels, PARTS, schedule=schedule, checkpoint=checkpoint)
         with steps_of(graph, twin, options, inputs(case, BATCHES[0])) as step:
             for batch in BATCHES:
                 assert_same(one_step(case, twin, batch, step), wanted[batch])

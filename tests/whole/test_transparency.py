@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from itertools import product
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -28,7 +29,7 @@ from fxpipe.pipe.options.compile_options import Options, device_labels
 from fxpipe.profiling import estimate
 from tests.helpers.marks import mostly_slow
 from tests.helpers.models import MODELS
-from tests.helpers.transparency import assert_same, build, inputs, plain, step
+from tests.helpers.transparency import Result, assert_same, build, inputs, plain, step
 
 # Batches that every number of micro-batches divides, that none does, and that are smaller than most.
 BATCHES = (8, 7, 2)
@@ -96,6 +97,25 @@ def test_a_pipeline_is_the_model(index: int, name: str) -> None:
         check_captured(name, graph, config)
 
 
+@lru_cache(maxsize=1)
+def graph_of(name: str) -> Graph:
+    """The capture of a model's call, kept for the next test: those of a model follow each other in one process."""
+    case = MODELS[name]
+    chunked = {key: value for key, value in case.options.items() if key in ("batch_dim", "reduce")}
+    return capture(build(case), *inputs(case, BATCHES[0]), **chunked)
+
+
+@lru_cache(maxsize=len(CHUNKS))
+def results_of(name: str, chunks: int) -> list[Result]:
+    """What the plain model gives, batch after batch: one model for all, as each call writes its buffers."""
+    case, found = MODELS[name], []
+    model = build(case)
+    for batch in BATCHES:
+        torch.manual_seed(batch)
+        found.append(plain(case, model, *inputs(case, batch), chunks))
+    return found
+
+
 @contextmanager
 def pipeline_of(graph: Graph, model: nn.Module, config: Config, call: Any) -> Iterator[Callable[..., Any]]:
     """A pipeline for a graph that was captured before, called as the model is."""
@@ -120,11 +140,9 @@ def pipeline_of(graph: Graph, model: nn.Module, config: Config, call: Any) -> It
 def check_captured(name: str, graph: Graph, config: Config) -> None:
     """As `check`, for a graph that was captured before."""
     case = MODELS[name]
-    model, twin = build(case), build(case)
+    twin = build(case)
     with pipeline_of(graph, twin, config, inputs(case, BATCHES[0])) as pipe:
-        for batch in BATCHES:
-            torch.manual_seed(batch)
-            wanted = plain(case, model, *inputs(case, batch), config[1])
+        for batch, wanted in zip(BATCHES, results_of(name, config[1]), strict=True):
             torch.manual_seed(batch)
             try:
                 assert_same(step(case, twin, pipe, *inputs(case, batch)), wanted)
@@ -136,11 +154,9 @@ def check_captured(name: str, graph: Graph, config: Config) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("index", "name"), list(enumerate(MODELS)), ids=MODELS)
 def test_every_configuration_is_the_model(index: int, name: str) -> None:
-    """On one capture of each model, which takes most of the time otherwise: four models together see the full product;
-    that of many hundred ops sees a tenth."""
-    case = MODELS[name]
-    chunked = {key: value for key, value in case.options.items() if key in ("batch_dim", "reduce")}
-    graph = capture(build(case), *inputs(case, BATCHES[0]), **chunked)
+    """On one capture of each model: four models together see the full product; that of many hundred ops sees a
+    tenth."""
+    graph = graph_of(name)
     for config in ALL[index % 4 :: 10 if name == "amoebanet" else 4]:
         check_captured(name, graph, config)
 

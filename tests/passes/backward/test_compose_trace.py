@@ -25,8 +25,7 @@ from tests.helpers.marks import mostly_slow
 from tests.helpers.models import MODELS
 from tests.helpers.nets import plan
 from tests.helpers.random_models import example_of
-from tests.helpers.transparency import build
-from tests.whole.test_steps import captured, stepped
+from tests.whole.test_steps import graph_of
 
 WHOLE = (WholeTracing,)
 COMPOSED = (ComposedTracing,)
@@ -48,8 +47,7 @@ def check(monkeypatch: pytest.MonkeyPatch, graph: Graph, plan: Plan) -> None:
 
 @pytest.mark.parametrize("name", mostly_slow(MODELS, lambda name: name in QUICK))
 def test_a_composed_trace_is_the_whole_one(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    case = stepped(MODELS[name])
-    graph = captured(case, build(case), 7, 3)
+    graph = graph_of(name)
     check(monkeypatch, graph, plan(graph, len(graph.ops)))
 
 
