@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -228,8 +229,10 @@ def check(model: nn.Module, twin: nn.Module, pipe: Any, training: bool | None, s
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", ["dropout", "attention dropout", "random draws", "batch norm", "resnet"])
+@pytest.mark.parametrize(
+    ("name", "order"),
+    list(zip(["dropout", "attention dropout", "random draws", "batch norm", "resnet"], cycle(ORDERS))),
+)
 def test_models_of_the_table(name: str, order: str) -> None:
     case = MODELS[name]
     model, twin = build(case), build(case)
@@ -262,9 +265,9 @@ def test_one_capture_for_both_modes(name: str, order: str) -> None:
     pipe.close()
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("kind", SPECIFIC)
+@pytest.mark.parametrize(("kind", "order"), list(zip(SPECIFIC, cycle(ORDERS))))
 def test_a_capture_for_each_mode(kind: type[nn.Module], order: str) -> None:
+    """Evaluation of each kind before training is in the next test, too."""
     model = kind()
     twin = copy.deepcopy(model)
     pipe = fxpipe.compile(model, devices=2, chunks=1)

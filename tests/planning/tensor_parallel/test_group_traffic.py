@@ -61,9 +61,11 @@ def moved(made: Graph, sizes: Mapping[str, int], cut: int, degree: int, own: Map
     return max(taken)
 
 
-@pytest.mark.parametrize("degree", [2, 4])
-@pytest.mark.parametrize("per_byte", [1e-13, 1e-11, 1e-10])
-@pytest.mark.parametrize("name", ["pairs", "blocks"])
+@pytest.mark.parametrize(  # each pair of settings occurs
+    ("name", "per_byte", "degree"),
+    [("pairs", 1e-13, 2), ("blocks", 1e-13, 4), ("pairs", 1e-11, 4), ("blocks", 1e-11, 2), ("pairs", 1e-10, 2),
+     ("blocks", 1e-10, 4)],
+)  # fmt: skip
 def test_it_is_what_moves(name: str, per_byte: float, degree: int) -> None:
     """At each cut of the model, for each cut of ops. Within attention, where heads are reshaped, more moves."""
     make = {"pairs": Pair, "blocks": lambda width: Block(width, 8)}[name]
