@@ -128,7 +128,7 @@ def _lowered(
     settled = with_reshapes([*stage.ops, *inside.values()], types)
     forward = {op.name: op for op in settled if op.name in inside and _is_view(op)}
     if sizes is not None:
-        same = _aliases(pieces)
+        same = {name: value for name, value in _aliases(pieces).items() if value in types}  # else it is a constant
         backward = [rename(op, same) for op in backward]
         ops = with_reshapes([rename(op, same) for piece in pieces for op in piece.ops], types)
         recorded = Recorded(ops, cheap, memory, types, {name for op in backward for name in op.writes})

@@ -44,6 +44,13 @@ class Dropout(Net):
         return F.dropout(F.gelu(x), 0.5)
 
 
+class Constant(Net):
+    """Views and reads a tensor that is made of a number."""
+
+    def between(self, x: Tensor) -> Tensor:
+        return F.gelu(x) * torch.tensor([3.0], dtype=x.dtype).expand(self.width)
+
+
 class InPlace(Net):
     def between(self, x: Tensor) -> Tensor:
         return torch.sin(F.gelu(x).mul_(3.0))
@@ -93,7 +100,7 @@ def test_between_two_products_one_value_is_kept(kind: type[Net], never: int, sel
     assert of(kind)[2] == selective + SMALL
 
 
-@pytest.mark.parametrize("kind", [Gelu, LongChain, Dropout, InPlace, Statistics, Product, Sum])
+@pytest.mark.parametrize("kind", [Gelu, LongChain, Dropout, Constant, InPlace, Statistics, Product, Sum])
 def test_nothing_expensive_random_or_that_writes_runs_again(kind: type[Net]) -> None:
     program, backward, kept = of(kind)
     assert kept <= of(kind, "never")[2]
