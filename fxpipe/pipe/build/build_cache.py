@@ -104,6 +104,8 @@ class BuildCache:
         """The same by what was traced for a step, as long as no call had to be captured by itself."""
         if self.call_capture.kind is None and (found := self.step_capture.call(args, kwargs, run)) is not None:
             return found[0]
+        # What a step has shown of the model.
+        self.call_capture.grad_mode.shared &= self.step_capture.call_capture.grad_mode.shared
         return self.call_capture(args, kwargs, run)
 
     def agree(self, graph: Graph, inputs: Sequence[Any]) -> tuple[Build, int]:
