@@ -75,8 +75,15 @@ def attributes(value: Any) -> dict[str, Any]:
 
 
 def is_plain(value: Any, depth: int = 0) -> bool:
-    """Whether the value is a tensor, a literal, or a list, tuple or dict of these, so that the walk sees all of it."""
+    """Whether the value is a tensor, a literal, a set of literals, or a list, tuple or dict of all these, so that the
+    walk sees all tensors in it.
+
+    >>> is_plain([{"a": torch.ones(1)}, {1, "b"}]), is_plain(object()), is_plain({object()})
+    (True, False, False)
+    """
     kind = type(value)
+    if kind in (set, frozenset):
+        return all(type(item) in ATOMS for item in value)
     if isinstance(value, (Tensor, int, weakref.ref)) or kind in ATOMS:
         return True
     if kind not in (list, tuple, dict) or depth > DEPTH:
