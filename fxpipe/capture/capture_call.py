@@ -247,8 +247,8 @@ class CallCapture:
                 raise no_ops(self.model)
         except NoOps:
             raise
-        except CaptureError:
-            if not (self.grad_mode.end() or self.flags.end() or self.arguments.with_numbers(now.call)):
+        except CaptureError as error:
+            if not (self.grad_mode.end(error) or self.flags.end() or self.arguments.with_numbers(now.call)):
                 refused = sized_by_data(now.kind.drafted.graph, self.twins) if now.kind and now.kind.drafted else None
                 if refused is None or another_way(now, self.pieces, self._function, [refused]) is None:
                     raise
@@ -343,7 +343,7 @@ class CallCapture:
                 rest = (*now.request.rest[:-1], False)
                 now.request, now.call = now.request._replace(rest=rest), now.call._replace(rest=rest)
                 now.beside, tried = (*now.beside[:-1], False), []
-            elif self.grad_mode.end() or self.flags.end() or self.arguments.with_numbers(now.call):
+            elif self.grad_mode.end(tried[-1]) or self.flags.end() or self.arguments.with_numbers(now.call):
                 now.call, tried = self.arguments.call(now.request, self.twins.device, now.call.rows), []
             else:
                 how = another_way(now, self.pieces, self._function, tried)

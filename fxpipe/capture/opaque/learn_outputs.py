@@ -59,11 +59,15 @@ def learn(pieces: Pieces, run: Callable[..., Any], call: Call, twins: Twins, hol
     heard: list[list[Heard]] = []
     rows = call.rows or 0
 
+    grad = torch.is_grad_enabled()
+
     def hear(count: int) -> None:
-        running, given, rest, beside = _real_call(twins, call, holders, count)
-        calls = _listen(pieces, running)  # sooner than the snapshot, in which it would be a change
-        with _undone(running, beside) as changes, said_to_compile(compiling):
-            run(running.root, *given, *rest)
+        # What is made in inference mode does not show that it is written.
+        with torch.inference_mode(False), torch.set_grad_enabled(grad):
+            running, given, rest, beside = _real_call(twins, call, holders, count)
+            calls = _listen(pieces, running)  # sooner than the snapshot, in which it would be a change
+            with _undone(running, beside) as changes, said_to_compile(compiling):
+                run(running.root, *given, *rest)
         heard.append(calls)
         _note_memories(pieces, changes, running)
 

@@ -28,6 +28,7 @@ KNOWN = knows(
 )
 # What tells forward of the mode: functions, and attributes and methods of tensors that it has made.
 FUNCTIONS = (torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.is_inference)
+SIGN = "grad"  # is in what torch says of what is allowed without gradients only
 OF_TENSORS = ("requires_grad", "grad_fn", "is_leaf", "is_inference")
 
 
@@ -81,9 +82,9 @@ class GradientMode:
         """A context in the mode of the call that is recognised."""
         return in_mode(self._called_in)
 
-    def end(self) -> bool:
+    def end(self, refused: Exception) -> bool:
         """Let there be a trace for each mode. Returns whether that may help a call that was refused."""
-        ended = self.shared and (bool(self.asked) or current_mode() != WITH_GRADIENTS)
+        ended = self.shared and current_mode() != WITH_GRADIENTS and (bool(self.asked) or SIGN in str(refused))
         self.shared = self.shared and not ended
         return ended
 

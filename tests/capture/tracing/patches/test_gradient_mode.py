@@ -150,6 +150,33 @@ def test_what_is_allowed_without_gradients_only(kind: type[nn.Module]) -> None:
     torch.testing.assert_close(model.a.bias, twin.a.bias)
 
 
+class KeptWhole(Net):
+    """Has a part that cannot be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = nn.Sequential(Turns(), nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.c(self.a(x)))
+
+
+class Turns(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+@pytest.mark.filterwarnings("ignore:c.0 is kept whole")
+@pytest.mark.parametrize("order", [*permutations(MODES)], ids="-".join)
+def test_a_part_that_is_kept_whole(order: tuple[str, ...]) -> None:
+    model = KeptWhole()
+    twin = copy.deepcopy(model)
+    with traces() as made, closing(fxpipe.compile(model, devices=2, chunks=2)) as pipe:
+        for mode in (*order, *order):
+            check(model, twin, pipe, mode)
+    assert len(made) == 1 or order[0] != "gradients"  # else what it returns is learnt again, with gradients
+
+
 @pytest.mark.parametrize("name", mostly_slow(MODELS, lambda name: name in ("dropout", "counter", "experts")))
 def test_results_are_those_of_separate_traces(name: str) -> None:
     case = MODELS[name]
