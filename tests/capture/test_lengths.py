@@ -148,6 +148,21 @@ def test_backward_as_code_is_right_for_each_length(kind, lengths, captures, stag
     assert (codes[0], codes[-1]) == (2, stages)
 
 
+@pytest.mark.parametrize("backward", ["autograd", "code"])
+def test_a_package_of_a_model_that_knows_one_length(backward, tmp_path):
+    torch.manual_seed(0)
+    model, ids = Whole(), torch.randint(WORDS, (6, LONGEST))
+    pipe = fxpipe.compile(model, devices=2, chunks=2, backward=backward)
+    wanted = pipe.step(ids, target=ids, loss_fn=loss)
+    pipe.save(tmp_path)
+    pipe.close()
+    saved = fxpipe.load(tmp_path, model)
+    torch.testing.assert_close(saved.step(ids, target=ids), wanted)
+    with pytest.raises(fxpipe.errors.InputError, match=f"saved for int64.b, {LONGEST}"):
+        saved.step(ids[:, 1:], target=ids[:, 1:])
+    saved.close()
+
+
 def test_sizes_of_whole_numbers_are_symbols_at_once():
     graphs = {how: CallCapture(Words(), dynamic=how).capture((torch.ones(6, 5).long(),), {}) for how in (True, False)}
     assert graphs[True].inputs[0].type.shape == ("b", "seq")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
+from torch._dynamo.source import TensorPropertySource
 from torch.utils._sympy.printers import PythonPrinter
 
 from fxpipe.capture.call_arguments import Call
@@ -63,7 +64,7 @@ def conditions(traced: Traced, draft: Draft, call: Call) -> tuple[str, ...]:
         if _asks_for_layout(guard):
             continue
         if not names.keys() >= guard.expr.free_symbols:
-            found.append(UNKNOWN)
+            found += [] if _fixes_a_size(guard.expr, env) else [UNKNOWN]
             continue
         integers = {s: sympy.Symbol(names[s], integer=True) for s in guard.expr.free_symbols}
         expression = guard.expr.xreplace(integers)
@@ -75,6 +76,14 @@ def conditions(traced: Traced, draft: Draft, call: Call) -> tuple[str, ...]:
     found += [f"{BATCH} == {call.rows}"] if draft.baked is not None else []
     found += [f"{BATCH} != 1"] if draft.squeezed else []
     return tuple(dict.fromkeys(found))
+
+
+def _fixes_a_size(expression: Any, env: Any) -> bool:
+    """Whether it says that the size of a tensor is a number, which is in the tensor's type then."""
+    if not isinstance(expression, sympy.Eq) or not any(isinstance(side, sympy.Integer) for side in expression.args):
+        return False
+    sources = [source for symbol in expression.free_symbols for source in env.var_to_sources.get(symbol, ())]
+    return bool(sources) and all(isinstance(source, TensorPropertySource) for source in sources)
 
 
 def _least(env: Any, symbol: sympy.Symbol) -> Any:
