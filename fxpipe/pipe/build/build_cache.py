@@ -129,13 +129,13 @@ class BuildCache:
         key = self.kind(graph, inputs)
         made = self.builds.get(key)
         if made is None:
-            mode = "training" if self.mode(graph) else "evaluation"
-            found = () if graph.loss is None else rows(self.step_capture.loss_fn)
-            whole = replace(graph, training=self.mode(graph), fingerprint=found)
             trained = self.builds.get(kind_of(graph, True, None))
             if trained is not None and not (self.options.ranks or opaques(graph)):  # ranks make all builds together
                 made = in_evaluation(trained)
             else:
+                mode = "training" if self.mode(graph) else "evaluation"
+                found = () if graph.loss is None else rows(self.step_capture.loss_fn)
+                whole = replace(graph, training=self.mode(graph), fingerprint=found)
                 with begin(self.model, self.leads, f"planning {graph.model} in {mode}, and writing its stages"):
                     made = replace(self._make(self, whole, inputs), source=fingerprint(self.model))
                     if self.step_capture.dynamic:

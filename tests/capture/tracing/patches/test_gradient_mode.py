@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, nullcontext
 from itertools import permutations
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,27 +14,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import fxpipe
-from fxpipe.capture.capture_call import CallCapture
 from tests.helpers.marks import mostly_slow
 from tests.helpers.models import MODELS
 from tests.helpers.transparency import build, inputs
+from tests.whole.test_both_modes import captures
 
 MODES: dict[str, Any] = {"gradients": nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}
 X = torch.randn(7, 8, generator=torch.Generator().manual_seed(1))
-
-
-@contextmanager
-def traces() -> Iterator[list[Any]]:
-    """The traces that are taken in this context."""
-    made: list[Any] = []
-    own = CallCapture._capture
-
-    def capture(self: CallCapture, traced: Any) -> Any:
-        made.append(traced)
-        return own(self, traced)
-
-    with mock.patch.object(CallCapture, "_capture", capture):
-        yield made
 
 
 class Net(nn.Module):
@@ -123,7 +107,7 @@ def check(model: nn.Module, twin: nn.Module, pipe: Any, mode: str) -> None:
 def test_one_trace_serves_all_modes(kind: type[nn.Module], order: tuple[str, ...]) -> None:
     model = kind()
     twin = copy.deepcopy(model)
-    with traces() as made, closing(fxpipe.compile(model, devices=2, chunks=2, deferred_batch_norm=False)) as pipe:
+    with captures() as made, closing(fxpipe.compile(model, devices=2, chunks=2, deferred_batch_norm=False)) as pipe:
         for mode in (*order, *order):
             check(model, twin, pipe, mode)
     assert len(made) == 1
@@ -171,7 +155,7 @@ class Turns(nn.Module):
 def test_a_part_that_is_kept_whole(order: tuple[str, ...]) -> None:
     model = KeptWhole()
     twin = copy.deepcopy(model)
-    with traces() as made, closing(fxpipe.compile(model, devices=2, chunks=2)) as pipe:
+    with captures() as made, closing(fxpipe.compile(model, devices=2, chunks=2)) as pipe:
         for mode in (*order, *order):
             check(model, twin, pipe, mode)
     assert len(made) == 1 or order[0] != "gradients"  # else what it returns is learnt again, with gradients
