@@ -146,7 +146,10 @@ def test_nothing_is_captured(pipes: Pipes, caplog: pytest.LogCaptureFixture, tmp
     with caplog.at_level(logging.INFO, logger="fxpipe"):
         pipe.step(x(6, 8), target=x(6, 8), loss_fn=F.mse_loss)
         assert sum("capturing" in line for line in caplog.messages) == 1
+        step = pipe.build
         pipes.check(pipe, x(6, 8))
+        assert pipe.build.files["stage0.py"] == step.files["stage0.py"]
+        assert pipe.build.plan.stages[1].ops == step.plan.stages[1].ops[:1]
         pipes.check(pipe, x(2, 8))  # fewer samples than micro-batches
         pipe.eval()
         pipes.check(pipe, x(7, 8))

@@ -83,6 +83,11 @@ class Profile:
             shares[kind] = max(samples / self.batch, shares.get(kind, 0.0))
         return [(self.by_kind[kind], share) for kind, share in shares.items() if share]
 
+    def first(self, n: int) -> Profile:
+        """The profile of the first `n` ops."""
+        kinds = (replace(k, forwards=k.forwards[:n], backwards=k.backwards[:n]) for k in self.kinds)
+        return replace(self, ops=self.ops[:n], kinds=tuple(kinds))
+
     @cached_property
     def by_kind(self) -> dict[str, dict[str, OpCost]]:
         """The costs of all ops, by name, on each kind of device; "" is that of `device`."""

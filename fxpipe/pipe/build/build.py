@@ -40,7 +40,7 @@ from fxpipe.pipe.options.memory_limit import fits, memory_limits, parameter_copi
 from fxpipe.pipe.options.option_choices import choices
 from fxpipe.pipe.options.user_passes import passes_of
 from fxpipe.pipe.saved.model_fingerprint import Fingerprint
-from fxpipe.planning import plan, plan_like, with_loss
+from fxpipe.planning import Placement, plan, plan_like, with_loss
 from fxpipe.profiling import on_kinds
 from fxpipe.schedules.auto_checkpoint import NothingFits, auto_checkpoint, check_memory
 from fxpipe.schedules.auto_schedule import auto
@@ -56,20 +56,6 @@ from .batch_statistics import BatchNorm, batch_norms
 from .checkpoint_choice import Lowered, chosen
 from .phase_timing import timed
 from .state_write_order import check_write_order
-
-
-@dataclass(frozen=True)
-class Placement:
-    """What the first build of a pipe decides for the later ones: its plan, and the stage of each parameter and buffer,
-    by its path."""
-
-    plan: Plan
-    stages: Mapping[str, int]
-
-    @property
-    def owners(self) -> dict[str, str]:
-        """The device of each parameter and buffer."""
-        return {path: self.plan.stages[stage].device for path, stage in self.stages.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -371,7 +357,7 @@ def decide(
     """The given plan, the one that follows the first build's, or a new one. `uncut` are the values that cannot move
     between stages with different numbers of replicas. Raises PlanError if the given plan does not fit the graph."""
     if home is not None:
-        return plan_like(graph, home.stages, home.plan, profile, cluster, uncut)
+        return home.plan_of(graph) or plan_like(graph, home.stages, home.plan, profile, cluster, uncut)
     if options.plan is not None:
         try:
             given = placed(options.plan, graph) if isinstance(options.plan, PlanFile) else options.plan

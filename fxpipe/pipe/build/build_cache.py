@@ -34,12 +34,12 @@ from fxpipe.pipe.running_package import RunningPackage, Scheduler
 from fxpipe.pipe.saved.loss_fingerprint import rows
 from fxpipe.pipe.saved.model_fingerprint import fingerprint
 from fxpipe.pipe.temporary_folder import Folder
-from fxpipe.planning import homes
+from fxpipe.planning import Placement, homes
 from fxpipe.profiling import estimate
 from fxpipe.runtime.microbatch import split_sizes
 
 from . import batch_statistics, sharded_build
-from .build import Build, Placement, build
+from .build import Build, build
 from .build_report import dump
 from .call_binding import batch_size, check_even, kind_of, measured, micro_batch_sizes, with_states
 from .local_cluster import local_cluster
@@ -141,10 +141,9 @@ class BuildCache:
                     if self.step_capture.dynamic:
                         check_lengths(made.program)
             self.builds[key] = made
-            if self.home is None and self.options.place is None:
-                self.home = Placement(made.plan, homes(graph, made.plan))
-            elif self.home is None and self.options.ranks:
-                self.home = Placement(made.plan, owned(made.program))
+            if self.home is None and (self.options.place is None or self.options.ranks):
+                stages = homes(graph, made.plan) if self.options.place is None else owned(made.program)
+                self.home = Placement(made.plan, stages, graph, made.sizes, made.profile)
             if self.options.dump is not None:
                 dump(made, self.options.dump, len(self.builds))
         elif made.graph.states is not graph.states:
@@ -165,6 +164,8 @@ class BuildCache:
     def profile(self, graph: Graph, inputs: Sequence[Any], sizes: Mapping[str, int], cluster: Cluster) -> Profile:
         """The profile of one micro-batch on the first device."""
         label = self.options.devices[0]
+        if self.home is not None and (known := self.home.profile_of(graph, sizes)) is not None:
+            return known
         if isinstance(self.options.profile, Profile) and self.home is None:
             return self.options.profile
         if (

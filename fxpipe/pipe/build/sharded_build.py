@@ -22,7 +22,7 @@ from fxpipe.ir.schedule.schedule_check import check
 from fxpipe.passes import lower, rewrite_placed
 from fxpipe.pipe.options.compile_options import Options, make_schedule
 from fxpipe.pipe.options.user_passes import passes_of
-from fxpipe.planning import owners
+from fxpipe.planning import Placement, owners
 from fxpipe.planning.stages.device_segments import segments
 from fxpipe.profiling import estimate, on_kinds
 from fxpipe.schedules.make_schedule import make
@@ -31,7 +31,7 @@ from fxpipe.schedules.simulate.simulate import simulate
 from fxpipe.schedules.stage_segments import segmented
 
 from .apply_strategy import Sharing, strategy_of
-from .build import Build, Placement, emitted, lowered_totals
+from .build import Build, emitted, lowered_totals
 from .phase_timing import timed
 from .state_write_order import check_write_order
 

@@ -1,5 +1,8 @@
 """A later capture of a model (another mode, other inputs) is cut so that ops run where their parameters are.
 
+A graph with the ops of the first one, but without those of the loss, has the first plan without these. Any other graph
+is planned as follows.
+
 The first plan gave every parameter a home: the first stage that uses it. In a later graph the first op that uses a
 parameter runs there (with several parameters: in the home of the largest), unless it depends on an op of a later stage:
 values only move forward, so it runs in that stage and borrows the parameter. Other users of the parameter may be in any
@@ -10,7 +13,7 @@ out. Memory is not checked, since the first plan has decided where the parameter
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.graph.cheap_ops import cheap_ops
@@ -26,6 +29,45 @@ from .cut_costs import stage_costs
 from .op_order import Edges, arrange, reorder, requirements
 from .plan_stages import check_request, inner_cuts, stages
 from .sample_cuts import replica_cuts
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What the first build of a pipe decides for the later ones: its plan, and what that is for.
+
+    - `stages`: the stage of each parameter and buffer, by its path.
+    - `graph`, `sizes`, `profile`: as in `Build`.
+    """
+
+    plan: Plan
+    stages: Mapping[str, int]
+    graph: Graph
+    sizes: Mapping[str, int]
+    profile: Profile
+
+    @property
+    def owners(self) -> dict[str, str]:
+        """The device of each parameter and buffer."""
+        return {path: self.plan.stages[stage].device for path, stage in self.stages.items()}
+
+    def plan_of(self, graph: Graph) -> Plan | None:
+        """The plan without the ops that `graph` does not have; None unless its ops are the first ones of the graph."""
+        if not self._begins_with(graph):
+            return None
+        names = {op.name for op in graph.ops}
+        stages = (replace(stage, ops=tuple(op for op in stage.ops if op in names)) for stage in self.plan.stages)
+        return replace(self.plan, model=graph.model, stages=tuple(stage for stage in stages if stage.ops))
+
+    def profile_of(self, graph: Graph, sizes: Mapping[str, int]) -> Profile | None:
+        """The profile of these ops, in micro-batches of the same sizes; None as for `plan_of`, or for other sizes."""
+        if not sizes.items() <= self.sizes.items() or not self._begins_with(graph):
+            return None
+        return self.profile.first(len(graph.ops))
+
+    def _begins_with(self, graph: Graph) -> bool:
+        known = {state.name: state for state in self.graph.states}
+        same = graph.states is self.graph.states or all(known.get(state.name) == state for state in graph.states)
+        return same and {*graph.inputs} <= {*self.graph.inputs} and self.graph.ops[: len(graph.ops)] == graph.ops
 
 
 def homes(graph: Graph, plan: Plan) -> dict[str, int]:
