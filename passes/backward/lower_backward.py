@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fxpipe.ir.graph.graph import Op, Ref, Region, op_name, rename
+from fxpipe.ir.graph.graph import Op, Origin, Ref, Region, op_name, rename
 from fxpipe.ir.graph.ops import VIEWS
 from fxpipe.ir.graph.value_types import Dim, TensorType, TupleType, ValueType
 from fxpipe.ir.program.backward import Backward
@@ -154,6 +154,7 @@ def _lowered(
     takes = tuple((name, final(gradient) if gradient else "") for name, gradient in traced.takes)
     weights = tuple((name, final(gradient)) for name, gradient in traced.weights)
     backward = _alive(backward, {gradient for _, gradient in (*takes, *weights) if gradient})
+    backward, weights = _with_own_memory(backward, takes, weights, types)
     ops = _forward(stage, pieces, {name for op in backward for name in op.reads}, types)
     made_here = {op.name for op in backward}
     roots = tuple((name, gradient) for name, gradient in traced.roots)
@@ -311,6 +312,31 @@ def _alive(ops: Sequence[Op], wanted: Iterable[str]) -> list[Op]:
             kept.append(op)
             needed |= {*op.reads, *op.writes}
     return kept[::-1]
+
+
+def _with_own_memory(
+    ops: Sequence[Op],
+    takes: Sequence[tuple[str, str]],
+    weights: Sequence[tuple[str, str]],
+    types: dict[str, ValueType],
+) -> tuple[list[Op], tuple[tuple[str, str], ...]]:
+    """Backward, with a copy of each weight's gradient that is another gradient too, or one that has arrived: those of
+    later micro-batches are added to it in place."""
+    made = {op.name: op for op in ops}
+    taken = {gradient for _, gradient in takes}
+    copies: list[Op] = []
+    found: list[tuple[str, str]] = []
+    for weight, gradient in weights:
+        if gradient in taken or gradient not in made:
+            name, origin = f"d{weight}", made[gradient].origin if gradient in made else Origin("", 0, "", "")
+            while name in types:
+                name += "_"
+            types[name] = types[gradient]
+            copies.append(Op(name, "clone", (Ref(gradient),), {}, types[name], origin))
+            gradient = name
+        taken.add(gradient)
+        found.append((weight, gradient))
+    return [*ops, *copies], tuple(found)
 
 
 def _forward(stage: Stage, pieces: Sequence[Piece], read: set[str], types: dict[str, ValueType]) -> list[Op]:

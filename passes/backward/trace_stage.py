@@ -130,7 +130,7 @@ def _traced(
         recorder = Recorder(sizes, {*program.types, *(f"d{name}" for name in _names(stage))})
         task = Task(program, stage, sizes, recorder, around, orders)
         try:
-            with _silent():
+            with _silent(), torch.backends.opt_einsum.flags(enabled=False):  # it chooses by sizes
                 return run_tracing(tracing(task), task, arriving), sizes
         except Exception as error:  # whatever torch cannot do with fake tensors
             reason = error

@@ -68,7 +68,8 @@ def test_compiled_stages(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "schedule"), [("long skip", "zb-h1"), ("tied transformer", "1f1b"), ("batch norm", "zb-v")]
+    ("name", "schedule"),
+    [("long skip", "zb-h1"), ("tied transformer", "1f1b"), ("batch norm", "zb-v"), ("lstm by hand", "1f1b")],
 )
 @on_device
 def test_backward_as_code(name: str, schedule: str) -> None:

@@ -4,6 +4,7 @@ promises."""
 from __future__ import annotations
 
 import copy
+from contextlib import closing
 from itertools import product
 from typing import Any
 
@@ -325,3 +326,38 @@ def test_a_length_that_decides_how_many_ops_run_is_left_to_autograd() -> None:
             torch.testing.assert_close(own.grad, wanted.grad, rtol=0, atol=1e-12)
     assert "unbind gives seq tensors, so how many ops follow depends on a size" in pipe.explain()
     pipe.close()
+
+
+class OneGradient(nn.Module):
+    """Pairs of parameters with one gradient; a parameter whose gradient also goes to the stage before, and one whose
+    gradient is what has arrived."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.one, self.two = nn.Parameter(torch.tensor(0.3)), nn.Parameter(torch.tensor(0.5))
+        self.first, self.then, self.last = (nn.Parameter(torch.rand(4)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self.first * 2
+        h = torch.tanh(self.a(x)) * (self.one + self.two)
+        kept = kept + self.then
+        h = torch.tanh(self.b(h)) * (self.one + self.two)
+        kept = kept + self.last
+        return h * kept
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("devices", [2, 3])
+def test_gradients_that_are_one_value_are_added_up_apart(schedule: str, devices: int) -> None:
+    torch.manual_seed(0)
+    model = OneGradient().double()
+    twin, x = copy.deepcopy(model), torch.randn(7, 4, dtype=torch.float64)
+    with closing(fxpipe.compile(model, devices, 3, schedule=schedule, backward="code")) as pipe:
+        for _ in range(2):
+            pipe.step(x, loss_fn=lambda y: y.square().sum())
+            twin(x).square().sum().backward()
+        assert not any(stage.autograd_because for stage in pipe.build.program.stages)
+        assert ".clone()" in "".join(text for name, text in pipe.build.files.items() if name.startswith("stage"))
+    for (name, mine), own in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, own.grad, msg=lambda text, name=name: f"{name}: {text}")

@@ -255,6 +255,7 @@ class _Configured:
                 *([_not_compiling()] if "plain" in self.ways else []),
                 # Otherwise a dimension that happens to equal the batch size would get the same symbol.
                 shape_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+                torch.backends.opt_einsum.flags(enabled=False),  # it chooses by sizes, and a graph is for all sizes
                 one_step(),
                 composed_in_python(),
                 folding(self.floats),

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import reset_code
 
+from fxpipe.capture.tracing.composite_ops import all_steps
 from fxpipe.codegen.stage.compile_regions import cut
 from fxpipe.codegen.text.op_text import EmitError
 from fxpipe.errors import CompileError
@@ -162,6 +163,7 @@ class _Alone:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             stack.enter_context(nobody_draws())
+            stack.enter_context(all_steps())
             stack.enter_context(torch._dynamo.config.patch(SETTINGS))
             # Compile backward now too: later, other threads may be drawing random numbers.
             # What AOTAutograd has cached would not be recorded.

@@ -18,7 +18,7 @@ accelerators have theirs in `torch.accelerator`. What runs here has run on the d
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Lock
 from typing import Any, Final
 
@@ -65,8 +65,11 @@ def recording(device: torch.device) -> Iterator[Any]:
         graph.capture_begin(**({"capture_error_mode": MODE} if cuda else {}))
         try:
             yield graph
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with suppress(Exception):  # it fails too, and says less
+                graph.capture_end()
+            raise
+        graph.capture_end()
 
 
 def device_graphs(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -111,6 +111,11 @@ def test_steps_of_convolutions_by_inductor_are_the_models(backward: str) -> None
 
 
 @pytest.mark.slow
+def test_the_last_states_of_an_lstm_have_their_shape() -> None:
+    check_steps("lstm", "1f1b", "aot_eager")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in list(MODELS)[::4] if name != "amoebanet"])
 def test_models_can_be_compiled(name: str) -> None:
     check_steps(name, "zb-h1", "aot_eager")
