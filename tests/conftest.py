@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -13,6 +15,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: OpenMP spins, bus
 
 import pytest
 import torch
+
+from tests.helpers.garbage import collect_seldom
 
 GOLDEN = Path(__file__).parent / "golden"
 # By a part of the path, the first that fits: tests that share what takes long to make (compiled code, a pool of ranks)
@@ -35,6 +39,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+    gc.disable()  # until all tests are collected: nearly all that is made before stays
+    # PyTorch writes what it traces for whoever listens, as pytest does to each logger that passes nothing on.
+    logging.getLogger("torch.__trace").propagate = True
     with suppress(ImportError):  # what needs a GPU does without
         steady_examples()
 
@@ -47,6 +54,11 @@ def steady_examples() -> None:
     busy = [HealthCheck.too_slow]
     settings.register_profile("steady", derandomize=True, database=None, deadline=None, suppress_health_check=busy)
     settings.load_profile("steady")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    collect_seldom()
+    gc.enable()
 
 
 @pytest.fixture

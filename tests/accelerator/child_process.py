@@ -15,6 +15,8 @@ from functools import cache, wraps
 from multiprocessing import get_context
 from typing import Any
 
+from tests.helpers.garbage import collect_seldom
+
 from .simulated_device import load
 
 PATIENCE = 550  # seconds that one test may take, the first with the compiler
@@ -23,7 +25,7 @@ PATIENCE = 550  # seconds that one test may take, the first with the compiler
 @cache
 def child() -> ProcessPoolExecutor:
     """The process; all tests of this one share it."""
-    return ProcessPoolExecutor(1, get_context("spawn"))
+    return ProcessPoolExecutor(1, get_context("spawn"), collect_seldom)
 
 
 def on_device(test: Callable[..., None]) -> Callable[..., None]:

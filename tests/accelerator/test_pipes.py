@@ -35,7 +35,11 @@ CALLS = [(QUICK, *placed) for placed in PLACED]
 CALLS += [(name, *PLACED[i % len(PLACED)]) for i, name in enumerate(OTHERS)]
 UNDER_ALL = [QUICK, "lstm", "complex", *(name for name in OTHERS[::2] if name not in ("lstm", "complex"))]
 STEPS = [(QUICK, places) for places in PLACES]
-STEPS += [(name, tuple(PLACES)[i % len(PLACES)]) for i, name in enumerate(OTHERS)]
+STEPS += [
+    (name, tuple(PLACES)[i % len(PLACES)])
+    for i, name in enumerate(OTHERS)
+    if name not in UNDER_ALL or name == "complex"
+]
 
 
 def quick(one: tuple[str, ...]) -> bool:

@@ -22,6 +22,7 @@ from benchmarks.first_call import GPT2, WORDS, loss
 from fxpipe.capture.capture_call import CallCapture
 from fxpipe.capture.tracing.patches.training_flags import KNOWN
 from fxpipe.pipe.build import build_cache
+from tests.helpers.marks import mostly_slow
 from tests.helpers.models import MODELS
 from tests.helpers.transparency import assert_same, build, finish, inputs, plain
 
@@ -280,7 +281,7 @@ def test_a_capture_for_each_mode(kind: type[nn.Module], order: str) -> None:
     pipe.close()
 
 
-@pytest.mark.parametrize("kind", [None, *SPECIFIC])
+@pytest.mark.parametrize("kind", mostly_slow([None, *SPECIFIC], lambda kind: kind in (None, Branches, Norms)))
 def test_training_draws_as_before(kind: type[nn.Module] | None) -> None:
     """What a pipe computes in training is the same whether or not it has run in evaluation."""
     found = []

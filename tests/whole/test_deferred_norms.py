@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.errors import PlanError
+from tests.helpers.marks import mostly_slow
 
 
 def kept_whole(x: Tensor) -> None:
@@ -121,6 +122,8 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "instances": lambda: Images(nn.InstanceNorm1d(2, track_running_stats=True)),
     "instances, kept whole": lambda: Whole(Images(nn.InstanceNorm1d(2, track_running_stats=True, affine=True))),
 }
+WAYS = [(kind, way) for kind in KINDS for way in ("call", "step")]
+IN_TURN = (*WAYS[::4], *WAYS[3::4])  # each kind in one way
 
 
 def batch(turn: int = 0) -> Tensor:
@@ -149,8 +152,7 @@ def run(pipe: Any, x: Tensor, way: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*is kept whole")
-@pytest.mark.parametrize("way", ["call", "step"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "way"), mostly_slow(WAYS, IN_TURN.__contains__))
 def test_running_statistics_are_those_of_the_whole_batch(kind: str, way: str) -> None:
     """Also of the second batch, whose statistics begin with those of the first, and where forward runs twice."""
     model, plain = made(kind), made(kind)

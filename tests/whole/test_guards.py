@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.capture import capture_call
+from tests.helpers.marks import mostly_slow
 from tests.helpers.transparency import Result, assert_same
 
 DOUBLE = torch.float64
@@ -404,16 +405,11 @@ def check(name: str, captures: list[Any], step: Callable[[Any, nn.Module, Call],
     assert len(captures) == first, "a call that was made before is of no new kind"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly_slow(CASES, [*CASES][::2].__contains__))
 def test_a_call(name: str, captures: list[Any]) -> None:
     check(name, captures, by_calls)
 
 
-STEPS = [
-    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES if name not in CALLS_ONLY
-]
-
-
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", mostly_slow([name for name in CASES if name not in CALLS_ONLY], QUICK.__contains__))
 def test_a_step(name: str, captures: list[Any]) -> None:
     check(name, captures, by_steps)

@@ -77,7 +77,7 @@ def test_a_replicated_step_is_the_models(index: int, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("index", "name"), list(enumerate(ALONE)), ids=ALONE)
 def test_replicas_of_every_model(index: int, name: str) -> None:
-    assert check(name, configurations(index, 10), CHECKPOINTS)
+    assert check(name, configurations(index), CHECKPOINTS)
 
 
 class Decides(nn.Module):

@@ -73,7 +73,7 @@ def noted(method: Callable[..., Any], kind: str, note: Callable[[Step, Action], 
     return run
 
 
-@pytest.mark.parametrize(("schedule", "checkpoint"), mostly_slow(GRID, GRID[::3].__contains__), ids=str)
+@pytest.mark.parametrize(("schedule", "checkpoint"), mostly_slow(GRID, GRID[::5].__contains__), ids=str)
 def test_buffers_are_written_once_per_micro_batch(make: Make, schedule: str, checkpoint: Any) -> None:
     pipe = make(schedule, checkpoint=checkpoint)
     plain = copy.deepcopy(pipe.model)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.schedules.make_schedule import SCHEDULES
+from tests.helpers.marks import mostly_slow
 
 STEPS = tuple(name for name in SCHEDULES if name != "forward-only")
 CHECKPOINTS = ("never", "except_last", "always")
@@ -66,10 +67,11 @@ def reference(which: int) -> dict[str, Tensor | None]:
     return found
 
 
+WAYS = list(zip(STEPS, cycle(CHECKPOINTS)))
 WHOLE: dict[str, Any] = {"batch_dim": {"scale": None, "offset": None}, "devices": 3, "chunks": 2}
 
 
-@pytest.mark.parametrize(("schedule", "checkpoint"), list(zip(STEPS, cycle(CHECKPOINTS))))
+@pytest.mark.parametrize(("schedule", "checkpoint"), mostly_slow(WAYS, WAYS[::2].__contains__))
 def test_a_step(schedule: str, checkpoint: str) -> None:
     model, inputs = made()
     with closing(fxpipe.compile(model, schedule=schedule, checkpoint=checkpoint, **WHOLE)) as pipe:

@@ -29,7 +29,7 @@ from tests.whole.test_steps import graph_of
 
 WHOLE = (WholeTracing,)
 COMPOSED = (ComposedTracing,)
-QUICK = ("dropout", "in place", "views", "lstm by hand", "mixed precision", "resnet", "experts", "counter")
+QUICK = ("dropout", "in place", "views", "mixed precision", "counter")
 
 
 def lowered(monkeypatch: pytest.MonkeyPatch, tracings: tuple[type, ...], graph: Graph, plan: Plan) -> list[Any]:

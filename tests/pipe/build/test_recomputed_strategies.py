@@ -60,7 +60,7 @@ def check(name: str, number: int) -> None:
     pipe.close()
 
 
-@pytest.mark.parametrize("number", mostly_slow(range(40), lambda number: number < 2))
+@pytest.mark.parametrize("number", mostly_slow(range(24), lambda number: number < 2))
 @pytest.mark.parametrize("name", MODELS)
 def test_random_strategies_are_exact(name: str, number: int) -> None:
     check(name, number)

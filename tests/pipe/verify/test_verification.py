@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import FxpipeError
-from tests.helpers.marks import since_torch
+from tests.helpers.marks import mostly_slow, since_torch
 from tests.whole.test_deferred_norms import Whole
 
 WIDTH = 6
@@ -107,7 +107,7 @@ def square(out: Tensor) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:.*is kept whole", "ignore::fxpipe.MixedSamplesWarning")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", mostly_slow([torch.float32, torch.float64], lambda dtype: dtype == torch.float32))
 @pytest.mark.parametrize("name", MODELS)
 def test_all_is_well(compile: Any, name: str, dtype: torch.dtype) -> None:
     options = {"reduce": {"loss": "mean"}} if name == "mixes" else {}

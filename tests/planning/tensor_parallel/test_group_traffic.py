@@ -22,6 +22,7 @@ from fxpipe.planning.stages.plan_stages import inner_cuts
 from fxpipe.planning.tensor_parallel.cut_frontier import Counted, cut_space, frontier
 from fxpipe.planning.tensor_parallel.group_costs import Group
 from fxpipe.planning.tensor_parallel.group_traffic import group_traffic
+from tests.helpers.marks import mostly_slow
 from tests.helpers.models import Block
 from tests.helpers.planning_graphs import graph
 from tests.planning.tensor_parallel.test_group_costs import Pair
@@ -61,11 +62,13 @@ def moved(made: Graph, sizes: Mapping[str, int], cut: int, degree: int, own: Map
     return max(taken)
 
 
-@pytest.mark.parametrize(  # each pair of settings occurs
-    ("name", "per_byte", "degree"),
-    [("pairs", 1e-13, 2), ("blocks", 1e-13, 4), ("pairs", 1e-11, 4), ("blocks", 1e-11, 2), ("pairs", 1e-10, 2),
-     ("blocks", 1e-10, 4)],
-)  # fmt: skip
+PAIRS = [
+    ("pairs", 1e-13, 2), ("blocks", 1e-13, 4), ("pairs", 1e-11, 4), ("blocks", 1e-11, 2), ("pairs", 1e-10, 2),
+    ("blocks", 1e-10, 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "per_byte", "degree"), mostly_slow(PAIRS, PAIRS[1:4].__contains__))
 def test_it_is_what_moves(name: str, per_byte: float, degree: int) -> None:
     """At each cut of the model, for each cut of ops. Within attention, where heads are reshaped, more moves."""
     make = {"pairs": Pair, "blocks": lambda width: Block(width, 8)}[name]

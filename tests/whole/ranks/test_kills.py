@@ -147,14 +147,14 @@ def random_faults(count: int) -> Iterator[Fault]:
 
 
 @pytest.mark.slow
-def test_thirty_at_random_moments(tmp_path: Path) -> None:
+def test_twenty_at_random_moments(tmp_path: Path) -> None:
     """One store for all of them, as torchrun's agent keeps it."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     folder, whole = tmp_path / "struck", tmp_path / "whole"
     folder.mkdir()
     whole.mkdir()
     usual, reached, located = 1.0, 0, 0
-    for fault in random_faults(30):
+    for fault in random_faults(20):
         with started(store.port, folder, fault.timeout, fault.far) as ranks:
             seconds = strike(ranks, fault, usual)
             for rank in range(SIZE):
@@ -172,6 +172,6 @@ def test_thirty_at_random_moments(tmp_path: Path) -> None:
     assert located  # those who were in an action, or waited for what was to come
     found = undisturbed(store.port, folder, reached + 4)
     wanted = undisturbed(store.port, whole, max(map(int, found)) + 1)
-    assert len(losses(folder)) > len(found) > 30  # some were computed more than once
+    assert len(losses(folder)) > len(found) > 20  # some were computed more than once
     assert all(wanted[step] == loss for step, loss in losses(folder))
     assert found.keys() == {str(step) for step in range(len(found))}

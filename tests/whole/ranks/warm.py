@@ -3,8 +3,10 @@
 from torch import nn, ones
 
 from fxpipe.capture import capture
+from tests.helpers.garbage import collect_seldom
 from tests.whole.ranks import cases
 
 __all__ = ["cases"]
 
 capture(nn.Linear(2, 2), (ones(2, 2),))
+collect_seldom()
