@@ -17,7 +17,7 @@ import torch
 from fxpipe.ir.graph.graph import Op, Origin, Ref, map_refs
 from fxpipe.ir.graph.value_types import Dim, TensorType
 from fxpipe.passes.backward.fake_tensors import empty
-from fxpipe.passes.backward.op_traces import OpTrace, OpTraces, Recording
+from fxpipe.passes.backward.op_traces import OpTrace, Recording
 from fxpipe.passes.backward.record_ops import marked_draws
 from fxpipe.passes.backward.tensor_forms import Form, Gradients, Inseparable, Place, Value, map_values
 from fxpipe.passes.backward.traces import Piece, Shapes, Task, Trace, roots
@@ -47,8 +47,7 @@ class ComposedTracing:
     def __init__(self, task: Task) -> None:
         if any(isinstance(op.target, torch._ops.HigherOrderOperator) for op in task.stage.ops):
             raise Inseparable
-        self.task, self.recorder = task, task.recorder
-        self.traces = OpTraces(task.sizes, task.device, task.around, task.recorder.numbers)
+        self.task, self.recorder, self.traces = task, task.recorder, task.traces
         self.values: dict[str, Any] = {}
         self.runs: list[_Run] = []
         self.writes = Counter[str]()  # by the memory that is written
@@ -92,7 +91,7 @@ class ComposedTracing:
         value = map_values(trace.value, Place, lambda at: (reads if at.read else gives)[at.number])
         self.values[op.name] = value
         if isinstance(value, torch.SymFloat):
-            self.recorder.numbers.setdefault(value.node.expr, op.name)
+            self.task.sizes.numbers.setdefault(value.node.expr, op.name)
         if op.draw is not None:
             ops = marked_draws(ops, {names[name] for name in trace.forward.drew}, op.draw)
         results = {place: names[name] for place, name in trace.results.items()}

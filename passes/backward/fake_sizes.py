@@ -17,6 +17,7 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from fxpipe.ir.graph.value_types import Dim, TensorType, dim_size, holds
@@ -34,6 +35,9 @@ class Sizes:
     - `symbolic`: whether the sizes are symbols; else they are plain numbers from the beginning.
     - `small`: whether the primes are small; sizes that become plain numbers are not recognised then.
     - `conditions`: those of the graph, which the primes meet if any do.
+
+    `fake` is the mode in which tensors have these sizes. `numbers` has the names of numbers that the stage computes
+    from sizes, such as `b / 8`, by their expressions.
     """
 
     def __init__(
@@ -47,7 +51,12 @@ class Sizes:
     ) -> None:
         self.symbolic, self.known = symbolic, conditions
         self._named: dict[sympy.Symbol, sympy.Symbol] = {}
+        self._texts: dict[sympy.Expr, str] = {}  # what has been asked, since sympy is slow
+        self._held: dict[sympy.Expr, bool] = {}
         self.env = ShapeEnv(specialize_zero_one=False, duck_shape=False)
+        self.fake = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
+        self.fake.cache_enabled = not symbolic  # to make an entry costs more than it saves where shapes are symbols
+        self.numbers: dict[Any, str] = {}
         primes = SMALL if small else (*PRIMES, *SMALLER)
         free = [prime for prime in primes if not any(number and number % prime == 0 for number in numbers)]
         wanted = list(names)
@@ -100,7 +109,9 @@ class Sizes:
         if isinstance(value, torch.SymInt):
             expression = value.node.expr
             if not expression.is_number:
-                return str(expression.xreplace(self._named))
+                if expression not in self._texts:
+                    self._texts[expression] = str(expression.xreplace(self._named))
+                return self._texts[expression]
             value = int(expression)
         return self._recognised(int(value))
 
@@ -112,6 +123,19 @@ class Sizes:
         return number if found == 1 else str(number * found)
 
     @property
+    def key(self) -> Any:
+        """Equal for sizes that are chosen alike."""
+        return self.symbolic, *self.primes.items(), *self.equal.items()
+
+    @property
+    def untouched(self) -> bool:
+        """Whether another stage may be traced with these sizes: torch has found out nothing about them that does not
+        hold for all."""
+        return not (self.numbers or self.env.replacements or self.conditions()) and (
+            self.env.var_to_range.keys() <= self._named.keys()
+        )
+
+    @property
     def specialised(self) -> bool:
         """Whether a size is a number, or torch has turned it into one."""
         return not self.symbolic or bool(self.env.replacements)
@@ -121,15 +145,21 @@ class Sizes:
         out: torch asks for them because of strides and broadcasting, which change no value here."""
         found = []
         for guard in self.env.guards:
-            symbols = sorted(guard.expr.free_symbols, key=str)
-            names = [str(self._named[symbol]) for symbol in symbols]
-            tried = (dict(zip(names, sizes, strict=True)) for sizes in product(TRIED, repeat=len(names)))
-            valid = (zip(symbols, sizes.values(), strict=True) for sizes in tried if self._meets(sizes))
-            if not all(guard.expr.subs(dict(pairs)) == sympy.true for pairs in valid):
+            if not self._always(guard.expr):
                 equal = isinstance(guard.expr, sympy.Eq) and guard.expr.atoms(sympy.Integer) & {*self.primes.values()}
                 if not equal:  # where the size has become a number, see `specialised`
                     found.append(str(guard.expr.xreplace(self._named)))
         return found
+
+    def _always(self, condition: Any) -> bool:
+        """Whether a condition holds for all sizes, as far as one can try."""
+        if condition not in self._held:
+            symbols = sorted(condition.free_symbols, key=str)
+            names = [str(self._named[symbol]) for symbol in symbols]
+            tried = (dict(zip(names, sizes, strict=True)) for sizes in product(TRIED, repeat=len(names)))
+            valid = (zip(symbols, map(sympy.Integer, one.values()), strict=True) for one in tried if self._meets(one))
+            self._held[condition] = all(condition.xreplace(dict(pairs)) == sympy.true for pairs in valid)
+        return self._held[condition]
 
 
 def size_tree(text: str) -> ast.expr:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxpipe.ir.graph.dtypes import DTYPES
 from fxpipe.ir.graph.evaluate_graph import within
@@ -30,7 +29,7 @@ def on_fake_tensors(sizes: Sizes) -> Iterator[None]:
             if torch.is_autocast_enabled(kind):
                 contexts.enter_context(torch.autocast(kind, enabled=False))
         contexts.enter_context(torch.autograd.set_multithreading_enabled(False))
-        contexts.enter_context(FakeTensorMode(shape_env=sizes.env, allow_non_fake_inputs=True))
+        contexts.enter_context(sizes.fake)
         yield
 
 

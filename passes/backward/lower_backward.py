@@ -41,10 +41,11 @@ def lower_backward(program: Program, context: PassContext) -> Program:
     """The program with the backward of each stage as ops, if code is to compute gradients."""
     if context.backward != "code" or program.graph.loss is None:
         return program
-    from fxpipe.passes.backward.trace_stage import layouts, trace  # late: torch's symbolic sizes take a second
+    from fxpipe.passes.backward.op_traces import KnownTraces  # late: torch's symbolic sizes take a second
+    from fxpipe.passes.backward.trace_stage import layouts, trace
 
-    around = _autocasts()
-    orders = layouts(program, around)
+    known = KnownTraces(_autocasts())
+    orders = layouts(program, known)
     made = list(program.stages)
     types = dict(program.types)
     for stage in reversed(program.stages):
@@ -52,7 +53,7 @@ def lower_backward(program: Program, context: PassContext) -> Program:
         if not arriving:
             continue
         try:
-            traced = trace(replace(program, types=types), stage, arriving, around, orders)
+            traced = trace(replace(program, types=types), stage, arriving, orders, known)
             lowered, more = _selective(program, stage, traced, types, context.sizes)
             made[stage.index] = _with_orders(lowered, orders)
             types |= more

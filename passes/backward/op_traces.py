@@ -62,10 +62,10 @@ class OpBackward:
 
 
 class OpTraces:
-    """The traces of a stage's ops, by what they depend on. `numbers`: as of `Recorder`."""
+    """The traces of ops, by what they depend on."""
 
-    def __init__(self, sizes: Sizes, device: torch.device, around: tuple[Region, ...], numbers: dict[Any, str]) -> None:
-        self.sizes, self.device, self.around, self.numbers = sizes, device, around, numbers
+    def __init__(self, sizes: Sizes, device: torch.device, around: tuple[Region, ...]) -> None:
+        self.sizes, self.device, self.around = sizes, device, around
         self.forms: dict[Any, Form] = {}
         self.traces: dict[Any, OpTrace] = {}
 
@@ -145,9 +145,8 @@ def _history(tensor: Tensor) -> tuple[Any, ...]:
 class _OpRecorder(Recorder):  # type: ignore[no-untyped-call]
     """Records one op. `made`: as of `Recording`."""
 
-    def __init__(self, sizes: Sizes, numbers: dict[Any, str]) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes, ())
-        self.numbers = numbers
         self.made: list[tuple[str, str, str | None]] = []
 
     def fresh(self, wish: str) -> str:
@@ -165,6 +164,24 @@ class _OpRecorder(Recorder):  # type: ignore[no-untyped-call]
         types = {name: kind for name, kind in self.types.items() if name in names}
         memory = {name: owner for name, owner in self.memory.items() if name in names}
         return Recording(tuple(self.ops), made, types, memory, frozenset(self.drew & names))
+
+
+class KnownTraces:
+    """The traces of ops that the stages of a program share, by their sizes and device, within the regions `around` all
+    ops: autocast where the step is called. What torch finds out about sizes in one stage, and what does not hold for
+    all, is not known in another."""
+
+    def __init__(self, around: tuple[Region, ...]) -> None:
+        self.around = around
+        self.traces: dict[Any, OpTraces] = {}
+
+    def taken(self, sizes: Sizes, device: torch.device) -> OpTraces:
+        """Those for such sizes, if any: only `keep` makes them known again."""
+        return self.traces.pop((sizes.key, device), None) or OpTraces(sizes, device, self.around)
+
+    def keep(self, traces: OpTraces) -> None:
+        if traces.sizes.untouched:
+            self.traces[traces.sizes.key, traces.device] = traces
 
 
 @dataclass(frozen=True)
@@ -191,7 +208,7 @@ class OpTrace:
 
     def __init__(self, traces: OpTraces, op: Op, reads: Mapping[str, Any], forms: tuple[Form, ...]) -> None:
         self.traces, self.op, self.reads, self.forms = traces, op, reads, forms
-        self.recorder = _OpRecorder(traces.sizes, traces.numbers)
+        self.recorder = _OpRecorder(traces.sizes)
         self.stand_ins = [form.made() for form in forms]
         for number, tensor in enumerate(self.stand_ins):
             self.recorder.hold(tensor, f"<{number}")

@@ -56,7 +56,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     - `names`: the name of each tensor, by id; `types`: the type of each name.
     - `origin`: the origin of what is recorded now, or a function that gives it.
     - `drew`: the recorded ops that draw random numbers.
-    - `numbers`: the names of numbers that the stage computes from sizes, such as `b / 8`, by their expressions.
     - `memory`: for each name the first name of its memory, and the bytes of all that memory.
     """
 
@@ -69,7 +68,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.types: dict[str, ValueType] = {}
         self.origin: Callable[[], Origin] = lambda: NOWHERE
         self.drew: set[str] = set()
-        self.numbers: dict[Any, str] = {}
         self.memory: dict[str, tuple[str, Dim]] = {}
         self._owners: dict[int, str] = {}
         self._alive: list[Any] = []
@@ -98,13 +96,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "prim":  # the device of a tensor, which torch asks for often
+            return func(*args, **kwargs)
         if func is aten.unbind.int:
             self._check_count(*args)
         # As Dynamo does, since some kernels of torch know symbols only in Python.
         with enable_python_dispatcher() if self.sizes.symbolic else nullcontext():
             result = func(*args, **kwargs)
-        if func.namespace != "prim":
-            self._record(func, args, kwargs, result)
+        self._record(func, args, kwargs, result)
         return result
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
@@ -160,8 +159,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return Ref(self._name(leaf, func))
         if isinstance(leaf, torch.SymInt) or type(leaf) is int:
             return self.size(self.sizes.text(leaf))
-        if isinstance(leaf, torch.SymFloat) and leaf.node.expr in self.numbers:
-            return Ref(self.numbers[leaf.node.expr])
+        if isinstance(leaf, torch.SymFloat) and leaf.node.expr in self.sizes.numbers:
+            return Ref(self.sizes.numbers[leaf.node.expr])
         if isinstance(leaf, (torch.SymFloat, torch.SymBool)):
             raise Refused(f"{func} computes with a number that depends on sizes")
         return leaf

@@ -1,6 +1,6 @@
 """Traces a stage forward and backward: its ops run on fake tensors, under autograd, and what torch runs below autograd
-is recorded. Ops that are alike run once (`compose_trace.py`); where that may not tell all, the stage runs whole
-(`trace_whole.py`).
+is recorded. Ops that are alike run once for all stages (`compose_trace.py`); where that may not tell all, the stage
+runs whole (`trace_whole.py`).
 
     y = linear(x, weight)       forward    t = weight.t(); y = addmm(bias, x, t)
                                 backward   dx = mm(dy, t.t()); dweight = mm(dy.t(), x); dbias = dy.sum([0])
@@ -22,7 +22,7 @@ from contextlib import contextmanager
 
 import torch
 
-from fxpipe.ir.graph.graph import Region, called
+from fxpipe.ir.graph.graph import called
 from fxpipe.ir.graph.legal_cuts import ENTER_VMAP
 from fxpipe.ir.graph.opaque_call import Opaque
 from fxpipe.ir.graph.shared_memory_values import known
@@ -30,6 +30,8 @@ from fxpipe.ir.graph.value_types import ScalarType, TensorType
 from fxpipe.ir.program.program import Program, RuntimeCall, Stage
 from fxpipe.passes.backward.compose_trace import ComposedTracing
 from fxpipe.passes.backward.fake_sizes import Sizes, numbers_in
+from fxpipe.passes.backward.fake_tensors import device_of
+from fxpipe.passes.backward.op_traces import KnownTraces
 from fxpipe.passes.backward.record_ops import Recorder
 from fxpipe.passes.backward.refused import Refused
 from fxpipe.passes.backward.trace_whole import WholeTracing
@@ -40,31 +42,29 @@ AS_STRIDED = {"as_strided", "as_strided_scatter", "as_strided_"}
 TRACINGS: tuple[Callable[[Task], Tracing], ...] = (ComposedTracing, WholeTracing)
 
 
-def trace(
-    program: Program, stage: Stage, arriving: Sequence[str], around: tuple[Region, ...], orders: Orders | None = None
-) -> Trace:
-    """The stage's forward and backward. `arriving`: the results for which a gradient arrives. `around`: autocast where
-    the step is called, which is around all ops. `orders`: as of `layouts`. Raises Refused, with the reason."""
+def trace(program: Program, stage: Stage, arriving: Sequence[str], orders: Orders, known: KnownTraces) -> Trace:
+    """The stage's forward and backward. `arriving`: the results for which a gradient arrives. `orders`: as of
+    `layouts`. Raises Refused, with the reason."""
     reason = untraceable(program, stage)
     if reason:
         raise Refused(reason, by_ops=True)
     try:
-        found, sizes = _traced(program, stage, arriving, around, orders or {})
+        found, sizes = _traced(program, stage, arriving, orders, known)
     except Untraceable as error:  # some functions know no symbols
         if not program.graph.sizes:
             raise Refused(str(error)) from error
         try:
-            found, sizes = _traced(program, stage, arriving, around, orders or {}, symbolic=False)
+            found, sizes = _traced(program, stage, arriving, orders, known, symbolic=False)
         except Untraceable:
             raise Refused(str(error)) from error
     if sizes.specialised:  # some ops may hold for this size only
-        again, _ = _traced(program, stage, arriving, around, orders or {}, 1, sizes.symbolic)
+        again, _ = _traced(program, stage, arriving, orders, known, 1, sizes.symbolic)
         if again != found:
             raise Refused("its ops are not the same for every size")
     conditions = sizes.conditions()
     if conditions:  # what torch asks may be about strides only
         try:
-            same = _traced(program, stage, arriving, around, orders or {}, small=True)[0] == found
+            same = _traced(program, stage, arriving, orders, known, small=True)[0] == found
         except (Untraceable, Refused):
             same = False
         if not same:
@@ -72,14 +72,14 @@ def trace(
     return found
 
 
-def layouts(program: Program, around: tuple[Region, ...]) -> Orders:
+def layouts(program: Program, known: KnownTraces) -> Orders:
     """For each value that a stage gives, and that is not contiguous, its dimensions from the largest stride to the
     smallest. Values of stages that cannot be traced count as contiguous."""
     orders: Orders = {}
     for stage in program.stages:
         try:
             if not untraceable(program, stage):
-                orders |= _traced(program, stage, (), around, orders, symbolic=False)[0].orders
+                orders |= _traced(program, stage, (), orders, known, symbolic=False)[0].orders
         except (Refused, Untraceable):
             continue
     return orders
@@ -111,8 +111,8 @@ def _traced(
     program: Program,
     stage: Stage,
     arriving: Sequence[str],
-    around: tuple[Region, ...],
     orders: Orders,
+    known: KnownTraces,
     turn: int = 0,
     symbolic: bool = True,
     small: bool = False,
@@ -127,11 +127,14 @@ def _traced(
             sizes = Sizes(named, numbers | numbers_in(shapes), turn, symbolic, small, program.graph.conditions)
         except ValueError as error:
             raise Refused(str(error)) from None
-        recorder = Recorder(sizes, {*program.types, *(f"d{name}" for name in _names(stage))})
-        task = Task(program, stage, sizes, recorder, around, orders)
+        traces = known.taken(sizes, device_of(stage.device))
+        recorder = Recorder(traces.sizes, {*program.types, *(f"d{name}" for name in _names(stage))})
+        task = Task(program, stage, traces, recorder, orders)
         try:
             with _silent(), torch.backends.opt_einsum.flags(enabled=False):  # it chooses by sizes
-                return run_tracing(tracing(task), task, arriving), sizes
+                found = run_tracing(tracing(task), task, arriving)
+            known.keep(traces)
+            return found, traces.sizes
         except Exception as error:  # whatever torch cannot do with fake tensors
             reason = error
     if isinstance(reason, Refused):

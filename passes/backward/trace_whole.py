@@ -68,7 +68,7 @@ class WholeTracing:
             value = run_op(op, self.values, self.task.around, self.task.device)
         self.values[op.name] = value
         if isinstance(value, torch.SymFloat):
-            self.recorder.numbers.setdefault(value.node.expr, op.name)
+            self.task.sizes.numbers.setdefault(value.node.expr, op.name)
         ops = self.recorder.ops
         if op.draw is not None:
             ops = marked_draws(ops, self.recorder.drew, op.draw)

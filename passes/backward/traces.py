@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +13,8 @@ from fxpipe.ir.graph.graph import Op, Region
 from fxpipe.ir.graph.value_types import Dim, TensorType, ValueType
 from fxpipe.ir.program.program import Program, Stage
 from fxpipe.passes.backward.fake_sizes import Sizes
-from fxpipe.passes.backward.fake_tensors import device_of, on_fake_tensors
+from fxpipe.passes.backward.fake_tensors import on_fake_tensors
+from fxpipe.passes.backward.op_traces import OpTraces
 from fxpipe.passes.backward.record_ops import Recorder
 
 Orders = dict[str, tuple[int, ...]]  # of the values that are not contiguous
@@ -25,22 +25,28 @@ Shapes = dict[str, tuple[Iterable[Any], Iterable[Any]]]  # sizes and strides
 class Task:
     """A stage to trace.
 
-    - `sizes`: a number or a symbol for each size.
+    - `traces`: those of its ops; they know the sizes, the device, and the regions that are around all ops.
     - `recorder`: notes what torch runs.
-    - `around`: the regions that are around all ops.
     - `orders`: as of `trace_stage.layouts`.
     """
 
     program: Program
     stage: Stage
-    sizes: Sizes
+    traces: OpTraces
     recorder: Recorder
-    around: tuple[Region, ...]
     orders: Orders
 
-    @cached_property
+    @property
+    def sizes(self) -> Sizes:
+        return self.traces.sizes
+
+    @property
     def device(self) -> torch.device:
-        return device_of(self.stage.device)
+        return self.traces.device
+
+    @property
+    def around(self) -> tuple[Region, ...]:
+        return self.traces.around
 
 
 @dataclass

@@ -73,14 +73,16 @@ class Deep(nn.Module):
         return x
 
 
-def test_deeper_models_need_no_more_traces(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = Counter[str]()
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often ops have been traced, and their backwards."""
+    counts = Counter[str]()
 
     def counting(name: str) -> Any:
         inner = getattr(OpTrace, name)
 
         def call(*args: Any) -> Any:
-            counted[name] += 1
+            counts[name] += 1
             return inner(*args)
 
         return call
@@ -88,6 +90,10 @@ def test_deeper_models_need_no_more_traces(monkeypatch: pytest.MonkeyPatch) -> N
     for name in ("_run", "_backward"):
         monkeypatch.setattr(OpTrace, name, counting(name))
     monkeypatch.setattr(trace_stage, "TRACINGS", COMPOSED)
+    return counts
+
+
+def test_deeper_models_need_no_more_traces(counted: Counter[str]) -> None:
     found = []
     for layers in (3, 6):
         counted.clear()
@@ -95,6 +101,17 @@ def test_deeper_models_need_no_more_traces(monkeypatch: pytest.MonkeyPatch) -> N
         assert program.stages[0].backward is not None, program.stages[0].autograd_because
         found.append(dict(counted))
     assert found[0] == found[1]
+
+
+def test_stages_share_the_traces_of_like_ops(counted: Counter[str]) -> None:
+    model, x = Deep(6), torch.randn(6, 5, 8)
+    ops = len(coded(model, x).graph.ops)
+    one = dict(counted)
+    counted.clear()
+    stages = coded(model, x, cut=ops // 2).stages
+    assert all(stage.backward is not None for stage in stages)
+    new = {name: count - one[name] for name, count in counted.items()}
+    assert all(2 * new[name] < one[name] for name in one)  # only what reads the value that moves between them
 
 
 class Spoiled(nn.Module):
