@@ -58,6 +58,7 @@ class RequestedCall(NamedTuple):
     - `rest`: further arguments of the captured function of a step.
     - `holders`: objects besides the model that a step may change.
     - `want`: what is asked for of a pair of a loss and the model's result.
+    - `mode`: the model's mode, if the graph must be for one mode.
     """
 
     args: tuple[Any, ...]
@@ -66,6 +67,7 @@ class RequestedCall(NamedTuple):
     rest: tuple[Any, ...] = ()
     holders: tuple[Any, ...] = ()
     want: Want = "both"
+    mode: bool | None = None
 
 
 class Call(NamedTuple):

@@ -16,6 +16,7 @@ from fxpipe.capture.tracing.fx_to_graph import Draft
 from fxpipe.capture.twins.attribute_changes import Changes, Snapshot
 from fxpipe.capture.twins.twin import Slot, Twins
 from fxpipe.ir.graph.graph import Graph, Mixed
+from fxpipe.ir.operators.training_mode import mode_input
 
 from .call_arguments import Call, RequestedCall, Want
 from .finish_graph import Finished
@@ -23,38 +24,39 @@ from .finish_graph import Finished
 Run = Callable[[Graph, tuple[Any, ...]], tuple[Any, ...]]
 Sizes = Callable[[int], Sequence[int]]
 Work = Callable[[str], AbstractContextManager[None]]
+Part = tuple[Want, bool | None]  # what is wanted of a call, and the mode that its graph is for; None: any
 
 
 @dataclass(eq=False)
 class Kind:
     """A kind of call: its trace, and, after its dry pass, the graph that runs, for each part of the result that was
-    wanted.
+    wanted, and, where that must be, for each mode.
 
     - `touched`: the attributes that forward sets.
     - `rebound`: the buffers that forward sets.
     - `past`: the user's own modules that the trace reached without the twins, for example by a global variable.
-    - `fits`: the batch sizes that are known to be valid, with what was wanted.
+    - `fits`: the batch sizes that are known to be valid, with the part.
     """
 
     traced: Traced
     drafted: Draft | None = None
     hollows: tuple[Any, ...] = ()
-    finished: dict[Want, Finished] = field(default_factory=dict)
+    finished: dict[Part, Finished] = field(default_factory=dict)
     touched: Changes = field(default_factory=dict)
     rebound: Mapping[int, Slot] = field(default_factory=dict)
     past: tuple[nn.Module, ...] = ()
-    fits: set[tuple[int | None, Want]] = field(default_factory=set)
+    fits: set[tuple[int | None, Part]] = field(default_factory=set)
 
-    def check(self, call: Call, want: Want, sizes: Sizes, told: set[Mixed]) -> None:
+    def check(self, call: Call, part: Part, sizes: Sizes, told: set[Mixed]) -> None:
         """Raise CaptureError if the graph is not valid for the micro-batches of a call; warn of what is not `told`."""
-        if (call.batch, want) in self.fits:
+        if (call.batch, part) in self.fits:
             return
         assert self.drafted is not None
         check_sizes(self.traced, self.drafted, call, sizes)
-        if want in self.finished:
-            check_outputs(self.finished[want].graph, call.batch, sizes)
-            tell(self.finished[want].graph, call.batch, sizes, told)
-            self.fits.add((call.batch, want))
+        if part in self.finished:
+            check_outputs(self.finished[part].graph, call.batch, sizes)
+            tell(self.finished[part].graph, call.batch, sizes, told)
+            self.fits.add((call.batch, part))
 
 
 @dataclass
@@ -89,6 +91,13 @@ class Now:
     def is_whole(self) -> bool:
         """Whether the trace has the model's result, though only the loss is wanted."""
         return self.request.want == "loss" and bool(self.request.rest[-1])
+
+    @property
+    def part(self) -> Part:
+        """The part that is wanted. A graph that does not depend on the mode is for any."""
+        drafted = self.kind.drafted if self.kind is not None else None
+        one = drafted is not None and mode_input(drafted.graph) is not None
+        return self.request.want, self.request.mode if one else None
 
     def parts(self, result: Any) -> tuple[Any, Any]:
         """The part of the returned object that is wanted, and the other one."""

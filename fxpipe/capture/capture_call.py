@@ -56,6 +56,7 @@ from fxpipe.capture.twins.equal_modules import EqualModules
 from fxpipe.capture.twins.twin import Twins
 from fxpipe.errors import CaptureError, FxpipeError, PlanError
 from fxpipe.ir.graph.graph import Graph, Mixed
+from fxpipe.ir.operators.training_mode import in_mode
 
 from .call_arguments import Arguments, BatchDim, RequestedCall, Want
 from .call_kinds import Kind, Now, Run, Sizes, Work
@@ -187,9 +188,9 @@ class CallCapture:
     def graph(self, request: RequestedCall) -> Graph:
         """The graph of this kind of call of the captured function."""
         with self._lock:
-            self.kind = self._captured(request, None)[0].kind
-            assert self.kind is not None
-            return self.kind.finished[request.want].graph
+            now, result = self._captured(request, None)
+            self.kind = now.kind
+            return self._finish(now, result, request).graph
 
     def _captured(self, request: RequestedCall, run: Run | None) -> tuple[Now, Any]:
         """One call of the route. Raises the model's own exception for such a call, if it raises one, else
@@ -261,9 +262,9 @@ class CallCapture:
         kind = now.kind
         assert kind is not None
         assert kind.drafted is not None
-        want = now.request.want
-        if want not in kind.finished:
-            kind.check(now.call, want, self.sizes, self._told)
+        want, part = now.request.want, now.part
+        if part not in kind.finished:
+            kind.check(now.call, part, self.sizes, self._told)
             drafted = kind.drafted
             if drafted.baked is not None and now.call.rows is not None:
                 rows = now.call.rows, now.call.rows + 1
@@ -274,14 +275,14 @@ class CallCapture:
                 drafted = merge(drafted, other.kind.drafted, rows, results)
             touched = tuple(one.value for one in kind.touched.values())
             wanted, spare = now.parts(result)
-            part: Want = want if want == "outputs" or now.is_whole else "both"
-            seen = Seen(wanted, kind.rebound, touched, self.twins.slots, spare, part)
+            alone: Want = want if want == "outputs" or now.is_whole else "both"
+            seen = Seen(wanted, kind.rebound, touched, self.twins.slots, spare, alone)
             finished = finish(drafted, kind.hollows, now.call, seen, self.reduce, self.loss)
             held = replace(finished.graph, conditions=conditions(kind.traced, kind.drafted, now.call))
             held = model_alone(held, kind.drafted, now.call) if want == "outputs" else held
-            kind.finished[want] = replace(finished, graph=held)
-            kind.check(now.call, want, self.sizes, self._told)
-        return kind.finished[want]
+            kind.finished[part] = replace(finished, graph=in_mode(held, part[1], drafted.graph.ops))
+            kind.check(now.call, part, self.sizes, self._told)
+        return kind.finished[part]
 
     def _pass(
         self, request: RequestedCall, run: Run | None, rows: int | None = None, known: bool = False
@@ -366,12 +367,11 @@ class CallCapture:
             assert now is not None
             now.kind = kind
             flat = given(flat)
-            want = now.request.want
-            if want not in kind.finished or now.run is None:
+            if (part := now.part) not in kind.finished or now.run is None:
                 return self._dry(kind, now, flat)
             assert kind.drafted is not None
-            kind.check(now.call, want, self.sizes, self._told)
-            kind.finished[want] = finished = kind.finished[want].renewed(flat)
+            kind.check(now.call, part, self.sizes, self._told)
+            kind.finished[part] = finished = kind.finished[part].renewed(flat)
             now.running = True
             fed = feed(finished.graph, kind.drafted, now.call, flat, self.flags.mode)
             with self.grad_mode.of_call():

@@ -79,7 +79,7 @@ class LastStep:
 
 def graph_of(kind: Kind) -> Graph:
     """The graph of a kind of step, with its loss."""
-    return next(done.graph for want, done in kind.finished.items() if want != "outputs")
+    return next(done.graph for (want, _), done in kind.finished.items() if want != "outputs")
 
 
 def sizes_of(graph: Graph, call: Call) -> dict[str, int]:
@@ -95,7 +95,8 @@ class StepCapture:
 
     `graph.loss` names the loss among `graph.outputs`. `run` gets the real values of those `graph.inputs` that have a
     path, and returns the values of `graph.outputs` for the whole batch. The loss function's own tensors are states too:
-    `tensors` has them by path, and `version` changes when they are replaced.
+    `tensors` has them by path, and `version` changes when they are replaced. With `one_mode`, `graph` is for the mode
+    of the model, though one trace may serve both.
     """
 
     def __init__(
@@ -110,8 +111,9 @@ class StepCapture:
         dynamic: bool = False,
         both_modes: bool = False,
         whole: bool = False,
+        one_mode: bool = False,
     ) -> None:
-        self.model = model
+        self.model, self.one_mode = model, one_mode
         self.whole = whole and KNOWN
         self._last: LastStep | None = None
         self._target: tuple[Any, tuple[Any, ...]] = None, ()  # that of the last call, with the form of this
@@ -243,7 +245,8 @@ class StepCapture:
         self.loss_fn = loss_fn
         self.call_capture.twins.watch({"": self.model, **modules_in(loss_fn, self.prefix)})
         own = loss_fn.loss_fn if isinstance(loss_fn, KeptLoss) else loss_fn
-        return RequestedCall(args, kwargs, targets, (loss_fn, True), objects_in(own), want)
+        mode = bool(self.model.training) if self.one_mode else None
+        return RequestedCall(args, kwargs, targets, (loss_fn, True), objects_in(own), want, mode)
 
     def _seen(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> LastStep:
         """What a call must know of a step that has just run."""

@@ -523,5 +523,5 @@ def test_options(name: str) -> None:
     pipe(X)
     pipe.eval()
     torch.testing.assert_close(pipe(X), copy.deepcopy(model)(X))
-    assert ("train or eval" in str(pipe.build.graph)) == (name == "compiled")
+    assert ("train or eval" in str(pipe.build.graph)) == (name in ("code", "compiled"))
     pipe.close()

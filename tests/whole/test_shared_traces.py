@@ -557,7 +557,6 @@ def test_a_loss_that_writes_into_the_output(view: bool, pipes: Pipes) -> None:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "code": {"backward": "code"},
     "transforms": {"transforms": [lambda graph: graph]},
     "passes": {"passes": [lambda program, context: program]},
 }

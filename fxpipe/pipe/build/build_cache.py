@@ -75,13 +75,14 @@ class BuildCache:
         reduce = options.reduce or ("mean" if whole else None)  # with one micro-batch, any reduction is right
         work = partial(begin, model, leads)
         how: dict[str, Any] = {"reduce": reduce, "sizes": sizes, "work": work, "transforms": options.transforms}
-        by_autograd = options.place is None and options.backward == "autograd"
+        code = options.backward == "code"
         # A strategy is for operators of these sizes, and ranks do not agree on whether backward as code needs numbers.
-        how["dynamic"] = options.dynamic and (by_autograd or (options.place is None and not options.ranks))
+        how["dynamic"] = options.dynamic and options.place is None and not (code and options.ranks)
         # The user's own rewriting may take an op's arguments for plain values, and ranks agree on the mode.
-        how["both_modes"] = by_autograd and not (options.ranks or options.transforms or options.passes)
+        own = options.ranks or options.transforms or options.passes
+        how["both_modes"] = options.place is None and not own
         self.call_capture = CallCapture(model, options.batch_dim, **how)
-        self.step_capture = StepCapture(model, options.batch_dim, **how, whole=how["both_modes"])
+        self.step_capture = StepCapture(model, options.batch_dim, **how, whole=how["both_modes"], one_mode=code)
         # The first build spreads the tensors over the devices of the stages, whichever of the two has captured it.
         self.step_capture.call_capture.twins.first_devices = self.call_capture.twins.first_devices
         self.builds: dict[tuple[Any, ...], Build] = {}

@@ -170,7 +170,10 @@ def _replace(node: fx.Node, value: Any) -> None:
 
 
 def _only_chooses(node: fx.Node) -> bool:
-    """Whether a node is only an argument that says whether, or how much, is dropped."""
+    """Whether a node is only an argument that says whether, or how much, is dropped. What draws in evaluation only is
+    not: a trace, which is as in training, would not show that it is random."""
+    if node.target is either and not node.args[1] and node.args[2]:
+        return False
     names = ("training",) if node.target is training_flag else ("p", "dropout_p")
     for user in node.users:
         if user.target is either:
