@@ -1,24 +1,33 @@
-"""What a pipeline costs on one GPU: four stages of it beside the plain loop over the same micro-batches.
+"""What a pipeline costs on one GPU: training steps of four stages beside the plain loop over the same micro-batches.
 
     python -m benchmarks.one_gpu
 
-Stages on one GPU cannot overlap, so the best that a pipeline can do is the loop's time. What it takes beyond that is
-the host's work, where the GPU waits for it, and with recomputation a second forward. Memory is what a step takes at its
-highest point, beyond parameters and gradients. The loop has one backward for all micro-batches, as the pipeline has.
+Stages on one GPU cannot overlap, so where the GPU is busy all the time, the best that a pipeline can do is the loop's
+time, and with recomputation a second forward. Where the GPU waits for the host, a pipeline can be faster: stages run on
+threads of their own, and backward as code or graphs of the device are less work for the host than autograd. Memory is
+what a step takes at its highest point, with its gradients. "gradients" is how far these are from the loop's, as a part
+of them. torchgpipe is beside it where it is installed and the model is a plain sequence of layers.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from functools import partial
 from statistics import median
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor, nn
 
 import fxpipe
-from benchmarks.models import UNet
+from benchmarks.models import Llama, UNet
+from benchmarks.models.llama import LlamaSize
 from benchmarks.timing import in_turn, median_difference
 from fxpipe.ir.units import show_bytes
 
@@ -26,8 +35,16 @@ GPU = "cuda:0"
 STAGES = 4
 CHUNKS = 8
 PLAIN = "plain loop"
-MODES = ("never", "except_last", "always")
-Step = Callable[[], object]
+OPTIONS = {
+    "never": {"checkpoint": "never"},
+    "except_last": {"checkpoint": "except_last"},
+    "always": {"checkpoint": "always"},
+    "never, code": {"checkpoint": "never", "backward": "code"},
+    "selective, code": {"checkpoint": "selective", "backward": "code"},
+    "never, graphs": {"checkpoint": "never", "compile_stages": "device_graphs"},
+}
+SMALL = LlamaSize(hidden=768, inner=2048, layers=12, heads=12, shared=12)
+Context = Callable[[], AbstractContextManager[object]]
 
 
 class MLP(nn.Sequential):
@@ -37,42 +54,98 @@ class MLP(nn.Sequential):
         super().__init__(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)))
 
 
-def cases() -> dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]]:
-    """Each model with a batch."""
+class Case(NamedTuple):
+    """A model, its batch, the loss of its output and the batch, and the context of a step."""
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[], Tensor]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    context: Context = nullcontext
+
+
+class Candidate(NamedTuple):
+    """A training step without optimizer, and the model that it gives gradients."""
+
+    step: Callable[[], object]
+    model: nn.Module
+
+
+def mean_square(output: Tensor, batch: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def of_next_words(output: Tensor, words: Tensor) -> Tensor:
+    return F.cross_entropy(output[:, :-1].flatten(0, 1), words[:, 1:].flatten())
+
+
+def cases() -> dict[str, Case]:
     return {
-        "mlp": (MLP, lambda: torch.randn(CHUNKS * 512, 2048)),
-        "unet": (lambda: UNet(3, 32), lambda: torch.randn(CHUNKS * 4, 3, 128, 128)),
+        "MLP, float32, 4096 samples": Case(MLP, lambda: torch.randn(CHUNKS * 512, 2048), mean_square),
+        "U-Net, float32, 32 images of 128 x 128": Case(
+            lambda: UNet(3, 32), lambda: torch.randn(CHUNKS * 4, 3, 128, 128), mean_square
+        ),
+        "Llama of 134 million parameters, bfloat16 autocast, 16 texts of 512 words": Case(
+            lambda: Llama(SMALL),
+            lambda: torch.randint(0, SMALL.vocabulary, (CHUNKS * 2, 512)),
+            of_next_words,
+            partial(torch.autocast, "cuda", torch.bfloat16),
+        ),
     }
 
 
-def step_of(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> Step:
-    """A training step without optimizer; the GPU is done with it when it returns."""
+def candidates(case: Case, device: str) -> dict[str, Candidate]:
+    """The plain loop, torchgpipe where it can be, and then a pipeline with each of the options."""
+    torch.manual_seed(0)
+    x, plain = case.batch().to(device), case.make().to(device)
+    found = {PLAIN: Candidate(partial(loop, case, plain, x), plain)}
+    if isinstance(plain, nn.Sequential) and importlib.util.find_spec("torchgpipe"):
+        from torchgpipe import GPipe
 
-    def step() -> None:
-        model.zero_grad()
-        run(x).sum().backward()
-        if x.is_cuda:
-            torch.cuda.synchronize(x.device)
-
-    return step
-
-
-def candidates(make: Callable[[], nn.Module], batch: Callable[[], Tensor], device: str) -> dict[str, Step]:
-    """The plain loop, then a pipeline for each mode of recomputation."""
-    x = batch().to(device)
-    model = make().to(device)
-
-    def loop(x: Tensor) -> Tensor:
-        return torch.cat([model(part) for part in x.tensor_split(CHUNKS)])
-
-    found = {PLAIN: step_of(model, loop, x)}
-    for mode in MODES:
-        pipe = fxpipe.compile(make().to(device), devices=[device] * STAGES, chunks=CHUNKS, checkpoint=mode)
-        found[f"fxpipe, {mode}"] = step_of(pipe, pipe, x)
+        for mode in ("never", "always"):
+            model = deepcopy(plain)
+            each = [len(model) // STAGES] * STAGES
+            peer = GPipe(model, each, devices=[device] * STAGES, chunks=CHUNKS, checkpoint=mode)
+            found[f"torchgpipe, {mode}"] = Candidate(partial(call, case, peer, model, x), model)
+    for name, options in OPTIONS.items():
+        if "compile_stages" in options and not device.startswith("cuda"):
+            continue
+        model = deepcopy(plain)
+        pipe = fxpipe.compile(model, [device] * STAGES, CHUNKS, schedule="1f1b", **options)
+        found[f"fxpipe, {name}"] = Candidate(partial(pipelined, case, pipe, model, x), model)
     return found
 
 
-def peak(step: Step) -> int:
+def loop(case: Case, model: nn.Module, x: Tensor) -> None:
+    model.zero_grad()
+    for part in x.tensor_split(CHUNKS):
+        with case.context():
+            loss = case.loss(model(part), part) / CHUNKS
+        loss.backward()
+    wait(x)
+
+
+def call(case: Case, run: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> None:
+    model.zero_grad()
+    with case.context():
+        loss = case.loss(run(x), x)
+    loss.backward()
+    wait(x)
+
+
+def pipelined(case: Case, pipe: fxpipe.Pipe, model: nn.Module, x: Tensor) -> None:
+    model.zero_grad()
+    with case.context():
+        pipe.step(x, target=x, loss_fn=case.loss)
+    wait(x)
+
+
+def wait(x: Tensor) -> None:
+    """Until the device is done."""
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
+
+
+def peak(step: Callable[[], object]) -> int:
     """Bytes of the GPU at the highest point of a step, above what all candidates hold between steps."""
     torch.cuda.reset_peak_memory_stats(GPU)
     before = torch.cuda.memory_allocated(GPU)
@@ -80,15 +153,23 @@ def peak(step: Step) -> int:
     return torch.cuda.max_memory_allocated(GPU) - before
 
 
-def table(seconds: dict[str, list[float]], peaks: dict[str, int]) -> str:
-    """Milliseconds a step, how much that is of the loop's, and the memory of a step."""
+def difference(model: nn.Module, plain: nn.Module) -> float:
+    """How far the gradients of the model are from those of the plain one, as a part of these."""
+    pairs = list(zip(model.parameters(), plain.parameters(), strict=True))
+    off = sum(float((mine.grad - own.grad).square().sum()) for mine, own in pairs)
+    return float((off / sum(float(own.grad.square().sum()) for _, own in pairs)) ** 0.5)
+
+
+def table(seconds: dict[str, list[float]], peaks: dict[str, int], off: dict[str, float]) -> str:
+    """Milliseconds a step, how much that is of the loop's, the memory of a step, and how far its gradients are off."""
     rows = []
     for name, times in seconds.items():
         over = median_difference(times, seconds[PLAIN])
         part = "" if name == PLAIN else f"{100 * over / median(seconds[PLAIN]):+.1f}%"
-        rows.append((name, f"{1e3 * median(times):.2f}", part, show_bytes(peaks[name])))
-    headers = ("", "ms per step", "over the loop", "peak memory")
-    return tabulate(rows, headers, colalign=("left", "right", "right", "right"), disable_numparse=True)
+        apart = "" if name == PLAIN else f"{off[name]:.0e}"
+        rows.append((name, f"{1e3 * median(times):.2f}", part, show_bytes(peaks[name]), apart))
+    headers = ("", "ms per step", "over the loop", "peak memory", "gradients")
+    return tabulate(rows, headers, colalign=("left", "right", "right", "right", "right"), disable_numparse=True)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -100,10 +181,15 @@ def main(arguments: list[str] | None = None) -> None:
         print("There is no GPU here; nothing was measured.")
         return
     print(f"{torch.cuda.get_device_name(GPU)}, torch {torch.__version__}: {STAGES} stages, {CHUNKS} micro-batches")
-    for name, (make, batch) in cases().items():
-        steps = candidates(make, batch, GPU)
+    for name, case in cases().items():
+        found = candidates(case, GPU)
+        steps = {key: one.step for key, one in found.items()}
+        for _ in range(3):  # a graph is recorded in its third run
+            for step in steps.values():
+                step()
         seconds = in_turn(steps, options.rounds, options.steps)
-        print(f"\n{name}\n\n{table(seconds, {key: peak(step) for key, step in steps.items()})}")
+        off = {key: difference(one.model, found[PLAIN].model) for key, one in found.items()}
+        print(f"\n{name}\n\n{table(seconds, {key: peak(step) for key, step in steps.items()}, off)}", flush=True)
 
 
 if __name__ == "__main__":

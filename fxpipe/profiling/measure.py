@@ -208,8 +208,8 @@ def _timed(here: torch.device, work: Callable[[], T]) -> tuple[T, float]:
         return work(), time.perf_counter() - started
     with torch.accelerator.device_index(here.index):
         start, end = (torch.Event(here, enable_timing=True) for _ in range(2))
-        if here.type == "cuda":
-            torch.cuda._sleep(AHEAD)  # else the host's time to launch the work would count, as the device waits for it
+        if here.type == "cuda":  # else the device would wait for the host to launch the work, and that would count
+            torch.cuda._sleep(AHEAD)  # type: ignore[no-untyped-call]
         start.record()
         result = work()
         end.record()

@@ -89,16 +89,22 @@ def test_one_gpu_says_so_where_there_is_none(
     assert capsys.readouterr().out == "There is no GPU here; nothing was measured.\n"
 
 
-def test_one_gpu_steps_run() -> None:
+def test_one_gpu_steps_give_the_plain_gradients() -> None:
     layers = [nn.Linear(4, 4) for _ in range(8)]
-    for step in one_gpu.candidates(lambda: nn.Sequential(*layers), lambda: torch.randn(16, 4), "cpu:0").values():
-        step()
+    case = one_gpu.Case(lambda: nn.Sequential(*layers), lambda: torch.randn(16, 4), one_gpu.mean_square)
+    found = one_gpu.candidates(case, "cpu:0")
+    for one in found.values():
+        one.step()
+        assert one_gpu.difference(one.model, found[one_gpu.PLAIN].model) < 1e-6
+    assert len(found) > 5
 
 
 def test_one_gpu_prints_time_and_memory() -> None:
-    seconds = {one_gpu.PLAIN: [0.010, 0.012, 0.010], "fxpipe, never": [0.011, 0.013, 0.011]}
-    rows = one_gpu.table(seconds, {one_gpu.PLAIN: 2_000_000, "fxpipe, never": 1_000_000}).splitlines()[2:]
+    names = (one_gpu.PLAIN, "fxpipe, never")
+    seconds = dict(zip(names, ([0.010, 0.012, 0.010], [0.011, 0.013, 0.011]), strict=True))
+    peaks, off = dict(zip(names, (2_000_000, 1_000_000), strict=True)), dict.fromkeys(names, 2e-8)
+    rows = one_gpu.table(seconds, peaks, off).splitlines()[2:]
     assert [row.split() for row in rows] == [
         ["plain", "loop", "10.00", "2", "MB"],
-        ["fxpipe,", "never", "11.00", "+10.0%", "1", "MB"],
+        ["fxpipe,", "never", "11.00", "+10.0%", "1", "MB", "2e-08"],
     ]
