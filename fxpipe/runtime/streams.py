@@ -33,8 +33,9 @@ class Streams:
             return self._made.setdefault(key, new_stream(self._devices[key[0]]))
 
 
-def new_stream(device: torch.device) -> Stream:
-    return torch.Stream(device=device) if has_streams(device) else None
+def new_stream(device: torch.device, priority: int = 0) -> Stream:
+    """A stream. A GPU has 32 of each priority, which torch hands out in turn: two of one priority may be one stream."""
+    return torch.Stream(device=device, priority=priority) if has_streams(device) else None
 
 
 def current_stream(device: torch.device) -> Stream:

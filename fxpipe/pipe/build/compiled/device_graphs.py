@@ -12,11 +12,12 @@ Each piece of a stage has a graph for forward and one for backward (`compiled_st
 micro-batch. Pieces have no random ops: these run between graphs, as they do without, so the numbers are the same.
 
 This file alone knows what kinds of devices differ in. CUDA's graphs are a class of their own up to PyTorch 2.13, other
-accelerators have theirs in `torch.accelerator`. What runs here has run on the device for tests, never on CUDA.
+accelerators have theirs in `torch.accelerator`.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import Lock
@@ -60,8 +61,9 @@ def recording(device: torch.device) -> Iterator[Any]:
     run."""
     cuda = device.type == "cuda"
     graph: Any = torch.cuda.CUDAGraph() if cuda else torch.accelerator.Graph(capture_error_mode=MODE)
-    # A stream of its own, for the default one cannot be recorded. It does no work, so nothing waits for it.
-    with _one_at_a_time, nobody_draws(), use_stream(new_stream(device)):
+    # A stream of its own, for the default one cannot be recorded, and what other threads give to the same stream would
+    # be recorded too: no other has this priority. It does no work, so nothing waits for it.
+    with _one_at_a_time, nobody_draws(), _no_collection(), use_stream(new_stream(device, priority=-1)):
         graph.capture_begin(**({"capture_error_mode": MODE} if cuda else {}))
         try:
             yield graph
@@ -70,6 +72,18 @@ def recording(device: torch.device) -> Iterator[Any]:
                 graph.capture_end()
             raise
         graph.capture_end()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A context without garbage collection: what is collected may free memory of the device, which ends a recording."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def device_graphs(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
