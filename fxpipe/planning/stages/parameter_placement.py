@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.graph.cheap_ops import cheap_ops
-from fxpipe.ir.graph.graph import Graph, State
+from fxpipe.ir.graph.graph import Graph, Op, State
 from fxpipe.ir.graph.legal_cuts import vmaps
-from fxpipe.ir.graph.value_types import nbytes
+from fxpipe.ir.graph.value_types import MODE, nbytes
 from fxpipe.ir.operators.placed_graph import Placed
 from fxpipe.ir.plan.plan import Plan, StagePlan, stage_of
 from fxpipe.ir.plan.profile import Profile
@@ -51,7 +51,7 @@ class Placement:
         return {path: self.plan.stages[stage].device for path, stage in self.stages.items()}
 
     def plan_of(self, graph: Graph) -> Plan | None:
-        """The plan without the ops that `graph` does not have; None unless its ops are the first ones of the graph."""
+        """The plan without the ops that `graph` does not have; None unless its ops are the first ones of this graph."""
         if not self._begins_with(graph):
             return None
         names = {op.name for op in graph.ops}
@@ -65,9 +65,19 @@ class Placement:
         return self.profile.first(len(graph.ops))
 
     def _begins_with(self, graph: Graph) -> bool:
-        known = {state.name: state for state in self.graph.states}
-        same = graph.states is self.graph.states or all(known.get(state.name) == state for state in graph.states)
-        return same and {*graph.inputs} <= {*self.graph.inputs} and self.graph.ops[: len(graph.ops)] == graph.ops
+        """Whether the ops of `graph` are the first ones here; the mode of the model may be an input of either."""
+        first, n = self.graph, len(graph.ops)
+        known = {state.name: state for state in first.states}
+        if graph.states is not first.states and any(known.get(state.name) != state for state in graph.states):
+            return False
+        if not {item for item in graph.inputs if item.path != MODE} <= {*first.inputs}:
+            return False
+        modes = {item.name for item in (*graph.inputs, *first.inputs) if item.path == MODE}
+
+        def what(op: Op) -> tuple[object, ...]:
+            return op.name, op.target, op.type, [name for name in op.reads if name not in modes]
+
+        return first.ops[:n] == graph.ops or [*map(what, first.ops[:n])] == [*map(what, graph.ops)]
 
 
 def homes(graph: Graph, plan: Plan) -> dict[str, int]:

@@ -43,7 +43,8 @@ def test_golden_selective(golden: Callable[[str, str], None], linted: Callable[[
 
 
 class Shared(nn.Module):
-    """Weights whose gradients are not simply added: `twice` is used twice, and `a` and `b` have one gradient."""
+    """Weights whose gradients are not simply added: `twice` is used twice, and `a` and `b` have one gradient, of which
+    one of them gets a copy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,6 +59,7 @@ def test_only_complete_gradients_are_added_up() -> None:
     source = emit_stage(coded(Shared().double(), torch.randn(8, 4, dtype=torch.float64)), 0, kinds="FB")
     added = sorted(line.strip() for line in source.splitlines() if "= accumulate" in line)
     assert [line.partition(",")[0] for line in added] == [
+        "db_1 = accumulate(sums[5]",
         "dfirst_bias = accumulate(sums[1]",
         "dfirst_weight = accumulate_mm(sums[0]",
         "dtwice_bias = accumulate(sums[3]",
