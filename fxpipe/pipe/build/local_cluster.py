@@ -1,5 +1,5 @@
-"""This machine as a cluster: its real memory, and speeds that are assumed (`local_cluster`) or measured (`detect`, in
-some seconds)."""
+"""This machine as a cluster: its real memory, and speeds that are those of data sheets or assumed (`local_cluster`), or
+measured (`detect`, in some seconds)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import combinations
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -31,13 +32,21 @@ F8_SINCE = (8, 9)  # the compute capability of the first GPUs that multiply f8
 
 
 def local_cluster(labels: Sequence[str]) -> Cluster:
-    """The devices with these labels. CPU workers share the machine's memory, so each is given all of it."""
+    """The devices with these labels, those whose data sheet is known as it says. CPU workers share the machine's
+    memory, so each is given all of it."""
     cpu = replace(ASSUMED_CPU_WORKER, memory=cpu_memory())
     cluster = Cluster.of(labels, cpu=cpu)
-    here = {device: properties(device).total_memory for device in present()}
-    known = [(device, here.get(worker_device(device.label))) for device in cluster.devices]
-    devices = tuple(device if memory is None else replace(device, memory=memory) for device, memory in known)
-    return replace(cluster, devices=devices)
+    here = {device: properties(device) for device in present()}
+    found = [(device, here.get(worker_device(device.label))) for device in cluster.devices]
+    return replace(cluster, devices=tuple(device if one is None else _as_said(device, one) for device, one in found))
+
+
+def _as_said(device: Device, found: Any) -> Device:
+    """The device with the memory that torch tells, and the speeds of its data sheet, if that is known."""
+    sheet = _published(found.name)
+    if sheet is None:
+        return replace(device, memory=found.total_memory)
+    return replace(sheet, label=device.label, memory=found.total_memory, server=device.server)
 
 
 def cpu_memory() -> int:
@@ -158,8 +167,7 @@ def with_peaks(measured: Device, name: str) -> Device:
     >>> found.matrices, found.flops == V100.flops, found.memory_efficiency
     ((MatrixSpeed(dtype='f32', peak=15700000000000.0, efficiency=0.8),), True, 0.9)
     """
-    words = set(re.split(r"[^A-Za-z0-9]", name))
-    known = None if words & {"PCIe", "PCIE", "NVL"} else next((one for one in KNOWN if one.label in words), None)
+    known = _published(name)
     if known is None:
         return replace(measured, source=f"{name}, measured by detect")
     peaks = {one.dtype: one.peak for one in known.matrices}
@@ -173,6 +181,12 @@ def with_peaks(measured: Device, name: str) -> Device:
         memory_efficiency=measured.bandwidth / whole,
         source=f"{name}, data sheet and shares of it measured by detect",
     )
+
+
+def _published(name: str) -> Device | None:
+    """The preset that the name of a GPU tells."""
+    words = set(re.split(r"[^A-Za-z0-9]", name))
+    return None if words & {"PCIe", "PCIE", "NVL"} else next((one for one in KNOWN if one.label in words), None)
 
 
 def _share(measured: MatrixSpeed, peak: float) -> MatrixSpeed:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from time import process_time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import fxpipe
 from fxpipe.errors import PlanError
-from fxpipe.ir.cluster.cluster import check, dump, link, load
+from fxpipe.ir.cluster.cluster import ASSUMED_CPU_WORKER, ASSUMED_GPU, check, dump, link, load
+from fxpipe.ir.cluster.published_clusters import H100
 from fxpipe.pipe.build import local_cluster as machine
 from fxpipe.pipe.build.local_cluster import cores, cpu_memory
 
@@ -36,6 +38,16 @@ def test_cpu_workers_share_what_there_is() -> None:
 def test_a_worker_for_each_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_cpu_flops", lambda dtype: 1e12)  # measured above, for seconds
     assert len(fxpipe.detect().devices) == cores()
+
+
+@pytest.mark.parametrize(("name", "flops"), [("NVIDIA H100 80GB HBM3", H100.flops), ("Another", ASSUMED_GPU.flops)])
+def test_a_gpu_is_as_fast_as_its_data_sheet_says(monkeypatch: pytest.MonkeyPatch, name: str, flops: float) -> None:
+    found = SimpleNamespace(name=name, total_memory=12345)
+    monkeypatch.setattr(machine, "present", lambda: [torch.device("cuda:1")])
+    monkeypatch.setattr(machine, "properties", lambda device: found)
+    cpu, gpu = machine.local_cluster(["cpu:0", "cuda:1"]).devices
+    assert (cpu.label, cpu.flops) == ("cpu:0", ASSUMED_CPU_WORKER.flops)
+    assert (gpu.label, gpu.memory, gpu.flops) == ("cuda:1", 12345, flops)
 
 
 @pytest.mark.cuda
