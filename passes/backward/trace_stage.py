@@ -22,6 +22,7 @@ from contextlib import contextmanager
 
 import torch
 
+from fxpipe.ir.graph.evaluate_graph import left_to_right
 from fxpipe.ir.graph.graph import called
 from fxpipe.ir.graph.legal_cuts import ENTER_VMAP
 from fxpipe.ir.graph.opaque_call import Opaque
@@ -131,7 +132,7 @@ def _traced(
         recorder = Recorder(traces.sizes, {*program.types, *(f"d{name}" for name in _names(stage))})
         task = Task(program, stage, traces, recorder, orders)
         try:
-            with _silent(), torch.backends.opt_einsum.flags(enabled=False):  # it chooses by sizes
+            with _silent(), left_to_right():
                 found = run_tracing(tracing(task), task, arriving)
             known.keep(traces)
             return found, traces.sizes

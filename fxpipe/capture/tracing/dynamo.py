@@ -35,6 +35,7 @@ from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from fxpipe.capture.capture_errors import Refused, Sizes, refusal
 from fxpipe.capture.twins.equal_modules import EqualModules
 from fxpipe.errors import CaptureError
+from fxpipe.ir.graph.evaluate_graph import left_to_right
 from fxpipe.runtime.interrupts import Interrupts
 
 from .composite_ops import composed_in_python, one_step
@@ -255,7 +256,7 @@ class _Configured:
                 *([_not_compiling()] if "plain" in self.ways else []),
                 # Otherwise a dimension that happens to equal the batch size would get the same symbol.
                 shape_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
-                torch.backends.opt_einsum.flags(enabled=False),  # it chooses by sizes, and a graph is for all sizes
+                left_to_right(),
                 one_step(),
                 composed_in_python(),
                 folding(self.floats),

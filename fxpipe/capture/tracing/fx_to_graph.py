@@ -19,6 +19,7 @@ from fxpipe.capture.opaque.opaque_gradients import with_possible_gradients
 from fxpipe.capture.opaque.opaque_submodules import Piece
 from fxpipe.capture.twins.twin import Slot, Twins
 from fxpipe.errors import CaptureError
+from fxpipe.ir.graph.evaluate_graph import left_to_right
 from fxpipe.ir.graph.graph import Graph, Op, Origin, Ref, map_leaves
 from fxpipe.ir.graph.legal_cuts import ENTER_VMAP, LEAVE_VMAP
 from fxpipe.ir.graph.opaque_call import Opaque
@@ -89,7 +90,8 @@ def draft(owner: Owner, traced: Traced, flat: tuple[Any, ...], call: Call) -> Dr
         for tensor in {id(x): x for x in (slot.twin, slot.real) if x is not None}:
             by_id.setdefault(tensor, []).append(slot)
     build = Builder(traced, call, by_id, owner.modules, owner.named_sizes)
-    env, found = steps(traced)
+    with left_to_right():
+        env, found = steps(traced)
     placeholders = [node for node in traced.module.graph.nodes if node.op == "placeholder"]
     add_inputs(build, placeholders, flat, env)
     add_mode(build)

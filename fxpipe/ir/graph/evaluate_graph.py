@@ -7,8 +7,9 @@ readers who want to know what an op, a region or a size means.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from threading import Lock
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ import torch
 from .graph import Graph, Op, Region, map_refs
 
 Draw = Callable[[int], AbstractContextManager[Any]]
+_orders: list[bool] = []  # whether torch.einsum chose its order before each context in which it may not
+_lock = Lock()
 
 
 def evaluate(
@@ -77,3 +80,20 @@ def enter(region: Region) -> AbstractContextManager[Any]:
         return torch.set_grad_enabled(region.args[0])
     device, dtype, enabled, cache = region.args
     return torch.autocast(device, dtype, enabled, cache)
+
+
+@contextmanager
+def left_to_right() -> Iterator[None]:
+    """A context in which torch.einsum multiplies from left to right. With opt_einsum it chooses by sizes, and so makes
+    numbers of symbols. For all threads, until the last of them has left its context."""
+    settings: Any = torch.backends.opt_einsum
+    with _lock:
+        _orders.append(settings.enabled)
+        settings.enabled = False
+    try:
+        yield
+    finally:
+        with _lock:
+            before = _orders.pop()
+            if not _orders:  # so this is what the first one met
+                settings.enabled = before

@@ -5,7 +5,7 @@ import operator
 import torch
 import torch.nn.functional as F
 
-from fxpipe.ir.graph.evaluate_graph import evaluate
+from fxpipe.ir.graph.evaluate_graph import evaluate, left_to_right
 from fxpipe.ir.graph.graph import Graph, Input, Op, Origin, Output, Ref, Region, Size, State, check
 from fxpipe.ir.graph.value_types import TensorType, ValueType
 
@@ -72,3 +72,21 @@ def test_constants_need_not_be_given():
     assert evaluate(graph(op("y", operator.mul, Ref("x"), Ref("pi")), states=(pi,)), {"x": torch.ones(1, 2)}, {})[
         "y"
     ].tolist() == [[3.0, 3.0]]
+
+
+def test_einsum_gets_its_order_back_when_the_last_thread_has_left() -> None:
+    settings = torch.backends.opt_einsum
+    assert settings.is_available()
+    for before in (True, False):
+        settings.enabled = before
+        try:
+            first, second = left_to_right(), left_to_right()
+            first.__enter__()
+            second.__enter__()
+            assert not settings.enabled
+            first.__exit__(None, None, None)
+            assert not settings.enabled
+            second.__exit__(None, None, None)
+            assert settings.enabled == before
+        finally:
+            settings.enabled = True
