@@ -65,7 +65,8 @@ class Placement:
         return self.profile.first(len(graph.ops))
 
     def _begins_with(self, graph: Graph) -> bool:
-        """Whether the ops of `graph` are the first ones here; the mode of the model may be an input of either."""
+        """Whether the ops of `graph` are the first ones here. The mode of the model may be an input of one graph alone:
+        then only values differ between the modes."""
         first, n = self.graph, len(graph.ops)
         known = {state.name: state for state in first.states}
         if graph.states is not first.states and any(known.get(state.name) != state for state in graph.states):
@@ -77,7 +78,9 @@ class Placement:
         def what(op: Op) -> tuple[object, ...]:
             return op.name, op.target, op.type, [name for name in op.reads if name not in modes]
 
-        return first.ops[:n] == graph.ops or [*map(what, first.ops[:n])] == [*map(what, graph.ops)]
+        if first.ops[:n] == graph.ops:
+            return True
+        return bool(modes) and [*map(what, first.ops[:n])] == [*map(what, graph.ops)]
 
 
 def homes(graph: Graph, plan: Plan) -> dict[str, int]:

@@ -68,3 +68,10 @@ def test_states_of_other_paths_are_other_states():
     call = graph(*STEP[:-1])
     moved = replace(call, states=tuple(replace(state, path=f"other.{state.path}") for state in call.states))
     assert placement(("a", "c"), ("y", "loss")).plan_of(moved) is None
+
+
+def test_other_numbers_make_another_op():
+    """A dropout that is off gives its argument itself, which another op may write."""
+    call = graph(*STEP[:-1])
+    other = replace(call, ops=(*call.ops[:-1], replace(call.ops[-1], args=(*call.ops[-1].args, False))))
+    assert placement(("a", "c"), ("y", "loss")).plan_of(other) is None
