@@ -56,7 +56,7 @@ from fxpipe.capture.twins.equal_modules import EqualModules
 from fxpipe.capture.twins.twin import Twins
 from fxpipe.errors import CaptureError, FxpipeError, PlanError
 from fxpipe.ir.graph.graph import Graph, Mixed
-from fxpipe.ir.operators.training_mode import in_mode
+from fxpipe.ir.operators.training_mode import for_mode
 
 from .call_arguments import Arguments, BatchDim, RequestedCall, Want
 from .call_kinds import Kind, Now, Run, Sizes, Work
@@ -280,7 +280,7 @@ class CallCapture:
             finished = finish(drafted, kind.hollows, now.call, seen, self.reduce, self.loss)
             held = replace(finished.graph, conditions=conditions(kind.traced, kind.drafted, now.call))
             held = model_alone(held, kind.drafted, now.call) if want == "outputs" else held
-            kind.finished[part] = replace(finished, graph=in_mode(held, part[1], drafted.graph.ops))
+            kind.finished[part] = replace(finished, graph=for_mode(held, part[1], drafted.graph.ops))
             kind.check(now.call, part, self.sizes, self._told)
         return kind.finished[part]
 

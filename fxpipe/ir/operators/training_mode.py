@@ -49,7 +49,7 @@ def draws_in_training_only(graph: Graph) -> bool:
     return mode_input(graph) is not None and all(switch(op) in off for op in graph.ops if op.random)
 
 
-def in_mode(graph: Graph, training: bool | None, traced: Sequence[Op]) -> Graph:
+def for_mode(graph: Graph, training: bool | None, traced: Sequence[Op]) -> Graph:
     """The graph for one mode, as if it had been captured in this mode alone; as it is for None. `traced`: all ops of
     the trace, from which the random ones get their numbers: those whose results nobody needs draw, too."""
     mode = mode_input(graph)

@@ -73,14 +73,14 @@ class Placement:
             return False
         if not {item for item in graph.inputs if item.path != MODE} <= {*first.inputs}:
             return False
-        modes = {item.name for item in (*graph.inputs, *first.inputs) if item.path == MODE}
-
-        def what(op: Op) -> tuple[object, ...]:
-            return op.name, op.target, op.type, [name for name in op.reads if name not in modes]
-
         if first.ops[:n] == graph.ops:
             return True
-        return bool(modes) and [*map(what, first.ops[:n])] == [*map(what, graph.ops)]
+        modes = [{item.name for item in one.inputs if item.path == MODE} for one in (first, graph)]
+
+        def what(op: Op) -> tuple[object, ...]:
+            return op.name, op.target, op.type, [name for name in op.reads if name not in modes[0] | modes[1]]
+
+        return modes[0] != modes[1] and [*map(what, first.ops[:n])] == [*map(what, graph.ops)]
 
 
 def homes(graph: Graph, plan: Plan) -> dict[str, int]:
