@@ -25,6 +25,7 @@ from fxpipe.ir.program.program import Program, Stage
 from fxpipe.passes.backward.readable_ops import (
     readable,
     simplified,
+    with_plain_sums,
     with_reshapes,
     with_same_sizes,
     with_unknown_size,
@@ -147,14 +148,17 @@ def _lowered(
             better[new] = old
     backward = [rename(op, better) for op in backward]
 
+    plain = dict[str, str]()
+
     def final(name: str) -> str:
-        name = named.get(name, name)
-        name = same.get(name, name)
-        return better.get(name, name)
+        for now in (named, same, better, plain):
+            name = now.get(name, name)
+        return name
 
     takes = tuple((name, final(gradient) if gradient else "") for name, gradient in traced.takes)
     weights = tuple((name, final(gradient)) for name, gradient in traced.weights)
-    backward = _alive(backward, {gradient for _, gradient in (*takes, *weights) if gradient})
+    wanted = {gradient for _, gradient in (*takes, *weights) if gradient}
+    backward, plain = with_plain_sums(_alive(backward, wanted), types, wanted)
     backward, weights = _with_own_memory(backward, takes, weights, types)
     ops = _forward(stage, pieces, {name for op in backward for name in op.reads}, types)
     made_here = {op.name for op in backward}

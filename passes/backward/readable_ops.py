@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -141,6 +142,40 @@ def simplified(
             made[op.name] = op
             found.append(op)
     return found, same
+
+
+def with_plain_sums(
+    ops: Sequence[Op], types: dict[str, ValueType], wanted: Collection[str]
+) -> tuple[list[Op], dict[str, str]]:
+    """The ops with `x.sum(dim=0)` in place of `x.sum(dim=[0], keepdim=True).reshape(n)`, where nothing else reads the
+    sum, it is not `wanted`, and no memory is written; and what the names of these are now."""
+    if any(op.writes for op in ops):
+        return list(ops), {}
+    readers = Counter([*wanted, *(name for op in ops for name in op.reads)])
+    made: dict[str, Op] = {}
+    now: dict[str, str] = {}
+    for op in ops:
+        op = rename(op, now)
+        before = made.get(op.args[0].name) if op.target in _RESHAPES and isinstance(op.args[0], Ref) else None
+        if before is not None and readers[before.name] == 1 and _is_sum_of(before, op.type):
+            dims = before.args[1]
+            old, name = (before.name, op.name) if op.name in wanted else (op.name, before.name)
+            del made[before.name]
+            op = replace(before, name=name, args=(before.args[0], dims[0] if len(dims) == 1 else dims), type=op.type)
+            now[old], types[name] = name, op.type
+        made[op.name] = op
+    return list(made.values()), now
+
+
+def _is_sum_of(op: Op, kind: ValueType) -> bool:
+    """Whether the op is a sum that has this type, but for dimensions that it keeps with size 1."""
+    if op.target != "sum" or op.kwargs or op.args[2:] != (True,) or not op.args[1]:
+        return False
+    if not isinstance(op.type, TensorType) or not isinstance(kind, TensorType):
+        return False
+    shape = op.type.shape
+    gone = {dim % len(shape) for dim in op.args[1]}
+    return kind.shape == tuple(size for dim, size in enumerate(shape) if dim not in gone)
 
 
 def _alike(one: ValueType | None, other: ValueType) -> bool:

@@ -77,3 +77,23 @@ def test_what_cannot_be_traced_keeps_autograd_and_says_why() -> None:
     assert stage.backward is None
     assert "vmap" in stage.autograd_because
     assert "test_lower_backward.py" in stage.autograd_because
+
+
+class Biases(nn.Module):
+    """Sums over samples of each kind: for a row, for a table of one row, and for one tensor that is used as both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row, self.table, self.both = (nn.Parameter(torch.rand(shape)) for shape in ((4,), (1, 4), (1, 4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x + self.row) * torch.cos(x + self.table) + x * self.both + torch.tanh(x + self.both.view(4))
+
+
+def test_a_gradient_is_summed_in_the_shape_of_its_weight() -> None:
+    program = coded(Biases(), torch.randn(6, 4))
+    backward = backward_of(program)
+    sums = [op.args[1:] for op in backward.ops if op.target == "sum"]
+    assert sorted(map(str, sums)) == ["(0,)", "([0], True)", "([0], True)", "([0], True)"]
+    for weight, gradient in backward.weights:
+        assert getattr(program.types[gradient], "shape", ()) == getattr(program.types[weight], "shape", None)

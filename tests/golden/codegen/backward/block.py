@@ -180,9 +180,8 @@ class Stage0(Stage):
         view_10_ = h.reshape(-1, 16)
         ddown_weight = accumulate_mm(sums[10], t, view_10_)
         del h, t, view_10_
-        sum_ = view.sum(dim=[0], keepdim=True)
-        del dlinear, view
-        ddown_bias = accumulate(sums[11], sum_.reshape(8))
+        ddown_bias = accumulate(sums[11], view.sum(dim=0))
+        del view
         dh = mm.reshape(-1, 5, 16)
 
         # gradient of backward_nets.py:42  h = F.gelu(self.up(self.norm2(x)))
@@ -194,9 +193,8 @@ class Stage0(Stage):
         view_8_ = layer_norm_1.reshape(-1, 8)
         dup_weight = accumulate_mm(sums[8], t, view_8_)
         del layer_norm_1, t, view_8_
-        sum_ = view.sum(dim=[0], keepdim=True)
+        dup_bias = accumulate(sums[9], view.sum(dim=0))
         del dlinear, view
-        dup_bias = accumulate(sums[9], sum_.reshape(16))
         dlayer_norm = mm.reshape(-1, 5, 8)
         native_layer_norm_backward, dnorm2_weight, dnorm2_bias = torch.ops.aten.native_layer_norm_backward(
             dlayer_norm, x_1, [8], mean_1, rstd_1, self.norm2.weight, self.norm2.bias, [True, True, True]
@@ -216,9 +214,8 @@ class Stage0(Stage):
         view_6_ = y.reshape(-1, 8)
         dout_weight = accumulate_mm(sums[4], t, view_6_)
         del y, t, view_6_
-        sum_ = view.sum(dim=[0], keepdim=True)
+        dout_bias = accumulate(sums[5], view.sum(dim=0))
         del dlinear, view
-        dout_bias = accumulate(sums[5], sum_.reshape(8))
         dy = mm.reshape(-1, 5, 8)
 
         # gradient of backward_nets.py:40  y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -248,8 +245,7 @@ class Stage0(Stage):
         t = view.t()
         view_ = layer_norm.reshape(-1, 8)
         dqkv_weight = accumulate_mm(sums[2], t, view_)
-        sum_ = view.sum(dim=[0], keepdim=True)
-        dqkv_bias = accumulate(sums[3], sum_.reshape(24))
+        dqkv_bias = accumulate(sums[3], view.sum(dim=0))
         dlayer_norm = mm.reshape(-1, 5, 8)
         _, dnorm1_weight, dnorm1_bias = torch.ops.aten.native_layer_norm_backward(
             dlayer_norm, x, [8], mean, rstd, self.norm1.weight, self.norm1.bias, [False, True, True]

@@ -269,8 +269,7 @@ class Stage0(Stage):
         t = doutput.t()
         dhead_weight = accumulate_mm(sums[4], t, getitem_9)
         del getitem_9, t
-        sum_ = doutput.sum(dim=[0], keepdim=True)
-        dhead_bias = accumulate(sums[5], sum_.reshape(3))
+        dhead_bias = accumulate(sums[5], doutput.sum(dim=0))
         doutput = torch.ops.aten.select_backward(dgetitem, [b, 3, 4], 1, -1)
         del dgetitem
 
@@ -294,8 +293,7 @@ class Stage0(Stage):
         mm = torch.mm(cat, self.lstm.weight_hh_l0)
         t = cat.t()
         mm_4 = torch.mm(t, mul_7)
-        sum_ = cat.sum(dim=[0], keepdim=True)
-        view = sum_.reshape(16)
+        sum_ = cat.sum(dim=0)
         add = select_2 + mm
         mul = add * unsafe_split_3_2
         mul_19 = add * tanh_1
@@ -313,9 +311,8 @@ class Stage0(Stage):
         mm = torch.mm(cat_1, self.lstm.weight_hh_l0)
         t = cat_1.t()
         mm_6 = torch.mm(t, mul_3)
-        sum_ = cat_1.sum(dim=[0], keepdim=True)
-        view_2 = sum_.reshape(16)
-        add = view + view_2
+        sum_2 = cat_1.sum(dim=0)
+        add = sum_ + sum_2
         add_4 = select + mm
         add_5 = mm_4 + mm_6
         mul = add_4 * unsafe_split_7
@@ -332,13 +329,11 @@ class Stage0(Stage):
         cat_2 = torch.cat([sigmoid_backward_8, sigmoid_backward_7, tanh_backward, sigmoid_backward], dim=1)
         t = cat_2.t()
         mm = torch.mm(t, unbind_0)
-        sum_ = cat_2.sum(dim=[0], keepdim=True)
-        view = sum_.reshape(16)
-        dlstm_bias_hh_l0 = accumulate(sums[3], add + view)
+        sum_ = cat_2.sum(dim=0)
+        dlstm_bias_hh_l0 = accumulate(sums[3], add + sum_)
         dlstm_weight_hh_l0 = accumulate(sums[1], add_5 + mm)
         stack = torch.stack([cat_2, cat_1, cat])
-        sum_ = stack.sum(dim=[0, 1], keepdim=True)
-        dlstm_bias_ih_l0 = accumulate(sums[2], sum_.reshape(16))
+        dlstm_bias_ih_l0 = accumulate(sums[2], stack.sum(dim=[0, 1]))
         view = stack.reshape(-1, 16)
         t = view.t()
         unsafe_view_ = clone.reshape(-1, 4)

@@ -37,8 +37,7 @@ class Stage0(Stage):
         dlinear = torch.ops.aten.sigmoid_backward(dsigmoid, sigmoid)
         t = dlinear.t()
         dgate_weight = accumulate_mm(sums[0], t, x)
-        sum_ = dlinear.sum(dim=[0], keepdim=True)
-        dgate_bias = accumulate(sums[1], sum_.reshape(8))
+        dgate_bias = accumulate(sums[1], dlinear.sum(dim=0))
         return [], [dgate_weight, dgate_bias]
 
     def forward_beside_backward_1(
@@ -60,9 +59,8 @@ class Stage0(Stage):
         t = doutput.t()
         ddown_weight = accumulate_mm(sums[2], t, dropout)
         del dropout, t
-        sum_ = doutput.sum(dim=[0], keepdim=True)
+        ddown_bias = accumulate(sums[3], doutput.sum(dim=0))
         del doutput
-        ddown_bias = accumulate(sums[3], sum_.reshape(8))
         dh = ddropout * empty_like_2
         del empty_like_2, ddropout
 
@@ -77,7 +75,6 @@ class Stage0(Stage):
         # j: gradient of backward_nets.py:68  h = F.gelu(self.up(x))
         t = dlinear.t()
         dup_weight = accumulate_mm(sums[0], t, x_1_)
-        sum_ = dlinear.sum(dim=[0], keepdim=True)
-        dup_bias = accumulate(sums[1], sum_.reshape(16))
+        dup_bias = accumulate(sums[1], dlinear.sum(dim=0))
 
         return x_1, [x, sigmoid], [dx_1], [dup_weight, dup_bias, ddown_weight, ddown_bias]

@@ -62,9 +62,8 @@ class Stage1(Stage):
         # gradient of backward_nets.py:69  return self.down(F.dropout(h, 0.1, self.training))
         ddown_weight = accumulate_mm(sums[0], t, dropout_)
         del t, dropout_
-        sum_ = doutput.sum(dim=[0], keepdim=True)
+        ddown_bias = accumulate(sums[1], doutput.sum(dim=0))
         del doutput
-        ddown_bias = accumulate(sums[1], sum_.reshape(8))
         dh = ddropout * empty_like_2
         del empty_like_2, ddropout
 
@@ -103,6 +102,5 @@ class Stage1(Stage):
         # gradient of backward_nets.py:69  down  return self.down(F.dropout(h, 0.1, self.training))
         t = doutput.t()
         ddown_weight = accumulate_mm(sums[0], t, dropout_)
-        sum_ = doutput.sum(dim=[0], keepdim=True)
-        ddown_bias = accumulate(sums[1], sum_.reshape(8))
+        ddown_bias = accumulate(sums[1], doutput.sum(dim=0))
         return [ddown_weight, ddown_bias]
