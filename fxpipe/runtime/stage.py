@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,21 @@ from fxpipe.runtime.autograd.backward_notes import watch
 
 from .deferred_norms import run_deferring
 
-Slot = tuple[dict[str, Any], str]  # where a tensor is held: a dict of a module, and the key there
+Slot = tuple[dict[Any, Any], Any]  # where the code of a stage finds a tensor: a dict, and the key there
 
 
 class Scope(nn.Module):
     """A part of a path. The model's names are attributes, `self.layers`. Names that Python cannot spell, and names of
     the scope's own attributes (`own_names`), are indexed: `self[0]`, `self["a-b"]`, `self["device"]`.
 
-    The model's names and the scope's own cannot clash. The model's tensors and modules are in the dicts of nn.Module,
-    which Python reads only if the scope has no such attribute; an assignment always sets an attribute of the scope.
+    The dicts of nn.Module hold them too, for `parameters()` and `state_dict()`; its `__getattr__` takes as long to find
+    them there as a small op takes. During a run, the attribute or item may be another tensor than the one in these
+    dicts. An assignment always sets an attribute of the scope.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._items: dict[int | str, Scope] = {}  # its scopes by name, and by number if the name is one
+        self._items: dict[int | str, Any] = {}  # what is indexed; numbers as numbers
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -43,23 +45,29 @@ class Scope(nn.Module):
         return self._find(str(key)) if found is None else found
 
     def _find(self, name: str) -> Any:
-        for held in (self._modules, self._parameters, self._buffers):
-            if name in held:
-                return held[name]
+        held, key = self._place(name)
+        if key in held:
+            return held[key]
         raise AttributeError(f"{type(self).__name__} has no {name!r}")
+
+    def _place(self, name: str) -> Slot:
+        """Where the code finds what the model calls `name`: among the attributes, or among the items."""
+        if name.isdecimal() and str(int(name)) == name:
+            return self._items, int(name)
+        return (self._items if name in own_names() else vars(self)), name
 
     def _hold(self, name: str, value: Tensor | Scope) -> None:
         """Hold or replace a value under any name, also one that nn.Module uses itself."""
-        for held in (self._parameters, self._buffers):
-            held.pop(name, None)
+        for others in (self._parameters, self._buffers):
+            others.pop(name, None)
         if isinstance(value, nn.Parameter):
             self._parameters[name] = value
         elif isinstance(value, Tensor):
             self._buffers[name] = value
         else:
             self._modules[name] = self._items[name] = value
-            if name.isdecimal() and str(int(name)) == name:
-                self._items[int(name)] = value
+        held, key = self._place(name)
+        held[key] = value
 
     def tensor(self, path: str) -> Tensor:
         """The tensor at a path of the model."""
@@ -267,7 +275,7 @@ class Stage(Scope):
         found = self._found.get(path)
         if found is None:
             scope, name = self._scope(path)
-            found = self._found[path] = (scope._parameters if name in scope._parameters else scope._buffers), name
+            found = self._found[path] = scope._place(name)
         return found
 
     @property
@@ -300,6 +308,7 @@ def differentiable(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
+@cache
 def own_names() -> frozenset[str]:
     """The names of all attributes that stages and their parts have themselves."""
     return frozenset((*dir(Stage({}, {}, torch.device("cpu"))), *dir(Whole(None))))

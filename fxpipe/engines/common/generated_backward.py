@@ -112,10 +112,7 @@ class GeneratedBackward:
     def _arguments(self, args: Sequence[Any]) -> Sequence[Any]:
         """The arguments of forward in the layout with which it was traced; notes whether the results need gradients."""
         self.flows = self.trains or any(isinstance(x, Tensor) and x.requires_grad for x in args)
-        for x in args:
-            if self.stage.orders or (isinstance(x, Tensor) and (1 in x.shape or not x.is_contiguous())):
-                return laid_out(self.stage, args)
-        return args
+        return laid_out(self.stage, args) if self.stage.orders else contiguous_ones(args)
 
     def keep(self, kept: Kept, results: tuple[Any, ...], values: list[Any]) -> None:
         """Keep what backward needs, and free the arguments and results of a forward that it does not look up. What
@@ -216,12 +213,13 @@ class GeneratedBackward:
 
 def run(method: Callable[..., Any], args: Iterable[Any]) -> Any:
     """What the method returns, computed without autograd."""
-    before = torch.is_grad_enabled()
+    if not torch.is_grad_enabled():
+        return method(*args)
     torch._C._set_grad_enabled(False)  # as torch.no_grad, which takes as long as a small op
     try:
         return method(*args)
     finally:
-        torch._C._set_grad_enabled(before)
+        torch._C._set_grad_enabled(True)
 
 
 def run_in_autocast(method: Callable[..., Any], args: Iterable[Any]) -> Any:
@@ -230,17 +228,18 @@ def run_in_autocast(method: Callable[..., Any], args: Iterable[Any]) -> Any:
         return run(method, args)
 
 
-def laid_out(stage: Stage, args: Sequence[Any]) -> Sequence[Any]:
-    """The arguments of forward in the layout of memory with which the stage was traced."""
-    if not stage.orders:
-        return contiguous_ones(args)
+def laid_out(stage: Stage, args: Sequence[Any]) -> list[Any]:
+    """The arguments of forward in the layout of memory with which the stage was traced, if it is not the usual one."""
     orders = (*stage.orders, *[()] * (len(args) - len(stage.orders)))  # what is lent, and `draw`, come last
     return [ordered(x, order) if isinstance(x, Tensor) else x for x, order in zip(args, orders, strict=True)]
 
 
-def contiguous_ones(values: Iterable[Any]) -> list[Any]:
+def contiguous_ones(values: Sequence[Any]) -> Sequence[Any]:
     """The values in the layout of memory with which the stage was traced: its kernels may rely on it."""
-    return [contiguous(x) if isinstance(x, Tensor) else x for x in values]
+    for x in values:
+        if isinstance(x, Tensor) and (1 in x.shape or not x.is_contiguous()):
+            return [contiguous(x) if isinstance(x, Tensor) else x for x in values]
+    return values
 
 
 def without_data(result: Any) -> Any:

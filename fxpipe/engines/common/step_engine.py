@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Any
@@ -237,7 +238,7 @@ class StepScheduler(SchedulerBase):
         row, last, failed = m.rows[self.devices[j]], m.last, m.failed
         action = method = None
         try:
-            with use_stream(m.compute[j]):
+            with use_stream(m.compute[j]), torch.no_grad() if m.by_code else nullcontext():
                 for action, method in row:
                     if action.micro_batch <= last:
                         if failed:
