@@ -8,8 +8,9 @@ tracing and in making its guards; "aot" the time that stages take to be traced t
 "run" is a later step of the same kind; "ours" is what the first step takes besides: capture after the trace, plan and
 files. "traced/least" is dynamo and aot compared with those of the fewest layers. The last columns are further first
 calls of the same pipe: of another length, another batch, a call, and a call after `eval()`; and, in a fresh pipe, the
-first call after two steps and `eval()`. Seconds are of the CPU; compare those of one run. With `--profile`, the
-functions in which our part spends its time.
+first call after two steps and `eval()`. In brackets: how much longer each takes than the next one of its kind, as a
+part of the first step. Seconds are of the CPU; compare those of one run. With `--profile`, the functions in which our
+part spends its time.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import pstats
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from time import process_time
 from typing import Any
 from unittest import mock
@@ -121,14 +123,14 @@ AOT = (trace_stage, "trace"), (trace_stage, "layouts")
 @dataclass(frozen=True)
 class First:
     """Seconds of the first step, in all, in Dynamo and in traces of stages, and of the second; the ops; and seconds of
-    further first calls."""
+    each further first call and of the next one of its kind."""
 
     ops: int
     seconds: float
     dynamo: float
     aot: float
     run: float
-    others: tuple[float, ...]
+    others: tuple[tuple[float, float], ...]
 
     @property
     def ours(self) -> float:
@@ -169,15 +171,16 @@ def first(layers: int, backward: str = "autograd", profile: cProfile.Profile | N
             profile.disable()
         spent = dynamo[0], aot[0]
     ops, run = len(pipe.build.graph.ops), step()
-    others = [step(length=LENGTH + 5), step(batch=2 * BATCH), call()]
+    kinds = (partial(step, length=LENGTH + 5), partial(step, batch=2 * BATCH), call)
+    others = [(kind(), kind()) for kind in kinds]
     pipe.eval()
-    others.append(call())
+    others.append((call(), call()))
     pipe.close()
     pipe = fresh(layers, backward)
     for _ in range(2):
         step()
     pipe.eval()
-    others.append(call())
+    others.append((call(), call()))
     pipe.close()
     return First(ops, seconds, *spent, run, tuple(others))
 
@@ -192,7 +195,7 @@ def table(found: dict[int, First]) -> str:
             layers, one.ops, f"{one.seconds:.2f}", f"{one.dynamo:.2f}", f"{one.aot:.2f}", f"{one.traced / least:.2f}",
             f"{one.run:.2f}", f"{one.ours:.2f}",
             f"{one.ours / one.dynamo:.2f}", f"{1e3 * one.seconds / one.ops:.2f}", f"{1e3 * one.ours / one.ops:.2f}",
-            *(f"{seconds:.2f}" for seconds in one.others),
+            *(f"{seconds:.2f} ({(seconds - later) / one.seconds:.0%})" for seconds, later in one.others),
         )
         for layers, one in found.items()
     ]  # fmt: skip
