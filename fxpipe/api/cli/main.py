@@ -9,13 +9,11 @@ import os
 import select
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
-
-import torch
 
 from fxpipe.api.compile import compile
 from fxpipe.pipe.options.option_table import COMPILE
+from fxpipe.pipe.verify.environment import versions
 
 from . import completion_command as cli_completion
 from . import doctor_command as cli_doctor
@@ -60,7 +58,7 @@ def _nobody_reads() -> bool:
 
 def parser() -> argparse.ArgumentParser:
     top = Parser(prog="fxpipe", description=(__doc__ or "").strip())
-    top.add_argument("--version", action="version", version=f"fxpipe {version('fxpipe')}, torch {torch.__version__}")
+    top.add_argument("--version", action="version", version=versions())
     commands = top.add_subparsers(required=True, metavar="command", dest="command")
     demo = commands.add_parser("demo", help="train a U-Net and a transformer as pipelines, beside the plain models")
     demo.add_argument("--steps", type=int, default=60, help="training steps for each model")

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from fxpipe.api.cli.main import main, parser
 from fxpipe.pipe import progress
 from fxpipe.pipe.options.option_table import COMPILE
+from fxpipe.pipe.verify import environment
 
 MODEL = """
 import torch
@@ -109,4 +111,15 @@ def test_as_a_module() -> None:
     found = subprocess.run(
         [sys.executable, "-m", "fxpipe", "--version"], capture_output=True, text=True, check=True, env=os.environ
     )
-    assert re.fullmatch(r"fxpipe \S+, torch \S+\n", found.stdout)
+    assert re.fullmatch(r"fxpipe \S+, torch \S+, Python \S+\n", found.stdout)
+
+
+def test_from_a_folder_that_is_not_installed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(environment, "version", unknown)
+    assert run("--version") == 0
+    assert capsys.readouterr().out.startswith("fxpipe not installed, torch ")

@@ -312,8 +312,9 @@ def explore(
             return step
         if s.cost[0] < best[0]:
             best[0] = s.cost[0]
-            best_row[:] = to.rows
-            best_place[:] = to.places
+            copy(best_row, to.rows)  # numba would compile more for a slice: a message about shapes
+            for i in range(p.n):
+                copy(best_place[i], to.places[i])
             found += 1
             trace[found, 0] = step
             trace[found, 1] = best[0]
