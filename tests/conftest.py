@@ -71,12 +71,6 @@ def ctrl_c() -> Iterator[None]:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One process more than cores: some tests wait, for ranks, compilers or the clock."""
-    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Groups go to processes whole, the largest first; other tests one by one. pytest-xdist 3.8 reads its own marks of
     groups from a name of tests that pytest 9.2 no longer has: with these two, `loadgroup` alone groups nothing."""
