@@ -54,7 +54,7 @@ class Scope(nn.Module):
         """Where the code finds what the model calls `name`: among the attributes, or among the items."""
         if name.isdecimal() and str(int(name)) == name:
             return self._items, int(name)
-        return (self._items if name in own_names() else vars(self)), name
+        return (vars(self) if name.isidentifier() and name not in own_names() else self._items), name
 
     def _hold(self, name: str, value: Tensor | Scope) -> None:
         """Hold or replace a value under any name, also one that nn.Module uses itself."""
@@ -65,7 +65,7 @@ class Scope(nn.Module):
         elif isinstance(value, Tensor):
             self._buffers[name] = value
         else:
-            self._modules[name] = self._items[name] = value
+            self._modules[name] = value
         held, key = self._place(name)
         held[key] = value
 

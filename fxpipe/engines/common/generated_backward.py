@@ -160,14 +160,9 @@ class GeneratedBackward:
     def _arrived(self, kept: Kept, grads: Grads) -> tuple[Grads | None, frozenset[int]]:
         """The gradients that the stage's code expects, zeros for those that are missing, and which are. None if all
         are."""
-        arrives = self.stage.arrives
-        if not arrives:
-            for grad in grads:
-                if grad is None or 1 in grad.shape or not grad.is_contiguous():
-                    break
-            else:
-                return grads, NONE_MISSING
-        arrives = arrives or (True,) * len(grads)
+        if not self.stage.arrives and not any(grad is None for grad in grads):
+            return contiguous_ones(grads), NONE_MISSING
+        arrives = self.stage.arrives or (True,) * len(grads)
         missing = frozenset([k for k, grad in enumerate(grads) if grad is None and arrives[k]])
         if len(missing) == sum(arrives):
             return None, missing
@@ -229,7 +224,7 @@ def run_in_autocast(method: Callable[..., Any], args: Iterable[Any]) -> Any:
 
 
 def laid_out(stage: Stage, args: Sequence[Any]) -> list[Any]:
-    """The arguments of forward in the layout of memory with which the stage was traced, if it is not the usual one."""
+    """The arguments of forward in the layouts of memory that `stage.orders` says, with which the stage was traced."""
     orders = (*stage.orders, *[()] * (len(args) - len(stage.orders)))  # what is lent, and `draw`, come last
     return [ordered(x, order) if isinstance(x, Tensor) else x for x, order in zip(args, orders, strict=True)]
 

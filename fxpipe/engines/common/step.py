@@ -54,8 +54,8 @@ class Step(Batches):
     - `mailboxes`: by stage, the mailbox with the messages to it.
     - `kept`: by stage and micro-batch, the arguments and results of a forward run.
     - `weights`: the second half of each backward whose first half is done.
-    - `generated`: by stage that runs here, its own backward; None where autograd computes gradients. `by_code`: whether
-      it does so nowhere.
+    - `generated`: by stage that runs here, its own backward; None where autograd computes gradients.
+    - `by_code`: whether all stages that run here have a backward of their own.
     - `pairs`: for each stage, the model's tensors, and the aliases that collect their gradients; `fresh`: the aliases
       that have no gradient yet.
     - `rows`: the actions of each worker; `done`: the workers at the end of their rows.
