@@ -109,7 +109,7 @@ class CallCapture:
         self.equal = EqualModules()
         self.flags = TrainingFlags(both_modes)
         self.grad_mode = GradientMode()
-        self._function = function
+        self._another_way = partial(another_way, self.pieces, function, self.grad_mode)
         # Weak references, because torch keeps every backend alive, and with it would keep the model.
         capture, starts = weakref.WeakMethod(self._capture), weakref.WeakMethod(self._starts)
         self._begin = partial(
@@ -251,10 +251,11 @@ class CallCapture:
         except CaptureError as error:
             if not (self.grad_mode.end(error) or self.flags.end() or self.arguments.with_numbers(now.call)):
                 refused = sized_by_data(now.kind.drafted.graph, self.twins) if now.kind and now.kind.drafted else None
-                if refused is None or another_way(now, self.pieces, self._function, [refused]) is None:
+                if refused is None or self._another_way(now, [refused]) is None:
                     raise
             self.anew()
             return self._complete(request, run)
+        self.pieces.tell()
         return now, result
 
     def _finish(self, now: Now, result: Any, request: RequestedCall) -> Finished:
@@ -337,7 +338,6 @@ class CallCapture:
                     raise
                 tried.append(failed(error, how))
             else:
-                self.pieces.tell()
                 return result
             if now.is_whole and tried[-1].is_of_result:
                 self.whole = False
@@ -347,7 +347,7 @@ class CallCapture:
             elif self.grad_mode.end(tried[-1]) or self.flags.end() or self.arguments.with_numbers(now.call):
                 now.call, tried = self.arguments.call(now.request, self.twins.device, now.call.rows), []
             else:
-                how = another_way(now, self.pieces, self._function, tried)
+                how = self._another_way(now, tried)
             self.anew()
         self.pieces.reset(before, self.twins)
         raise refusals(tried) from tried[-1].__cause__

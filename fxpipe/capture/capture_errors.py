@@ -214,6 +214,8 @@ def refusal(
     text = next((str(e) for e in chain if "ecompile limit exceeded" in str(e)), str(error))
     stack = next((s for e in chain if (s := getattr(e, "real_stack", None))), None)
     where = where or innermost(list(stack or ())) or _in_text(str(error))
+    if (ours := getattr(error, "inner_exception", None)) is not None:  # of what Dynamo gives its trace to
+        return Refused(where, f"fxpipe fails with {type(ours).__name__}: {ours}", "report this: it is a defect")
     if A_PIPE in text:
         modules = None  # nor is it one where a submodule is kept whole
     return Refused(where, *_reason(text), modules, sizes)

@@ -4,6 +4,7 @@ import traceback
 
 import pytest
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 
 from fxpipe.capture.capture_errors import innermost, refusal
 
@@ -35,3 +36,10 @@ def test_packed_sequences_are_named():
     found = refusal(RuntimeError(said))
     assert "it packs sequences" in found.reason
     assert "leave the padding in" in found.advice
+
+
+def test_a_defect_of_fxpipe_is_called_one():
+    error = BackendCompilerFailed(lambda: None, KeyError("weight"), None)
+    found = refusal(error)
+    assert found.reason == "fxpipe fails with KeyError: 'weight'"
+    assert found.modules is None  # no submodule is kept whole for it

@@ -2,6 +2,8 @@
 
 Some models ask, and then call their submodules differently, for example with a full mask in place of None. torch
 answers with a flag of the whole process. While one thread captures, models in other threads must not see its answer.
+So the function, which models may have imported by name, gets other code meanwhile. The flag itself stays as it is:
+libraries expect the answer to be a bool.
 """
 
 from __future__ import annotations
@@ -14,16 +16,18 @@ import torch
 
 _lock = threading.Lock()
 _answers: dict[int, bool] = {}  # by thread
+_torchs = torch.compiler.is_compiling.__code__
 
 
-class _PerThread:
-    """Replaces torch's flag, with its own truth for each thread."""
+def _is_compiling() -> bool:  # runs with the globals of torch.compiler
+    import threading
 
-    def __init__(self, others: object) -> None:
-        self.others = others
+    import torch
 
-    def __bool__(self) -> bool:
-        return _answers.get(threading.get_ident(), bool(self.others))
+    from fxpipe.capture.opaque.is_compiling import _answers
+
+    found = _answers.get(threading.get_ident())
+    return torch.compiler._is_compiling_flag if found is None else found
 
 
 @contextmanager
@@ -33,8 +37,7 @@ def said_to_compile(answer: bool) -> Iterator[None]:
     before = _answers.get(thread)
     with _lock:
         _answers[thread] = answer
-        if not isinstance(torch.compiler._is_compiling_flag, _PerThread):
-            torch.compiler._is_compiling_flag = _PerThread(torch.compiler._is_compiling_flag)  # type: ignore[assignment]
+        torch.compiler.is_compiling.__code__ = _is_compiling.__code__
     try:
         yield
     finally:
@@ -43,6 +46,5 @@ def said_to_compile(answer: bool) -> Iterator[None]:
                 _answers[thread] = before
             else:
                 del _answers[thread]
-            flag = torch.compiler._is_compiling_flag
-            if not _answers and isinstance(flag, _PerThread):
-                torch.compiler._is_compiling_flag = flag.others
+            if not _answers:
+                torch.compiler.is_compiling.__code__ = _torchs

@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils._pytree import tree_leaves
 
 import fxpipe
+from fxpipe.capture.opaque import another_way
 from fxpipe.ir.graph.opaque_call import opaques
 from tests.helpers.marks import mostly_slow
 
@@ -628,12 +629,37 @@ class CallsInAnotherWay(Calls):
     told = staticmethod(torch.compiler.is_dynamo_compiling)
 
 
-@pytest.mark.parametrize(("middle", "kept"), [(Calls, "middle.0.inner"), (CallsInAnotherWay, "middle.0")])
+class CallsByTwoAnswers(Calls):
+    @staticmethod
+    def told():
+        found = torch.compiler.is_compiling()
+        found |= torch.jit.is_tracing()
+        return found
+
+
+@pytest.mark.parametrize(
+    ("middle", "kept"),
+    [(Calls, "middle.0.inner"), (CallsByTwoAnswers, "middle.0.inner"), (CallsInAnotherWay, "middle.0")],
+)
 def test_submodules_that_are_called_in_another_way_while_they_are_traced(middle, kept):
     """It once was learnt again and again what the other way returns."""
     pipe = fxpipe.compile(made(middle), devices=2, chunks=4)
     assert_calls_alike(pipe, made(middle), batch()[0])
     assert kept_whole(pipe) == [kept]
+    pipe.close()
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_what_a_submodule_returns_is_learnt_once(mode, monkeypatch):
+    learnt = []
+    learning = another_way.learn
+    monkeypatch.setattr(another_way, "learn", lambda *args: learnt.append(learning(*args)))
+    model, x = made(Branch), batch()[0]
+    pipe = fxpipe.compile(model, devices=2, chunks=4)
+    expected = plain(model, x, 4)
+    with mode():
+        torch.testing.assert_close(pipe(x), expected)
+    assert learnt == [None]
     pipe.close()
 
 

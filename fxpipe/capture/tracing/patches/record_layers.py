@@ -89,12 +89,12 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class Copied:
-    """A call of another layer: the traced one, the parts of both in pairs, and the last placeholder that the graph had
-    then."""
+    """A call of another layer: the traced one, the parts of both in pairs, and the placeholders that the graph had
+    then, of which Dynamo may drop some."""
 
     layer: Layer
     pairs: Pairs
-    last: fx.Node | None
+    there: tuple[fx.Node, ...]
 
 
 @dataclass(eq=False)
@@ -197,8 +197,7 @@ class Recorder:
         if any(real_id(node) in found.own for node in (*given, *layer.given, *layer.outer)):
             return None
         self.equal.relied.append(Reliance(layer.module, other, layer.reads))
-        placeholders = list(takewhile(lambda node: node.op == "placeholder", tracer.graph.nodes))
-        return Copied(layer, found, placeholders[-1] if placeholders else None)
+        return Copied(layer, found, tuple(takewhile(lambda node: node.op == "placeholder", tracer.graph.nodes)))
 
     def _traced(
         self, tx: Any, called: Any, what: Any, given: list[fx.Node], before: Hashable, trace: Callable[[], Any]

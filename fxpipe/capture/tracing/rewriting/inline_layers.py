@@ -82,7 +82,8 @@ class _Inlined:
         for node in nodes:
             if "copied" in node.meta:
                 copied = node.meta["copied"]
-                after.setdefault(copied.last if copied.last in placeholders else None, []).append(copied)
+                last = next((before for before in reversed(copied.there) if not before._erased), None)
+                after.setdefault(last, []).append(copied)
         for copied in after.get(None, ()):
             self._tensors(copied, known)
         for place, node in enumerate(placeholders):

@@ -317,6 +317,16 @@ class Shared(Net):
             layer.norm = self.h[0].norm
 
 
+class Typed(Net):
+    """Reads a parameter of each layer before it calls the layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.h:
+            x = layer(x.to(layer.up.weight.dtype))
+        return x
+
+
 class Dense(Net):
     """Its layers are given more and more."""
 
@@ -343,9 +353,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # with how many laye
     "checkpointed": (Checkpointed, 0),
     "tied": (Tied, 2),
     "shared": (Shared, 3),
+    "typed": (Typed, 3),
     "of two sizes": (Dense, 1),
 }
-QUICK = ("in place",)
+QUICK = ("in place", "typed")
 
 
 @pytest.mark.parametrize("name", mostly_slow(MODELS, QUICK.__contains__))
