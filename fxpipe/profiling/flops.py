@@ -27,6 +27,8 @@ def products(name: str, args: Sequence[Any], operands: Sequence[Shape], weights:
 
     >>> products("linear", (), [(8, 16), (4, 16), (4,)], [(4, 16), (4,)], 8 * 4)
     1024
+    >>> products("inner", (), [(), (4, 16)], [], 4 * 16)  # a number times a matrix
+    128
     """
     if name in BY_ROWS:
         rows = prod(operands[0][:-1])
@@ -48,7 +50,7 @@ def _conv_transpose(operands: Sequence[Shape], out: int) -> int:
 
 
 def _matmul(operands: Sequence[Shape], out: int) -> int:
-    return 2 * out * operands[0][-1]
+    return 2 * out * prod(operands[0][-1:])
 
 
 def _added_matmul(operands: Sequence[Shape], out: int) -> int:
@@ -71,7 +73,7 @@ def _einsum(equation: str, operands: Sequence[Shape], out: int) -> int:
         for term, shape in zip(terms, operands, strict=False)
         for letter, size in zip(term, shape, strict=False)
     }
-    return 2 * (prod(sizes.values()) if "." not in equation else out * operands[0][-1])
+    return 2 * (prod(sizes.values()) if "." not in equation else out * prod(operands[0][-1:]))
 
 
 _RULES: dict[str, Callable[[Sequence[Shape], int], int]] = {

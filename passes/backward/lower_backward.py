@@ -246,6 +246,9 @@ def _written_well(op: Op, types: Mapping[str, ValueType]) -> Op:
 
 
 def _is_view(op: Op) -> bool:
+    """Whether the op computes nothing: a view, or a tensor of numbers that are in the code."""
+    if op.target is torch.tensor:
+        return True
     return op_name(op) in VIEWS and op.target is not operator.getitem and not op.writes and not op.random
 
 
@@ -273,7 +276,8 @@ def _with_again(
             if name in forward and name not in again and name not in needed:
                 needed.add(name)
                 waiting += [*forward[name].reads, *parts.get(name, ())]
-        last = max((order[name] for name in needed if memory.get(name, ("",))[0] == name), default=-1)
+        computed = (name for name in needed if memory.get(name, ("",))[0] == name and not _is_view(forward[name]))
+        last = max(map(order.__getitem__, computed), default=-1)
         for name in sorted(needed, key=order.__getitem__):
             again[name] = f"{name}_"
             while again[name] in types:

@@ -56,7 +56,8 @@ def readable(op: Op) -> Op:
         cut = slice(start or None, None if stop == sys.maxsize else stop, *(step if step != [1] else ()))
         return replace(op, target=operator.getitem, args=(op.args[0], (*[slice(None)] * op.args[1], cut)), kwargs={})
     name = func._schema.name.partition("::")[2]
-    if func.namespace == "aten" and not name.startswith("_") and hasattr(torch._C._VariableFunctions, name):
+    skips = any(isinstance(argument, list) and None in argument for argument in op.args)  # torch.index_put refuses it
+    if func.namespace == "aten" and name[0] != "_" and hasattr(torch._C._VariableFunctions, name) and not skips:
         return replace(op, target=getattr(torch, name), kwargs=plain)
     if func._overloadname == "default":
         return replace(op, target=func.overloadpacket, kwargs=plain)
@@ -76,9 +77,9 @@ def _without_defaults(func: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _spread(op: Op) -> Op:
-    """`x.view([2, 3])` as `x.view(2, 3)`."""
+    """`x.view([2, 3])` as `x.view(2, 3)`; `x.view([])` stays, as torch has no `x.view()`."""
     first, dims, *rest = op.args
-    return replace(op, args=(first, *dims, *rest))
+    return op if not dims else replace(op, args=(first, *dims, *rest))
 
 
 def with_reshapes(ops: Sequence[Op], types: Mapping[str, ValueType]) -> list[Op]:
@@ -102,7 +103,7 @@ def with_unknown_size(op: Op, kind: ValueType) -> Op:
 
 def with_same_sizes(op: Op, types: Mapping[str, ValueType]) -> Op:
     """An expand with -1 for the sizes that stay."""
-    if op.target != "expand":
+    if op.target != "expand" or op.args[1:] == ([],):
         return op
     source, kind = types[op.args[0].name], op.type
     if not isinstance(source, TensorType) or not isinstance(kind, TensorType):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.ir.graph.dtypes import short_name
@@ -109,7 +110,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         if func in SAME:
             known = self.names.get(id(args[0]))
-            self.hold(result, self.fresh("constant") if known is None else known)  # a number that Python has made
+            self.hold(result, self._constant(args[0], result) if known is None else known)
             return
         tensors = [x for x in _flat(result) if isinstance(x, Tensor)]
         written = [x for x in _written(func, args, kwargs) if isinstance(x, Tensor)]
@@ -141,6 +142,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 getitem = Op(part, operator.getitem, (Ref(name), place), {}, self.types[part], op.origin)
                 self.ops.append(getitem)
                 self.hold(item, part)
+
+    def _constant(self, real: Tensor, made: Tensor) -> str:
+        """The name of a tensor that torch has made of Python's numbers, as of the list in x[:, [0, 2]]. Records an op
+        that makes it."""
+        name = self.fresh("constant")
+        with unset_fake_temporarily():
+            numbers = real.tolist()
+        self.types[name] = kind = self.type_of(made)
+        given = {"dtype": made.dtype, "device": made.device}
+        self.ops.append(Op(name, torch.tensor, (numbers,), given, kind, self.origin()))
+        return name
 
     def _check_count(self, tensor: Tensor, dim: int = 0) -> None:
         """Refuse to take a tensor apart along a size that varies, as an LSTM does: the ops that follow are as many."""

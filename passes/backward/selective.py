@@ -42,7 +42,7 @@ _CHANGING = {
 def is_cheap(target: Any) -> bool:
     """Whether a recorded function is cheap and has the same result again; views are always cheap."""
     if not isinstance(target, torch._ops.OpOverload):
-        return getattr(target, "__module__", "") == "_operator"  # of sizes
+        return target is torch.tensor or getattr(target, "__module__", "") == "_operator"  # of numbers, of sizes
     tags = set(target.tags)
     if target.namespace != "aten" or target._schema.is_mutable or tags & _CHANGING:
         return False
