@@ -22,7 +22,8 @@ def hollow(real: Tensor, device: torch.device | None = None, batch: tuple[int, i
     >>> twin.shape, twin.untyped_storage().nbytes()
     (torch.Size([2, 3]), 0)
     """
-    size, stride = list(real.shape), list(real.stride())
+    laid_out = real if real.layout is torch.strided else torch.empty(real.shape, device="meta")  # a sparse tensor
+    size, stride = list(real.shape), list(laid_out.stride())
     if batch is not None and size[batch[0]] != batch[1]:
         dim, rows = batch
         # Strides of slower dimensions grow with the batch, so that a transposed batch stays dense.

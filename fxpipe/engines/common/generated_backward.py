@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fxpipe.runtime import Stage
 from fxpipe.runtime.autograd import saved_tensors
-from fxpipe.runtime.autograd.contiguous_layout import contiguous, ordered
+from fxpipe.runtime.autograd.contiguous_layout import contiguous, is_contiguous, ordered
 from fxpipe.runtime.caller_context import Context
 
 from .kept_values import Kept
@@ -232,7 +232,7 @@ def laid_out(stage: Stage, args: Sequence[Any]) -> list[Any]:
 def contiguous_ones(values: Sequence[Any]) -> Sequence[Any]:
     """The values in the layout of memory with which the stage was traced: its kernels may rely on it."""
     for x in values:
-        if isinstance(x, Tensor) and (1 in x.shape or not x.is_contiguous()):
+        if isinstance(x, Tensor) and not is_contiguous(x):
             return [contiguous(x) if isinstance(x, Tensor) else x for x in values]
     return values
 

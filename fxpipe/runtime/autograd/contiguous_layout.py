@@ -8,17 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
+
+from fxpipe.errors import FxpipeError
+
+
+def is_contiguous(x: Tensor) -> bool:
+    """Whether the tensor is certain to have the strides of a new tensor of its shape."""
+    return x.layout is torch.strided and 1 not in x.shape and x.is_contiguous()
 
 
 def contiguous(x: Tensor) -> Tensor:
-    """The tensor with the strides of a new tensor of its shape: itself, a view of it, or a copy.
+    """The tensor with the strides of a new tensor of its shape: itself, a view of it, or a copy. Raises FxpipeError for
+    a sparse tensor.
 
     >>> import torch
     >>> weight = torch.zeros(8, 4, 1, 1).to(memory_format=torch.channels_last)
     >>> weight.is_contiguous(), weight.stride(), contiguous(weight).stride()
     (True, (4, 1, 4, 4), (4, 1, 1, 1))
     """
+    if x.layout is not torch.strided:
+        raise FxpipeError(
+            f"a stage reads a sparse tensor of shape {[*x.shape]}, and backward='code' computes with dense ones: write "
+            "backward='autograd', or x.to_dense()"
+        )
     if not x.is_contiguous():
         x = x.contiguous()
     if 1 in x.shape and x.dim() > 1:

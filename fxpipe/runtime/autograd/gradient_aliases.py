@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import FxpipeError
-from fxpipe.runtime.autograd.contiguous_layout import contiguous
+from fxpipe.runtime.autograd.contiguous_layout import contiguous, is_contiguous
 from fxpipe.runtime.stage import Stage
 
 Pair = tuple[Tensor, Tensor]  # a tensor of the model, and its alias
@@ -55,7 +55,7 @@ class standing_in:  # lower case, as contextlib.suppress; @contextmanager would 
             wanted = tensor.requires_grad
             if wanted:
                 plain = tensor.detach()
-            if graded and (1 in plain.shape or not plain.is_contiguous()):
+            if graded and not is_contiguous(plain):
                 plain = contiguous(plain)
                 if not tensor.is_contiguous() and any(stage.tensor(path) is tensor for path in stage.mutates):
                     raise FxpipeError(
@@ -107,7 +107,7 @@ def commit_gradients(pairs: Sequence[Pair]) -> None:
     backward: list[Pair] = []
     for tensor, grad in found.values():
         hooks = tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)
-        simple = tensor.is_leaf and tensor.grad is None and not hooks
+        simple = tensor.is_leaf and tensor.grad is None and not hooks and grad.layout is tensor.layout
         (first if simple else backward).append((tensor, grad))
     if backward:
         tensors, grads = zip(*backward, strict=True)

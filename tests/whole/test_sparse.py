@@ -1,0 +1,57 @@
+"""Sparse tensors of a model, as the neighbours in a graph are: gradients by autograd are the model's, and generated
+backward refuses them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.errors import FxpipeError
+
+LAYOUTS = {"coo": Tensor.to_sparse, "csr": Tensor.to_sparse_csr, "csc": Tensor.to_sparse_csc}
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse .* support is in beta")
+
+
+class Neighbours(nn.Module):
+    def __init__(self, sparse: Callable[[Tensor], Tensor], learnt: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(6, 6).double(), nn.Linear(6, 2).double()
+        adjacency = sparse((torch.eye(6) + torch.eye(6).roll(1, 0) / 2).double())
+        self.adjacency = nn.Parameter(adjacency) if learnt else nn.Buffer(adjacency)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.adjacency @ self.first(x).t()).t())
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.rand(8, 6, dtype=torch.float64), torch.rand(8, 2, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("learnt", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_are_the_models(layout: str, learnt: bool) -> None:
+    model = Neighbours(LAYOUTS[layout], learnt)
+    x, y = batch()
+    F.mse_loss(model(x), y).backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    with closing(fxpipe.compile(model, 2, 2)) as pipe:
+        pipe.step(x, target=y, loss_fn=F.mse_loss)
+    for parameter, grad in zip(model.parameters(), expected, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, grad)  # it compares layouts too
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_generated_backward_refuses_them(layout: str) -> None:
+    x, y = batch()
+    with closing(fxpipe.compile(Neighbours(LAYOUTS[layout], False), 2, 2, backward="code")) as pipe:
+        with pytest.raises(FxpipeError, match=r"reads a sparse tensor of shape \[6, 6\].*write backward='autograd'"):
+            pipe.step(x, target=y, loss_fn=F.mse_loss)
