@@ -58,6 +58,8 @@ SETTINGS: dict[str, object] = {
     "recompile_limit": 64,
     "accumulated_recompile_limit": 1024,
     "verbose": False,
+    # What ops make of symbolic sizes takes longer to remember than to make, unless many ops are the same.
+    "fake_tensor_cache_enabled": False,
 }
 SWITCHED_OFF = (
     "torch.compile is switched off, which reads the model for fxpipe: leave out TORCHDYNAMO_DISABLE and "

@@ -324,8 +324,6 @@ def recorded_layers(equal: EqualModules | None, contexts: Contexts) -> Iterator[
     comparing: Any = builtin.vt_identity_compare  # type: ignore[attr-defined]
     identity = identified(comparing, 2)
     with ExitStack() as patches:
-        # What ops make of symbolic sizes takes longer to remember than to make, unless many ops are the same.
-        patches.enter_context(torch._dynamo.config.patch(fake_tensor_cache_enabled=False))
         for owner, functions in (
             (module, {"call_function": call_function, "var_getattr": var_getattr}),
             (SideEffects, {"check_allowed_side_effect": check_allowed_side_effect}),
