@@ -35,7 +35,7 @@ TORCHGPIPE = "torchgpipe"
 PIPELINING = "torch.distributed.pipelining"
 BARE = "bare threads, 1F1B"
 FXPIPE_SCHEDULES = ("gpipe", "1f1b", "1f1b-late", "zb-h1")
-CODED_SCHEDULES = ("1f1b", "zb-h1")  # also with backward as code
+CODED_SCHEDULES = ("1f1b", "zb-h1", "zb-h2")  # also with backward as code
 Feed = Sequence[tuple[Tensor, Tensor]]  # a sample and its target, or a micro-batch of both
 
 

@@ -55,3 +55,22 @@ def test_generated_backward_refuses_them(layout: str) -> None:
     with closing(fxpipe.compile(Neighbours(LAYOUTS[layout], False), 2, 2, backward="code")) as pipe:
         with pytest.raises(FxpipeError, match=r"reads a sparse tensor of shape \[6, 6\].*write backward='autograd'"):
             pipe.step(x, target=y, loss_fn=F.mse_loss)
+
+
+class LooksInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.adjacency = nn.Buffer(torch.eye(6, dtype=torch.float64).roll(1, 0).to_sparse().coalesce())
+
+    def forward(self, x: Tensor) -> Tensor:
+        to, of = self.adjacency.indices()
+        return torch.zeros_like(x).index_add(1, to, x[:, of] * self.adjacency.values())
+
+
+@pytest.mark.filterwarnings("ignore:.*is kept whole")
+def test_a_submodule_that_looks_inside_is_kept_whole() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), LooksInside(), nn.Linear(6, 2)).double()
+    x, _ = batch()
+    with closing(fxpipe.compile(model, 2, 2)) as pipe:
+        torch.testing.assert_close(pipe(x), model(x))
+        assert len(pipe.build.program.stages) == 2

@@ -28,7 +28,18 @@ from fxpipe.capture.tracing.patches.gradient_mode import Mode, in_mode
 from fxpipe.capture.twins.attribute_changes import Changes, Snapshot
 from fxpipe.capture.twins.twin import Slot, Twins
 from fxpipe.errors import CaptureError
-from fxpipe.ir.graph.opaque_call import ATOMS, Gives, Promise, alike, apart, leaves, slots, take_apart, wanting
+from fxpipe.ir.graph.opaque_call import (
+    ATOMS,
+    Gives,
+    Promise,
+    addresses,
+    alike,
+    apart,
+    leaves,
+    slots,
+    take_apart,
+    wanting,
+)
 
 from .is_compiling import said_to_compile
 from .opaque_submodules import Piece, Pieces
@@ -207,18 +218,19 @@ def _listen(pieces: Pieces, running: Twins) -> list[Heard]:
             tensors, key = take_apart(module, args, kwargs)
             takes = [(x.dtype, tuple(x.shape)) for x in tensors]
             wants = wanting((*(getattr(part, name) for _, part, name in slots(module)), *tensors))
-            held = {x.untyped_storage()._cdata for x in (*tensors, *module.parameters())}
+            held = {address for x in (*tensors, *module.parameters()) for address in addresses(x)}
             before, others, versions = torch.get_rng_state(), _other_numbers(), [x._version for x in tensors]
-            contents = [x.detach().clone() for x in module.parameters()]  # a write to `.data` leaves the version
+            dense = [x for x in module.parameters() if x.layout is torch.strided]
+            contents = [x.detach().clone() for x in dense]  # a write to `.data` leaves the version
             with said_to_compile(False):  # as when the pipeline runs it
                 result = own(*args, **kwargs)
             found = leaves(result)
-            aliased = any(isinstance(x, Tensor) and x.untyped_storage()._cdata in held for x in found)
+            aliased = any(isinstance(x, Tensor) and not held.isdisjoint(addresses(x)) for x in found)
             drew = not torch.equal(before, torch.get_rng_state())
             wrote = versions != [x._version for x in tensors]
             if others != _other_numbers():
                 piece.opaque.remembers.add("random numbers that are not torch's")
-            if not all(map(torch.equal, contents, module.parameters())):
+            if not all(map(torch.equal, contents, dense)):
                 piece.opaque.remembers.add("parameters that it writes")
             calls.append(
                 Heard(piece, key, takes, wants, list(map(_hollow, found)), _form(result), drew, aliased, wrote)
@@ -273,7 +285,8 @@ def _form(value: Any) -> Callable[[Any], Any]:
 
 def _copy(slot: Slot, real: Tensor) -> Tensor:
     """A copy, for forward may write it, where the model was. Raises CaptureError for a tensor without memory."""
-    if real.numel() and not real.is_meta and not real.untyped_storage().nbytes():
+    dense = real.layout is torch.strided and not real.is_meta
+    if dense and real.numel() and not real.untyped_storage().nbytes():
         raise CaptureError(
             f"{slot.path} has no values here, as other ranks have it or a part of it, and the model must run once, to "
             "see what a submodule that is kept whole returns: use ranks that have all of the model"

@@ -179,7 +179,7 @@ class Opaque:
         found = leaves(result)
         if promise is not None:
             self._check(promise, found, given)
-        memory = {x.untyped_storage()._cdata for x in (*tensors, *given)}
+        memory = {address for x in (*tensors, *given) for address in addresses(x)}
         gives = [self._own(x, memory) for x in found if isinstance(x, Tensor)]
         return gives[0] if len(gives) == 1 else tuple(gives)
 
@@ -212,6 +212,17 @@ class Opaque:
 def _show(parts: Sequence[Any]) -> str:
     shown = [f"{str(p[0]).removeprefix('torch.')}{list(p[1])}" if isinstance(p, tuple) else repr(p) for p in parts]
     return ", ".join(shown) or "nothing"
+
+
+def addresses(tensor: Tensor) -> set[int]:
+    """The addresses of the tensor's memory, which is in several pieces if it is sparse."""
+    if tensor.layout is torch.strided:
+        return {tensor.untyped_storage()._cdata}
+    if tensor.layout is torch.sparse_coo:
+        return addresses(tensor._indices()) | addresses(tensor._values())
+    rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+    parts = (tensor.crow_indices(), tensor.col_indices()) if rows else (tensor.ccol_indices(), tensor.row_indices())
+    return set().union(*map(addresses, (*parts, tensor.values())))
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
