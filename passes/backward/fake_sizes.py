@@ -10,6 +10,7 @@ which it is not recognised.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -34,7 +35,7 @@ class Sizes:
     - `numbers`: the plain numbers that occur in the stage; `turn`: which primes.
     - `symbolic`: whether the sizes are symbols; else they are plain numbers from the beginning.
     - `small`: whether the primes are small; sizes that become plain numbers are not recognised then.
-    - `conditions`: those of the graph, which the primes meet if any do.
+    - `conditions`: those of the graph, which the primes meet if any do; `fixed`: the sizes that they leave no choice.
 
     `fake` is the mode in which tensors have these sizes. `numbers` has the names of numbers that the stage computes
     from sizes, such as `b / 8`, by their expressions.
@@ -42,7 +43,7 @@ class Sizes:
 
     def __init__(
         self,
-        names: Iterable[str],
+        names: Collection[str],
         numbers: Collection[int],
         turn: int = 0,
         symbolic: bool = True,
@@ -59,7 +60,9 @@ class Sizes:
         self.numbers: dict[Any, str] = {}
         primes = SMALL if small else (*PRIMES, *SMALLER)
         free = [prime for prime in primes if not any(number and number % prime == 0 for number in numbers)]
-        wanted = list(names)
+        fixing = (re.fullmatch(r"(\w+) == (\d+)", condition) for condition in conditions)
+        self.fixed = {found[1]: int(found[2]) for found in fixing if found and found[1] in {*names}}
+        wanted = [name for name in names if name not in self.fixed]
         if len(free) < (turn + 1) * len(wanted):
             raise ValueError(f"{len(wanted)} sizes vary, which is more than can be told apart")
         for _ in range(turn + 1):
@@ -67,7 +70,7 @@ class Sizes:
         self.values: dict[str, Any] = dict(self.primes)
         if symbolic:
             self.values = {name: self._symbol(name, prime) for name, prime in self.primes.items()}
-        self.values |= {name: self.values[other] for name, other in self.equal.items()}
+        self.values |= {name: self.values[other] for name, other in self.equal.items()} | self.fixed
 
     def _choose(self, names: Sequence[str], free: list[int]) -> None:
         """Choose `primes` among those that are free, and take them out."""
@@ -85,7 +88,7 @@ class Sizes:
 
     def _meets(self, numbers: Mapping[str, int]) -> bool:
         """Whether the graph may hold for these sizes."""
-        return all(holds(condition, numbers) for condition in self.known)
+        return all(holds(condition, {**self.fixed, **numbers}) for condition in self.known)
 
     def _symbol(self, name: str, prime: int) -> Any:
         source = ConstantSource(name)
@@ -125,7 +128,7 @@ class Sizes:
     @property
     def key(self) -> Any:
         """Equal for sizes that are chosen alike."""
-        return self.symbolic, *self.primes.items(), *self.equal.items()
+        return self.symbolic, *self.primes.items(), *self.equal.items(), *self.fixed.items()
 
     @property
     def untouched(self) -> bool:

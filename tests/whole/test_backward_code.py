@@ -328,6 +328,33 @@ def test_a_length_that_decides_how_many_ops_run_is_left_to_autograd() -> None:
     pipe.close()
 
 
+class Counts(nn.Module):
+    """Uses the number of samples as a plain number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = sum(1 for _ in range(x.shape[0]))
+        return self.last(torch.tanh(self.first(x)).reshape(count, 2, 4).transpose(1, 2).reshape(count, 8))
+
+
+def test_a_graph_for_one_size_of_batch_has_code_for_that_size() -> None:
+    model = Counts().double()
+    with closing(fxpipe.compile(model, 2, 2, backward="code")) as pipe:
+        for samples in (4, 6):
+            x = torch.rand(samples, 4, dtype=torch.float64)
+            model.zero_grad()
+            pipe.step(x, loss_fn=torch.mean)
+            found = [p.grad for p in model.parameters()]
+            model.zero_grad()
+            model(x).mean().backward()
+            for mine, own in zip(found, model.parameters(), strict=True):
+                torch.testing.assert_close(mine, own.grad)
+            assert not any(stage.autograd_because for stage in pipe.build.program.stages)
+
+
 class OneGradient(nn.Module):
     """Pairs of parameters with one gradient; a parameter whose gradient also goes to the stage before, and one whose
     gradient is what has arrived."""
