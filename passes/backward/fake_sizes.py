@@ -26,6 +26,7 @@ from fxpipe.ir.graph.value_types import Dim, TensorType, dim_size, holds
 TRIED = (2, 3, 4, 5, 8, 17, 64)  # sizes for which a condition is checked
 SMALL = (3, 5, 7, 11, 13)
 PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069, 1087, 1091, 1093, 1097, 1103, 1109)
+LEAST = 29  # by smaller ones, no size is recognised
 SMALLER = (521, 509, 257, 251, 127, 113, 67, 61, 31, 29, 13, 11, 7, 5, 3)
 
 
@@ -58,6 +59,7 @@ class Sizes:
         self.fake = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
         self.fake.cache_enabled = not symbolic  # to make an entry costs more than it saves where shapes are symbols
         self.numbers: dict[Any, str] = {}
+        self.guessed = False
         primes = SMALL if small else (*PRIMES, *SMALLER)
         free = [prime for prime in primes if not any(number and number % prime == 0 for number in numbers)]
         fixing = (re.fullmatch(r"(\w+) == (\d+)", condition) for condition in conditions)
@@ -121,8 +123,9 @@ class Sizes:
     def _recognised(self, number: int) -> Dim:
         found = sympy.Integer(1)
         for name, prime in self.primes.items() if number else ():
-            while prime in PRIMES and number % prime == 0:
+            while prime >= LEAST and number % prime == 0:
                 number, found = number // prime, found * sympy.Symbol(name, integer=True)
+                self.guessed |= prime not in PRIMES
         return number if found == 1 else str(number * found)
 
     @property
@@ -140,8 +143,8 @@ class Sizes:
 
     @property
     def specialised(self) -> bool:
-        """Whether a size is a number, or torch has turned it into one."""
-        return not self.symbolic or bool(self.env.replacements)
+        """Whether a size is a number, torch has turned it into one, or a number was taken for a size and may not be."""
+        return not self.symbolic or bool(self.env.replacements) or self.guessed
 
     def conditions(self) -> list[str]:
         """What torch has found out about sizes on the way, and what does not hold for all of them. Sizes of 1 are left

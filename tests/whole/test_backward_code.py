@@ -304,57 +304,6 @@ def test_selective_recomputation_needs_code() -> None:
         fxpipe.compile(Net(), 2, 4, checkpoint="selective")
 
 
-class Steps(nn.Module):
-    """Runs as many ops as its input is long."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.lstm, self.head = nn.Linear(3, 4), nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(self.embed(x))[0].mean(1))
-
-
-def test_a_length_that_decides_how_many_ops_run_is_left_to_autograd() -> None:
-    model = Steps().double()
-    plain, pipe = copy.deepcopy(model), fxpipe.compile(model, 2, 2, backward="code")
-    for length in (5, 7, 9):
-        x, y = torch.randn(4, length, 3, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
-        pipe.step(x, target=y, loss_fn=F.mse_loss)
-        F.mse_loss(plain(x), y).backward()
-        for own, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(own.grad, wanted.grad, rtol=0, atol=1e-12)
-    assert "unbind gives seq tensors, so how many ops follow depends on a size" in pipe.explain()
-    pipe.close()
-
-
-class Counts(nn.Module):
-    """Uses the number of samples as a plain number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        count = sum(1 for _ in range(x.shape[0]))
-        return self.last(torch.tanh(self.first(x)).reshape(count, 2, 4).transpose(1, 2).reshape(count, 8))
-
-
-def test_a_graph_for_one_size_of_batch_has_code_for_that_size() -> None:
-    model = Counts().double()
-    with closing(fxpipe.compile(model, 2, 2, backward="code")) as pipe:
-        for samples in (4, 6):
-            x = torch.rand(samples, 4, dtype=torch.float64)
-            model.zero_grad()
-            pipe.step(x, loss_fn=torch.mean)
-            found = [p.grad for p in model.parameters()]
-            model.zero_grad()
-            model(x).mean().backward()
-            for mine, own in zip(found, model.parameters(), strict=True):
-                torch.testing.assert_close(mine, own.grad)
-            assert not any(stage.autograd_because for stage in pipe.build.program.stages)
-
-
 class OneGradient(nn.Module):
     """Pairs of parameters with one gradient; a parameter whose gradient also goes to the stage before, and one whose
     gradient is what has arrived."""
