@@ -9,8 +9,8 @@ tracing and in making its guards; "aot" the time that stages take to be traced t
 files. "traced/least" is dynamo and aot compared with those of the fewest layers. The last columns are further first
 calls of the same pipe: of another length, another batch, a call, and a call after `eval()`; and, in a fresh pipe, the
 first call after two steps and `eval()`. In brackets: how much longer each takes than the next one of its kind, as a
-part of the first step. Seconds are of the CPU; compare those of one run. With `--profile`, the functions in which our
-part spends its time.
+part of the first step. Seconds are by the clock, so run it alone, and compare those of one run. With `--profile`, the
+functions in which our part spends its time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from time import process_time
+from time import perf_counter
 from typing import Any
 from unittest import mock
 
@@ -102,11 +102,11 @@ def seconds_in(*parts: tuple[Any, str]) -> Iterator[list[float]]:
 
     def timed(inner: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            start = process_time()
+            start = perf_counter()
             try:
                 return inner(*args, **kwargs)
             finally:
-                spent[0] += process_time() - start
+                spent[0] += perf_counter() - start
 
         return call
 
@@ -153,15 +153,15 @@ def first(layers: int, backward: str = "autograd", profile: cProfile.Profile | N
 
     def step(batch: int = BATCH, length: int = LENGTH) -> float:
         ids = torch.randint(0, WORDS, (batch, length))
-        start = process_time()
+        start = perf_counter()
         pipe.step(ids, target=ids.roll(1), loss_fn=loss)
-        return process_time() - start
+        return perf_counter() - start
 
     def call() -> float:
         ids = torch.randint(0, WORDS, (BATCH, LENGTH))
-        start = process_time()
+        start = perf_counter()
         pipe(ids)
-        return process_time() - start
+        return perf_counter() - start
 
     with seconds_in(*DYNAMO) as dynamo, seconds_in(*AOT) as aot:
         if profile is not None:
