@@ -37,6 +37,7 @@ class Sizes:
     - `symbolic`: whether the sizes are symbols; else they are plain numbers from the beginning.
     - `small`: whether the primes are small; sizes that become plain numbers are not recognised then.
     - `conditions`: those of the graph, which the primes meet if any do; `fixed`: the sizes that they leave no choice.
+    - `guessed`: whether a plain number was taken for a size that has one of the smaller primes.
 
     `fake` is the mode in which tensors have these sizes. `numbers` has the names of numbers that the stage computes
     from sizes, such as `b / 8`, by their expressions.
@@ -90,7 +91,8 @@ class Sizes:
 
     def _meets(self, numbers: Mapping[str, int]) -> bool:
         """Whether the graph may hold for these sizes."""
-        return all(holds(condition, {**self.fixed, **numbers}) for condition in self.known)
+        numbers = {**self.fixed, **numbers}
+        return all(holds(condition, numbers) for condition in self.known)
 
     def _symbol(self, name: str, prime: int) -> Any:
         source = ConstantSource(name)

@@ -128,7 +128,7 @@ def _lowered(
     own = {op.name for op in stage.ops}
     inside = {name: op for name, op in made.items() if name not in own}
     settled = with_reshapes([*stage.ops, *inside.values()], types)
-    forward = {op.name: op for op in settled if op.name in inside and _is_view(op)}
+    forward = {op.name: op for op in settled if op.name in inside and _computes_nothing(op)}
     if sizes is not None:
         same = {name: value for name, value in _aliases(pieces).items() if value in types}  # else it is a constant
         backward = [rename(op, same) for op in backward]
@@ -245,8 +245,8 @@ def _written_well(op: Op, types: Mapping[str, ValueType]) -> Op:
     return with_same_sizes(with_unknown_size(made, made.type), types)
 
 
-def _is_view(op: Op) -> bool:
-    """Whether the op computes nothing: a view, or a tensor of numbers that are in the code."""
+def _computes_nothing(op: Op) -> bool:
+    """Whether the op is a view, or makes a tensor of numbers that are in the code."""
     if op.target is torch.tensor:
         return True
     return op_name(op) in VIEWS and op.target is not operator.getitem and not op.writes and not op.random
@@ -276,7 +276,9 @@ def _with_again(
             if name in forward and name not in again and name not in needed:
                 needed.add(name)
                 waiting += [*forward[name].reads, *parts.get(name, ())]
-        computed = (name for name in needed if memory.get(name, ("",))[0] == name and not _is_view(forward[name]))
+        computed = (
+            name for name in needed if memory.get(name, ("",))[0] == name and not _computes_nothing(forward[name])
+        )
         last = max(map(order.__getitem__, computed), default=-1)
         for name in sorted(needed, key=order.__getitem__):
             again[name] = f"{name}_"
@@ -306,7 +308,7 @@ def _repeats(pieces: Sequence[Piece], again: set[str]) -> dict[str, float]:
     """For each op of the stage the share of its work that backward does again; views and parts of tuples are none."""
     found = {}
     for piece in pieces:
-        works = [op.name for op in piece.ops if not _is_view(op) and op.target is not operator.getitem]
+        works = [op.name for op in piece.ops if not _computes_nothing(op) and op.target is not operator.getitem]
         if not again.isdisjoint(works):
             found[piece.op.name] = sum(name in again for name in works) / len(works)
     return found

@@ -109,8 +109,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         if func in SAME:
-            known = self.names.get(id(args[0]))
-            self.hold(result, self._constant(args[0], result) if known is None else known)
+            is_constant = func is aten.lift_fresh.default and id(args[0]) not in self.names
+            self.hold(result, self._constant(args[0], result) if is_constant else self._name(args[0], func))
             return
         tensors = [x for x in _flat(result) if isinstance(x, Tensor)]
         written = [x for x in _written(func, args, kwargs) if isinstance(x, Tensor)]
