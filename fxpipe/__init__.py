@@ -73,6 +73,7 @@ from .errors import (
     PackageError,
     PlanError,
     RankError,
+    ReleasedError,
     UnfinishedSearchWarning,
 )
 
@@ -103,6 +104,7 @@ __all__ = [
     "Planned",
     "Profile",
     "RankError",
+    "ReleasedError",
     "Schedule",
     "Searched",
     "Switch",

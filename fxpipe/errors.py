@@ -57,6 +57,10 @@ class CheckpointError(FxpipeError):
     """A folder is not a checkpoint, or the checkpoint is damaged or does not fit the model."""
 
 
+class ReleasedError(FxpipeError, RuntimeError):
+    """What needs the values of a tensor of the model that other ranks have."""
+
+
 class RankError(FxpipeError):
     """Another rank has failed, is gone, or has another model or plan: the message says which, and what happened."""
 

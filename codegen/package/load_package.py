@@ -112,17 +112,18 @@ def bind(
     calls: Mapping[str, Opaque] | None = None,
     *,
     move: bool = True,
+    stay: Collection[str] = (),
 ) -> Any:
     """The package's scheduler; its stages hold the model's own parameters and buffers.
 
     - `constants`: read from the folder if not given; those on another device are copied.
     - `others`: tensors that the model does not have, such as those of a loss function, by path.
     - `calls`: the submodules that are called whole; if not given the model's own, whose results are not checked.
-    - `move`: whether the model's tensors move to the devices of their stages, in place; else stages on another device
-      have copies.
+    - `move`: whether the model's tensors move to the devices of their stages, in place; else, and for those at the
+      paths of `stay`, stages on another device have copies.
 
     Raises PackageError, and changes nothing, if the model does not fit; PlanError if a device is missing."""
-    stages, whole = bound_stages(module, model, constants, others, calls, move=move)
+    stages, whole = bound_stages(module, model, constants, others, calls, move=move, stay=stay)
     return module.Scheduler(stages, whole)
 
 
@@ -134,6 +135,7 @@ def bound_stages(
     calls: Mapping[str, Opaque] | None = None,
     *,
     move: bool = True,
+    stay: Collection[str] = (),
     here: Mapping[str, torch.device] | None = None,
 ) -> tuple[list[Any], Any]:
     """The arguments of the scheduler: the stages with the model's tensors, and the stage that computes the totals, or
@@ -176,6 +178,8 @@ def bound_stages(
                 raise PackageError(f"the package lacks its constant {name!r}, which {CONSTANTS} should have")
         own = here is not None or at < len(devices) + len(totals)  # a replica in one process holds copies
         for path in kind.states if move and own else ():
+            if path in stay:
+                continue
             if path not in sources[at]:
                 _move(tensors[path], device)
             elif here is not None:  # in one process, a tensor whose parts are on several devices stays where it is

@@ -311,7 +311,7 @@ class CallCapture:
                 now.kind.rebound = self.twins.rebound(now.kind.past)
             elif now.kind is not None:
                 self.twins.give_back_buffers(now.kind.rebound.values(), now.real)
-                self.twins.reset(now.kind.rebound.values())
+                self.twins.reset(self.twins.buffers)  # `self.count += 1` sets the real one, which the run has written
                 self.twins.give_back_lists(now.real)
             done = True
             return now, result

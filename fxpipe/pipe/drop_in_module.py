@@ -96,6 +96,11 @@ class State:
         return self.processes.lock
 
 
+class NothingToTrain(nn.Parameter):
+    """An empty parameter, among the `parameters()` of a rank that has none to train: torch's optimizers refuse an empty
+    list, and the script is the same on all ranks."""
+
+
 class DropInModule(nn.Module):
     """What every pipe is: a module with the parameters, keys, hooks and attributes of `model`, the same objects, but
     another `forward`. All that is not the model's is in one attribute, `_state`."""

@@ -142,7 +142,7 @@ def load_checkpoint(
     """
     path = Path(folder)
     held = entries(path)
-    check_fit(path, unwrapped(model).state_dict(), part(held, MODEL))
+    check_fit(path, unwrapped(model).state_dict(keep_vars=True), part(held, MODEL))
     about = abouts(path, held)
     own = {key: value for key, value in here(model).items() if not value.is_meta}
     found = None
@@ -173,7 +173,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def here(model: nn.Module) -> Mapping[str, Tensor]:
     """The tensors of the state_dict that this process has, those that other processes have too included."""
-    state: Mapping[str, Tensor] = unwrapped(model).state_dict()
+    state: Mapping[str, Tensor] = unwrapped(model).state_dict(keep_vars=True)  # other ranks' have no values to detach
     held = model.held_tensors() if isinstance(model, OverRanks) else state
     return {key: held[key].detach() for key in state if key in held}
 

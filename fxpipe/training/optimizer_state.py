@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fxpipe.errors import CheckpointError
+from fxpipe.pipe.drop_in_module import NothingToTrain
 
 NUMBER = ".number"  # marks a number that is no tensor
 Names = Mapping[int, str]
@@ -36,6 +37,11 @@ def name_of(parameter: Tensor, names: Names) -> str:
             "from pipe.parameters(), after pipe.materialize(...)"
         )
     return names[id(parameter)]
+
+
+def is_nothing(parameter: Tensor) -> bool:
+    """Whether it stands for the parameters of a rank that has none to train."""
+    return isinstance(parameter, NothingToTrain)
 
 
 def own_part(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -70,7 +76,7 @@ def groups_of(optimizer: torch.optim.Optimizer, names: Names) -> list[State]:
     """The optimizer's groups, with keys for the parameters and numbers for tensors."""
     return [
         {name: value.item() if isinstance(value, Tensor) else value for name, value in group.items()}
-        | {"params": [name_of(parameter, names) for parameter in group["params"]]}
+        | {"params": [name_of(parameter, names) for parameter in group["params"] if not is_nothing(parameter)]}
         for group in optimizer.param_groups
     ]
 
@@ -99,8 +105,10 @@ def find_state(
     numbers = itertools.count()
     for group in optimizer.param_groups:
         parameters = {next(numbers): parameter for parameter in group["params"]}
-        keys = {number: name_of(parameter, names) for number, parameter in parameters.items()}
-        known.append(hyperparameters(path, group, list(keys.values()), saved) | {"params": list(keys)})
+        keys = {
+            number: name_of(parameter, names) for number, parameter in parameters.items() if not is_nothing(parameter)
+        }
+        known.append(hyperparameters(path, group, list(keys.values()), saved) | {"params": list(parameters)})
         for number, key in keys.items():
             if not parameters[number].is_meta and of[key] and id(parameters[number]) in own:
                 wanted |= {full: like(held[full], parameters[number]) for full in of[key]}

@@ -1,11 +1,13 @@
-"""Gives each tensor of the model one owner, where stages of several devices hold parts of it.
+"""Gives each tensor of the model one home: the device that owns it.
 
     owners  fc.weight: cpu:0                   before                        after
-    stage 0 on cpu:0  reads rows 0 to 4        owns fc.weight, rows 0 to 4   owns rows 0 to 4, and rows 4 to 8
-    stage 1 on cpu:1  reads rows 4 to 8        owns fc.weight, rows 4 to 8   borrows rows 4 to 8 from stage 0
+    stage 0 on cpu:0  uses other tensors       owns other tensors            owns fc.weight, too
+    stage 1 on cpu:1  reads fc.weight          owns fc.weight                borrows fc.weight from stage 0
 
-In one process, all devices see the whole tensor. Over ranks, the parameters that a rank gives its optimizer, and saves,
-are whole: so one rank has the tensor, and lends the others their parts, once a step.
+The first call of a pipe decides the owners, and the programs of all later calls follow: over ranks, only the owner has
+the tensor, for its optimizer and its checkpoint. So a stage elsewhere borrows it for a step. If several devices hold
+parts of a tensor, the owner has the whole, and lends the others their parts. A stage that writes into a tensor of
+another device works on a copy, which goes back to the owner after the call: a written loan.
 """
 
 from __future__ import annotations
@@ -20,21 +22,29 @@ from fxpipe.passes.pass_context import PassContext
 
 def move_homes(program: Program, context: PassContext) -> Program:
     """The program in which each parameter and buffer belongs to a stage on the device that `context.owners` names.
-    Raises PlanError if no stage is on that device, or a stage on another device writes the tensor."""
-    moved = {}
+    Raises PlanError if no stage is on that device."""
+    moved: dict[str, tuple[int, int]] = {}
+    written: list[Loan] = []
     for stage in program.stages:
+        writes = {name for op in stage.ops for name in op.writes}
         for name in stage.states:
             state = program.state(name)
             owner = context.owners.get(state.path, stage.device) if state.kind != "constant" else stage.device
-            if owner != stage.device:
-                moved[name] = stage.index, _new_home(program, name, owner)
-    if not moved:
+            if owner == stage.device:
+                continue
+            home = _new_home(program, name, owner)
+            if name in writes:
+                written.append(Loan(name, home, stage.index))
+            else:
+                moved[name] = stage.index, home
+    if not moved and not written:
         return program
     loans = [loan for loan in program.loans if loan.state not in moved]
     for name, (before, home) in moved.items():
         users = {before, *(loan.user for loan in program.loans if loan.state == name)} - {home}
         loans += [Loan(name, home, user) for user in sorted(users)]
-    return replace(program, loans=tuple(loans), stages=tuple(_with_homes(program, loans, moved)))
+    stages = tuple(_with_homes(program, loans, moved))
+    return replace(program, loans=tuple(loans), written_loans=tuple(written), stages=stages)
 
 
 def _with_homes(program: Program, loans: Sequence[Loan], moved: Mapping[str, tuple[int, int]]) -> Iterator[Stage]:
@@ -48,19 +58,11 @@ def _with_homes(program: Program, loans: Sequence[Loan], moved: Mapping[str, tup
 
 def _new_home(program: Program, name: str, owner: str) -> int:
     """The first stage on the owner's device that uses the tensor, or if none does, the first one there."""
-    path = program.state(name).path
-    for stage in program.stages:
-        op = next((op for op in stage.ops if name in op.writes), None)
-        if op is not None:
-            raise PlanError(
-                f"{op.origin}\nforward writes {path} here, on {stage.device}, and {owner} has owned it since the first "
-                "call: make the first call, or that of example_inputs, with the model in training"
-            )
     users = {loan.user for loan in program.loans if loan.state == name}
     there = [stage.index for stage in program.stages if stage.device == owner]
     if not there:
         raise PlanError(
-            f"{owner} has owned {path} since the first call, and has nothing to compute in this one: give a batch with "
-            "as many samples as the first one had"
+            f"{owner} has owned {program.state(name).path} since the first call, and has no stage in this one: give a "
+            "batch with as many samples as the first one had"
         )
     return next((index for index in there if index in users), there[0])

@@ -27,7 +27,6 @@ from fxpipe.capture.nested_values import change
 from fxpipe.capture.tracing.patches.gradient_mode import Mode, in_mode
 from fxpipe.capture.twins.attribute_changes import Changes, Snapshot
 from fxpipe.capture.twins.twin import Slot, Twins
-from fxpipe.errors import CaptureError
 from fxpipe.ir.graph.opaque_call import (
     ATOMS,
     Gives,
@@ -284,14 +283,17 @@ def _form(value: Any) -> Callable[[Any], Any]:
 
 
 def _copy(slot: Slot, real: Tensor) -> Tensor:
-    """A copy, for forward may write it, where the model was. Raises CaptureError for a tensor without memory."""
+    """A copy, for forward may write it, where the model was. Of a tensor without memory, as another rank has it, one
+    with values that are likely to run: what a submodule returns must not depend on values anyway."""
     dense = real.layout is torch.strided and not real.is_meta
     if dense and real.numel() and not real.untyped_storage().nbytes():
-        raise CaptureError(
-            f"{slot.path} has no values here, as other ranks have it or a part of it, and the model must run once, to "
-            "see what a submodule that is kept whole returns: use ranks that have all of the model"
-        )
-    copy = real.detach().to(slot.device, copy=True)
+        copy = torch.zeros(real.shape, dtype=real.dtype, device=slot.device)
+        if real.is_floating_point() and slot.kind == "parameter":
+            copy.normal_(0, 0.02)
+        elif real.is_floating_point():
+            copy.fill_(1)
+    else:
+        copy = real.detach().to(slot.device, copy=True)
     return nn.Parameter(copy, real.requires_grad) if isinstance(real, nn.Parameter) else copy
 
 

@@ -59,7 +59,7 @@ class Slot:
 
 def hollow_one(slot: Slot, real: Tensor) -> Tensor:
     """What stands in for a real tensor while a model is traced."""
-    return real if real.device.type == "meta" else hollow(real, slot.device)
+    return hollow(real, slot.device)
 
 
 class Twins:
@@ -69,7 +69,9 @@ class Twins:
     - `stand_in`: makes the twins' tensors. They stay on the model's first devices, wherever the real tensors go, and
       are all on the meta device if a part of the model was there.
     - `first_devices`: these devices, by the paths of the tensors.
-    - `slots`: all parameters and buffers.
+    - `frozen_later`: whether stand-ins of tensors that no longer need a gradient still do: over ranks, only the rank
+      that has a tensor knows that it was frozen since, and all ranks must capture the same.
+    - `slots`: all parameters and buffers; `buffers`: those of them that are buffers.
     - `of`: the slots by the ids of stand-ins and of real tensors (forward may reach those by a global variable).
     - `device`: that of all stand-ins, if they share one; else None.
     - `version`: counts how often tensors of the model were replaced.
@@ -80,6 +82,7 @@ class Twins:
         self.roots = roots
         self.stand_in = stand_in
         self.slots: list[Slot] = []
+        self.buffers: list[Slot] = []
         self.of: dict[int, Slot] = {}
         self.device: torch.device | None = None
         self.version = 0
@@ -89,6 +92,7 @@ class Twins:
         self.copies = Copies()
         self._beside = Copies(self.copies)  # of what is no part of the modules: of the last loss function
         self.first_devices: dict[str, torch.device] = {}
+        self.frozen_later = False
         self._forwards: dict[int, tuple[Any, Callable[..., Any]]] = {}  # by the id of the twin, with the twin
         self._structure: set[int] = set()  # the ids of the dicts that a module hangs its parts in
         self._hook_dicts: dict[int, list[Any]] = {}  # all of its module, by the id of each
@@ -229,6 +233,7 @@ class Twins:
                     device = self.first_devices.setdefault(path, here)
                     known = before.get((id(tensors), key, path))
                     self.slots.append(known or Slot(tensors, key, path, kind, device, own))
+        self.buffers = [slot for slot in self.slots if slot.kind == "buffer"]
 
     def _stand_in(self) -> None:
         """Stand-ins that say what the real tensors say now: a parameter may have been frozen, replaced or cast."""
@@ -236,7 +241,9 @@ class Twins:
         stale: list[Slot] = []
         for slot in self.slots:
             real, twin = slot.tensors[slot.key], slot.twin
-            if real is slot.real and (real is None or same(real, twin)):
+            if real is slot.real and (
+                real is None or same(real, twin) or (self.frozen_later and was_trained(real, twin))
+            ):
                 if real is not None and twin is not None:
                     twins[id(real)] = twin
             else:
@@ -357,6 +364,11 @@ class Twins:
     def give_back_lists(self, real: Swap) -> None:
         """Append to the user's lists what hooks have appended in this call."""
         self._lists.give_back(real)
+
+
+def was_trained(real: Tensor, twin: Tensor | None) -> bool:
+    """Whether the two differ in one thing: the real tensor needs no gradient, and the stand-in does."""
+    return twin is not None and FACTS(real) == (False, *FACTS(twin)[1:]) and twin.requires_grad
 
 
 def same(real: Tensor, twin: Tensor | None) -> bool:

@@ -121,6 +121,8 @@ class StepScheduler(SchedulerBase):
         """`run` under an observer; `rows` replaces the timetable, for another order."""
         m = self.attempt(batch, chunks, scale, observer, rows)
         commit(self.mutating)
+        for stage in self._copying:
+            stage.give_back()
         outputs, pairs = self.outcome(m, batch)
         commit_gradients(pairs)
         return outputs

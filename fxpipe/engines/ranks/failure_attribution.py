@@ -14,13 +14,43 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
 
+from fxpipe.engines.transports.open_pipes import LEFT
+from fxpipe.engines.transports.tcp_peer import TcpPeer
+
 PAUSE = 0.05  # seconds
 GONE = 2.0  # seconds within which a rank that closed its connection after a timeout would have written so
 ANSWER = 3.0  # seconds within which a store answers unless its process stands still
+
+
+class Lost(Exception):
+    """A rank is gone, or does not answer."""
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(reason)
+        self.rank = rank
+
+    @property
+    def alive(self) -> bool:
+        """Whether the rank has only closed a pipe, so that all may meet again."""
+        return LEFT in str(self)
+
+
+def timed_out(error: Exception | str) -> bool:
+    return "timed out" in str(error).lower() or "timeout" in str(error).lower()
+
+
+def said_by(peer: TcpPeer) -> Lost | None:
+    """The loss that a rank has told when it gave up, if it has."""
+    with suppress(RuntimeError):  # it has ended: perhaps nothing is missing of it
+        while peer.read():
+            pass
+    culprit, _, why = (peer.closed or "").partition(" ")
+    return Lost(int(culprit), why) if peer.closed is not None else None
 
 
 def blame(store: Any, rank: int, peer: int, reason: str, late: bool, patience: float) -> tuple[int, str]:

@@ -14,7 +14,8 @@ from typing import Any
 
 from fxpipe.errors import RankError
 
-from .rank_group import Lost, World
+from .failure_attribution import Lost
+from .rank_group import World
 from .step_consensus import Failure, consensus, describe
 
 

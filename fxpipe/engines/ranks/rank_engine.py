@@ -34,13 +34,15 @@ from fxpipe.runtime.autograd.gradient_aliases import Pair, commit_gradients
 from fxpipe.runtime.deferred_norms import commit
 from fxpipe.runtime.interrupts import Interrupts, ignore
 
+from .failure_attribution import Lost
 from .input_checksums import Unread
-from .rank_group import Lost, World
+from .rank_group import World
 from .rank_program import RankProgram
 from .rank_run import RankObserver, RankRun
 from .rank_timer import RankTimer
 from .replicas.replica_reduce import broadcast_values, commit_statistics, written
 from .replicas.shard_exchange import ShardExchange
+from .weight_exchange import WrittenLoans
 
 
 class RankScheduler:
@@ -50,6 +52,7 @@ class RankScheduler:
     - `program`: the rank's program of a step; `table`: the messages of all ranks.
     - `parallel`: how the rows of a mesh add up gradients, or None.
     - `shards`: how replicas exchange the parameters of which each has a part, or None; `cut`: the paths of these.
+    - `written`: the tensors that are written on another rank than their home.
     """
 
     parallel: Any = None
@@ -58,6 +61,7 @@ class RankScheduler:
 
     def __init__(self, steps: StepScheduler, world: World, table: MessageTable) -> None:
         self.steps, self.world, self.table = steps, world, table
+        self.written = WrittenLoans(world, ())
         self.stages, self.whole, self.random, self.close = steps.stages, steps.whole, steps.random, steps.close
         self.program = RankProgram(world, table, steps.cuts)
         self.replicated = len(self.program.replica_group) > 1
@@ -97,6 +101,7 @@ class RankScheduler:
         with Interrupts(ignore) as interrupts, held as error:
             try:
                 self._even_out()  # other calls may have changed the buffers
+                self.written.fetch()
                 run = self._begin(seen, chunks, seed, error or self._check(batch), given)
                 run.take(scale, observer, interrupts)
                 self._commit()
@@ -109,7 +114,15 @@ class RankScheduler:
                 commit_pairs(pairs)
             else:
                 self.parallel.add(pairs)
+            self._give_back()
         return outputs
+
+    def _give_back(self) -> None:
+        """Bring what was written for other ranks home. Raises RankError if a rank is lost."""
+        try:
+            self.written.give_back()
+        except Lost as lost:
+            raise RankError(str(lost)) from None
 
     def _begin(
         self,
@@ -140,7 +153,8 @@ class RankScheduler:
             near = [{*ranks} for ranks in self.world.collect([self.world.rank, *self.world.local_peers])]
             self.world.make_groups([g for g in groups if not (hosted and all({*g} <= near[rank] for rank in g))])
         if self.replicated:
-            own = [stage.tensor(path) for stage in self.stages for path in stage.states if path not in self.cut]
+            shared = () if self.parallel is None else self.parallel.tensors()  # in place of the model's own
+            own = [stage.tensor(path) for stage in self.stages for path in stage.states if path not in shared]
             broadcast_values(self.world, self.program.replica_group, own)
 
     def _even_out(self) -> None:

@@ -1,17 +1,13 @@
 """The processes of a pipe: a rank for each device, their connections, and small messages between them.
 
 torch.distributed's collectives do not help if a rank may be gone: its neighbours get an error, the others wait for
-ever. So all messages go from one rank to another, and ranks agree through the leader, rank 0:
-
-    rank 1 ──▶ leader ──▶ rank 1        the leader sees at once that a rank is gone; if the leader is gone, all see it
-    rank 2 ──▶        ──▶ rank 2
+ever. So all messages go from one rank to another, and ranks agree through the leader, rank 0, which sees at once that a
+rank is gone; if the leader is gone, all see it.
 
 Ranks on one machine exchange everything through shared memory (`same_machine.py`), in a third of the time. Between
 machines, what is small goes through TCP connections (`tcp_peer.py`); large values use torch.distributed, as do those
-that do not fit into shared memory. Values on accelerators use the accelerator's own process groups
-(`communicators.py`); what hosts say goes as above.
-
-A wait that ends in an error means that a rank is lost: it has ended, or stands still for longer than the timeout.
+that do not fit into shared memory. Values on accelerators use the accelerator's own groups (`communicators.py`). A wait
+that ends in an error means that a rank is lost: it has ended, or stands still for longer than the timeout.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from time import monotonic, sleep
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -32,24 +28,17 @@ from torch import Tensor
 from fxpipe.engines.transports.collective_groups import CollectiveGroups
 from fxpipe.engines.transports.communicators import PAUSE, Call, Communicators, ended
 from fxpipe.engines.transports.message_format import Size, blank
+from fxpipe.engines.transports.open_pipes import OpenPipes, divided
 from fxpipe.engines.transports.same_machine import LocalPeer
 from fxpipe.engines.transports.shared_memory import BLOCK, Slot
 from fxpipe.engines.transports.tcp_peer import LETTER, VALUE, Frame, TcpPeer
 
-from .failure_attribution import blame, silent
+from .failure_attribution import Lost, blame, said_by, silent, timed_out
 from .rendezvous import LEADER
 
 SOON = 2.0  # seconds within which a rank that is gone is seen to be
 COMPILING = timedelta(hours=1)  # how much longer a wait may take while ranks compile
 COUNT = 8  # bytes of the length that precedes a small message
-
-
-class Lost(Exception):
-    """A rank is gone, or does not answer."""
-
-    def __init__(self, rank: int, reason: str) -> None:
-        super().__init__(reason)
-        self.rank = rank
 
 
 @dataclass(eq=False)
@@ -63,9 +52,8 @@ class World:
     - `timeout`: seconds after which a rank that does not answer counts as lost; `limit`: the same as a timedelta;
       `allowance`: how much longer a wait may take now, as ranks may be compiling.
     - `store`: where ranks that notice a loss write it; `lost`: why no further step is possible, or None.
-    - `local_peers`: the ranks on the same machine, which share memory with this one.
-    - `steps`: the number of steps begun, the same on every rank.
-    - `process`: the id of this rank's process; a fork of it cannot use the connections.
+    - `local_peers`: the ranks that share memory with this one; `open`: the pipes that share these connections.
+    - `steps`: the number of steps begun; `process`: the id of this process, as a fork cannot use the connections.
     - `communicators`: the process groups for values on accelerators, or None if values go through host memory;
       `collectives`: the groups for collectives.
     """
@@ -84,11 +72,13 @@ class World:
     allowance: timedelta = timedelta(0)
     local_peers: dict[int, LocalPeer] = field(default_factory=dict)
     steps: int = 0
+    open: OpenPipes = field(init=False)
     process: int = field(default_factory=os.getpid)
     communicators: Communicators | None = None
 
     def __post_init__(self) -> None:
         self.limit = timedelta(seconds=self.timeout)
+        self.open = OpenPipes(self.rank, self.tcp_peers)
 
     @property
     def label(self) -> str:
@@ -179,10 +169,15 @@ class World:
         self._await(self.tcp_peers[peer], peer, there)
 
     def _await(self, way: LocalPeer | TcpPeer, peer: int, there: Callable[[], bool]) -> None:
-        try:
-            way.wait(there, self.patience.total_seconds() if self.lost is None else 0.0)
-        except RuntimeError as error:
-            raise self.lose(peer, error) from None
+        end = monotonic() + (self.patience.total_seconds() if self.lost is None else 0.0)
+        while True:
+            left = max(0.0, end - monotonic())
+            try:
+                return way.wait(there, min(left, SOON))
+            except RuntimeError as error:
+                if left <= SOON or not timed_out(error):
+                    raise self.lose(peer, error) from None
+            self._hear(peer, there)
 
     def start(self, send: bool, peer: int, tensor: Tensor, tag: int = 0) -> Any:
         """Begin to send a tensor in host memory, or to receive into it, by torch.distributed. What has another tag has
@@ -259,12 +254,19 @@ class World:
                     tcp_peer.read()
                 except RuntimeError as error:
                     raise self.lose(peer, error) from None
-                if tcp_peer.closed is not None:
-                    culprit, _, why = tcp_peer.closed.partition(" ")
-                    raise self._close(Lost(int(culprit), why))
+                if (said := said_by(tcp_peer)) is not None:
+                    raise self._close(said)
             if monotonic() >= end:
                 return
             sleep(PAUSE)
+
+    def _hear(self, peer: int, there: Callable[[], bool]) -> None:
+        """Raise Lost if a rank has given up, or `peer`, for which this one waits, has closed the pipe."""
+        for tcp_peer in self.tcp_peers.values():
+            if (said := said_by(tcp_peer)) is not None:
+                raise self._close(said)
+        if (why := self.open.left_by(peer)) is not None and not there():
+            raise self._close(Lost(peer, why))
 
     # Collectives ------------------------------------------------------------------------------------------------------
 
@@ -289,7 +291,9 @@ class World:
         """Find out which rank is lost, after an error with `peer`, and close the connections."""
         if self.lost is not None:  # a later error may be a consequence of the first
             return self.lost
-        late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+        if (said := said_by(self.tcp_peers[peer])) is not None:
+            return self._close(said)
+        late = timed_out(error)
         reason = (
             f"did not answer for {self.patience.total_seconds():g} s" if late else "is gone: its connection is closed"
         )
@@ -308,10 +312,10 @@ class World:
     def _close(self, lost: Lost) -> Lost:
         """Close the connections for values, so that nobody waits for this rank."""
         self.lost = lost
-        for local_peer in self.local_peers.values():
-            local_peer.close()
         for tcp_peer in self.tcp_peers.values():
             tcp_peer.close(f"{lost.rank} {lost}")
+        for local_peer in self.local_peers.values():  # now: those who see it read why
+            local_peer.close()
         for groups in (self.communicators, self.collectives):
             if groups is not None:
                 groups.abort()
@@ -334,6 +338,7 @@ class World:
     def begin_to_tell(self, peer: int, data: bytes) -> None:
         """Send bytes, now or soon: a letter of at most `BLOCK` bytes in shared memory, and all others by TCP. Raises
         Lost."""
+        data = self.open.tag + data
         if peer in self.local_peers:
             local_peer, head = self.local_peers[peer], len(data).to_bytes(COUNT, "little")
             self.wait(peer, local_peer.out.may_write)
@@ -352,10 +357,20 @@ class World:
         self.wait_apart(peer, self.tcp_peers[peer].sent)
 
     def hear(self, peer: int) -> bytes:
-        """Receive the bytes that a rank sent by `tell`. Raises Lost."""
+        """Receive the bytes that a rank sent by `tell`. Raises Lost, also if that rank is in another pipe."""
+        tag, data = divided(self._heard(peer))
+        if tag != self.open.tag:
+            raise self._close(Lost(*self.open.elsewhere(peer, tag)))
+        return data
+
+    def _heard(self, peer: int) -> bytes:
         if peer not in self.local_peers:
             return self._apart(peer)
-        head = self._letter(peer)
+        shared = self.local_peers[peer].into
+        shared.letters += 1
+        number = shared.letters
+        self.wait(peer, lambda: shared.has(number))
+        head = shared.read(number)
         length = int.from_bytes(head[:COUNT], "little")
         if length <= BLOCK - COUNT:
             return head[COUNT : COUNT + length]
@@ -368,14 +383,6 @@ class World:
         self.wait_apart(peer, lambda: place in tcp_peer.found)
         return bytes(tcp_peer.found.pop(place))
 
-    def _letter(self, peer: int) -> bytes:
-        """The next letter from a rank on the same machine."""
-        shared = self.local_peers[peer].into
-        shared.letters += 1
-        number = shared.letters
-        self.wait(peer, lambda: shared.has(number))
-        return shared.read(number)
-
     def share(self, value: Any = None, home: int = LEADER) -> Any:
         """Give all ranks a copy of the value of rank `home`. Raises Lost."""
         if self.rank == home:
@@ -385,10 +392,9 @@ class World:
 
     def collect(self, value: Any) -> list[Any]:
         """The values of all ranks, in order, on all ranks. Raises Lost."""
-        if not self.leads:
+        found = None
+        if self.leads:
+            found = [value, *(pickle.loads(self.hear(peer)) for peer in self.others)]
+        else:
             self.tell(LEADER, data=pickle.dumps(value))
-            found: list[Any] = self.share()
-            return found
-        found = [value, *(pickle.loads(self.hear(peer)) for peer in self.others)]
-        self.share(found)
-        return found
+        return cast(list[Any], self.share(found))

@@ -23,8 +23,8 @@ from fxpipe.runtime.interrupts import Interrupts
 from fxpipe.runtime.microbatch import gather, scatter, split_sizes
 from fxpipe.runtime.streams import use_stream
 
+from .failure_attribution import Lost
 from .input_checksums import Unread
-from .rank_group import Lost
 from .rank_program import Batch, RankProgram
 from .rank_transport import RankTransport
 from .rendezvous import LEADER

@@ -34,7 +34,7 @@ from fxpipe.engines.transports.tcp_peer import Frame
 from fxpipe.errors import RankError
 from fxpipe.ir.program.device_programs import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Message
 
-from .rank_group import Lost
+from .failure_attribution import Lost
 from .rank_program import RankCollective, RankMessage, RankProgram
 from .replicas.shard_exchange import ShardExchange
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from fxpipe.errors import FxpipeError, RankError
 
+from .failure_attribution import Lost
 from .input_checksums import Checksums, differing
-from .rank_group import Lost, World
+from .rank_group import World
 
 Numbers = dict[int, tuple[Any, torch.dtype]]  # by output index, an output that is one number, or a share of it
 

@@ -1,7 +1,19 @@
-"""Messages that ranks send once a step: lent tensors, such as tied weights, and gradients of the model's tensors."""
+"""Messages that ranks send once a step: lent tensors, such as tied weights, and gradients of the model's tensors.
+
+A tensor that a call writes on another rank than its home, such as the statistics of a norm that a later kind of call
+computes elsewhere, goes there before the call, and back after it, if no rank has failed:
+
+    home ── the tensor as it is ──▶ user: a copy, which the stage writes
+    home ◀── the copy, and its gradient ── user
+
+Such tensors are few and small, and go from host to host.
+"""
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
@@ -15,6 +27,7 @@ from fxpipe.ir.program.gradient_buckets import Bucket
 from fxpipe.ir.program.messages import LentTensor
 from fxpipe.runtime.autograd.gradient_aliases import alias
 
+from .rank_group import World
 from .rank_transport import RankTransport
 from .replicas.replica_reduce import BucketReduce
 
@@ -109,3 +122,53 @@ class WeightExchange:
             found.setdefault(id(tensor), []).append(stand_in)
         held = [self._held(bucket.stage, *self.table.paths[name]) for name, _ in bucket.tensors]
         return [found.get(owners.get(id(stand_in), 0), []) for stand_in in held]
+
+
+@dataclass(frozen=True)
+class WrittenLoan:
+    """One tensor: the ranks that are its home and those that write it (replicas; the first ones act), and the tensor or
+    the copy, on a rank that is one of them."""
+
+    path: str
+    homes: tuple[int, ...]
+    users: tuple[int, ...]
+    here: Tensor | None
+
+
+class WrittenLoans:
+    """The written loans of a call, in the same order on all ranks."""
+
+    def __init__(self, world: World, loans: Sequence[WrittenLoan]) -> None:
+        self.world, self.loans = world, loans
+
+    def fetch(self) -> None:
+        """Give the users the tensors as they are now. Raises Lost."""
+        for loan in self.loans:
+            here = loan.here
+            if self.world.rank == loan.homes[0]:
+                assert here is not None
+                self.world.tell(*loan.users, data=pickle.dumps((here.detach().cpu(), here.requires_grad)))
+            elif self.world.rank in loan.users:
+                assert here is not None
+                value, graded = pickle.loads(self.world.hear(loan.homes[0]))
+                with torch.no_grad():
+                    here.copy_(value)
+                here.grad = None
+                here.requires_grad_(graded)
+
+    def give_back(self) -> None:
+        """Give the homes what the first user has made of the tensors, and add the gradients. Raises Lost."""
+        for loan in self.loans:
+            here = loan.here
+            if self.world.rank == loan.users[0]:
+                assert here is not None
+                grad = None if here.grad is None else here.grad.cpu()
+                self.world.tell(*loan.homes, data=pickle.dumps((here.detach().cpu(), grad)))
+            elif self.world.rank in loan.homes:
+                assert here is not None
+                value, grad = pickle.loads(self.world.hear(loan.users[0]))
+                with torch.no_grad():
+                    here.copy_(value)
+                if grad is not None:
+                    grad = grad.to(here.device)
+                    here.grad = grad if here.grad is None else here.grad + grad

@@ -9,6 +9,7 @@ time than to send it. So gloo sends the large values only, while ranks compute.
 - A value is a message of a step; a letter is one of `World.tell`, of any length. Both sides number what goes this way,
   each kind in the order of the program. So a letter for which Ctrl-C has ended the wait is not taken for the next one.
 - Closed: the sender has given up, and says why. Nothing that is needed will come.
+- Left: the sender has closed one of the pipes that share the connection.
 
 A rank reads when it waits. It spins first, as in shared memory, and then sleeps until something comes or the other
 process has ended. A send never waits: what the system does not take at once is sent by a thread, which lives until all
@@ -36,7 +37,7 @@ from torch import Tensor
 from .message_format import Size, length, nbytes
 
 SMALL = 2**18  # the most bytes of a value; for those of some MiB gloo takes less time
-VALUE, LETTER, CLOSED = range(3)
+VALUE, LETTER, CLOSED, LEFT = range(4)
 HEAD = 16  # bytes before the data: those of complex numbers must lie at a multiple of 16
 CHUNK = 2**18  # bytes read at once
 AGAIN = 0.005  # seconds until a rank that waits until all is sent looks again
@@ -62,7 +63,7 @@ class TcpPeer:
 
     - `found`: what has come and is not taken, by kind and number.
     - `asked`, `came`: how many of each kind were asked for, and have come.
-    - `closed`: what the other rank said when it gave up.
+    - `closed`: what the other rank said when it gave up; `left`: the numbers of the pipes that it has closed, and why.
     - `rest`: what the system has not taken yet; `lock`: for it, and to send; `error`: why the thread could not.
     - `room`: where the system puts what has come; `part`: what of it is not whole yet.
     - `torn`: whether Ctrl-C has left a message half sent or half read.
@@ -74,6 +75,7 @@ class TcpPeer:
     asked: list[int] = field(default_factory=lambda: [0, 0])
     came: list[int] = field(default_factory=lambda: [0, 0])
     closed: str | None = None
+    left: dict[int, str] = field(default_factory=dict)
     rest: deque[memoryview] = field(default_factory=deque)
     lock: Any = field(default_factory=Lock)
     error: OSError | None = None
@@ -157,6 +159,12 @@ class TcpPeer:
         with suppress(RuntimeError):
             self.send(head(CLOSED, len(why.encode())) + why.encode())
 
+    def leave(self, pipe: int, why: str) -> None:
+        """Tell the other rank that this one has closed a pipe, and why if that was an error."""
+        with suppress(RuntimeError):
+            data = f"{pipe} {why}".encode()
+            self.send(head(LEFT, len(data)) + data)
+
     # To receive -------------------------------------------------------------------------------------------------------
 
     def next(self, kind: int) -> tuple[int, int]:
@@ -212,6 +220,9 @@ class TcpPeer:
             data = part[at + HEAD : at + HEAD + count]
             if kind == CLOSED:
                 self.closed = data.decode()
+            elif kind == LEFT:
+                number, _, why = data.decode().partition(" ")
+                self.left[int(number)] = why
             else:
                 self.came[kind] += 1
                 self.found[kind, self.came[kind]] = data

@@ -148,6 +148,8 @@ class Program:
     """The stages, and the moves and loans between them.
 
     - `graph`: the captured model, for its inputs, states and outputs.
+    - `loans`: of tensors that the users read; `written_loans`: of tensors that the user's stage writes. It has them
+      among its `states`: a copy during a call, which then goes back to the home.
     - `types`: the type of every value, also of values that passes have added.
     - `pipeline`: where ops are placed one by one, the stage of the pipeline that each stage is a piece of; else empty.
     - `collectives`: the moves whose values are made on their way.
@@ -162,6 +164,7 @@ class Program:
     pipeline: tuple[int, ...] = ()
     collectives: tuple[Collective, ...] = ()
     sharded: frozenset[str] = frozenset()
+    written_loans: tuple[Loan, ...] = ()
 
     def __str__(self) -> str:
         return show(self)
@@ -309,6 +312,7 @@ def show(program: Program) -> str:
     """The listing of all stages and moves."""
     blocks = [show_stage(program, stage) for stage in program.stages]
     moves = [f"  {move}" for move in (*program.moves, *program.loans, *program.collectives)]
+    moves += [f"  {loan}, and back" for loan in program.written_loans]
     return "\n".join([*blocks, "moves", *moves])
 
 

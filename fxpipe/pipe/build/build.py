@@ -97,20 +97,26 @@ class Build:
 
 
 def build(
-    graph: Graph, profile: Profile, sizes: Mapping[str, int], cluster: Cluster, options: Options, home: Placement | None
+    graph: Graph,
+    profile: Profile,
+    sizes: Mapping[str, int],
+    cluster: Cluster,
+    options: Options,
+    home: Placement | None,
+    owners: Mapping[str, str],
 ) -> Build:
-    """The build for a graph and its profile. With a `home`, ops go to the stages of their parameters. If several
-    schedules may be used, the fastest is taken; schedules that are not possible (a small model may have too few ops for
-    several stages on each device) are left out. Raises the first PlanError if none is possible. The profile gets the
-    times on the cluster's other kinds of devices; it is for its own device, or if that is not in the cluster, for the
-    first one of the pipe."""
+    """The build for a graph and its profile. With a `home`, ops go to the stages of their parameters. `owners`: the
+    devices that own tensors of the model already, by path. If several schedules may be used, the fastest is taken;
+    schedules that are not possible (a small model may have too few ops for several stages on each device) are left out.
+    Raises the first PlanError if none is possible. The profile gets the times on the cluster's other kinds of devices;
+    it is for its own device, or if that is not in the cluster, for the first one of the pipe."""
     with timed("profiling"):
         profile = on_kinds(graph, sizes, profile, cluster, options.devices[0])
     made: list[Build] = []
     refusals: list[PlanError] = []
     for choice in choices(graph, options, None if home is None else home.plan):
         try:
-            made.append(draft(graph, profile, sizes, cluster, choice, home))
+            made.append(draft(graph, profile, sizes, cluster, choice, home, owners))
         except PlanError as error:
             refusals.append(error)
     if not made:
@@ -150,9 +156,16 @@ def emitted(
 
 
 def draft(
-    graph: Graph, profile: Profile, sizes: Mapping[str, int], cluster: Cluster, options: Options, home: Placement | None
+    graph: Graph,
+    profile: Profile,
+    sizes: Mapping[str, int],
+    cluster: Cluster,
+    options: Options,
+    home: Placement | None,
+    owners: Mapping[str, str],
 ) -> Build:
-    """The build without its files. With checkpoint="auto", the fastest that stays within memory."""
+    """The build without its files; arguments as of `build`. With checkpoint="auto", the fastest that stays within
+    memory."""
     samples = sample_dims(graph) if graph.loss is not None and any(options.replicas.values()) else None
     if samples is not None and graph.mixed:
         mixed = graph.mixed[0]
@@ -167,7 +180,7 @@ def draft(
     refused: list[NothingFits] = []
     for decided in plans:
         try:
-            made.append(_drafted(graph, profile, sizes, cluster, options, decided, samples))
+            made.append(_drafted(graph, profile, sizes, cluster, options, decided, samples, owners))
         except NothingFits as error:
             refused.append(error)
     if not made:
@@ -206,14 +219,16 @@ def _drafted(
     options: Options,
     decided: Plan,
     samples: Mapping[str, int | None] | None,
+    owners: Mapping[str, str],
 ) -> Build:
     """The build of a plan, without its files. Raises NothingFits if checkpoint="auto" finds no choice."""
 
     def lowered(plan: Plan) -> Lowered:
         trail: dict[str, Program | Placed] = {}
         found = lower(
-            graph, plan, trail.__setitem__, passes_of(options), samples, backward=options.backward, sizes=sizes
-        )
+            graph, plan, trail.__setitem__, passes_of(options), samples, backward=options.backward, owners=owners,
+            sizes=sizes,
+        )  # fmt: skip
         return Lowered(plan, found, trail, kept_bytes(found, sizes, not options.ranks))
 
     with timed("passes"):

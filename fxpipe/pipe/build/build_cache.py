@@ -7,6 +7,7 @@ graph, inputs ─▶ of a kind seen before? ──yes──▶ its build ─▶ 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -27,6 +28,7 @@ from fxpipe.ir.graph.value_types import BATCH
 from fxpipe.ir.operators.training_mode import mode_input
 from fxpipe.ir.plan.profile import Profile
 from fxpipe.ir.program.program import Program
+from fxpipe.ir.units import show_bytes
 from fxpipe.pipe.drop_in_module import check_no_pipe_in
 from fxpipe.pipe.options.compile_options import Options, backend_of, every_device
 from fxpipe.pipe.progress import working
@@ -40,10 +42,14 @@ from fxpipe.runtime.microbatch import split_sizes
 
 from . import batch_statistics, sharded_build
 from .build import Build, build
-from .build_report import dump
+from .build_report import borrowed_share, dump
 from .call_binding import batch_size, check_even, kind_of, measured, micro_batch_sizes, with_states
 from .local_cluster import local_cluster
 from .phase_timing import timed
+
+MUCH = 0.1  # of the bytes that a kind of call uses, what it may borrow without a word
+
+log = logging.getLogger("fxpipe")
 
 
 class BuildCache:
@@ -52,7 +58,8 @@ class BuildCache:
     - `call_capture`, `step_capture`: capture calls and steps.
     - `builds`, `lives`: the builds, and the packages that run them.
     - `last`: the build of the last call that was compiled or run.
-    - `home`: what the first build decides for all others.
+    - `home`: what the first build decides for all others; `owners`: the device that owns each parameter and buffer,
+      by all of its paths.
     - `make`, `bind`: functions that make a build from a graph, and a scheduler from a package.
     - `leads`: whether this process warns and shows progress.
     """
@@ -83,14 +90,17 @@ class BuildCache:
         how["both_modes"] = options.place is None and not own
         self.call_capture = CallCapture(model, options.batch_dim, **how)
         self.step_capture = StepCapture(model, options.batch_dim, **how, whole=how["both_modes"], one_mode=code)
+        for capture in (self.call_capture, self.step_capture.call_capture):
+            capture.twins.frozen_later = options.ranks
         # The first build spreads the tensors over the devices of the stages, whichever of the two has captured it.
         self.step_capture.call_capture.twins.first_devices = self.call_capture.twins.first_devices
         self.builds: dict[tuple[Any, ...], Build] = {}
         self.lives: dict[tuple[Any, ...], RunningPackage] = {}
         self.last: Build | None = None
         self.home: Placement | None = None
+        self.owners: dict[str, str] = {}
         self.folder = Folder()
-        self._told_statistics = False
+        self._told_statistics = self._told_loans = False
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Run) -> Any:
         """The model's result; `run` runs the captured graph. In one process, a model without ops is called as it is."""
@@ -142,9 +152,10 @@ class BuildCache:
                     if self.step_capture.dynamic:
                         check_lengths(made.program)
             self.builds[key] = made
-            if self.home is None and (self.options.place is None or self.options.ranks):
-                stages = homes(graph, made.plan) if self.options.place is None else owned(made.program)
-                self.home = Placement(made.plan, stages, graph, made.sizes, made.profile)
+            if self.home is not None:
+                self._tell_loans(made)
+            if self.options.place is None or self.options.ranks:
+                self._settle(graph, made)
             if self.options.dump is not None:
                 dump(made, self.options.dump, len(self.builds))
         elif made.graph.states is not graph.states:
@@ -153,6 +164,39 @@ class BuildCache:
         if made.batch_norms and not self._told_statistics:
             self._tell_batch_norms(made, batch_size(graph, inputs))
         return made
+
+    def _settle(self, graph: Graph, made: Build) -> None:
+        """Note which device owns what, from now on. The first build decides for all tensors of the model, unless an
+        earlier pipe has: the first device gets those that it does not use. Those of a loss function are decided when
+        they are first used."""
+        labels = [stage.device for stage in (made.plan if self.options.place is None else made.program).stages]
+        of = {label: stage for stage, label in reversed([*enumerate(labels)])}
+        stages = homes(graph, made.plan) if self.options.place is None else owned(made.program)
+        stages = {path: of.get(self.owners.get(path, ""), stage) for path, stage in stages.items()}
+        for path, stage in stages.items():
+            self.owners.setdefault(path, labels[stage])
+        if self.home is None:
+            self.home = Placement(made.plan, stages, graph, made.sizes, made.profile)
+            tensors = tensors_of(self.model)
+            by_tensor = {id(tensors[path]): label for path, label in self.owners.items() if path in tensors}
+            for path, tensor in tensors.items():
+                self.owners[path] = by_tensor.get(id(tensor), self.options.devices[0])
+
+    def _tell_loans(self, made: Build) -> None:
+        """Say once if a later kind of call borrows a good part of the model's tensors."""
+        moved, share = borrowed_share(made)
+        if self.options.ranks and share > MUCH and self.leads() and not self._told_loans:
+            self._told_loans = True
+            log.warning(
+                "this kind of call uses tensors in other stages than the first one did, and borrows %s from other "
+                "ranks in each call, %.0f%% of what it uses; give the inputs of the kind that is called most as "
+                "example_inputs to fxpipe.compile, which decides the stages",
+                show_bytes(moved), 100 * share,
+            )  # fmt: skip
+
+    def follow(self, other: BuildCache) -> None:
+        """Keep the tensors where a pipe of another copy of the model has them."""
+        self.home, self.owners = other.home, dict(other.owners)
 
     def _tell_batch_norms(self, made: Build, batch: int) -> None:
         """Warn once about norms that use the statistics of micro-batches."""
@@ -245,14 +289,15 @@ def build_here(cache: BuildCache, graph: Graph, inputs: Sequence[Any]) -> Build:
     sizes = micro_batch_sizes(graph, inputs, options.chunks)
     cluster = options.cluster or local_cluster(every_device(options))
     if options.place is not None:
-        return sharded_build.build(graph, sizes, cluster, options, cache.home)
+        return sharded_build.build(graph, sizes, cluster, options, cache.owners)
     with timed("profiling"):
         profile = cache.profile(graph, inputs, sizes, cluster)
-    return build(graph, profile, sizes, cluster, options, cache.home)
+    return build(graph, profile, sizes, cluster, options, cache.home, cache.owners)
 
 
 def bind_here(model: nn.Module, made: Build, others: Mapping[str, Tensor], package: ModuleType) -> Scheduler:
     """The scheduler of a package with all stages in this process. `others`: the tensors of the loss function."""
     calls = {opaque.path: opaque for opaque in opaques(made.graph)}
-    bound: Scheduler = bind(package, model, constants(made.program, made.totals), others, calls)
+    stay = [made.program.state(loan.state).path for loan in made.program.written_loans]
+    bound: Scheduler = bind(package, model, constants(made.program, made.totals), others, calls, stay=stay)
     return bound

@@ -12,6 +12,7 @@ from fxpipe.ir.graph.value_types import TensorType, nbytes
 from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.plan.profile import total
 from fxpipe.ir.program.kept_bytes import size
+from fxpipe.ir.program.program import Loan
 from fxpipe.ir.program.transfers import add_transfers
 from fxpipe.ir.units import count, show_bytes, show_seconds
 from fxpipe.pipe.results.strategy_table import table
@@ -98,7 +99,12 @@ def special_lines(build: Build) -> list[str]:
     program = build.program
     lines = [f"portal: {move.value}, from stage {move.source} to stage {move.target}" for move in program.portals]
     lines += [
-        f"shared: {loan.state}, at home in stage {loan.home}, used by stage {loan.user}" for loan in program.loans
+        f"shared: {loan.state}, at home in stage {loan.home}, used by stage {loan.user}{sent(build, loan)}"
+        for loan in program.loans
+    ]
+    lines += [
+        f"written away: {loan.state}, at home in stage {loan.home}, written by stage {loan.user}{sent(build, loan)}"
+        for loan in program.written_loans
     ]
     lines += [
         f"part: {program.state(name).held}, held by stage {stage.index} on {stage.device}"
@@ -124,6 +130,23 @@ def special_lines(build: Build) -> list[str]:
     if build.batch_norms and (build.plan.chunks > 1 or replicas):
         lines.append(batch_statistics.line(build.batch_norms, build.plan.deferred_batch_norm, replicas))
     return ["", *lines] if lines else []
+
+
+def sent(build: Build, loan: Loan) -> str:
+    """The bytes that a loan sends to another device, once a step; its gradient takes the same way back."""
+    places = build.program.devices
+    return "" if places[loan.home] == places[loan.user] else f", {_bytes(build, [loan.state])} once a step"
+
+
+def borrowed_share(build: Build) -> tuple[int, float]:
+    """The bytes of the model's tensors that stages borrow from other devices in a step, and their share of those that
+    the program uses."""
+    program = build.program
+    loans = {(one.state, program.devices[one.user]) for one in (*program.loans, *program.written_loans)
+             if program.devices[one.home] != program.devices[one.user]}  # fmt: skip
+    moved = sum(nbytes(program.types[state], build.sizes) for state, _ in loans)
+    whole = sum(nbytes(program.types[name], build.sizes) for stage in program.stages for name in stage.states)
+    return moved, moved / max(1, whole)
 
 
 def backward_lines(build: Build) -> list[str]:

@@ -59,7 +59,7 @@ class Captured:
         with working(f"planning graph {number} of torch.compile and writing its stages"):
             with timed("profiling"):
                 profile = estimate(piece.graph, sizes, cluster.device(options.devices[0]))
-            self.build = build(piece.graph, profile, sizes, cluster, options, None)
+            self.build = build(piece.graph, profile, sizes, cluster, options, None, {})
         if options.dump is not None:
             dump(self.build, options.dump, number)
         self._folder = Folder()

@@ -22,7 +22,7 @@ from fxpipe.ir.schedule.schedule_check import check
 from fxpipe.passes import lower, rewrite_placed
 from fxpipe.pipe.options.compile_options import Options, make_schedule
 from fxpipe.pipe.options.user_passes import passes_of
-from fxpipe.planning import Placement, owners
+from fxpipe.planning import owners
 from fxpipe.planning.stages.device_segments import segments
 from fxpipe.profiling import estimate, on_kinds
 from fxpipe.schedules.make_schedule import make
@@ -37,9 +37,10 @@ from .state_write_order import check_write_order
 
 
 def build(
-    graph: Graph, sizes: Mapping[str, int], cluster: Cluster, options: Options, home: Placement | None = None
+    graph: Graph, sizes: Mapping[str, int], cluster: Cluster, options: Options, known: Mapping[str, str] | None = None
 ) -> Build:
-    """The build for a graph and the numbers of its symbolic sizes. `home`: over ranks, what the first build decided."""
+    """The build for a graph and the numbers of its symbolic sizes. `known`: over ranks, the devices that own tensors of
+    the model already, by path."""
     assert options.place is not None
     trail: dict[str, Program | Placed] = {}
     place = options.place
@@ -57,7 +58,7 @@ def build(
         patterns = collective_patterns(placed) if options.ranks else ()
         decided = _plan(placed, seconds, options, patterns)
     with timed("passes"):
-        owned = owners(placed, options.devices, None if home is None else home.owners) if options.ranks else {}
+        owned = owners(placed, options.devices, known or None) if options.ranks else {}
         program = lower(
             placed.graph,
             decided,

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from fxpipe.codegen.package.load_package import bound_stages
 from fxpipe.codegen.package.package_files import CONSTANTS, MESSAGES
 from fxpipe.engines.common.step_engine import StepScheduler, read_rows
+from fxpipe.engines.ranks.failure_attribution import Lost
 from fxpipe.engines.ranks.rank_engine import RankScheduler, on_rank
-from fxpipe.engines.ranks.rank_group import Lost, World
+from fxpipe.engines.ranks.rank_group import World
 from fxpipe.errors import PackageError, RankError
 from fxpipe.ir.program.messages import MessageTable
 from fxpipe.ir.program.messages import load as load_table
@@ -102,6 +103,7 @@ def load_on_rank(
         agree(world, None if error else text_of(folder), error)
         if error is None:
             ranked(live).join()
+            tensors.release_others()
     except Lost as lost:
         raise RankError(str(lost)) from None
     if error is not None:

@@ -11,7 +11,7 @@ The user's function wraps or shards this rank's part of the model. What it retur
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -313,12 +313,3 @@ def fill(tensor: Tensor, value: Tensor) -> None:
         if isinstance(tensor, DTensor) and not isinstance(value, DTensor):
             value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
         tensor.copy_(value)
-
-
-def release(tensors: Iterable[Tensor], kept: Iterable[Tensor]) -> None:
-    """Free the memory of `tensors`, except storages that `kept` tensors use. The tensors keep their shapes."""
-    own = {local(tensor).untyped_storage().data_ptr() for tensor in kept}
-    for tensor in tensors:
-        if not tensor.is_meta and tensor.untyped_storage().data_ptr() not in own:
-            tensor.grad = None
-            tensor.untyped_storage().resize_(0)

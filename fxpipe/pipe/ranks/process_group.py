@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fxpipe.engines.ranks.rank_group import Lost, World
+from fxpipe.engines.ranks.failure_attribution import Lost
+from fxpipe.engines.ranks.rank_group import World
 from fxpipe.engines.ranks.rendezvous import ADDRESS, fresh_store, may_meet_the_gone
 from fxpipe.engines.transports.collective_groups import CollectiveGroups
 from fxpipe.engines.transports.communicators import Communicators, backends, each_way
@@ -53,7 +54,29 @@ def find_world(
             f"devices is {wanted if not isinstance(wanted, Sequence) else list(wanted)}, and there are {size} ranks: "
             f"write devices={size}, start as many ranks as devices, or name the devices of this process in a list"
         )
-    return join(group, own_device(group), timeout)
+    return join_pipe(group, own_device(group), timeout)
+
+
+def join_pipe(group: Any, device: torch.device, timeout: float) -> World:
+    """The world of the ranks of `group`, for a new pipe, which all of them make. Raises RankError if one does not."""
+    while True:
+        made = join(group, device, timeout)
+        if made.lost is not None:
+            raise RankError(f"{made.lost}; start all ranks again")
+        try:
+            number_pipe(made)
+            return made
+        except Lost as lost:
+            if not lost.alive:
+                raise RankError(str(lost)) from None
+        # A rank had still been in a pipe that another one has left: they meet again.
+
+
+def number_pipe(world: World) -> None:
+    """Give a new pipe the same number on all ranks, which make this call together. Raises Lost, also if another rank is
+    still in a pipe that this one has left."""
+    world.collect(None)
+    world.open.make()
 
 
 def in_world(timeout: float) -> bool:
@@ -130,8 +153,9 @@ def join(group: Any, device: torch.device, timeout: float) -> World:
     ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
     backend = backends(group).get(device.type, "gloo")
     key = (*ranks, device, timeout, backend, id(dist.group.WORLD))
-    if key in _worlds:
-        return _worlds[key]
+    known = _worlds.get(key)
+    if known is not None and (known.lost is None or not known.lost.alive):
+        return known
     # Makes backends directly: torch.distributed.new_group requires all ranks of the whole world to take part, or else
     # (torch 2.13) that all ranks are in equally many groups, whose number gives the new group its name.
     c10d: Any = dist.distributed_c10d

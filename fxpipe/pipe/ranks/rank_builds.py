@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fxpipe.capture import NO_TARGET
@@ -18,15 +19,17 @@ from fxpipe.codegen.package.load_package import bound_stages, tensors_of
 from fxpipe.codegen.package.package_files import constants
 from fxpipe.codegen.scheduler.message_table import message_table
 from fxpipe.engines.ranks.rank_engine import RankScheduler, on_rank
-from fxpipe.engines.ranks.rank_group import COMPILING
+from fxpipe.engines.ranks.rank_group import COMPILING, World
 from fxpipe.engines.ranks.rendezvous import LEADER
 from fxpipe.engines.ranks.step_consensus import describe
-from fxpipe.errors import FxpipeError, RankError
+from fxpipe.engines.ranks.weight_exchange import WrittenLoan, WrittenLoans
+from fxpipe.errors import FxpipeError, RankError, ReleasedError
 from fxpipe.ir.cluster.cluster import Cluster
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.graph.opaque_call import opaques
 from fxpipe.ir.plan.plan import Plan
 from fxpipe.ir.plan.profile import Profile
+from fxpipe.ir.program.program import Program
 from fxpipe.ir.schedule.schedule import Schedule
 from fxpipe.pipe.build import sharded_build
 from fxpipe.pipe.build.build import Build, build
@@ -34,11 +37,13 @@ from fxpipe.pipe.build.build_cache import BuildCache, build_here
 from fxpipe.pipe.build.call_binding import match, micro_batch_sizes, with_states
 from fxpipe.pipe.options.compile_options import Options
 from fxpipe.pipe.running_package import RunningPackage
+from fxpipe.runtime import Stage
 
 from .rank_arguments import Given
 from .rank_calls import NEW, Header
 from .rank_consistency import agree, described, digest, on_each
 from .ranks import Ranks, ranked, weakly
+from .released_tensors import Released
 from .replica_shards import with_shards
 
 
@@ -89,6 +94,7 @@ class RankBuilds:
         live = self.cache.live(made)
         if new:
             ranked(live).join()
+            self.ranks.release_others()
         return live
 
     def refuse(self, header: Header, signatures: Given, error: BaseException) -> None:
@@ -174,8 +180,13 @@ class RankBuilds:
         """The scheduler of the stages on this rank."""
         calls = {opaque.path: opaque for opaque in opaques(made.graph)}
         held, here = constants(made.program, made.totals), {self.world.label: self.world.device}
-        stages, whole = bound_stages(package, model, held, others, calls, here=here)
+        loans = written_loans(self.world, made.program, tensors_of(model))
+        copies = {loan.path: loan.here for loan in loans if loan.here is not None and self.world.rank in loan.users}
+        stages, whole = bound_stages(package, model, held, {**others, **copies}, calls, here=here)
+        if self.ranks.parallel is None:  # else stages get their tensors from that
+            check_values([stage for stage in stages if stage is not None])
         scheduler = on_rank(package.Scheduler, stages, whole, self.world, message_table(made.program, made.schedule))
+        scheduler.written = WrittenLoans(self.world, loans)
         if self.ranks.parallel is not None:
             known = {id(tensor) for tensor in tensors_of(model).values()}
             strange = {path: tensor for path, tensor in others.items() if id(tensor) not in known}
@@ -184,12 +195,38 @@ class RankBuilds:
         return scheduler
 
 
+def check_values(stages: Sequence[Stage]) -> None:
+    """Raise ReleasedError if a stage of this rank has a tensor whose values another rank has."""
+    for stage in stages:
+        for path in stage.states:
+            if isinstance(found := stage.tensor(path), Released):
+                raise ReleasedError(
+                    f"{path} is needed by a stage of this rank, and is {found.holder}, where an earlier pipe of this "
+                    "model has put it: call gather() of that pipe on all ranks before you compile the model again"
+                )
+
+
+def written_loans(world: World, program: Program, tensors: Mapping[str, Tensor]) -> list[WrittenLoan]:
+    """The written loans of a program, with this rank's tensors and copies. `tensors`: those of the model, by path."""
+    found = []
+    for loan in program.written_loans:
+        path = program.state(loan.state).path
+        homes, users = (
+            tuple(map(world.labels.index, program.stages[stage].devices)) for stage in (loan.home, loan.user)
+        )
+        here = tensors[path] if world.rank in homes else None
+        if world.rank in users:
+            here = torch.empty_like(tensors[path], device=world.device, requires_grad=False)
+        found.append(WrittenLoan(path, homes, users, here))
+    return found
+
+
 def build_like(cache: BuildCache, graph: Graph, inputs: Sequence[Any], decided: Decided) -> Build:
     """The build of a graph with the leader's decisions. A strategy decides the same on all ranks."""
     options = cache.options
     sizes = micro_batch_sizes(graph, inputs, options.chunks)
     if options.place is not None:
-        return sharded_build.build(graph, sizes, decided.cluster, options, cache.home)
+        return sharded_build.build(graph, sizes, decided.cluster, options, cache.owners)
     devices = tuple(stage.device for stage in decided.plan.stages)
     options = replace(options, plan=decided.plan, schedule=decided.schedule, devices=devices)
-    return build(graph, decided.profile, sizes, decided.cluster, options, None)
+    return build(graph, decided.profile, sizes, decided.cluster, options, None, cache.owners)

@@ -14,36 +14,42 @@ by side with others: see `RankPipe.parallelize`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from fxpipe.codegen.package.load_package import tensors_of
 from fxpipe.engines.ranks.rank_group import World
-from fxpipe.errors import FxpipeError
+from fxpipe.errors import FxpipeError, PlanError, RankError
 from fxpipe.pipe.build.build_cache import BuildCache
+from fxpipe.pipe.drop_in_module import SHARED, NothingToTrain
+from fxpipe.pipe.materialize import children_first
 from fxpipe.pipe.options.compile_options import Options
 from fxpipe.pipe.pipe import Pipe, PipeState
 
-from .parallelize import Function, Parallel, release
-from .process_group import replica_process_group
+from .parallelize import Function, Parallel
+from .process_group import number_pipe, replica_process_group
 from .rank_builds import RankBuilds
 from .rank_consistency import on_each
 from .rank_tensors import RankTensors
-from .ranks import Ranks, ranked, refuse_copy, refuse_pickle, weakly
+from .ranks import Ranks, ranked, refuse_pickle, weakly
+from .released_tensors import release, standing_in_for_released
 from .replica_shards import ReplicaShards, faults, kept_whole, paths_in, stays_whole, with_shards
 from .stage_module import Part
 
 
 @dataclass(kw_only=True)
 class RankPipeState(PipeState):
-    """What a `RankPipe` has besides the model."""
+    """What a `RankPipe` has besides the model. `nothing`: among its parameters where it has none to train."""
 
     processes: Ranks
     tensors: RankTensors
+    nothing: NothingToTrain = field(default_factory=lambda: NothingToTrain(torch.empty(0)))
 
 
 class RankPipe(Pipe):
@@ -66,13 +72,15 @@ class RankPipe(Pipe):
     """
 
     _state: RankPipeState
-    __deepcopy__, __reduce__ = refuse_copy, refuse_pickle
+    __reduce__ = refuse_pickle
 
     def __init__(self, model: nn.Module, options: Options, world: World, check_inputs: bool = True) -> None:
         ranks = Ranks(world, check_inputs)
         kinds = RankBuilds(model, options, ranks)
         ranks.refuse = weakly(kinds.refuse)
         tensors = RankTensors(model, ranks, partial(replica_groups, kinds.cache))
+        ranks.release_others = weakly(tensors.release_others)
+        kinds.cache.owners.update(tensors.known_owners())
         ranks.unsharded = shards_parameters(options)
         super().__init__(
             model, options, RankPipeState(cache=kinds.cache, kinds=kinds, processes=ranks, tensors=tensors)
@@ -115,11 +123,60 @@ class RankPipe(Pipe):
             raise FxpipeError("it is not decided yet which rank has which stage: pass example_inputs to fxpipe.compile")
         return self.held_tensors().keys()
 
-    def drop_others(self) -> None:
-        """Free the memory of the parameters and buffers that belong to other ranks; fxpipe itself never does. They
-        keep their shapes for later captures, and have no values to read. Raises FxpipeError before the first call."""
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The parameters of the stages on this rank, for an optimizer; all of them before the first call. A rank that
+        has none to train gets an empty parameter, as torch's optimizers refuse an empty list."""
+        found = [parameter for _, parameter in self.named_parameters(recurse=recurse)]
+        yield from found
+        if not any(parameter.requires_grad for parameter in found):
+            yield self._state.nothing
+
+    def close(self) -> None:
+        """As `Pipe.close`. Another rank that calls the pipe after this raises RankError, soon."""
+        if not self._state.closed:
+            self._state.processes.leave()
+        super().close()
+
+    def gather(self, to: int | Collection[int] | None = None) -> None:
+        """Put the values of all ranks into the model on the ranks that `to` names, or on all: there `pipe.model` is the
+        whole trained model, until the next call of the pipe, which lets go of what belongs to other ranks again. All
+        ranks call this. The tensors are on the CPU where this rank does not hold them itself. Raises FxpipeError before
+        the first call, which decides the stages, and RankError if a rank is lost, or names other ranks."""
         self.keys_here()  # raises if the stages are not decided
-        self._state.tensors.drop_others()
+        ranks, world = self._state.processes, self.world
+        wanted = {to} if isinstance(to, int) else {*range(len(world.labels))} if to is None else {*to}
+        if unknown := sorted(wanted - {*range(len(world.labels))}):
+            raise PlanError(f"to names rank {unknown[0]}: the ranks of this pipe are 0 to {len(world.labels) - 1}")
+        agreed = self.collect(sorted(wanted), "gather")
+        if any(one != agreed[0] for one in agreed):
+            raise RankError(f"gather has other ranks in `to` on other ranks: {agreed}")
+        with ranks.together():
+            self._state.tensors.gather(wanted)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Call `fn` for each module, children first, as `nn.Module.apply`, in every process alike. For the time of its
+        call, a module has memory for tensors of its own that other ranks have: so random numbers, as those of
+        `nn.init`, are drawn as for the whole model."""
+        with self._state.lock:
+            for _, module in children_first(self.model):
+                with standing_in_for_released(module):
+                    fn(self if module is self.model else module)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RankPipe:
+        """A new pipe of the same ranks, around a copy of the model, with each tensor on the same rank: for averages of
+        weights, as by `AveragedModel(pipe)`. Its modules have the tensors of this rank alone."""
+        cache = self._state.cache
+        if self._state.processes.parallel is not None:
+            raise FxpipeError("a pipe whose parameters are shared out over ranks (ZeRO-3, parallelize) is not copied")
+        with self._state.processes.together():
+            number_pipe(self.world)
+        made = RankPipe(copy.deepcopy(self.model, memo), self.options, self.world, self._state.processes.checks_inputs)
+        made._state.cache.follow(cache)
+        part = Part(made.model, {id(tensor) for tensor in made.held_tensors().values()})
+        for name in SHARED:
+            object.__setattr__(made, name, vars(part)[name])
+        return made
 
     @property
     def _shards(self) -> bool:
@@ -131,11 +188,13 @@ class RankPipe(Pipe):
         they have values: `pipe.parameters()` are DTensors, and the model's own lose their memory."""
         super().prepare(*args, **kwargs)
         self._shard()
+        self._state.tensors.release_others()
 
     def materialize(self, *args: Any, **kwargs: Any) -> None:
         """As `Pipe.materialize`; then, with a plan with ZeRO-3, parameters are sharded as by `prepare`."""
         super().materialize(*args, **kwargs)
         self._shard()
+        self._state.tensors.release_others()
 
     def _shard(self) -> None:
         """Shard the parameters of stages with replicas, once, when all ranks have values for them."""
@@ -206,7 +265,7 @@ class RankPipe(Pipe):
                 made = Parallel(Part(self.model, own), self.world, replicated, self.options.place is not None)
             found = made.apply(mesh, function)
             now = made.tensors()
-            release([tensors[path] for path in now if tensors[path] is not now[path]], now.values())
+            release({path: tensors[path] for path in now}, now.values(), lambda path: "a DTensor in pipe.parameters()")
             ranks.parallel = made
             for live in cache.lives.values():
                 scheduler = ranked(live)

@@ -1,14 +1,19 @@
 """The tensors of this rank, of a model that is spread over several ranks.
 
-Each rank has the model's own module with all its keys, but only the values of its own stages. The parameters, buffers
-and state_dict of a pipe show only these; all ranks together have the whole model.
+Each rank has the model's own module with all its keys, but only the values of its own stages: it lets go of all others
+(`released_tensors.py`). The parameters, buffers and state_dict of a pipe show only its own; all ranks together have the
+whole model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -16,9 +21,13 @@ from fxpipe.codegen.package.load_package import tensors_of
 from fxpipe.engines.ranks.rendezvous import LEADER
 from fxpipe.pipe.processes import Tensors
 
-from .parallelize import fill, release
+from .parallelize import fill
 from .ranks import Ranks
-from .torch_clipping import unless_clipped
+from .released_tensors import Released, release, restored
+from .torch_clipping import unless_partial
+
+# Where earlier pipes have put the tensors of a model: the ranks of their group, and the owner of each tensor by path.
+SPREAD: WeakKeyDictionary[nn.Module, tuple[tuple[int, ...], dict[str, str]]] = WeakKeyDictionary()
 
 FindReplicaGroups = Callable[[Mapping[str, Tensor]], Mapping[int, Sequence[str]] | None]
 
@@ -60,19 +69,23 @@ class RankTensors(Tensors):
         tensors = tensors_of(self.model)
         held = {id(tensors[path]): now for path, now in self.held().items()}
         found = [(key, held[id(tensor)]) for key, tensor in pairs if id(tensor) in held]
-        return iter(found) if len(self.ranks.world.labels) == 1 else unless_clipped(found)
+        return iter(found) if len(self.ranks.world.labels) == 1 else unless_partial(found)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        found, own, prefix = self.model.state_dict(*args, **kwargs), self.own(), kwargs.get("prefix", "")
+        keep, own, prefix = kwargs.pop("keep_vars", False), self.own(), kwargs.get("prefix", "")
+        found = self.model.state_dict(*args, keep_vars=True, **kwargs)  # others have no values to detach
         for path in tensors_of(self.model).keys() - own.keys():
             found.pop(prefix + path, None)
         found.update({prefix + path: x.detach() for path, x in self._now().items() if prefix + path in found})
+        if not keep:
+            found.update({key: x.detach() for key, x in found.items() if isinstance(x, Tensor)})
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
         parts = {path: tensor for path, tensor in self._now().items() if isinstance(tensor, DTensor)}
         elsewhere = tensors_of(self.model).keys() - self.held().keys()
-        kept = {key: value for key, value in state_dict.items() if key not in elsewhere and key not in parts}
+        kept = OrderedDict((k, value) for k, value in state_dict.items() if k not in elsewhere and k not in parts)
+        kept._metadata = self._versions(state_dict)  # type: ignore[attr-defined]
         found = self.model.load_state_dict(kept, strict=False, assign=assign and not parts)
         missing = [key for key in found.missing_keys if key not in elsewhere and key not in parts]
         missing += [key for key in parts if key not in state_dict]
@@ -85,6 +98,56 @@ class RankTensors(Tensors):
             fill(parts[key], state_dict[key])
         return type(found)(missing, found.unexpected_keys)
 
-    def drop_others(self) -> None:
-        """Free the memory of tensors that belong to other ranks. They keep their shapes."""
-        release(tensors_of(self.model).values(), self.held().values())
+    def _versions(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """The versions of modules that a state_dict is of, in torch's form. Those of modules whose buffers other ranks
+        have are as now: for older ones, a norm would load a buffer that is not given."""
+        found = dict(getattr(state_dict, "_metadata", None) or {})
+        for path, module in self.model.named_modules():
+            if any(isinstance(buffer, Released) for buffer in module._buffers.values()):
+                found[path] = {"version": module._version}
+        return found
+
+    def release_others(self) -> None:
+        """Let go of the tensors that belong to other ranks, once it is decided which do, and this rank has values for
+        its own."""
+        tensors, labels = tensors_of(self.model), self.ranks.world.labels
+        groups, own = self.replica_groups(tensors), self.held()
+        if groups is None or any(tensor.is_meta for tensor in own.values()):
+            return
+
+        def where(path: str) -> str:
+            ranks = [labels.index(label) for label in groups.get(id(tensors[path]), labels[LEADER : LEADER + 1])]
+            return f"on rank{'s' if len(ranks) > 1 else ''} {' and '.join(map(str, ranks))}"
+
+        release({path: tensor for path, tensor in tensors.items() if path not in own}, own.values(), where)
+        first = {path: groups.get(id(tensor), labels[LEADER : LEADER + 1])[0] for path, tensor in tensors.items()}
+        SPREAD[self.model] = self._everywhere, first
+
+    @property
+    def _everywhere(self) -> tuple[int, ...]:
+        return tuple(dist.get_process_group_ranks(self.ranks.world.group))
+
+    def known_owners(self) -> dict[str, str]:
+        """The owner of each tensor by path, if an earlier pipe of these ranks has spread the model; else nothing."""
+        ranks, owners = SPREAD.get(self.model, ((), {}))
+        return owners if ranks == self._everywhere else {}
+
+    def gather(self, to: Collection[int]) -> None:
+        """Put the values of all ranks into the model on the ranks `to`. All ranks call this. Raises Lost."""
+        world, tensors = self.ranks.world, tensors_of(self.model)
+        held, groups = self.held(), self.replica_groups(tensors) or {}
+        leader = (world.labels[LEADER],)
+        for tensor_id, path in {id(tensor): path for path, tensor in reversed(tensors.items())}.items():
+            home = [world.labels.index(label) for label in groups.get(tensor_id, leader)]
+            mine = held.get(path)
+            whole = mine.full_tensor() if isinstance(mine, DTensor) else mine
+            if world.rank == home[0]:
+                assert whole is not None
+                others = [rank for rank in to if rank not in home]
+                world.tell(*others, data=pickle.dumps(whole.detach().cpu()))
+            if world.rank in to and isinstance(tensors[path], Released):
+                value = pickle.loads(world.hear(home[0])) if whole is None else whole.detach().cpu()
+                restored(tensors[path], value)
+        self.ranks.gathered = True
+        if len(to) == len(world.labels):
+            SPREAD.pop(self.model, None)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -13,8 +15,9 @@ from weakref import WeakMethod
 import torch
 
 from fxpipe.engines.common.gradient_scale import Scale
+from fxpipe.engines.ranks.failure_attribution import Lost
 from fxpipe.engines.ranks.rank_engine import RankScheduler
-from fxpipe.engines.ranks.rank_group import Lost, World
+from fxpipe.engines.ranks.rank_group import World
 from fxpipe.engines.rehearsal.action_profiler import Rehearsed
 from fxpipe.errors import FxpipeError, RankError
 from fxpipe.ir.timeline import Timeline
@@ -37,22 +40,32 @@ class Ranks(Processes):
     - `parallel`: the parallelism with pipes side by side, or None.
     - `unsharded`: whether the plan shards parameters over replicas, and that is still to be done; `sharded`: the paths
       of those of all ranks.
+    - `number`: of the pipe, the same on all ranks.
+    - `gathered`: whether the model here has values of other ranks, which the next call changes.
     - `refuse`: takes part in a call that has failed on this rank, so that all ranks learn of the error.
+    - `release_others`: lets go of the tensors that belong to other ranks.
     """
 
     refuse: Refuse
+    release_others: Callable[[], None]
 
     def __init__(self, world: World, check_inputs: bool = True) -> None:
         super().__init__()
-        self.world, self.calls = world, RankCalls(world, check_inputs)
+        self.world, self.calls, self.checks_inputs = world, RankCalls(world, check_inputs), check_inputs
         self.parallel: Parallel | None = None
         self.unsharded, self.sharded = False, frozenset[str]()
+        self.gathered = False
+        self.number = world.open.made
+        self._left = weakref.finalize(self, world.open.leave, self.number)
 
     def call(self, call: Call, given: Given, name: str = "prepare") -> Any:
         if self.parallel is not None and name == "rehearse":
             raise FxpipeError("rehearse is for whole parameters, of a pipe by itself: call it before parallelize")
         beside = nullcontext() if self.parallel is None or name == "prepare" else self.parallel.call(name == "step")
         with beside, self.together():
+            if self.gathered:
+                self.release_others()
+                self.gathered = False
             return self.calls.make(call, given, self.refuse, name)
 
     def take(
@@ -109,13 +122,22 @@ class Ranks(Processes):
             )
         with self.lock:
             if self.world.lost is not None:
-                raise RankError(f"{self.world.lost}; start all ranks again")
+                again = "compile the model again on all ranks" if self.world.lost.alive else "start all ranks again"
+                raise RankError(f"{self.world.lost}; {again}")
+            self.world.open.calling = self.number
             try:
                 yield
             except Lost as lost:
                 raise RankError(str(lost)) from None
             finally:
                 self.world.allowance = timedelta(0)
+                self.world.open.calling = None
+
+    def leave(self) -> None:
+        """Let the other ranks know that this one has closed the pipe; with the error that is being handled."""
+        error = sys.exc_info()[1]
+        if self._left.detach() is not None:
+            self.world.open.leave(self.number, "" if error is None else f"{type(error).__name__}: {error}")
 
     @property
     def leads(self) -> bool:

@@ -22,8 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fxpipe.codegen.package.load_package import tensors_of
+from fxpipe.engines.ranks.failure_attribution import Lost
 from fxpipe.engines.ranks.rank_engine import RankScheduler
-from fxpipe.engines.ranks.rank_group import Lost, World
+from fxpipe.engines.ranks.rank_group import World
 from fxpipe.engines.ranks.replicas.replica_reduce import broadcast_values
 from fxpipe.engines.ranks.replicas.shard_exchange import ShardExchange
 from fxpipe.errors import FxpipeError, RankError
@@ -33,8 +34,9 @@ from fxpipe.runtime import Stage
 from fxpipe.runtime.autograd.gathered_parameters import Gathered, Sharded, Shards, gathering_forward
 from fxpipe.runtime.dtensor_stage import Forward, Layout
 
-from .parallelize import Parallel, local, release
+from .parallelize import Parallel, local
 from .process_group import replica_process_group
+from .released_tensors import release
 from .stage_module import Part
 
 
@@ -72,7 +74,7 @@ class ReplicaShards(Parallel):
         self.cut = frozenset(self.shared)
         for module in self.part.modules():
             module._parameters.update({name: made[id(x)] for name, x in module._parameters.items() if x is not None})
-        release(unique, self.tensors().values())
+        release(before, self.tensors().values(), lambda path: f"cut over the ranks {', '.join(map(str, self.ranks))}")
 
     def _part(self, x: Tensor, shards: Shards | None, mesh: DeviceMesh) -> nn.Parameter:
         """This replica's part of a parameter, or all of it."""

@@ -73,7 +73,7 @@ def replanned(timed: Timed, options: Options) -> Replanned:
     made, line = timed.made, timed.timeline
     profile = measured_profile(made.profile, made.plan, line)
     now = replace(made, profile=profile)
-    found = draft(made.graph, profile, made.sizes, made.cluster, like(made.plan, options), None)
+    found = draft(made.graph, profile, made.sizes, made.cluster, like(made.plan, options), None, {})
     before, seconds = (predict(one, timed.chunks).makespan for one in (now, found))
     best = found if seconds < before else now
     plan = replace(best.plan, optimizer_sharding=made.plan.optimizer_sharding)

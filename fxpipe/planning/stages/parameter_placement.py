@@ -3,15 +3,16 @@
 A graph with the ops of the first one, but without those of the loss, has the first plan without these. Any other graph
 is planned as follows.
 
-The first plan gave every parameter a home: the first stage that uses it. In a later graph the first op that uses a
-parameter runs there (with several parameters: in the home of the largest), unless it depends on an op of a later stage:
-values only move forward, so it runs in that stage and borrows the parameter. Other users of the parameter may be in any
-stage, and borrow it. Between ops with such a place, cuts are free, and balanced. A stage that would be empty is left
-out. Memory is not checked, since the first plan has decided where the parameters live.
+The first plan gave every parameter a home: the first stage that uses it. In a later graph an op runs in the home of its
+parameters (if they have several: where most of their bytes are), unless it depends on an op of a later stage: values
+only move forward, so it runs in that stage and borrows the parameters. Between ops with such a place, cuts are free,
+and balanced. All stages of the first plan stay, also without ops: the schedule is for all of them, and parameters are
+lent by them. Memory is not checked, since the first plan has decided where the parameters live.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -45,18 +46,13 @@ class Placement:
     sizes: Mapping[str, int]
     profile: Profile
 
-    @property
-    def owners(self) -> dict[str, str]:
-        """The device of each parameter and buffer."""
-        return {path: self.plan.stages[stage].device for path, stage in self.stages.items()}
-
     def plan_of(self, graph: Graph) -> Plan | None:
         """The plan without the ops that `graph` does not have; None unless its ops are the first ones of this graph."""
         if not self._begins_with(graph):
             return None
         names = {op.name for op in graph.ops}
         stages = (replace(stage, ops=tuple(op for op in stage.ops if op in names)) for stage in self.plan.stages)
-        return replace(self.plan, model=graph.model, stages=tuple(stage for stage in stages if stage.ops))
+        return replace(self.plan, model=graph.model, stages=tuple(stages))
 
     def profile_of(self, graph: Graph, sizes: Mapping[str, int]) -> Profile | None:
         """The profile of these ops, in micro-batches of the same sizes; None as for `plan_of`, or for other sizes."""
@@ -130,8 +126,7 @@ def plan_like(
     uncut: Collection[str] = (),
 ) -> Plan:
     """A plan for `graph` on the stages of `first`, with ops where their parameters are. `homes` maps the path of a
-    parameter or buffer to a stage of `first`; others may go anywhere. Stages without ops are left out. `uncut` as for
-    `plan`."""
+    parameter or buffer to a stage of `first`; others may go anywhere. `uncut` as for `plan`."""
     labels = [stage.device for stage in first.stages]
     check_request(graph, profile, cluster, labels, first.chunks)
     captured, graph = graph, arrange(graph, {cost.name: cost for cost in profile.ops})
@@ -141,27 +136,34 @@ def plan_like(
     graph = reorder(graph, order)
     fixed = [(at, places[p]) for at, p in enumerate(order) if pinned[p]]
     legal = inner_cuts(graph)
-    for used, some in _stage_choices(len(labels), fixed, len(legal) + 1):
+    needed = sorted({stage for _, stage in fixed}) or [0]
+    # All stages; only those that have ops in place; as many as possible, with ops anywhere.
+    choices = (range(len(labels)), fixed), (needed, fixed), (range(min(len(labels), len(legal) + 1)), ())
+    for used, some in choices:
         chosen = [first.stages[s] for s in used]
         positions = replica_cuts(graph, legal, [len(stage.devices) for stage in chosen], uncut)
-        allowed = _allowed(used, some, positions, len(graph.ops))
+        allowed, moved = _allowed(used, some, positions, len(graph.ops))
+        if moved and len(used) > len(needed):
+            continue  # better without a stage that would take ops from where their parameters are
         cuts = _cuts(graph, profile, cluster, chosen, first.chunks, allowed)
         if cuts is not None:
             devices, modes = [stage.device for stage in chosen], [stage.checkpoint for stage in chosen]
-            made = stages(captured, graph, cuts, devices, modes)
-            made = tuple(replace(own, replicas=stage.replicas) for own, stage in zip(made, chosen, strict=True))
-            return replace(first, model=graph.model, stages=made)
+            ops = {s: own.ops for s, own in zip(used, stages(captured, graph, cuts, devices, modes), strict=True)}
+            made = (replace(stage, ops=ops.get(s, ())) for s, stage in enumerate(first.stages))
+            return replace(first, model=graph.model, stages=tuple(made))
     raise AssertionError("one stage is always possible")
 
 
 def _pins(graph: Graph, homes: Mapping[str, int]) -> list[int | None]:
-    """For each op the home of the largest parameter or buffer that it is the first to use, None if there is none.
-    Later users may borrow, and be anywhere."""
-    sizes = {s.name: (nbytes(s.type, {}), homes[s.path]) for s in graph.states if s.path in homes}
+    """For each op the home of most bytes of its parameters and buffers, None if it has none."""
+    states = {s.name: (nbytes(s.type, {}), homes[s.path]) for s in graph.states if s.path in homes}
     pins: list[int | None] = []
     for op in graph.ops:
-        found = [sizes.pop(name) for name in dict.fromkeys((*op.reads, *op.writes)) if name in sizes]
-        pins.append(max(found, key=lambda one: one[0])[1] if found else None)
+        there: Counter[int] = Counter()
+        for name in {*op.reads, *op.writes} & states.keys():
+            size, stage = states[name]
+            there[stage] += size
+        pins.append(min(there, key=lambda stage: (-there[stage], stage)) if there else None)
     return pins
 
 
@@ -188,27 +190,19 @@ def _places(graph: Graph, pins: Sequence[int | None]) -> tuple[list[int], list[b
     return places, pinned
 
 
-def _stage_choices(
-    k: int, fixed: Sequence[tuple[int, int]], most: int
-) -> list[tuple[list[int], Sequence[tuple[int, int]]]]:
-    """What to try in turn, (stages to use, ops to hold in place): all stages and all such ops; only stages that have
-    such ops; or as many stages as possible, and no such ops."""
-    needed = sorted({stage for _, stage in fixed}) or [0]
-    return [(list(range(k)), fixed), (needed, fixed), (list(range(min(k, most))), ())]
-
-
 def _allowed(
     used: Sequence[int], fixed: Sequence[tuple[int, int]], legal: Sequence[Sequence[int]], n: int
-) -> list[list[int]]:
+) -> tuple[list[list[int]], bool]:
     """For each inner cut the legal positions that leave all fixed ops on their side of it; if there are none, the
-    nearest legal one."""
-    allowed = []
+    nearest legal one. And whether there are none for any cut."""
+    allowed, moved = [], False
     for stage, positions in zip(used[1:], legal, strict=True):
         first = 1 + max((at for at, place in fixed if place < stage), default=0)
         last = min((at for at, place in fixed if place >= stage), default=n)
         between = [p for p in positions if first <= p <= last]
+        moved |= not between
         allowed.append(between or sorted(positions, key=lambda p: (max(first - p, p - last), p))[:1])
-    return allowed
+    return allowed, moved
 
 
 def _cuts(

@@ -69,7 +69,7 @@ def test_all_ops_of_a_stage_are_slower(options: dict[str, Any]) -> None:
     assert found.seconds < found.before
     for mine, true in zip(found.profile.ops, truth.ops, strict=True):
         assert (mine.forward, mine.backward) == pytest.approx((true.forward, true.backward), rel=1e-9)
-    best = draft(pipe.build.graph, truth, pipe.build.sizes, pipe.build.cluster, pipe.options, None)
+    best = draft(pipe.build.graph, truth, pipe.build.sizes, pipe.build.cluster, pipe.options, None, {})
     assert found.plan == best.plan != pipe.plan
     assert replanned(pipe, truth, "zero1").plan == replace(found.plan, optimizer_sharding="zero1")
     assert [replace(stage, ops=()) for stage in found.plan.stages] == [

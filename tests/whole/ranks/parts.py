@@ -225,7 +225,6 @@ def loops_alike(model: nn.Module, pipe: fxpipe.Pipe, plain: nn.Module) -> None:
     one."""
     pipe.materialize(seed=2)
     fxpipe.materialize(plain, seed=2)
-    pipe.drop_others()
     odd = model.layers[0].weight if "layers.0.weight" in (pipe.keys_here() or ()) else None
     scalers = fxpipe.GradScaler(pipe, "cpu", init_scale=1024.0), torch.amp.GradScaler("cpu", init_scale=1024.0)
     found = loop(model, pipe, scalers[0], fxpipe.clip_grad_norm_, odd)

@@ -143,7 +143,9 @@ def built(name: str, count: int, config: Config) -> tuple[whole_build.Build, Any
         return None
     options = Options(labels, CHUNKS, schedule=schedule, checkpoint=checkpoint, ranks=True)
     cluster = local_cluster(every_device(options))
-    made = whole_build.build(graph, estimate(graph, sizes, cluster.device(labels[0])), sizes, cluster, options, None)
+    made = whole_build.build(
+        graph, estimate(graph, sizes, cluster.device(labels[0])), sizes, cluster, options, None, {}
+    )
     with TemporaryDirectory() as folder:
         write(made.files, folder)
         return made, load_package(folder)

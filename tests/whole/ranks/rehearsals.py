@@ -41,18 +41,18 @@ def the_model_does_not_notice(group: Any, mode: str, **options: Any) -> None:
     for pipe in (rehearsed, other):
         torch.manual_seed(1)
         pipe.step(X, target=Y, loss_fn=F.mse_loss)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
+    before = {key: value.clone() for key, value in rehearsed.state_dict().items()}
     grads = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
     torch.manual_seed(2)
     state = torch.get_rng_state()
     rehearsed.rehearse(X, target=Y, loss_fn=F.mse_loss, rounds=2)
     assert torch.equal(torch.get_rng_state(), state)
-    same(model.state_dict(), before)
+    same(rehearsed.state_dict(), before)
     same({key: p.grad for key, p in model.named_parameters() if p.grad is not None}, grads)
     for pipe in (rehearsed, other):
         torch.manual_seed(3)
         pipe.step(X, target=Y, loss_fn=F.mse_loss)
-    same(*(net.state_dict() for net in models))
+    same(rehearsed.state_dict(), other.state_dict())
     same(*({key: p.grad for key, p in net.named_parameters() if p.grad is not None} for net in models))
     assert rehearsed.timeline is None
     for pipe in (rehearsed, other):

@@ -106,8 +106,7 @@ def memory(group: Any, counts: Sequence[int]) -> tuple[float, float, float]:
     pipe = sharded(group, plain, x, counts)
     parameters = list(pipe.parameters())
     total = sum(p.numel() * p.element_size() for p in parameters)
-    between = sum(x.untyped_storage().nbytes() for x in pipe.model.parameters())  # also those of others
-    between -= sum(p.nbytes for path, p in plain.named_parameters() if path not in pipe.held_tensors())
+    between = sum(x.untyped_storage().nbytes() for x in pipe.model.parameters())  # none: also those of others are gone
     between += sum(p.to_local().untyped_storage().nbytes() for p in parameters)
     pipe.step(x, target=y, loss_fn=F.mse_loss)
     gradients = sum(p.grad.to_local().untyped_storage().nbytes() for p in parameters)

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.engines.ranks.rank_group import Lost, World
+from fxpipe.engines.ranks.failure_attribution import Lost
+from fxpipe.engines.ranks.rank_group import World
 from fxpipe.engines.transports.message_format import FailedElsewhere
 from fxpipe.errors import FxpipeError, RankError
 from fxpipe.runtime.autograd.gathered_parameters import Sharded

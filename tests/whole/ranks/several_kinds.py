@@ -1,0 +1,323 @@
+"""Random models with several programs over the same tensors, called in a random order over ranks, beside the plain one.
+
+A model has units with tensors, and programs that run some of them in some order: all, in reverse, a part, some of them
+twice, and products of the weights of units that are far apart. So the kinds of calls use the tensors in different
+places. The plain model runs the micro-batches one after the other, so that what forward writes is comparable.
+
+    python -m tests.whole.ranks.several_kinds --cases 1000 --ranks 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch, which reads it once
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import fxpipe
+from fxpipe.runtime.microbatch import split_sizes
+from tests.whole.ranks.pool import Pool, RankFailed
+
+WIDTH, SAMPLES = 4, (1, 2, 3, 4, 5, 7, 8)
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
+DEALT = ("interleaved", "looped-bfs", "zb-v", "dualpipe-v")  # two stages on each rank, none with replicas
+CHECKPOINTS = ("never", "except_last", "always")
+
+
+class Scaled(nn.Module):
+    """A parameter, and a buffer that counts the calls and is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        return x * self.scale * (1 + 0.01 * self.calls)
+
+
+class Averaged(nn.Module):
+    """A running mean of what it saw, which is subtracted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return self.fc(x) - self.mean
+
+
+class Attends(nn.Module):
+    """A layer of nn.TransformerEncoder: one op in evaluation, many in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, 0.0, batch_first=True, norm_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x[:, None]).squeeze(1)
+
+
+UNITS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(WIDTH, WIDTH),
+    "norm": lambda: nn.LayerNorm(WIDTH),
+    "scaled": Scaled,
+    "averaged": Averaged,
+    "batch norm": lambda: nn.BatchNorm1d(WIDTH),
+    "attends": Attends,
+}
+WRITES = ("scaled", "averaged", "batch norm")
+Program = tuple[tuple[str, tuple[int, ...]], ...]  # ("unit", one) or ("product", two linear units)
+
+
+class Net(nn.Module):
+    """Units, and programs over them; `how` chooses one."""
+
+    def __init__(self, units: Sequence[str], programs: Sequence[Program], tied: Sequence[tuple[int, int]]) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(UNITS[kind]() for kind in units)
+        for a, b in tied:
+            self.units[b].weight = self.units[a].weight
+        self.programs = programs
+
+    def forward(self, x: Tensor, how: int = 0) -> Tensor:
+        for what, at in self.programs[how]:
+            if what == "unit":
+                x = torch.tanh(self.units[at[0]](x))
+            else:
+                x = x + x @ (self.units[at[0]].weight @ self.units[at[1]].weight)
+        return x
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, the options of its pipe, and what is done in turn: each (what, program, samples)."""
+
+    seed: int
+    units: tuple[str, ...]
+    programs: tuple[Program, ...]
+    tied: tuple[tuple[int, int], ...]
+    options: dict[str, Any]
+    form: str
+    turns: tuple[tuple[str, int, int], ...]
+
+
+def drawn(seed: int, ranks: int, forms: Sequence[str] = ("plain", "replicas", "zero3", "tensor parallel")) -> Case:
+    """The case with this number. `forms`: of the parallelism beside the pipeline."""
+    rng = Random(f"{seed} {ranks}")
+    form = "plain" if rng.random() < 0.7 or ranks < 2 else rng.choice(forms)
+    schedule = rng.choice(SCHEDULES if form == "plain" else ("gpipe", "1f1b"))
+    kinds = ["linear", "linear", "norm", "scaled", "averaged", "batch norm", "attends"]
+    if form != "plain":  # what a slice of the samples changes: statistics
+        kinds = [kind for kind in kinds if kind not in WRITES]
+    stages = ranks * (2 if schedule in DEALT else 1)
+    units = tuple(rng.choice(kinds) for _ in range(rng.randint(max(4, stages), max(7, stages + 2))))
+    linear = [at for at, kind in enumerate(units) if kind == "linear"]
+    tied = ((linear[0], linear[-1]),) if len(linear) > 2 and rng.random() < 0.3 else ()
+    programs = tuple(program(rng, how, len(units), linear) for how in range(2 + (rng.random() < 0.25)))
+    options: dict[str, Any] = {"chunks": rng.randint(1, 4), "schedule": schedule}
+    options["checkpoint"] = rng.choice(CHECKPOINTS)
+    options["backward"] = rng.choice(["autograd", "autograd", "code"]) if form == "plain" else "autograd"
+    turns = []
+    for _ in range(rng.randint(4, 7)):
+        what = rng.choice(["step", "step", "step", "infer", "evaluate", "update", "freeze"])
+        samples = rng.choice(SAMPLES) if form != "zero3" else rng.randint(ranks * options["chunks"], 16)
+        turns.append((what, rng.randrange(len(programs)), samples))
+    return Case(seed, units, programs, tied, options, form, (("step", 0, 16), *turns))
+
+
+def program(rng: Random, how: int, count: int, linear: Sequence[int]) -> Program:
+    """The first program runs all units in order."""
+    order = list(range(count))
+    if how:
+        way = rng.choice(["reverse", "any", "part", "again"])
+        order = {"reverse": order[::-1], "again": order + order[: count // 2]}.get(way, order)
+        order = rng.sample(order, rng.randint(2, count)) if way == "part" else order
+        rng.shuffle(order) if way == "any" else None
+    found: list[tuple[str, tuple[int, ...]]] = [("unit", (at,)) for at in order]
+    if len(linear) > 1 and rng.random() < 0.5:
+        found.insert(rng.randint(0, len(found)), ("product", tuple(rng.sample(linear, 2))))
+    return tuple(found)
+
+
+# What a rank does -----------------------------------------------------------------------------------------------------
+
+
+def run(group: Any, case: Case) -> list[str]:
+    """Differences from the plain model on this rank, or "refused: ..."."""
+    warnings.simplefilter("ignore")
+    if case.seed % 20 == 0:
+        torch._dynamo.reset()  # forgets what was traced, which takes memory
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(case.seed)
+    plain = Net(case.units, case.programs, case.tied)
+    pipe = None
+    try:
+        pipe = made(group, case, copy.deepcopy(plain))
+        return played(pipe, plain, case)
+    except fxpipe.FxpipeError as error:
+        return [f"refused: {error}"]
+    finally:
+        if pipe is not None:
+            pipe.close()
+        torch.set_default_dtype(torch.float32)
+
+
+def made(group: Any, case: Case, model: nn.Module) -> Any:
+    size, options = torch.distributed.get_world_size(group), dict(case.options)
+    x = torch.zeros(8, WIDTH)
+    if case.form in ("replicas", "zero3"):
+        options["replicas"] = (1, size - 1) if case.seed % 2 and size > 2 else (size // 2, size - size // 2)
+        options["replicas"] = (2,) if size == 2 else options["replicas"]
+    if case.form == "zero3":
+        draft = fxpipe.compile(copy.deepcopy(model), size, group=group, timeout=60, example_inputs=x, **options)
+        plan = replace(draft.build.plan, optimizer_sharding="zero3")
+        draft.close()
+        return fxpipe.compile(model, plan=plan, group=group, timeout=60, example_inputs=x)
+    return fxpipe.compile(model, size, group=group, timeout=60, **options)
+
+
+def played(pipe: Any, plain: nn.Module, case: Case) -> list[str]:
+    chunks, generator = pipe.options.chunks, torch.Generator().manual_seed(case.seed)
+    optimizers: list[Any] = []
+    found: list[str] = []
+    for turn, (what, how, samples) in enumerate(case.turns):
+        x, target = (torch.randn(samples, WIDTH, generator=generator) for _ in range(2))
+        if any(
+            at[0] in {k for k, kind in enumerate(case.units) if kind == "batch norm"} for _, at in case.programs[how]
+        ):
+            pieces = max(2 * chunks, samples)  # batch norm needs two samples of each micro-batch
+            x, target = (torch.randn(pieces, WIDTH, generator=generator) for _ in range(2))
+        where = f"turn {turn}, {what} {how} of {len(x)}"
+        if what == "step":
+            loss = pipe.step(x, how, target=target, loss_fn=F.mse_loss)
+            wanted = plain_step(plain, x, how, target, chunks)
+            found += differing(where, {"loss": loss}, {"loss": wanted})
+            found += differing(where, gradients(pipe), gradients(plain))
+        elif what in ("infer", "evaluate"):
+            pipe.train(what == "infer")
+            plain.train(what == "infer")
+            got = pipe.forward_only(x, how)
+            with torch.no_grad():
+                pieces = x.split(split_sizes(len(x), chunks)) if what == "infer" else [x]
+                found += differing(
+                    where, {"output": got}, {"output": torch.cat([plain(piece, how) for piece in pieces])}
+                )
+            pipe.train(), plain.train()
+        elif what == "update":
+            optimizers = optimizers or [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (pipe, plain)]
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        elif what == "freeze":
+            names = sorted(name for name, _ in plain.named_parameters())
+            for model in (pipe, plain):
+                for path, parameter in model.named_parameters():
+                    if path == names[samples % len(names)]:
+                        parameter.requires_grad_(not parameter.requires_grad)
+                        parameter.grad = None
+        found += differing(f"{where}: tensors", tensors(pipe.held_tensors()), tensors(state_of(plain)))
+    return found
+
+
+def plain_step(plain: nn.Module, x: Tensor, how: int, target: Tensor, chunks: int) -> Tensor:
+    total = torch.zeros(())
+    rows = split_sizes(len(x), chunks)
+    for piece, wanted in zip(x.split(rows), target.split(rows), strict=True):
+        loss = F.mse_loss(plain(piece, how), wanted) * len(piece) / len(x)
+        if loss.requires_grad:
+            loss.backward()
+        total += loss.detach()
+    return total
+
+
+def state_of(plain: nn.Module) -> dict[str, Tensor]:
+    return {**dict(plain.named_parameters(remove_duplicate=False)), **dict(plain.named_buffers(remove_duplicate=False))}
+
+
+def gradients(model: nn.Module) -> dict[str, Any]:
+    return {name: None if p.grad is None else whole(p.grad) for name, p in model.named_parameters()}
+
+
+def tensors(held: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {path: whole(tensor.detach()).clone() for path, tensor in held.items()}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def differing(where: str, got: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """What differs, of the names in both."""
+    found = []
+    for name in got.keys() & wanted.keys():
+        mine, right = got[name], wanted[name]
+        if mine is None or right is None:
+            odd = (mine is None) != (right is None) and bool((right if mine is None else mine).abs().max() > 0)
+        else:
+            odd = mine.shape != right.shape or not torch.allclose(mine, right, rtol=1e-8, atol=1e-10)
+        if odd:
+            off = "missing" if mine is None or right is None else f"off by {float((mine - right).abs().max()):.1e}"
+            found.append(f"{where}: {name} {off}")
+    return found
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.whole.ranks.several_kinds", description=__doc__)
+    parser.add_argument("--cases", type=int, default=100)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first case")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--refused", action="store_true", help="print the cases that were refused")
+    asked = parser.parse_args()
+    counts, reasons, start = Counter[str](), Counter[str](), time.monotonic()
+    pool = Pool(asked.ranks)
+    for seed in range(asked.first, asked.first + asked.cases):
+        case = drawn(seed, asked.ranks)
+        try:
+            found = pool.run(run, case, ranks=tuple(range(asked.ranks)))
+            refused = [line for rank in found for line in rank if line.startswith("refused")]
+            refused.sort(key=lambda line: "a rank has failed" in line)
+            wrong = [
+                f"rank {rank}: {line}" for rank, lines in enumerate(found) for line in lines if line not in refused
+            ]
+        except RankFailed as error:
+            refused, wrong = [], [str(error)[-3000:]]
+            pool.close()
+            pool = Pool(asked.ranks)
+        what = "wrong" if wrong else "refused" if refused else "right"
+        counts[what] += 1
+        reasons.update(line.splitlines()[0][:150] for line in refused[:1])
+        if refused and asked.refused:
+            print(f"case {seed}: {case}", refused[0], sep="\n  ", flush=True)
+        if wrong:
+            print(f"case {seed}: {case}", *wrong[:5], sep="\n  ", flush=True)
+    pool.close()
+    print(f"{asked.ranks} ranks: {dict(counts)}, {time.monotonic() - start:.0f} s")
+    for reason, count in reasons.most_common():
+        print(f"  {count:4}  {reason}")
+    return int(counts["wrong"] > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,57 @@
+"""Over ranks each tensor has one home, whatever is called, in whatever order; and ranks that leave are missed soon."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.whole.ranks import one_home, several_kinds
+from tests.whole.ranks.pool import Pool
+
+PAIR, THREE, ALL = (0, 1), (0, 1, 2), (0, 1, 2, 3)
+
+
+def test_nobody_sees_a_stale_tensor(pool: Pool) -> None:
+    pool.run(one_home.nobody_sees_a_stale_tensor, ranks=PAIR)
+
+
+def test_the_whole_model_on_the_ranks_that_ask(pool: Pool) -> None:
+    pool.run(one_home.gathered, ranks=PAIR)
+
+
+def test_what_libraries_call(pool: Pool) -> None:
+    pool.run(one_home.what_libraries_call, ranks=PAIR)
+
+
+@pytest.mark.parametrize("closes", ["at once", "later", "never"])
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_leaves(pool: Pool, who: int, closes: str) -> None:
+    found = pool.run(one_home.one_leaves, who, closes, ranks=PAIR)
+    assert found[who] == ["ValueError: no more data", "all went well"] * 2
+    left = f"RankError: rank {who} has closed this pipe"
+    others = found[1 - who]
+    assert [line.startswith(left) for line in others] == [True, False] * 2
+    assert others[1::2] == ["all went well"] * 2
+    if closes == "at once":
+        assert others[0] == f"{left}: ValueError: no more data"
+
+
+SAMPLE = [(PAIR, 0, 8), (THREE, 0, 3), (ALL, 0, 2)]
+MORE = [(PAIR, 8, 60), (THREE, 3, 20), (ALL, 2, 20)]
+
+
+def play(pool: Pool, ranks: tuple[int, ...], first: int, count: int) -> None:
+    for seed in range(first, first + count):
+        found = pool.run(several_kinds.run, case := several_kinds.drawn(seed, len(ranks)), ranks=ranks)
+        wrong = [line for lines in found for line in lines if not line.startswith("refused")]
+        assert not wrong, (case, wrong)
+
+
+@pytest.mark.parametrize(("ranks", "first", "count"), SAMPLE)
+def test_several_kinds_of_calls(pool: Pool, ranks: tuple[int, ...], first: int, count: int) -> None:
+    play(pool, ranks, first, count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "first", "count"), MORE)
+def test_more_kinds_of_calls(pool: Pool, ranks: tuple[int, ...], first: int, count: int) -> None:
+    play(pool, ranks, first, count)
