@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpipe.capture.call_arguments import RequestedCall
 from fxpipe.codegen.package.load_package import tensors_of, worker_device
 from fxpipe.errors import InputError, PlanError
 from fxpipe.ir.cluster.cluster import Cluster, Device
 from fxpipe.ir.cluster.matrix_speed import STORED
 from fxpipe.ir.graph.graph import Graph
 from fxpipe.ir.plan.profile import Profile
-from fxpipe.pipe.build.call_binding import batch_size, inputs_of, measured, micro_batch_sizes
+from fxpipe.pipe.build.call_binding import batch_size, measured, micro_batch_sizes
 from fxpipe.pipe.build.phase_timing import timed
 from fxpipe.pipe.drop_in_module import check_model
 from fxpipe.pipe.options.option_forms import check as check_values
@@ -113,8 +114,8 @@ def profile(
         from fxpipe.capture import CallCapture  # late: torch's Dynamo takes more than a second
 
         front = CallCapture(model, batch_dim, reduce=reduce, work=working)
-        graph = replace(front.capture(inputs, kwargs), training=model.training)
-    values = inputs_of(graph, inputs, kwargs)
+        graph, values = front.with_inputs(RequestedCall(inputs, kwargs))
+        graph = replace(graph, training=model.training)
     there = device.devices[0] if isinstance(device, Cluster) else device if isinstance(device, Device) else None
     products = None
     if dtype is not None:
