@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import pytest
@@ -236,6 +237,24 @@ def test_a_plan_of_several_sizes_is_explained() -> None:
     assert "data parallel DP, tensor parallel 2 " in text
     assert "twice the bandwidth" in text
     assert "more device" not in text
+
+
+@pytest.mark.slow
+def test_the_time_to_prepare_grows_with_layers() -> None:
+    """And not with their square: each piece of a layer costs the same, however many there are."""
+
+    def took(depth: int) -> float:
+        with torch.device("meta"):
+            model, x = nn.Sequential(*(Block(64, 8) for _ in range(depth))), torch.zeros(16, 8, 64)
+        options = {"tensor_parallel": 8, "planner": "straight", "micro_batches": 2}
+        found = fxpipe.plan(model, fast(16), 16, example_inputs=(x,), **options)  # type: ignore[arg-type]
+        with closing(fxpipe.compile(model, plan=found)) as pipe:
+            start = process_time()
+            pipe.prepare(x)
+            return process_time() - start
+
+    took(2)  # what is imported and compiled once
+    assert took(64) < 9 * took(8)
 
 
 def small(memory: int) -> Cluster:
