@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from fxpipe.errors import PlanError
+from fxpipe.ir.once import once
 from fxpipe.ir.program.program import Loan, Program, Stage
 from fxpipe.passes.pass_context import PassContext
 
@@ -22,45 +23,59 @@ def move_homes(program: Program, context: PassContext) -> Program:
     """The program in which each parameter and buffer belongs to a stage on the device that `context.owners` names.
     Raises PlanError if no stage is on that device, or a stage on another device writes the tensor."""
     moved = {}
+    users = {name: [stage.index] for stage in program.stages for name in stage.states}
+    for loan in program.loans:
+        users[loan.state].append(loan.user)
     for stage in program.stages:
         for name in stage.states:
             state = program.state(name)
             owner = context.owners.get(state.path, stage.device) if state.kind != "constant" else stage.device
             if owner != stage.device:
-                moved[name] = stage.index, _new_home(program, name, owner)
+                moved[name] = stage.index, _new_home(program, name, owner, users[name])
     if not moved:
         return program
     loans = [loan for loan in program.loans if loan.state not in moved]
     for name, (before, home) in moved.items():
-        users = {before, *(loan.user for loan in program.loans if loan.state == name)} - {home}
-        loans += [Loan(name, home, user) for user in sorted(users)]
+        loans += [Loan(name, home, user) for user in sorted({before, *users[name]} - {home})]
     return replace(program, loans=tuple(loans), stages=tuple(_with_homes(program, loans, moved)))
 
 
 def _with_homes(program: Program, loans: Sequence[Loan], moved: Mapping[str, tuple[int, int]]) -> Iterator[Stage]:
     """The stages that own and borrow as the loans say. `moved`: the old and the new home of each moved tensor."""
+    coming: dict[int, list[str]] = {}
+    for name, (_, home) in moved.items():
+        coming.setdefault(home, []).append(name)
+    borrowing = replace(program, loans=tuple(loans)).borrowing
     for stage in program.stages:
-        states = [name for name in stage.states if name not in moved]
-        states += [name for name, (_, home) in moved.items() if home == stage.index]
-        borrows = tuple(loan.state for loan in loans if loan.user == stage.index)
+        states = [name for name in stage.states if name not in moved] + coming.get(stage.index, [])
+        borrows = tuple(loan.state for loan in borrowing[stage.index])
         yield replace(stage, states=tuple(states), borrows=borrows)
 
 
-def _new_home(program: Program, name: str, owner: str) -> int:
-    """The first stage on the owner's device that uses the tensor, or if none does, the first one there."""
+def _new_home(program: Program, name: str, owner: str, users: Sequence[int]) -> int:
+    """The first stage on the owner's device that uses the tensor, or if none does, the first one there. `users`: the
+    stages that use it."""
     path = program.state(name).path
-    for stage in program.stages:
+    for stage in (program.stages[index] for index in users):
         op = next((op for op in stage.ops if name in op.writes), None)
         if op is not None:
             raise PlanError(
                 f"{op.origin}\nforward writes {path} here, on {stage.device}, and {owner} has owned it since the first "
                 "call: make the first call, or that of example_inputs, with the model in training"
             )
-    users = {loan.user for loan in program.loans if loan.state == name}
-    there = [stage.index for stage in program.stages if stage.device == owner]
+    there = _on_device(program).get(owner)
     if not there:
         raise PlanError(
             f"{owner} has owned {path} since the first call, and has nothing to compute in this one: give a batch with "
             "as many samples as the first one had"
         )
-    return next((index for index in there if index in users), there[0])
+    return next((index for index in sorted(users[1:]) if program.devices[index] == owner), there[0])
+
+
+@once
+def _on_device(program: Program) -> dict[str, list[int]]:
+    """The stages of each device."""
+    found: dict[str, list[int]] = {}
+    for stage in program.stages:
+        found.setdefault(stage.device, []).append(stage.index)
+    return found
