@@ -15,6 +15,7 @@ from fxpipe.errors import InputError, PlanError
 from fxpipe.ir.cluster.cluster import Cluster, Device
 from fxpipe.ir.cluster.matrix_speed import STORED
 from fxpipe.ir.graph.graph import Graph
+from fxpipe.ir.graph.value_types import TensorType
 from fxpipe.ir.plan.profile import Profile
 from fxpipe.pipe.build.call_binding import batch_size, measured, micro_batch_sizes
 from fxpipe.pipe.build.phase_timing import timed
@@ -59,6 +60,15 @@ class ModelProfile(Profile):
                 f"the profile is {self.source}; measure one, as in fxpipe.profile(model, x, device='cuda:0')"
             )
         return calibrate(self.graph, self.sizes, self, device)
+
+    @property
+    def parameter_bytes(self) -> dict[str, int]:
+        """The bytes of the model's parameters by element type, as they are planned."""
+        found: dict[str, int] = {}
+        for state in self.graph.states:
+            if state.kind == "parameter" and isinstance(state.type, TensorType):
+                found[state.type.dtype] = found.get(state.type.dtype, 0) + state.type.nbytes(self.sizes)
+        return found
 
 
 def _rows(graph: Graph) -> list[str]:
